@@ -1,0 +1,62 @@
+"""tensorlens_tl: frozen passes, exact operators and attribution methods for TransformerLens.
+
+>>> import tensorlens_tl as tlens
+>>> model = tlens.load_demo_model()
+>>> attribution = tlens.attribute(model, "Return the value. Return the", collapse="in_out")
+>>> bool(attribution.residual.max() < 1e-4)
+True
+"""
+
+from tensorlens_tl import methods
+from tensorlens_tl.activation import RULES
+from tensorlens_tl.attribution import Attribution, TokenScore
+from tensorlens_tl.demo import load_demo_model
+from tensorlens_tl.errors import (
+    FileFormatError,
+    FrozenModelError,
+    InvalidInputError,
+    NumericalError,
+    RegistryError,
+    SizeError,
+    TensorLensError,
+    UnsupportedModelError,
+)
+from tensorlens_tl.frozen import FrozenPass, freeze
+from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum, Transpose
+from tensorlens_tl.operator import Collapse, FrozenOperator
+from tensorlens_tl.registry import attribute, get_method, list_methods, register_method
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "RULES",
+    "AffineMap",
+    "Attention",
+    "Attribution",
+    "Chain",
+    "Collapse",
+    "Diagonal",
+    "FileFormatError",
+    "FrozenModelError",
+    "FrozenOperator",
+    "FrozenPass",
+    "Identity",
+    "InvalidInputError",
+    "Linear",
+    "Norm",
+    "NumericalError",
+    "RegistryError",
+    "SizeError",
+    "Sum",
+    "TensorLensError",
+    "TokenScore",
+    "Transpose",
+    "UnsupportedModelError",
+    "attribute",
+    "freeze",
+    "get_method",
+    "list_methods",
+    "load_demo_model",
+    "methods",
+    "register_method",
+]

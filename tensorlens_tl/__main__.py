@@ -1,0 +1,5 @@
+import sys
+
+from tensorlens_tl.cli import main
+
+sys.exit(main())

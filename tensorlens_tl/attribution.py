@@ -1,0 +1,364 @@
+"""One result for every method: scores of source tokens for queries, with what is needed to trust and show them."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl import html
+from tensorlens_tl.errors import FileFormatError, InvalidInputError
+from tensorlens_tl.inputs import query_positions
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from tensorlens_tl.frozen import FrozenPass
+
+FORMAT, FORMAT_VERSION = "tensorlens_tl.Attribution", 1
+AXES = ("batch", "query", "key")
+_TENSORS = ("scores", "queries", "mask", "layers", "bias", "total", "residual", "stderr")
+_FACTS = ("tokens", "axes", "additive", "target", "method", "options", "provenance")
+
+
+class TokenScore(NamedTuple):
+    """One source token of a query."""
+
+    position: int
+    token: str
+    score: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Attribution:
+    """What every method returns.
+
+    Attributes:
+        scores: `[batch, query, key]` unless `axes` says otherwise: how much source token `key` gave to `query`.
+        tokens: readable tokens, one list per prompt.
+        queries: the positions the query axis stands for, `[batch, query]`.
+        mask: True at real tokens, `[batch, pos]`; padding has zero scores.
+        axes: names of the axes of `scores`.
+        layers: the method's local map per layer, `[layer, batch, query, key]`, where it has them.
+        bias: what no source token explains, `[batch, query]`.
+        total: what scores and bias sum to where `additive`, `[batch, query]`.
+        residual: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
+        stderr: standard error of estimated scores.
+        additive: whether scores and bias sum to `total`.
+        target: what the scores explain, in words.
+        method, options: how they were made.
+        provenance: model name, class, TransformerLens version, weight processing, dtype.
+    """
+
+    scores: Float[Tensor, "..."]
+    tokens: list[list[str]]
+    queries: Int[Tensor, "batch query"]
+    mask: Bool[Tensor, "batch pos"]
+    method: str
+    axes: tuple[str, ...] = AXES
+    layers: Float[Tensor, "layer ..."] | None = None
+    bias: Float[Tensor, "batch query"] | None = None
+    total: Float[Tensor, "batch query"] | None = None
+    residual: Float[Tensor, "batch query"] | None = None
+    stderr: Float[Tensor, "batch query key"] | None = None
+    additive: bool = False
+    target: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, frozen: "FrozenPass", scores: Tensor, *, method: str, query: int | None = None, **fields: Any
+    ) -> "Attribution":
+        """An Attribution of a frozen pass: tokens, mask, query positions and provenance are filled in.
+
+        Args:
+            frozen: the pass the scores were made from.
+            scores: `[batch, query, key]`.
+            method: the method's name.
+            query: the query the second axis holds, or None where it holds all of them.
+            fields: any other field of Attribution.
+        """
+        return cls(
+            scores=scores,
+            tokens=[list(row) for row in frozen.str_tokens],
+            queries=query_positions(frozen.mask, query),
+            mask=frozen.mask,
+            method=method,
+            provenance=frozen.view.provenance(),
+            **fields,
+        )
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != self.scores.ndim:
+            raise InvalidInputError(
+                f"Attribution: scores have {self.scores.ndim} axes {tuple(self.scores.shape)}; axes names {self.axes}."
+            )
+
+    def __repr__(self) -> str:
+        shape = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.scores.shape, strict=True))
+        residual = "" if self.residual is None else f", residual={float(self.residual.max()):.1e}"
+        return f"Attribution({self.method!r}, {shape}{residual})"
+
+    # ------------------------------------------------------------------ reading
+
+    def top(self, k: int = 10, query: int = -1, batch: int = 0) -> list[TokenScore]:
+        """The k source tokens of largest absolute score for one query (an index of the query axis)."""
+        scores, tokens = self._plane(batch), self.tokens[batch]
+        if not -len(scores) <= query < len(scores):
+            raise InvalidInputError(f"top: query={query}, but this Attribution holds {len(scores)} queries.")
+        row = scores[query].masked_fill(~self.mask[batch].to(scores.device), 0)
+        order = row.abs().argsort(descending=True, stable=True)[: min(k, int(self.mask[batch].sum()))]
+        return [TokenScore(int(i), tokens[int(i)], float(row[i])) for i in order if bool(self.mask[batch, i])]
+
+    def normalize(self) -> "Attribution":
+        """Scores divided by the sum of their absolute values, per query; no longer additive."""
+        size = self.scores.abs().sum(self.axes.index("key"), keepdim=True)
+        scores = self.scores / size.clamp_min(torch.finfo(self.scores.dtype).tiny)
+        return replace(self, scores=scores, additive=False, bias=None, total=None, residual=None, stderr=None)
+
+    def merge_words(self) -> "Attribution":
+        """Sub-word tokens joined into words: scores are summed over a word's keys and averaged over its queries.
+
+        A token starts a word where it begins with white space, follows one that ends with it, or is the first; a
+        WordPiece token that begins with ``##`` does not. Sums over keys, and so completeness, are kept.
+        """
+        if self.axes != AXES:
+            raise InvalidInputError(f"merge_words: needs scores [batch, query, key], these are {self.axes}.")
+        words = [word_ids(row, mask) for row, mask in zip(self.tokens, self.mask.tolist(), strict=True)]
+        count = max(max(row) for row in words) + 1
+        pos = self.mask.shape[1]
+        join = self.scores.new_zeros(len(words), pos, count + 1)  # padding goes to the extra column
+        join[torch.arange(len(words))[:, None], torch.arange(pos)[None], torch.tensor(words) % (count + 1)] = 1
+        join = join[..., :count]
+        scores = self.scores @ join
+        bias, total, residual, queries = self.bias, self.total, self.residual, self.queries
+        if self.queries.shape[1] == pos:
+            mean = (join / join.sum(1, keepdim=True).clamp_min(1)).transpose(1, 2)
+            scores = mean @ scores
+            bias, total = (None if t is None else (mean @ t[..., None])[..., 0] for t in (bias, total))
+            residual, queries = None, torch.arange(count).expand(len(words), count)
+        else:
+            queries = torch.take_along_dim(torch.tensor(words), self.queries.cpu(), dim=1)
+        tokens = [
+            ["".join(_piece(t) for t, w in zip(row, ids, strict=True) if w == word) for word in range(count)]
+            for row, ids in zip(self.tokens, words, strict=True)
+        ]
+        mask = join.any(1)
+        return replace(
+            self, scores=scores, tokens=tokens, mask=mask, queries=queries, bias=bias, total=total, residual=residual,
+            layers=None, stderr=None,
+        )  # fmt: skip
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per score of real tokens: the axes, the two tokens, the score."""
+        import pandas as pd
+
+        index = torch.cartesian_prod(*(torch.arange(size) for size in self.scores.shape)).reshape(-1, self.scores.ndim)
+        frame = pd.DataFrame({name: index[:, axis].numpy() for axis, name in enumerate(self.axes)})
+        rows, keys = frame["batch"].to_numpy(), frame["key"].to_numpy()
+        frame["query"] = self.queries.cpu().numpy()[rows, frame["query"].to_numpy()]
+        frame["query_token"] = [self.tokens[b][q] for b, q in zip(rows, frame["query"], strict=True)]
+        frame["key_token"] = [self.tokens[b][k] for b, k in zip(rows, keys, strict=True)]
+        frame["score"] = self.scores.detach().double().cpu().reshape(-1).numpy()
+        mask = self.mask.cpu().numpy()
+        real = mask[rows, keys] & mask[rows, frame["query"].to_numpy()]
+        return frame.loc[real].reset_index(drop=True)
+
+    def __sub__(self, other: "Attribution") -> "Attribution":
+        """Scores minus another's, of the same prompt, queries and weight processing.
+
+        Only logit differences are invariant to folding and centring, so mixed processing is refused.
+        """
+        for name, mine, theirs in (
+            ("tokens", self.tokens, other.tokens),
+            ("axes", self.axes, other.axes),
+            ("queries", self.queries.tolist(), other.queries.tolist()),
+            ("weight processing", *(a.provenance.get("weight_processing") for a in (self, other))),
+        ):
+            if mine != theirs:
+                shown = f" ({mine!r} and {theirs!r})" if name == "weight processing" else ""
+                raise InvalidInputError(f"difference: the two differ in {name}{shown}; compare like with like.")
+
+        def difference(name: str) -> Tensor | None:
+            a, b = getattr(self, name), getattr(other, name)
+            return a - b if a is not None and b is not None else None
+
+        additive = self.additive and other.additive
+        return replace(
+            self,
+            scores=self.scores - other.scores,
+            layers=difference("layers"),
+            bias=difference("bias"),
+            total=difference("total") if additive else None,
+            residual=None,
+            stderr=None,
+            additive=additive,
+            target=f"{self.target} − {other.target}",
+            method=self.method if self.method == other.method else f"{self.method} − {other.method}",
+            options={"left": self.options, "right": other.options},
+        )
+
+    # ------------------------------------------------------------------ showing
+
+    def _plane(self, batch: int) -> Float[Tensor, "query key"]:
+        """Scores of one prompt; other axes (heads, say) are averaged, vectors shown by their norm."""
+        if not -len(self.tokens) <= batch < len(self.tokens):
+            raise InvalidInputError(f"batch={batch}, but this Attribution holds {len(self.tokens)} prompts.")
+        scores, axes = self.scores[batch].detach(), list(self.axes[1:])
+        for name in [axis for axis in axes if axis not in AXES]:
+            axis = axes.index(name)
+            scores = scores.norm(dim=axis) if name == "d_model" else scores.mean(dim=axis)
+            axes.remove(name)
+        return scores
+
+    def _describe(self) -> str:
+        notes = [f"{self.method}" + (f": {self.target}" if self.target else "")]
+        if self.additive and self.residual is not None:
+            notes.append(f"complete to {float(self.residual.max()):.1e}")
+        return " · ".join(notes)
+
+    def to_html(self, *, style: bool = True) -> str:
+        """The heat maps as an HTML fragment: coloured text for one query, a matrix for several."""
+        parts = []
+        for batch, (tokens, mask) in enumerate(zip(self.tokens, self.mask.tolist(), strict=True)):
+            plane = self._plane(batch).double().cpu()
+            largest = float(plane.abs().max())
+            real = [position for position, keep in enumerate(mask) if keep]
+            shown = [tokens[position] for position in real]
+            rows = [[float(row[position]) for position in real] for row in plane]
+            asked = self.queries[batch].tolist()
+            if len(rows) == 1:
+                parts.append(html.token_line(shown, rows[0], largest, real.index(asked[0])))
+            else:
+                kept = [number for number, position in enumerate(asked) if mask[position]]
+                parts.append(
+                    html.token_matrix([tokens[asked[n]] for n in kept], shown, [rows[n] for n in kept], largest)
+                )
+            parts.append(html.colour_bar(largest))
+        facts = " · ".join(f"{k} {v}" for k, v in self.provenance.items())
+        return html.panel(self._describe(), parts, facts, style=style)
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def show(self) -> None:
+        """Display the heat maps in a notebook, or a table of the top tokens in a terminal."""
+        shell = sys.modules.get("IPython")
+        if shell is not None and shell.get_ipython() is not None:
+            shell.display.display(self)
+            return
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        for batch in range(len(self.tokens)):
+            table = Table(title=Text(self._describe()))
+            for heading in ("position", "token", "score"):
+                table.add_column(heading, justify="left" if heading == "token" else "right")
+            for entry in self.top(10, batch=batch):
+                table.add_row(str(entry.position), Text(repr(entry.token)), f"{entry.score:+.4g}")
+            Console().print(table)
+
+    def plot(self, batch: int = 0, ax: Any = None) -> Any:
+        """A matplotlib heat map of one prompt (install ``tensorlens-tl[plot]``); returns the axes."""
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError("plot() needs matplotlib: pip install 'tensorlens-tl[plot]'.") from error
+        plane = self._plane(batch).double().cpu()
+        keys = [html.visible(token) for token in self.tokens[batch]]
+        largest = float(plane.abs().max()) or 1.0
+        if ax is None:
+            size = (1.5 + 0.3 * plane.shape[1], 1.2 + 0.3 * plane.shape[0])
+            _, ax = plt.subplots(figsize=size, constrained_layout=True)
+        image = ax.imshow(plane, cmap="PuOr_r", vmin=-largest, vmax=largest, aspect="auto")
+        ax.set_xticks(range(len(keys)), keys, rotation=90)
+        ax.set_yticks(range(len(plane)), [keys[int(q)] for q in self.queries[batch]])
+        ax.set(xlabel="key (source token)", ylabel="query", title=self._describe())
+        ax.figure.colorbar(image, ax=ax)
+        return ax
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write to one safetensors file (facts as JSON metadata, never pickle); replaces an old file in one step."""
+        from safetensors.torch import save_file
+
+        tensors = {n: t.detach().cpu().contiguous() for n in _TENSORS if (t := getattr(self, n)) is not None}
+        facts = {name: getattr(self, name) for name in _FACTS}
+        metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "facts": json.dumps(facts, default=_plain)}
+        path = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=path.parent or Path(), suffix=".tmp")
+        os.close(handle)
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Attribution":
+        """Read a file that `save` wrote.
+
+        Raises:
+            FileFormatError: not such a file, damaged, or from a newer version.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                metadata: Mapping[str, str] = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise FileFormatError(f"{path}: a safetensors file, but not an Attribution of this library.")
+                if int(metadata.get("version", "0")) > FORMAT_VERSION:
+                    raise FileFormatError(
+                        f"{path}: format {metadata['version']} is newer than this library's; update it."
+                    )
+                tensors = {name: file.get_tensor(name) for name in file.keys() if name in _TENSORS}  # noqa: SIM118
+            facts = json.loads(metadata["facts"])
+            known = {name: facts[name] for name in _FACTS}
+            return cls(**tensors, **{**known, "axes": tuple(known["axes"])})
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, FileFormatError):
+                raise
+            raise FileFormatError(f"{path}: not a readable Attribution ({type(error).__name__}: {error}).") from error
+
+
+def word_ids(tokens: Sequence[str], mask: Sequence[bool]) -> list[int]:
+    """The word each token belongs to, counted from 0; padding is −1."""
+    ids, word, ended = [], -1, True
+    for token, real in zip(tokens, mask, strict=True):
+        if not real:
+            ids.append(-1)
+            continue
+        special = token.startswith(("<|", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>", "<bos>", "<mask>"))
+        if ended or special or (token[:1].isspace() and not token.startswith("##")):
+            word += 1
+        elif not token.startswith("##") and any(t.startswith("##") for t in tokens):
+            word += 1  # WordPiece marks what continues, not what starts
+        ids.append(word)
+        ended = special or token[-1:].isspace()
+    return ids
+
+
+def _piece(token: str) -> str:
+    return token.removeprefix("##")
+
+
+def _plain(value: Any) -> Any:
+    """Options as JSON can hold them."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    return list(value) if isinstance(value, set | range | tuple) else repr(value)

@@ -1,0 +1,252 @@
+"""The command line: ``tensorlens-tl demo | attribute | methods | verify``."""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tensorlens_tl import demo, html
+from tensorlens_tl.attribution import Attribution
+from tensorlens_tl.errors import InvalidInputError, TensorLensError
+from tensorlens_tl.frozen import FrozenPass, freeze
+from tensorlens_tl.registry import attribute, get_method, list_methods
+from tensorlens_tl.targets import token_label
+
+console = Console()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (1 for our own errors, which are printed without a traceback)."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except TensorLensError as error:
+        Console(stderr=True).print(Text(f"{type(error).__name__}: {error}", style="red"))
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tensorlens-tl", description="Exact attribution on frozen transformers.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = command("demo", run_demo, "Freeze a sentence on the embedded model and show where its prediction comes from.")
+    sub.add_argument("text", nargs="?", default=demo.PROMPT)
+    sub.add_argument("-o", "--output", type=Path, default=Path("demo.html"), help="where to write the page")
+
+    sub = command("attribute", run_attribute, "Attribute the last token's output or prediction to the prompt.")
+    _model_arguments(sub)
+    sub.add_argument("text")
+    sub.add_argument("--method", default="tensorlens", help="one of `tensorlens-tl methods`")
+    sub.add_argument("--collapse", help="of the tensorlens method: in_out, norm or target")
+    sub.add_argument("--target", help="a token, such as ' Paris'")
+    sub.add_argument("--minus", help="another token, for a logit difference")
+    sub.add_argument("--query", type=int, help="position, counted over the prompt's tokens (default: the last)")
+    sub.add_argument("--top", type=int, default=10, help="how many tokens to print")
+    sub.add_argument(
+        "-o", "--output", type=Path, help="also save: .html for a page, anything else for Attribution.load"
+    )
+
+    command("methods", run_methods, "List the registered methods.")
+
+    sub = command("verify", run_verify, "Is this model supported? Proves every block on one prompt.")
+    _model_arguments(sub)
+    sub.add_argument("text", nargs="?", default="The quick brown fox jumps over the lazy dog.")
+    return parser
+
+
+def _model_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--model", default="demo", help="'demo', a Hugging Face name, or a local folder (default: demo)")
+    sub.add_argument("--kind", choices=("hooked", "bridge"), help="model class (default: hooked where it exists)")
+    sub.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
+
+
+def load_model(name: str, kind: str | None = None, dtype: Any = torch.float32) -> Any:
+    """A model by name: ``"demo"``, a hub name, or a local folder (a folder always becomes a TransformerBridge).
+
+    Raises:
+        InvalidInputError: the model cannot be loaded; carries the loader's own message.
+    """
+    if name == "demo":
+        return demo.load_demo_model(kind, dtype)  # pyright: ignore[reportArgumentType]
+    try:
+        if kind != "bridge" and not Path(name).exists():
+            try:
+                from transformer_lens import HookedTransformer
+
+                return HookedTransformer.from_pretrained(name, dtype=dtype)
+            except ImportError:
+                if kind == "hooked":
+                    raise
+        from transformer_lens.model_bridge import TransformerBridge
+
+        return TransformerBridge.boot_transformers(name, dtype=dtype)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise InvalidInputError(f"--model {name}: cannot be loaded ({type(error).__name__}: {error}).") from error
+
+
+def _frozen(args: argparse.Namespace) -> FrozenPass:
+    return freeze(load_model(args.model, args.kind, getattr(torch, args.dtype)), args.text)
+
+
+# ---------------------------------------------------------------------------------------- commands
+
+
+def run_methods(args: argparse.Namespace) -> None:
+    """Print the registered methods and their options."""
+    table = Table("method", "what", "options")
+    for name in list_methods():
+        method = get_method(name)
+        table.add_row(name, Text(method.summary), ", ".join(method.options))
+    console.print(table)
+
+
+def run_verify(args: argparse.Namespace) -> None:
+    """Print each proof's residual; exits with an error that names the block where a model is not supported."""
+    frozen = _frozen(args)
+    table = Table("part", "layout", "relative error", title=Text(f"{frozen.view.description}: supported"))
+    for part, error in frozen.errors.items():
+        layer = part.removeprefix("blocks.")
+        table.add_row(part, frozen.layouts[int(layer)].name if layer.isdigit() else "", f"{error:.1e}")
+    console.print(table)
+
+
+def run_attribute(args: argparse.Namespace) -> None:
+    """Attribute and print the top tokens; saves where asked."""
+    method = get_method(args.method)
+    options = {name: getattr(args, name) for name in ("collapse", "target", "minus", "query")}
+    options = {name: value for name, value in options.items() if value is not None}
+    if "target" in options and "collapse" in method.options:
+        options.setdefault("collapse", "target")
+    result = attribute(_frozen(args), method=args.method, **options)
+    _print_top(result, args.top)
+    if args.output is None:
+        return
+    if args.output.suffix == ".html":
+        args.output.write_text(html.page(args.text, result.to_html(style=False)), encoding="utf-8")
+    else:
+        result.save(args.output)
+    console.print(f"saved to {args.output}")
+
+
+def _print_top(result: Attribution, k: int) -> None:
+    residual = "" if result.residual is None else f"   residual {float(result.residual.max()):.1e}"
+    table = Table("position", "token", "score", title=Text(f"{result.method}: {result.target}{residual}"))
+    for entry in result.top(k):
+        table.add_row(str(entry.position), Text(repr(entry.token)), f"{entry.score:+.4g}")
+    console.print(table)
+
+
+# ---------------------------------------------------------------------------------------- the main job
+
+
+def run_demo(args: argparse.Namespace) -> None:
+    """Freeze a sentence on the embedded model, show what moved its prediction, prove it, and write a page."""
+    model = demo.load_demo_model()
+    frozen = freeze(model, args.text)
+    logits = frozen.last_logits
+    if logits is None:
+        raise TensorLensError("the embedded model gave no logits.")
+    best, second = (int(i) for i in logits[0].topk(2).indices)
+    target, minus = token_label(frozen.view, best), token_label(frozen.view, second)
+    probability = float(logits[0].softmax(-1)[best])
+    results = {
+        f"logit of {target!r} − {minus!r}": attribute(frozen, collapse="target", target=best, minus=second),
+        "in+out": attribute(frozen, collapse="in_out"),
+        "norm": attribute(frozen, collapse="norm"),
+    }
+    costs = _costs(
+        {
+            "one forward pass": lambda: model(**frozen.inputs),
+            "freezing, with the proof": lambda: freeze(model, args.text),
+            "target": lambda: frozen.operator().target(best, minus=second),
+            "in+out": lambda: frozen.operator().in_out(),
+            "norm": lambda: frozen.operator().norm(),
+        }
+    )
+
+    _print_demo(frozen, results, args.text, target, probability)
+    proof = {
+        "the composed blocks against the model's own (largest relative error)": max(frozen.errors.values()),
+        **{
+            f"{name}: Σ scores + bias − total": float(r.residual.max())
+            for name, r in results.items()
+            if r.residual is not None
+        },
+    }
+    table = Table("proof", "residual")
+    for name, residual in proof.items():
+        table.add_row(Text(name), f"{residual:.1e}")
+    console.print(table)
+    table = Table("cost", "ms", "forward passes")
+    for name, seconds in costs.items():
+        table.add_row(name, f"{1000 * seconds:.1f}", f"{seconds / costs['one forward pass']:.1f}")
+    console.print(table)
+    args.output.write_text(_demo_page(args.text, target, probability, results, proof, costs), encoding="utf-8")
+    console.print(f"page written to {args.output}")
+
+
+@torch.no_grad()
+def _costs(candidates: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
+    """Seconds of each, interleaved, minima over the rounds."""
+    best = dict.fromkeys(candidates, float("inf"))
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def _print_demo(
+    frozen: FrozenPass, results: dict[str, Attribution], text: str, target: str, probability: float
+) -> None:
+    console.print(Text(f"{text!r}\nis continued by {target!r} (probability {probability:.2f})."))
+    console.print(Text(repr(frozen), style="dim"))
+    table = Table("position", "token", *results, title="the tokens that moved the prediction")
+    for entry in next(iter(results.values())).top(10):
+        scores = (float(result.scores[0, 0, entry.position]) for result in results.values())
+        table.add_row(str(entry.position), Text(repr(entry.token)), *(f"{score:+.4g}" for score in scores))
+    bias = ("" if result.bias is None else f"{float(result.bias):+.4g}" for result in results.values())
+    total = ("" if result.total is None else f"{float(result.total):+.4g}" for result in results.values())
+    table.add_section()
+    table.add_row("", "bias (no token)", *bias)
+    table.add_row("", "total (the model's own)", *total)
+    console.print(table)
+
+
+def _demo_page(
+    text: str,
+    target: str,
+    probability: float,
+    results: dict[str, Attribution],
+    proof: dict[str, float],
+    costs: dict[str, float],
+) -> str:
+    from html import escape
+
+    rows = "".join(f"<tr><td>{escape(name)}</td><td>{residual:.1e}</td></tr>" for name, residual in proof.items())
+    forward = costs["one forward pass"]
+    prices = "".join(
+        f"<tr><td>{escape(name)}</td><td>{1000 * s:.1f}</td><td>{s / forward:.1f}</td></tr>"
+        for name, s in costs.items()
+    )
+    maps = "".join(f"<h2>{escape(name)}</h2>{result.to_html(style=False)}" for name, result in results.items())
+    return html.page(
+        "tensorlens_tl demo",
+        f"<h1>Where a prediction comes from</h1><p>{escape(repr(text))} is continued by <b>{escape(repr(target))}</b> "
+        f"(probability {probability:.2f}).</p>{maps}<h2>Proof</h2>"
+        f'<table class="r"><tr><th>claim</th><th>residual</th></tr>{rows}</table><h2>Cost</h2>'
+        f'<table class="r"><tr><th>what</th><th>ms</th><th>forward passes</th></tr>{prices}</table>',
+    )

@@ -1,0 +1,37 @@
+"""The library's errors. Each message says what was wrong, where, and what to do about it.
+
+All derive from `TensorLensError`; each also derives from the built-in error that a caller would
+expect for it, so that ``except ValueError`` keeps working.
+"""
+
+
+class TensorLensError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class InvalidInputError(TensorLensError, ValueError):
+    """An argument is out of range, of the wrong shape, empty, or names something that does not exist."""
+
+
+class UnsupportedModelError(TensorLensError, NotImplementedError):
+    """The model has a part that no known affine map reproduces; names the block, component and measurement."""
+
+
+class NumericalError(TensorLensError, ArithmeticError):
+    """NaN or Inf in weights or activations: an exact map does not exist."""
+
+
+class FrozenModelError(TensorLensError, RuntimeError):
+    """The frozen hooks meet a run they were not made for (another batch, length, or a missing hook point)."""
+
+
+class RegistryError(TensorLensError, LookupError):
+    """An unknown method, or a name that another method already has."""
+
+
+class SizeError(TensorLensError, MemoryError):
+    """A result would be larger than the stated limit."""
+
+
+class FileFormatError(TensorLensError, ValueError):
+    """A file is not an Attribution of this library, is damaged, or comes from a newer version."""

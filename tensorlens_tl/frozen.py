@@ -1,0 +1,473 @@
+"""A frozen pass: everything one forward pass leaves behind that makes the model an affine map.
+
+`freeze` runs the model once (or takes an existing cache), reads the weights, composes every block from
+maps, and proves each block: the composed map applied to the block's cached input must give the block's
+cached output. From the pass come the `FrozenOperator` (the algebra, which reads weights) and `fwd_hooks`
+(the live model, held fixed): two independent roads to the same numbers.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from tensorlens_tl.activation import Coefficients, Rule, check_rule, coefficients
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import (
+    ModelPoints,
+    attention_hooks,
+    capture,
+    check_finite,
+    from_cache,
+    mlp_hooks,
+    model_points,
+    patterns_take_effect,
+    replace,
+)
+from tensorlens_tl.hooks.capture import Store
+from tensorlens_tl.hooks.freeze import FwdHook
+from tensorlens_tl.inputs import Prompt, prepare, query_positions
+from tensorlens_tl.layouts import Layout, candidates, compose
+from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Linear, Norm, Sum
+from tensorlens_tl.operator import FrozenOperator
+from tensorlens_tl.view import ModelView, NormWeights
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""How far a block's map may be from the block (largest relative error of a token). A wrong reading of the weights
+misses by far more; float64 models often compute their norms in float32 inside, which costs 1e-7."""
+
+
+@dataclass(eq=False)
+class FrozenPass:
+    """One forward pass, held fixed. Made by `freeze`.
+
+    Attributes:
+        model: the model the pass was taken from; no hook is left on it.
+        view: the reading of its weights.
+        prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
+        cache: the captured activations by hook-point name (listed in `tensorlens_tl.hooks.points`).
+        layouts: how each block is put together.
+        errors: measured residual of each proof, by ``"blocks.0"`` …, ``"head"`` and ``"unembed"``; the largest relative
+            error of any real token.
+        last_logits: the model's own logits at each row's last real token, `[batch, d_vocab]`, where it has any.
+    """
+
+    model: Any
+    view: ModelView
+    points: ModelPoints
+    prompt: Prompt
+    cache: dict[str, Tensor]
+    layouts: list[Layout] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    last_logits: Float[Tensor, "batch d_vocab"] | None = None
+
+    def __repr__(self) -> str:
+        batch, pos = self.tokens.shape
+        worst = f"{max(self.errors.values()):.1e}" if self.errors else "not verified"
+        return (
+            f"FrozenPass({self.view.description}, batch={batch}, pos={pos}, layers={self.n_layers}, residual={worst})"
+        )
+
+    # ------------------------------------------------------------------ what was frozen
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The keyword arguments that reproduce this pass: ``model.run_with_hooks(**frozen.inputs, fwd_hooks=...)``."""
+        return dict(self.prompt.kwargs)
+
+    @property
+    def tokens(self) -> Int[Tensor, "batch pos"]:
+        """Token ids."""
+        return self.prompt.tokens
+
+    @property
+    def mask(self) -> Bool[Tensor, "batch pos"]:
+        """True at real tokens."""
+        return self.prompt.mask
+
+    @property
+    def str_tokens(self) -> list[list[str]]:
+        """Readable tokens, one list per prompt."""
+        return self.prompt.str_tokens
+
+    @property
+    def n_layers(self) -> int:
+        """The number of blocks."""
+        return self.view.n_layers
+
+    def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream entering a block; ``layer == n_layers`` is the last block's output."""
+        if layer == self.n_layers:
+            return self._kept(self.points.last_output)
+        return self._kept(self.points.blocks[layer].resid_pre)
+
+    @property
+    def output(self) -> Float[Tensor, "batch pos d_model"]:
+        """The model's own output that the operator reproduces: after the final norm, or the last block's output."""
+        if self.view.final_norm is not None and self.points.unembed_in is not None:
+            return self._kept(self.points.unembed_in)
+        return self.resid_pre(self.n_layers)
+
+    def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """The attention probabilities of one layer."""
+        return self._kept(self.points.blocks[layer].pattern)
+
+    @cached_property
+    def causal(self) -> bool:
+        """Whether no layer attends forwards."""
+        return not any(bool(self.pattern(layer).triu(1).any()) for layer in range(self.n_layers))
+
+    def _kept(self, name: str) -> Tensor:
+        tensor = self.cache[name].to(self.tokens.device)
+        batch, pos = self.tokens.shape
+        # OPT flattens batch and position inside its MLP.
+        return tensor if tensor.shape[0] == batch else tensor.reshape(batch, pos, *tensor.shape[1:])
+
+    # ------------------------------------------------------------------ maps
+
+    def norm(self, layer: int, name: str) -> Norm:
+        """One norm of one block, scale frozen."""
+        return self._norm(self.view.blocks[layer].norms[name], self.points.blocks[layer].scales[name])
+
+    def final_norm(self) -> Norm | None:
+        """The norm after the last block, or None."""
+        if self.view.final_norm is None or self.points.final_scale is None:
+            return None
+        return self._norm(self.view.final_norm, self.points.final_scale)
+
+    def _norm(self, weights: NormWeights, scale_name: str) -> Norm:
+        return Norm(self._kept(scale_name), weights.gain, weights.shift, weights.centre)
+
+    def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
+        """One attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays)."""
+        weights = self.view.blocks[layer].attention
+        pattern = self.pattern(layer).to(weights.W_O.dtype)
+        if heads is not None:
+            kept = torch.zeros(pattern.shape[1], dtype=pattern.dtype, device=pattern.device)
+            kept[list(heads)] = 1
+            pattern = pattern * kept[:, None, None]
+        return Chain(
+            (
+                Linear(weights.W_V, weights.b_V),
+                Attention(pattern, weights.kv_heads),
+                Linear(weights.W_O, weights.b_O),
+            )
+        )
+
+    def mlp_coefficients(self, layer: int, activation: Rule = "ratio") -> Coefficients | None:
+        """What one layer's activation is replaced by under a rule; None without an MLP."""
+        points, weights = self.points.blocks[layer], self.view.blocks[layer].mlp
+        if weights is None or points.pre is None:
+            return None
+        linear = self._kept(points.pre_linear) if points.pre_linear else None
+        return coefficients(weights.activation, self._kept(points.pre), linear, activation)
+
+    def mlp(self, layer: int, activation: Rule = "ratio") -> Chain | None:
+        """One MLP with its activation frozen, or None without one."""
+        weights, held = self.view.blocks[layer].mlp, self.mlp_coefficients(layer, activation)
+        if weights is None or held is None:
+            return None
+        through = Diagonal(held.through, _plus(held.rest, weights.b_post, held.through))
+        if weights.W_gate is None or held.gate is None:
+            hidden: tuple[AffineMap, ...] = (Linear(weights.W_in, weights.b_in), through)
+        else:
+            branches = (
+                Chain((Linear(weights.W_in, weights.b_in), through)),
+                Chain((Linear(weights.W_gate, weights.b_gate), Diagonal(held.gate))),
+            )
+            hidden = (Sum(branches),)
+        return Chain((*hidden, Linear(weights.W_out, weights.b_out)))
+
+    def block(
+        self,
+        layer: int,
+        *,
+        activation: Rule = "ratio",
+        heads: Collection[int] | None = None,
+        mlp: bool = True,
+        layout: Layout | None = None,
+    ) -> AffineMap:
+        """One block as a map; `heads` keeps only those heads, ``mlp=False`` leaves the MLP's branch out."""
+        norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
+        sublayer = self.mlp(layer, activation) if mlp else None
+        return compose(layout or self.layouts[layer], self.attention(layer, heads), sublayer, norms)
+
+    def prediction_head(self) -> Chain | None:
+        """A masked language model's transform before its unembedding, norm(φ(x·W + b)), frozen; None otherwise."""
+        head = self.view.mlm_head
+        if head is None:
+            return None
+        dense = Linear(head.W, head.b)
+        held = coefficients(head.activation, dense(self.output))
+        return Chain((dense, Diagonal(held.through, held.rest), self._norm(head.norm, head.scale_name)))
+
+    # ------------------------------------------------------------------ the operator and the hooks
+
+    def operator(
+        self,
+        *,
+        layers: slice | Sequence[int] | None = None,
+        heads: Mapping[int, Collection[int]] | None = None,
+        mlp: bool | Collection[int] = True,
+        activation: Rule = "ratio",
+    ) -> FrozenOperator:
+        """The frozen pass as one affine map, from ``blocks.0`` input to the final norm's output (or the last block's).
+
+        Args:
+            layers: a contiguous range; one that ends at the last layer includes the final norm.
+            heads: layer → heads to keep. Unnamed layers keep all. A dropped head drops its b_V share; b_O stays.
+            mlp: False leaves every MLP out, a collection of layers keeps only theirs.
+            activation: `"ratio"`, `"ig"`, `"split"` or `"tangent"` (see `tensorlens_tl.activation`).
+
+        Raises:
+            InvalidInputError: a layer or head out of range, a gap in the layers, or no such rule.
+        """
+        return FrozenOperator.of(self, layers=layers, heads=heads, mlp=mlp, activation=activation)
+
+    @cached_property
+    def _patterns_take_effect(self) -> list[bool]:
+        short = {"input": self.tokens[:1, :2]}
+        return patterns_take_effect(self.model, short, self.points.blocks)
+
+    def fwd_hooks(
+        self,
+        patterns: bool = True,
+        activations: bool = True,
+        norms: bool = True,
+        activation: Rule = "ratio",
+    ) -> list[FwdHook]:
+        """TransformerLens hooks that hold this pass's patterns, activation ratios and norm scales fixed.
+
+        They fit inputs of the same length and batch; a pass of one prompt fits any batch. A masked language model's
+        prediction head has no hook between its linear map and its activation: it stays live.
+        """
+        check_rule(activation)
+        hooks: list[FwdHook] = []
+        for layer, points in enumerate(self.points.blocks):
+            if patterns:
+                hooks += attention_hooks(points, self.pattern(layer), self._patterns_take_effect[layer])
+            if norms:
+                hooks += [replace(name, self._kept(name)) for name in points.scales.values()]
+            held = self.mlp_coefficients(layer, activation) if activations else None
+            weights = self.view.blocks[layer].mlp
+            if held is not None and weights is not None:
+                hooks += mlp_hooks(points, held, weights.b_post)
+        if norms and self.points.final_scale is not None:
+            hooks.append(replace(self.points.final_scale, self._kept(self.points.final_scale)))
+        return hooks
+
+    @contextmanager
+    def attached(self, **options: Any) -> Iterator[Any]:
+        """``with frozen.attached(): ...`` runs the frozen model; takes the options of `fwd_hooks`.
+
+        Only these hooks are removed at the end, also after an exception.
+        """
+        with self.model.hooks(fwd_hooks=self.fwd_hooks(**options)):
+            yield self.model
+
+    # ------------------------------------------------------------------ proofs
+
+    def prove_block(self, layer: int, layout: Layout) -> float:
+        """The largest relative error of any real token between the composed block and the model's own output."""
+        made = self.block(layer, layout=layout)(self.resid_pre(layer))
+        return self._relative_error(made, self.resid_pre(layer + 1))
+
+    def prove_head(self) -> float | None:
+        """The same for what follows the last block: the final norm, or a masked language model's transform."""
+        after = self.final_norm() or self.prediction_head()
+        if after is None or self.points.unembed_in is None:
+            return None
+        return self._relative_error(after(self.resid_pre(self.n_layers)), self._kept(self.points.unembed_in))
+
+    def prove_unembedding(self) -> float | None:
+        """Relative error of ``cap(W_U·x + b_U)`` against the model's own logits at each row's last real token."""
+        if self.last_logits is None or self.view.unembedding is None or self.points.unembed_in is None:
+            return None
+        W_U, b_U = self.view.unembedding
+        last = query_positions(self.mask, -1)
+        made = torch.take_along_dim(self._kept(self.points.unembed_in), last[..., None], dim=1)[:, 0] @ W_U
+        made = made if b_U is None else made + b_U
+        if self.view.soft_cap is not None:
+            made = self.view.soft_cap * torch.tanh(made / self.view.soft_cap)
+        error = (made - self.last_logits).norm(dim=-1) / self.last_logits.norm(dim=-1).clamp_min(1e-30)
+        return float(error.max())
+
+    def _relative_error(self, made: Tensor, own: Tensor) -> float:
+        error = (made - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(torch.finfo(own.dtype).tiny)
+        return float(error[self.mask].max())
+
+
+def freeze(
+    model: Any,
+    input: Any,
+    *,
+    attention_mask: Any = None,
+    token_type_ids: Any = None,
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,
+    cache: Mapping[str, Tensor] | None = None,
+    store: Store = "model",
+    verify: bool = True,
+    tolerance: float | None = None,
+) -> FrozenPass:
+    """Run a model once and hold its patterns, activation ratios and norm scales fixed.
+
+    Args:
+        model: a HookedTransformer, HookedEncoder (TransformerLens 3.9) or TransformerBridge (3.9 and 4.x).
+        input: a string, a list of strings, or token ids.
+        attention_mask: 1 at real tokens, `[batch, pos]`; with token ids only.
+        token_type_ids: segment ids for BERT-like models.
+        prepend_bos: as in TransformerLens.
+        padding_side: where several strings differ in length.
+        cache: the activations of an earlier ``run_with_cache`` on the same input, instead of a forward pass.
+        store: ``"cpu"`` keeps the captured activations off the model's device.
+        verify: prove every block against the model's own output; False proves only the first.
+        tolerance: largest relative error a block may show; None takes `TOLERANCE` for the model's dtype.
+
+    Raises:
+        InvalidInputError: see `tensorlens_tl.inputs.prepare`; also a model in train mode whose dropout is active.
+        UnsupportedModelError: the model has a part that no known map reproduces, or a block's proof fails.
+        NumericalError: NaN or Inf in an activation.
+    """
+    view = ModelView(model)
+    _refuse_dropout(model)
+    prompt = prepare(
+        view,
+        input,
+        attention_mask=attention_mask,
+        token_type_ids=token_type_ids,
+        prepend_bos=prepend_bos,
+        padding_side=padding_side,
+    )
+    points = model_points(view)
+    if cache is None:
+        kept, logits = capture(model, prompt.kwargs, points.captured, store=store)
+    else:
+        kept, logits = from_cache(cache, points.captured, *prompt.tokens.shape), None
+    check_finite({name: kept[name] for name in points.captured if name in kept})
+    frozen = FrozenPass(model, view, points, prompt, kept)
+    frozen.last_logits = _last_logits(frozen, logits)
+    _prove(frozen, verify, tolerance or TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4))
+    return frozen
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    if not model.training:
+        return
+    for name, module in model.named_modules():
+        rates = [value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]
+        if isinstance(module, nn.Dropout):
+            rates.append(module.p)
+        if module.training and any(rate > 0 for rate in rates):
+            raise InvalidInputError(
+                f"the model is in train mode and {name or type(module).__name__} drops activations with probability "
+                f"{max(rates)}; two passes would differ. Call model.eval() first."
+            )
+
+
+def _last_logits(frozen: FrozenPass, logits: Any) -> Tensor | None:
+    """The model's logits at each row's last real token, from the forward pass, else from its own unembedding."""
+    if frozen.view.unembedding is None:
+        return None
+    last = query_positions(frozen.mask, -1)[..., None]
+    if isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == frozen.tokens.shape:
+        return torch.take_along_dim(logits, last, dim=1)[:, 0].detach()
+    return None
+
+
+def _prove(frozen: FrozenPass, verify: bool, tolerance: float) -> None:
+    """Find every block's layout, measure its error, and refuse a block that no layout reproduces."""
+    for layer in range(frozen.n_layers):
+        block = frozen.view.blocks[layer]
+        options = candidates(set(block.norms), block.has_mlp)
+        known = frozen.layouts[-1] if frozen.layouts and frozen.layouts[-1] in options else None
+        if known is not None and not verify:
+            frozen.layouts.append(known)
+            continue
+        errors: dict[int, float] = {}
+        for index in sorted(range(len(options)), key=lambda i: options[i] is not known):
+            errors[index] = frozen.prove_block(layer, options[index])
+            if options[index] is known and errors[index] <= tolerance:
+                break  # the first block told the candidates apart; for its like, one proof is enough
+        best = min(errors, key=lambda i: errors[i], default=None)
+        if best is None or not errors[best] <= tolerance:
+            raise UnsupportedModelError(_refusal(frozen, layer, {options[i]: e for i, e in errors.items()}, tolerance))
+        rival = min((error for index, error in errors.items() if index != best), default=None)
+        if rival is not None and rival <= tolerance and rival < 10 * errors[best]:
+            raise UnsupportedModelError(
+                f"blocks.{layer} of this {frozen.view.description}: two layouts reproduce it equally well "
+                f"({errors[best]:.1e} and {rival:.1e}), so its structure cannot be told from this input. Freeze in "
+                "float64, where they differ."
+            )
+        frozen.layouts.append(options[best])
+        frozen.errors[f"blocks.{layer}"] = errors[best]
+    if not verify:
+        return
+    head, unembed = frozen.prove_head(), frozen.prove_unembedding()
+    if head is not None:
+        frozen.errors["head"] = head
+        if not head <= tolerance:
+            raise UnsupportedModelError(
+                f"what follows the last block of this {frozen.view.description} is not its final norm as we read it: "
+                f"relative error {head:.1e}, allowed {tolerance:.0e}."
+            )
+    if unembed is not None:
+        frozen.errors["unembed"] = unembed
+
+
+def _refusal(frozen: FrozenPass, layer: int, errors: Mapping[Layout, float], tolerance: float) -> str:
+    start = f"blocks.{layer} of this {frozen.view.description} cannot be frozen: "
+    if not errors:
+        norms = ", ".join(frozen.view.blocks[layer].norms) or "none"
+        return start + f"no known layout has the norms it has ({norms})."
+    best = min(errors, key=lambda layout: errors[layout])
+    tried = ", ".join(f"{layout.name} {error:.1e}" for layout, error in errors.items())
+    component = _culprit(frozen, layer, best, tolerance)
+    return (
+        start
+        + f"composed from its weights it misses its own output (relative error: {tried}; allowed {tolerance:.0e}). "
+        f"{component} Other hooks on the model, or a part that is not attention, norm or MLP, would explain it."
+    )
+
+
+def _culprit(frozen: FrozenPass, layer: int, layout: Layout, tolerance: float) -> str:
+    """Which sublayer of a refused block disagrees, by comparing it alone; runs the model once more."""
+    at = f"blocks.{layer}."
+    names = [
+        at + name
+        for name in ("attn.hook_z", "mlp.hook_post", "hook_attn_out")
+        if at + name in frozen.view.model.hook_dict
+    ]
+    seen, _ = capture(frozen.model, frozen.inputs, names)
+    x = frozen.resid_pre(layer)
+    x = frozen.norm(layer, layout.attn.before)(x) if layout.attn.before else x
+    values, mixing, out = frozen.attention(layer).stages
+    made = {"attn.hook_z": mixing(values(x))}
+    if layout.attn.after is None:
+        made["hook_attn_out"] = out(made["attn.hook_z"])
+    weights, held = frozen.view.blocks[layer].mlp, frozen.mlp_coefficients(layer)
+    if weights is not None and held is not None:
+        points = frozen.points.blocks[layer]
+        through = frozen._kept(points.pre_linear or points.pre or "")
+        made["mlp.hook_post"] = through * held.through + _plus(held.rest, weights.b_post, held.through, zero=True)
+    for name, mine in made.items():
+        if at + name in seen and seen[at + name].numel() == mine.numel():
+            own = seen[at + name].reshape(mine.shape)
+            error = float((mine - own).norm() / own.norm().clamp_min(1e-30))
+            if not error <= tolerance:
+                return f"The first part that differs is {at}{name} ({error:.1e})."
+    return f"Attention values and activations agree; the difference is in the norms or in {at}mlp."
+
+
+def _plus(rest: Tensor | None, vector: Tensor | None, like: Tensor, zero: bool = False) -> Any:
+    """rest + vector, where either may be missing."""
+    if rest is None and vector is None:
+        return torch.zeros_like(like) if zero else None
+    if vector is None:
+        return rest
+    return vector.expand_as(like) if rest is None else rest + vector

@@ -1,0 +1,71 @@
+"""One forward pass, and what it leaves behind."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError, NumericalError
+
+Store = Literal["model", "cpu"]
+
+
+def capture(
+    model: Any, inputs: Mapping[str, Any], names: Sequence[str], *, store: Store = "model"
+) -> tuple[dict[str, Tensor], Any]:
+    """Run the model once and keep the activations at `names`.
+
+    Args:
+        model: any TransformerLens model.
+        inputs: keyword arguments of its forward.
+        names: hook points to keep.
+        store: ``"model"`` leaves activations where they are computed, ``"cpu"`` keeps them off the device.
+
+    Returns:
+        The activations by name, and the model's output. Hooks are gone afterwards, also on an exception.
+    """
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(tensor: Tensor, *, hook: Any) -> None:
+            kept[name] = tensor.detach().cpu() if store == "cpu" else tensor.detach()
+
+        return hook
+
+    with torch.no_grad():
+        output = model.run_with_hooks(**inputs, fwd_hooks=[(name, keep(name)) for name in names])
+    return kept, output
+
+
+def from_cache(cache: Mapping[str, Tensor], names: Sequence[str], batch: int, pos: int) -> dict[str, Tensor]:
+    """The activations at `names` out of an existing cache.
+
+    Raises:
+        InvalidInputError: the cache lacks a name, or was made for another batch or length.
+    """
+    missing = [name for name in names if name not in cache]
+    if missing:
+        raise InvalidInputError(
+            f"cache: {len(missing)} of {len(names)} activations are missing, first {missing[0]!r}. Cache them all, "
+            "without a names_filter and without removing the batch axis, or leave `cache` out."
+        )
+    kept = {name: cache[name].detach() for name in names}
+    first = next(iter(kept.values()))
+    if tuple(first.shape[:2]) != (batch, pos):
+        raise InvalidInputError(
+            f"cache: {names[0]} is {tuple(first.shape)}, but the input has batch {batch} and {pos} tokens. "
+            "Pass the same input that made the cache."
+        )
+    return kept
+
+
+def check_finite(kept: Mapping[str, Tensor]) -> None:
+    """Raise `NumericalError` for the first activation with a NaN or Inf, in the order of the forward pass."""
+    for name, tensor in kept.items():
+        if not bool(torch.isfinite(tensor).all()):
+            what = "NaN" if bool(torch.isnan(tensor).any()) else "Inf"
+            raise NumericalError(
+                f"{what} at {name}: the first activation of this pass that is not finite. Check the weights before "
+                "that point, or run in a wider dtype (bfloat16 and float16 overflow)."
+            )

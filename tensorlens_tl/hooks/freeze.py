@@ -1,0 +1,109 @@
+"""Hooks that hold a model's patterns, activation ratios and norm scales fixed.
+
+They are ordinary TransformerLens ``fwd_hooks``, so any workflow can run on the frozen model, gradients
+included. On some bridges (BERT, RoBERTa, OPT) `attn.hook_pattern` only observes: a replacement is
+silently ignored. There the live `attn.hook_v` is recorded and `attn.hook_z` replaced by pattern @ v,
+which is exact everywhere. Which of the two a layer needs is found by trying (`patterns_take_effect`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from tensorlens_tl.activation import Coefficients
+from tensorlens_tl.errors import FrozenModelError
+from tensorlens_tl.hooks.points import BlockPoints
+
+FwdHook = tuple[str, Callable[..., Tensor | None]]
+
+
+def replace(name: str, value: Tensor) -> FwdHook:
+    """A hook that puts `value` in place of the live activation; a batch of 1 serves any batch."""
+
+    def hook(live: Tensor, *, hook: Any) -> Tensor:
+        return _like(value, live, name).expand(live.shape)
+
+    return name, hook
+
+
+def attention_hooks(points: BlockPoints, pattern: Tensor, takes_effect: bool) -> list[FwdHook]:
+    """Hooks that hold one layer's pattern fixed, at `hook_pattern` where that takes effect, else at `hook_z`."""
+    if takes_effect:
+        return [replace(points.pattern, pattern)]
+    values: dict[str, Tensor] = {}
+
+    def record(v: Tensor, *, hook: Any) -> None:
+        values["v"] = v
+
+    def mix(z: Tensor, *, hook: Any) -> Tensor:
+        v, held = values["v"], _like(pattern, values["v"], points.pattern, batch_only=True)
+        grouped = rearrange(held, "b (kv group) q k -> b kv group q k", kv=v.shape[2])
+        mixed = torch.einsum("bcgqk,bkcd->bqcgd", grouped, v)
+        return mixed.reshape(z.shape)
+
+    return [(points.value, record), (points.z, mix)]
+
+
+def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> list[FwdHook]:
+    """Hooks that hold one layer's activation fixed: ``through·u + gate·g + rest`` of the live pre-activations.
+
+    `after` is what the model adds to the product (HookedTransformer's gated `b_in`).
+    """
+    if points.pre is None or points.post is None:
+        return []
+    gate_name, through_name = points.pre, points.pre_linear or points.pre
+    live: dict[str, Tensor] = {}
+
+    def record(name: str) -> FwdHook:
+        def hook(tensor: Tensor, *, hook: Any) -> None:
+            live[name] = tensor
+
+        return name, hook
+
+    def post(tensor: Tensor, *, hook: Any) -> Tensor:
+        u = live[through_name]
+        out = _like(held.through, u, through_name) * u
+        if held.gate is not None:
+            g = live[gate_name]
+            out = out + _like(held.gate, g, gate_name) * g
+        if held.rest is not None:
+            out = out + _like(held.rest, out, through_name)
+        if after is not None:
+            out = out + after.to(out)
+        return out.reshape(tensor.shape)
+
+    recorded = {through_name, gate_name} if held.gate is not None else {through_name}
+    return [*(record(name) for name in sorted(recorded)), (points.post, post)]
+
+
+def patterns_take_effect(model: Any, inputs: Mapping[str, Any], blocks: list[BlockPoints]) -> list[bool]:
+    """For each layer, whether replacing `attn.hook_pattern` changes `attn.hook_z`: zero patterns must give zero z."""
+    reached = [False] * len(blocks)
+
+    def watch(layer: int) -> FwdHook:
+        def hook(z: Tensor, *, hook: Any) -> None:
+            reached[layer] = not bool(z.any())
+
+        return blocks[layer].z, hook
+
+    hooks: list[FwdHook] = [(block.pattern, lambda p, *, hook: torch.zeros_like(p)) for block in blocks]
+    with torch.no_grad():
+        model.run_with_hooks(**inputs, fwd_hooks=hooks + [watch(layer) for layer in range(len(blocks))])
+    return reached
+
+
+def _like(value: Tensor, live: Tensor, name: str, *, batch_only: bool = False) -> Tensor:
+    """The captured value on the live tensor's device and dtype; refuses another batch or length."""
+    if live.ndim < value.ndim:  # some bridges flatten batch and position
+        batches = live.shape[0] // value.shape[1] if value.shape[0] == 1 else 1
+        value = value.flatten(0, 1).repeat(batches, *(1 for _ in value.shape[2:]))
+    fits = value.shape[0] in (1, live.shape[0]) and (batch_only or value.shape[1:] == live.shape[1:])
+    if not fits or (batch_only and value.shape[-1] != live.shape[1]):
+        raise FrozenModelError(
+            f"{name}: the model was frozen at {tuple(value.shape)}, but this run has {tuple(live.shape)}. Run the "
+            "frozen model on inputs of the same length, and the same batch (or freeze one prompt, which serves any)."
+        )
+    return value.to(device=live.device, dtype=live.dtype)

@@ -1,0 +1,169 @@
+"""From what a user passes to what a model takes: tokens, mask, keyword arguments, and readable tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.view import ModelView
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A checked batch of prompts.
+
+    `mask` is True at real tokens; `kwargs` is what the model's forward takes; `str_tokens` are for people.
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    mask: Bool[Tensor, "batch pos"]
+    kwargs: dict[str, Any]
+    str_tokens: list[list[str]]
+
+
+def prepare(
+    view: ModelView,
+    input: Any,
+    *,
+    attention_mask: Any = None,
+    token_type_ids: Any = None,
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,
+) -> Prompt:
+    """Check an input and turn it into a `Prompt`.
+
+    Args:
+        view: the model.
+        input: a string, a list of strings, or token ids (lists, or a tensor `[batch, pos]` or `[pos]`).
+        attention_mask: 1 at real tokens, 0 at padding, `[batch, pos]`; only with token ids.
+        token_type_ids: segment ids for BERT-like models, `[batch, pos]`.
+        prepend_bos: as in TransformerLens; None is the model's default. Strings only.
+        padding_side: ``"left"`` or ``"right"``, where several strings differ in length; None is the tokenizer's.
+
+    Raises:
+        InvalidInputError: empty, longer than the context, token ids outside the vocabulary, or shapes that differ.
+    """
+    if isinstance(input, str) or (isinstance(input, Sequence) and input and isinstance(input[0], str)):
+        if attention_mask is not None:
+            raise InvalidInputError("attention_mask: made from the text itself; pass it only together with token ids.")
+        texts = [input] if isinstance(input, str) else list(input)
+        rows = [_tokenize(view, text, number, prepend_bos) for number, text in enumerate(texts)]
+        tokens, mask = _pad(view, rows, padding_side)
+    else:
+        tokens = _as_ids(input)
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        if attention_mask is not None:
+            mask = torch.as_tensor(attention_mask).bool()
+            mask = mask[None] if mask.ndim == 1 else mask
+            if mask.shape != tokens.shape:
+                raise InvalidInputError(
+                    f"attention_mask is {tuple(mask.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
+                )
+    _check(view, tokens, mask)
+    device = next(view.model.parameters()).device
+    tokens, mask = tokens.to(device), mask.to(device)
+    kwargs: dict[str, Any] = {"input": tokens}
+    # HookedTransformer derives a mask of its own from padding tokens where it pads left; an explicit one is exact.
+    if attention_mask is not None or not bool(mask.all()) or not view.is_bridge:
+        kwargs["one_zero_attention_mask" if view.is_hooked_encoder else "attention_mask"] = mask.long()
+    if token_type_ids is not None:
+        kwargs["token_type_ids"] = torch.as_tensor(token_type_ids, device=device).reshape(tokens.shape)
+    return Prompt(tokens, mask, kwargs, _readable(view, tokens))
+
+
+def _tokenize(view: ModelView, text: str, number: int, prepend_bos: bool | None) -> Tensor:
+    model = view.model
+    if not text:
+        raise InvalidInputError(f"input: text number {number} is empty; pass at least one token.")
+    if getattr(model, "tokenizer", None) is None:
+        raise InvalidInputError("input: this model has no tokenizer; pass token ids, or call model.set_tokenizer(...).")
+    if view.is_hooked_encoder:
+        return model.to_tokens(text, truncate=False)[0][0]
+    options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
+    tokens = model.to_tokens(text, truncate=False, **options)[0]
+    if len(tokens) == 0:
+        raise InvalidInputError(f"input: text number {number} ({text!r}) has no token; add text or prepend_bos=True.")
+    return tokens
+
+
+def _pad(view: ModelView, rows: list[Tensor], padding_side: str | None) -> tuple[Tensor, Tensor]:
+    tokenizer = view.model.tokenizer
+    side = padding_side or getattr(tokenizer, "padding_side", "right")
+    if side not in ("left", "right"):
+        raise InvalidInputError(f"padding_side={side!r}; use 'left' or 'right'.")
+    longest, fill = max(map(len, rows)), getattr(tokenizer, "pad_token_id", None) or 0
+    tokens = torch.full((len(rows), longest), fill)
+    mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for row, ids in enumerate(rows):
+        place = slice(longest - len(ids), None) if side == "left" else slice(None, len(ids))
+        tokens[row, place], mask[row, place] = ids.cpu(), True
+    return tokens, mask
+
+
+def _as_ids(input: Any) -> Tensor:
+    try:
+        tokens = torch.as_tensor(input)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"input: cannot read {type(input).__name__} as token ids ({error}). Pass a string, a list of strings, or "
+            "token ids of equal length with an attention_mask."
+        ) from error
+    tokens = tokens[None] if tokens.ndim == 1 else tokens
+    if tokens.ndim != 2 or tokens.numel() == 0:
+        raise InvalidInputError(f"input: token ids must be [batch, pos] and not empty, got {tuple(tokens.shape)}.")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise InvalidInputError(f"input: token ids must be integers, got {tokens.dtype}.")
+    return tokens.long()
+
+
+def _check(view: ModelView, tokens: Tensor, mask: Tensor) -> None:
+    length, vocabulary, context = tokens.shape[1], view.d_vocab, view.n_ctx
+    if length > context:
+        raise InvalidInputError(
+            f"input: {length} tokens, but the context of this model is {context}; shorten the prompt."
+        )
+    outside = (tokens < 0) | (tokens >= vocabulary)
+    if bool(outside.any()):
+        row, pos = outside.nonzero()[0].tolist()
+        raise InvalidInputError(
+            f"input: token id {int(tokens[row, pos])} at [{row}, {pos}] is outside the vocabulary of {vocabulary}."
+        )
+    empty = ~mask.any(dim=1)
+    if bool(empty.any()):
+        raise InvalidInputError(f"attention_mask: row {int(empty.nonzero()[0])} has no real token.")
+
+
+def _readable(view: ModelView, tokens: Tensor) -> list[list[str]]:
+    tokenizer = getattr(view.model, "tokenizer", None)
+    if tokenizer is None:
+        return [[str(int(token)) for token in row] for row in tokens]
+    flat = tokenizer.batch_decode(tokens.reshape(-1, 1).tolist(), clean_up_tokenization_spaces=False)
+    length = tokens.shape[1]
+    return [flat[start : start + length] for start in range(0, len(flat), length)]
+
+
+def query_positions(mask: Bool[Tensor, "batch pos"], query: int | None) -> Int[Tensor, "batch query"]:
+    """The positions a query stands for, counted over each row's real tokens; None is every position.
+
+    Raises:
+        InvalidInputError: beyond a row's real tokens.
+    """
+    batch, length = mask.shape
+    if query is None:
+        return torch.arange(length, device=mask.device).expand(batch, length)
+    if isinstance(query, bool) or not isinstance(query, int):
+        raise InvalidInputError(f"query must be an integer position or None for every query, got {query!r}.")
+    counts = mask.sum(1)
+    shortest = int(counts.min())
+    if not -shortest <= query < shortest:
+        row = int(counts.argmin())
+        raise InvalidInputError(
+            f"query={query} is out of range: row {row} has {shortest} real tokens; use -{shortest} to {shortest - 1}."
+        )
+    order = mask.long().cumsum(1) - 1
+    wanted = (counts + query if query < 0 else torch.full_like(counts, query))[:, None]
+    return ((order == wanted) & mask).long().argmax(1, keepdim=True)

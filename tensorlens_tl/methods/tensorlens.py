@@ -1,0 +1,77 @@
+"""TensorLens (2026): the whole model as one affine map, collapsed to one score per source token."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from tensorlens_tl.activation import Rule
+from tensorlens_tl.attribution import Attribution
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.registry import register_method
+
+CollapseName = Literal["in_out", "norm", "target"]
+
+
+@register_method("tensorlens")
+def tensorlens(
+    frozen: FrozenPass,
+    *,
+    collapse: CollapseName = "in_out",
+    query: int | None = -1,
+    target: Any = None,
+    minus: Any = None,
+    direction: Tensor | None = None,
+    layers: slice | Sequence[int] | None = None,
+    heads: Mapping[int, Collection[int]] | None = None,
+    mlp: bool | Collection[int] = True,
+    activation: Rule = "ratio",
+    probes: int | None = None,
+    seed: int = 0,
+) -> Attribution:
+    """The whole model's tensor ``T[i,:,j,:]``, collapsed by its norm, between input and output, or onto a target.
+
+    Args:
+        frozen: the pass.
+        collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not.
+        query: one query counted over real tokens, or None for all.
+        target, minus, direction: what `"target"` explains; see `FrozenOperator.target`.
+        layers, heads, mlp, activation: which operator; see `FrozenPass.operator`.
+        probes, seed: estimate the norm; see `FrozenOperator.norm`.
+
+    Raises:
+        InvalidInputError: an unknown collapse, a target without ``collapse="target"`` or the reverse, and what
+            `FrozenPass.operator` and the collapses raise.
+    """
+    if collapse not in get_args(CollapseName):
+        raise InvalidInputError(f"collapse={collapse!r}; use one of {', '.join(map(repr, get_args(CollapseName)))}.")
+    if collapse != "target" and any(option is not None for option in (target, minus, direction)):
+        raise InvalidInputError(f"target, minus and direction belong to collapse='target', not {collapse!r}.")
+    if collapse != "norm" and probes is not None:
+        raise InvalidInputError(f"probes belong to collapse='norm', not {collapse!r}.")
+    operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, activation=activation)
+    if collapse == "norm":
+        result, what = operator.norm(query, probes=probes, seed=seed), "norm of T"
+    elif collapse == "in_out":
+        result, what = operator.in_out(query), "squared norm of the output"
+    else:
+        result = operator.target(target, query, minus=minus, direction=direction)
+        difference = "" if minus is None else f" − {minus!r}"
+        what = "a direction" if direction is not None else f"logit of {target!r}{difference}"
+    options = {"collapse": collapse, "query": query, "target": target, "minus": minus, "direction": direction} | {
+        "layers": layers, "heads": heads, "mlp": mlp, "activation": activation, "probes": probes,
+    }  # fmt: skip
+    return Attribution.of(
+        frozen,
+        result.scores,
+        method="tensorlens",
+        query=query,
+        bias=result.bias,
+        total=result.total,
+        residual=result.residual,
+        stderr=result.stderr,
+        additive=result.total is not None,
+        target=what,
+        options={name: value for name, value in options.items() if value is not None},
+    )

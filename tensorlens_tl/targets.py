@@ -1,0 +1,61 @@
+"""What a prediction is asked about: a token, a difference of two, or any direction of the residual stream."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.view import ModelView
+
+
+def token_ids(view: ModelView, tokens: Any, batch: int, name: str = "target") -> Int[Tensor, "batch"]:
+    """One token id per prompt.
+
+    Args:
+        view: the model.
+        tokens: a string of one token, a token id, or one of either per prompt.
+        batch: the number of prompts.
+        name: the argument's name, for messages.
+
+    Raises:
+        InvalidInputError: several tokens, none, out of the vocabulary, or not one per prompt.
+    """
+    if isinstance(tokens, Tensor):
+        tokens = tokens.reshape(-1).tolist() if tokens.ndim else tokens.item()
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        tokens = [tokens] * batch
+    if len(tokens) != batch:
+        raise InvalidInputError(f"{name}: {len(tokens)} tokens for {batch} prompts; pass one, or one for each prompt.")
+    return torch.tensor([_token_id(view, token, name) for token in tokens])
+
+
+def _token_id(view: ModelView, token: Any, name: str) -> int:
+    vocabulary = view.d_vocab
+    if isinstance(token, str):
+        tokenizer = getattr(view.model, "tokenizer", None)
+        if tokenizer is None:
+            raise InvalidInputError(f"{name}={token!r}: this model has no tokenizer; pass a token id.")
+        ids = tokenizer(token, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            pieces = [tokenizer.decode([piece]) for piece in ids]
+            hint = (
+                "" if token.startswith(" ") else f" Words inside a text often start with a space: try {' ' + token!r}."
+            )
+            raise InvalidInputError(f"{name}={token!r} is {len(ids)} tokens {pieces}; a target is one token.{hint}")
+        if ids[0] == getattr(tokenizer, "unk_token_id", None) and token != tokenizer.unk_token:
+            raise InvalidInputError(f"{name}={token!r} is not in the vocabulary; pass a token the tokenizer knows.")
+        return int(ids[0])
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise InvalidInputError(f"{name}={token!r}: pass a token as a string or an id, or use direction= for a vector.")
+    if not 0 <= token < vocabulary:
+        raise InvalidInputError(f"{name}={token} is outside the vocabulary of {vocabulary} tokens.")
+    return token
+
+
+def token_label(view: ModelView, token: int) -> str:
+    """A token id as readable text."""
+    tokenizer = getattr(view.model, "tokenizer", None)
+    return str(token) if tokenizer is None else tokenizer.decode([token])

@@ -1,0 +1,285 @@
+"""Tiny random models of every supported class and family, for tests of maps, hooks and methods.
+
+Every parameter is drawn afresh, biases and norm gains included: with the usual initial values (zero
+biases, unit gains) half of the ways to be wrong cannot be seen. No network is needed.
+
+    >>> from tensorlens_tl.testing import model_names, tiny_model
+    >>> model = tiny_model("bridge/gpt2")
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+from tensorlens_tl.errors import InvalidInputError
+
+VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 48, 24, 16, 4, 2
+
+HookedEncoder: Any = None
+HookedTransformer: Any = None
+HookedTransformerConfig: Any = None
+with suppress(ImportError):  # they exist up to TransformerLens 3.9
+    from transformer_lens import HookedEncoder, HookedTransformer, HookedTransformerConfig
+
+# --------------------------------------------------------------------------- HookedTransformer, 3.9
+
+_HOOKED: dict[str, dict[str, Any]] = {
+    "ln": {"normalization_type": "LN", "act_fn": "gelu"},
+    "lnpre": {"normalization_type": "LNPre", "act_fn": "gelu_new"},
+    "rms": {"normalization_type": "RMS", "act_fn": "relu"},
+    "rmspre": {"normalization_type": "RMSPre", "act_fn": "silu"},
+    "no-norm": {"normalization_type": None, "act_fn": "gelu"},
+    "attn-only": {"normalization_type": "LN", "attn_only": True},
+    "attn-only-no-norm": {"normalization_type": None, "attn_only": True},
+    "parallel": {"normalization_type": "LN", "parallel_attn_mlp": True, "act_fn": "gelu_new"},
+    "gated": {"normalization_type": "RMS", "gated_mlp": True, "act_fn": "silu"},
+    "gqa": {"normalization_type": "RMS", "n_key_value_heads": 2, "gated_mlp": True, "act_fn": "gelu"},
+    "gqa-ungrouped": {
+        "normalization_type": "LN",
+        "n_key_value_heads": 2,
+        "ungroup_grouped_query_attention": True,
+        "act_fn": "gelu",
+    },
+    "rotary": {"normalization_type": "LN", "positional_embedding_type": "rotary", "rotary_dim": 4, "act_fn": "gelu"},
+    "alibi": {"normalization_type": "LN", "positional_embedding_type": "alibi", "act_fn": "gelu"},
+    "shortformer": {"normalization_type": "LN", "positional_embedding_type": "shortformer", "act_fn": "gelu"},
+    "sandwich": {"normalization_type": "RMS", "use_normalization_before_and_after": True, "act_fn": "gelu_new"},
+    "post-only": {"normalization_type": "RMS", "original_architecture": "Olmo2ForCausalLM", "act_fn": "silu"},
+    "soft-caps": {
+        "normalization_type": "RMS",
+        "attn_scores_soft_cap": 2.0,
+        "output_logits_soft_cap": 3.0,
+        "act_fn": "gelu",
+    },
+    "qk-norm": {"normalization_type": "RMS", "n_key_value_heads": 2, "use_qk_norm": True, "act_fn": "silu"},
+    "sinks": {"normalization_type": "RMS", "use_attention_sinks": True, "act_fn": "silu"},
+    "local": {
+        "normalization_type": "LN",
+        "use_local_attn": True,
+        "attn_types": ["global", "local"],
+        "window_size": 2,
+        "act_fn": "gelu",
+    },
+    "bidirectional": {"normalization_type": "LN", "attention_dir": "bidirectional", "act_fn": "gelu"},
+}
+
+
+def _hooked(processed: bool = False, **options: Any) -> Any:
+    config = HookedTransformerConfig(
+        n_layers=LAYERS,
+        d_model=WIDTH,
+        n_ctx=CONTEXT,
+        d_head=WIDTH // HEADS,
+        n_heads=HEADS,
+        d_mlp=None if options.get("attn_only") else 24,
+        d_vocab=VOCABULARY,
+        dtype=torch.float64,
+        device="cpu",
+        seed=0,
+        default_prepend_bos=False,
+        **options,
+    )
+    model = HookedTransformer(config)
+    randomise(model)
+    if processed:
+        model.process_weights_(fold_ln=True, center_writing_weights=True, center_unembed=True)
+    return model
+
+
+def _hooked_encoder() -> Any:
+    config = HookedTransformerConfig(
+        n_layers=LAYERS,
+        d_model=WIDTH,
+        n_ctx=CONTEXT,
+        d_head=WIDTH // HEADS,
+        n_heads=HEADS,
+        d_mlp=24,
+        d_vocab=VOCABULARY,
+        act_fn="gelu",
+        attention_dir="bidirectional",
+        normalization_type="LN",
+        dtype=torch.float64,
+        device="cpu",
+    )
+    model = HookedEncoder(config)
+    randomise(model)
+    return model.to(torch.float64)
+
+
+# --------------------------------------------------------------------------- TransformerBridge, 3.9 and 4.x
+
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 24,
+    "max_position_embeddings": CONTEXT,
+}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GROUPED = {**_SMALL, **_TOKENS, "num_key_value_heads": 2, "head_dim": 4}
+_LOCAL = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+
+_BRIDGE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": VOCABULARY,
+            "n_positions": CONTEXT,
+            "n_embd": WIDTH,
+            "n_layer": LAYERS,
+            "n_head": HEADS,
+            "n_inner": 24,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {**_SMALL, **_TOKENS}),
+    "neox-sequential": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {**_SMALL, **_TOKENS, "use_parallel_residual": False}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _GROUPED),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**_GROUPED, "sliding_window": 3}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {**_GROUPED}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _GROUPED),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", _GROUPED),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_GROUPED, **_LOCAL, "query_pre_attn_scalar": 4}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_GROUPED, **_LOCAL, "query_pre_attn_scalar": 4}),
+    "phi": ("PhiConfig", "PhiForCausalLM", {**_SMALL, **_TOKENS, "partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {**_SMALL, **_TOKENS, "num_key_value_heads": 2}),
+    "gptj": (
+        "GPTJConfig",
+        "GPTJForCausalLM",
+        {
+            "vocab_size": VOCABULARY,
+            "n_positions": CONTEXT,
+            "n_embd": WIDTH,
+            "n_layer": LAYERS,
+            "n_head": HEADS,
+            "n_inner": 24,
+            "rotary_dim": 4,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": WIDTH,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "ffn_dim": 24,
+            "max_position_embeddings": CONTEXT,
+            "word_embed_proj_dim": WIDTH,
+            "dropout": 0.0,
+            **_TOKENS,
+        },
+    ),
+    "bert": ("BertConfig", "BertForMaskedLM", {**_SMALL, **_NO_DROPOUT}),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", {**_SMALL, **_NO_DROPOUT, "pad_token_id": 0}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {**_SMALL, **_TOKENS, "num_key_value_heads": 2}),
+}
+
+
+def _bridge(family: str, compatibility: bool = False, **changes: Any) -> Any:
+    import transformers
+
+    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
+    config_name, architecture, options = _BRIDGE[family]
+    config = getattr(transformers, config_name)(**{**options, **changes})
+    config._attn_implementation = "eager"
+    auto = AutoModelForMaskedLM if "MaskedLM" in architecture else AutoModelForCausalLM
+    module = auto.from_config(config, attn_implementation="eager").to(torch.float64).eval()
+    randomise(module)
+    model = builder.build_bridge_from_module(module, architecture, hf_config=config)
+    if compatibility:
+        model.enable_compatibility_mode(disable_warnings=True)
+    return model.eval()
+
+
+def _native(**options: Any) -> Any:
+    bridge = importlib.import_module("transformer_lens.model_bridge").TransformerBridge
+    config = importlib.import_module("transformer_lens.config").TransformerBridgeConfig(
+        n_layers=LAYERS,
+        d_model=WIDTH,
+        n_ctx=CONTEXT,
+        d_head=WIDTH // HEADS,
+        n_heads=HEADS,
+        d_mlp=24,
+        d_vocab=VOCABULARY,
+        act_fn="gelu",
+        **options,
+    )
+    model = bridge.boot_native(config)
+    model = model.to(torch.float64)
+    randomise(model)
+    return model.eval()
+
+
+# --------------------------------------------------------------------------- the public face
+
+
+def _builders() -> Iterator[tuple[str, Callable[[], Any]]]:
+    if HookedTransformer is not None:
+        for name, options in _HOOKED.items():
+            yield f"hooked/{name}", lambda options=options: _hooked(**options)
+        for name in ("ln", "rms", "gqa", "parallel"):
+            yield f"hooked/{name}-processed", lambda name=name: _hooked(processed=True, **_HOOKED[name])
+        yield "encoder/bert", _hooked_encoder
+    for family in _BRIDGE:
+        if family == "roberta" and HookedTransformer is not None:  # TransformerLens 3.9 has no adapter for it
+            continue
+        yield f"bridge/{family}", lambda family=family: _bridge(family)
+    for family in ("gpt2", "llama", "neox"):
+        yield f"bridge/{family}-compatibility", lambda family=family: _bridge(family, compatibility=True)
+    yield "bridge/native", lambda: _native(normalization_type="LN")
+    yield "bridge/native-rms", lambda: _native(normalization_type="RMS", gated_mlp=True)
+
+
+BUILDERS: dict[str, Callable[[], Any]] = dict(_builders())
+
+
+def model_names() -> list[str]:
+    """The names `tiny_model` knows on the installed TransformerLens, as ``class/variant``."""
+    return list(BUILDERS)
+
+
+def tiny_model(name: str, *, seed: int = 0) -> Any:
+    """A two-layer, 16-wide float64 model of one class and family, with random weights, biases and gains.
+
+    Args:
+        name: one of `model_names()`, such as ``"hooked/gqa"``, ``"encoder/bert"`` or ``"bridge/llama"``.
+        seed: seeds torch's global generator for the weights, and restores it afterwards.
+
+    Raises:
+        InvalidInputError: no such name on this TransformerLens.
+    """
+    if name not in BUILDERS:
+        raise InvalidInputError(f"tiny_model: no model called {name!r}; there are {', '.join(BUILDERS)}.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return BUILDERS[name]()
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    """Draw every parameter afresh from torch's global generator: matrices by fan-in, vectors around 0 or (gains) 1."""
+    for name, parameter in model.named_parameters():
+        leaf = name.rsplit(".", 1)[-1]
+        if parameter.ndim < 2 or leaf.startswith(("b_", "_b_")):
+            parameter.normal_(0.0, 0.3)
+            if leaf in ("w", "weight"):
+                parameter.add_(1.0)
+        elif "embed" in name.lower() or ".wte" in name or ".wpe" in name:
+            parameter.normal_(0.0, 1.0)
+        else:
+            parameter.normal_(0.0, 1.2 / max(parameter.shape[-1], parameter.shape[-2]) ** 0.5)

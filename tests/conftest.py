@@ -1,0 +1,59 @@
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+import tensorlens_tl as tlens
+from tensorlens_tl.testing import model_names, tiny_model
+
+settings.register_profile("default", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("nightly", max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("default")
+
+NAMES = model_names()
+_models: dict = {}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def model_named():
+    """Models are built once and shared; a test that changes one must build its own."""
+
+    def get(name):
+        if name not in _models:
+            _models[name] = tiny_model(name)
+        return _models[name]
+
+    return get
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def model(name, model_named):
+    return model_named(name)
+
+
+@pytest.fixture(scope="session")
+def demo_model():
+    return tlens.load_demo_model(dtype=torch.float64)
+
+
+def some_tokens(batch=2, pos=6, seed=0):
+    return torch.randint(3, 48, (batch, pos), generator=torch.Generator().manual_seed(seed))
+
+
+def hooks_on(model):
+    """How many hooks of any kind are on the model's hook points."""
+    points = {id(point): point for point in model.hook_dict.values()}.values()
+    return sum(len(p.fwd_hooks) + len(p.bwd_hooks) + len(p._forward_hooks) for p in points)

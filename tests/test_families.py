@@ -1,0 +1,193 @@
+"""The table of the library: every claim on every model class and family, in float64.
+
+Two independent roads must agree: the algebra that reads weights, and the live model held fixed by hooks
+and differentiated by autograd.
+"""
+
+import pytest
+import torch
+from conftest import hooks_on, some_tokens
+
+import tensorlens_tl as tlens
+
+FLOAT32_INSIDE = ("llama", "mistral", "qwen", "gemma", "phi3", "olmo2", "native-rms")
+"""Families whose own norms compute in float32 whatever the dtype."""
+
+
+def tolerance(name):
+    return 1e-6 if any(family in name for family in FLOAT32_INSIDE) else 1e-9
+
+
+def relative(made, own):
+    return float((made - own).norm() / own.norm())
+
+
+@pytest.fixture
+def frozen(model):
+    return tlens.freeze(model, some_tokens())
+
+
+def frozen_model_output(frozen, x, **options):
+    """The live model, held fixed by hooks, with the first block's input replaced by x."""
+    seen = {}
+    ends = frozen.points.unembed_in if frozen.view.final_norm is not None else frozen.points.last_output
+
+    def put(live, *, hook):
+        return x
+
+    def see(live, *, hook):
+        seen["output"] = live
+
+    hooks = [(frozen.points.blocks[0].resid_pre, put), *frozen.fwd_hooks(**options), (ends, see)]
+    frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
+    return seen["output"]
+
+
+def perturbed(x, seed=0):
+    """Far from x and not uniform: a uniform factor is invisible behind a norm."""
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+    return x + noise * x.std()
+
+
+def test_every_block_is_proved(frozen, name):
+    assert set(frozen.errors) >= {f"blocks.{layer}" for layer in range(frozen.n_layers)}
+    assert max(frozen.errors.values()) < tolerance(name)
+    assert hooks_on(frozen.model) == 0
+
+
+def test_contributions_sum_to_the_models_own_output(frozen, name):
+    op = frozen.operator()
+    assert relative(op.contributions().sum(2) + op.bias, frozen.output) < tolerance(name)
+    assert relative(op(op.x), frozen.output) < tolerance(name)
+
+
+@pytest.mark.parametrize("activation", tlens.RULES)
+def test_push_and_pull_are_adjoint(frozen, activation):
+    op = frozen.operator(activation=activation)
+    x, g = torch.randn(3, *op.x.shape, dtype=op.x.dtype), torch.randn(3, *op.x.shape, dtype=op.x.dtype)
+    forward, backward = (op.push(x) * g).sum((-3, -2, -1)), (x * op.pull(g)).sum((-3, -2, -1))
+    assert torch.allclose(forward, backward, rtol=1e-9, atol=1e-9 * float(forward.abs().max()))
+    assert torch.allclose(op.T.push(g), op.pull(g))
+
+
+@pytest.mark.parametrize("activation", tlens.RULES)
+def test_the_hook_frozen_model_is_the_same_affine_map(frozen, name, activation):
+    op = frozen.operator(activation=activation)
+    for seed in range(2):
+        x = perturbed(op.x, seed)
+        with torch.no_grad():
+            live = frozen_model_output(frozen, x, activation=activation)
+        assert relative(op(x), live) < tolerance(name)
+    assert hooks_on(frozen.model) == 0
+
+
+def test_the_algebra_equals_autograd_through_the_hook_frozen_model(frozen, name):
+    """All of the dense tensor, both roads."""
+    op = frozen.operator()
+    x = op.x.clone().requires_grad_(True)
+    output = frozen_model_output(frozen, x)
+    batch, pos, width = output.shape
+    # prompts of a batch do not mix, so one backward pass serves them all
+    seeds = torch.eye(pos * width, dtype=output.dtype).view(-1, 1, pos, width).expand(-1, batch, -1, -1)
+    (jacobian,) = torch.autograd.grad(output, x, seeds, is_grads_batched=True)
+    jacobian = jacobian.view(pos, width, batch, pos, width).permute(2, 0, 1, 3, 4)
+    assert relative(op.dense(), jacobian) < tolerance(name)
+
+
+def test_tangent_is_the_models_own_jacobian_of_the_mlp(frozen, name):
+    """With activations left live, autograd differentiates them: that is the tangent rule."""
+    op = frozen.operator(activation="tangent")
+    x = op.x.clone().requires_grad_(True)
+    output = frozen_model_output(frozen, x, activations=False)
+    g = torch.randn_like(output)
+    (pulled,) = torch.autograd.grad(output, x, g)
+    assert relative(op.pull(g), pulled) < tolerance(name)
+
+
+@pytest.mark.parametrize("activation", tlens.RULES)
+def test_collapses_are_complete(frozen, name, activation):
+    op = frozen.operator(activation=activation)
+    output = frozen.output
+    in_out = op.in_out(query=None)
+    assert float(in_out.residual.max()) < tolerance(name)
+    assert torch.allclose(in_out.total, output.square().sum(-1))
+    dots = (op.contributions() * output[:, :, None]).sum(-1)
+    assert relative(in_out.scores, dots) < tolerance(name)
+    target = op.target(7, query=None, minus=11)
+    assert float(target.residual.max()) < tolerance(name) * 10
+
+
+def test_target_total_is_the_models_own_logit(frozen, model, name):
+    logits = model(**frozen.inputs)
+    target, minus = 7, 11
+    total = frozen.operator().target(target, query=None).total
+    cap = frozen.view.soft_cap
+    own = logits[..., target] if cap is None else cap * torch.atanh(logits[..., target] / cap)
+    assert relative(total, own) < max(tolerance(name), 1e-7 if cap else 0)
+    difference = frozen.operator().target(target, query=None, minus=minus).total
+    assert torch.allclose(difference, total - frozen.operator().target(minus, query=None).total)
+
+
+def test_norm_is_the_frobenius_norm_of_the_slice(frozen):
+    op = frozen.operator()
+    dense = op.dense()
+    assert torch.allclose(op.slice(query=-1), dense[:, -1])
+    exact = op.norm(query=None).scores
+    assert torch.allclose(exact, dense.permute(0, 1, 3, 2, 4).flatten(3).norm(dim=-1))
+
+
+def test_causal_models_are_exactly_zero_ahead(frozen):
+    bidirectional = "bidirectional" in frozen.view.cfg.attention_dir if hasattr(frozen.view.cfg, "attention_dir") else False
+    if bidirectional or not frozen.causal:
+        pytest.skip("attends both ways")
+    dense = frozen.operator().dense()
+    ahead = torch.ones(dense.shape[1], dense.shape[3]).triu(1).bool()
+    assert not dense.permute(0, 1, 3, 2, 4)[:, ahead].any()
+    assert not frozen.operator().contributions()[:, ahead].any()
+
+
+def padded_alone(name):
+    """A batch whose first prompt is padded, and that prompt alone."""
+    long, short = some_tokens(1, 6, 1)[0], some_tokens(1, 4, 2)[0]
+    return long, short
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_changes_nothing(model, name, side):
+    long, short = padded_alone(name)
+    real = slice(0, 4) if side == "right" else slice(2, 6)
+    tokens, mask = torch.zeros(2, 6, dtype=torch.long), torch.zeros(2, 6, dtype=torch.long)
+    tokens[0], mask[0] = long, 1
+    tokens[1, real], mask[1, real] = short, 1
+    if side == "left" and not left_padding_is_right(model, tokens, mask, short):
+        pytest.skip("the model itself gives another output for a left-padded prompt")
+    padded, alone = tlens.freeze(model, tokens, attention_mask=mask), tlens.freeze(model, short[None])
+    for query in (-1, 0):
+        a, b = padded.operator().in_out(query), alone.operator().in_out(query)
+        assert relative(a.scores[1:, :, real], b.scores) < 10 * tolerance(name)
+        assert relative(a.total[1:], b.total) < 10 * tolerance(name)
+    outside = torch.ones(6, dtype=torch.bool)
+    outside[real] = False
+    everything = padded.operator().contributions()[1]
+    assert not everything[outside].any()
+    assert not everything[:, outside].any()
+    assert relative(everything[real, real], alone.operator().contributions()[0]) < 10 * tolerance(name)
+
+
+def left_padding_is_right(model, tokens, mask, short):
+    frozen = tlens.freeze(model, tokens, attention_mask=mask)
+    alone = tlens.freeze(model, short[None])
+    return relative(frozen.output[1, 2:], alone.output[0]) < 1e-5
+
+
+def test_a_batch_equals_one_by_one(frozen, model, name):
+    together = frozen.operator().in_out(query=None).scores
+    for row in range(2):
+        alone = tlens.freeze(model, frozen.tokens[row : row + 1]).operator().in_out(query=None).scores
+        assert relative(together[row : row + 1], alone) < tolerance(name)
+
+
+def test_an_existing_cache_serves_as_well(frozen, model):
+    _, cache = model.run_with_cache(frozen.tokens)
+    again = tlens.freeze(model, frozen.tokens, cache=cache)
+    assert torch.equal(again.operator().in_out().scores, frozen.operator().in_out().scores)
