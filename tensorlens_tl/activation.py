@@ -47,17 +47,19 @@ class Coefficients:
     rest: Float[Tensor, "batch pos d_mlp"] | None = None
 
 
-def check_rule(rule: str) -> None:
-    """Raise `InvalidInputError` unless `rule` is one of `RULES`."""
-    if rule not in RULES:
-        raise InvalidInputError(f"activation={rule!r} is not a rule; use one of {', '.join(map(repr, RULES))}.")
+def check_rule(rule: str) -> Rule:
+    """The rule itself; raises `InvalidInputError` unless it is one of `RULES`."""
+    for known in RULES:
+        if rule == known:
+            return known
+    raise InvalidInputError(f"activation={rule!r} is not a rule; use one of {', '.join(map(repr, RULES))}.")
 
 
 def coefficients(
     phi: Activation,
     pre: Float[Tensor, "batch pos d_mlp"],
     linear: Float[Tensor, "batch pos d_mlp"] | None = None,
-    rule: Rule = "ratio",
+    rule: str = "ratio",
 ) -> Coefficients:
     """The coefficients of one rule at captured pre-activations.
 
@@ -98,11 +100,10 @@ def ratio(phi: Activation, z: Tensor) -> Tensor:
 
 def _quotient(phi: Activation, z: Tensor, numerator: Tensor, share: float) -> Tensor:
     """``numerator / z``, and its limit ``share·φ'(0)`` where z is too small to divide by."""
-    # Below this |z| the quotient loses digits (denormals, or cancellation where φ(0) ≠ 0 or a mean is
-    # subtracted), while the limit is exact to rounding once multiplied by z again.
+    # Below this |z| the quotient loses digits (denormals, or cancellation where φ(0) ≠ 0), while the limit is
+    # exact to rounding once multiplied by z again.
     info = torch.finfo(z.dtype)
-    exact = share == 1.0 and bool(phi(z.new_zeros(())) == 0)
-    small = z.abs() < (info.tiny**0.5 if exact else info.eps**0.5)
+    small = z.abs() < (info.tiny if bool(phi(z.new_zeros(())) == 0) else info.eps) ** 0.5
     limit = share * derivative(phi, z.new_zeros(1))
     return torch.where(small, limit, numerator / torch.where(small, torch.ones_like(z), z))
 

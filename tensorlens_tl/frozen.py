@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from tensorlens_tl.activation import Coefficients, Rule, check_rule, coefficients
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.activation import Coefficients, check_rule, coefficients
+from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     ModelPoints,
     attention_hooks,
@@ -159,7 +159,7 @@ class FrozenPass:
             )
         )
 
-    def mlp_coefficients(self, layer: int, activation: Rule = "ratio") -> Coefficients | None:
+    def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:
         """What one layer's activation is replaced by under a rule; None without an MLP."""
         points, weights = self.points.blocks[layer], self.view.blocks[layer].mlp
         if weights is None or points.pre is None:
@@ -167,7 +167,7 @@ class FrozenPass:
         linear = self._kept(points.pre_linear) if points.pre_linear else None
         return coefficients(weights.activation, self._kept(points.pre), linear, activation)
 
-    def mlp(self, layer: int, activation: Rule = "ratio") -> Chain | None:
+    def mlp(self, layer: int, activation: str = "ratio") -> Chain | None:
         """One MLP with its activation frozen, or None without one."""
         weights, held = self.view.blocks[layer].mlp, self.mlp_coefficients(layer, activation)
         if weights is None or held is None:
@@ -187,7 +187,7 @@ class FrozenPass:
         self,
         layer: int,
         *,
-        activation: Rule = "ratio",
+        activation: str = "ratio",
         heads: Collection[int] | None = None,
         mlp: bool = True,
         layout: Layout | None = None,
@@ -214,7 +214,7 @@ class FrozenPass:
         layers: slice | Sequence[int] | None = None,
         heads: Mapping[int, Collection[int]] | None = None,
         mlp: bool | Collection[int] = True,
-        activation: Rule = "ratio",
+        activation: str = "ratio",
     ) -> FrozenOperator:
         """The frozen pass as one affine map, from ``blocks.0`` input to the final norm's output (or the last block's).
 
@@ -239,7 +239,7 @@ class FrozenPass:
         patterns: bool = True,
         activations: bool = True,
         norms: bool = True,
-        activation: Rule = "ratio",
+        activation: str = "ratio",
     ) -> list[FwdHook]:
         """TransformerLens hooks that hold this pass's patterns, activation ratios and norm scales fixed.
 
@@ -310,7 +310,7 @@ def freeze(
     token_type_ids: Any = None,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
-    cache: Mapping[str, Tensor] | None = None,
+    cache: Any = None,
     store: Store = "model",
     verify: bool = True,
     tolerance: float | None = None,
@@ -324,7 +324,7 @@ def freeze(
         token_type_ids: segment ids for BERT-like models.
         prepend_bos: as in TransformerLens.
         padding_side: where several strings differ in length.
-        cache: the activations of an earlier ``run_with_cache`` on the same input, instead of a forward pass.
+        cache: the ActivationCache of an earlier ``run_with_cache`` on the same input, instead of a forward pass.
         store: ``"cpu"`` keeps the captured activations off the model's device.
         verify: prove every block against the model's own output; False proves only the first.
         tolerance: largest relative error a block may show; None takes `TOLERANCE` for the model's dtype.
@@ -349,7 +349,8 @@ def freeze(
         kept, logits = capture(model, prompt.kwargs, points.captured, store=store)
     else:
         kept, logits = from_cache(cache, points.captured, *prompt.tokens.shape), None
-    check_finite({name: kept[name] for name in points.captured if name in kept})
+    _check_padding(prompt, points, kept)
+    check_finite({name: kept[name] for name in points.captured})
     frozen = FrozenPass(model, view, points, prompt, kept)
     frozen.last_logits = _last_logits(frozen, logits)
     _prove(frozen, verify, tolerance or TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4))
@@ -367,6 +368,25 @@ def _refuse_dropout(model: nn.Module) -> None:
             raise InvalidInputError(
                 f"the model is in train mode and {name or type(module).__name__} drops activations with probability "
                 f"{max(rates)}; two passes would differ. Call model.eval() first."
+            )
+
+
+def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tensor]) -> None:
+    """Refuse padding that the model does not handle: weight on padded tokens, or NaN that padding brought."""
+    if bool(prompt.mask.all()):
+        return
+    padded = ~prompt.mask
+    for block in points.blocks:
+        pattern = kept[block.pattern].to(padded.device)
+        if bool(torch.isnan(pattern).any()):
+            raise NumericalError(
+                f"NaN at {block.pattern}, in a padded batch: this model does not handle a query whose keys are all "
+                "padding (left padding, on several bridges). Pad on the right, or freeze the prompts one by one."
+            )
+        if bool((pattern * (prompt.mask[:, None, :, None] & padded[:, None, None, :])).any()):
+            raise UnsupportedModelError(
+                f"{block.pattern} puts weight on padded tokens: this model ignores the attention mask (a bidirectional "
+                "HookedTransformer does). Freeze the prompts one by one."
             )
 
 

@@ -42,7 +42,8 @@ def prepare(
         attention_mask: 1 at real tokens, 0 at padding, `[batch, pos]`; only with token ids.
         token_type_ids: segment ids for BERT-like models, `[batch, pos]`.
         prepend_bos: as in TransformerLens; None is the model's default. Strings only.
-        padding_side: ``"left"`` or ``"right"``, where several strings differ in length; None is the tokenizer's.
+        padding_side: ``"left"`` or ``"right"``, where several strings differ in length. None pads right, whatever the
+            tokenizer says: real tokens never see it, while some bridges give NaN for left-padded prompts.
 
     Raises:
         InvalidInputError: empty, longer than the context, token ids outside the vocabulary, or shapes that differ.
@@ -92,7 +93,7 @@ def _tokenize(view: ModelView, text: str, number: int, prepend_bos: bool | None)
 
 def _pad(view: ModelView, rows: list[Tensor], padding_side: str | None) -> tuple[Tensor, Tensor]:
     tokenizer = view.model.tokenizer
-    side = padding_side or getattr(tokenizer, "padding_side", "right")
+    side = padding_side or "right"
     if side not in ("left", "right"):
         raise InvalidInputError(f"padding_side={side!r}; use 'left' or 'right'.")
     longest, fill = max(map(len, rows)), getattr(tokenizer, "pad_token_id", None) or 0

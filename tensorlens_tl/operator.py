@@ -82,20 +82,20 @@ class FrozenOperator:
         layers: slice | Sequence[int] | None = None,
         heads: Mapping[int, Collection[int]] | None = None,
         mlp: bool | Collection[int] = True,
-        activation: Rule = "ratio",
+        activation: str = "ratio",
     ) -> "FrozenOperator":
         """See `FrozenPass.operator`."""
-        check_rule(activation)
+        rule = check_rule(activation)
         chosen = _layers(frozen.n_layers, layers)
         kept = {layer: _heads(frozen, layer, chosen, ids) for layer, ids in (heads or {}).items()}
         with_mlp = set(chosen) if mlp is True else set() if mlp is False else _mlps(mlp, chosen)
         stages = tuple(
-            frozen.block(layer, activation=activation, heads=kept.get(layer), mlp=layer in with_mlp) for layer in chosen
+            frozen.block(layer, activation=rule, heads=kept.get(layer), mlp=layer in with_mlp) for layer in chosen
         )
         final = frozen.final_norm() if chosen.stop == frozen.n_layers else None
         stages = stages if final is None else (*stages, final)
         whole = not kept and all(layer in with_mlp or not frozen.view.blocks[layer].has_mlp for layer in chosen)
-        return cls(frozen, Chain(stages), chosen.start, chosen.stop, whole, activation)
+        return cls(frozen, Chain(stages), chosen.start, chosen.stop, whole, rule)
 
     def __repr__(self) -> str:
         batch, pos = self.frozen.tokens.shape
@@ -108,17 +108,25 @@ class FrozenOperator:
 
     # ------------------------------------------------------------------ the map
 
-    def push(self, x: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch pos d_model"]:
+    def push(self, x: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
         """The linear part, T·x."""
-        return self.map.push(x)
+        return self.map.push(self._fitting(x, "push"))
 
-    def pull(self, g: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch pos d_model"]:
+    def pull(self, g: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
         """The adjoint, Tᵀ·g."""
-        return self.map.pull(g)
+        return self.map.pull(self._fitting(g, "pull"))
 
-    def __call__(self, x: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch pos d_model"]:
+    def __call__(self, x: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
         """T·x + B. At the pass's own `x` this is the model's own output."""
-        return self.map(x)
+        return self.map(self._fitting(x, "the operator"))
+
+    def _fitting(self, x: Tensor, name: str) -> Tensor:
+        if x.shape[-3:] != self.x.shape:
+            raise InvalidInputError(
+                f"{name}: vectors must be [*rows, {', '.join(map(str, self.x.shape))}] as the frozen pass "
+                f"([*rows, batch, pos, d_model]), got {list(x.shape)}."
+            )
+        return x
 
     @property
     def T(self) -> AffineMap:
@@ -198,7 +206,7 @@ class FrozenOperator:
 
     # ------------------------------------------------------------------ collapses
 
-    def norm(self, query: int | None = -1, *, probes: int | None = None, seed: int = 0) -> Collapse:
+    def norm(self, query: Any = -1, *, probes: int | None = None, seed: int = 0) -> Collapse:
         """‖T[i,:,j,:]‖, the Frobenius norm of each token pair's block (TensorLens Eq. 21).
 
         Args:
@@ -248,7 +256,7 @@ class FrozenOperator:
         query: int | None = -1,
         *,
         minus: Any = None,
-        direction: Float[Tensor, "*batch d_model"] | None = None,
+        direction: Float[Tensor, "..."] | None = None,
     ) -> Collapse:
         """The effect of each source token on one logit (TensorLens Eq. 24), a logit difference, or any direction.
 

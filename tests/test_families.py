@@ -146,22 +146,38 @@ def test_causal_models_are_exactly_zero_ahead(frozen):
     assert not frozen.operator().contributions()[:, ahead].any()
 
 
-def padded_alone(name):
-    """A batch whose first prompt is padded, and that prompt alone."""
-    long, short = some_tokens(1, 6, 1)[0], some_tokens(1, 4, 2)[0]
-    return long, short
+PADDING_THE_MODEL_GETS_WRONG = {
+    ("hooked/bidirectional", side) for side in ("left", "right")
+} | {
+    (f"bridge/{family}", "left")
+    for family in ("llama", "llama-compatibility", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3")
+    + ("opt", "olmo2")
+}  # fmt: skip
+"""Where the model's own output is NaN or mixes padding in; there we refuse."""
+
+POSITIONS_SHIFT = {("encoder/bert", "left"), ("bridge/bert", "left")}
+"""Encoders that count positions from the first column: left padding is another input, and as exact as any."""
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_changes_nothing(model, name, side):
-    long, short = padded_alone(name)
+    long, short = some_tokens(1, 6, 1)[0], some_tokens(1, 4, 2)[0]
     real = slice(0, 4) if side == "right" else slice(2, 6)
     tokens, mask = torch.zeros(2, 6, dtype=torch.long), torch.zeros(2, 6, dtype=torch.long)
     tokens[0], mask[0] = long, 1
     tokens[1, real], mask[1, real] = short, 1
-    if side == "left" and not left_padding_is_right(model, tokens, mask, short):
-        pytest.skip("the model itself gives another output for a left-padded prompt")
-    padded, alone = tlens.freeze(model, tokens, attention_mask=mask), tlens.freeze(model, short[None])
+    alone = tlens.freeze(model, short[None])
+    own = model_output(model, tokens, mask)
+    if not relative(own[1, real], model(short[None])[0]) < 1e-5:  # NaN on several bridges, ignored mask on another
+        if (name, side) in POSITIONS_SHIFT:
+            shifted = tlens.freeze(model, tokens, attention_mask=mask).operator().in_out(query=None)
+            assert float(shifted.residual.max()) < tolerance(name)
+            return
+        with pytest.raises((tlens.NumericalError, tlens.UnsupportedModelError), match="padd"):
+            tlens.freeze(model, tokens, attention_mask=mask)
+        assert (name, side) in PADDING_THE_MODEL_GETS_WRONG
+        return
+    padded = tlens.freeze(model, tokens, attention_mask=mask)
     for query in (-1, 0):
         a, b = padded.operator().in_out(query), alone.operator().in_out(query)
         assert relative(a.scores[1:, :, real], b.scores) < 10 * tolerance(name)
@@ -174,10 +190,10 @@ def test_padding_changes_nothing(model, name, side):
     assert relative(everything[real, real], alone.operator().contributions()[0]) < 10 * tolerance(name)
 
 
-def left_padding_is_right(model, tokens, mask, short):
-    frozen = tlens.freeze(model, tokens, attention_mask=mask)
-    alone = tlens.freeze(model, short[None])
-    return relative(frozen.output[1, 2:], alone.output[0]) < 1e-5
+def model_output(model, tokens, mask):
+    key = "one_zero_attention_mask" if type(model).__name__ == "HookedEncoder" else "attention_mask"
+    with torch.no_grad():
+        return model(tokens, **{key: mask})
 
 
 def test_a_batch_equals_one_by_one(frozen, model, name):

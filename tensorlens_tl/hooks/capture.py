@@ -38,7 +38,7 @@ def capture(
     return kept, output
 
 
-def from_cache(cache: Mapping[str, Tensor], names: Sequence[str], batch: int, pos: int) -> dict[str, Tensor]:
+def from_cache(cache: Any, names: Sequence[str], batch: int, pos: int) -> dict[str, Tensor]:
     """The activations at `names` out of an existing cache.
 
     Raises:

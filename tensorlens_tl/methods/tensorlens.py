@@ -5,7 +5,6 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from tensorlens_tl.activation import Rule
 from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.frozen import FrozenPass
@@ -18,7 +17,7 @@ CollapseName = Literal["in_out", "norm", "target"]
 def tensorlens(
     frozen: FrozenPass,
     *,
-    collapse: CollapseName = "in_out",
+    collapse: str = "in_out",
     query: int | None = -1,
     target: Any = None,
     minus: Any = None,
@@ -26,7 +25,7 @@ def tensorlens(
     layers: slice | Sequence[int] | None = None,
     heads: Mapping[int, Collection[int]] | None = None,
     mlp: bool | Collection[int] = True,
-    activation: Rule = "ratio",
+    activation: str = "ratio",
     probes: int | None = None,
     seed: int = 0,
 ) -> Attribution:

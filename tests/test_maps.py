@@ -1,0 +1,132 @@
+"""One battery for every map: adjoint, linearity, bias, rows, dtype."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorlens_tl.maps import ZERO, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum, Transpose
+
+BATCH, POS, WIDTH = 2, 3, 8
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def pattern(heads=4):
+    """Rows that do not sum to 1, as with attention sinks and fully masked rows."""
+    rows = torch.rand(BATCH, heads, POS, POS, dtype=torch.float64)
+    rows[0, :, 0] = 0
+    return rows
+
+
+MAPS = {
+    "identity": lambda: Identity(),
+    "linear": lambda: Linear(normal(WIDTH, WIDTH), normal(WIDTH)),
+    "linear without bias": lambda: Linear(normal(WIDTH, WIDTH)),
+    "rectangular": lambda: Linear(normal(WIDTH, 5), normal(5)),
+    "diagonal": lambda: Diagonal(normal(BATCH, POS, WIDTH), normal(BATCH, POS, WIDTH)),
+    "layer norm": lambda: Norm(normal(BATCH, POS, 1).exp(), normal(WIDTH), normal(WIDTH)),
+    "rms norm": lambda: Norm(normal(BATCH, POS, 1).exp(), normal(WIDTH), centre=False),
+    "plain norm": lambda: Norm(normal(BATCH, POS, 1).exp()),
+    "attention": lambda: Attention(pattern(), kv_heads=4),
+    "grouped attention": lambda: Attention(pattern(), kv_heads=2),
+    "sum": lambda: Linear(normal(WIDTH, WIDTH), normal(WIDTH)) + Identity() + Norm(normal(BATCH, POS, 1).exp()),
+    "chain": lambda: MAPS["rectangular"]() @ MAPS["attention block"]() @ MAPS["sum"](),
+    "attention block": lambda: Chain(
+        (Linear(normal(WIDTH, 4), normal(4)), Attention(pattern(), 2), Linear(normal(WIDTH, WIDTH), normal(WIDTH)))
+    ),
+    "transpose": lambda: MAPS["rectangular"]().T,
+}
+
+
+def widths(m, name):
+    d_in = {"transpose": 5, "grouped attention": 4}.get(name, WIDTH)
+    return d_in, m.push(normal(BATCH, POS, d_in)).shape[-1]
+
+
+@pytest.fixture(params=MAPS)
+def case(request):
+    m = MAPS[request.param]()
+    return m, *widths(m, request.param)
+
+
+@pytest.mark.parametrize("rows", [(), (1,), (3, 2)])
+def test_dot_test(case, rows):
+    m, d_in, d_out = case
+    x, g = normal(*rows, BATCH, POS, d_in), normal(*rows, BATCH, POS, d_out)
+    assert m.push(x).shape == (*rows, BATCH, POS, d_out)
+    assert torch.allclose((m.push(x) * g).sum((-3, -2, -1)), (x * m.pull(g)).sum((-3, -2, -1)), rtol=1e-11)
+
+
+def test_linear_and_affine(case):
+    m, d_in, _ = case
+    x, y = normal(BATCH, POS, d_in), normal(BATCH, POS, d_in)
+    assert torch.allclose(m.push(2 * x - 3 * y), 2 * m.push(x) - 3 * m.push(y), rtol=1e-11)
+    assert torch.allclose(m(x), m.push(x) + m.bias, rtol=1e-11)
+    assert torch.allclose(m(torch.zeros_like(x)), m.bias.to(x).expand_as(m(x)), rtol=1e-11, atol=1e-13)
+
+
+def test_bias_by_the_adjoint(case):
+    m, _, d_out = case
+    g = normal(4, BATCH, POS, d_out)
+    pulled, share = m.pull_with_bias(g)
+    assert torch.equal(pulled, m.pull(g))
+    assert torch.allclose(share, (g * m.bias).sum((-2, -1)), rtol=1e-10, atol=1e-12)
+
+
+def test_transpose_has_no_bias(case):
+    m, d_in, d_out = case
+    assert m.T.bias is ZERO
+    g, x = normal(BATCH, POS, d_out), normal(BATCH, POS, d_in)
+    assert torch.equal(m.T.push(g), m.pull(g))
+    assert torch.equal(m.T.pull(x), m.push(x))
+
+
+def test_rows_are_independent(case):
+    m, d_in, _ = case
+    x = normal(3, BATCH, POS, d_in)
+    assert torch.allclose(m.push(x), torch.stack([m.push(row) for row in x]), rtol=1e-12)
+
+
+def test_composition_is_associative_and_flat():
+    a, b, c = MAPS["linear"](), MAPS["layer norm"](), MAPS["attention"]()
+    left, right = (a @ b) @ c, a @ (b @ c)
+    assert left.stages == right.stages == (c, b, a)
+    assert (a + b + c).terms == (a, b, c)
+    x = normal(BATCH, POS, WIDTH)
+    assert torch.allclose(left(x), a(b(c(x))), rtol=1e-12)
+    assert torch.allclose((a + b)(x), a(x) + b(x), rtol=1e-12)
+    assert isinstance(a.T, Transpose)
+
+
+def test_grouped_attention_repeats_the_right_heads():
+    """Query head h reads key-value head h // group, as repeat_interleave does."""
+    probabilities, values = pattern(4), normal(BATCH, POS, 2, 3)
+    mixed = Attention(probabilities, 2).push(values.reshape(BATCH, POS, 6)).view(BATCH, POS, 4, 3)
+    expanded = values.repeat_interleave(2, dim=2)
+    assert torch.allclose(mixed, torch.einsum("bhqk,bkhd->bqhd", probabilities, expanded), rtol=1e-12)
+
+
+def test_norm_is_the_norm():
+    x, layer = normal(BATCH, POS, WIDTH), torch.nn.LayerNorm(WIDTH, dtype=torch.float64)
+    torch.nn.init.normal_(layer.weight)
+    torch.nn.init.normal_(layer.bias)
+    scale = (x.var(-1, keepdim=True, unbiased=False) + layer.eps).sqrt()
+    assert torch.allclose(Norm(scale, layer.weight, layer.bias)(x), layer(x), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_float32_scale_does_not_change_the_dtype(dtype):
+    norm = Norm(torch.ones(1, 2, 1), torch.ones(4, dtype=dtype), torch.ones(4, dtype=dtype))
+    x = torch.randn(1, 2, 4, dtype=dtype)
+    assert norm(x).dtype == norm.pull(x).dtype == dtype
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 3)]), st.integers(1, 4))
+def test_attention_of_any_shape(batch, pos, heads, d_head):
+    n_heads, kv = heads
+    m = Attention(torch.rand(batch, n_heads, pos, pos, dtype=torch.float64), kv)
+    x, g = normal(2, batch, pos, kv * d_head), normal(2, batch, pos, n_heads * d_head)
+    assert torch.allclose((m.push(x) * g).sum(), (x * m.pull(g)).sum(), rtol=1e-10, atol=1e-12)

@@ -1,0 +1,185 @@
+"""The operator: subsets of layers, heads and MLPs, chunking, probes, targets, and what it refuses."""
+
+import pytest
+import torch
+from conftest import some_tokens
+
+import tensorlens_tl as tlens
+from tensorlens_tl import operator as operator_module
+from tensorlens_tl.testing import model_names
+
+
+@pytest.fixture(params=["bridge/gpt2", "bridge/llama", "bridge/bert"])
+def frozen(request, model_named):
+    return tlens.freeze(model_named(request.param), some_tokens())
+
+
+def close(a, b, tolerance=1e-6):
+    return bool((a - b).norm() <= tolerance * b.norm())
+
+
+def test_layer_ranges_compose_to_the_whole(frozen):
+    first, rest = frozen.operator(layers=slice(0, 1)), frozen.operator(layers=slice(1, None))
+    assert close(first(first.x), frozen.resid_pre(1))
+    assert close(rest(first(first.x)), frozen.output)
+    assert close(rest.push(first.push(first.x)), frozen.operator().push(first.x))
+    assert frozen.operator(layers=[1]).in_out().residual.max() < 1e-6
+    assert frozen.operator(layers=slice(0, 1)).in_out().residual.max() < 1e-6
+
+
+def test_heads_add_up(frozen):
+    """What each head alone adds, and all of them."""
+    x = frozen.operator().x
+    sublayer = frozen.attention(0)
+    none = frozen.attention(0, heads=[])
+    alone = [frozen.attention(0, heads=[head]) for head in range(4)]
+    assert close(sum(a.push(x) for a in alone), sublayer.push(x), 1e-12)
+    assert not none.push(x).any()
+    b_O = frozen.view.blocks[0].attention.b_O
+    assert torch.equal(none(x), torch.zeros_like(x) if b_O is None else b_O.expand_as(x))
+
+
+def test_dropping_all_heads_but_named_layers_keeps_the_others(frozen):
+    op = frozen.operator(heads={1: [0, 2]})
+    assert not op.whole
+    assert op.in_out().residual.max() < 1e-6
+    assert close(frozen.operator(heads={0: range(4), 1: range(4)}).in_out().scores, frozen.operator().in_out().scores)
+    assert not close(op.in_out().scores, frozen.operator().in_out().scores)
+
+
+def test_without_heads_a_head_zeroed_in_the_frozen_model_agrees(frozen):
+    """Dropping head 1 of layer 0 is the hook-frozen model with that head's z set to zero."""
+    heads = frozen.view.blocks[0].attention.heads
+
+    def zero(z, *, hook):
+        z = z.clone().view(*z.shape[:2], heads, -1)
+        z[:, :, 1] = 0
+        return z.view(*frozen.tokens.shape, heads, -1)
+
+    seen = {}
+    ends = frozen.points.unembed_in if frozen.view.final_norm is not None else frozen.points.last_output
+    hooks = [*frozen.fwd_hooks(), (frozen.points.blocks[0].z, zero)]
+    hooks += [(ends, lambda x, *, hook: seen.__setitem__("x", x))]
+    with torch.no_grad():
+        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
+    op = frozen.operator(heads={0: [0, 2, 3]})
+    assert close(op(op.x), seen["x"])
+
+
+def test_mlp_false_leaves_the_branches_out(frozen):
+    bare = frozen.operator(mlp=False)
+    assert bare.in_out().residual.max() < 1e-6
+    assert close(frozen.operator(mlp=[0, 1])(bare.x), frozen.output)
+    assert not close(frozen.operator(mlp=[0])(bare.x), frozen.operator(mlp=[1])(bare.x))
+
+
+def test_results_do_not_depend_on_chunks(frozen, monkeypatch):
+    op = frozen.operator()
+    whole = (op.contributions(), op.slice(), op.in_out(None).scores, op.norm().scores, op.norm(probes=6).scores)
+    monkeypatch.setattr(operator_module, "ROW_BUDGET", 1)
+    parts = (op.contributions(), op.slice(), op.in_out(None).scores, op.norm().scores, op.norm(probes=6).scores)
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(whole, parts, strict=True))
+
+
+def test_probes_estimate_the_norm(frozen):
+    op = frozen.operator()
+    exact = op.norm().scores
+    estimate = op.norm(probes=400)
+    assert estimate.stderr is not None
+    live = exact > 0
+    off = ((estimate.scores - exact) / estimate.stderr.clamp_min(1e-300))[live]
+    assert float((off.abs() < 3).double().mean()) > 0.9
+    assert torch.equal(estimate.scores, op.norm(probes=400).scores)
+    assert not torch.equal(estimate.scores, op.norm(probes=400, seed=1).scores)
+
+
+def test_query_counts_real_tokens(frozen):
+    op = frozen.operator()
+    every = op.in_out(query=None).scores
+    for query in (-1, 0, 3, -6):
+        assert torch.allclose(op.in_out(query).scores[:, 0], every[:, query])
+    for query in (6, -7):
+        with pytest.raises(tlens.InvalidInputError, match="out of range"):
+            op.in_out(query)
+    with pytest.raises(tlens.InvalidInputError, match="integer"):
+        op.norm(query=True)
+
+
+def test_a_direction_is_as_good_as_a_token(frozen):
+    op = frozen.operator()
+    direction = torch.randn(16, dtype=op.x.dtype)
+    scores = op.target(direction=direction)
+    assert torch.allclose(scores.total[:, 0], frozen.output[:, -1] @ direction)
+    assert scores.residual.max() < 1e-6
+    per_prompt = torch.randn(2, 16, dtype=op.x.dtype)
+    assert torch.allclose(op.target(direction=per_prompt).total[:, 0], (frozen.output[:, -1] * per_prompt).sum(-1))
+
+
+def test_one_target_for_each_prompt(frozen):
+    op = frozen.operator()
+    both = op.target([5, 9])
+    assert torch.allclose(both.scores[0], op.target(5).scores[0])
+    assert torch.allclose(both.scores[1], op.target(9).scores[1])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda op: op.target(), "missing"),
+        (lambda op: op.target(48), "outside the vocabulary"),
+        (lambda op: op.target(-1), "outside the vocabulary"),
+        (lambda op: op.target(" Paris"), "no tokenizer"),
+        (lambda op: op.target(1.5), "string or an id"),
+        (lambda op: op.target([1, 2, 3]), "3 tokens for 2 prompts"),
+        (lambda op: op.target(1, direction=torch.ones(16)), "not both"),
+        (lambda op: op.target(direction=torch.ones(15)), "direction is"),
+        (lambda op: op.target(1, minus=99), "minus=99"),
+        (lambda op: op.norm(probes=1), "at least 2"),
+        (lambda op: op.frozen.operator(layers=slice(2, 2)), "no such range"),
+        (lambda op: op.frozen.operator(layers=slice(0, 9)), "no such range"),
+        (lambda op: op.frozen.operator(layers=[0, 2]), "layers 0 to 1"),
+        (lambda op: op.frozen.operator(layers=[1, 0]), "consecutive"),
+        (lambda op: op.frozen.operator(layers=[]), "layers"),
+        (lambda op: op.frozen.operator(heads={0: [4]}), "heads 0 to 3"),
+        (lambda op: op.frozen.operator(heads={2: [0]}), "not among"),
+        (lambda op: op.frozen.operator(mlp=[7]), "not among"),
+        (lambda op: op.frozen.operator(activation="relu"), "not a rule"),
+        (lambda op: op.frozen.fwd_hooks(activation="relu"), "not a rule"),
+        (lambda op: op.frozen.operator(layers=slice(0, 1)).target(3), "before the final norm"),
+        (lambda op: op.push(torch.ones(2, 5, 16)), "push"),
+        (lambda op: op.pull(torch.ones(16)), "pull"),
+    ],
+)
+def test_bad_input(frozen, call, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        call(frozen.operator())
+
+
+def test_a_tensor_too_large_is_refused_before_work(frozen, monkeypatch):
+    monkeypatch.setattr(operator_module, "MOST_BYTES", 1000)
+    op = frozen.operator()
+    for call in (op.dense, op.slice, op.contributions):
+        with pytest.raises(tlens.SizeError, match="GiB"):
+            call()
+    assert op.in_out().scores.shape == (2, 1, 6)
+
+
+def test_reprs_are_short_and_without_side_effects(frozen):
+    for thing in (frozen, frozen.operator(), frozen.operator(mlp=False)):
+        assert len(repr(thing)) < 200
+    assert "parts left out" in repr(frozen.operator(mlp=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [n for n in ("hooked/gqa", "encoder/bert", "bridge/gpt2", "bridge/llama") if n in model_names()])
+def test_other_dtypes_need_nothing(name, dtype):
+    from tensorlens_tl.testing import tiny_model
+
+    model = tiny_model(name).to(dtype)
+    if hasattr(model.cfg, "dtype"):
+        model.cfg.dtype = dtype
+    frozen = tlens.freeze(model, some_tokens())
+    result = frozen.operator().in_out()
+    assert result.scores.dtype == dtype
+    assert float(result.residual.max()) < {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    assert torch.isfinite(frozen.operator().contributions()).all()
