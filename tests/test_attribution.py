@@ -1,0 +1,275 @@
+"""The result object: reading, merging, comparing, saving, showing; and the registry that makes it."""
+
+import json
+
+import pytest
+import torch
+from conftest import some_tokens
+
+import tensorlens_tl as tlens
+from tensorlens_tl import registry
+
+
+@pytest.fixture
+def frozen(model_named):
+    return tlens.freeze(model_named("bridge/gpt2"), some_tokens())
+
+
+@pytest.fixture
+def every(frozen):
+    return tlens.attribute(frozen, query=None)
+
+
+def made(tokens, scores, mask=None, **fields):
+    """An Attribution by hand, one prompt."""
+    scores = torch.tensor([scores], dtype=torch.float64)
+    mask = torch.tensor([mask or [True] * len(tokens)])
+    queries = torch.arange(scores.shape[1])[None] if scores.shape[1] > 1 else torch.tensor([[len(tokens) - 1]])
+    return tlens.Attribution(scores, [tokens], queries, mask, "hand", **fields)
+
+
+def test_three_collapses(frozen):
+    operator = frozen.operator()
+    for collapse, expected in (("in_out", operator.in_out()), ("norm", operator.norm()), ("target", operator.target(5))):
+        options = {"target": 5} if collapse == "target" else {}
+        result = tlens.attribute(frozen, collapse=collapse, **options)
+        assert torch.equal(result.scores, expected.scores)
+        assert result.additive is (collapse != "norm")
+        assert result.axes == ("batch", "query", "key")
+        assert result.tokens == frozen.str_tokens
+        assert result.queries.tolist() == [[5], [5]]
+        assert result.provenance["class"] == "TransformerBridge"
+        assert result.provenance["weight_processing"] == "raw"
+        if result.additive:
+            assert torch.allclose(result.scores.sum(-1) + result.bias, result.total)
+            assert float(result.residual.max()) < 1e-9
+
+
+def test_attribute_from_model_and_from_pass_agree(frozen):
+    direct = tlens.attribute(frozen.model, frozen.tokens, collapse="in_out", verify=False)
+    assert torch.equal(direct.scores, tlens.attribute(frozen, collapse="in_out").scores)
+
+
+def test_top(frozen):
+    result = made(["a", "b", "c", "<pad>"], [[1.0, -3.0, 2.0, 9.0]], [True, True, True, False])
+    assert [(e.position, e.token, e.score) for e in result.top(2)] == [(1, "b", -3.0), (2, "c", 2.0)]
+    assert len(result.top(100)) == 3
+    for bad in ({"query": 1}, {"batch": 1}):
+        with pytest.raises(tlens.InvalidInputError):
+            result.top(**bad)
+
+
+def test_normalize(every):
+    shares = every.normalize()
+    assert torch.allclose(shares.scores.abs().sum(-1), torch.ones(2, 6, dtype=torch.float64))
+    assert not shares.additive
+    assert shares.bias is None
+
+
+def test_merge_words_keeps_sums():
+    tokens = ["The", " un", "believ", "able", " end", ".", "\n", "Next"]
+    one = made(tokens, [[1, 2, 3, 4, 5, 6, 7, 8]], additive=True, total=torch.tensor([[36.0]], dtype=torch.float64))
+    words = one.merge_words()
+    assert words.tokens == [["The", " unbelievable", " end.", "\n", "Next"]]
+    assert words.scores.tolist() == [[[1, 9, 11, 7, 8]]]
+    assert words.queries.tolist() == [[4]]
+    square = made(tokens, torch.arange(64.0).view(8, 8).tolist())
+    merged = square.merge_words()
+    assert merged.scores.shape == (1, 5, 5)
+    assert float(merged.scores[0, 1, 0]) == pytest.approx((8 + 16 + 24) / 3)
+
+
+def test_merge_word_pieces():
+    words = made(["[CLS]", "un", "##believ", "##able", "end", "[SEP]"], [[1, 2, 3, 4, 5, 6]]).merge_words()
+    assert words.tokens == [["[CLS]", "unbelievable", "end", "[SEP]"]]
+    assert words.scores.tolist() == [[[1, 9, 5, 6]]]
+
+
+def test_merge_ignores_padding():
+    words = made(["x", " y", "z", "p"], [[1, 2, 3, 9]], [True, True, True, False]).merge_words()
+    assert words.tokens == [["x", " yz"]]
+    assert words.scores.tolist() == [[[1, 5]]]
+
+
+def test_to_dataframe(every):
+    frame = every.to_dataframe()
+    assert list(frame.columns) == ["batch", "query", "key", "query_token", "key_token", "score"]
+    assert len(frame) == 2 * 6 * 6
+    row = frame[(frame.batch == 1) & (frame["query"] == 4) & (frame.key == 2)].iloc[0]
+    assert row.score == float(every.scores[1, 4, 2])
+    assert row.key_token == every.tokens[1][2]
+
+
+def test_difference(frozen):
+    a, b = (tlens.attribute(frozen, collapse="target", target=t) for t in (5, 9))
+    both = tlens.attribute(frozen, collapse="target", target=5, minus=9)
+    assert torch.allclose((a - b).scores, both.scores)
+    assert torch.allclose((a - b).total, both.total)
+    other = tlens.attribute(frozen.model, some_tokens(seed=3), collapse="target", target=5)
+    with pytest.raises(tlens.InvalidInputError, match="differ in tokens"):
+        a - other
+
+
+def test_difference_across_weight_processing_is_refused(frozen, model_named):
+    a = tlens.attribute(frozen, collapse="target", target=5)
+    b = tlens.attribute(model_named("bridge/gpt2-compatibility"), frozen.tokens, collapse="target", target=5)
+    with pytest.raises(tlens.InvalidInputError, match=r"weight processing \('raw' and 'compatibility'\)"):
+        a - b
+
+
+@pytest.mark.parametrize("options", [{"query": None}, {"collapse": "norm", "probes": 4}, {"layers": slice(0, 1)}])
+def test_save_and_load(frozen, tmp_path, options):
+    result = tlens.attribute(frozen, **options)
+    path = result.save(tmp_path / "result.safetensors")
+    again = tlens.Attribution.load(path)
+    for field in ("scores", "queries", "mask", "bias", "total", "residual", "stderr"):
+        mine, theirs = getattr(result, field), getattr(again, field)
+        assert (mine is None and theirs is None) or torch.equal(mine, theirs)
+    assert (again.tokens, again.axes, again.method, again.target) == (
+        result.tokens,
+        result.axes,
+        result.method,
+        result.target,
+    )
+    assert again.provenance == result.provenance
+    assert [p.name for p in tmp_path.iterdir()] == ["result.safetensors"]
+
+
+def test_saving_replaces_in_one_step(frozen, tmp_path, monkeypatch):
+    path = tmp_path / "result"
+    tlens.attribute(frozen).save(path)
+    before = path.read_bytes()
+    monkeypatch.setattr("os.replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        tlens.attribute(frozen, query=0).save(path)
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "newer", "pickle", "missing fact"])
+def test_files_that_are_not_ours(frozen, tmp_path, damage):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "file"
+    data = tlens.attribute(frozen).save(path).read_bytes()
+    if damage == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "pickle":
+        torch.save({"scores": torch.ones(1)}, path)
+    else:
+        metadata = {"format": "tensorlens_tl.Attribution", "version": "1", "facts": json.dumps({})}
+        if damage == "foreign":
+            metadata = {"format": "something else"}
+        if damage == "newer":
+            metadata["version"] = "99"
+        save_file({"scores": torch.ones(1)}, path, metadata=metadata)
+    with pytest.raises(tlens.FileFormatError):
+        tlens.Attribution.load(path)
+
+
+def test_html_escapes_every_token():
+    nasty = "<img src=x onerror=alert(1)>"
+    for scores in ([[1.0, -2.0]], [[1.0, -2.0], [0.5, float("nan")]]):
+        page = made([nasty, '"><script>x</script>'], scores, target=nasty)._repr_html_()
+        assert "<img" not in page
+        assert "<script" not in page
+        assert "http" not in page
+
+
+def test_html_shows_values_and_the_proof(frozen):
+    page = tlens.attribute(frozen)._repr_html_()
+    assert "complete to" in page
+    assert page.count("tabindex") == 12
+    assert f"{float(tlens.attribute(frozen).scores[0, 0, 0]):.4g}" in page
+    assert len(tlens.attribute(frozen, query=None).to_html()) < 60_000
+
+
+def test_show_prints_a_table(frozen, capsys):
+    tlens.attribute(frozen).show()
+    assert "position" in capsys.readouterr().out
+
+
+def test_plot(every):
+    pytest.importorskip("matplotlib").use("Agg")
+    axes = every.plot(batch=1)
+    assert len(axes.get_xticklabels()) == 6
+
+
+def test_axes_must_name_the_scores():
+    with pytest.raises(tlens.InvalidInputError, match="axes names"):
+        tlens.Attribution(torch.zeros(1, 2), [["a"]], torch.zeros(1, 1).long(), torch.ones(1, 1).bool(), "x")
+
+
+def test_further_axes_are_reduced_for_showing():
+    heads = tlens.Attribution(
+        torch.rand(1, 3, 2, 2),
+        [["a", "b"]],
+        torch.arange(2)[None],
+        torch.ones(1, 2).bool(),
+        "heads",
+        axes=("batch", "head", "query", "key"),
+    )
+    assert len(heads.top(2)) == 2
+    assert list(heads.to_dataframe().columns)[:4] == ["batch", "head", "query", "key"]
+    with pytest.raises(tlens.InvalidInputError, match="merge_words"):
+        heads.merge_words()
+
+
+# ------------------------------------------------------------------------------------------ registry
+
+
+@pytest.fixture
+def clean_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+
+def test_register_and_call(frozen, clean_registry):
+    @tlens.register_method("length")
+    def length(frozen, *, scale=1.0):
+        """The norm of each source token's embedding."""
+        scores = scale * frozen.resid_pre(0).norm(dim=-1)[:, None]
+        return tlens.Attribution.of(frozen, scores, method="length", query=-1)
+
+    assert "length" in tlens.list_methods()
+    assert tlens.get_method("length").summary == "The norm of each source token's embedding."
+    assert torch.allclose(
+        tlens.attribute(frozen, method="length", scale=2.0).scores, 2 * tlens.attribute(frozen, method="length").scores
+    )
+    tlens.register_method("length")(length)  # the same function again, as a notebook cell does
+    with pytest.raises(tlens.RegistryError, match="already"):
+        tlens.register_method("length")(lambda frozen: None)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda f: tlens.attribute(f, method="tensorlns"), tlens.RegistryError, "Did you mean 'tensorlens'"),
+        (lambda f: tlens.attribute(f, colapse="norm"), tlens.InvalidInputError, "no option 'colapse'"),
+        (lambda f: tlens.attribute(f, collapse="mean"), tlens.InvalidInputError, "'in_out', 'norm', 'target'"),
+        (lambda f: tlens.attribute(f, collapse="target"), tlens.InvalidInputError, "missing"),
+        (lambda f: tlens.attribute(f, target=5), tlens.InvalidInputError, "belong to collapse='target'"),
+        (lambda f: tlens.attribute(f, probes=5), tlens.InvalidInputError, "belong to collapse='norm'"),
+        (lambda f: tlens.attribute(f, "text"), tlens.InvalidInputError, "has its input already"),
+        (lambda f: tlens.attribute(f, verify=False), tlens.InvalidInputError, "has its input already"),
+        (lambda f: tlens.attribute(f.model), tlens.InvalidInputError, "`input` is missing"),
+    ],
+)
+def test_bad_calls(frozen, call, error, message):
+    with pytest.raises(error, match=message):
+        call(frozen)
+
+
+def test_methods_published_by_packages_are_found(clean_registry, monkeypatch):
+    def published(frozen):
+        """From elsewhere."""
+
+    class Point:
+        name, value = "published", "somewhere:published"
+
+        def load(self):
+            return published
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Point()] if group == "tensorlens_tl.methods" else [])
+    monkeypatch.setattr(registry, "_LOADED", set())
+    assert "published" in tlens.list_methods()
+    assert tlens.get_method("published").function is published

@@ -1,0 +1,202 @@
+"""What freezing refuses, with which words, and that the model is clean afterwards."""
+
+import importlib
+
+import pytest
+import torch
+from conftest import hooks_on, some_tokens
+from torch import nn
+
+import tensorlens_tl as tlens
+from tensorlens_tl.layouts import LAYOUTS
+from tensorlens_tl.testing import model_names, tiny_model
+
+HOOKED = [name for name in model_names() if name.startswith("hooked/")]
+needs_hooked = pytest.mark.skipif(not HOOKED, reason="HookedTransformer exists up to TransformerLens 3.9")
+GPT2 = "bridge/gpt2"
+
+
+@pytest.mark.parametrize(
+    ("input", "options", "message"),
+    [
+        ([], {}, "not empty"),
+        (torch.zeros(0, 4, dtype=torch.long), {}, "not empty"),
+        (torch.zeros(1, 2, 3, dtype=torch.long), {}, "batch, pos"),
+        (torch.full((1, 25), 3), {}, "25 tokens, but the context of this model is 24"),
+        ([[1, 2], [3]], {}, "equal length"),
+        (object(), {}, "cannot read"),
+        (torch.ones(1, 3), {}, "must be integers"),
+        (torch.tensor([True, False]), {}, "must be integers"),
+        ([3, 48], {}, r"token id 48 at \[0, 1\] is outside the vocabulary of 48"),
+        ([3, -1], {}, "token id -1"),
+        ("text", {}, "no tokenizer"),
+        ("", {}, "empty"),
+        (["a", ""], {"attention_mask": [1]}, "only together with token ids"),
+        ([3, 4], {"attention_mask": [1, 1, 1]}, "they must agree"),
+        ([3, 4], {"attention_mask": [0, 0]}, "row 0 has no real token"),
+    ],
+)
+def test_bad_input(model_named, input, options, message):
+    model = model_named(GPT2)
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        tlens.freeze(model, input, **options)
+    assert hooks_on(model) == 0
+
+
+def test_something_that_is_no_model():
+    with pytest.raises(tlens.UnsupportedModelError, match="Linear has no `cfg`"):
+        tlens.freeze(nn.Linear(2, 2), [1, 2])
+
+
+def test_train_mode_matters_only_with_dropout():
+    model = tiny_model(GPT2)
+    model.train()
+    tlens.freeze(model, some_tokens())
+    next(m for m in model.modules() if isinstance(m, nn.Dropout)).p = 0.1
+    with pytest.raises(tlens.InvalidInputError, match=r"model\.eval"):
+        tlens.freeze(model, some_tokens())
+    model.eval()
+    tlens.freeze(model, some_tokens())
+
+
+def test_functional_dropout_is_seen_too():
+    model = tiny_model("bridge/llama")
+    attention = next(m for m in model.modules() if hasattr(m, "attention_dropout"))
+    attention.attention_dropout = 0.2
+    model.train()
+    with pytest.raises(tlens.InvalidInputError, match="probability"):
+        tlens.freeze(model, some_tokens())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(bad):
+    model = tiny_model("bridge/llama")
+    with torch.no_grad():
+        model.blocks[1].mlp.original_component.down_proj.weight[0, 0] = bad
+    with pytest.raises(tlens.NumericalError, match=r"at blocks\.1\.hook_resid_post"):
+        tlens.freeze(model, some_tokens())
+    assert hooks_on(model) == 0
+
+
+def test_a_cache_of_something_else(model_named):
+    model = model_named(GPT2)
+    _, cache = model.run_with_cache(some_tokens())
+    with pytest.raises(tlens.InvalidInputError, match="same input that made the cache"):
+        tlens.freeze(model, some_tokens(1, 4), cache=cache)
+    _, partial = model.run_with_cache(some_tokens(), names_filter="blocks.0.hook_resid_pre")
+    with pytest.raises(tlens.InvalidInputError, match="missing, first"):
+        tlens.freeze(model, some_tokens(), cache=partial)
+    _, other = model.run_with_cache(some_tokens(seed=5))
+    mixed = {**dict(cache.items()), **{k: v for k, v in other.items() if "resid_pre" in k}}
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0"):
+        tlens.freeze(model, some_tokens(), cache=mixed)
+
+
+def test_mixture_of_experts_is_refused_by_name():
+    transformers = importlib.import_module("transformers")
+    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
+    config = transformers.MixtralConfig(
+        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, max_position_embeddings=24,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    module = transformers.MixtralForCausalLM(config).eval()
+    model = builder.build_bridge_from_module(module, "MixtralForCausalLM", hf_config=config)
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 .*mlp .*mixture of experts"):
+        tlens.freeze(model, some_tokens())
+
+
+def test_state_space_models_are_refused():
+    transformers = importlib.import_module("transformers")
+    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
+    config = transformers.MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=2, state_size=4)
+    module = transformers.MambaForCausalLM(config).eval()
+    model = builder.build_bridge_from_module(module, "MambaForCausalLM", hf_config=config)
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0"):
+        tlens.freeze(model, some_tokens())
+
+
+def test_encoder_decoders_are_refused():
+    transformers = importlib.import_module("transformers")
+    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
+    config = transformers.T5Config(vocab_size=48, d_model=16, d_ff=24, num_layers=2, num_heads=4, d_kv=4)
+    module = transformers.T5ForConditionalGeneration(config).eval()
+    model = builder.build_bridge_from_module(module, "T5ForConditionalGeneration", hf_config=config)
+    with pytest.raises(tlens.UnsupportedModelError):
+        tlens.freeze(model, some_tokens())
+
+
+@needs_hooked
+def test_solu_ln_is_refused():
+    models = importlib.import_module("tensorlens_tl.testing.models")
+    model = models._hooked(normalization_type="LN", act_fn="solu_ln")
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 .*solu_ln"):
+        tlens.freeze(model, some_tokens())
+
+
+@needs_hooked
+def test_a_head_axis_on_the_stream_is_refused():
+    model = tiny_model("hooked/ln")
+    model.set_use_split_qkv_input(True)
+    with pytest.raises(tlens.UnsupportedModelError, match="use_split_qkv_input"):
+        tlens.freeze(model, some_tokens())
+
+
+def break_values(model):
+    """A hook that changes values after the weights: the algebra cannot know."""
+    return "attn.hook_v", lambda v, hook: 2 * v, r"attn\.hook_z"
+
+
+def break_activation(model):
+    return "mlp.hook_post", lambda post, hook: post + 1, r"mlp\.hook_post"
+
+
+def break_output(model):
+    return "hook_mlp_out", lambda out, hook: 1.5 * out, "norms or in"
+
+
+@pytest.mark.parametrize("broken", [break_values, break_activation, break_output])
+def test_a_block_that_is_not_what_its_weights_say_is_refused(broken):
+    """The message names the block and the first component that differs, and what was measured."""
+    model = tiny_model(GPT2)
+    point, hook, component = broken(model)
+    model.add_hook(f"blocks.1.{point}", hook)
+    with pytest.raises(tlens.UnsupportedModelError, match=rf"blocks\.1 .*relative error: pre .*{component}"):
+        tlens.freeze(model, some_tokens())
+    model.reset_hooks()
+    tlens.freeze(model, some_tokens())
+
+
+@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama", "bridge/neox", "bridge/bert"])
+def test_a_wrong_layout_misses_by_far(model_named, name):
+    frozen = tlens.freeze(model_named(name), some_tokens())
+    right = frozen.layouts[0]
+    others = [layout for layout in LAYOUTS if layout != right and layout.norm_names(True) == right.norm_names(True)]
+    assert len(others) >= 3
+    assert min(frozen.prove_block(0, layout) for layout in others) > 1e-2 > 1e4 * frozen.errors["blocks.0"]
+
+
+def test_without_verification_only_the_first_block_is_proved(model_named):
+    frozen = tlens.freeze(model_named(GPT2), some_tokens(), verify=False)
+    assert list(frozen.errors) == ["blocks.0"]
+    assert len(frozen.layouts) == 2
+    assert frozen.operator().in_out().residual.max() < 1e-9
+
+
+def test_a_stricter_tolerance_can_be_asked_for(model_named):
+    with pytest.raises(tlens.UnsupportedModelError, match="allowed 1e-12"):
+        tlens.freeze(model_named("bridge/llama"), some_tokens(), tolerance=1e-12)
+
+
+def test_bias_free_and_token_type_inputs(model_named):
+    types = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)
+    plain = tlens.freeze(model_named("bridge/bert"), some_tokens())
+    typed = tlens.freeze(model_named("bridge/bert"), some_tokens(), token_type_ids=types)
+    assert not torch.allclose(plain.output, typed.output)
+    assert typed.operator().in_out().residual.max() < 1e-9
+
+
+def test_errors_are_one_family():
+    for error in (tlens.InvalidInputError, tlens.UnsupportedModelError, tlens.NumericalError, tlens.FrozenModelError):
+        assert issubclass(error, tlens.TensorLensError)
+    assert issubclass(tlens.InvalidInputError, ValueError)
