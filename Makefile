@@ -21,7 +21,7 @@ types: .venv/.ready
 	.venv/bin/pyright --pythonpath .venv/bin/python
 
 bench: .venv/.ready
-	.venv/bin/python benchmarks/first.py
+	.venv/bin/python benchmarks/run.py
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

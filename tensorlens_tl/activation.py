@@ -95,7 +95,8 @@ def coefficients(
 
 def ratio(phi: Activation, z: Tensor) -> Tensor:
     """(φ(z) − φ(0))/z elementwise, φ'(0) at z = 0 (½ for GELU and SiLU, 0 for ReLU)."""
-    return _quotient(phi, z, phi(z) - phi(z.new_zeros(())), share=1.0)
+    at_zero = phi(z.new_zeros(()))
+    return _quotient(phi, z, phi(z) if at_zero == 0 else phi(z) - at_zero, share=1.0)
 
 
 def _quotient(phi: Activation, z: Tensor, numerator: Tensor, share: float) -> Tensor:
@@ -103,7 +104,9 @@ def _quotient(phi: Activation, z: Tensor, numerator: Tensor, share: float) -> Te
     # Below this |z| the quotient loses digits (denormals, or cancellation where φ(0) ≠ 0), while the limit is
     # exact to rounding once multiplied by z again.
     info = torch.finfo(z.dtype)
-    small = z.abs() < (info.tiny if bool(phi(z.new_zeros(())) == 0) else info.eps) ** 0.5
+    small = z.abs() < (info.tiny if phi(z.new_zeros(())) == 0 else info.eps) ** 0.5
+    if not bool(small.any()):
+        return numerator / z
     limit = share * derivative(phi, z.new_zeros(1))
     return torch.where(small, limit, numerator / torch.where(small, torch.ones_like(z), z))
 

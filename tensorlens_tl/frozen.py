@@ -65,6 +65,7 @@ class FrozenPass:
     layouts: list[Layout] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     last_logits: Float[Tensor, "batch d_vocab"] | None = None
+    _ratios: dict[int, Coefficients] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
@@ -102,9 +103,7 @@ class FrozenPass:
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream entering a block; ``layer == n_layers`` is the last block's output."""
-        if layer == self.n_layers:
-            return self._kept(self.points.last_output)
-        return self._kept(self.points.blocks[layer].resid_pre)
+        return self._kept(self.points.blocks[0].resid_pre if layer == 0 else _output_name(self.points, layer - 1))
 
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:
@@ -164,8 +163,13 @@ class FrozenPass:
         points, weights = self.points.blocks[layer], self.view.blocks[layer].mlp
         if weights is None or points.pre is None:
             return None
+        if activation == "ratio" and layer in self._ratios:  # the proof and every default operator use them
+            return self._ratios[layer]
         linear = self._kept(points.pre_linear) if points.pre_linear else None
-        return coefficients(weights.activation, self._kept(points.pre), linear, activation)
+        held = coefficients(weights.activation, self._kept(points.pre), linear, activation)
+        if activation == "ratio":
+            self._ratios[layer] = held
+        return held
 
     def mlp(self, layer: int, activation: str = "ratio") -> Chain | None:
         """One MLP with its activation frozen, or None without one."""
@@ -409,23 +413,17 @@ def _prove(frozen: FrozenPass, verify: bool, tolerance: float) -> None:
         if known is not None and not verify:
             frozen.layouts.append(known)
             continue
-        errors: dict[int, float] = {}
-        for index in sorted(range(len(options)), key=lambda i: options[i] is not known):
-            errors[index] = frozen.prove_block(layer, options[index])
-            if options[index] is known and errors[index] <= tolerance:
-                break  # the first block told the candidates apart; for its like, one proof is enough
-        best = min(errors, key=lambda i: errors[i], default=None)
-        if best is None or not errors[best] <= tolerance:
-            raise UnsupportedModelError(_refusal(frozen, layer, {options[i]: e for i, e in errors.items()}, tolerance))
-        rival = min((error for index, error in errors.items() if index != best), default=None)
-        if rival is not None and rival <= tolerance and rival < 10 * errors[best]:
-            raise UnsupportedModelError(
-                f"blocks.{layer} of this {frozen.view.description}: two layouts reproduce it equally well "
-                f"({errors[best]:.1e} and {rival:.1e}), so its structure cannot be told from this input. Freeze in "
-                "float64, where they differ."
-            )
-        frozen.layouts.append(options[best])
-        frozen.errors[f"blocks.{layer}"] = errors[best]
+        # the first block tells the candidates apart; for its like, one proof is enough
+        layout = known or _choose(frozen, layer, options, tolerance)
+        error = float("nan") if layout is None else frozen.prove_block(layer, layout)
+        if layout is known and not error <= tolerance:
+            layout = _choose(frozen, layer, options, tolerance)
+            error = float("nan") if layout is None else frozen.prove_block(layer, layout)
+        if layout is None or not error <= tolerance:
+            errors = {option: frozen.prove_block(layer, option) for option in options}
+            raise UnsupportedModelError(_refusal(frozen, layer, errors, tolerance))
+        frozen.layouts.append(layout)
+        frozen.errors[f"blocks.{layer}"] = error
     if not verify:
         return
     head, unembed = frozen.prove_head(), frozen.prove_unembedding()
@@ -438,6 +436,40 @@ def _prove(frozen: FrozenPass, verify: bool, tolerance: float) -> None:
             )
     if unembed is not None:
         frozen.errors["unembed"] = unembed
+
+
+def _choose(frozen: FrozenPass, layer: int, options: Sequence[Layout], tolerance: float) -> Layout | None:
+    """The one layout that reproduces a block (on its first tokens, where the block is causal), or None.
+
+    Raises:
+        UnsupportedModelError: two of them do.
+    """
+    short = _first_tokens(frozen, layer)
+    errors = {option: short.prove_block(layer, option) for option in options}
+    passing = sorted((option for option in options if errors[option] <= tolerance), key=lambda option: errors[option])
+    if len(passing) > 1 and errors[passing[1]] < 10 * errors[passing[0]]:
+        raise UnsupportedModelError(
+            f"blocks.{layer} of this {frozen.view.description}: two layouts reproduce it equally well "
+            f"({errors[passing[0]]:.1e} and {errors[passing[1]]:.1e}), so this input cannot tell its structure; "
+            "freeze in float64, where they differ."
+        )
+    return passing[0] if passing else None
+
+
+def _first_tokens(frozen: FrozenPass, layer: int, length: int = 8) -> FrozenPass:
+    """One block of a pass, cut to its first tokens where these do not look ahead; else the whole pass."""
+    mask = frozen.mask[:, :length]
+    if bool(frozen.pattern(layer)[:, :, :length, length:].any()) or not bool(mask.any(1).all()):
+        return frozen
+    names = {*frozen.points.blocks[layer].captured, _output_name(frozen.points, layer)}
+    cache = {name: frozen._kept(name)[:, :length] for name in names}
+    cache[frozen.points.blocks[layer].pattern] = frozen.pattern(layer)[:, :, :length, :length]
+    prompt = Prompt(frozen.tokens[:, :length], mask, {}, [])
+    return FrozenPass(frozen.model, frozen.view, frozen.points, prompt, cache)
+
+
+def _output_name(points: ModelPoints, layer: int) -> str:
+    return points.blocks[layer + 1].resid_pre if layer + 1 < len(points.blocks) else points.last_output
 
 
 def _refusal(frozen: FrozenPass, layer: int, errors: Mapping[Layout, float], tolerance: float) -> str:

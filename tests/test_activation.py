@@ -58,7 +58,10 @@ def test_ratio_is_smooth_through_zero():
         assert torch.allclose(made, exact, rtol=1e-12)
 
 
-@given(st.floats(-30, 30), st.sampled_from(["gelu", "silu", "relu", "softplus"]))
+@given(
+    st.floats(-30, 30).filter(lambda z: z == 0 or abs(z) > 1e-100),
+    st.sampled_from(["gelu", "silu", "relu", "softplus"]),
+)
 def test_integrated_gradients_of_a_plain_mlp_are_the_ratio(z, name):
     """∫₀¹ φ'(αz) dα by quadrature, the independent witness, is (φ(z) − φ(0))/z."""
     phi, z = ACTIVATIONS[name], torch.tensor([z], dtype=torch.float64)

@@ -30,7 +30,11 @@ def made(tokens, scores, mask=None, **fields):
 
 def test_three_collapses(frozen):
     operator = frozen.operator()
-    for collapse, expected in (("in_out", operator.in_out()), ("norm", operator.norm()), ("target", operator.target(5))):
+    for collapse, expected in (
+        ("in_out", operator.in_out()),
+        ("norm", operator.norm()),
+        ("target", operator.target(5)),
+    ):
         options = {"target": 5} if collapse == "target" else {}
         result = tlens.attribute(frozen, collapse=collapse, **options)
         assert torch.equal(result.scores, expected.scores)

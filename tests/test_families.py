@@ -137,7 +137,9 @@ def test_norm_is_the_frobenius_norm_of_the_slice(frozen):
 
 
 def test_causal_models_are_exactly_zero_ahead(frozen):
-    bidirectional = "bidirectional" in frozen.view.cfg.attention_dir if hasattr(frozen.view.cfg, "attention_dir") else False
+    bidirectional = (
+        "bidirectional" in frozen.view.cfg.attention_dir if hasattr(frozen.view.cfg, "attention_dir") else False
+    )
     if bidirectional or not frozen.causal:
         pytest.skip("attends both ways")
     dense = frozen.operator().dense()
@@ -146,13 +148,11 @@ def test_causal_models_are_exactly_zero_ahead(frozen):
     assert not frozen.operator().contributions()[:, ahead].any()
 
 
+LLAMAS = ("llama", "llama-compatibility", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 PADDING_THE_MODEL_GETS_WRONG = {
-    ("hooked/bidirectional", side) for side in ("left", "right")
-} | {
-    (f"bridge/{family}", "left")
-    for family in ("llama", "llama-compatibility", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3")
-    + ("opt", "olmo2")
-}  # fmt: skip
+    *(("hooked/bidirectional", side) for side in ("left", "right")),
+    *((f"bridge/{family}", "left") for family in (*LLAMAS, "phi", "phi3", "opt", "olmo2")),
+}
 """Where the model's own output is NaN or mixes padding in; there we refuse."""
 
 POSITIONS_SHIFT = {("encoder/bert", "left"), ("bridge/bert", "left")}

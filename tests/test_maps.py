@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorlens_tl.maps import ZERO, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum, Transpose
+from tensorlens_tl.maps import ZERO, Attention, Chain, Diagonal, Identity, Linear, Norm, Transpose
 
 BATCH, POS, WIDTH = 2, 3, 8
 

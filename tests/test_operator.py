@@ -171,7 +171,9 @@ def test_reprs_are_short_and_without_side_effects(frozen):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [n for n in ("hooked/gqa", "encoder/bert", "bridge/gpt2", "bridge/llama") if n in model_names()])
+@pytest.mark.parametrize(
+    "name", [n for n in ("hooked/gqa", "encoder/bert", "bridge/gpt2", "bridge/llama") if n in model_names()]
+)
 def test_other_dtypes_need_nothing(name, dtype):
     from tensorlens_tl.testing import tiny_model
 
