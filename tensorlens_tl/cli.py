@@ -79,7 +79,7 @@ def load_model(name: str, kind: str | None = None, dtype: Any = torch.float32) -
         InvalidInputError: the model cannot be loaded; carries the loader's own message.
     """
     if name == "demo":
-        return demo.load_demo_model(kind, dtype)  # pyright: ignore[reportArgumentType]
+        return demo.load_demo_model(kind, dtype)
     try:
         if kind != "bridge" and not Path(name).exists():
             try:

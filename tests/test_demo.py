@@ -91,9 +91,10 @@ def test_both_classes_give_the_same_model(kind):
     frozen = tlens.freeze(model, demo.PROMPT)
     reference = tlens.freeze(tlens.load_demo_model("bridge", torch.float64), demo.PROMPT)
     assert frozen.str_tokens == reference.str_tokens
-    assert torch.allclose(frozen.last_logits, reference.last_logits, rtol=1e-9)
+    # 1e-6: the two classes' own forward passes differ by 5e-8 in float64
+    assert torch.allclose(frozen.last_logits, reference.last_logits, atol=1e-6)
     a, b = (tlens.attribute(f, collapse="target", target=5).scores for f in (frozen, reference))
-    assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(a, b, atol=1e-6)
     assert max(frozen.errors.values()) < 1e-9
 
 
@@ -104,8 +105,10 @@ def test_logit_differences_survive_weight_processing():
     processed.process_weights_()
     frozen = [tlens.freeze(model, demo.PROMPT) for model in (raw, processed)]
     target = [f.operator().target(5, minus=9) for f in frozen]
-    assert torch.allclose(target[0].total, target[1].total, rtol=1e-8)
-    assert torch.allclose(target[0].scores, target[1].scores, rtol=1e-6, atol=1e-9)
+    own = [f.last_logits[:, 5] - f.last_logits[:, 9] for f in frozen]
+    assert torch.allclose(own[0], own[1], atol=1e-6)  # TransformerLens' processing itself moves them by 2e-7
+    assert torch.allclose(target[0].total, target[1].total, atol=1e-6)
+    assert torch.allclose(target[0].scores, target[1].scores, atol=1e-6)
     logits = [f.operator().target(5).total for f in frozen]
     assert not torch.allclose(logits[0], logits[1], rtol=1e-3)
 

@@ -5,7 +5,7 @@ It reads Python documentation and has induction heads. Everything is on disk; no
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ def held_out_text() -> list[str]:
 
 
 def load_demo_model(
-    kind: Literal["hooked", "bridge"] | None = None,
+    kind: str | None = None,
     dtype: torch.dtype = torch.float32,
     *,
     folder: Path | str = MODEL_FOLDER,
