@@ -112,9 +112,9 @@ def _quotient(phi: Activation, z: Tensor, numerator: Tensor, share: float) -> Te
 
 
 def derivative(phi: Activation, z: Tensor) -> Tensor:
-    """φ'(z) elementwise, by autograd; works inside ``torch.no_grad``."""
-    with torch.enable_grad():
-        leaf = z.detach().requires_grad_(True)
+    """φ'(z) elementwise, by autograd; works inside ``torch.no_grad`` and inference mode."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = z.detach().clone().requires_grad_(True)
         return torch.autograd.grad(phi(leaf).sum(), leaf)[0]
 
 

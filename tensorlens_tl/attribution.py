@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 FORMAT, FORMAT_VERSION = "tensorlens_tl.Attribution", 1
 AXES = ("batch", "query", "key")
 _TENSORS = ("scores", "queries", "mask", "layers", "bias", "total", "residual", "stderr")
-_FACTS = ("tokens", "axes", "additive", "target", "method", "options", "provenance")
+_FACTS = ("tokens", "word_starts", "axes", "additive", "target", "method", "options", "provenance")
 
 
 class TokenScore(NamedTuple):
@@ -52,6 +51,7 @@ class Attribution:
         residual: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
         stderr: standard error of estimated scores.
         additive: whether scores and bias sum to `total`.
+        word_starts: which tokens begin a word, for `merge_words`; None reads it off white space.
         target: what the scores explain, in words.
         method, options: how they were made.
         provenance: model name, class, TransformerLens version, weight processing, dtype.
@@ -69,6 +69,7 @@ class Attribution:
     residual: Float[Tensor, "batch query"] | None = None
     stderr: Float[Tensor, "batch query key"] | None = None
     additive: bool = False
+    word_starts: list[list[bool]] | None = None
     target: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
@@ -86,15 +87,14 @@ class Attribution:
             query: the query the second axis holds, or None where it holds all of them.
             fields: any other field of Attribution.
         """
-        return cls(
-            scores=scores,
-            tokens=[list(row) for row in frozen.str_tokens],
-            queries=query_positions(frozen.mask, query),
-            mask=frozen.mask,
-            method=method,
-            provenance=frozen.view.provenance(),
-            **fields,
-        )
+        known = {
+            "tokens": [list(row) for row in frozen.str_tokens],
+            "word_starts": frozen.prompt.word_starts,
+            "queries": query_positions(frozen.mask, query),
+            "mask": frozen.mask,
+            "provenance": frozen.view.provenance(),
+        }
+        return cls(scores=scores, method=method, **(known | fields))
 
     def __post_init__(self) -> None:
         if len(self.axes) != self.scores.ndim:
@@ -110,11 +110,12 @@ class Attribution:
     # ------------------------------------------------------------------ reading
 
     def top(self, k: int = 10, query: int = -1, batch: int = 0) -> list[TokenScore]:
-        """The k source tokens of largest absolute score for one query (an index of the query axis)."""
+        """The k source tokens of largest absolute score for one query, counted over the prompt's real queries."""
         scores, tokens = self._plane(batch), self.tokens[batch]
-        if not -len(scores) <= query < len(scores):
-            raise InvalidInputError(f"top: query={query}, but this Attribution holds {len(scores)} queries.")
-        row = scores[query].masked_fill(~self.mask[batch].to(scores.device), 0)
+        real = [number for number, position in enumerate(self.queries[batch].tolist()) if self.mask[batch, position]]
+        if not -len(real) <= query < len(real):
+            raise InvalidInputError(f"top: query={query}, but prompt {batch} has {len(real)} queries here.")
+        row = scores[real[query]].masked_fill(~self.mask[batch].to(scores.device), 0)
         order = row.abs().argsort(descending=True, stable=True)[: min(k, int(self.mask[batch].sum()))]
         return [TokenScore(int(i), tokens[int(i)], float(row[i])) for i in order if bool(self.mask[batch, i])]
 
@@ -127,12 +128,13 @@ class Attribution:
     def merge_words(self) -> "Attribution":
         """Sub-word tokens joined into words: scores are summed over a word's keys and averaged over its queries.
 
-        A token starts a word where it begins with white space, follows one that ends with it, or is the first; a
-        WordPiece token that begins with ``##`` does not. Sums over keys, and so completeness, are kept.
+        Where a word starts is the tokenizer's own mark (`word_starts`), else white space. Sums over keys, and so
+        completeness, are kept.
         """
         if self.axes != AXES:
             raise InvalidInputError(f"merge_words: needs scores [batch, query, key], these are {self.axes}.")
-        words = [word_ids(row, mask) for row, mask in zip(self.tokens, self.mask.tolist(), strict=True)]
+        starts = self.word_starts or [_starts(row) for row in self.tokens]
+        words = [_word_ids(row, mask) for row, mask in zip(starts, self.mask.tolist(), strict=True)]
         count = max(max(row) for row in words) + 1
         pos = self.mask.shape[1]
         join = self.scores.new_zeros(len(words), pos, count + 1)  # padding goes to the extra column
@@ -154,7 +156,7 @@ class Attribution:
         mask = join.any(1)
         return replace(
             self, scores=scores, tokens=tokens, mask=mask, queries=queries, bias=bias, total=total, residual=residual,
-            layers=None, stderr=None,
+            layers=None, stderr=None, word_starts=None,
         )  # fmt: skip
 
     def to_dataframe(self) -> "pd.DataFrame":
@@ -177,6 +179,8 @@ class Attribution:
 
         Only logit differences are invariant to folding and centring, so mixed processing is refused.
         """
+        if not isinstance(other, Attribution):
+            return NotImplemented
         for name, mine, theirs in (
             ("tokens", self.tokens, other.tokens),
             ("axes", self.axes, other.axes),
@@ -292,17 +296,16 @@ class Attribution:
         """Write to one safetensors file (facts as JSON metadata, never pickle); replaces an old file in one step."""
         from safetensors.torch import save_file
 
-        tensors = {n: t.detach().cpu().contiguous() for n in _TENSORS if (t := getattr(self, n)) is not None}
+        tensors = {n: t.detach().cpu().clone().contiguous() for n in _TENSORS if (t := getattr(self, n)) is not None}
         facts = {name: getattr(self, name) for name in _FACTS}
         metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "facts": json.dumps(facts, default=_plain)}
         path = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.parent or Path(), suffix=".tmp")
-        os.close(handle)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             save_file(tensors, temporary, metadata=metadata)
             os.replace(temporary, path)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         return path
 
@@ -334,20 +337,22 @@ class Attribution:
             raise FileFormatError(f"{path}: not a readable Attribution ({type(error).__name__}: {error}).") from error
 
 
-def word_ids(tokens: Sequence[str], mask: Sequence[bool]) -> list[int]:
+def _starts(tokens: Sequence[str]) -> list[bool]:
+    """Word starts by white space alone, for tokens without a tokenizer; ``##`` continues."""
+    pieces = any(token.startswith("##") for token in tokens)
+    before = (" ", *tokens[:-1])
+    return [
+        not token.startswith("##") if pieces else token[:1].isspace() or last[-1:].isspace()
+        for token, last in zip(tokens, before, strict=True)
+    ]
+
+
+def _word_ids(starts: Sequence[bool], mask: Sequence[bool]) -> list[int]:
     """The word each token belongs to, counted from 0; padding is −1."""
-    ids, word, ended = [], -1, True
-    for token, real in zip(tokens, mask, strict=True):
-        if not real:
-            ids.append(-1)
-            continue
-        special = token.startswith(("<|", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>", "<bos>", "<mask>"))
-        if ended or special or (token[:1].isspace() and not token.startswith("##")):
-            word += 1
-        elif not token.startswith("##") and any(t.startswith("##") for t in tokens):
-            word += 1  # WordPiece marks what continues, not what starts
-        ids.append(word)
-        ended = special or token[-1:].isspace()
+    ids, word = [], -1
+    for starting, real in zip(starts, mask, strict=True):
+        word += real and (starting or word < 0)
+        ids.append(word if real else -1)
     return ids
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tensorlens_tl.activation import Coefficients, check_rule, coefficients
-from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     ModelPoints,
     attention_hooks,
@@ -27,19 +27,20 @@ from tensorlens_tl.hooks import (
     mlp_hooks,
     model_points,
     patterns_take_effect,
+    refuse_attached,
     replace,
+    run_until,
 )
-from tensorlens_tl.hooks.capture import Store
 from tensorlens_tl.hooks.freeze import FwdHook
 from tensorlens_tl.inputs import Prompt, prepare, query_positions
 from tensorlens_tl.layouts import Layout, candidates, compose
-from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Linear, Norm, Sum
+from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum
 from tensorlens_tl.operator import FrozenOperator
 from tensorlens_tl.view import ModelView, NormWeights
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""How far a block's map may be from the block (largest relative error of a token). A wrong reading of the weights
-misses by far more; float64 models often compute their norms in float32 inside, which costs 1e-7."""
+"""How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
+weights misses by far more; float64 models often compute their norms in float32 inside, which costs 1e-7."""
 
 
 @dataclass(eq=False)
@@ -52,9 +53,11 @@ class FrozenPass:
         prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
         cache: the captured activations by hook-point name (listed in `tensorlens_tl.hooks.points`).
         layouts: how each block is put together.
-        errors: measured residual of each proof, by ``"blocks.0"`` …, ``"head"`` and ``"unembed"``; the largest relative
-            error of any real token.
-        last_logits: the model's own logits at each row's last real token, `[batch, d_vocab]`, where it has any.
+        errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
+            ``"head"`` and ``"unembed"``.
+        last_logits: the model's own logits at each row's last real token, `[batch, d_vocab]`; None where it has none
+            and for a pass from a cache.
+        tolerance: the largest error a proof may show.
     """
 
     model: Any
@@ -65,7 +68,19 @@ class FrozenPass:
     layouts: list[Layout] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     last_logits: Float[Tensor, "batch d_vocab"] | None = None
+    tolerance: float = 1e-4
     _ratios: dict[int, Coefficients] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._weights = _weight_versions(self.model)
+
+    def check_fresh(self) -> None:
+        """Raise `FrozenModelError` if the model's weights were changed, moved or cast since this pass."""
+        if _weight_versions(self.model) != self._weights:
+            raise FrozenModelError(
+                "the model's weights were changed, moved or cast after this pass was frozen, so the two no longer "
+                "belong together. Freeze again."
+            )
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
@@ -112,6 +127,12 @@ class FrozenPass:
             return self._kept(self.points.unembed_in)
         return self.resid_pre(self.n_layers)
 
+    def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
+        """The stream that the model itself unembeds: after the final norm, or a masked model's prediction head."""
+        if self.points.unembed_in is None:
+            raise UnsupportedModelError(f"{self.view.description} predicts no tokens.")
+        return self._kept(self.points.unembed_in)
+
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """The attention probabilities of one layer."""
         return self._kept(self.points.blocks[layer].pattern)
@@ -123,9 +144,8 @@ class FrozenPass:
 
     def _kept(self, name: str) -> Tensor:
         tensor = self.cache[name].to(self.tokens.device)
-        batch, pos = self.tokens.shape
         # OPT flattens batch and position inside its MLP.
-        return tensor if tensor.shape[0] == batch else tensor.reshape(batch, pos, *tensor.shape[1:])
+        return tensor if tensor.ndim > 2 else tensor.reshape(*self.tokens.shape, -1)
 
     # ------------------------------------------------------------------ maps
 
@@ -201,13 +221,13 @@ class FrozenPass:
         sublayer = self.mlp(layer, activation) if mlp else None
         return compose(layout or self.layouts[layer], self.attention(layer, heads), sublayer, norms)
 
-    def prediction_head(self) -> Chain | None:
+    def prediction_head(self, activation: str = "ratio") -> Chain | None:
         """A masked language model's transform before its unembedding, norm(φ(x·W + b)), frozen; None otherwise."""
         head = self.view.mlm_head
         if head is None:
             return None
         dense = Linear(head.W, head.b)
-        held = coefficients(head.activation, dense(self.output))
+        held = coefficients(head.activation, dense(self.output), rule=activation)
         return Chain((dense, Diagonal(held.through, held.rest), self._norm(head.norm, head.scale_name)))
 
     # ------------------------------------------------------------------ the operator and the hooks
@@ -215,9 +235,9 @@ class FrozenPass:
     def operator(
         self,
         *,
-        layers: slice | Sequence[int] | None = None,
-        heads: Mapping[int, Collection[int]] | None = None,
-        mlp: bool | Collection[int] = True,
+        layers: Any = None,
+        heads: Mapping[int, Any] | None = None,
+        mlp: Any = True,
         activation: str = "ratio",
     ) -> FrozenOperator:
         """The frozen pass as one affine map, from ``blocks.0`` input to the final norm's output (or the last block's).
@@ -249,8 +269,14 @@ class FrozenPass:
 
         They fit inputs of the same length and batch; a pass of one prompt fits any batch. A masked language model's
         prediction head has no hook between its linear map and its activation: it stays live.
+
+        Raises:
+            InvalidInputError: no such rule.
+            FrozenModelError: the weights changed since the pass, or another frozen pass is attached.
         """
         check_rule(activation)
+        self.check_fresh()
+        refuse_attached(self.model)
         hooks: list[FwdHook] = []
         for layer, points in enumerate(self.points.blocks):
             if patterns:
@@ -283,22 +309,31 @@ class FrozenPass:
 
     def prove_head(self) -> float | None:
         """The same for what follows the last block: the final norm, or a masked language model's transform."""
-        after = self.final_norm() or self.prediction_head()
-        if after is None or self.points.unembed_in is None:
+        if self.points.unembed_in is None:
             return None
-        return self._relative_error(after(self.resid_pre(self.n_layers)), self._kept(self.points.unembed_in))
+        after = self.final_norm() or self.prediction_head() or Identity()
+        made, own = after(self.resid_pre(self.n_layers)), self._kept(self.points.unembed_in)
+        return self._relative_error(made, own) if made.shape == own.shape else float("inf")
 
-    def prove_unembedding(self) -> float | None:
-        """Relative error of ``cap(W_U·x + b_U)`` against the model's own logits at each row's last real token."""
-        if self.last_logits is None or self.view.unembedding is None or self.points.unembed_in is None:
+    @cached_property
+    def unembedding_error(self) -> float | None:
+        """Relative error of ``cap(W_U·x + b_U)`` against the model's own logits at each row's last real token.
+
+        A pass from a cache has no logits: then the model runs once more. None for a model that predicts no tokens.
+        """
+        if self.view.unembedding is None or self.points.unembed_in is None:
             return None
+        if self.last_logits is None:
+            self.last_logits = _last_logits(self, capture(self.model, self.inputs, [])[1])
+        if self.last_logits is None:
+            return float("inf")
         W_U, b_U = self.view.unembedding
         last = query_positions(self.mask, -1)
         made = torch.take_along_dim(self._kept(self.points.unembed_in), last[..., None], dim=1)[:, 0] @ W_U
         made = made if b_U is None else made + b_U
         if self.view.soft_cap is not None:
             made = self.view.soft_cap * torch.tanh(made / self.view.soft_cap)
-        error = (made - self.last_logits).norm(dim=-1) / self.last_logits.norm(dim=-1).clamp_min(1e-30)
+        error = (made - self.last_logits.to(made)).norm(dim=-1) / self.last_logits.norm(dim=-1).clamp_min(1e-30)
         return float(error.max())
 
     def _relative_error(self, made: Tensor, own: Tensor) -> float:
@@ -315,11 +350,14 @@ def freeze(
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
     cache: Any = None,
-    store: Store = "model",
+    store: str = "model",
     verify: bool = True,
     tolerance: float | None = None,
 ) -> FrozenPass:
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
+
+    Hooks of other people on the model take part in the run, and so does what they change: where the algebra cannot
+    follow, the proof fails and says so.
 
     Args:
         model: a HookedTransformer, HookedEncoder (TransformerLens 3.9) or TransformerBridge (3.9 and 4.x).
@@ -334,12 +372,17 @@ def freeze(
         tolerance: largest relative error a block may show; None takes `TOLERANCE` for the model's dtype.
 
     Raises:
-        InvalidInputError: see `tensorlens_tl.inputs.prepare`; also a model in train mode whose dropout is active.
+        InvalidInputError: see `tensorlens_tl.inputs.prepare`; also a model in train mode whose dropout is active, and a
+            cache of another prompt.
+        FrozenModelError: inside ``with frozen.attached()``, where the run would not be the model's own.
         UnsupportedModelError: the model has a part that no known map reproduces, or a block's proof fails.
         NumericalError: NaN or Inf in an activation.
     """
+    if store not in ("model", "cpu"):
+        raise InvalidInputError(f"store={store!r}; use 'model' or 'cpu'.")
     view = ModelView(model)
     _refuse_dropout(model)
+    refuse_attached(model)
     prompt = prepare(
         view,
         input,
@@ -349,22 +392,43 @@ def freeze(
         padding_side=padding_side,
     )
     points = model_points(view)
-    if cache is None:
-        kept, logits = capture(model, prompt.kwargs, points.captured, store=store)
-    else:
-        kept, logits = from_cache(cache, points.captured, *prompt.tokens.shape), None
-    _check_padding(prompt, points, kept)
-    check_finite({name: kept[name] for name in points.captured})
-    frozen = FrozenPass(model, view, points, prompt, kept)
-    frozen.last_logits = _last_logits(frozen, logits)
-    _prove(frozen, verify, tolerance or TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4))
+    # captured activations must be usable with gradients later, also when the caller is in inference mode
+    with torch.inference_mode(False), torch.no_grad():
+        if cache is None:
+            kept, logits = capture(model, prompt.kwargs, points.captured, store=store)
+        else:
+            kept, logits = from_cache(cache, points.captured, *prompt.tokens.shape), None
+        frozen = FrozenPass(model, view, points, prompt, kept)
+        frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
+        if cache is not None:
+            _check_same_prompt(frozen)
+        _check_padding(prompt, points, kept)
+        check_finite({name: kept[name] for name in points.captured})
+        frozen.last_logits = _last_logits(frozen, logits)
+        _prove(frozen, verify)
     return frozen
 
 
+def _weight_versions(model: nn.Module) -> list[tuple[int, int]]:
+    """What changes when a weight is written to in place, moved or cast."""
+    return [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
+
+
+def _check_same_prompt(frozen: FrozenPass) -> None:
+    """Refuse a cache whose stream enters the first block otherwise than this prompt's does."""
+    own = run_until(frozen.model, frozen.inputs, frozen.points.blocks[0].resid_pre)
+    error = frozen._relative_error(frozen.resid_pre(0), own.to(frozen.tokens.device))
+    if not error <= frozen.tolerance:
+        raise InvalidInputError(
+            f"cache: it was made from another input (the first block's input differs by {error:.1e}). Pass the same "
+            "tokens, in the same order and padding, that made the cache."
+        )
+
+
 def _refuse_dropout(model: nn.Module) -> None:
-    if not model.training:
-        return
-    for name, module in model.named_modules():
+    inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
+    modules = {**dict(model.named_modules()), **(dict(inner.named_modules()) if inner is not None else {})}
+    for name, module in modules.items():
         rates = [value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]
         if isinstance(module, nn.Dropout):
             rates.append(module.p)
@@ -384,8 +448,9 @@ def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tenso
         pattern = kept[block.pattern].to(padded.device)
         if bool(torch.isnan(pattern).any()):
             raise NumericalError(
-                f"NaN at {block.pattern}, in a padded batch: this model does not handle a query whose keys are all "
-                "padding (left padding, on several bridges). Pad on the right, or freeze the prompts one by one."
+                f"NaN at {block.pattern}, in a padded batch: this model does not handle a query all of whose keys are "
+                "padding or outside its window (left padding on several bridges, short prompts beside ones longer than "
+                "a sliding window). Pad on the right, or freeze the prompts one by one."
             )
         if bool((pattern * (prompt.mask[:, None, :, None] & padded[:, None, None, :])).any()):
             raise UnsupportedModelError(
@@ -395,7 +460,7 @@ def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tenso
 
 
 def _last_logits(frozen: FrozenPass, logits: Any) -> Tensor | None:
-    """The model's logits at each row's last real token, from the forward pass, else from its own unembedding."""
+    """The model's logits at each row's last real token, where the forward pass gave any."""
     if frozen.view.unembedding is None:
         return None
     last = query_positions(frozen.mask, -1)[..., None]
@@ -404,8 +469,9 @@ def _last_logits(frozen: FrozenPass, logits: Any) -> Tensor | None:
     return None
 
 
-def _prove(frozen: FrozenPass, verify: bool, tolerance: float) -> None:
+def _prove(frozen: FrozenPass, verify: bool) -> None:
     """Find every block's layout, measure its error, and refuse a block that no layout reproduces."""
+    tolerance = frozen.tolerance
     for layer in range(frozen.n_layers):
         block = frozen.view.blocks[layer]
         options = candidates(set(block.norms), block.has_mlp)
@@ -426,13 +492,14 @@ def _prove(frozen: FrozenPass, verify: bool, tolerance: float) -> None:
         frozen.errors[f"blocks.{layer}"] = error
     if not verify:
         return
-    head, unembed = frozen.prove_head(), frozen.prove_unembedding()
+    head = frozen.prove_head()
+    unembed = frozen.unembedding_error if frozen.last_logits is not None else None
     if head is not None:
         frozen.errors["head"] = head
         if not head <= tolerance:
             raise UnsupportedModelError(
-                f"what follows the last block of this {frozen.view.description} is not its final norm as we read it: "
-                f"relative error {head:.1e}, allowed {tolerance:.0e}."
+                f"what stands between the last block and the unembedding of this {frozen.view.description} is not a "
+                f"norm or prediction head as we read it: relative error {head:.1e}, allowed {tolerance:.0e}."
             )
     if unembed is not None:
         frozen.errors["unembed"] = unembed
@@ -447,13 +514,21 @@ def _choose(frozen: FrozenPass, layer: int, options: Sequence[Layout], tolerance
     short = _first_tokens(frozen, layer)
     errors = {option: short.prove_block(layer, option) for option in options}
     passing = sorted((option for option in options if errors[option] <= tolerance), key=lambda option: errors[option])
-    if len(passing) > 1 and errors[passing[1]] < 10 * errors[passing[0]]:
+    if len(passing) > 1 and errors[passing[1]] < 10 * errors[passing[0]] and not _same_map(short, layer, passing):
         raise UnsupportedModelError(
             f"blocks.{layer} of this {frozen.view.description}: two layouts reproduce it equally well "
             f"({errors[passing[0]]:.1e} and {errors[passing[1]]:.1e}), so this input cannot tell its structure; "
-            "freeze in float64, where they differ."
+            "freeze a longer prompt, or in float64."
         )
     return passing[0] if passing else None
+
+
+def _same_map(frozen: FrozenPass, layer: int, options: Sequence[Layout]) -> bool:
+    """Whether layouts agree on random vectors too (a sublayer that writes nothing): then any of them is right."""
+    x = frozen.resid_pre(layer)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) * x.std()
+    made = [frozen.block(layer, layout=option)(noise) for option in options[:2]]
+    return frozen._relative_error(made[0], made[1]) <= frozen.tolerance
 
 
 def _first_tokens(frozen: FrozenPass, layer: int, length: int = 8) -> FrozenPass:
@@ -465,7 +540,7 @@ def _first_tokens(frozen: FrozenPass, layer: int, length: int = 8) -> FrozenPass
     cache = {name: frozen._kept(name)[:, :length] for name in names}
     cache[frozen.points.blocks[layer].pattern] = frozen.pattern(layer)[:, :, :length, :length]
     prompt = Prompt(frozen.tokens[:, :length], mask, {}, [])
-    return FrozenPass(frozen.model, frozen.view, frozen.points, prompt, cache)
+    return FrozenPass(frozen.model, frozen.view, frozen.points, prompt, cache, tolerance=frozen.tolerance)
 
 
 def _output_name(points: ModelPoints, layer: int) -> str:

@@ -16,13 +16,15 @@ from tensorlens_tl.view import ModelView
 class Prompt:
     """A checked batch of prompts.
 
-    `mask` is True at real tokens; `kwargs` is what the model's forward takes; `str_tokens` are for people.
+    `mask` is True at real tokens; `kwargs` is what the model's forward takes; `str_tokens` are for people, and
+    `word_starts` says which of them begin a word (None without a tokenizer).
     """
 
     tokens: Int[Tensor, "batch pos"]
     mask: Bool[Tensor, "batch pos"]
     kwargs: dict[str, Any]
     str_tokens: list[list[str]]
+    word_starts: list[list[bool]] | None = None
 
 
 def prepare(
@@ -72,8 +74,20 @@ def prepare(
     if attention_mask is not None or not bool(mask.all()) or not view.is_bridge:
         kwargs["one_zero_attention_mask" if view.is_hooked_encoder else "attention_mask"] = mask.long()
     if token_type_ids is not None:
-        kwargs["token_type_ids"] = torch.as_tensor(token_type_ids, device=device).reshape(tokens.shape)
-    return Prompt(tokens, mask, kwargs, _readable(view, tokens))
+        kwargs["token_type_ids"] = _segments(view, token_type_ids, tokens)
+    return Prompt(tokens, mask, kwargs, *_readable(view, tokens))
+
+
+def _segments(view: ModelView, token_type_ids: Any, tokens: Tensor) -> Tensor:
+    if not (view.is_bridge or view.is_hooked_encoder):
+        raise InvalidInputError(f"token_type_ids: {view.class_name} takes none; they are for BERT-like encoders.")
+    segments = torch.as_tensor(token_type_ids, device=tokens.device)
+    segments = segments[None] if segments.ndim == 1 else segments
+    if segments.shape != tokens.shape:
+        raise InvalidInputError(
+            f"token_type_ids is {tuple(segments.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
+        )
+    return segments
 
 
 def _tokenize(view: ModelView, text: str, number: int, prepend_bos: bool | None) -> Tensor:
@@ -138,13 +152,28 @@ def _check(view: ModelView, tokens: Tensor, mask: Tensor) -> None:
         raise InvalidInputError(f"attention_mask: row {int(empty.nonzero()[0])} has no real token.")
 
 
-def _readable(view: ModelView, tokens: Tensor) -> list[list[str]]:
+def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[list[bool]] | None]:
+    """Tokens as text, and which begin a word, as the tokenizer itself marks it (Ġ, ▁, or ## for what continues)."""
     tokenizer = getattr(view.model, "tokenizer", None)
     if tokenizer is None:
-        return [[str(int(token)) for token in row] for row in tokens]
-    flat = tokenizer.batch_decode(tokens.reshape(-1, 1).tolist(), clean_up_tokenization_spaces=False)
-    length = tokens.shape[1]
-    return [flat[start : start + length] for start in range(0, len(flat), length)]
+        return [[str(int(token)) for token in row] for row in tokens], None
+    word_pieces = tokenizer.convert_tokens_to_ids("##s") not in (None, getattr(tokenizer, "unk_token_id", None))
+    special = set(tokenizer.all_special_ids)
+    texts, starts = [], []
+    for row in tokens.tolist():
+        pieces = tokenizer.convert_ids_to_tokens(row)
+        decoded = tokenizer.batch_decode([[token] for token in row], clean_up_tokenization_spaces=False)
+        # decoding one token drops the space that SentencePiece writes as ▁
+        texts.append(
+            [f" {t}" if p.startswith("▁") and t[:1] != " " else t for p, t in zip(pieces, decoded, strict=True)]
+        )
+        after_gap, begins = True, []
+        for token, piece, text in zip(row, pieces, texts[-1], strict=True):
+            starting = not piece.startswith("##") if word_pieces else text[:1].isspace()
+            begins.append(after_gap or token in special or starting)
+            after_gap = token in special or text[-1:].isspace()
+        starts.append(begins)
+    return texts, starts
 
 
 def query_positions(mask: Bool[Tensor, "batch pos"], query: int | None) -> Int[Tensor, "batch query"]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tensorlens_tl.activation import Rule, check_rule
-from tensorlens_tl.errors import InvalidInputError, SizeError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, NumericalError, SizeError, UnsupportedModelError
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import AffineMap, Chain
 from tensorlens_tl.targets import token_ids
@@ -79,15 +79,16 @@ class FrozenOperator:
         cls,
         frozen: "FrozenPass",
         *,
-        layers: slice | Sequence[int] | None = None,
-        heads: Mapping[int, Collection[int]] | None = None,
-        mlp: bool | Collection[int] = True,
+        layers: Any = None,
+        heads: Mapping[int, Any] | None = None,
+        mlp: Any = True,
         activation: str = "ratio",
     ) -> "FrozenOperator":
         """See `FrozenPass.operator`."""
         rule = check_rule(activation)
         chosen = _layers(frozen.n_layers, layers)
         kept = {layer: _heads(frozen, layer, chosen, ids) for layer, ids in (heads or {}).items()}
+        frozen.check_fresh()
         with_mlp = set(chosen) if mlp is True else set() if mlp is False else _mlps(mlp, chosen)
         stages = tuple(
             frozen.block(layer, activation=rule, heads=kept.get(layer), mlp=layer in with_mlp) for layer in chosen
@@ -126,7 +127,7 @@ class FrozenOperator:
                 f"{name}: vectors must be [*rows, {', '.join(map(str, self.x.shape))}] as the frozen pass "
                 f"([*rows, batch, pos, d_model]), got {list(x.shape)}."
             )
-        return x
+        return x.to(self.x.dtype)
 
     @property
     def T(self) -> AffineMap:
@@ -173,13 +174,15 @@ class FrozenOperator:
             result[:, :, rows] = self.push(sources).permute(1, 2, 0, 3)
         return self._mask(result)
 
-    def slice(self, query: int = -1) -> Float[Tensor, "batch d_out key d_in"]:
+    def slice(self, query: int | None = -1) -> Float[Tensor, "batch d_out key d_in"]:
         """``T[i,:,j,:]`` for one query i and every key j.
 
         Raises:
             InvalidInputError: a query out of range.
             SizeError: the result would be larger than `MOST_BYTES`.
         """
+        if query is None:
+            raise InvalidInputError("slice: one query at a time; use dense() for all of them.")
         positions = self._positions(query)
         batch, pos, width = self.x.shape
         _check_size("slice", (batch, width, pos, width), self.x)
@@ -248,7 +251,7 @@ class FrozenOperator:
         """
         positions = self._positions(query)
         vectors = torch.take_along_dim(self.output, positions[..., None], dim=1)
-        return self._scores(vectors, positions, self.map, vectors.square().sum(-1))
+        return self._scores(vectors, positions, self.map, _wide(vectors).square().sum(-1))
 
     def target(
         self,
@@ -282,12 +285,18 @@ class FrozenOperator:
             return self._scores(vectors, positions, self.map, total)
         if target is None:
             raise InvalidInputError("target: missing. Pass a token (target=' Paris'), or direction=Tensor[d_model].")
-        vectors, constant = self._unembedding_rows(target, minus)
-        head = self.frozen.prediction_head()
+        if not self._reaches_end:
+            raise InvalidInputError(
+                f"target: this operator ends at blocks.{self.last} input, before the final norm and the unembedding; "
+                "use direction=, or layers up to the last."
+            )
+        vectors, constant = unembedding_rows(self.frozen, target, minus)
+        head = self.frozen.prediction_head(self.activation)
         whole_map = self.map if head is None else head @ self.map
-        explained = self._unembedded_stream(whole_map)
+        explained = self.frozen.unembedded() if self.whole else whole_map(self.x)
         vectors = vectors[:, None].expand(-1, positions.shape[1], -1)
-        total = (torch.take_along_dim(explained, positions[..., None], dim=1) * vectors).sum(-1) + constant[:, None]
+        asked = torch.take_along_dim(explained, positions[..., None], dim=1)
+        total = (_wide(asked) * vectors).sum(-1) + constant[:, None]
         return self._scores(vectors, positions, whole_map, total, constant, soft_cap=self.frozen.view.soft_cap)
 
     # ------------------------------------------------------------------ inside
@@ -303,20 +312,22 @@ class FrozenOperator:
     ) -> Collapse:
         """Pull one vector per query and dot with the source tokens."""
         batch, queries = positions.shape
-        scores = self.x.new_empty(batch, queries, self.x.shape[1])
-        bias = self.x.new_empty(batch, queries)
+        scores = _wide(self.x[:0]).new_empty(batch, queries, self.x.shape[1])
+        bias = scores.new_empty(batch, queries)
         for rows in self._chunks(queries, "queries"):
             placed = _place(vectors[:, rows].transpose(0, 1), positions[:, rows].T, self.x)
             pulled, share = through.pull_with_bias(placed)
-            scores[:, rows] = (pulled * self.x).sum(-1).transpose(0, 1)
-            bias[:, rows] = share.T
+            scores[:, rows] = (_wide(pulled) * self.x).sum(-1).transpose(0, 1)
+            bias[:, rows] = share.T.to(bias)
         if isinstance(constant, Tensor):
             bias = bias + constant[:, None]
         real = torch.take_along_dim(self.frozen.mask, positions, dim=1)
         scores, bias, total = scores * self._pair_mask(positions), bias * real, total * real
-        size = scores.abs().sum(-1) + bias.abs()
-        residual = (scores.sum(-1) + bias - total).abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
-        return Collapse(scores, bias, total, residual, soft_cap=soft_cap)
+        if not bool(torch.isfinite(total).all() and torch.isfinite(scores).all() and torch.isfinite(bias).all()):
+            raise NumericalError(
+                f"the scores overflow {str(self.x.dtype).removeprefix('torch.')}; load the model in a wider dtype."
+            )
+        return Collapse(scores, bias, total, relative_residual(scores, bias, total), soft_cap=soft_cap)
 
     def _direction(self, direction: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, _, width = self.x.shape
@@ -326,39 +337,7 @@ class FrozenOperator:
                 f"direction is {tuple(direction.shape)}; pass [{width}] or one for each prompt, [{batch}, {width}]."
             )
         vectors = direction.expand(batch, width)[:, None].expand(-1, positions.shape[1], -1)
-        return vectors, (torch.take_along_dim(self.output, positions[..., None], dim=1) * vectors).sum(-1)
-
-    def _unembedding_rows(self, target: Any, minus: Any) -> tuple[Tensor, Tensor]:
-        """Per prompt: the direction of the target's logit `[batch, d_model]`, and its constant b_U `[batch]`."""
-        frozen = self.frozen
-        if not self._reaches_end:
-            raise InvalidInputError(
-                f"target: this operator ends at blocks.{self.last} input, before the final norm and the unembedding; "
-                "use direction=, or layers up to the last."
-            )
-        if frozen.view.unembedding is None:
-            raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens; use direction=.")
-        error = frozen.errors.get("unembed", 0.0)
-        if not error <= 1e-2:
-            raise UnsupportedModelError(
-                f"target: the logits of {frozen.view.description} are not cap(W_U·x + b_U) as read from its weights "
-                f"(relative error {error:.1e}; scaled logits?). Use direction=."
-            )
-        W_U, b_U = frozen.view.unembedding
-        batch = len(frozen.tokens)
-        ids = token_ids(frozen.view, target, batch).to(W_U.device)
-        vectors = W_U[:, ids].T
-        constant = vectors.new_zeros(batch) if b_U is None else b_U[ids]
-        if minus is not None:
-            others = token_ids(frozen.view, minus, batch, "minus").to(W_U.device)
-            vectors = vectors - W_U[:, others].T
-            constant = constant if b_U is None else constant - b_U[others]
-        return vectors.to(self.x.device), constant.to(self.x.device)
-
-    def _unembedded_stream(self, whole_map: AffineMap) -> Tensor:
-        """The stream that is unembedded: the model's own where the operator is the whole model from some layer on."""
-        name = self.frozen.points.unembed_in
-        return self.frozen._kept(name) if self.whole and name is not None else whole_map(self.x)
+        return vectors, (_wide(torch.take_along_dim(self.output, positions[..., None], dim=1)) * vectors).sum(-1)
 
     def _positions(self, query: int | None) -> Int[Tensor, "batch query"]:
         return query_positions(self.frozen.mask, query)
@@ -388,6 +367,7 @@ class FrozenOperator:
 
     def _chunks(self, rows: int, what: str) -> Iterator[range]:
         """Ranges of rows whose hidden activations fit the budget, with a progress bar on long work."""
+        self.frozen.check_fresh()
         mlp = self.frozen.view.blocks[self.first].mlp
         attention = self.frozen.view.blocks[self.first].attention
         hidden = 0 if mlp is None else mlp.W_in.shape[1] * (1 if mlp.W_gate is None else 2)
@@ -398,6 +378,48 @@ class FrozenOperator:
         starts = range(0, rows, step)
         bar = tqdm(starts, desc=what, leave=False, delay=2.0, disable=len(starts) < 4)
         return (range(start, min(start + step, rows)) for start in bar)
+
+
+def unembedding_rows(
+    frozen: "FrozenPass", target: Any, minus: Any = None
+) -> tuple[Float[Tensor, "batch d"], Float[Tensor, "batch"]]:
+    """Per prompt: the direction of a token's logit (or a difference of two), and its constant b_U.
+
+    Raises:
+        InvalidInputError: not one token for each prompt.
+        UnsupportedModelError: the model's logits are not ``cap(W_U·x + b_U)``, measured.
+    """
+    if frozen.view.unembedding is None:
+        raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens; use direction=.")
+    W_U, b_U = frozen.view.unembedding
+    batch, device = len(frozen.tokens), frozen.tokens.device
+    ids = token_ids(frozen.view, target, batch)
+    others = None if minus is None else token_ids(frozen.view, minus, batch, "minus")
+    error = frozen.unembedding_error
+    if error is None or not error <= frozen.tolerance:
+        raise UnsupportedModelError(
+            f"target: the logits of {frozen.view.description} are not cap(W_U·x + b_U) as read from its weights "
+            f"(relative error {error:.1e}; scaled logits?). Use direction=."
+        )
+    vectors = W_U[:, ids.to(W_U.device)].T
+    constant = vectors.new_zeros(batch) if b_U is None else b_U[ids.to(b_U.device)]
+    if others is not None:
+        vectors = vectors - W_U[:, others.to(W_U.device)].T
+        constant = constant if b_U is None else constant - b_U[others.to(b_U.device)]
+    return vectors.to(device), constant.to(device)
+
+
+def relative_residual(
+    scores: Float[Tensor, "batch query key"], bias: Float[Tensor, "batch query"], total: Float[Tensor, "batch query"]
+) -> Float[Tensor, "batch query"]:
+    """abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)): how far an additive claim is from holding."""
+    size = scores.abs().sum(-1) + bias.abs()
+    return (scores.sum(-1) + bias - total).abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Half precision as float32, where sums of products would overflow or lose their digits."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _place(vectors: Float[Tensor, "rows batch d"], positions: Int[Tensor, "rows batch"], x: Tensor) -> Tensor:
@@ -419,9 +441,11 @@ def _check_size(what: str, shape: tuple[int, ...], like: Tensor) -> None:
         )
 
 
-def _layers(n_layers: int, layers: slice | Sequence[int] | None) -> range:
+def _layers(n_layers: int, layers: Any) -> range:
     if layers is None:
         return range(n_layers)
+    if not isinstance(layers, slice | Sequence):
+        raise InvalidInputError(f"layers={layers!r}: use a slice or consecutive layers, such as slice({layers}, None).")
     if isinstance(layers, slice):
         start, stop, step = layers.indices(n_layers)
         wanted = [bound for bound in (layers.start, layers.stop) if bound is not None]
@@ -436,16 +460,20 @@ def _layers(n_layers: int, layers: slice | Sequence[int] | None) -> range:
     return range(chosen[0], chosen[-1] + 1)
 
 
-def _heads(frozen: "FrozenPass", layer: int, chosen: range, ids: Collection[int]) -> list[int]:
+def _heads(frozen: "FrozenPass", layer: int, chosen: range, ids: Any) -> list[int]:
     if layer not in chosen:
         raise InvalidInputError(f"heads: layer {layer} is not among the operator's layers {list(chosen)}.")
     count = frozen.view.blocks[layer].attention.heads
+    if not isinstance(ids, Collection):
+        raise InvalidInputError(f"heads: pass a collection for layer {layer}, such as {{{layer}: [{ids}]}}.")
     if any(not isinstance(head, int) or not 0 <= head < count for head in ids):
         raise InvalidInputError(f"heads: layer {layer} has heads 0 to {count - 1}, got {list(ids)}.")
     return list(ids)
 
 
-def _mlps(layers: Collection[int], chosen: range) -> set[int]:
+def _mlps(layers: Any, chosen: range) -> set[int]:
+    if not isinstance(layers, Collection):
+        raise InvalidInputError(f"mlp={layers!r}: use True, False, or the layers whose MLPs to keep.")
     outside = [layer for layer in layers if layer not in chosen]
     if outside:
         raise InvalidInputError(f"mlp: layers {outside} are not among the operator's layers {list(chosen)}.")

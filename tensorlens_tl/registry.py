@@ -17,10 +17,11 @@ register with the same decorator.
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError, RegistryError
@@ -81,7 +82,7 @@ def register_method(name: str) -> Callable[[MethodFunction], MethodFunction]:
 
 
 def _identity(function: Callable[..., Any]) -> tuple[str, str]:
-    return function.__module__, function.__qualname__
+    return function.__module__, getattr(function, "__qualname__", repr(function))
 
 
 def list_methods() -> list[str]:
@@ -110,10 +111,16 @@ def _load_published() -> None:
     for point in entry_points(group=ENTRY_POINTS):
         if point.value in _LOADED:
             continue
-        loaded: Any = point.load()
         _LOADED.add(point.value)
-        if inspect.isfunction(loaded) and all(method.function is not loaded for method in _METHODS.values()):
-            register_method(point.name)(loaded)
+        try:
+            loaded: Any = point.load()
+        except Exception as error:  # somebody else's package must not take ours down
+            warnings.warn(
+                f"the published method {point.name!r} ({point.value}) cannot be loaded: {error!r}", stacklevel=3
+            )
+            continue
+        if callable(loaded) and all(method.function is not loaded for method in _METHODS.values()):
+            register_method(point.name)(cast(Callable[..., Attribution], loaded))
 
 
 def attribute(model: Any, input: Any = None, *, method: str = "tensorlens", **options: Any) -> Attribution:

@@ -23,8 +23,8 @@ def token_ids(view: ModelView, tokens: Any, batch: int, name: str = "target") ->
     Raises:
         InvalidInputError: several tokens, none, out of the vocabulary, or not one per prompt.
     """
-    if isinstance(tokens, Tensor):
-        tokens = tokens.reshape(-1).tolist() if tokens.ndim else tokens.item()
+    if hasattr(tokens, "tolist"):  # tensors and numpy's arrays and integers
+        tokens = tokens.tolist()
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
         tokens = [tokens] * batch
     if len(tokens) != batch:
@@ -33,7 +33,7 @@ def token_ids(view: ModelView, tokens: Any, batch: int, name: str = "target") ->
 
 
 def _token_id(view: ModelView, token: Any, name: str) -> int:
-    vocabulary = view.d_vocab
+    vocabulary = view.d_vocab if view.unembedding is None else view.unembedding[0].shape[1]
     if isinstance(token, str):
         tokenizer = getattr(view.model, "tokenizer", None)
         if tokenizer is None:

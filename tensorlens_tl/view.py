@@ -255,12 +255,23 @@ class ModelView:
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
         }
 
-    @property
+    @cached_property
     def weight_processing(self) -> str:
-        """How the weights were rewritten: logits and residual basis depend on it, logit differences do not."""
-        if self.is_bridge:
-            return "compatibility" if getattr(self.model, "compatibility_mode", False) else "raw"
-        return "folded" if str(self.cfg.normalization_type).endswith("Pre") else "raw"
+        """How the weights were rewritten: logits and residual basis depend on it, logit differences do not.
+
+        Read off the weights themselves: norms without gain and shift, and zero means of what is written or unembedded.
+        """
+        norms = [norm for block in self.blocks for norm in block.norms.values()]
+        folded = bool(norms) and all(
+            (norm.gain is None or bool((norm.gain == 1).all())) and (norm.shift is None or not bool(norm.shift.any()))
+            for norm in norms
+        )
+        found = {
+            "folded": folded,
+            "centred writing": _zero_mean(self.blocks[0].attention.W_O[:8]),
+            "centred unembedding": self.unembedding is not None and _zero_mean(self.unembedding[0][:8]),
+        }
+        return ", ".join(name for name, present in found.items() if present) or "raw"
 
 
 def norm_weights(norm: Any, cfg: Any) -> NormWeights:
@@ -293,6 +304,10 @@ def find_activation(component: Any, cfg: Any) -> Activation | None:
 def _unhooked(phi: Callable[..., Any]) -> Activation:
     """A Bridge may wrap the activation in a component with hooks of its own; take what it wraps."""
     return getattr(phi, "original_component", None) or phi
+
+
+def _zero_mean(rows: Tensor) -> bool:
+    return bool((rows.mean(-1).abs() <= 1e-4 * rows.std(-1)).all())
 
 
 def _is_bridge_component(module: Any) -> bool:

@@ -24,7 +24,8 @@ def made(tokens, scores, mask=None, **fields):
     """An Attribution by hand, one prompt."""
     scores = torch.tensor([scores], dtype=torch.float64)
     mask = torch.tensor([mask or [True] * len(tokens)])
-    queries = torch.arange(scores.shape[1])[None] if scores.shape[1] > 1 else torch.tensor([[len(tokens) - 1]])
+    last = int(mask[0].nonzero()[-1])
+    queries = torch.arange(scores.shape[1])[None] if scores.shape[1] > 1 else torch.tensor([[last]])
     return tlens.Attribution(scores, [tokens], queries, mask, "hand", **fields)
 
 
@@ -58,7 +59,7 @@ def test_top(frozen):
     result = made(["a", "b", "c", "<pad>"], [[1.0, -3.0, 2.0, 9.0]], [True, True, True, False])
     assert [(e.position, e.token, e.score) for e in result.top(2)] == [(1, "b", -3.0), (2, "c", 2.0)]
     assert len(result.top(100)) == 3
-    for bad in ({"query": 1}, {"batch": 1}):
+    for bad in ({"query": 1}, {"query": -2}, {"batch": 1}):
         with pytest.raises(tlens.InvalidInputError):
             result.top(**bad)
 
@@ -117,7 +118,7 @@ def test_difference(frozen):
 def test_difference_across_weight_processing_is_refused(frozen, model_named):
     a = tlens.attribute(frozen, collapse="target", target=5)
     b = tlens.attribute(model_named("bridge/gpt2-compatibility"), frozen.tokens, collapse="target", target=5)
-    with pytest.raises(tlens.InvalidInputError, match=r"weight processing \('raw' and 'compatibility'\)"):
+    with pytest.raises(tlens.InvalidInputError, match=r"weight processing \('raw' and 'folded, centred"):
         a - b
 
 

@@ -88,8 +88,16 @@ def test_a_cache_of_something_else(model_named):
         tlens.freeze(model, some_tokens(), cache=partial)
     _, other = model.run_with_cache(some_tokens(seed=5))
     mixed = {**dict(cache.items()), **{k: v for k, v in other.items() if "resid_pre" in k}}
-    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0"):
+    with pytest.raises(tlens.InvalidInputError, match="made from another input"):
         tlens.freeze(model, some_tokens(), cache=mixed)
+    with pytest.raises(tlens.InvalidInputError, match="made from another input"):
+        tlens.freeze(model, some_tokens().flip(1), cache=cache)
+    _, one = model.run_with_cache(some_tokens(1), remove_batch_dim=True)
+    with pytest.raises(tlens.InvalidInputError, match="no batch axis"):
+        tlens.freeze(model, some_tokens(1), cache=one)
+    later = {**dict(cache.items()), "blocks.1.hook_resid_pre": other["blocks.1.hook_resid_pre"]}
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0"):
+        tlens.freeze(model, some_tokens(), cache=later)
 
 
 def test_mixture_of_experts_is_refused_by_name():

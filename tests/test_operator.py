@@ -182,6 +182,6 @@ def test_other_dtypes_need_nothing(name, dtype):
         model.cfg.dtype = dtype
     frozen = tlens.freeze(model, some_tokens())
     result = frozen.operator().in_out()
-    assert result.scores.dtype == dtype
+    assert result.scores.dtype == torch.float32  # half precision is summed wide
     assert float(result.residual.max()) < {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
     assert torch.isfinite(frozen.operator().contributions()).all()

@@ -1,18 +1,17 @@
 """One forward pass, and what it leaves behind."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensorlens_tl.errors import InvalidInputError, NumericalError
-
-Store = Literal["model", "cpu"]
+from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 
 
 def capture(
-    model: Any, inputs: Mapping[str, Any], names: Sequence[str], *, store: Store = "model"
+    model: Any, inputs: Mapping[str, Any], names: Sequence[str], *, store: str = "model"
 ) -> tuple[dict[str, Tensor], Any]:
     """Run the model once and keep the activations at `names`.
 
@@ -35,7 +34,30 @@ def capture(
 
     with torch.no_grad():
         output = model.run_with_hooks(**inputs, fwd_hooks=[(name, keep(name)) for name in names])
+    silent = [name for name in names if name not in kept]
+    if silent:
+        raise UnsupportedModelError(
+            f"the hook point {silent[0]!r} exists but did not fire in a forward pass of this {type(model).__name__}; "
+            "a frozen pass needs it."
+        )
     return kept, output
+
+
+class _ReachedError(Exception):
+    """Ends a forward pass early; never leaves `run_until`."""
+
+
+def run_until(model: Any, inputs: Mapping[str, Any], name: str) -> Tensor:
+    """The activation at one hook point, without running the model any further."""
+    seen: list[Tensor] = []
+
+    def stop(tensor: Tensor, *, hook: Any) -> None:
+        seen.append(tensor.detach())
+        raise _ReachedError
+
+    with torch.no_grad(), suppress(_ReachedError):
+        model.run_with_hooks(**inputs, fwd_hooks=[(name, stop)])
+    return seen[0]
 
 
 def from_cache(cache: Any, names: Sequence[str], batch: int, pos: int) -> dict[str, Tensor]:
@@ -52,6 +74,8 @@ def from_cache(cache: Any, names: Sequence[str], batch: int, pos: int) -> dict[s
         )
     kept = {name: cache[name].detach() for name in names}
     first = next(iter(kept.values()))
+    if first.ndim == 2:
+        raise InvalidInputError("cache: it has no batch axis; make it without remove_batch_dim=True.")
     if tuple(first.shape[:2]) != (batch, pos):
         raise InvalidInputError(
             f"cache: {names[0]} is {tuple(first.shape)}, but the input has batch {batch} and {pos} tokens. "

@@ -20,13 +20,22 @@ from tensorlens_tl.hooks.points import BlockPoints
 FwdHook = tuple[str, Callable[..., Tensor | None]]
 
 
+def refuse_attached(model: Any) -> None:
+    """Raise `FrozenModelError` if hooks of a frozen pass are on the model: a run would not be its own."""
+    for name, point in model.hook_dict.items():
+        if any(getattr(getattr(handle, "user_hook", None), "holds_fixed", False) for handle in point.fwd_hooks):
+            raise FrozenModelError(
+                f"a frozen pass is attached to this model (at {name}); leave its `with frozen.attached():` first."
+            )
+
+
 def replace(name: str, value: Tensor) -> FwdHook:
     """A hook that puts `value` in place of the live activation; a batch of 1 serves any batch."""
 
     def hook(live: Tensor, *, hook: Any) -> Tensor:
         return _like(value, live, name).expand(live.shape)
 
-    return name, hook
+    return name, _marked(hook)
 
 
 def attention_hooks(points: BlockPoints, pattern: Tensor, takes_effect: bool) -> list[FwdHook]:
@@ -38,13 +47,16 @@ def attention_hooks(points: BlockPoints, pattern: Tensor, takes_effect: bool) ->
     def record(v: Tensor, *, hook: Any) -> None:
         values["v"] = v
 
-    def mix(z: Tensor, *, hook: Any) -> Tensor:
-        v, held = values["v"], _like(pattern, values["v"], points.pattern, batch_only=True)
+    def mix(z: Tensor, *, hook: Any) -> Tensor | None:
+        v = values.pop("v", None)  # kept no longer than needed: it may hold an autograd graph
+        if v is None:
+            return None  # a Bridge in compatibility mode calls a hook once for each of its point's names
+        held = _like(pattern, v, points.pattern, batch_only=True)
         grouped = rearrange(held, "b (kv group) q k -> b kv group q k", kv=v.shape[2])
         mixed = torch.einsum("bcgqk,bkcd->bqcgd", grouped, v)
         return mixed.reshape(z.shape)
 
-    return [(points.value, record), (points.z, mix)]
+    return [(points.value, record), (points.z, _marked(mix))]
 
 
 def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> list[FwdHook]:
@@ -63,11 +75,13 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
 
         return name, hook
 
-    def post(tensor: Tensor, *, hook: Any) -> Tensor:
-        u = live[through_name]
+    def post(tensor: Tensor, *, hook: Any) -> Tensor | None:
+        u, g = live.get(through_name), live.get(gate_name)
+        live.clear()
+        if u is None:
+            return None
         out = _like(held.through, u, through_name) * u
-        if held.gate is not None:
-            g = live[gate_name]
+        if held.gate is not None and g is not None:
             out = out + _like(held.gate, g, gate_name) * g
         if held.rest is not None:
             out = out + _like(held.rest, out, through_name)
@@ -76,7 +90,13 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
         return out.reshape(tensor.shape)
 
     recorded = {through_name, gate_name} if held.gate is not None else {through_name}
-    return [*(record(name) for name in sorted(recorded)), (points.post, post)]
+    return [*(record(name) for name in sorted(recorded)), (points.post, _marked(post))]
+
+
+def _marked(hook: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Recognised by `refuse_attached`."""
+    hook.holds_fixed = True  # pyright: ignore[reportFunctionMemberAccess]
+    return hook
 
 
 def patterns_take_effect(model: Any, inputs: Mapping[str, Any], blocks: list[BlockPoints]) -> list[bool]:
