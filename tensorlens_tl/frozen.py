@@ -217,9 +217,15 @@ class FrozenPass:
         layout: Layout | None = None,
     ) -> AffineMap:
         """One block as a map; `heads` keeps only those heads, ``mlp=False`` leaves the MLP's branch out."""
+        parts = self._parts(layer, activation, heads, mlp)
+        return compose(layout or self.layouts[layer], *parts)
+
+    def _parts(
+        self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
+    ) -> tuple[Chain, Chain | None, dict[str, Norm]]:
+        """What a block is composed of: attention, MLP, norms."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
-        sublayer = self.mlp(layer, activation) if mlp else None
-        return compose(layout or self.layouts[layer], self.attention(layer, heads), sublayer, norms)
+        return self.attention(layer, heads), self.mlp(layer, activation) if mlp else None, norms
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
         """A masked language model's transform before its unembedding, norm(φ(x·W + b)), frozen; None otherwise."""
@@ -304,8 +310,10 @@ class FrozenPass:
 
     def prove_block(self, layer: int, layout: Layout) -> float:
         """The largest relative error of any real token between the composed block and the model's own output."""
-        made = self.block(layer, layout=layout)(self.resid_pre(layer))
-        return self._relative_error(made, self.resid_pre(layer + 1))
+        return self._prove(layer, self.block(layer, layout=layout))
+
+    def _prove(self, layer: int, block: AffineMap) -> float:
+        return self._relative_error(block(self.resid_pre(layer)), self.resid_pre(layer + 1))
 
     def prove_head(self) -> float | None:
         """The same for what follows the last block: the final norm, or a masked language model's transform."""
@@ -512,7 +520,8 @@ def _choose(frozen: FrozenPass, layer: int, options: Sequence[Layout], tolerance
         UnsupportedModelError: two of them do.
     """
     short = _first_tokens(frozen, layer)
-    errors = {option: short.prove_block(layer, option) for option in options}
+    parts = short._parts(layer)
+    errors = {option: short._prove(layer, compose(option, *parts)) for option in options}
     passing = sorted((option for option in options if errors[option] <= tolerance), key=lambda option: errors[option])
     if len(passing) > 1 and errors[passing[1]] < 10 * errors[passing[0]] and not _same_map(short, layer, passing):
         raise UnsupportedModelError(
