@@ -111,10 +111,15 @@ class Attribution:
 
     def top(self, k: int = 10, query: int = -1, batch: int = 0) -> list[TokenScore]:
         """The k source tokens of largest absolute score for one query, counted over the prompt's real queries."""
+        if k < 1:
+            raise InvalidInputError(f"top: k={k}; ask for at least one token.")
         scores, tokens = self._plane(batch), self.tokens[batch]
         real = [number for number, position in enumerate(self.queries[batch].tolist()) if self.mask[batch, position]]
         if not -len(real) <= query < len(real):
-            raise InvalidInputError(f"top: query={query}, but prompt {batch} has {len(real)} queries here.")
+            held = [self.queries[batch, number].item() for number in real]
+            raise InvalidInputError(
+                f"top: query={query} is an index into the queries of prompt {batch}, which are at positions {held}."
+            )
         row = scores[real[query]].masked_fill(~self.mask[batch].to(scores.device), 0)
         order = row.abs().argsort(descending=True, stable=True)[: min(k, int(self.mask[batch].sum()))]
         return [TokenScore(int(i), tokens[int(i)], float(row[i])) for i in order if bool(self.mask[batch, i])]
@@ -300,6 +305,9 @@ class Attribution:
         facts = {name: getattr(self, name) for name in _FACTS}
         metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "facts": json.dumps(facts, default=_plain)}
         path = Path(path)
+        if path.suffix == ".html" or not path.parent.is_dir():
+            hint = "that is a page: use to_html()" if path.suffix == ".html" else f"there is no folder {path.parent}"
+            raise InvalidInputError(f"save: cannot write {path}, {hint}.")
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             save_file(tensors, temporary, metadata=metadata)

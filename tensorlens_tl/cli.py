@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tensorlens-tl", description="Exact attribution on frozen transformers.")
+    parser.add_argument("--version", action="version", version=version("tensorlens-tl"))
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], help: str) -> argparse.ArgumentParser:
@@ -43,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("demo", run_demo, "Freeze a sentence on the embedded model and show where its prediction comes from.")
     sub.add_argument("text", nargs="?", default=demo.PROMPT)
-    sub.add_argument("-o", "--output", type=Path, default=Path("demo.html"), help="where to write the page")
+    sub.add_argument(
+        "-o", "--output", type=Path, default=Path("demo.html"), help="where to write the page (default: demo.html here)"
+    )
 
     sub = command("attribute", run_attribute, "Attribute the last token's output or prediction to the prompt.")
     _model_arguments(sub)
@@ -93,7 +97,10 @@ def load_model(name: str, kind: str | None = None, dtype: Any = torch.float32) -
 
         return TransformerBridge.boot_transformers(name, dtype=dtype)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise InvalidInputError(f"--model {name}: cannot be loaded ({type(error).__name__}: {error}).") from error
+        why = str(error).strip().split("\n", 1)[0][:200]
+        raise InvalidInputError(
+            f"--model {name}: no such folder, and it cannot be loaded from the hub ({type(error).__name__}: {why})."
+        ) from error
 
 
 def _frozen(args: argparse.Namespace) -> FrozenPass:
@@ -124,10 +131,11 @@ def run_verify(args: argparse.Namespace) -> None:
 
 def run_attribute(args: argparse.Namespace) -> None:
     """Attribute and print the top tokens; saves where asked."""
+    _check_output(args.output)
     method = get_method(args.method)
     options = {name: getattr(args, name) for name in ("collapse", "target", "minus", "query")}
     options = {name: value for name, value in options.items() if value is not None}
-    if "target" in options and "collapse" in method.options:
+    if {"target", "minus"} & set(options) and "collapse" in method.options:
         options.setdefault("collapse", "target")
     result = attribute(_frozen(args), method=args.method, **options)
     _print_top(result, args.top)
@@ -145,7 +153,16 @@ def _print_top(result: Attribution, k: int) -> None:
     table = Table("position", "token", "score", title=Text(f"{result.method}: {result.target}{residual}"))
     for entry in result.top(k):
         table.add_row(str(entry.position), Text(repr(entry.token)), f"{entry.score:+.4g}")
+    if result.bias is not None and result.total is not None:
+        table.add_section()
+        table.add_row("", "bias (no token)", f"{float(result.bias[0, 0]):+.4g}")
+        table.add_row("", "total", f"{float(result.total[0, 0]):+.4g}")
     console.print(table)
+
+
+def _check_output(path: Path | None) -> None:
+    if path is not None and not path.parent.is_dir():
+        raise InvalidInputError(f"--output {path}: there is no folder {path.parent}.")
 
 
 # ---------------------------------------------------------------------------------------- the main job
@@ -153,6 +170,7 @@ def _print_top(result: Attribution, k: int) -> None:
 
 def run_demo(args: argparse.Namespace) -> None:
     """Freeze a sentence on the embedded model, show what moved its prediction, prove it, and write a page."""
+    _check_output(args.output)
     model = demo.load_demo_model()
     frozen = freeze(model, args.text)
     logits = frozen.last_logits

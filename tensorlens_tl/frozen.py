@@ -24,6 +24,7 @@ from tensorlens_tl.hooks import (
     capture,
     check_finite,
     from_cache,
+    is_attached,
     mlp_hooks,
     model_points,
     patterns_take_effect,
@@ -242,7 +243,7 @@ class FrozenPass:
         self,
         *,
         layers: Any = None,
-        heads: Mapping[int, Any] | None = None,
+        heads: Any = None,
         mlp: Any = True,
         activation: str = "ratio",
     ) -> FrozenOperator:
@@ -302,9 +303,17 @@ class FrozenPass:
         """``with frozen.attached(): ...`` runs the frozen model; takes the options of `fwd_hooks`.
 
         Only these hooks are removed at the end, also after an exception.
+
+        Raises:
+            FrozenModelError: the hooks were taken off inside, as ``model.reset_hooks()`` does.
         """
         with self.model.hooks(fwd_hooks=self.fwd_hooks(**options)):
             yield self.model
+            if not is_attached(self.model):
+                raise FrozenModelError(
+                    "the hooks of this frozen pass were removed inside `with frozen.attached():` (by "
+                    "model.reset_hooks()?), so the model ran unfrozen since."
+                )
 
     # ------------------------------------------------------------------ proofs
 

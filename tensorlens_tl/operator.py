@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from tensorlens_tl.activation import Rule, check_rule
 from tensorlens_tl.errors import InvalidInputError, NumericalError, SizeError, UnsupportedModelError
 from tensorlens_tl.inputs import query_positions
-from tensorlens_tl.maps import AffineMap, Chain
+from tensorlens_tl.maps import AffineMap, Chain, at_positions
 from tensorlens_tl.targets import token_ids
 
 if TYPE_CHECKING:  # frozen imports this module
@@ -80,13 +80,15 @@ class FrozenOperator:
         frozen: "FrozenPass",
         *,
         layers: Any = None,
-        heads: Mapping[int, Any] | None = None,
+        heads: Any = None,
         mlp: Any = True,
         activation: str = "ratio",
     ) -> "FrozenOperator":
         """See `FrozenPass.operator`."""
         rule = check_rule(activation)
         chosen = _layers(frozen.n_layers, layers)
+        if not isinstance(heads or {}, Mapping):
+            raise InvalidInputError(f"heads={heads!r}: pass layer -> heads to keep, such as {{1: [0, 3]}}.")
         kept = {layer: _heads(frozen, layer, chosen, ids) for layer, ids in (heads or {}).items()}
         frozen.check_fresh()
         with_mlp = set(chosen) if mlp is True else set() if mlp is False else _mlps(mlp, chosen)
@@ -157,22 +159,34 @@ class FrozenOperator:
 
     # ------------------------------------------------------------------ tensors
 
-    def contributions(self) -> Float[Tensor, "batch query key d_model"]:
+    def contributions(self, query: int | None = None) -> Float[Tensor, "batch query key d_model"]:
         """``T[i,:,j,:]·x_j``: what source token j puts into position i.
 
-        Summed over keys, plus `bias`, they are the model's own output at every real token.
+        Summed over keys, plus `bias`, they are the model's own output at every real token. On a causal model the empty
+        triangle is skipped.
+
+        Args:
+            query: one query counted over each row's real tokens, or None for all.
 
         Raises:
+            InvalidInputError: a query out of range.
             SizeError: the result would be larger than `MOST_BYTES`.
         """
+        positions = self._positions(query)
         batch, pos, width = self.x.shape
-        _check_size("contributions", (batch, pos, pos, width), self.x)
-        result = self.x.new_zeros(batch, pos, pos, width)
-        for rows in self._chunks(pos, "contributions"):
+        _check_size("contributions", (batch, positions.shape[1], pos, width), self.x)
+        result = self.x.new_zeros(batch, positions.shape[1], pos, width)
+        for rows in self._chunks(pos, "contributions", parts=8):
+            live = slice(rows.start if self.frozen.causal else 0, None)
             sources = self.x.new_zeros(len(rows), batch, pos, width)
             sources[range(len(rows)), :, rows] = self.x[:, rows].transpose(0, 1)
-            result[:, :, rows] = self.push(sources).permute(1, 2, 0, 3)
-        return self._mask(result)
+            pushed = torch.zeros_like(sources)
+            pushed[:, :, live] = at_positions(self.map, live).push(sources[:, :, live])
+            pushed = pushed.permute(1, 2, 0, 3)
+            asked = pushed if query is None else torch.take_along_dim(pushed, positions[..., None, None], dim=1)
+            result[:, :, rows] = asked
+        mask = self._pair_mask(positions)
+        return result if bool(mask.all()) else result * mask[..., None]
 
     def slice(self, query: int | None = -1) -> Float[Tensor, "batch d_out key d_in"]:
         """``T[i,:,j,:]`` for one query i and every key j.
@@ -284,7 +298,10 @@ class FrozenOperator:
             vectors, total = self._direction(direction, positions)
             return self._scores(vectors, positions, self.map, total)
         if target is None:
-            raise InvalidInputError("target: missing. Pass a token (target=' Paris'), or direction=Tensor[d_model].")
+            also = " (minus alone is no target)" if minus is not None else ""
+            raise InvalidInputError(
+                f"target: missing{also}. Pass a token (target=' Paris'), or direction=Tensor[d_model]."
+            )
         if not self._reaches_end:
             raise InvalidInputError(
                 f"target: this operator ends at blocks.{self.last} input, before the final norm and the unembedding; "
@@ -346,11 +363,6 @@ class FrozenOperator:
         mask = self.frozen.mask
         return torch.take_along_dim(mask, positions, dim=1)[:, :, None] & mask[:, None, :]
 
-    def _mask(self, pairs: Float[Tensor, "batch query key d"]) -> Tensor:
-        if bool(self.frozen.mask.all()):
-            return pairs
-        return pairs * self._pair_mask(self._positions(None))[..., None]
-
     def _basis_rows(self, positions: Int[Tensor, "batch"], what: str) -> Iterator[tuple[range, Tensor]]:
         """Basis vectors at one position per prompt, pulled: ``rows, [rows, batch, key, d_in]``."""
         width = self.x.shape[-1]
@@ -365,8 +377,8 @@ class FrozenOperator:
             vectors = torch.randn(len(rows), batch, width, generator=generator, dtype=torch.float32).to(self.x)
             yield self.pull(_place(vectors, positions.expand(len(rows), -1), self.x))
 
-    def _chunks(self, rows: int, what: str) -> Iterator[range]:
-        """Ranges of rows whose hidden activations fit the budget, with a progress bar on long work."""
+    def _chunks(self, rows: int, what: str, parts: int = 1) -> Iterator[range]:
+        """At least `parts` ranges of rows whose hidden activations fit the budget; a progress bar on long work."""
         self.frozen.check_fresh()
         mlp = self.frozen.view.blocks[self.first].mlp
         attention = self.frozen.view.blocks[self.first].attention
@@ -374,7 +386,7 @@ class FrozenOperator:
         batch, pos, width = self.x.shape
         # what is alive at once: the stream and a sublayer's input, and the widest hidden layer twice over
         per_row = batch * pos * (2 * width + 2 * max(hidden, attention.W_O.shape[0])) * self.x.element_size()
-        step = max(1, ROW_BUDGET // per_row)
+        step = max(1, min(ROW_BUDGET // per_row, -(-rows // parts)))
         starts = range(0, rows, step)
         bar = tqdm(starts, desc=what, leave=False, delay=2.0, disable=len(starts) < 4)
         return (range(start, min(start + step, rows)) for start in bar)
@@ -465,15 +477,15 @@ def _heads(frozen: "FrozenPass", layer: int, chosen: range, ids: Any) -> list[in
         raise InvalidInputError(f"heads: layer {layer} is not among the operator's layers {list(chosen)}.")
     count = frozen.view.blocks[layer].attention.heads
     if not isinstance(ids, Collection):
-        raise InvalidInputError(f"heads: pass a collection for layer {layer}, such as {{{layer}: [{ids}]}}.")
+        raise InvalidInputError(f"heads: pass a collection of heads for layer {layer}, such as {{{layer}: [0, 2]}}.")
     if any(not isinstance(head, int) or not 0 <= head < count for head in ids):
         raise InvalidInputError(f"heads: layer {layer} has heads 0 to {count - 1}, got {list(ids)}.")
     return list(ids)
 
 
 def _mlps(layers: Any, chosen: range) -> set[int]:
-    if not isinstance(layers, Collection):
-        raise InvalidInputError(f"mlp={layers!r}: use True, False, or the layers whose MLPs to keep.")
+    if not isinstance(layers, Collection) or isinstance(layers, Mapping):
+        raise InvalidInputError(f"mlp={layers!r}: use True, False, or the layers whose MLPs to keep (each whole).")
     outside = [layer for layer in layers if layer not in chosen]
     if outside:
         raise InvalidInputError(f"mlp: layers {outside} are not among the operator's layers {list(chosen)}.")

@@ -59,7 +59,7 @@ _METHODS: dict[str, Method] = {}
 _LOADED: set[str] = set()
 
 
-def register_method(name: str) -> Callable[[MethodFunction], MethodFunction]:
+def register_method(name: Any) -> Callable[[MethodFunction], MethodFunction]:
     """Register a function under a name, as a decorator.
 
     The same function (by module and qualified name) may register again, as notebook cells do.
@@ -67,6 +67,9 @@ def register_method(name: str) -> Callable[[MethodFunction], MethodFunction]:
     Raises:
         RegistryError: the name belongs to another function.
     """
+
+    if not isinstance(name, str):
+        raise RegistryError("register_method takes the method's name: write @register_method('my-method').")
 
     def decorate(function: MethodFunction) -> MethodFunction:
         taken = _METHODS.get(name)
@@ -130,7 +133,9 @@ def attribute(model: Any, input: Any = None, *, method: str = "tensorlens", **op
         model: a TransformerLens model, or a `FrozenPass` (then leave `input` out).
         input: a string, a list of strings, or token ids.
         method: one of `list_methods()`.
-        options: the method's options; those of `freeze` (`attention_mask`, `prepend_bos`, `verify` …) go there.
+        options: the method's options (``help(tlens.get_method(name).function)`` describes them; the default method
+            takes `collapse`, `query`, `target`, `minus`, `direction`, `layers`, `heads`, `mlp`, `activation`,
+            `probes`); those of `freeze` (`attention_mask`, `prepend_bos`, `verify` …) go there.
 
     Raises:
         RegistryError: unknown method.
@@ -151,7 +156,16 @@ def attribute(model: Any, input: Any = None, *, method: str = "tensorlens", **op
             raise InvalidInputError(
                 "attribute: a frozen pass has its input already; leave `input` and its options out."
             )
-        return chosen.function(model, **for_method)
+        return _checked(method, chosen.function(model, **for_method))
     if input is None:
         raise InvalidInputError("attribute: `input` is missing; pass a string, a list of strings or token ids.")
-    return chosen.function(freeze(model, input, **for_freeze), **for_method)
+    return _checked(method, chosen.function(freeze(model, input, **for_freeze), **for_method))
+
+
+def _checked(method: str, result: Any) -> Attribution:
+    if not isinstance(result, Attribution):
+        raise RegistryError(
+            f"method {method!r} returned {type(result).__name__}, not an Attribution; wrap its scores with "
+            "tlens.Attribution.of(frozen, scores, method=..., query=...)."
+        )
+    return result

@@ -28,7 +28,10 @@ def token_ids(view: ModelView, tokens: Any, batch: int, name: str = "target") ->
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
         tokens = [tokens] * batch
     if len(tokens) != batch:
-        raise InvalidInputError(f"{name}: {len(tokens)} tokens for {batch} prompts; pass one, or one for each prompt.")
+        raise InvalidInputError(
+            f"{name}: {len(tokens)} tokens for {batch} prompts; pass one, or one for each prompt. A difference of two "
+            "tokens takes the second as minus=, a vector goes in direction=."
+        )
     return torch.tensor([_token_id(view, token, name) for token in tokens])
 
 

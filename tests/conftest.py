@@ -19,7 +19,7 @@ _models: dict = {}
 def _seeded():
     random.seed(0)
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
 @pytest.fixture

@@ -252,7 +252,7 @@ def test_register_and_call(frozen, clean_registry):
         (lambda f: tlens.attribute(f, colapse="norm"), tlens.InvalidInputError, "no option 'colapse'"),
         (lambda f: tlens.attribute(f, collapse="mean"), tlens.InvalidInputError, "'in_out', 'norm', 'target'"),
         (lambda f: tlens.attribute(f, collapse="target"), tlens.InvalidInputError, "missing"),
-        (lambda f: tlens.attribute(f, target=5), tlens.InvalidInputError, "belong to collapse='target'"),
+        (lambda f: tlens.attribute(f, target=5), tlens.InvalidInputError, "belong to collapse='target'; add it"),
         (lambda f: tlens.attribute(f, probes=5), tlens.InvalidInputError, "belong to collapse='norm'"),
         (lambda f: tlens.attribute(f, "text"), tlens.InvalidInputError, "has its input already"),
         (lambda f: tlens.attribute(f, verify=False), tlens.InvalidInputError, "has its input already"),

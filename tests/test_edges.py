@@ -232,3 +232,46 @@ def test_top_skips_the_queries_of_padding(model_named):
     result = tlens.attribute(model_named(GPT2), tokens, attention_mask=mask, query=None)
     assert abs(result.top(1, batch=1)[0].score) == float(result.scores[1, 2].abs().max())
     assert len(result.top(10, query=-3, batch=1)) == 3
+
+
+def test_hooks_taken_off_inside_are_noticed(model_named):
+    frozen = tlens.freeze(model_named(GPT2), some_tokens())
+    with pytest.raises(tlens.FrozenModelError, match="removed inside"), frozen.attached() as model:
+        model.reset_hooks()
+
+
+def test_contributions_of_one_query(model_named):
+    tokens, mask = some_tokens(), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    op = tlens.freeze(model_named(GPT2), tokens, attention_mask=mask).operator()
+    every = op.contributions()
+    assert torch.allclose(op.contributions(-1)[:, 0], torch.stack([every[0, 5], every[1, 3]]))
+    assert not op.contributions(-1)[1, 0, 4:].any()
+
+
+def test_a_part_of_the_model_says_so(model_named):
+    frozen = tlens.freeze(model_named(GPT2), some_tokens())
+    assert "part of the model" not in tlens.attribute(frozen).target
+    for options in ({"mlp": False}, {"layers": slice(1, None)}, {"heads": {0: [1]}}):
+        assert "part of the model" in tlens.attribute(frozen, **options).target
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda f: f.operator(mlp={1: [3]}), tlens.InvalidInputError, "each whole"),
+        (lambda f: f.operator(heads=[0, 3]), tlens.InvalidInputError, "layer -> heads"),
+        (lambda f: tlens.register_method(lambda frozen: None), tlens.RegistryError, "'my-method'"),
+        (lambda f: tlens.attribute(f, method="returns-a-collapse"), tlens.RegistryError, "returned Collapse"),
+        (lambda f: tlens.attribute(f).top(0), tlens.InvalidInputError, "at least one"),
+        (lambda f: tlens.attribute(f).save("no/such/folder/x"), tlens.InvalidInputError, "no folder"),
+        (lambda f: tlens.attribute(f).save("x.html"), tlens.InvalidInputError, "to_html"),
+        (lambda f: f.operator().target(minus=5), tlens.InvalidInputError, "minus alone"),
+        (lambda f: f.operator().target([1, 2, 3]), tlens.InvalidInputError, "minus="),
+    ],
+)
+def test_what_a_newcomer_stumbles_over(model_named, monkeypatch, call, error, message):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    tlens.register_method("returns-a-collapse")(lambda frozen: frozen.operator().in_out())
+    with pytest.raises(error, match=message):
+        call(tlens.freeze(model_named(GPT2), some_tokens()))

@@ -20,13 +20,19 @@ from tensorlens_tl.hooks.points import BlockPoints
 FwdHook = tuple[str, Callable[..., Tensor | None]]
 
 
+def is_attached(model: Any) -> bool:
+    """Whether hooks of a frozen pass are on the model."""
+    return any(
+        getattr(getattr(handle, "user_hook", None), "holds_fixed", False)
+        for point in model.hook_dict.values()
+        for handle in point.fwd_hooks
+    )
+
+
 def refuse_attached(model: Any) -> None:
     """Raise `FrozenModelError` if hooks of a frozen pass are on the model: a run would not be its own."""
-    for name, point in model.hook_dict.items():
-        if any(getattr(getattr(handle, "user_hook", None), "holds_fixed", False) for handle in point.fwd_hooks):
-            raise FrozenModelError(
-                f"a frozen pass is attached to this model (at {name}); leave its `with frozen.attached():` first."
-            )
+    if is_attached(model):
+        raise FrozenModelError("a frozen pass is attached to this model; leave its `with frozen.attached():` first.")
 
 
 def replace(name: str, value: Tensor) -> FwdHook:

@@ -46,7 +46,7 @@ def tensorlens(
     if collapse not in get_args(CollapseName):
         raise InvalidInputError(f"collapse={collapse!r}; use one of {', '.join(map(repr, get_args(CollapseName)))}.")
     if collapse != "target" and any(option is not None for option in (target, minus, direction)):
-        raise InvalidInputError(f"target, minus and direction belong to collapse='target', not {collapse!r}.")
+        raise InvalidInputError(f"target, minus and direction belong to collapse='target'; add it (this is {collapse!r}).")
     if collapse != "norm" and probes is not None:
         raise InvalidInputError(f"probes belong to collapse='norm', not {collapse!r}.")
     operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, activation=activation)
@@ -58,6 +58,9 @@ def tensorlens(
         result = operator.target(target, query, minus=minus, direction=direction)
         difference = "" if minus is None else f" − {minus!r}"
         what = "a direction" if direction is not None else f"logit of {target!r}{difference}"
+    whole = operator.whole and operator.first == 0 and operator.last == frozen.n_layers
+    what += "" if whole else f", of a part of the model (blocks {operator.first} to {operator.last - 1}"
+    what += "" if whole else (")" if operator.whole else ", heads or MLPs left out)")
     options = {"collapse": collapse, "query": query, "target": target, "minus": minus, "direction": direction} | {
         "layers": layers, "heads": heads, "mlp": mlp, "activation": activation, "probes": probes,
     }  # fmt: skip

@@ -1,0 +1,42 @@
+"""Raw attention."""
+
+from typing import Literal
+
+import torch
+
+from tensorlens_tl.attribution import AXES, Attribution
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.layer_maps import locals_of, select_query
+from tensorlens_tl.registry import register_method
+
+HeadReduction = Literal["mean", "max"]
+
+
+@register_method("attention")
+def attention(frozen: FrozenPass, *, head_reduction: str | None = "mean", query: int | None = None) -> Attribution:
+    """The attention pattern itself, averaged over layers; per layer and head in `layers`.
+
+    Args:
+        frozen: the pass.
+        head_reduction: `"mean"` or `"max"` over heads, or None for every head (axes batch, head, query, key).
+        query: one query counted over real tokens, or None for all.
+
+    Raises:
+        InvalidInputError: an unknown reduction, or a query out of range.
+    """
+    if head_reduction not in ("mean", "max", None):
+        raise InvalidInputError(f"head_reduction={head_reduction!r}; use 'mean', 'max' or None.")
+    patterns = [layer.pattern * layer.pairs[:, None] for layer in locals_of(frozen)]
+    if head_reduction is not None:
+        patterns = [p.mean(1) if head_reduction == "mean" else p.amax(1) for p in patterns]
+    layers = torch.stack(patterns)
+    return Attribution.of(
+        frozen,
+        select_query(frozen, layers.mean(0), query),
+        method="attention",
+        query=query,
+        axes=AXES if head_reduction else ("batch", "head", "query", "key"),
+        layers=layers,
+        options={"head_reduction": head_reduction, "query": query},
+    )

@@ -1,0 +1,165 @@
+"""DecompX: Modarressi et al. 2023.
+
+Every source token's vector goes through the whole model, and every bias is given to the source tokens where it is added
+(`tensorlens_tl.decompose`). As in the original, b_V travels with the sources in the first layer, where they are still
+apart, and is bias in later ones. Vectors sum to the model's own output, except with ``bias="none"``.
+
+Outside post-LN (ours): biases inside a branch are spread there, attention's after the residual connection, whatever the
+layout; the final norm's shift and, for a target, the prediction head's biases are spread too. A source token that cannot
+reach a query (causal, padding) gets no share.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorlens_tl.attribution import AXES, Attribution
+from tensorlens_tl.decompose import Spread, check_bias_rule, source_vectors, walk
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.layer_maps import select_query
+from tensorlens_tl.local import LocalLayer
+from tensorlens_tl.maps import AffineMap, Chain, Identity, Sum, mixes_positions
+from tensorlens_tl.operator import relative_residual, unembedding_rows
+from tensorlens_tl.registry import register_method
+
+
+@register_method("decompx")
+def decompx(
+    frozen: FrozenPass,
+    *,
+    bias: str = "absdot",
+    activation: str = "ratio",
+    aggregate: str = "norm",
+    target: Any = None,
+    minus: Any = None,
+    query: int | None = None,
+) -> Attribution:
+    """Source vectors through the whole model, biases spread over them stage by stage (Modarressi 2023).
+
+    Args:
+        frozen: the pass.
+        bias: `"absdot"`, `"norm"`, `"equal"`, `"abssim"`, `"dot"`, `"cls"`, `"token"` (an extra source, last on the key
+            axis) or `"none"`.
+        activation: `"ratio"` (zero origin) or `"tangent"` (linear approximation, its rest spread as a bias).
+        aggregate: `"norm"` of the vectors, `"target"` (their share of a logit; additive), or `"vector"` (axes batch,
+            query, key, d_model).
+        target, minus: the token of ``aggregate="target"``, and one to subtract.
+        query: one query counted over real tokens, or None for all.
+
+    Raises:
+        InvalidInputError: an unknown option, a target missing or not asked for, or a query out of range.
+    """
+    rule = check_bias_rule(bias)
+    if activation not in ("ratio", "tangent"):
+        raise InvalidInputError(f"activation={activation!r}; DecompX has 'ratio' and 'tangent'.")
+    if aggregate not in ("norm", "target", "vector"):
+        raise InvalidInputError(f"aggregate={aggregate!r}; use 'norm', 'target' or 'vector'.")
+    if (aggregate == "target") != (target is not None):
+        raise InvalidInputError("target: aggregate='target' needs one (target=' Paris'), and no other aggregate takes one.")
+    options = {"bias": bias, "activation": activation, "aggregate": aggregate, "query": query}
+    fields: dict[str, Any] = {}
+    if aggregate == "target":
+        direction, constant = unembedding_rows(frozen, target, minus)
+        vectors = source_to_output(frozen, rule, activation, through_head=True)
+        scores = torch.einsum("kbqd,bd->bqk", vectors, direction)
+        fields = _target_fields(frozen, scores, direction, constant, query)
+        fields |= {"additive": bias != "none", "target": f"logit of {target!r}" + (f" − {minus!r}" if minus else "")}
+        options |= {"target": target, "minus": minus}
+    else:
+        vectors = source_to_output(frozen, rule, activation)
+        scores = vectors.norm(dim=-1).permute(1, 2, 0) if aggregate == "norm" else vectors.permute(1, 2, 0, 3)
+    axes = AXES if aggregate != "vector" else (*AXES, "d_model")
+    if aggregate == "vector" and query is not None:
+        scores = select_query(frozen, scores.movedim(3, 1), query).movedim(1, 3)
+    else:
+        scores = select_query(frozen, scores, query)
+    if rule == "token":
+        fields |= {
+            "tokens": [[*row, "[bias]"] for row in frozen.str_tokens],
+            "mask": torch.cat([frozen.mask, torch.ones_like(frozen.mask[:, :1])], dim=1),
+        }
+    return Attribution.of(frozen, scores, method="decompx", query=query, axes=axes, options=options, **fields)
+
+
+def source_to_output(
+    frozen: FrozenPass, bias: str = "absdot", activation: str = "ratio", *, layers: int | None = None, through_head: bool = False
+) -> Tensor:
+    """Source vectors `[key, batch, query, d_model]` at the model's output, or at the output of the first `layers` blocks.
+
+    Args:
+        frozen: the pass.
+        bias, activation: as for `decompx`; ``bias="token"`` adds one key.
+        layers: stop after this many blocks, without the final norm.
+        through_head: go on through a masked language model's prediction head.
+    """
+    rule = check_bias_rule(bias)
+    spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1))
+    width = _widest(frozen)
+    vectors = _first_attention(frozen, spread, activation, width)
+    stages: list[AffineMap] = _stages(frozen.block(0, activation=activation))[1:]
+    last = frozen.n_layers if layers is None else layers
+    for layer in range(1, last):
+        stages += _stages(frozen.block(layer, activation=activation))
+    if layers is None:
+        ends = (frozen.final_norm(), frozen.prediction_head() if through_head else None)
+        stages += [end for end in ends if end is not None]
+    vectors = walk(Chain(tuple(stages)), vectors, spread, causal=frozen.causal, width=width)
+    pairs = frozen.mask[None, :, :] & _real_keys(frozen, len(vectors))
+    return vectors if bool(pairs.all()) else vectors * pairs[..., None]
+
+
+def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width: int) -> Tensor:
+    """The first attention step, where sources are still apart: u_j by head instead of a push per source, b_V included."""
+    local, extra = LocalLayer(frozen, 0), spread.rule == "token"
+    vectors = source_vectors(local.x, extra)
+    first = _stages(frozen.block(0, activation=activation))[0]
+    parallel = [t for t in first.terms if not isinstance(t, Identity) and not mixes_positions(t)] if isinstance(first, Sum) else []
+    beside = [walk(term, vectors.clone(), spread, causal=frozen.causal, width=width) for term in parallel]
+    for keys, given in local.vectors():
+        vectors[keys] += given
+    constant = frozen.view.blocks[0].attention.b_O
+    after = local.norms(local.attn.after)
+    constant = local.x.new_zeros(local.x.shape[-1]) if constant is None else constant
+    constant = constant.expand(local.x.shape)
+    for norm in after:
+        constant = norm(constant)
+    for given in beside:
+        vectors += given
+    return spread.add(vectors, constant, slice(None), slice(None))
+
+
+def _stages(block: AffineMap) -> list[AffineMap]:
+    return list(block.stages) if isinstance(block, Chain) else [block]
+
+
+def _widest(frozen: FrozenPass) -> int:
+    blocks = frozen.view.blocks
+    mlps = [2 * block.mlp.W_in.shape[1] for block in blocks if block.mlp is not None]
+    return max([*mlps, *(2 * block.attention.W_O.shape[0] for block in blocks)])
+
+
+def _real_keys(frozen: FrozenPass, keys: int) -> Tensor:
+    real = frozen.mask.T[:, :, None]
+    return real if keys == len(real) else torch.cat([real, torch.ones_like(real[:1])])
+
+
+def _reach(frozen: FrozenPass) -> Tensor:
+    """`[key, batch, query]`: both real, and the key not ahead of the query where the model is causal."""
+    mask = frozen.mask
+    reach = mask.T[:, :, None] & mask[None]
+    if frozen.causal:
+        pos = mask.shape[1]
+        reach = reach & torch.ones(pos, pos, dtype=torch.bool, device=mask.device).triu()[:, None]
+    return reach
+
+
+def _target_fields(frozen: FrozenPass, scores: Tensor, direction: Tensor, constant: Tensor, query: int | None) -> dict[str, Any]:
+    """Bias (b_U), total (the model's own logit) and residual for the asked queries."""
+    own = torch.einsum("bqd,bd->bq", frozen.unembedded(), direction) + constant[:, None]
+    real = frozen.mask.to(own.dtype)
+    pick = (lambda t: select_query(frozen, t[..., None], query)[..., 0]) if query is not None else (lambda t: t)
+    bias, total = pick(constant[:, None] * real), pick(own * real)
+    asked = select_query(frozen, scores, query)
+    return {"bias": bias, "total": total, "residual": relative_residual(asked, bias, total)}

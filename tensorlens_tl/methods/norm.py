@@ -1,0 +1,75 @@
+"""Norm-based attention analysis: Kobayashi et al. 2020 and 2021.
+
+With a_ij = Σ_h α^h_ij f^h(x_j), f(x) = (x·W_V + b_V)·W_O, and x read through the frozen norm that feeds attention:
+
+    attn         ‖a_ij‖                                     2020, Eq. 2; per head ‖α f(x)‖
+    attn_res     ‖a_ij + δ_ij x_i‖                          2021, with the residual connection
+    attn_res_ln  ‖LN(a_ij + δ_ij x_i)‖, linear part of LN   2021, with the norm around it
+
+Ours, outside post-LN: pre-LN and parallel blocks have no norm around the sum, so `attn_res_ln` equals `attn_res` there
+(the ATB of Kobayashi et al. 2024). In sandwich and post-only blocks the norm after attention belongs to a_ij.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.attribution import Attribution
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.layer_maps import globenc_norms, locals_of, norm_map, select_query
+from tensorlens_tl.registry import register_method
+
+SCOPES = ("attn", "attn_res", "attn_res_ln")
+
+
+@register_method("norm")
+def norm(frozen: FrozenPass, *, scope: str = "attn", query: int | None = None) -> Attribution:
+    """The norms of attention's token-to-token vectors (Kobayashi 2020, 2021), averaged over layers.
+
+    Args:
+        frozen: the pass.
+        scope: `"attn"`, `"attn_res"` or `"attn_res_ln"`, see the module.
+        query: one query counted over real tokens, or None for all.
+
+    Raises:
+        InvalidInputError: an unknown scope, or a query out of range.
+    """
+    _check(scope, SCOPES)
+    layers = norm_map(frozen, scope)
+    return Attribution.of(
+        frozen,
+        select_query(frozen, layers.mean(0), query),
+        method="norm",
+        query=query,
+        layers=layers,
+        options={"scope": scope, "query": query},
+    )
+
+
+def head_norms(frozen: FrozenPass) -> Float[Tensor, "layer batch head query key"]:
+    """‖α^h_ij f^h(x_j)‖ per head (Kobayashi 2020)."""
+    return torch.stack([layer.head_norms() for layer in locals_of(frozen)])
+
+
+def mixing_ratio(frozen: FrozenPass, scope: str = "attn_res_ln") -> Float[Tensor, "layer batch query"]:
+    """How much a token takes from the others: ‖Σ_{j≠i}‖ / (‖Σ_{j≠i}‖ + ‖own‖) (Kobayashi 2021).
+
+    Args:
+        frozen: the pass.
+        scope: one of `SCOPES`, or ``"globenc"`` for the whole of GlobEnc's block (Modarressi 2022).
+    """
+    _check(scope, (*SCOPES, "globenc"))
+    ratios = []
+    for layer in locals_of(frozen):
+        outer = layer.norms(layer.attn.outer) if scope == "attn_res_ln" else ()
+        outer = globenc_norms(layer) if scope == "globenc" else outer
+        own, others = layer.own_and_others(outer, residual=scope != "attn")
+        mixing = others.norm(dim=-1)
+        ratios.append(mixing / (mixing + own.norm(dim=-1)) * frozen.mask)
+    return torch.stack(ratios)
+
+
+def _check(scope: str, known: tuple[str, ...]) -> None:
+    if scope not in known:
+        raise InvalidInputError(f"scope={scope!r}; use one of {', '.join(map(repr, known))}.")

@@ -1,0 +1,82 @@
+"""Aggregating a per-layer map over layers: attention rollout (Abnar & Zuidema 2020), and the plain mean."""
+
+from tensorlens_tl.attribution import Attribution
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.layer_maps import WITHOUT_RESIDUAL, add_residual, layer_map, normalize_rows, product, select_query
+from tensorlens_tl.registry import register_method
+
+DEFAULT = object()
+"""Stands for: 0.5 where the map does not hold the residual connection yet, none where it does."""
+
+
+@register_method("rollout")
+def rollout(
+    frozen: FrozenPass,
+    *,
+    layer_map: str = "attention",
+    residual: float | None | object = DEFAULT,
+    normalize: bool = True,
+    query: int | None = None,
+) -> Attribution:
+    """The product over layers of a layer map: rows normalised, then (1 − residual)·A + residual·I (Abnar & Zuidema 2020).
+
+    Args:
+        frozen: the pass.
+        layer_map: `attention`, `norm:attn`, `norm:attn_res`, `norm:attn_res_ln`, `globenc`, `alti` or `ff-ig`.
+        residual: the share of the residual connection, None for none. By default 0.5 for `attention` and `norm:attn`,
+            none for maps that hold the residual already.
+        normalize: whether rows are divided by their sum first.
+        query: one query counted over real tokens, or None for all.
+
+    Raises:
+        InvalidInputError: an unknown map, a residual outside [0, 1], or a query out of range.
+        UnsupportedModelError: the map is undefined for this model.
+    """
+    share = residual
+    if share is DEFAULT:
+        share = 0.5 if layer_map in WITHOUT_RESIDUAL else None
+    if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
+        raise InvalidInputError(f"residual={share!r}; use a share between 0 and 1, or None.")
+    maps = _maps(frozen, layer_map)
+    maps = normalize_rows(maps) if normalize else maps
+    maps = add_residual(maps, float(share), frozen.mask) if isinstance(share, int | float) else maps
+    return Attribution.of(
+        frozen,
+        select_query(frozen, product(maps), query),
+        method="rollout",
+        query=query,
+        layers=maps,
+        options={"layer_map": layer_map, "residual": share, "normalize": normalize, "query": query},
+    )
+
+
+@register_method("mean")
+def mean(
+    frozen: FrozenPass, *, layer_map: str = "attention", normalize: bool = False, query: int | None = None
+) -> Attribution:
+    """The average over layers of a layer map.
+
+    Args:
+        frozen: the pass.
+        layer_map: as for `rollout`.
+        normalize: whether rows are divided by their sum first.
+        query: one query counted over real tokens, or None for all.
+
+    Raises:
+        InvalidInputError: an unknown map, or a query out of range.
+        UnsupportedModelError: the map is undefined for this model.
+    """
+    maps = _maps(frozen, layer_map)
+    maps = normalize_rows(maps) if normalize else maps
+    return Attribution.of(
+        frozen,
+        select_query(frozen, maps.mean(0), query),
+        method="mean",
+        query=query,
+        layers=maps,
+        options={"layer_map": layer_map, "normalize": normalize, "query": query},
+    )
+
+
+_maps = layer_map  # the option of the same name hides it inside the methods

@@ -1,0 +1,160 @@
+"""Every method on every family, by the shipped battery: it holds, or it refuses and says why."""
+
+import pytest
+import torch
+from conftest import hooks_on, some_tokens
+
+import tensorlens_tl as tlens
+from tensorlens_tl.layer_maps import LAYER_MAPS
+from tensorlens_tl.testing import check_attribution, check_method, model_names
+
+CASES = {
+    "attention": ("attention", {}),
+    "attention, heads": ("attention", {"head_reduction": None}),
+    "mean": ("mean", {"layer_map": "norm:attn_res_ln"}),
+    "rollout": ("rollout", {}),
+    "norm": ("norm", {"scope": "attn_res_ln"}),
+    "ff-ig": ("ff-ig", {}),
+    "globenc": ("globenc", {}),
+    "alti": ("alti", {}),
+    "decompx": ("decompx", {}),
+    "decompx, target": ("decompx", {"aggregate": "target", "target": 5, "query": -1}),
+    "decompx, vectors": ("decompx", {"aggregate": "vector", "bias": "token", "query": 0}),
+    "tensorlens": ("tensorlens", {"query": None}),
+    "tensorlens, norm": ("tensorlens", {"collapse": "norm"}),
+    "tensorlens, target": ("tensorlens", {"collapse": "target", "target": 5, "minus": 9}),
+    "input-x-gradient": ("input-x-gradient", {"target": 5}),
+    "integrated-gradients": ("integrated-gradients", {"target": 5, "steps": 3}),
+}
+REFUSES = {
+    "globenc": ("parallel", "neox", "phi", "gptj", "attn-only", "olmo2", "post-only"),
+    "ff-ig": ("parallel", "neox", "phi", "gptj", "attn-only"),
+}
+FLOAT32_INSIDE = ("llama", "mistral", "qwen", "gemma", "phi3", "olmo2", "native-rms")
+
+
+def refuses(method, name):
+    sequential = "sequential" in name or name == "bridge/phi3"
+    return not sequential and any(part in name for part in REFUSES.get(method, ()))
+
+
+FULLY = ("hooked/gqa", "hooked/sandwich", "encoder/bert", "bridge/gpt2", "bridge/neox", "bridge/llama", "bridge/opt")
+FULLY = [name for name in (*FULLY, "bridge/bert", "bridge/olmo2") if name in model_names()]
+
+
+def tolerance(name):
+    return 1e-5 if any(family in name for family in FLOAT32_INSIDE) else 1e-9
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", FULLY)
+def test_battery(case, family, model_named):
+    method, options = CASES[case]
+    refusal = check_method(method, model_named(family), options=options, tolerance=tolerance(family))
+    assert (refusal is not None) == refuses(method, family), refusal
+
+
+def test_every_method_on_every_family(name, model):
+    """It holds what every result must, or refuses, naming the block."""
+    frozen = tlens.freeze(model, some_tokens())
+    for method, options in CASES.values():
+        if refuses(method, name):
+            with pytest.raises(tlens.UnsupportedModelError, match=r"undefined at blocks\.0"):
+                tlens.attribute(frozen, method=method, **options)
+            continue
+        check_attribution(tlens.attribute(frozen, method=method, **options), frozen, tolerance=tolerance(name))
+    assert hooks_on(model) == 0
+
+
+def test_every_registered_method_is_in_the_battery():
+    built_in = {"attention", "mean", "rollout", "norm", "ff-ig", "globenc", "alti", "decompx", "tensorlens"}
+    assert built_in | {"input-x-gradient", "integrated-gradients"} <= set(tlens.list_methods())
+    assert {method for method, _ in CASES.values()} >= built_in
+
+
+@pytest.fixture(params=["bridge/gpt2", "bridge/bert", "bridge/llama"])
+def frozen(request, model_named):
+    return tlens.freeze(model_named(request.param), some_tokens())
+
+
+@pytest.mark.parametrize("layer_map", LAYER_MAPS)
+@pytest.mark.parametrize("method", ["rollout", "mean"])
+def test_layer_maps(frozen, method, layer_map):
+    result = tlens.attribute(frozen, method=method, layer_map=layer_map, normalize=True)
+    assert torch.allclose(result.scores.sum(-1), torch.ones_like(result.scores[..., 0]))  # rows are distributions
+    check_attribution(result, frozen)
+    residual = result.options.get("residual")
+    assert method == "mean" or residual == (0.5 if layer_map in ("attention", "norm:attn") else None)
+
+
+def test_rollout_by_hand(frozen):
+    patterns = [frozen.pattern(layer).mean(1) for layer in range(2)]
+    eye = torch.eye(6, dtype=patterns[0].dtype)
+    expected = (0.5 * patterns[1] + 0.5 * eye) @ (0.5 * patterns[0] + 0.5 * eye)
+    assert torch.allclose(tlens.attribute(frozen, method="rollout").scores, expected)
+    bare = tlens.attribute(frozen, method="rollout", residual=None, normalize=False)
+    assert torch.allclose(bare.scores, patterns[1] @ patterns[0])
+
+
+def test_one_query_is_a_row_of_all(frozen):
+    for method in ("attention", "rollout", "norm", "globenc", "alti", "ff-ig", "decompx"):
+        every, one = (tlens.attribute(frozen, method=method, query=query) for query in (None, 2))
+        assert torch.allclose(one.scores[:, 0], every.scores[:, 2])
+        assert one.queries.tolist() == [[2], [2]]
+
+
+def test_decompx_target_is_additive_and_without_bias_is_not(frozen):
+    result = tlens.attribute(frozen, method="decompx", aggregate="target", target=5, minus=9)
+    assert result.additive
+    assert float(result.residual.max()) < 1e-5
+    bare = tlens.attribute(frozen, method="decompx", aggregate="target", target=5, minus=9, bias="none")
+    assert not bare.additive
+
+
+def test_decompx_without_biases_is_the_operator_where_b_V_is_zero():
+    """Then nothing is left for the two to disagree about."""
+    from tensorlens_tl.testing import tiny_model
+
+    model = tiny_model("bridge/gpt2")
+    with torch.no_grad():
+        for block in model.blocks:
+            block.ln1.original_component.bias.zero_()
+            block.attn.original_component.c_attn.bias.zero_()
+    frozen = tlens.freeze(model, some_tokens())
+    vectors = tlens.attribute(frozen, method="decompx", aggregate="vector", bias="none").scores
+    assert torch.allclose(vectors, frozen.operator().contributions(), atol=1e-12)
+
+
+def test_integrated_gradients_converge(model_named):
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
+    off = [
+        float(tlens.attribute(frozen, method="integrated-gradients", target=5, steps=steps).residual.max())
+        for steps in (4, 512)
+    ]
+    assert off[1] < off[0] / 2  # slowly: norms bend sharply near a zero baseline
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("attention", {"head_reduction": "sum"}, "'mean', 'max' or None"),
+        ("rollout", {"layer_map": "flow"}, "'norm:attn_res_ln'"),
+        ("rollout", {"residual": 2}, "between 0 and 1"),
+        ("mean", {"layer_map": "none"}, "layer_map='none'"),
+        ("norm", {"scope": "all"}, "'attn_res'"),
+        ("ff-ig", {"scope": "atb_ln_ff_everything"}, "-LN model; use one of"),
+        ("alti", {"distance": "cosine"}, "'l1' or 'l2'"),
+        ("decompx", {"bias": "even"}, "'abssim'"),
+        ("decompx", {"activation": "ig"}, "'ratio' and 'tangent'"),
+        ("decompx", {"aggregate": "sum"}, "'vector'"),
+        ("decompx", {"aggregate": "target"}, "needs one"),
+        ("decompx", {"target": 3}, "needs one"),
+        ("input-x-gradient", {}, "missing"),
+        ("integrated-gradients", {"target": 5, "steps": 0}, "at least 1"),
+        ("globenc", {"query": 9}, "out of range"),
+        ("globenc", {"scope": "attn"}, "no option 'scope'"),
+    ],
+)
+def test_bad_options(frozen, method, options, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        tlens.attribute(frozen, method=method, **options)
