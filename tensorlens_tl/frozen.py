@@ -412,7 +412,8 @@ def freeze(
     # captured activations must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         if cache is None:
-            kept, logits = capture(model, prompt.kwargs, points.captured, store=store)
+            unembed = None if points.unembed_in is None else (points.unembed_in, query_positions(prompt.mask, -1))
+            kept, logits = capture(model, prompt.kwargs, points.captured, store=store, unembed=unembed)
         else:
             kept, logits = from_cache(cache, points.captured, *prompt.tokens.shape), None
         frozen = FrozenPass(model, view, points, prompt, kept)
@@ -481,9 +482,9 @@ def _last_logits(frozen: FrozenPass, logits: Any) -> Tensor | None:
     if frozen.view.unembedding is None:
         return None
     last = query_positions(frozen.mask, -1)[..., None]
-    if isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == frozen.tokens.shape:
-        return torch.take_along_dim(logits, last, dim=1)[:, 0].detach()
-    return None
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        return None
+    return (logits[:, 0] if logits.shape[1] == 1 else torch.take_along_dim(logits, last, dim=1)[:, 0]).detach()
 
 
 def _prove(frozen: FrozenPass, verify: bool) -> None:

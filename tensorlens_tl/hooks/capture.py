@@ -11,7 +11,12 @@ from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedM
 
 
 def capture(
-    model: Any, inputs: Mapping[str, Any], names: Sequence[str], *, store: str = "model"
+    model: Any,
+    inputs: Mapping[str, Any],
+    names: Sequence[str],
+    *,
+    store: str = "model",
+    unembed: tuple[str, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], Any]:
     """Run the model once and keep the activations at `names`.
 
@@ -19,21 +24,30 @@ def capture(
         model: any TransformerLens model.
         inputs: keyword arguments of its forward.
         names: hook points to keep.
+        unembed: the unembedding's input hook and one position per prompt, `[batch, 1]`: the model unembeds only that
+            token, since logits of all of them can cost as much as several blocks.
         store: ``"model"`` leaves activations where they are computed, ``"cpu"`` keeps them off the device.
 
     Returns:
         The activations by name, and the model's output. Hooks are gone afterwards, also on an exception.
     """
     kept: dict[str, Tensor] = {}
+    points = dict(model.hook_dict)
+    wanted: dict[int, list[str]] = {}
+    for name in names:
+        wanted.setdefault(id(points[name]), []).append(name)
+    called = {name for name, point in points.items() if id(point) in wanted}  # every name of a wanted point
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(tensor: Tensor, *, hook: Any) -> None:
+    def keep(tensor: Tensor, *, hook: Any) -> None:
+        for name in wanted[id(hook)]:
             kept[name] = tensor.detach().cpu() if store == "cpu" else tensor.detach()
 
-        return hook
-
+    # one filter instead of a hook for each name: a Bridge lists all its hook points again for every name
+    hooks: list[tuple[Any, Callable[..., Any]]] = [(called.__contains__, keep)]
+    if unembed is not None:
+        hooks.append((unembed[0], _only(unembed[1])))
     with torch.no_grad():
-        output = model.run_with_hooks(**inputs, fwd_hooks=[(name, keep(name)) for name in names])
+        output = model.run_with_hooks(**inputs, fwd_hooks=hooks)
     silent = [name for name in names if name not in kept]
     if silent:
         raise UnsupportedModelError(
@@ -41,6 +55,15 @@ def capture(
             "a frozen pass needs it."
         )
     return kept, output
+
+
+def _only(positions: Tensor) -> Callable[..., Tensor]:
+    def hook(tensor: Tensor, *, hook: Any) -> Tensor:
+        if tensor.shape[1] == 1:
+            return tensor
+        return torch.take_along_dim(tensor, positions[..., None].to(tensor.device), dim=1)
+
+    return hook
 
 
 class _ReachedError(Exception):
