@@ -3,7 +3,7 @@
 Every function here takes a frozen pass and returns `[layer, batch, query, key]`; padding is zero.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from torch import Tensor
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.inputs import query_positions
-from tensorlens_tl.local import LocalLayer
+from tensorlens_tl.local import LocalLayer, through
 from tensorlens_tl.maps import Norm
 
 Maps = Float[Tensor, "layer batch query key"]
@@ -106,30 +106,48 @@ def ff_scope(frozen: FrozenPass, scope: str | None) -> str:
     return scope
 
 
-def ff_map(frozen: FrozenPass, scope: str | None = None) -> Maps:
-    """Kobayashi et al. 2024: the block up to `scope`, its feed-forward part by integrated gradients."""
+def ff_map(frozen: FrozenPass, scope: str | None = None, *, without_low_gain: float = 0.0) -> Maps:
+    """Kobayashi et al. 2024: the block up to `scope`, its feed-forward part by integrated gradients.
+
+    `without_low_gain` leaves that share of the channels, those of smallest |gain| in the norm that reads the
+    feed-forward layer's output, out of the norms of the vectors.
+    """
     scope = ff_scope(frozen, scope)
     maps = []
     for layer in locals_of(frozen):
-        mlp, place, number = frozen.mlp(layer.layer, "ig"), layer.mlp, layer.layer
-        weights = frozen.view.blocks[number].mlp
-        if mlp is None or weights is None:
-            raise UnsupportedModelError(f"ff-ig: blocks.{number} has no MLP.")
         scores = layer.x.new_empty(*layer.pairs.shape)
-        width = 0 if scope in ("atb", "atb_ln") else 2 * weights.W_in.shape[1]
-        for keys, atb in layer.vectors(layer.norms(layer.attn.outer), residual=True, width=width):
-            made = _through(layer.norms(place.before), atb) if scope != "atb" else atb
-            if "ff" in scope:
-                made = _through(layer.norms(place.after), mlp.push(made))
-            if "res" in scope:
-                made = made + atb
-            if scope == "atb_ff_res_ln":
-                made = _through(layer.norms(place.outer), made)
-            if scope == "atb_ln_ff_res_nextln":
-                made = _through(_next_norm(frozen, number), made)
-            scores[..., keys] = made.norm(dim=-1).permute(1, 2, 0)
+        gain = gain_after(layer) if without_low_gain else None
+        kept = slice(None) if gain is None else gain.abs().argsort()[max(1, int(without_low_gain * len(gain))) :]
+        for keys, vectors in ff_vectors(layer, scope):
+            scores[..., keys] = vectors[..., kept].norm(dim=-1).permute(1, 2, 0)
         maps.append(scores * layer.pairs)
     return torch.stack(maps)
+
+
+def ff_vectors(layer: LocalLayer, scope: str) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
+    """The vectors whose norms `ff_map` takes, a few source tokens at a time."""
+    place, mlp = layer.mlp, layer.frozen.mlp(layer.layer, "ig")
+    weights = layer.frozen.view.blocks[layer.layer].mlp
+    if mlp is None or weights is None:
+        raise UnsupportedModelError(f"ff-ig: blocks.{layer.layer} has no MLP.")
+    width = 2 * weights.W_in.shape[1] if "ff" in scope else 0
+    for keys, atb in layer.vectors(layer.norms(layer.attn.outer), residual=True, width=width):
+        made = atb if scope == "atb" else through(layer.norms(place.before), atb)
+        if "ff" in scope:
+            made = through(layer.norms(place.after), mlp.push(made))
+        if "res" in scope:
+            made = made + atb
+        if scope == "atb_ff_res_ln":
+            made = through(layer.norms(place.outer), made)
+        if scope == "atb_ln_ff_res_nextln":
+            made = through(_next_norm(layer.frozen, layer.layer), made)
+        yield keys, made
+
+
+def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:
+    """The gain of the norm that reads the sum after the feed-forward layer, or None without one."""
+    norms = layer.norms(layer.mlp.outer) or _next_norm(layer.frozen, layer.layer)
+    return norms[0].gain if norms else None
 
 
 def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
@@ -138,12 +156,6 @@ def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
         return following.norms(following.attn.before)
     final = frozen.final_norm()
     return () if final is None else (final,)
-
-
-def _through(norms: tuple[Norm, ...], x: Tensor) -> Tensor:
-    for norm in norms:
-        x = norm.push(x)
-    return x
 
 
 LAYER_MAPS: dict[str, Callable[[FrozenPass], Tensor]] = {

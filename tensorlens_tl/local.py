@@ -123,8 +123,8 @@ class LocalLayer:
         diagonal = self.pattern.diagonal(dim1=-2, dim2=-1)
         own = torch.einsum("bhi,bihm->bim", diagonal, self.outputs)
         everything = torch.einsum("bhqk,bkhm->bqm", self.pattern, self.outputs)
-        own, others = _through(after, own), _through(after, everything - own)
-        return _through(outer, own + self.x if residual else own), _through(outer, others)
+        own, others = through(after, own), through(after, everything - own)
+        return through(outer, own + self.x if residual else own), through(outer, others)
 
     # ------------------------------------------------------------------ vectors, a few source tokens at a time
 
@@ -143,11 +143,11 @@ class LocalLayer:
         for start in range(0, pos, step):
             keys = slice(start, min(start + step, pos))
             rows = torch.einsum("bhqk,bkhm->kbqm", self.pattern[..., keys], self.outputs[:, keys])
-            rows = _through(self.norms(self.attn.after), rows)
+            rows = through(self.norms(self.attn.after), rows)
             if residual:
                 number = torch.arange(keys.stop - keys.start, device=rows.device)
                 rows[number, :, number + start] += self.x[:, keys].transpose(0, 1)
-            yield keys, _through(outer, rows)
+            yield keys, through(outer, rows)
 
 
 def _unscaled(norm: Norm) -> Norm:
@@ -155,7 +155,8 @@ def _unscaled(norm: Norm) -> Norm:
     return replace(norm, scale=torch.ones_like(norm.scale[:1, :1]))
 
 
-def _through(norms: Sequence[Norm], x: Tensor) -> Tensor:
+def through(norms: Sequence[Norm], x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The linear parts of frozen norms, one after the other."""
     for norm in norms:
         x = norm.push(x)
     return x

@@ -5,6 +5,7 @@ import torch
 from conftest import hooks_on, some_tokens
 
 import tensorlens_tl as tlens
+from tensorlens_tl import contextualisation
 from tensorlens_tl.layer_maps import LAYER_MAPS
 from tensorlens_tl.testing import check_attribution, check_method, model_names
 
@@ -158,3 +159,61 @@ def test_integrated_gradients_converge(model_named):
 def test_bad_options(frozen, method, options, message):
     with pytest.raises(tlens.InvalidInputError, match=message):
         tlens.attribute(frozen, method=method, **options)
+
+
+# ------------------------------------------------------------------- the analyses of Kobayashi et al. 2024
+
+
+SCOPES = {
+    "bridge/bert": ("atb", "atb_ff_res", "atb_ff_res_ln"),
+    "bridge/gpt2": ("atb", "atb_ln_ff_res", "atb_ln_ff_res_nextln"),
+}
+
+
+@pytest.fixture(params=SCOPES)
+def analysed(request, model_named):
+    return tlens.freeze(model_named(request.param), some_tokens()), SCOPES[request.param]
+
+
+def test_context_change(analysed):
+    frozen, (first, middle, last) = analysed
+    assert torch.allclose(
+        contextualisation.context_change(frozen, first, first), torch.zeros(2, 2).double(), atol=1e-12
+    )
+    change = contextualisation.context_change(frozen, first, last)
+    pandas = pytest.importorskip("pandas")
+    maps = [tlens.attribute(frozen, method="ff-ig", scope=scope).layers[1, 0] for scope in (first, last)]
+    live = torch.ones(6, 6).tril().bool() if frozen.causal else torch.ones(6, 6).bool()
+    a, b = (pandas.Series(m[live].numpy()).rank() for m in maps)
+    assert float(change[1, 0]) == pytest.approx(1 - a.corr(b))
+    without = contextualisation.context_change(frozen, middle, last, without_low_gain=0.3)
+    assert not torch.allclose(without, contextualisation.context_change(frozen, middle, last))
+    with pytest.raises(tlens.InvalidInputError, match="share"):
+        contextualisation.context_change(frozen, first, last, without_low_gain=1.0)
+
+
+def test_amplified_pairs(analysed):
+    frozen, (first, middle, _) = analysed
+    amp = contextualisation.ff_amp(frozen, first, middle)
+    assert torch.allclose(amp.sum(-2), torch.zeros(2, 2, 6).double(), atol=1e-12)  # both maps' columns sum to 1
+    (layer, query, key), *_ = contextualisation.top_pairs(frozen, amp, 3, batch=1)
+    assert query.score == key.score == float(amp[:, 1].max())
+    assert float(amp[layer, 1, query.position, key.position]) == query.score
+    with pytest.raises(tlens.InvalidInputError, match="at least one"):
+        contextualisation.top_pairs(frozen, amp, 0)
+
+
+def test_feed_forward_output_beside_the_bypass(analysed):
+    """Against the activations the model itself gives."""
+    frozen, _ = analysed
+    _, cache = frozen.model.run_with_cache(frozen.tokens)
+    ratio = contextualisation.ff_against_bypass(frozen)
+    for layer in range(2):
+        written = cache[f"blocks.{layer}.hook_mlp_out"]
+        after = frozen.layouts[layer].mlp.outer
+        if after is None:
+            bypass = frozen.resid_pre(layer + 1) - written
+            assert torch.allclose(ratio[layer], written.norm(dim=-1) / bypass.norm(dim=-1), rtol=1e-9)
+    gains = contextualisation.gain_against_ff(frozen)
+    assert gains.shape == (2,)
+    assert bool(((gains >= -1) & (gains <= 1)).all())
