@@ -21,7 +21,8 @@ from tensorlens_tl.errors import (
     TensorLensError,
     UnsupportedModelError,
 )
-from tensorlens_tl.frozen import FrozenPass, freeze
+from tensorlens_tl.freezing import freeze
+from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum, Transpose
 from tensorlens_tl.operator import Collapse, FrozenOperator
 from tensorlens_tl.registry import attribute, get_method, list_methods, register_method

@@ -15,7 +15,8 @@ from rich.text import Text
 from tensorlens_tl import demo, html
 from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
-from tensorlens_tl.frozen import FrozenPass, freeze
+from tensorlens_tl.freezing import freeze
+from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.registry import attribute, get_method, list_methods
 from tensorlens_tl.targets import token_label
 

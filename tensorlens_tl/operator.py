@@ -5,7 +5,7 @@ source tokens as rows; In+Out and target scores pull one row per query; a slice 
 one query, `d_model` times dearer. Padded entries are zero in every result.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -16,10 +16,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tensorlens_tl.activation import Rule, check_rule
-from tensorlens_tl.errors import InvalidInputError, NumericalError, SizeError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, NumericalError, SizeError
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import AffineMap, Chain, at_positions
-from tensorlens_tl.targets import token_ids
+from tensorlens_tl.selection import chosen_heads, chosen_layers, chosen_mlps
+from tensorlens_tl.targets import unembedding_rows
 
 if TYPE_CHECKING:  # frozen imports this module
     from tensorlens_tl.frozen import FrozenPass
@@ -86,12 +87,12 @@ class FrozenOperator:
     ) -> "FrozenOperator":
         """See `FrozenPass.operator`."""
         rule = check_rule(activation)
-        chosen = _layers(frozen.n_layers, layers)
+        chosen = chosen_layers(frozen.n_layers, layers)
         if not isinstance(heads or {}, Mapping):
             raise InvalidInputError(f"heads={heads!r}: pass layer -> heads to keep, such as {{1: [0, 3]}}.")
-        kept = {layer: _heads(frozen, layer, chosen, ids) for layer, ids in (heads or {}).items()}
+        kept = {layer: chosen_heads(frozen, layer, chosen, ids) for layer, ids in (heads or {}).items()}
         frozen.check_fresh()
-        with_mlp = set(chosen) if mlp is True else set() if mlp is False else _mlps(mlp, chosen)
+        with_mlp = set(chosen) if mlp is True else set() if mlp is False else chosen_mlps(mlp, chosen)
         stages = tuple(
             frozen.block(layer, activation=rule, heads=kept.get(layer), mlp=layer in with_mlp) for layer in chosen
         )
@@ -392,35 +393,6 @@ class FrozenOperator:
         return (range(start, min(start + step, rows)) for start in bar)
 
 
-def unembedding_rows(
-    frozen: "FrozenPass", target: Any, minus: Any = None
-) -> tuple[Float[Tensor, "batch d"], Float[Tensor, "batch"]]:
-    """Per prompt: the direction of a token's logit (or a difference of two), and its constant b_U.
-
-    Raises:
-        InvalidInputError: not one token for each prompt.
-        UnsupportedModelError: the model's logits are not ``cap(W_U·x + b_U)``, measured.
-    """
-    if frozen.view.unembedding is None:
-        raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens; use direction=.")
-    W_U, b_U = frozen.view.unembedding
-    batch, device = len(frozen.tokens), frozen.tokens.device
-    ids = token_ids(frozen.view, target, batch)
-    others = None if minus is None else token_ids(frozen.view, minus, batch, "minus")
-    error = frozen.unembedding_error
-    if error is None or not error <= frozen.tolerance:
-        raise UnsupportedModelError(
-            f"target: the logits of {frozen.view.description} are not cap(W_U·x + b_U) as read from its weights "
-            f"(relative error {error:.1e}; scaled logits?). Use direction=."
-        )
-    vectors = W_U[:, ids.to(W_U.device)].T
-    constant = vectors.new_zeros(batch) if b_U is None else b_U[ids.to(b_U.device)]
-    if others is not None:
-        vectors = vectors - W_U[:, others.to(W_U.device)].T
-        constant = constant if b_U is None else constant - b_U[others.to(b_U.device)]
-    return vectors.to(device), constant.to(device)
-
-
 def relative_residual(
     scores: Float[Tensor, "batch query key"], bias: Float[Tensor, "batch query"], total: Float[Tensor, "batch query"]
 ) -> Float[Tensor, "batch query"]:
@@ -451,42 +423,3 @@ def _check_size(what: str, shape: tuple[int, ...], like: Tensor) -> None:
             f"{MOST_BYTES / 2**30:.0f} GiB. Use a collapse (in_out, target, norm) or a shorter prompt, or raise "
             "tensorlens_tl.operator.MOST_BYTES."
         )
-
-
-def _layers(n_layers: int, layers: Any) -> range:
-    if layers is None:
-        return range(n_layers)
-    if not isinstance(layers, slice | Sequence):
-        raise InvalidInputError(f"layers={layers!r}: use a slice or consecutive layers, such as slice({layers}, None).")
-    if isinstance(layers, slice):
-        start, stop, step = layers.indices(n_layers)
-        wanted = [bound for bound in (layers.start, layers.stop) if bound is not None]
-        if step != 1 or start >= stop or any(not -n_layers <= bound <= n_layers for bound in wanted):
-            raise InvalidInputError(f"layers={layers}: no such range in a model of {n_layers} layers.")
-        return range(start, stop)
-    chosen = list(layers)
-    if not chosen or any(not isinstance(i, int) or not 0 <= i < n_layers for i in chosen):
-        raise InvalidInputError(f"layers={chosen}: use layers 0 to {n_layers - 1}.")
-    if chosen != list(range(chosen[0], chosen[0] + len(chosen))):
-        raise InvalidInputError(f"layers={chosen}: an operator needs consecutive layers without a gap.")
-    return range(chosen[0], chosen[-1] + 1)
-
-
-def _heads(frozen: "FrozenPass", layer: int, chosen: range, ids: Any) -> list[int]:
-    if layer not in chosen:
-        raise InvalidInputError(f"heads: layer {layer} is not among the operator's layers {list(chosen)}.")
-    count = frozen.view.blocks[layer].attention.heads
-    if not isinstance(ids, Collection):
-        raise InvalidInputError(f"heads: pass a collection of heads for layer {layer}, such as {{{layer}: [0, 2]}}.")
-    if any(not isinstance(head, int) or not 0 <= head < count for head in ids):
-        raise InvalidInputError(f"heads: layer {layer} has heads 0 to {count - 1}, got {list(ids)}.")
-    return list(ids)
-
-
-def _mlps(layers: Any, chosen: range) -> set[int]:
-    if not isinstance(layers, Collection) or isinstance(layers, Mapping):
-        raise InvalidInputError(f"mlp={layers!r}: use True, False, or the layers whose MLPs to keep (each whole).")
-    outside = [layer for layer in layers if layer not in chosen]
-    if outside:
-        raise InvalidInputError(f"mlp: layers {outside} are not among the operator's layers {list(chosen)}.")
-    return set(layers)

@@ -25,7 +25,8 @@ from typing import Any, TypeVar, cast
 
 from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError, RegistryError
-from tensorlens_tl.frozen import FrozenPass, freeze
+from tensorlens_tl.freezing import freeze
+from tensorlens_tl.frozen import FrozenPass
 
 ENTRY_POINTS = "tensorlens_tl.methods"
 MethodFunction = TypeVar("MethodFunction", bound=Callable[..., Attribution])

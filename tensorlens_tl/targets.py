@@ -1,14 +1,17 @@
 """What a prediction is asked about: a token, a difference of two, or any direction of the residual stream."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.view import ModelView
+
+if TYPE_CHECKING:
+    from tensorlens_tl.frozen import FrozenPass
 
 
 def token_ids(view: ModelView, tokens: Any, batch: int, name: str = "target") -> Int[Tensor, "batch"]:
@@ -62,3 +65,32 @@ def token_label(view: ModelView, token: int) -> str:
     """A token id as readable text."""
     tokenizer = getattr(view.model, "tokenizer", None)
     return str(token) if tokenizer is None else tokenizer.decode([token])
+
+
+def unembedding_rows(
+    frozen: "FrozenPass", target: Any, minus: Any = None
+) -> tuple[Float[Tensor, "batch d"], Float[Tensor, "batch"]]:
+    """Per prompt: the direction of a token's logit (or a difference of two), and its constant b_U.
+
+    Raises:
+        InvalidInputError: not one token for each prompt.
+        UnsupportedModelError: the model's logits are not ``cap(W_U·x + b_U)``, measured.
+    """
+    if frozen.view.unembedding is None:
+        raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens; use direction=.")
+    W_U, b_U = frozen.view.unembedding
+    batch, device = len(frozen.tokens), frozen.tokens.device
+    ids = token_ids(frozen.view, target, batch)
+    others = None if minus is None else token_ids(frozen.view, minus, batch, "minus")
+    error = frozen.unembedding_error
+    if error is None or not error <= frozen.tolerance:
+        raise UnsupportedModelError(
+            f"target: the logits of {frozen.view.description} are not cap(W_U·x + b_U) as read from its weights "
+            f"(relative error {error:.1e}; scaled logits?). Use direction=."
+        )
+    vectors = W_U[:, ids.to(W_U.device)].T
+    constant = vectors.new_zeros(batch) if b_U is None else b_U[ids.to(b_U.device)]
+    if others is not None:
+        vectors = vectors - W_U[:, others.to(W_U.device)].T
+        constant = constant if b_U is None else constant - b_U[others.to(b_U.device)]
+    return vectors.to(device), constant.to(device)

@@ -21,8 +21,9 @@ from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.layer_maps import select_query
 from tensorlens_tl.local import LocalLayer
 from tensorlens_tl.maps import AffineMap, Chain, Identity, Sum, mixes_positions
-from tensorlens_tl.operator import relative_residual, unembedding_rows
+from tensorlens_tl.operator import relative_residual
 from tensorlens_tl.registry import register_method
+from tensorlens_tl.targets import unembedding_rows
 
 
 @register_method("decompx")

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
-from tensorlens_tl.frozen import FrozenPass, freeze
+from tensorlens_tl.freezing import freeze
+from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.registry import attribute
 
 LENGTH, SHORT = 6, 4
