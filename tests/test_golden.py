@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tensorlens_tl as tlens
+from tensorlens_tl.activation import Coefficients
 from tensorlens_tl.layer_maps import add_residual, normalize_rows, product
 from tensorlens_tl.local import LocalLayer
 from tensorlens_tl.maps import Chain, Diagonal
@@ -225,3 +226,17 @@ def test_scopes_that_are_other_methods(frozen):
         tlens.attribute(frozen, method="norm", scope="attn_res_ln").layers,
         1e-12,
     )
+
+
+def test_decompx_with_its_relu_approximation(frozen):
+    """The peer's third activation keeps what a ReLU would: no decomposition of this model, but the walk is the same."""
+    theirs = golden("decompx")["relu.aggregated_last"]
+    kept = dict(frozen._ratios)
+    try:
+        for layer in range(3):
+            z = frozen.cache[frozen.points.blocks[layer].pre]
+            frozen._ratios[layer] = Coefficients((z > 0).to(z.dtype))
+        agree(source_to_output(frozen).permute(1, 2, 0, 3), theirs)
+    finally:
+        frozen._ratios.clear()
+        frozen._ratios.update(kept)
