@@ -38,6 +38,7 @@ class BlockPoints:
 
     @property
     def captured(self) -> list[str]:
+        """What a pass keeps of this block."""
         names = [self.resid_pre, self.pattern, *self.scales.values(), self.pre, self.pre_linear]
         return [name for name in names if name is not None]
 
@@ -54,6 +55,7 @@ class ModelPoints:
 
     @property
     def captured(self) -> list[str]:
+        """Everything a pass keeps."""
         once = [self.last_output, self.final_scale, self.head_scale, self.unembed_in]
         return [name for block in self.blocks for name in block.captured] + [n for n in once if n is not None]
 

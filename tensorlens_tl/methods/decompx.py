@@ -5,8 +5,8 @@ Every source token's vector goes through the whole model, and every bias is give
 apart, and is bias in later ones. Vectors sum to the model's own output, except with ``bias="none"``.
 
 Outside post-LN (ours): biases inside a branch are spread there, attention's after the residual connection, whatever the
-layout; the final norm's shift and, for a target, the prediction head's biases are spread too. A source token that cannot
-reach a query (causal, padding) gets no share.
+layout; the final norm's shift and, for a target, the prediction head's biases are spread too. A source token that
+cannot reach a query (causal, padding) gets no share.
 """
 
 from typing import Any
@@ -58,7 +58,9 @@ def decompx(
     if aggregate not in ("norm", "target", "vector"):
         raise InvalidInputError(f"aggregate={aggregate!r}; use 'norm', 'target' or 'vector'.")
     if (aggregate == "target") != (target is not None):
-        raise InvalidInputError("target: aggregate='target' needs one (target=' Paris'), and no other aggregate takes one.")
+        raise InvalidInputError(
+            "target: aggregate='target' needs one (target=' Paris'), and no other aggregate takes one."
+        )
     options = {"bias": bias, "activation": activation, "aggregate": aggregate, "query": query}
     fields: dict[str, Any] = {}
     if aggregate == "target":
@@ -85,9 +87,14 @@ def decompx(
 
 
 def source_to_output(
-    frozen: FrozenPass, bias: str = "absdot", activation: str = "ratio", *, layers: int | None = None, through_head: bool = False
+    frozen: FrozenPass,
+    bias: str = "absdot",
+    activation: str = "ratio",
+    *,
+    layers: int | None = None,
+    through_head: bool = False,
 ) -> Tensor:
-    """Source vectors `[key, batch, query, d_model]` at the model's output, or at the output of the first `layers` blocks.
+    """Source vectors `[key, batch, query, d_model]` at the model's output, or after the first `layers` blocks.
 
     Args:
         frozen: the pass.
@@ -112,11 +119,15 @@ def source_to_output(
 
 
 def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width: int) -> Tensor:
-    """The first attention step, where sources are still apart: u_j by head instead of a push per source, b_V included."""
+    """The first attention step, where sources are still apart: u_j by head, b_V included, not a push per source."""
     local, extra = LocalLayer(frozen, 0), spread.rule == "token"
     vectors = source_vectors(local.x, extra)
     first = _stages(frozen.block(0, activation=activation))[0]
-    parallel = [t for t in first.terms if not isinstance(t, Identity) and not mixes_positions(t)] if isinstance(first, Sum) else []
+    parallel = (
+        [t for t in first.terms if not isinstance(t, Identity) and not mixes_positions(t)]
+        if isinstance(first, Sum)
+        else []
+    )
     beside = [walk(term, vectors.clone(), spread, causal=frozen.causal, width=width) for term in parallel]
     for keys, given in local.vectors():
         vectors[keys] += given
@@ -156,7 +167,9 @@ def _reach(frozen: FrozenPass) -> Tensor:
     return reach
 
 
-def _target_fields(frozen: FrozenPass, scores: Tensor, direction: Tensor, constant: Tensor, query: int | None) -> dict[str, Any]:
+def _target_fields(
+    frozen: FrozenPass, scores: Tensor, direction: Tensor, constant: Tensor, query: int | None
+) -> dict[str, Any]:
     """Bias (b_U), total (the model's own logit) and residual for the asked queries."""
     own = torch.einsum("bqd,bd->bq", frozen.unembedded(), direction) + constant[:, None]
     real = frozen.mask.to(own.dtype)

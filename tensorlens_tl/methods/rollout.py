@@ -15,11 +15,13 @@ def rollout(
     frozen: FrozenPass,
     *,
     layer_map: str = "attention",
-    residual: float | None | object = DEFAULT,
+    residual: float | object | None = DEFAULT,
     normalize: bool = True,
     query: int | None = None,
 ) -> Attribution:
-    """The product over layers of a layer map: rows normalised, then (1 − residual)·A + residual·I (Abnar & Zuidema 2020).
+    """The product over layers of a layer map, with a residual share added to its rows (Abnar & Zuidema 2020).
+
+    Rows are normalised, then (1 − residual)·A + residual·I.
 
     Args:
         frozen: the pass.

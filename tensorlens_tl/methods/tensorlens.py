@@ -46,7 +46,9 @@ def tensorlens(
     if collapse not in get_args(CollapseName):
         raise InvalidInputError(f"collapse={collapse!r}; use one of {', '.join(map(repr, get_args(CollapseName)))}.")
     if collapse != "target" and any(option is not None for option in (target, minus, direction)):
-        raise InvalidInputError(f"target, minus and direction belong to collapse='target'; add it (this is {collapse!r}).")
+        raise InvalidInputError(
+            f"target, minus and direction belong to collapse='target'; add it (this is {collapse!r})."
+        )
     if collapse != "norm" and probes is not None:
         raise InvalidInputError(f"probes belong to collapse='norm', not {collapse!r}.")
     operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, activation=activation)
