@@ -133,3 +133,14 @@ def test_captured_activations_can_be_kept_off_the_device(frozen):
     kept = tlens.freeze(frozen.model, frozen.tokens, store="cpu")
     assert {t.device.type for t in kept.cache.values()} == {"cpu"}
     assert torch.equal(kept.operator().in_out().scores, frozen.operator().in_out().scores)
+
+
+@pytest.mark.parametrize("name", ["bridge/opt", "bridge/gpt2"])
+def test_a_point_that_never_fires_is_not_passed_over(model_named, name):
+    """Hooks that depend on another point refuse where that one is left out, instead of leaving the model live."""
+    frozen = tlens.freeze(model_named(name), some_tokens())
+    points = frozen.points.blocks[0]
+    recording = {points.value, points.pre}
+    hooks = [(point, hook) for point, hook in frozen.fwd_hooks() if point not in recording]
+    with pytest.raises(tlens.FrozenModelError, match="did not fire"):
+        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)

@@ -49,13 +49,16 @@ def attention_hooks(points: BlockPoints, pattern: Tensor, takes_effect: bool) ->
     if takes_effect:
         return [replace(points.pattern, pattern)]
     values: dict[str, Tensor] = {}
+    fired: set[str] = set()
 
     def record(v: Tensor, *, hook: Any) -> None:
         values["v"] = v
+        fired.add(points.value)
 
     def mix(z: Tensor, *, hook: Any) -> Tensor | None:
         v = values.pop("v", None)  # kept no longer than needed: it may hold an autograd graph
         if v is None:
+            _check_fired(points.value, fired)
             return None  # a Bridge in compatibility mode calls a hook once for each of its point's names
         held = _like(pattern, v, points.pattern, batch_only=True)
         grouped = rearrange(held, "b (kv group) q k -> b kv group q k", kv=v.shape[2])
@@ -74,10 +77,12 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
         return []
     gate_name, through_name = points.pre, points.pre_linear or points.pre
     live: dict[str, Tensor] = {}
+    fired: set[str] = set()
 
     def record(name: str) -> FwdHook:
         def hook(tensor: Tensor, *, hook: Any) -> None:
             live[name] = tensor
+            fired.add(name)
 
         return name, hook
 
@@ -85,6 +90,7 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
         u, g = live.get(through_name), live.get(gate_name)
         live.clear()
         if u is None:
+            _check_fired(through_name, fired)
             return None
         out = _like(held.through, u, through_name) * u
         if held.gate is not None and g is not None:
@@ -97,6 +103,12 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
 
     recorded = {through_name, gate_name} if held.gate is not None else {through_name}
     return [*(record(name) for name in sorted(recorded)), (points.post, _marked(post))]
+
+
+def _check_fired(name: str, fired: set[str]) -> None:
+    """A point that was recorded may be used up; one that never fired would leave the model silently unfrozen."""
+    if name not in fired:
+        raise FrozenModelError(f"{name} did not fire in this run, so what it feeds cannot be held fixed.")
 
 
 def _marked(hook: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:

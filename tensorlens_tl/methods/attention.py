@@ -1,7 +1,5 @@
 """Raw attention."""
 
-from typing import Literal
-
 import torch
 
 from tensorlens_tl.attribution import AXES, Attribution
@@ -9,8 +7,6 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.layer_maps import locals_of, select_query
 from tensorlens_tl.registry import register_method
-
-HeadReduction = Literal["mean", "max"]
 
 
 @register_method("attention")
