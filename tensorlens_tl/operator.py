@@ -20,7 +20,7 @@ from tensorlens_tl.errors import InvalidInputError, NumericalError, SizeError
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import AffineMap, Chain, at_positions
 from tensorlens_tl.selection import chosen_heads, chosen_layers, chosen_mlps
-from tensorlens_tl.targets import unembedding_rows
+from tensorlens_tl.targets import question
 
 if TYPE_CHECKING:  # frozen imports this module
     from tensorlens_tl.frozen import FrozenPass
@@ -175,7 +175,7 @@ class FrozenOperator:
         """
         positions = self._positions(query)
         batch, pos, width = self.x.shape
-        _check_size("contributions", (batch, positions.shape[1], pos, width), self.x)
+        check_size("contributions", (batch, positions.shape[1], pos, width), self.x)
         result = self.x.new_zeros(batch, positions.shape[1], pos, width)
         for rows in self._chunks(pos, "contributions", parts=8):
             live = slice(rows.start if self.frozen.causal else 0, None)
@@ -200,7 +200,7 @@ class FrozenOperator:
             raise InvalidInputError("slice: one query at a time; use dense() for all of them.")
         positions = self._positions(query)
         batch, pos, width = self.x.shape
-        _check_size("slice", (batch, width, pos, width), self.x)
+        check_size("slice", (batch, width, pos, width), self.x)
         result = self.x.new_empty(batch, width, pos, width)
         for rows, pulled in self._basis_rows(positions[:, 0], "slice"):
             result[:, rows] = pulled.transpose(0, 1)
@@ -213,7 +213,7 @@ class FrozenOperator:
             SizeError: it would be larger than `MOST_BYTES`.
         """
         batch, pos, width = self.x.shape
-        _check_size("dense", (batch, pos, width, pos, width), self.x)
+        check_size("dense", (batch, pos, width, pos, width), self.x)
         result = self.x.new_empty(batch, pos, width, pos, width)
         for query in range(pos):
             positions = torch.full((batch,), query, device=self.x.device)
@@ -266,7 +266,7 @@ class FrozenOperator:
         """
         positions = self._positions(query)
         vectors = torch.take_along_dim(self.output, positions[..., None], dim=1)
-        return self._scores(vectors, positions, self.map, _wide(vectors).square().sum(-1))
+        return self._scores(vectors, positions, self.map, wide(vectors).square().sum(-1))
 
     def target(
         self,
@@ -293,29 +293,22 @@ class FrozenOperator:
             UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
         """
         positions = self._positions(query)
-        if direction is not None:
-            if target is not None or minus is not None:
-                raise InvalidInputError("target: pass either tokens or direction=, not both.")
-            vectors, total = self._direction(direction, positions)
-            return self._scores(vectors, positions, self.map, total)
-        if target is None:
-            also = " (minus alone is no target)" if minus is not None else ""
-            raise InvalidInputError(
-                f"target: missing{also}. Pass a token (target=' Paris'), or direction=Tensor[d_model]."
-            )
-        if not self._reaches_end:
+        if target is not None and direction is None and not self._reaches_end:
             raise InvalidInputError(
                 f"target: this operator ends at blocks.{self.last} input, before the final norm and the unembedding; "
                 "use direction=, or layers up to the last."
             )
-        vectors, constant = unembedding_rows(self.frozen, target, minus)
-        head = self.frozen.prediction_head(self.activation)
-        whole_map = self.map if head is None else head @ self.map
-        explained = self.frozen.unembedded() if self.whole else whole_map(self.x)
-        vectors = vectors[:, None].expand(-1, positions.shape[1], -1)
-        asked = torch.take_along_dim(explained, positions[..., None], dim=1)
-        total = (_wide(asked) * vectors).sum(-1) + constant[:, None]
-        return self._scores(vectors, positions, whole_map, total, constant, soft_cap=self.frozen.view.soft_cap)
+        asked = question(self.frozen, target, minus, direction)
+        vectors = asked.vectors[:, None].expand(-1, positions.shape[1], -1)
+        whole_map, explained, cap = self.map, self.output, None
+        if asked.of_tokens:
+            head = self.frozen.prediction_head(self.activation)
+            whole_map = self.map if head is None else head @ self.map
+            explained = self.frozen.unembedded() if self.whole else whole_map(self.x)
+            cap = self.frozen.view.soft_cap
+        explained = torch.take_along_dim(explained, positions[..., None], dim=1)
+        total = (wide(explained) * vectors).sum(-1) + asked.constant[:, None]
+        return self._scores(vectors, positions, whole_map, total, asked.constant, soft_cap=cap)
 
     # ------------------------------------------------------------------ inside
 
@@ -330,12 +323,12 @@ class FrozenOperator:
     ) -> Collapse:
         """Pull one vector per query and dot with the source tokens."""
         batch, queries = positions.shape
-        scores = _wide(self.x[:0]).new_empty(batch, queries, self.x.shape[1])
+        scores = wide(self.x[:0]).new_empty(batch, queries, self.x.shape[1])
         bias = scores.new_empty(batch, queries)
         for rows in self._chunks(queries, "queries"):
-            placed = _place(vectors[:, rows].transpose(0, 1), positions[:, rows].T, self.x)
+            placed = place(vectors[:, rows].transpose(0, 1), positions[:, rows].T, self.x)
             pulled, share = through.pull_with_bias(placed)
-            scores[:, rows] = (_wide(pulled) * self.x).sum(-1).transpose(0, 1)
+            scores[:, rows] = (wide(pulled) * self.x).sum(-1).transpose(0, 1)
             bias[:, rows] = share.T.to(bias)
         if isinstance(constant, Tensor):
             bias = bias + constant[:, None]
@@ -346,16 +339,6 @@ class FrozenOperator:
                 f"the scores overflow {str(self.x.dtype).removeprefix('torch.')}; load the model in a wider dtype."
             )
         return Collapse(scores, bias, total, relative_residual(scores, bias, total), soft_cap=soft_cap)
-
-    def _direction(self, direction: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        batch, _, width = self.x.shape
-        direction = torch.as_tensor(direction).to(self.x)
-        if direction.shape not in ((width,), (batch, width)):
-            raise InvalidInputError(
-                f"direction is {tuple(direction.shape)}; pass [{width}] or one for each prompt, [{batch}, {width}]."
-            )
-        vectors = direction.expand(batch, width)[:, None].expand(-1, positions.shape[1], -1)
-        return vectors, (_wide(torch.take_along_dim(self.output, positions[..., None], dim=1)) * vectors).sum(-1)
 
     def _positions(self, query: int | None) -> Int[Tensor, "batch query"]:
         return query_positions(self.frozen.mask, query)
@@ -370,13 +353,13 @@ class FrozenOperator:
         for rows in self._chunks(width, what):
             basis = torch.eye(width, dtype=self.x.dtype, device=self.x.device)[rows.start : rows.stop]
             vectors = basis[:, None].expand(-1, len(positions), -1)
-            yield rows, self.pull(_place(vectors, positions.expand(len(rows), -1), self.x))
+            yield rows, self.pull(place(vectors, positions.expand(len(rows), -1), self.x))
 
     def _probe_rows(self, positions: Int[Tensor, "batch"], probes: int, generator: torch.Generator) -> Iterator[Tensor]:
         batch, _, width = self.x.shape
         for rows in self._chunks(probes, "probes"):
             vectors = torch.randn(len(rows), batch, width, generator=generator, dtype=torch.float32).to(self.x)
-            yield self.pull(_place(vectors, positions.expand(len(rows), -1), self.x))
+            yield self.pull(place(vectors, positions.expand(len(rows), -1), self.x))
 
     def _chunks(self, rows: int, what: str, parts: int = 1) -> Iterator[range]:
         """At least `parts` ranges of rows whose hidden activations fit the budget; a progress bar on long work."""
@@ -401,19 +384,20 @@ def relative_residual(
     return (scores.sum(-1) + bias - total).abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """Half precision as float32, where sums of products would overflow or lose their digits."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _place(vectors: Float[Tensor, "rows batch d"], positions: Int[Tensor, "rows batch"], x: Tensor) -> Tensor:
+def place(vectors: Float[Tensor, "rows batch d"], positions: Int[Tensor, "rows batch"], x: Tensor) -> Tensor:
     """Rows `[rows, batch, pos, d]` that are zero except for one vector at one position per prompt."""
     placed = x.new_zeros(*vectors.shape[:2], x.shape[1], vectors.shape[-1])
     index = positions[:, :, None, None].expand(-1, -1, 1, vectors.shape[-1])
     return placed.scatter_(2, index, vectors[:, :, None].to(placed.dtype))
 
 
-def _check_size(what: str, shape: tuple[int, ...], like: Tensor) -> None:
+def check_size(what: str, shape: tuple[int, ...], like: Tensor) -> None:
+    """Raise `SizeError` where a result would be larger than `MOST_BYTES`."""
     size = like.element_size()
     for length in shape:
         size *= length

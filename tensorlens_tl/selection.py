@@ -7,6 +7,7 @@ from tensorlens_tl.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from tensorlens_tl.frozen import FrozenPass
+    from tensorlens_tl.view import ModelView
 
 
 def chosen_layers(n_layers: int, layers: Any) -> range:
@@ -39,6 +40,21 @@ def chosen_heads(frozen: "FrozenPass", layer: int, chosen: range, ids: Any) -> l
     if any(not isinstance(head, int) or not 0 <= head < count for head in ids):
         raise InvalidInputError(f"heads: layer {layer} has heads 0 to {count - 1}, got {list(ids)}.")
     return list(ids)
+
+
+def chosen_head(view: "ModelView", layer: Any, head: Any) -> tuple[int, int]:
+    """One head, as a layer and a query head of it."""
+    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < view.n_layers:
+        raise InvalidInputError(f"layer={layer!r}: this model has layers 0 to {view.n_layers - 1}.")
+    weights = view.blocks[layer].attention
+    if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < weights.heads:
+        grouped = (
+            f" (query heads; each of {weights.kv_heads} key-value heads serves {weights.heads // weights.kv_heads})"
+            if weights.kv_heads != weights.heads
+            else ""
+        )
+        raise InvalidInputError(f"head={head!r}: layer {layer} has heads 0 to {weights.heads - 1}{grouped}.")
+    return layer, head
 
 
 def chosen_mlps(layers: Any, chosen: range) -> set[int]:

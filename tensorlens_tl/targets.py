@@ -1,6 +1,7 @@
 """What a prediction is asked about: a token, a difference of two, or any direction of the residual stream."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,49 @@ def token_label(view: ModelView, token: int) -> str:
     """A token id as readable text."""
     tokenizer = getattr(view.model, "tokenizer", None)
     return str(token) if tokenizer is None else tokenizer.decode([token])
+
+
+@dataclass(frozen=True)
+class Question:
+    """A linear question about the end of the model: ``vector · stream + constant``, one per prompt.
+
+    `of_tokens` tells whether the stream is the one that is unembedded (a token's logit) or the operator's own output.
+    """
+
+    vectors: Float[Tensor, "batch d"]
+    constant: Float[Tensor, "batch"]
+    of_tokens: bool
+    label: str
+
+
+def question(frozen: "FrozenPass", target: Any = None, minus: Any = None, direction: Any = None) -> Question:
+    """What `target`, `minus` and `direction` ask, checked.
+
+    Args:
+        frozen: the pass.
+        target: a token (string or id), or one per prompt.
+        minus: another token, for ``logit(target) − logit(minus)``.
+        direction: instead of a token, a vector `[d_model]` or `[batch, d_model]` at the operator's output.
+
+    Raises:
+        InvalidInputError: no target, both kinds, several tokens, out of the vocabulary, or a wrong shape.
+        UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
+    """
+    if direction is not None:
+        if target is not None or minus is not None:
+            raise InvalidInputError("target: pass either tokens or direction=, not both.")
+        batch, width = len(frozen.tokens), frozen.output.shape[-1]
+        direction = torch.as_tensor(direction).to(frozen.output)
+        if direction.shape not in ((width,), (batch, width)):
+            raise InvalidInputError(
+                f"direction is {tuple(direction.shape)}; pass [{width}] or one for each prompt, [{batch}, {width}]."
+            )
+        return Question(direction.expand(batch, width), direction.new_zeros(batch), False, "direction")
+    if target is None:
+        also = " (minus alone is no target)" if minus is not None else ""
+        raise InvalidInputError(f"target: missing{also}. Pass a token (target=' Paris'), or direction=Tensor[d_model].")
+    vectors, constant = unembedding_rows(frozen, target, minus)
+    return Question(vectors, constant, True, str(target) if minus is None else f"{target} − {minus}")
 
 
 def unembedding_rows(

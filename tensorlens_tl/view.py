@@ -43,6 +43,22 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
+class QueryKeyWeights:
+    """Query and key weights with heads side by side, and the norms of queries and keys where there are any.
+
+    `epsilon` is those norms'. Keys keep the key-value heads of grouped attention.
+    """
+
+    W_Q: Float[Tensor, "d_model width"]
+    b_Q: Float[Tensor, "width"] | None
+    W_K: Float[Tensor, "d_model kv_width"]
+    b_K: Float[Tensor, "kv_width"] | None
+    q_norm: NormWeights | None
+    k_norm: NormWeights | None
+    epsilon: float
+
+
+@dataclass(frozen=True)
 class MLPWeights:
     """``out(φ(in))`` or gated ``out(φ(gate)·in + b_post)``; `W_gate` is None for a plain MLP."""
 
@@ -114,6 +130,29 @@ class BlockView:
             b_O=_detached(getattr(attn, "b_O", None)),
             heads=W_O.shape[0],
             kv_heads=W_V.shape[0],
+        )
+
+    @cached_property
+    def query_key(self) -> QueryKeyWeights:
+        """The weights that make the attention scores; refuses what has none that can be read."""
+        attn: Any = getattr(self.module, "attn", None)
+        # as with W_V: HookedTransformer expands W_K to query heads and keeps _W_K
+        kept = "_W_K" if hasattr(attn, "_W_K") else "W_K"
+        W_Q, W_K = getattr(attn, "W_Q", None), getattr(attn, kept, None)
+        if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
+            raise self._refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
+        b_Q, b_K = getattr(attn, "b_Q", None), getattr(attn, kept.replace("W", "b"), None)
+        norms = {name: getattr(attn, name, None) for name in ("q_norm", "k_norm")}
+        inner = getattr(norms["q_norm"], "original_component", norms["q_norm"])
+        epsilon = getattr(inner, "variance_epsilon", getattr(inner, "eps", getattr(self.model.cfg, "eps", 1e-5)))
+        return QueryKeyWeights(
+            W_Q=rearrange(self._floating(W_Q, "attn.W_Q"), "head d_model d_head -> d_model (head d_head)"),
+            b_Q=None if b_Q is None else b_Q.detach().reshape(-1),
+            W_K=rearrange(self._floating(W_K, "attn.W_K"), "kv d_model d_head -> d_model (kv d_head)"),
+            b_K=None if b_K is None else b_K.detach().reshape(-1),
+            q_norm=None if norms["q_norm"] is None else norm_weights(norms["q_norm"], self.model.cfg),
+            k_norm=None if norms["k_norm"] is None else norm_weights(norms["k_norm"], self.model.cfg),
+            epsilon=float(epsilon) if isinstance(epsilon, (int, float)) else 1e-5,
         )
 
     @property
@@ -236,6 +275,16 @@ class ModelView:
         if unembed is None:
             return None
         return unembed.W_U.detach(), _detached(getattr(unembed, "b_U", None))
+
+    @cached_property
+    def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
+        """W_E, as stored: some models (Gemma) multiply it by a constant on its way into the residual stream."""
+        embed = getattr(self.model, "embed", None)
+        for owner in (embed, getattr(embed, "embed", None)):  # a HookedEncoder's is one module further in
+            W_E = getattr(owner, "W_E", None)
+            if isinstance(W_E, Tensor):
+                return W_E.detach()
+        raise UnsupportedModelError(f"{self.description} has no readable embedding W_E.")
 
     @property
     def soft_cap(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,20 +68,28 @@ def _only(positions: Tensor) -> Callable[..., Tensor]:
 
 
 class _ReachedError(Exception):
-    """Ends a forward pass early; never leaves `run_until`."""
+    """Ends a forward pass early; never leaves `capture_before`."""
 
 
 def run_until(model: Any, inputs: Mapping[str, Any], name: str) -> Tensor:
     """The activation at one hook point, without running the model any further."""
-    seen: list[Tensor] = []
+    return capture_before(model, inputs, [name], name)[name]
+
+
+def capture_before(model: Any, inputs: Mapping[str, Any], names: Sequence[str], last: str) -> dict[str, Tensor]:
+    """The activations at those of `names` that fire up to the hook point `last`, where the run ends."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(tensor: Tensor, *, hook: Any, name: str) -> None:
+        seen[name] = tensor.detach()
 
     def stop(tensor: Tensor, *, hook: Any) -> None:
-        seen.append(tensor.detach())
         raise _ReachedError
 
+    hooks = [*((name, partial(keep, name=name)) for name in names), (last, stop)]
     with torch.no_grad(), suppress(_ReachedError):
-        model.run_with_hooks(**inputs, fwd_hooks=[(name, stop)])
-    return seen[0]
+        model.run_with_hooks(**inputs, fwd_hooks=hooks)
+    return seen
 
 
 def from_cache(cache: Any, names: Sequence[str], batch: int, pos: int) -> dict[str, Tensor]:

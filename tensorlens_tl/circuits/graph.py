@@ -1,0 +1,320 @@
+"""The contribution graph: how a logit came about, node by node and position by position.
+
+Nodes are the token and position embeddings, every head, every MLP, every bias, and the target, each at each position.
+A node's *weight* is its contribution to the target through everything later: its output dotted with the target pulled
+back to it through the whole frozen model. The *edge* from a source to a node is the share of that contribution which
+entered the node through the source: pull the target back to the node's output, through the node alone to the residual
+stream, and dot with the source's output there. So
+
+* a node's incoming edges and its own bias sum to its weight;
+* embeddings and biases (the sources, and the nodes' own) sum to the logit.
+
+Nothing is trained and nothing is approximated: attention patterns, activation ratios and norm scales are frozen. In a
+post-LN model what a source wrote goes through the norms of the residual stream before it enters a node.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.circuits.embeddings import embedding_parts
+from tensorlens_tl.circuits.trunk import Branch, Pulled, Trunk
+from tensorlens_tl.errors import InvalidInputError, SizeError
+from tensorlens_tl.inputs import query_positions
+from tensorlens_tl.maps import Attention, Chain
+from tensorlens_tl.targets import question
+
+if TYPE_CHECKING:
+    import networkx
+    import pandas as pd
+
+    from tensorlens_tl.frozen import FrozenPass
+
+MOST_EDGES = 2_000_000
+"""Edges a graph may keep."""
+
+EDGE_BYTES = 256 * 2**20
+"""Bytes of edge weights that are looked at at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class ContributionGraph:
+    """A logit as a weighted graph. Made by `contribution_graph`.
+
+    Attributes:
+        nodes: one row per node: `name`, `kind` (embedding, head, mlp, bias, target), `layer` (-1 for none), `pos`,
+            `token`, `weight`, `bias` (what of the weight is the node's own bias) and `entering` (Σ abs of all its
+            incoming edges, kept or not). The last row is the target.
+        edges: `source`, `target` (row numbers of `nodes`) and `weight`.
+        total: the model's own logit.
+        constant: b_U's part of it.
+        residual: how far the target's incoming edges and `constant`, and all sources, are from the total: the larger.
+    """
+
+    nodes: "pd.DataFrame"
+    edges: "pd.DataFrame"
+    question: str
+    total: float
+    constant: float
+    residual: float
+
+    def __repr__(self) -> str:
+        return (
+            f"ContributionGraph({self.question!r}: {len(self.nodes)} nodes, {len(self.edges)} edges, "
+            f"total={self.total:.4g}, completeness={self.completeness:.2f}, residual={self.residual:.1e})"
+        )
+
+    @property
+    def completeness(self) -> float:
+        """The share of what enters the kept nodes that the kept edges carry, weighted by the nodes' abs(weight).
+
+        1 with every edge; the measure by which a pruned graph is judged (cf. the completeness of attribution graphs).
+        """
+        entering, weight = (self.nodes[column].to_numpy(float) for column in ("entering", "weight"))
+        sizes = np.abs(self.edges["weight"].to_numpy(float))
+        kept = np.bincount(self.edges["target"].to_numpy(int), weights=sizes, minlength=len(entering))
+        inner = entering > 0
+        share, weight = np.minimum(kept[inner] / entering[inner], 1.0), np.abs(weight[inner])
+        return float((share * weight).sum() / weight.sum()) if weight.any() else 1.0
+
+    def prune(self, keep: float = 0.8) -> "ContributionGraph":
+        """The largest edges that together carry `keep` of all edges' size, and the nodes that reach the target by them.
+
+        Raises:
+            InvalidInputError: keep outside (0, 1].
+        """
+        if not 0 < keep <= 1:
+            raise InvalidInputError(f"keep={keep!r}: the share of the edges' size to keep, above 0 and at most 1.")
+        sizes = np.abs(self.edges["weight"].to_numpy(float))
+        order = sizes.argsort()[::-1]
+        large = np.zeros(len(sizes), dtype=bool)
+        large[order] = sizes[order].cumsum() - sizes[order] < keep * sizes.sum()
+        source, target = (self.edges[column].to_numpy(int) for column in ("source", "target"))
+        reached = np.zeros(len(self.nodes), dtype=bool)
+        reached[-1] = True
+        count = 0
+        while count != reached.sum():  # one step backwards from all that is reached, as often as there is news
+            count = reached.sum()
+            reached[source[large & reached[target]]] = True
+        kept, number = large & reached[target], reached.cumsum() - 1
+        edges = self.edges[kept].assign(source=number[source[kept]], target=number[target[kept]])
+        return replace(self, nodes=self.nodes[reached].reset_index(drop=True), edges=edges.reset_index(drop=True))
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """The edges, largest first, with the names and positions of both ends."""
+        import pandas as pd
+
+        columns = (self.nodes[column].tolist() for column in ("name", "pos", "token"))
+        labels = np.array([f"{name} @{pos} {token}" for name, pos, token in zip(*columns, strict=True)], dtype=object)
+        weight = self.edges["weight"].to_numpy(float)
+        order = np.abs(weight).argsort()[::-1]
+        source, target = (self.edges[column].to_numpy(int)[order] for column in ("source", "target"))
+        return pd.DataFrame({"source": labels[source], "target": labels[target], "weight": weight[order]})
+
+    def to_networkx(self) -> "networkx.DiGraph":
+        """The graph with every column of `nodes` and `edges` as attributes (networkx comes with torch)."""
+        import networkx
+
+        graph = networkx.DiGraph(question=self.question, total=self.total, constant=self.constant)
+        graph.add_nodes_from((number, dict(row)) for number, row in self.nodes.iterrows())
+        graph.add_weighted_edges_from(self.edges[["source", "target", "weight"]].itertuples(index=False, name=None))
+        return graph
+
+
+def contribution_graph(
+    frozen: "FrozenPass",
+    target: Any = None,
+    minus: Any = None,
+    *,
+    threshold: float = 0.01,
+    query: Any = -1,
+    direction: Any = None,
+    activation: str = "ratio",
+) -> ContributionGraph:
+    """The contribution graph of one logit of one prompt.
+
+    Args:
+        frozen: a pass of one prompt.
+        target, minus, direction, query: as in `logit_attribution`.
+        threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
+            keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
+        activation: the rule for MLPs.
+
+    Raises:
+        InvalidInputError: several prompts, a threshold outside [0, 1], and what `logit_attribution` refuses.
+        SizeError: more than `MOST_EDGES` edges would be kept.
+    """
+    if len(frozen.tokens) != 1:
+        raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+        raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
+    positions = query_positions(frozen.mask, query)
+    if positions.shape[1] != 1:
+        raise InvalidInputError("query=None: a graph leads to one query; pass an integer.")
+    asked = question(frozen, target, minus, direction)
+    trunk = Trunk.of(frozen, activation, to_tokens=asked.of_tokens)
+    pulled = trunk.pull(trunk.seed(asked, query))
+    return _Builder(trunk, pulled, float(threshold)).graph(
+        asked.label, int(positions), trunk.total(asked, query), asked.constant
+    )
+
+
+@dataclass(eq=False)
+class _Builder:
+    """Walks the steps forwards with every source's output, and collects nodes and edges.
+
+    `outputs` holds what each source wrote, moved along the road to the stream before the current step.
+    """
+
+    trunk: Trunk
+    pulled: Pulled
+    threshold: float
+    names: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)  # [pos] each
+    biases: list[Tensor] = field(default_factory=list)
+    entering: dict[int, Tensor] = field(default_factory=dict)
+    edges: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    largest: float = 0.0
+
+    def graph(self, label: str, query: int, total: Tensor, constant: Tensor) -> ContributionGraph:
+        import pandas as pd
+
+        trunk, frozen = self.trunk, self.trunk.frozen
+        parts = embedding_parts(frozen)
+        outputs = torch.stack([part[0] for part in parts.values()])
+        for name in parts:
+            self._node(name, "embedding", -1)
+        self.weights += list((outputs * self.pulled.stream[0][0, 0]).sum(-1))
+        for number, step in enumerate(trunk.steps):
+            written: list[Tensor] = []
+            for branch, hidden in zip(step.branches, trunk.hidden[number], strict=True):
+                met = branch.write.pull(self.pulled.sums[number])
+                self._enter(branch, met, outputs)
+                written.append(self._leave(branch, hidden, met))
+            inside = [(name, bias) for name, bias, within in step.biases if within]
+            for name, bias in inside:
+                written.append(self._bias(name, bias, self.pulled.sums[number]))
+            outputs = torch.cat([outputs, *written])
+            outputs = step.outer.push(outputs[:, None])[:, 0]
+            for name, bias, within in step.biases:
+                if not within:
+                    outputs = torch.cat([outputs, self._bias(name, bias, self.pulled.stream[number + 1])])
+        final = (outputs * self.pulled.stream[-1][0, 0]).sum(-1)[:, query]
+        pos = outputs.shape[1]
+        target = len(self.names) * pos
+        everything = torch.arange(len(self.names), device=final.device)
+        self._keep(everything * pos + query, torch.full_like(everything, target), final)
+        weights, biases = torch.stack(self.weights), torch.stack(self.biases)
+        sources = torch.tensor([kind in ("embedding", "bias") for kind in self.kinds])
+        reached = [float(final.sum() + constant), float(weights[sources].sum() + biases[~sources].sum() + constant)]
+        size = float(final.abs().sum() + constant.abs())
+        entering = torch.zeros(len(self.names), pos).to(weights)
+        for node, amount in self.entering.items():
+            entering[node] = amount
+        tokens = frozen.str_tokens[0]
+        count = len(self.names)
+        nodes = pd.DataFrame(
+            {
+                "name": [*(name for name in self.names for _ in range(pos)), "target"],
+                "kind": [*(kind for kind in self.kinds for _ in range(pos)), "target"],
+                "layer": [*(layer for layer in self.layers for _ in range(pos)), -1],
+                "pos": [*list(range(pos)) * count, query],
+                "token": [*list(tokens) * count, tokens[query]],
+                "weight": [*weights.flatten().tolist(), float(total)],
+                "bias": [*biases.flatten().tolist(), float(constant)],
+                "entering": [*entering.flatten().tolist(), float(final.abs().sum())],
+            }
+        )
+        source, end, weight = (torch.cat(column).cpu().numpy() for column in zip(*self._large(), strict=True))
+        edges = pd.DataFrame({"source": source, "target": end, "weight": weight})
+        residual = max(abs(value - float(total)) for value in reached) / max(size, torch.finfo(weights.dtype).tiny)
+        return ContributionGraph(nodes, edges, label, float(total), float(constant), residual)
+
+    # ------------------------------------------------------------------ nodes
+
+    def _node(self, name: str, kind: str, layer: int) -> None:
+        self.names.append(name)
+        self.kinds.append(kind)
+        self.layers.append(layer)
+        if kind in ("embedding", "bias"):
+            self.biases.append(self.pulled.stream[0].new_zeros(self.pulled.stream[0].shape[2]))
+
+    def _bias(self, name: str, bias: Tensor, met: Tensor) -> Float[Tensor, "1 pos d_model"]:
+        bias = bias.expand_as(met[0])
+        self._node(name, "bias", -1)
+        self.weights.append((bias * met[0])[0].sum(-1))
+        return bias
+
+    def _leave(self, branch: Branch, hidden: Tensor, met: Tensor) -> Float[Tensor, "node pos d_model"]:
+        """The branch's nodes: their weights, their own biases, and what they wrote."""
+        own = torch.zeros_like(hidden) if branch.read.bias.ndim == 0 else branch.read.bias.expand_as(hidden)
+        for name, weight, bias in zip(
+            branch.nodes,
+            branch.split(met[0, 0] * hidden[0]).sum(-1).T,
+            branch.split(met[0, 0] * own[0]).sum(-1).T,
+            strict=True,
+        ):
+            self._node(name, "head" if branch.is_attention else "mlp", branch.layer)
+            self.weights.append(weight)
+            self.biases.append(bias)
+        split = branch.split(hidden[0])
+        alone = torch.diag_embed(rearrange(split, "p n c -> c p n")) if len(branch.nodes) > 1 else None
+        rows = hidden if alone is None else rearrange(alone, "c p n m -> m p (n c)")
+        return branch.write.push(rows[:, None])[:, 0]
+
+    # ------------------------------------------------------------------ edges
+
+    def _enter(self, branch: Branch, met: Tensor, outputs: Float[Tensor, "source pos d_model"]) -> None:
+        """Edges from every source so far into the branch's nodes."""
+        first, pos, sources = len(self.names), outputs.shape[1], outputs.shape[0]
+        at = torch.arange(pos, device=outputs.device)
+        if not branch.is_attention:
+            weights = (outputs * branch.read.pull(met)[0, 0]).sum(-1)
+            self.entering[first] = weights.abs().sum(0)
+            self._keep(torch.arange(sources, device=at.device)[:, None] * pos + at, first * pos + at, weights)
+            return
+        *before, mix = branch.read.stages
+        assert isinstance(mix, Attention)
+        values = rearrange(Chain(tuple(before)).push(outputs[:, None])[:, 0], "m k (kv d) -> kv m k d", kv=mix.kv_heads)
+        asked = branch.split(met[0, 0])
+        chunk = max(1, EDGE_BYTES // (pos * pos * outputs.element_size()))
+        for head in range(len(branch.nodes)):
+            self.entering[first + head] = torch.zeros(pos).to(outputs)
+            own = values[head // (len(branch.nodes) // mix.kv_heads)]
+            for start in range(0, sources, chunk):
+                weights = mix.pattern[0, head] * (
+                    asked[:, head] @ own[start : start + chunk].mT
+                )  # [source, query, key]
+                self.entering[first + head] += weights.abs().sum((0, 2))
+                source = (torch.arange(len(weights), device=at.device) + start) * pos
+                self._keep(source[:, None, None] + at, (first + head) * pos + at[:, None], weights)
+
+    def _keep(self, source: Tensor, target: Tensor, weights: Tensor) -> None:
+        """Note the edges that are worth it; numbers of nodes broadcast to `weights`."""
+        sizes = weights.abs()
+        self.largest = max(self.largest, float(sizes.max()))
+        kept = (sizes >= self.threshold * self.largest) & (sizes > 0)
+        self.edges.append((source.expand_as(weights)[kept], target.expand_as(weights)[kept], weights[kept]))
+        count = sum(len(edge[2]) for edge in self.edges)
+        if count > MOST_EDGES:
+            self.edges = self._large()
+            count = sum(len(edge[2]) for edge in self.edges)
+        if count > MOST_EDGES:
+            raise SizeError(
+                f"contribution_graph: more than {MOST_EDGES:,} edges are at least {self.threshold:g} of the largest so "
+                f"far. Raise threshold={self.threshold:g}, shorten the prompt, or raise "
+                "tensorlens_tl.circuits.graph.MOST_EDGES."
+            )
+
+    def _large(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The edges that are still large beside the largest, which may have come late."""
+        source, target, weights = (torch.cat(column) for column in zip(*self.edges, strict=True))
+        large = weights.abs() >= self.threshold * self.largest
+        return [(source[large], target[large], weights[large])]

@@ -1,0 +1,86 @@
+"""Named parts that sum to one number of the model."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Term(NamedTuple):
+    """One part and what it adds."""
+
+    name: str
+    score: float
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """Named parts of a logit (or of a logit difference, or of any direction).
+
+    ``scores.sum(-1) + remainder == total`` up to `residual`.
+
+    Attributes:
+        names: what the parts are, such as ``"embed"``, ``"L0H3"``, ``"L0H3 → L1H5"``, ``"MLP1.N7"``, ``"L0.b_O"``.
+        scores: `[batch, term]`.
+        total: the model's own number, `[batch]`.
+        remainder: what the named parts leave out, computed on its own and not as a difference, `[batch]`.
+        keys: for parts that read other tokens, each token's share, `[batch, term, key]`; None where not asked for.
+        tokens: readable tokens of each prompt.
+        question: what was asked, for people.
+    """
+
+    names: list[str]
+    scores: Float[Tensor, "batch term"]
+    total: Float[Tensor, "batch"]
+    remainder: Float[Tensor, "batch"]
+    tokens: list[list[str]]
+    question: str
+    keys: Float[Tensor, "batch term key"] | None = None
+
+    @property
+    def residual(self) -> Float[Tensor, "batch"]:
+        """abs(Σ scores + remainder − total) / (Σ abs(scores) + abs(remainder)): how far the sum is from holding."""
+        size = self.scores.abs().sum(-1) + self.remainder.abs()
+        tiny = torch.finfo(size.dtype).tiny
+        return (self.scores.sum(-1) + self.remainder - self.total).abs() / size.clamp_min(tiny)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return (
+            f"Terms({len(self.names)} of {self.question!r}, total={[round(t, 4) for t in self.total.tolist()]}, "
+            f"residual={float(self.residual.max()):.1e})"
+        )
+
+    def __getitem__(self, name: str) -> Float[Tensor, "batch"]:
+        """One part's score in every prompt.
+
+        Raises:
+            InvalidInputError: no part of that name.
+        """
+        if name not in self.names:
+            raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, …")
+        return self.scores[:, self.names.index(name)]
+
+    def top(self, k: int = 10, row: int = 0) -> list[Term]:
+        """The k parts of one prompt that are largest in absolute value."""
+        order = self.scores[row].abs().argsort(descending=True)[: max(k, 0)]
+        return [Term(self.names[i], float(self.scores[row, i])) for i in order.tolist()]
+
+    def to_dataframe(self, row: int = 0) -> "pd.DataFrame":
+        """One row per part, in the order of the model, with each token's share where there is one."""
+        import pandas as pd
+
+        frame = pd.DataFrame({"term": self.names, "score": self.scores[row].tolist()})
+        if self.keys is not None:
+            labels = [f"{number} {token}" for number, token in enumerate(self.tokens[row])]
+            frame = frame.join(pd.DataFrame(self.keys[row].cpu().numpy(), columns=labels))
+        return frame
