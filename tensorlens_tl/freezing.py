@@ -19,6 +19,7 @@ from tensorlens_tl.hooks import (
     check_finite,
     from_cache,
     model_points,
+    only_at,
     refuse_attached,
     run_until,
 )
@@ -85,8 +86,9 @@ def freeze(
     # captured activations must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         if cache is None:
-            unembed = None if points.unembed_in is None else (points.unembed_in, query_positions(prompt.mask, -1))
-            kept, logits = capture(model, prompt.kwargs, points.captured, store=store, unembed=unembed)
+            last = query_positions(prompt.mask, -1)
+            hooks = [] if points.unembed_in is None else [only_at(points.unembed_in, last)]
+            kept, logits = capture(model, prompt.kwargs, points.captured, store=store, hooks=hooks)
         else:
             kept, logits = from_cache(cache, points.captured, *prompt.tokens.shape), None
         frozen = FrozenPass(model, view, points, prompt, kept)

@@ -6,16 +6,9 @@ and differentiated by autograd.
 
 import pytest
 import torch
-from conftest import hooks_on, some_tokens
+from conftest import hooks_on, some_tokens, tolerance
 
 import tensorlens_tl as tlens
-
-FLOAT32_INSIDE = ("llama", "mistral", "qwen", "gemma", "phi3", "olmo2", "native-rms")
-"""Families whose own norms compute in float32 whatever the dtype."""
-
-
-def tolerance(name):
-    return 1e-6 if any(family in name for family in FLOAT32_INSIDE) else 1e-9
 
 
 def relative(made, own):

@@ -9,13 +9,24 @@
 | what does one head move, and what becomes of it | `head_map` |
 | through which nodes did it come | `paths`, `top_paths`, `contribution_graph` |
 | why does this head attend there | `qk_attribution` |
+| how large is the operator | `spectral_norm`, `singular_directions`, `norm_bound` |
+| how wrong is it away from its input | `error_bound` |
 """
 
 from tensorlens_tl.circuits.components import HeadMap, head_map, logit_attribution
 from tensorlens_tl.circuits.composition import composition_scores
+from tensorlens_tl.circuits.expansion import Paths, paths, top_paths
 from tensorlens_tl.circuits.graph import ContributionGraph, contribution_graph
-from tensorlens_tl.circuits.paths import Paths, paths, top_paths
-from tensorlens_tl.circuits.qk_attribution import ScoreAttribution, qk_attribution
+from tensorlens_tl.circuits.score_attribution import ScoreAttribution, qk_attribution
+from tensorlens_tl.circuits.spectrum import (
+    Directions,
+    ErrorBound,
+    as_scipy,
+    error_bound,
+    norm_bound,
+    singular_directions,
+    spectral_norm,
+)
 from tensorlens_tl.circuits.terms import Term, Terms
 from tensorlens_tl.circuits.weights import (
     copying_scores,
@@ -30,23 +41,30 @@ from tensorlens_tl.circuits.weights import (
 
 __all__ = [
     "ContributionGraph",
+    "Directions",
+    "ErrorBound",
     "HeadMap",
     "Paths",
     "ScoreAttribution",
     "Term",
     "Terms",
+    "as_scipy",
     "composition_scores",
     "contribution_graph",
     "copying_scores",
+    "error_bound",
     "full_ov",
     "full_qk",
     "head_map",
     "logit_attribution",
+    "norm_bound",
     "ov",
     "ov_eigenvalues",
     "paths",
     "qk",
     "qk_attribution",
+    "singular_directions",
+    "spectral_norm",
     "svd_tokens",
     "top_paths",
     "virtual_head",

@@ -158,7 +158,7 @@ class HeadMap:
         batch, query, _ = self.pattern.shape
         return f"HeadMap(L{self.layer}H{self.head} of {self.frozen.view.description}, batch={batch}, pos={query})"
 
-    def contributions(self, query: int | None = None) -> Float[Tensor, "batch query key d_model"]:
+    def contributions(self, query: Any = None) -> Float[Tensor, "batch query key d_model"]:
         """``A_ij v_j W_O``: what source token j puts into position i through this head.
 
         Raises:
@@ -190,7 +190,7 @@ class HeadMap:
         return x
 
     def target(
-        self, target: Any = None, minus: Any = None, *, query: int = -1, direct: bool = False
+        self, target: Any = None, minus: Any = None, *, query: Any = -1, direct: bool = False
     ) -> Float[Tensor, "batch query key"]:
         """What each token pair of this head adds to a logit through everything later, `[batch, query, key]`.
 

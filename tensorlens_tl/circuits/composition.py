@@ -25,7 +25,7 @@ def composition_scores(
     kind: str,
     *,
     baseline: str | None = None,
-    offset: int | None = None,
+    offset: Any = None,
     fold_norms: bool = False,
 ) -> Float[Tensor, "layer head later_layer later_head"]:
     """Composition scores of all pairs of heads at once, zero where the second is not in a later layer.

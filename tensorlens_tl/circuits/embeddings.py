@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.hooks.capture import capture_before
+from tensorlens_tl.hooks import capture_before
 from tensorlens_tl.maps import Norm
 from tensorlens_tl.view import norm_weights
 

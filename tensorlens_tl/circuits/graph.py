@@ -82,7 +82,7 @@ class ContributionGraph:
         share, weight = np.minimum(kept[inner] / entering[inner], 1.0), np.abs(weight[inner])
         return float((share * weight).sum() / weight.sum()) if weight.any() else 1.0
 
-    def prune(self, keep: float = 0.8) -> "ContributionGraph":
+    def prune(self, keep: Any = 0.8) -> "ContributionGraph":
         """The largest edges that together carry `keep` of all edges' size, and the nodes that reach the target by them.
 
         Raises:
@@ -131,7 +131,7 @@ def contribution_graph(
     target: Any = None,
     minus: Any = None,
     *,
-    threshold: float = 0.01,
+    threshold: Any = 0.01,
     query: Any = -1,
     direction: Any = None,
     activation: str = "ratio",

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks.capture import capture_before
+from tensorlens_tl.hooks import capture_before
 from tensorlens_tl.maps import Chain, Diagonal, Linear
 from tensorlens_tl.view import NormWeights
 

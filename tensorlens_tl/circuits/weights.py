@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformer_lens import FactoredMatrix
 
-HeadMatrix = Float[Tensor, "head d_model d_head"]
+HeadMatrix = Float[Tensor, "*head d_model d_head"]
 
 
 def ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
@@ -50,7 +50,7 @@ def ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "Facto
     return factored(weights.V[head], weights.O[head])
 
 
-def qk(model: Any, layer: Any, head: Any, *, offset: int | None = None, fold_norms: bool = False) -> "FactoredMatrix":
+def qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms: bool = False) -> "FactoredMatrix":
     """``W_Q R(offset) W_Kᵀ`` of one head, `[d_model, d_model]` of rank d_head, rows for the query.
 
     Args:
@@ -81,9 +81,7 @@ def full_ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "
     return factored(view.embedding @ circuit.A, circuit.B @ _unembedding(view, fold_norms))
 
 
-def full_qk(
-    model: Any, layer: Any, head: Any, *, offset: int | None = None, fold_norms: bool = False
-) -> "FactoredMatrix":
+def full_qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms: bool = False) -> "FactoredMatrix":
     """``W_E W_Q R W_Kᵀ W_Eᵀ``, `[d_vocab, d_vocab]`: how much one token, as query, attends to another, as key.
 
     Raises:
@@ -119,11 +117,11 @@ def svd_tokens(
     head: Any,
     *,
     circuit: str = "ov",
-    k: int = 5,
-    top: int = 8,
-    offset: int | None = None,
+    k: Any = 5,
+    top: Any = 8,
+    offset: Any = None,
     fold_norms: bool = True,
-    gap: float = 1e-3,
+    gap: Any = 1e-3,
 ) -> "pd.DataFrame":
     """The leading singular directions of a head's OV or QK circuit, read as tokens.
 

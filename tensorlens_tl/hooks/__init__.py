@@ -1,6 +1,6 @@
 """Where TransformerLens lets us look and hold on: hook-point names, capture, and freezing."""
 
-from tensorlens_tl.hooks.capture import capture, check_finite, from_cache, run_until
+from tensorlens_tl.hooks.capture import capture, capture_before, check_finite, from_cache, only_at, run_until
 from tensorlens_tl.hooks.freeze import (
     attention_hooks,
     is_attached,
@@ -16,11 +16,13 @@ __all__ = [
     "ModelPoints",
     "attention_hooks",
     "capture",
+    "capture_before",
     "check_finite",
     "from_cache",
     "is_attached",
     "mlp_hooks",
     "model_points",
+    "only_at",
     "patterns_take_effect",
     "refuse_attached",
     "replace",

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
@@ -17,7 +18,7 @@ def capture(
     names: Sequence[str],
     *,
     store: str = "model",
-    unembed: tuple[str, Tensor] | None = None,
+    hooks: Sequence[tuple[str, Callable[..., Any]]] = (),
 ) -> tuple[dict[str, Tensor], Any]:
     """Run the model once and keep the activations at `names`.
 
@@ -25,9 +26,8 @@ def capture(
         model: any TransformerLens model.
         inputs: keyword arguments of its forward.
         names: hook points to keep.
-        unembed: the unembedding's input hook and one position per prompt, `[batch, 1]`: the model unembeds only that
-            token, since logits of all of them can cost as much as several blocks.
         store: ``"model"`` leaves activations where they are computed, ``"cpu"`` keeps them off the device.
+        hooks: further hooks of the run; what they change is captured after them, except at their own point.
 
     Returns:
         The activations by name, and the model's output. Hooks are gone afterwards, also on an exception.
@@ -44,11 +44,8 @@ def capture(
             kept[name] = tensor.detach().cpu() if store == "cpu" else tensor.detach()
 
     # one filter instead of a hook for each name: a Bridge lists all its hook points again for every name
-    hooks: list[tuple[Any, Callable[..., Any]]] = [(called.__contains__, keep)]
-    if unembed is not None:
-        hooks.append((unembed[0], _only(unembed[1])))
     with torch.no_grad():
-        output = model.run_with_hooks(**inputs, fwd_hooks=hooks)
+        output = model.run_with_hooks(**inputs, fwd_hooks=[(called.__contains__, keep), *hooks])
     silent = [name for name in names if name not in kept]
     if silent:
         raise UnsupportedModelError(
@@ -58,13 +55,15 @@ def capture(
     return kept, output
 
 
-def _only(positions: Tensor) -> Callable[..., Tensor]:
+def only_at(name: str, positions: Int[Tensor, "batch 1"]) -> tuple[str, Callable[..., Tensor]]:
+    """A hook that lets one position per prompt through: logits of all tokens can cost as much as several blocks."""
+
     def hook(tensor: Tensor, *, hook: Any) -> Tensor:
         if tensor.shape[1] == 1:
             return tensor
         return torch.take_along_dim(tensor, positions[..., None].to(tensor.device), dim=1)
 
-    return hook
+    return name, hook
 
 
 class _ReachedError(Exception):

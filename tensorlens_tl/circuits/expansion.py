@@ -65,7 +65,7 @@ def paths(
     target: Any = None,
     minus: Any = None,
     *,
-    max_order: int = 1,
+    max_order: Any = 1,
     query: Any = -1,
     direction: Any = None,
     activation: str = "ratio",
@@ -92,7 +92,7 @@ def paths(
     if count > MOST_PATHS:
         raise SizeError(
             f"paths: there are {count:,} paths of at most {max_order} nodes, more than {MOST_PATHS:,}. Lower "
-            "max_order, use top_paths(), or raise tensorlens_tl.circuits.paths.MOST_PATHS."
+            "max_order, use top_paths(), or raise tensorlens_tl.circuits.expansion.MOST_PATHS."
         )
     orders = _by_order(trunk, seed, max_order)
     names: list[tuple[str, ...]] = [()]
@@ -120,11 +120,11 @@ def paths(
 
 def top_paths(
     frozen: "FrozenPass",
-    k: int = 10,
+    k: Any = 10,
     target: Any = None,
     minus: Any = None,
     *,
-    width: int = 64,
+    width: Any = 64,
     query: Any = -1,
     direction: Any = None,
     activation: str = "ratio",

@@ -1,0 +1,234 @@
+"""How large the frozen operator is: its spectral norm, its singular directions, and bounds on both it and its error.
+
+`norm_bound` is the layer-wise bound of TensorLens' Appendix E, read off the algebra: ‖a·b‖ ≤ ‖a‖‖b‖, ‖a + b‖ ≤
+‖a‖ + ‖b‖, a norm contributes max abs(gain) / min σ (the paper prints 1/Var; the denominator is σ), a frozen activation
+its largest ratio (in a gated MLP max abs φ(g)), attention the spectral norm of its patterns.
+
+`error_bound` says how far the frozen model can be from the live one at another input. With x_l the live stream at block
+l and A_l the frozen block, the two differ by exactly Σ_l T_{L…l+1}(x_{l+1} − A_l(x_l)), so by no more than
+Σ_l (Π_{m>l} ‖A_m‖) ‖x_{l+1} − A_l(x_l)‖.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.frozen import output_name
+from tensorlens_tl.hooks import capture, replace
+from tensorlens_tl.inputs import query_positions
+from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum, Transpose
+from tensorlens_tl.operator import FrozenOperator, place
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator
+
+    from tensorlens_tl.frozen import FrozenPass
+
+
+def as_scipy(op: FrozenOperator) -> "LinearOperator":
+    """The operator's linear part as a scipy `LinearOperator` on ``pos · d_model`` numbers, for any matrix-free method.
+
+    Needs scipy (``pip install tensorlens-tl[spectral]``).
+
+    Raises:
+        InvalidInputError: the pass has several prompts.
+    """
+    from scipy.sparse.linalg import LinearOperator
+
+    _one_prompt(op)
+    size, shape = op.x[0].numel(), op.x[0].shape
+
+    def through(move: Any) -> Any:
+        def columns(x: Any) -> Any:
+            rows = torch.as_tensor(x.reshape(size, -1).T.copy()).to(op.x).reshape(-1, 1, *shape)
+            return move(rows).reshape(len(rows), size).T.cpu().numpy().reshape(x.shape)
+
+        return columns
+
+    push, pull = through(op.push), through(op.pull)
+    dtype = op.x.new_zeros(0).cpu().numpy().dtype
+    # each is written for one vector and for a matrix of columns alike, which scipy names apart
+    return LinearOperator((size, size), dtype=dtype, matvec=push, rmatvec=pull, matmat=push, rmatmat=pull)  # pyright: ignore[reportCallIssue]
+
+
+def spectral_norm(op: FrozenOperator, *, tol: Any = 1e-6, seed: int = 0) -> float:
+    """‖T‖₂, the largest singular value, by Lanczos on push and pull.
+
+    What Lanczos returns is attained by a vector, so it is a lower estimate, from which `tol` tells how far it moves.
+    Needs scipy.
+
+    Args:
+        op: the operator of one prompt.
+        tol: relative accuracy asked of the Lanczos iteration.
+        seed: of its starting vector.
+
+    Raises:
+        InvalidInputError: several prompts, or a tolerance that is not positive.
+    """
+    if not tol > 0:
+        raise InvalidInputError(f"tol={tol!r}: pass a positive number.")
+    _, values, _ = _svds(as_scipy(op), op.x[0].numel(), 1, tol, seed)
+    return float(values[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    """The leading singular directions of ``T[query, :, key, :]``, largest first.
+
+    Attributes:
+        values: `[k]`.
+        written: unit vectors at the query's output, `[k, d_out]`.
+        read: unit vectors at the key's input, `[k, d_in]`: ``T[query, :, key, :] · read[n] = values[n] · written[n]``.
+    """
+
+    values: Float[Tensor, "k"]
+    written: Float[Tensor, "k d_out"]
+    read: Float[Tensor, "k d_in"]
+
+
+def singular_directions(op: FrozenOperator, query: Any = -1, key: Any = 0, *, k: Any = 5) -> Directions:
+    """Which directions of one token another token's output depends on most. Needs scipy.
+
+    Args:
+        op: the operator of one prompt.
+        query, key: positions, counted over the real tokens.
+        k: how many directions; below d_model.
+
+    Raises:
+        InvalidInputError: several prompts, a position out of range, or k outside 1 … d_model − 1.
+    """
+    from scipy.sparse.linalg import LinearOperator
+
+    _one_prompt(op)
+    width = op.x.shape[-1]
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k < width:
+        raise InvalidInputError(f"k={k!r}: pass 1 to {width - 1} directions.")
+    at = {}
+    for name, position in (("query", query), ("key", key)):
+        if position is None:
+            raise InvalidInputError(f"{name}=None: one block of the tensor at a time; pass integers.")
+        at[name] = query_positions(op.frozen.mask, position)[:, 0]
+
+    def block(move: Any, source: str, end: str) -> Any:
+        def columns(x: Any) -> Any:
+            rows = torch.as_tensor(x.reshape(width, -1).T.copy()).to(op.x)
+            moved = move(place(rows[:, None], at[source].expand(len(rows), 1), op.x))
+            return moved[:, 0, int(at[end])].T.cpu().numpy().reshape(x.shape)
+
+        return columns
+
+    push, pull = block(op.push, "key", "query"), block(op.pull, "query", "key")
+    dtype = op.x.new_zeros(0).cpu().numpy().dtype
+    matrix = LinearOperator((width, width), dtype=dtype, matvec=push, rmatvec=pull, matmat=push, rmatmat=pull)  # pyright: ignore[reportCallIssue]
+    u, s, vh = _svds(matrix, width, k)
+    order = s.argsort()[::-1].copy()
+    values, written, read = (torch.as_tensor(part[order].copy()).to(op.x) for part in (s, u.T, vh))
+    return Directions(values, written, read)
+
+
+def _svds(matrix: Any, size: int, k: int, tol: float = 0.0, seed: int = 0) -> Any:
+    """scipy's Lanczos, from a start that depends on the seed alone (its own argument for it was renamed)."""
+    import numpy as np
+    from scipy.sparse import linalg
+
+    svds: Any = linalg.svds
+    return svds(matrix, k=k, tol=tol, v0=np.random.default_rng(seed).standard_normal(size).astype(matrix.dtype))
+
+
+# ------------------------------------------------------------------ bounds
+
+
+def norm_bound(m: Any) -> float:
+    """An upper bound of ‖linear part‖₂, by the rules above; exact for each primitive.
+
+    Raises:
+        InvalidInputError: a map of a class that has no rule.
+    """
+    if isinstance(m, Identity):
+        return 1.0
+    if isinstance(m, Linear):
+        return float(torch.linalg.matrix_norm(m.weight.double(), 2))
+    if isinstance(m, Diagonal):
+        return float(m.factor.abs().max())
+    if isinstance(m, Norm):
+        return (1.0 if m.gain is None else float(m.gain.abs().max())) / float(m.scale.min())
+    if isinstance(m, Attention):
+        # heads that share a key-value head read the same values: their patterns stack
+        stacked = rearrange(m.pattern.double(), "b (kv group) q k -> b kv (group q) k", kv=m.kv_heads)
+        return float(torch.linalg.matrix_norm(stacked, 2).max())
+    if isinstance(m, Chain):
+        bound = 1.0
+        for stage in m.stages:
+            bound *= norm_bound(stage)
+        return bound
+    if isinstance(m, Sum):
+        return sum(norm_bound(term) for term in m.terms)
+    if isinstance(m, Transpose):
+        return norm_bound(m.inner)
+    raise InvalidInputError(f"norm_bound: no rule for a map of class {type(m).__name__}.")
+
+
+@dataclass(frozen=True)
+class ErrorBound:
+    """How far the frozen model is from the live one at another input, and how far it can be.
+
+    Attributes:
+        error: ‖live output − frozen output‖, measured.
+        bound: Σ amplification · local, never below it.
+        local: each stage's own error on the live stream, ‖x_{l+1} − A_l(x_l)‖: the blocks, and the final norm.
+        amplification: what the later stages can make of it at most.
+    """
+
+    error: float
+    bound: float
+    local: list[float]
+    amplification: list[float]
+
+
+def error_bound(
+    frozen: "FrozenPass", x: Float[Tensor, "batch pos d_model"], *, activation: str = "ratio"
+) -> ErrorBound:
+    """How far the frozen operator is from the live model at the input `x`, and a bound of that, layer by layer.
+
+    Args:
+        frozen: a pass of one prompt.
+        x: another input of ``blocks.0``, `[1, pos, d_model]`.
+        activation: the rule of the frozen MLPs.
+
+    Raises:
+        InvalidInputError: several prompts, or a shape that is not the pass's.
+    """
+    op = frozen.operator(activation=activation)
+    _one_prompt(op)
+    x = torch.as_tensor(x).to(op.x)
+    if x.shape != op.x.shape:
+        raise InvalidInputError(f"error_bound: x is {tuple(x.shape)}, the pass's input {tuple(op.x.shape)}.")
+    stages: list[AffineMap] = [frozen.block(layer, activation=activation) for layer in range(frozen.n_layers)]
+    names = [output_name(frozen.points, layer) for layer in range(frozen.n_layers)]
+    final, end = frozen.final_norm(), frozen.points.unembed_in
+    if final is not None and end is not None:
+        stages.append(final)
+        names.append(end)
+    start = replace(frozen.points.blocks[0].resid_pre, x)
+    kept, _ = capture(frozen.model, frozen.inputs, names, hooks=[start])
+    live = [x, *(kept[name].to(x) for name in names)]
+    local = [
+        float((after - stage(before)).norm()) for stage, (before, after) in zip(stages, pairwise(live), strict=True)
+    ]
+    bounds, amplification = [norm_bound(stage) for stage in stages], [1.0]
+    for bound in reversed(bounds[1:]):
+        amplification.append(amplification[-1] * bound)
+    amplification.reverse()
+    total = sum(factor * error for factor, error in zip(amplification, local, strict=True))
+    return ErrorBound(float((live[-1] - op(x)).norm()), total, local, amplification)
+
+
+def _one_prompt(op: FrozenOperator) -> None:
+    if len(op.x) != 1:
+        raise InvalidInputError(f"the pass has {len(op.x)} prompts, each with an operator of its own; freeze one.")

@@ -1,0 +1,467 @@
+"""Circuits on every family: what is claimed to sum sums, and what a part is worth is what its removal costs.
+
+The second road is the live model, held fixed by hooks: taking a head's output away there must cost exactly its
+effect, and attention scores must be those of the captured queries and keys.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from conftest import hooks_on, some_tokens, tolerance
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits
+from tensorlens_tl.circuits import composition, expansion, graph, scores, weights
+from tensorlens_tl.testing import model_names, tiny_model
+
+HOOKED = any(name.startswith("hooked/") for name in model_names())
+NO_PATHS = ("-processed", "-compatibility", "bridge/mistral", "bridge/qwen2", "hooked/rmspre", "hooked/local")
+
+
+@pytest.fixture
+def frozen(model):
+    return tlens.freeze(model, some_tokens())
+
+
+@pytest.fixture
+def one(model):
+    return tlens.freeze(model, some_tokens(batch=1))
+
+
+def token_logit(frozen, hooks=(), token=5, minus=7):
+    """The frozen live model's logit difference at the last token; a masked model's at its last block instead."""
+    seen = {}
+    by_stream = frozen.view.mlm_head is not None  # its prediction head has no hook that would freeze it
+
+    def see(live, *, hook):
+        seen["x"] = live.detach()
+
+    point = frozen.points.last_output if by_stream else frozen.points.unembed_in
+    with torch.no_grad():
+        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[*frozen.fwd_hooks(), *hooks, (point, see)])
+    asked = tlens.targets.question(frozen, token, minus)
+    x = seen["x"]
+    if by_stream:
+        x = frozen.prediction_head()(x)
+    return (x[:, -1] * asked.vectors).sum(-1) + asked.constant
+
+
+def without(frozen, layer, head, pos=slice(None)):
+    """A hook that takes one head's output away."""
+
+    def ablate(z, *, hook):
+        z = z.clone()
+        z[:, pos, head] = 0
+        return z
+
+    return frozen.points.blocks[layer].z, ablate
+
+
+# ------------------------------------------------------------------ components and heads
+
+
+@pytest.mark.parametrize("by", ["component", "head", "head_token", "neuron"])
+def test_components_sum_to_the_logit(frozen, name, by):
+    terms = circuits.logit_attribution(frozen, 5, minus=7, by=by)
+    assert float(terms.residual.max()) < tolerance(name)
+    own = (frozen.last_logits[:, 5] - frozen.last_logits[:, 7]) if frozen.view.soft_cap is None else terms.total
+    assert torch.allclose(terms.total, own, atol=1e-5 if tolerance(name) > 1e-9 else 1e-9)
+    if by == "head_token":
+        assert torch.allclose(terms.keys.sum(-1), terms.scores, atol=1e-9)
+
+
+def test_one_head_is_worth_what_the_frozen_model_loses_without_it(frozen, name):
+    layer, head = 0, 3
+    alone = circuits.head_map(frozen, layer, head)
+    pairs = alone.target(5, 7)
+    lost = token_logit(frozen) - token_logit(frozen, [without(frozen, layer, head)])
+    assert torch.allclose(pairs.sum((1, 2)), lost, atol=10 * tolerance(name))
+    assert torch.allclose(alone.contributions().sum(2), alone.output, atol=1e-9)
+    assert torch.allclose(alone.contributions(-1)[:, 0], alone.contributions()[:, -1])
+    assert torch.allclose(alone.contributions().norm(dim=-1), alone.norms, atol=1e-9)
+    asked = tlens.targets.question(frozen, 5, 7)
+    assert torch.allclose((alone.effect[:, -1] * asked.vectors).sum(-1), lost, atol=10 * tolerance(name))
+    direct = circuits.logit_attribution(frozen, 5, minus=7, by="head")[f"L{layer}H{head}"]
+    assert torch.allclose(alone.target(5, 7, direct=True).sum((1, 2)), direct, atol=1e-9)
+    assert hooks_on(frozen.model) == 0
+
+
+def test_the_embedding_is_told_apart_where_positions_are_added(frozen, name):
+    parts = circuits.embeddings.embedding_parts(frozen)
+    learned = {"bridge/gpt2", "bridge/opt", "hooked/ln", "bridge/bert", "encoder/bert", "bridge/native"}
+    assert ("pos_embed" in parts) or name not in learned
+    assert not any(word in name for word in ("llama", "rotary", "neox")) or list(parts) == ["embed"]
+
+
+# ------------------------------------------------------------------ paths and graphs
+
+
+def test_paths_and_remainder_sum_to_the_logit_in_every_order(frozen, name):
+    for order in range(3):
+        found = circuits.paths(frozen, 5, minus=7, max_order=order)
+        assert float(found.residual.max()) < tolerance(name)
+        lengths = torch.tensor([len(path) for path in found.nodes])
+        for length in range(order + 1):
+            listed = found.scores[:, : len(lengths)][:, lengths == length].sum(1)
+            assert torch.allclose(listed, found.orders[:, length], atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if not any(word in name for word in NO_PATHS)])
+def test_a_wide_beam_finds_the_largest_of_all_paths(one, name):
+    everything = circuits.paths(one, 5, max_order=9)
+    assert float(everything.remainder.abs().max()) < 1e-9  # two layers have no path longer than four nodes
+    top = circuits.top_paths(one, 6, 5, width=10_000)
+    best = everything.scores[0, : len(everything.nodes)].abs().topk(6).values
+    assert torch.allclose(top.scores[0].abs(), best)
+    assert float(top.residual) < tolerance(name)
+    narrow = circuits.top_paths(one, 6, 5, width=2)
+    assert float(narrow.residual) < tolerance(name)
+    assert set(narrow.nodes) <= set(everything.nodes)
+
+
+@pytest.mark.skipif(not HOOKED, reason="needs an attention-only HookedTransformer without norms")
+def test_two_attention_layers_are_the_lectures_sum(model_named):
+    model = model_named("hooked/attn-only-no-norm")
+    for parameter in (name for name, _ in model.named_parameters() if name.split(".")[-1].startswith("b_")):
+        assert "b_" in parameter
+    bare = tiny_model("hooked/attn-only-no-norm")
+    with torch.no_grad():
+        for name, parameter in bare.named_parameters():
+            if name.split(".")[-1].startswith("b_"):
+                parameter.zero_()
+    tokens = some_tokens(batch=1)
+    frozen = tlens.freeze(bare, tokens)
+    found = circuits.paths(frozen, 5, max_order=2)
+    x, u = bare.W_E[tokens[0]] + bare.W_pos[: tokens.shape[1]], bare.W_U[:, 5]
+    A = [frozen.pattern(layer)[0] for layer in range(2)]
+    OV = [[bare.W_V[layer, head] @ bare.W_O[layer, head] for head in range(4)] for layer in range(2)]
+    expected = {"direct": x[-1] @ u}
+    for layer in range(2):
+        for head in range(4):
+            expected[f"L{layer}H{head}"] = (A[layer][head] @ x @ OV[layer][head])[-1] @ u
+    for first in range(4):
+        for second in range(4):
+            mixed = A[1][second] @ A[0][first] @ x @ OV[0][first] @ OV[1][second]
+            expected[f"L0H{first} → L1H{second}"] = mixed[-1] @ u
+    assert set(found.names) == set(expected)
+    for name, value in expected.items():
+        assert float((found[name][0] - value).abs()) < 1e-9, name
+    assert float(found.remainder.abs()) < 1e-12
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if not any(word in name for word in NO_PATHS)])
+def test_graph_identities(one, name):
+    made = circuits.contribution_graph(one, 5, minus=7, threshold=0)
+    nodes, edges = made.nodes, made.edges
+    entering = edges.groupby("target")["weight"].sum().reindex(nodes.index, fill_value=0.0)
+    inner = nodes["kind"].isin(["head", "mlp", "target"])
+    scale = float(nodes["weight"].abs().max())
+    assert float((entering + nodes["bias"] - nodes["weight"])[inner].abs().max()) < 10 * tolerance(name) * scale
+    assert made.residual < tolerance(name)
+    assert made.completeness == pytest.approx(1.0)
+    assert not entering[nodes["kind"].isin(["embedding", "bias"])].any()
+    assert (nodes.iloc[edges["source"]]["layer"].to_numpy() <= nodes.iloc[edges["target"]]["layer"].to_numpy())[
+        nodes.iloc[edges["target"]]["kind"].to_numpy() != "target"
+    ].all()
+    pos = one.tokens.shape[1] - 2
+    weight = nodes[(nodes["name"] == "L0H1") & (nodes["pos"] == pos)]["weight"].item()
+    lost = token_logit(one) - token_logit(one, [without(one, 0, 1, pos)])
+    assert weight == pytest.approx(float(lost), abs=10 * tolerance(name) * scale)
+
+
+def test_a_pruned_graph_says_what_it_left_out(model_named):
+    made = circuits.contribution_graph(tlens.freeze(model_named("bridge/gpt2"), some_tokens(batch=1)), 5, threshold=0)
+    last = len(made.edges) + 1
+    for keep in (1.0, 0.8, 0.3):
+        small = made.prune(keep)
+        assert len(small.edges) < last or keep == 1.0
+        last = len(small.edges)
+        assert 0 < small.completeness <= 1
+        network = small.to_networkx()
+        assert network.number_of_nodes() == len(small.nodes)
+        assert network.number_of_edges() == len(small.edges)
+        target = len(small.nodes) - 1
+        assert small.nodes["kind"].iloc[-1] == "target"
+        assert set(network.nodes) == {target, *__import__("networkx").ancestors(network, target)}
+    assert made.prune(1.0).completeness == pytest.approx(1.0)
+    frame = made.to_dataframe()
+    assert frame["weight"].abs().is_monotonic_decreasing
+    assert frame["source"].str.contains("@").all()
+    few = circuits.contribution_graph(tlens.freeze(model_named("bridge/gpt2"), some_tokens(batch=1)), 5, threshold=0.1)
+    assert float(few.edges["weight"].abs().min()) >= 0.1 * float(made.edges["weight"].abs().max())
+    assert few.completeness < 1
+    assert few.total == made.total
+
+
+# ------------------------------------------------------------------ attention scores
+
+
+def live_score(frozen, layer, head, query=-1, key=3):
+    """A score as the live model has it: from hook_attn_scores, or where that only observes, from queries and keys."""
+    at, seen = f"blocks.{layer}.attn.", {}
+
+    def see(live, *, hook, key):
+        seen[key] = live.detach()
+
+    names = ("hook_q", "hook_k", "hook_attn_scores")
+    frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[(at + name, partial(see, key=name)) for name in names])
+    attn = frozen.model.blocks[layer].attn
+    if type(attn).__name__ != "AttentionBridge":
+        return seen["hook_attn_scores"][:, head, query, key]
+    q, k = (seen[name].unflatten(-1, (-1, 4)) if seen[name].ndim == 3 else seen[name] for name in names[:2])
+    if hasattr(attn.original_component, "embed_positions"):  # GPT-J; its own rotation is the witness
+        from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb
+
+        sin, cos = attn.original_component.embed_positions[None, : q.shape[1]].chunk(2, dim=-1)
+        q, k = apply_rotary_pos_emb(q, sin, cos), apply_rotary_pos_emb(k, sin, cos)
+    return (q[:, query, head] * k[:, key, head]).sum(-1) / 2
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_source_pairs_sum_to_the_score_of_the_captured_queries_and_keys(frozen, name, layer):
+    made = circuits.qk_attribution(frozen, layer, 3, query=-1, key=3)
+    assert float(made.residual.max()) < tolerance(name)
+    softmax_in_float32 = name in ("bridge/phi", "bridge/gptj", "bridge/opt")
+    assert made.reading_error < (1e-6 if softmax_in_float32 else tolerance(name))
+    reading = scores.score_reading(frozen, layer)
+    ours = reading.scores(frozen.resid_pre(layer))
+    assert torch.allclose(made.total, ours[:, 3, -1, 3], atol=1e-9)
+    if frozen.pattern(layer)[:, 3, -1, 3].min() > 0:
+        live = live_score(frozen, layer, 3)
+        expected = reading.finished(ours)[:, 3, -1, 3]
+        assert torch.allclose(expected, live, atol=1e-5 if tolerance(name) > 1e-9 else 1e-9)
+
+
+@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama", "bridge/gptj", "bridge/neox", "bridge/phi3"])
+def test_qk_circuits_give_the_models_scores(name, model_named):
+    """With biases gone and norms folded, x_q QK x_k times the frozen scales is the score, at every distance."""
+    model = tiny_model(name)
+    with torch.no_grad():
+        for part, parameter in model.named_parameters():
+            if part.endswith("bias"):
+                parameter.zero_()
+    frozen = tlens.freeze(model, some_tokens(batch=1))
+    reading, x = scores.score_reading(frozen, 1), frozen.resid_pre(1)[0]
+    sigma = frozen.norm(1, frozen.layouts[1].attn.before).scale[0]
+    rotary = reading.rotation is not None
+    for query, key in ((5, 5), (5, 2), (3, 1)):
+        circuit = circuits.qk(model, 1, 3, offset=query - key if rotary else None, fold_norms=True)
+        made = reading.scale * (x[query] / sigma[query]) @ circuit.AB @ (x[key] / sigma[key])
+        assert float((made - reading.scores(x[None])[0, 3, query, key]).abs()) < 1e-6
+    assert circuits.qk(model, 1, 3, offset=-2, fold_norms=True).shape == (16, 16)
+
+
+# ------------------------------------------------------------------ weights
+
+
+def test_ov_circuits_belong_to_the_query_heads_group(model, name, frozen):
+    """A head's OV circuit is what its own map does to the stream, pattern and norms aside."""
+    for head in range(4):
+        alone = circuits.head_map(frozen, 1, head)
+        circuit = circuits.ov(model, 1, head)
+        value, _, output = (stage for stage in alone.map.stages if not isinstance(stage, tlens.Norm))
+        assert torch.allclose(circuit.AB, value.weight @ output.weight)
+
+
+def test_composition_scores_are_transformer_lens_own(model, name, frozen):
+    rotary = scores.score_reading(frozen, 0).rotation is not None
+    for kind in composition.KINDS:
+        made = circuits.composition_scores(model, kind, offset=2 if rotary and kind != "V" else None)
+        assert made.shape == (2, 4, 2, 4)
+        assert not made[1].any()
+        assert not made[0, :, 0].any()
+        if kind == "V":
+            A, B = circuits.ov(model, 0, 1), circuits.ov(model, 1, 2)
+        else:
+            A, B = circuits.ov(model, 0, 1), circuits.qk(model, 1, 2, offset=2 if rotary else None)
+            B = B if kind == "Q" else B.T
+        expected = (A.AB @ B.AB).norm() / (A.AB.norm() * B.AB.norm())
+        assert float((made[0, 1, 1, 2] - expected).abs()) < 1e-9
+        if name.startswith("hooked/") and (kind == "V" or not rotary):
+            assert torch.allclose(made, model.all_composition_scores(kind), atol=1e-9)
+        corrected = circuits.composition_scores(
+            model, kind, baseline="random", offset=2 if rotary and kind != "V" else None
+        )
+        assert torch.allclose(corrected[0, :, 1] + 16**-0.5, made[0, :, 1])
+
+
+def test_the_random_baseline_is_what_random_circuits_score():
+    generator = torch.Generator().manual_seed(0)
+    A, B = (torch.randn(64, 64, generator=generator, dtype=torch.float64) for _ in range(2))
+    ratios = []
+    for _ in range(200):
+        U, _ = torch.linalg.qr(torch.randn(64, 64, generator=generator, dtype=torch.float64))
+        ratios.append(((A @ U @ B).norm() / (A.norm() * B.norm())) ** 2)
+    assert float(torch.stack(ratios).mean()) == pytest.approx(1 / 64, rel=0.01)
+
+
+def test_virtual_heads_and_copying(model_named):
+    model = model_named("bridge/llama")
+    virtual = circuits.virtual_head(model, [(0, 3), (1, 1)], fold_norms=True)
+    product = circuits.ov(model, 0, 3, fold_norms=True).AB @ circuits.ov(model, 1, 1, fold_norms=True).AB
+    assert torch.allclose(virtual.AB, product)
+    copying = circuits.copying_scores(model)
+    for layer in range(2):
+        values = torch.linalg.eigvals(circuits.full_ov(model, layer, 2).AB)
+        assert float(copying[layer, 2]) == pytest.approx(float(values.sum().real / values.abs().sum()), abs=1e-6)
+        ours = circuits.ov_eigenvalues(model, layer, 2)
+        assert torch.allclose(ours.abs(), values.abs().topk(4).values)
+    assert circuits.full_qk(model, 0, 0, offset=1).shape == (48, 48)
+
+
+def test_singular_directions_are_read_together_where_they_are_not_apart(model_named):
+    model = tiny_model("bridge/gpt2")
+    apart = circuits.svd_tokens(model, 0, 1, k=4, top=3)
+    assert apart["dimensions"].tolist() == [1, 1, 1, 1]
+    direction, view = circuits.ov(model, 0, 1, fold_norms=True), weights.as_view(model)
+    strengths = view.embedding @ direction.U[:, 0]
+    assert apart["reads"][0][0] in (str(int(strengths.argmax())), str(int(strengths.argmin())))
+    together = circuits.svd_tokens(model, 0, 1, k=1, top=3, gap=1e9)
+    assert together["dimensions"].tolist() == [4]
+    assert together["reads_negative"][0] is None
+    projected = (view.embedding @ direction.U[:, :4]).norm(dim=-1)
+    assert together["reads"][0] == [str(i) for i in projected.topk(3).indices.tolist()]
+    assert list(circuits.svd_tokens(model, 0, 1, circuit="qk", k=1, top=2).columns)[2] == "query"
+
+
+# ------------------------------------------------------------------ the operator's size
+
+
+SIZED = [
+    "bridge/gpt2",
+    "bridge/neox",
+    "bridge/llama",
+    "bridge/bert",
+    "bridge/olmo2",
+    *(["hooked/sinks"] if HOOKED else []),
+]
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_spectral_norm_directions_and_bounds(one, name):
+    op = one.operator()
+    dense = op.dense()[0]
+    flat = dense.reshape(op.x[0].numel(), -1)
+    largest = float(torch.linalg.matrix_norm(flat, 2))
+    assert circuits.spectral_norm(op) == pytest.approx(largest, rel=1e-6)
+    assert circuits.norm_bound(op.map) >= largest
+    found, block = circuits.singular_directions(op, -1, 1, k=3), dense[-1, :, 1]
+    assert torch.allclose(found.values, torch.linalg.svdvals(block)[:3])
+    assert torch.allclose(found.read @ block.T, found.values[:, None] * found.written, atol=1e-9)
+    rows = torch.randn(2, *op.x.shape, dtype=op.x.dtype)
+    matrix = circuits.as_scipy(op)
+    assert torch.allclose(torch.as_tensor(matrix @ rows[0].flatten().numpy()), op.push(rows[0]).flatten())
+    assert torch.allclose(torch.as_tensor(matrix.H @ rows.flatten(1).T.numpy()).T, op.pull(rows).flatten(1))
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_each_primitives_bound_is_exact_or_above(one, name):
+    for layer in range(one.n_layers):
+        for part in (one.attention(layer), one.mlp(layer), one.block(layer)):
+            x = torch.randn(20, *one.resid_pre(0).shape, dtype=torch.float64)
+            growth = part.push(x).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)
+            assert float(growth.max()) <= circuits.norm_bound(part)
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.1, 3.0])
+@pytest.mark.parametrize("name", SIZED)
+def test_the_frozen_model_is_never_further_off_than_its_bound(one, name, size):
+    x = one.resid_pre(0)
+    for seed in range(3):
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+        found = circuits.error_bound(one, x + size * noise)
+        assert 0 < found.error <= found.bound
+    assert circuits.error_bound(one, x).error < 1e-5
+    assert hooks_on(one.model) == 0
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def test_bad_input_is_refused_with_its_reason(model_named, monkeypatch):
+    name = "bridge/llama"
+    model = model_named(name)
+    frozen, one = tlens.freeze(model, some_tokens()), tlens.freeze(model, some_tokens(batch=1))
+    cases = [
+        (lambda: circuits.ov(model, 2, 0), "layers 0 to 1"),
+        (lambda: circuits.ov(model, -1, 0), "layers 0 to 1"),
+        (lambda: circuits.ov(model, 0, 4), "each of 2 key-value heads serves 2"),
+        (lambda: circuits.ov(model, 0, True), "heads 0 to 3"),
+        (lambda: circuits.qk(model, 0, 0), "pass offset="),
+        (lambda: circuits.qk(model, 0, 0, offset=24), "context of 24"),
+        (lambda: circuits.qk(model, 0, 0, offset=0.5), "an integer"),
+        (lambda: circuits.composition_scores(model, "X"), "use one of Q, K, V"),
+        (lambda: circuits.composition_scores(model, "Q"), "pass offset="),
+        (lambda: circuits.composition_scores(model, "V", baseline="mean"), "'random' or None"),
+        (lambda: circuits.virtual_head(model, []), "pass heads as"),
+        (lambda: circuits.virtual_head(model, [(1, 0), (0, 0)]), "later layer"),
+        (lambda: circuits.virtual_head(model, [(0, 0), (0, 1)]), "later layer"),
+        (lambda: circuits.svd_tokens(model, 0, 0, circuit="vo"), "'ov' or 'qk'"),
+        (lambda: circuits.svd_tokens(model, 0, 0, k=0), "positive integer"),
+        (lambda: circuits.logit_attribution(frozen), "missing"),
+        (lambda: circuits.logit_attribution(frozen, 5, by="layer"), "use one of component"),
+        (lambda: circuits.logit_attribution(frozen, 5, query=None), "one query"),
+        (lambda: circuits.logit_attribution(frozen, 5, query=6), "query"),
+        (lambda: circuits.logit_attribution(frozen, 48), "vocabulary"),
+        (lambda: circuits.logit_attribution(frozen, 5, direction=torch.ones(16)), "not both"),
+        (lambda: circuits.logit_attribution(frozen, direction=torch.ones(3)), r"pass \[16\]"),
+        (lambda: circuits.logit_attribution(frozen, 5)["L9H9"], "no term 'L9H9'"),
+        (lambda: circuits.head_map(frozen, 0, 9), "heads 0 to 3"),
+        (lambda: circuits.head_map(frozen, 0, 0).contributions(9), "query"),
+        (lambda: circuits.paths(frozen, 5, max_order=-1), "direct path"),
+        (lambda: circuits.paths(frozen, 5, query=None), "one query"),
+        (lambda: circuits.top_paths(frozen, 3, 5), "2 prompts"),
+        (lambda: circuits.top_paths(one, 0, 5), "positive integer"),
+        (lambda: circuits.top_paths(one, 3, 5, width=0), "positive integer"),
+        (lambda: circuits.contribution_graph(frozen, 5), "2 prompts"),
+        (lambda: circuits.contribution_graph(one, 5, threshold=2), "from 0 to 1"),
+        (lambda: circuits.contribution_graph(one, 5, query=None), "one query"),
+        (lambda: circuits.contribution_graph(one, 5).prune(0), "above 0"),
+        (lambda: circuits.qk_attribution(frozen, 0, 4), "heads 0 to 3"),
+        (lambda: circuits.qk_attribution(frozen, 0, 0, key=None), "one query and one key"),
+        (lambda: circuits.qk_attribution(frozen, 0, 0, key=77), "query"),
+        (lambda: circuits.spectral_norm(frozen.operator()), "2 prompts"),
+        (lambda: circuits.spectral_norm(one.operator(), tol=0), "positive"),
+        (lambda: circuits.singular_directions(one.operator(), k=16), "1 to 15"),
+        (lambda: circuits.singular_directions(one.operator(), None), "pass integers"),
+        (lambda: circuits.error_bound(one, torch.zeros(1, 2, 16)), "the pass's input"),
+        (lambda: circuits.norm_bound(object()), "object"),
+    ]
+    for call, message in cases:
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            call()
+    with pytest.raises(tlens.UnsupportedModelError, match="prediction head"):
+        circuits.copying_scores(model_named("bridge/bert"))
+    monkeypatch.setattr(expansion, "MOST_PATHS", 20)
+    with pytest.raises(tlens.SizeError, match="top_paths"):
+        circuits.paths(frozen, 5, max_order=2)
+    monkeypatch.setattr(graph, "MOST_EDGES", 100)
+    with pytest.raises(tlens.SizeError, match="Raise threshold"):
+        circuits.contribution_graph(one, 5, threshold=0)
+    assert hooks_on(model) == 0
+
+
+def test_unreadable_scores_are_refused_and_nothing_else(model_named, monkeypatch):
+    frozen = tlens.freeze(model_named("bridge/llama"), some_tokens())
+    monkeypatch.setattr(scores, "_rotations", lambda *args: iter([None]))
+    with pytest.raises(tlens.UnsupportedModelError, match="no known scale and position encoding"):
+        circuits.qk_attribution(frozen, 1, 0)
+    assert float(circuits.logit_attribution(frozen, 5).residual.max()) < 1e-6
+
+
+def test_padding_gives_and_receives_nothing(model_named):
+    model = model_named("bridge/gpt2")
+    tokens = some_tokens(batch=1)
+    short = tlens.freeze(model, tokens[:, :4])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    padded = tlens.freeze(model, tokens, attention_mask=mask)
+    for by in ("head", "head_token"):
+        ours, theirs = (circuits.logit_attribution(f, 5, by=by) for f in (padded, short))
+        assert torch.allclose(ours.scores, theirs.scores)
+    assert torch.allclose(ours.keys[..., :4], theirs.keys)
+    assert torch.allclose(circuits.paths(padded, 5, max_order=2).scores, circuits.paths(short, 5, max_order=2).scores)
+    ours, theirs = (circuits.qk_attribution(f, 1, 2, -1, 1) for f in (padded, short))
+    assert torch.allclose(ours.total, theirs.total)
+    assert torch.allclose(ours.pairs[:, :4, :4], theirs.pairs)
+    assert not ours.pairs[:, 4:].any()
