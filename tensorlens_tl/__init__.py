@@ -7,7 +7,7 @@
 True
 """
 
-from tensorlens_tl import methods
+from tensorlens_tl import circuits, methods
 from tensorlens_tl.activation import RULES
 from tensorlens_tl.attribution import Attribution, TokenScore
 from tensorlens_tl.demo import load_demo_model
@@ -54,6 +54,7 @@ __all__ = [
     "Transpose",
     "UnsupportedModelError",
     "attribute",
+    "circuits",
     "freeze",
     "get_method",
     "list_methods",

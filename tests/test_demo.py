@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorlens_tl as tlens
-from tensorlens_tl import demo
+from tensorlens_tl import circuits, demo
 from tensorlens_tl.testing import model_names
 
 HAS_HOOKED = any(name.startswith("hooked/") for name in model_names())
@@ -150,3 +150,36 @@ def test_unknown_kinds():
     if not HAS_HOOKED:
         with pytest.raises(tlens.InvalidInputError, match="TransformerLens 4"):
             tlens.load_demo_model("hooked")
+
+
+def test_the_induction_circuit_is_found_by_circuits_alone(demo_model):
+    """A previous-token head, induction heads that compose with it through their keys, and copy what they attend to."""
+    length, prompts = 24, 8
+    half = torch.randint(10, demo_model.cfg.d_vocab, (prompts, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.cat([torch.zeros(prompts, 1, dtype=torch.long), half, half], dim=1)
+    frozen = tlens.freeze(demo_model, tokens)
+    patterns = torch.stack([frozen.pattern(layer) for layer in range(frozen.n_layers)])
+    previous = patterns.diagonal(-1, 3, 4).mean((1, 3))
+    induction = patterns[..., length + 1 :, :].diagonal(2, 3, 4).mean((1, 3))
+    assert float(previous[0, 3]) > 0.9
+    assert [tuple(head) for head in torch.nonzero(induction > 0.8).tolist()] == [(1, head) for head in range(4)]
+
+    K = circuits.composition_scores(demo_model, "K", fold_norms=True)
+    ours, from_layer_0, pairs = K[0, 3, 1], K[0][K[0] > 0], K[K > 0]
+    assert set(ours.tolist()) == set(from_layer_0.topk(4).values.tolist())  # the four highest of all pairs from layer 0
+    above = torch.nonzero(ours.max() < K)[:, [0, 2]].tolist()
+    assert above == [[2, 3]] * len(above)  # what is higher is another circuit, of layers 2 and 3
+    # 93rd to 90th percentile of all pairs, for that reason, and more than twice what unrelated circuits score
+    assert float((pairs < ours.min()).double().mean()) > 0.88
+    assert float(ours.min()) > 2 * 128**-0.5
+    assert float(circuits.copying_scores(demo_model, fold_norms=True)[1].min()) > 0.95
+
+    end = length + 16
+    one = tlens.freeze(demo_model, tokens[:1, :end])
+    for head in range(4):
+        score = circuits.qk_attribution(one, 1, head, query=-1, key=end - length)
+        pair = score.pairs[0].abs().argmax()
+        # the current token, and the token before the one attended to, which is in the key by way of L0H3 alone
+        assert divmod(int(pair), end) == (end - 1, end - length - 1)
+        assert float(score.pairs[0].flatten()[pair]) > 0.5 * float(score.total)
+        assert float(score.residual) < 1e-9
