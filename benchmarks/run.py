@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory import Allocations
 
 import tensorlens_tl as tlens
+from tensorlens_tl.testing import Allocations
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
 

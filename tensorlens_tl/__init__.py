@@ -10,6 +10,7 @@ True
 from tensorlens_tl import circuits, methods
 from tensorlens_tl.activation import RULES
 from tensorlens_tl.attribution import Attribution, TokenScore
+from tensorlens_tl.collapse import Collapse
 from tensorlens_tl.demo import load_demo_model
 from tensorlens_tl.errors import (
     FileFormatError,
@@ -24,7 +25,7 @@ from tensorlens_tl.errors import (
 from tensorlens_tl.freezing import freeze
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum, Transpose
-from tensorlens_tl.operator import Collapse, FrozenOperator
+from tensorlens_tl.operator import FrozenOperator
 from tensorlens_tl.registry import attribute, get_method, list_methods, register_method
 
 __version__ = "0.1.0"

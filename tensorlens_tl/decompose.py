@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.maps import ZERO, AffineMap, Chain, Identity, Sum, at_positions, mixes_positions
+from tensorlens_tl.maps import ZERO, AffineMap, Chain, Identity, Sum
+from tensorlens_tl.positions import at_positions, mixes_positions
 
 BiasRule = Literal["absdot", "norm", "equal", "abssim", "dot", "cls", "token", "none"]
 BIAS_RULES: tuple[BiasRule, ...] = get_args(BiasRule)

@@ -87,7 +87,7 @@ class AffineMap(ABC):
 
 
 def _stages(m: AffineMap) -> tuple[AffineMap, ...]:
-    return m.stages if isinstance(m, Chain) else (m,)
+    return tuple(inner for stage in m.stages for inner in _stages(stage)) if isinstance(m, Chain) else (m,)
 
 
 def _terms(m: AffineMap) -> tuple[AffineMap, ...]:
@@ -147,8 +147,8 @@ class Linear(AffineMap):
 class Diagonal(AffineMap):
     """``x * factor + offset``: a frozen factor per position and channel, such as an activation ratio."""
 
-    factor: Float[Tensor, "batch pos d"]
-    offset: Float[Tensor, "batch pos d"] | None = None
+    factor: Float[Tensor, "*rows batch pos d"]
+    offset: Float[Tensor, "*rows batch pos d"] | None = None
 
     @property
     def bias(self) -> Tensor:
@@ -172,7 +172,7 @@ class Norm(AffineMap):
     Models divide in float32 and cast back; a float32 scale beside bfloat16 vectors does the same here.
     """
 
-    scale: Float[Tensor, "batch pos 1"]
+    scale: Float[Tensor, "*rows batch pos 1"]
     gain: Float[Tensor, "d"] | None = None
     shift: Float[Tensor, "d"] | None = None
     centre: bool = True
@@ -297,26 +297,3 @@ class Transpose(AffineMap):
 def _with_positions(bias: Tensor) -> Tensor:
     """A bias as vectors a map accepts; one vector for all positions becomes `[1, 1, d]` and broadcasts."""
     return bias if bias.ndim >= 3 else bias[None, None]
-
-
-def at_positions(m: AffineMap, positions: slice) -> AffineMap:
-    """A map cut to a range of positions, which must not need any other (causal: from the first live position on)."""
-    if isinstance(m, Diagonal):
-        return Diagonal(m.factor[:, positions], None if m.offset is None else m.offset[:, positions])
-    if isinstance(m, Norm):
-        return Norm(m.scale[:, positions], m.gain, m.shift, m.centre)
-    if isinstance(m, Attention):
-        return Attention(m.pattern[:, :, positions, positions], m.kv_heads)
-    if isinstance(m, Chain):
-        return Chain(tuple(at_positions(stage, positions) for stage in m.stages))
-    if isinstance(m, Sum):
-        return Sum(tuple(at_positions(term, positions) for term in m.terms))
-    if isinstance(m, Transpose):
-        return Transpose(at_positions(m.inner, positions))
-    return m
-
-
-def mixes_positions(m: AffineMap) -> bool:
-    """Whether any part of the map is attention."""
-    parts = m.stages if isinstance(m, Chain) else m.terms if isinstance(m, Sum) else ()
-    return isinstance(m, Attention) or any(map(mixes_positions, parts))

@@ -7,53 +7,29 @@ one query, `d_model` times dearer. Padded entries are zero in every result.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tensorlens_tl.activation import Rule, check_rule
-from tensorlens_tl.errors import InvalidInputError, NumericalError, SizeError
+from tensorlens_tl.budget import check_size, chunks
+from tensorlens_tl.collapse import Collapse, relative_residual, wide
+from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.inputs import query_positions
-from tensorlens_tl.maps import AffineMap, Chain, at_positions
-from tensorlens_tl.selection import chosen_heads, chosen_layers, chosen_mlps
+from tensorlens_tl.maps import AffineMap, Chain
+from tensorlens_tl.positions import Points, at_positions, pull_between
+from tensorlens_tl.probes import check_probes, probed
+from tensorlens_tl.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps
 from tensorlens_tl.targets import question
 
 if TYPE_CHECKING:  # frozen imports this module
     from tensorlens_tl.frozen import FrozenPass
 
-ROW_BUDGET = 256 * 2**20
-"""Bytes of hidden activations that one chunk of rows may take."""
-
-MOST_BYTES = 4 * 2**30
-"""Largest tensor that `slice`, `dense` and `contributions` return."""
-
-
-@dataclass(frozen=True)
-class Collapse:
-    """Scores of source tokens for a query, `[batch, query, key]`, with everything needed to check them.
-
-    Where `total` is given, ``scores.sum(-1) + bias == total`` up to `residual`, which is
-    abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)).
-
-    Attributes:
-        scores: `[batch, query, key]`.
-        bias: what no source token explains, `[batch, query]`; None where the collapse is not additive.
-        total: the model's own number that is explained, `[batch, query]`.
-        residual: how far the sum is from it, `[batch, query]`.
-        stderr: standard error of estimated scores, `[batch, query, key]`.
-        soft_cap: the cap that the model applies to its logits after this total (a target's), or None.
-    """
-
-    scores: Float[Tensor, "batch query key"]
-    bias: Float[Tensor, "batch query"] | None = None
-    total: Float[Tensor, "batch query"] | None = None
-    residual: Float[Tensor, "batch query"] | None = None
-    stderr: Float[Tensor, "batch query key"] | None = None
-    soft_cap: float | None = None
+CAUSAL_PARTS = 16
+"""Chunks of queries in a causal model: each is cut at its last query, so more of them waste less."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +136,9 @@ class FrozenOperator:
 
     # ------------------------------------------------------------------ tensors
 
-    def contributions(self, query: int | None = None) -> Float[Tensor, "batch query key d_model"]:
+    def contributions(
+        self, query: int | None = None, *, keys: Any = None, memory: Any = None
+    ) -> Float[Tensor, "batch query key d_model"]:
         """``T[i,:,j,:]·x_j``: what source token j puts into position i.
 
         Summed over keys, plus `bias`, they are the model's own output at every real token. On a causal model the empty
@@ -168,95 +146,132 @@ class FrozenOperator:
 
         Args:
             query: one query counted over each row's real tokens, or None for all.
+            keys: source tokens, counted likewise, or None for all; the others cost nothing.
+            memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
         Raises:
-            InvalidInputError: a query out of range.
-            SizeError: the result would be larger than `MOST_BYTES`.
+            InvalidInputError: a query or key out of range.
+            SizeError: the result would be larger than `tensorlens_tl.budget.MOST_BYTES`, or one row than `memory`.
         """
-        positions = self._positions(query)
-        batch, pos, width = self.x.shape
-        check_size("contributions", (batch, positions.shape[1], pos, width), self.x)
-        result = self.x.new_zeros(batch, positions.shape[1], pos, width)
-        for rows in self._chunks(pos, "contributions", parts=8):
-            live = slice(rows.start if self.frozen.causal else 0, None)
-            sources = self.x.new_zeros(len(rows), batch, pos, width)
-            sources[range(len(rows)), :, rows] = self.x[:, rows].transpose(0, 1)
-            pushed = torch.zeros_like(sources)
-            pushed[:, :, live] = at_positions(self.map, live).push(sources[:, :, live])
-            pushed = pushed.permute(1, 2, 0, 3)
-            asked = pushed if query is None else torch.take_along_dim(pushed, positions[..., None, None], dim=1)
-            result[:, :, rows] = asked
-        mask = self._pair_mask(positions)
-        return result if bool(mask.all()) else result * mask[..., None]
+        positions, sources = self._positions(query), chosen_keys(self.frozen.mask, keys)
+        batch, _, width = self.x.shape
+        check_size("contributions", (batch, positions.shape[1], len(sources.places), width), self.x)
+        result = self.x.new_zeros(batch, positions.shape[1], len(sources.places), width)
+        # a row is placed, pushed, and moved into the result: three of them at once
+        for rows in self._chunks(len(sources.places), "contributions", memory, parts=8, streams=3):
+            places = sources.places[rows.start : rows.stop]
+            first = places[0] if self.frozen.causal else 0
+            pushed = self.x.new_zeros(len(rows), batch, self.x.shape[1] - first, width)
+            pushed[range(len(rows)), :, [place - first for place in places]] = self.x[:, places].transpose(0, 1)
+            pushed = at_positions(self.map, slice(first, None)).push(pushed).permute(1, 2, 0, 3)
+            if query is None:
+                result[:, first:, rows.start : rows.stop] = pushed
+            else:  # a query before the first source receives nothing from it
+                at, reached = (positions - first)[..., None, None], (positions >= first)[..., None, None]
+                result[:, :, rows.start : rows.stop] = torch.take_along_dim(pushed, at.clamp_min(0), dim=1) * reached
+        return sources.asked(self._masked(result, positions, sources), dim=2)
 
-    def slice(self, query: int | None = -1) -> Float[Tensor, "batch d_out key d_in"]:
-        """``T[i,:,j,:]`` for one query i and every key j.
+    def slice(
+        self, query: int | None = -1, *, keys: Any = None, memory: Any = None
+    ) -> Float[Tensor, "batch d_out key d_in"]:
+        """``T[i,:,j,:]`` for one query i and every key j, or some.
+
+        Args:
+            query: counted over each row's real tokens.
+            keys, memory: as in `contributions`.
 
         Raises:
-            InvalidInputError: a query out of range.
-            SizeError: the result would be larger than `MOST_BYTES`.
+            InvalidInputError: a query or key out of range.
+            SizeError: the result would be larger than `tensorlens_tl.budget.MOST_BYTES`, or one row than `memory`.
         """
         if query is None:
             raise InvalidInputError("slice: one query at a time; use dense() for all of them.")
-        positions = self._positions(query)
-        batch, pos, width = self.x.shape
-        check_size("slice", (batch, width, pos, width), self.x)
-        result = self.x.new_empty(batch, width, pos, width)
-        for rows, pulled in self._basis_rows(positions[:, 0], "slice"):
-            result[:, rows] = pulled.transpose(0, 1)
-        return result * self.frozen.mask[:, None, :, None]
+        positions, sources = self._positions(query), chosen_keys(self.frozen.mask, keys)
+        batch, _, width = self.x.shape
+        check_size("slice", (batch, width, len(sources.places), width), self.x)
+        result = self.x.new_zeros(batch, width, len(sources.places), width)
+        for rows, pulled in self._basis_rows(positions[:, 0], sources, "slice", memory):
+            result[:, rows.start : rows.stop, : pulled.shape[2]] = pulled.transpose(0, 1)
+        return sources.asked(result.mul_(sources.mask[:, None, :, None]), dim=2)
 
     def dense(self) -> Float[Tensor, "batch query d_out key d_in"]:
         """The whole tensor, for small models.
 
         Raises:
-            SizeError: it would be larger than `MOST_BYTES`.
+            SizeError: it would be larger than `tensorlens_tl.budget.MOST_BYTES`.
         """
         batch, pos, width = self.x.shape
         check_size("dense", (batch, pos, width, pos, width), self.x)
-        result = self.x.new_empty(batch, pos, width, pos, width)
+        result = self.x.new_zeros(batch, pos, width, pos, width)
+        sources = chosen_keys(self.frozen.mask, None)
         for query in range(pos):
             positions = torch.full((batch,), query, device=self.x.device)
-            for rows, pulled in self._basis_rows(positions, "dense"):
-                result[:, query, rows] = pulled.transpose(0, 1)
+            for rows, pulled in self._basis_rows(positions, sources, "dense", None):
+                result[:, query, rows.start : rows.stop, : pulled.shape[2]] = pulled.transpose(0, 1)
         mask = self.frozen.mask
-        return result * (mask[:, :, None, None, None] & mask[:, None, None, :, None])
+        return result.mul_(mask[:, :, None, None, None] & mask[:, None, None, :, None])
 
     # ------------------------------------------------------------------ collapses
 
-    def norm(self, query: Any = -1, *, probes: int | None = None, seed: int = 0) -> Collapse:
+    def norm(
+        self,
+        query: Any = -1,
+        *,
+        probes: Any = None,
+        tol: Any = None,
+        rows: str = "gaussian",
+        seed: int = 0,
+        keys: Any = None,
+        memory: Any = None,
+    ) -> Collapse:
         """‖T[i,:,j,:]‖, the Frobenius norm of each token pair's block (TensorLens Eq. 21).
+
+        Exact by default: `d_model` rows are pulled per query. With `probes` or `tol` it is estimated from fewer, random
+        rows: the mean of ‖row·T_ij‖² is unbiased for ‖T_ij‖², and `stderr` is the norm's by the delta method. From
+        `d_model` rows on the exact norm is the cheaper one, and is what you get.
 
         Args:
             query: one query, counted over each row's real tokens, or None for all.
-            probes: estimate with this many random Gaussian rows per query instead of `d_model` basis rows: the mean of
-                ‖row·T_ij‖² is unbiased for the square; `stderr` is the norm's, by the delta method.
+            probes: how many random rows.
+            tol: pull as many as it takes until every pair's standard error is at most this share of its norm (pairs
+                below a hundredth of their query's largest aside).
+            rows: ``"gaussian"``, or ``"orthonormal"`` ones, which repeat nothing and vary less.
             seed: of the probes.
+            keys, memory: as in `contributions`.
 
         Raises:
-            InvalidInputError: a query out of range, or fewer than 2 probes.
+            InvalidInputError: a query or key out of range, fewer than 2 probes, a tolerance that is not positive, or
+                no such rows.
+            SizeError: one row is larger than `memory`.
         """
-        if probes is not None and probes < 2:
-            raise InvalidInputError(f"probes={probes}: a standard error needs at least 2.")
-        positions = self._positions(query)
-        batch, pos, _ = self.x.shape
-        scores = self.x.new_zeros(batch, positions.shape[1], pos)
-        stderr = None if probes is None else torch.zeros_like(scores)
+        width = self.x.shape[-1]
+        check_probes(probes, tol, rows)
+        positions, sources = self._positions(query), chosen_keys(self.frozen.mask, keys)
+        scores = wide(self.x[:0]).new_zeros(len(self.x), positions.shape[1], len(sources.places))
+        estimate = probes is not None or tol is not None
+        stderr, used = torch.zeros_like(scores) if estimate else None, 0
         generator = torch.Generator().manual_seed(seed)
         for number in range(positions.shape[1]):
-            if probes is None:
-                squares = sum(p.square().sum((0, -1)) for _, p in self._basis_rows(positions[:, number], "norm"))
-                scores[:, number] = cast(Tensor, squares).sqrt()
-                continue
-            samples = torch.cat([p.square().sum(-1) for p in self._probe_rows(positions[:, number], probes, generator)])
-            mean = samples.mean(0)
-            scores[:, number] = mean.sqrt()
-            error = samples.std(0) / probes**0.5
-            cast(Tensor, stderr)[:, number] = error / (2 * mean.sqrt()).clamp_min(torch.finfo(mean.dtype).tiny)
-        mask = self._pair_mask(positions)
-        return Collapse(scores * mask, stderr=None if stderr is None else stderr * mask)
+            at = positions[:, number]
+            found = None
+            if stderr is not None and (probes or 0) < width:
+                squares = partial(self._squares, at=at, sources=sources, memory=memory)
+                found = probed(squares, (len(self.x), width), generator, probes=probes, tol=tol, rows=rows)
+            if found is None or stderr is None:  # exact; or the tolerance asks for so many rows that exact is cheaper
+                for _, pulled in self._basis_rows(at, sources, "norm", memory):
+                    norms = torch.linalg.vector_norm(wide(pulled), dim=(0, -1))
+                    scores[:, number, : norms.shape[-1]] += norms.square()
+                scores[:, number].sqrt_()
+                used = width
+            else:
+                scores[:, number], stderr[:, number], taken = found
+                used = max(used, taken)
+        scores = sources.asked(self._masked(scores, positions, sources), dim=2)
+        if stderr is not None:
+            stderr = sources.asked(self._masked(stderr, positions, sources), dim=2)
+        return Collapse(scores, stderr=stderr, probes=used if estimate else None)
 
-    def in_out(self, query: int | None = -1) -> Collapse:
+    def in_out(self, query: int | None = -1, *, memory: Any = None) -> Collapse:
         """``x^N_i · T[i,:,j,:] · x^0_j`` (TensorLens Eq. 22), with the operator's own output x^N.
 
         One pull per query. The total is ‖x^N_i‖².
@@ -266,7 +281,7 @@ class FrozenOperator:
         """
         positions = self._positions(query)
         vectors = torch.take_along_dim(self.output, positions[..., None], dim=1)
-        return self._scores(vectors, positions, self.map, wide(vectors).square().sum(-1))
+        return self._scores(vectors, positions, self.map, wide(vectors).square().sum(-1), memory=memory)
 
     def target(
         self,
@@ -275,6 +290,7 @@ class FrozenOperator:
         *,
         minus: Any = None,
         direction: Float[Tensor, "..."] | None = None,
+        memory: Any = None,
     ) -> Collapse:
         """The effect of each source token on one logit (TensorLens Eq. 24), a logit difference, or any direction.
 
@@ -287,6 +303,7 @@ class FrozenOperator:
             minus: another token, for ``logit(target) − logit(minus)``.
             direction: instead of a token, a vector at the operator's output `[d_model]` or `[batch, d_model]`: a probe,
                 a feature, a classifier column.
+            memory: as in `contributions`.
 
         Raises:
             InvalidInputError: no target, both kinds, several tokens, out of the vocabulary, or a wrong shape.
@@ -308,7 +325,7 @@ class FrozenOperator:
             cap = self.frozen.view.soft_cap
         explained = torch.take_along_dim(explained, positions[..., None], dim=1)
         total = (wide(explained) * vectors).sum(-1) + asked.constant[:, None]
-        return self._scores(vectors, positions, whole_map, total, asked.constant, soft_cap=cap)
+        return self._scores(vectors, positions, whole_map, total, asked.constant, soft_cap=cap, memory=memory)
 
     # ------------------------------------------------------------------ inside
 
@@ -319,91 +336,84 @@ class FrozenOperator:
         through: AffineMap,
         total: Float[Tensor, "batch query"],
         constant: Float[Tensor, "batch"] | float = 0.0,
+        *,
         soft_cap: float | None = None,
+        memory: Any = None,
     ) -> Collapse:
         """Pull one vector per query and dot with the source tokens."""
         batch, queries = positions.shape
-        scores = wide(self.x[:0]).new_empty(batch, queries, self.x.shape[1])
+        scores = wide(self.x[:0]).new_zeros(batch, queries, self.x.shape[1])
         bias = scores.new_empty(batch, queries)
-        for rows in self._chunks(queries, "queries"):
-            placed = place(vectors[:, rows].transpose(0, 1), positions[:, rows].T, self.x)
-            pulled, share = through.pull_with_bias(placed)
-            scores[:, rows] = (wide(pulled) * self.x).sum(-1).transpose(0, 1)
-            bias[:, rows] = share.T.to(bias)
+        parts = CAUSAL_PARTS if self.frozen.causal else 1
+        for rows in self._chunks(queries, "queries", memory, parts=parts):
+            asked, shares = slice(rows.start, rows.stop), []
+            points = Points(positions[:, asked].T)
+            pulled = self._pull(through, vectors[:, asked].transpose(0, 1), points, None, shares)
+            live = pulled.shape[2]
+            scores[:, asked, :live] = (wide(pulled) * self.x[:, :live]).sum(-1).transpose(0, 1).to(scores)
+            bias[:, asked] = sum(shares, start=scores.new_zeros(len(rows), batch)).T
         if isinstance(constant, Tensor):
             bias = bias + constant[:, None]
         real = torch.take_along_dim(self.frozen.mask, positions, dim=1)
-        scores, bias, total = scores * self._pair_mask(positions), bias * real, total * real
+        scores = self._masked(scores, positions, chosen_keys(self.frozen.mask, None))
+        bias, total = bias * real, total * real
         if not bool(torch.isfinite(total).all() and torch.isfinite(scores).all() and torch.isfinite(bias).all()):
             raise NumericalError(
                 f"the scores overflow {str(self.x.dtype).removeprefix('torch.')}; load the model in a wider dtype."
             )
         return Collapse(scores, bias, total, relative_residual(scores, bias, total), soft_cap=soft_cap)
 
+    def _pull(
+        self,
+        through: AffineMap,
+        vectors: Float[Tensor, "row batch d"],
+        queries: Points,
+        sources: list[int] | None = None,
+        biases: list[Tensor] | None = None,
+    ) -> Float[Tensor, "row batch live d_in"]:
+        """Vectors at their queries, pulled to the source tokens: to the first `live` of them, as far as they reach."""
+        vectors, length = vectors.to(self.x.dtype), self.x.shape[1]
+        return pull_between(through, vectors, queries, sources, length, causal=self.frozen.causal, biases=biases)
+
     def _positions(self, query: int | None) -> Int[Tensor, "batch query"]:
         return query_positions(self.frozen.mask, query)
 
-    def _pair_mask(self, positions: Int[Tensor, "batch query"]) -> Tensor:
-        mask = self.frozen.mask
-        return torch.take_along_dim(mask, positions, dim=1)[:, :, None] & mask[:, None, :]
+    def _masked(self, result: Tensor, positions: Int[Tensor, "batch query"], sources: Keys) -> Tensor:
+        """Zero at padding, in place."""
+        pairs = torch.take_along_dim(self.frozen.mask, positions, dim=1)[:, :, None] & sources.mask[:, None, :]
+        return result if bool(pairs.all()) else result.mul_(pairs.reshape(*pairs.shape, *(1,) * (result.ndim - 3)))
 
-    def _basis_rows(self, positions: Int[Tensor, "batch"], what: str) -> Iterator[tuple[range, Tensor]]:
-        """Basis vectors at one position per prompt, pulled: ``rows, [rows, batch, key, d_in]``."""
-        width = self.x.shape[-1]
-        for rows in self._chunks(width, what):
-            basis = torch.eye(width, dtype=self.x.dtype, device=self.x.device)[rows.start : rows.stop]
-            vectors = basis[:, None].expand(-1, len(positions), -1)
-            yield rows, self.pull(place(vectors, positions.expand(len(rows), -1), self.x))
-
-    def _probe_rows(self, positions: Int[Tensor, "batch"], probes: int, generator: torch.Generator) -> Iterator[Tensor]:
+    def _basis_rows(
+        self, positions: Int[Tensor, "batch"], sources: Keys, what: str, memory: Any
+    ) -> Iterator[tuple[range, Float[Tensor, "row batch live d_in"]]]:
+        """Basis vectors at one position per prompt, pulled."""
         batch, _, width = self.x.shape
-        for rows in self._chunks(probes, "probes"):
-            vectors = torch.randn(len(rows), batch, width, generator=generator, dtype=torch.float32).to(self.x)
-            yield self.pull(place(vectors, positions.expand(len(rows), -1), self.x))
+        for rows in self._chunks(width, what, memory):
+            basis = self.x.new_zeros(len(rows), width)
+            basis.diagonal(rows.start).fill_(1)
+            vectors = basis[:, None].expand(-1, batch, -1)
+            yield rows, self._pull(self.map, vectors, Points(positions[None]), sources.chosen)
 
-    def _chunks(self, rows: int, what: str, parts: int = 1) -> Iterator[range]:
-        """At least `parts` ranges of rows whose hidden activations fit the budget; a progress bar on long work."""
+    def _squares(
+        self, vectors: Float[Tensor, "row batch d"], *, at: Int[Tensor, "batch"], sources: Keys, memory: Any
+    ) -> Float[Tensor, "row batch key"]:
+        """‖vector·T_ij‖² of vectors at one position per prompt."""
+        result = wide(self.x[:0]).new_zeros(*vectors.shape[:2], len(sources.places))
+        for rows in self._chunks(len(vectors), "probes", memory):
+            part = vectors[rows.start : rows.stop].to(self.x)
+            pulled = self._pull(self.map, part, Points(at[None]), sources.chosen)
+            norms = torch.linalg.vector_norm(wide(pulled), dim=-1)
+            result[rows.start : rows.stop, :, : norms.shape[-1]] = norms.square()
+        return result
+
+    def _chunks(self, rows: int, what: str, memory: Any = None, *, parts: int = 1, streams: int = 0) -> Iterator[range]:
+        """Ranges of rows that fit the bound, `streams` copies of the residual stream counted besides."""
         self.frozen.check_fresh()
-        mlp = self.frozen.view.blocks[self.first].mlp
-        attention = self.frozen.view.blocks[self.first].attention
-        hidden = 0 if mlp is None else mlp.W_in.shape[1] * (1 if mlp.W_gate is None else 2)
+        widest = 0
+        for block in self.frozen.view.blocks[self.first : self.last]:
+            mlp, attention = block.mlp, block.attention
+            hidden = 0 if mlp is None else mlp.W_in.shape[1] * (2 if mlp.W_gate is None else 3)
+            widest = max(widest, hidden, 3 * attention.W_O.shape[0])
         batch, pos, width = self.x.shape
-        # what is alive at once: the stream and a sublayer's input, and the widest hidden layer twice over
-        per_row = batch * pos * (2 * width + 2 * max(hidden, attention.W_O.shape[0])) * self.x.element_size()
-        step = max(1, min(ROW_BUDGET // per_row, -(-rows // parts)))
-        starts = range(0, rows, step)
-        bar = tqdm(starts, desc=what, leave=False, delay=2.0, disable=len(starts) < 4)
-        return (range(start, min(start + step, rows)) for start in bar)
-
-
-def relative_residual(
-    scores: Float[Tensor, "batch query key"], bias: Float[Tensor, "batch query"], total: Float[Tensor, "batch query"]
-) -> Float[Tensor, "batch query"]:
-    """abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)): how far an additive claim is from holding."""
-    size = scores.abs().sum(-1) + bias.abs()
-    return (scores.sum(-1) + bias - total).abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
-
-
-def wide(x: Tensor) -> Tensor:
-    """Half precision as float32, where sums of products would overflow or lose their digits."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def place(vectors: Float[Tensor, "rows batch d"], positions: Int[Tensor, "rows batch"], x: Tensor) -> Tensor:
-    """Rows `[rows, batch, pos, d]` that are zero except for one vector at one position per prompt."""
-    placed = x.new_zeros(*vectors.shape[:2], x.shape[1], vectors.shape[-1])
-    index = positions[:, :, None, None].expand(-1, -1, 1, vectors.shape[-1])
-    return placed.scatter_(2, index, vectors[:, :, None].to(placed.dtype))
-
-
-def check_size(what: str, shape: tuple[int, ...], like: Tensor) -> None:
-    """Raise `SizeError` where a result would be larger than `MOST_BYTES`."""
-    size = like.element_size()
-    for length in shape:
-        size *= length
-    if size > MOST_BYTES:
-        raise SizeError(
-            f"{what}: the result {list(shape)} would take {size / 2**30:.1f} GiB, above the limit of "
-            f"{MOST_BYTES / 2**30:.0f} GiB. Use a collapse (in_out, target, norm) or a shorter prompt, or raise "
-            "tensorlens_tl.operator.MOST_BYTES."
-        )
+        per_row = batch * pos * ((3 + streams) * width + widest) * self.x.element_size()
+        return chunks(rows, per_row, memory, what, parts)

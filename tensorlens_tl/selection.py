@@ -1,9 +1,15 @@
-"""Which layers, heads and MLPs an operator holds: arguments checked, and said what is wrong with them."""
+"""Which layers, heads, MLPs and source tokens are meant: arguments checked, and said what is wrong with them."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.inputs import query_positions
 
 if TYPE_CHECKING:
     from tensorlens_tl.frozen import FrozenPass
@@ -65,3 +71,41 @@ def chosen_mlps(layers: Any, chosen: range) -> set[int]:
     if outside:
         raise InvalidInputError(f"mlp: layers {outside} are not among the operator's layers {list(chosen)}.")
     return set(layers)
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """Which source tokens are asked for.
+
+    Attributes:
+        places: the positions that any prompt asks for, ascending.
+        mask: True where such a position is a real token, `[batch, place]`.
+        columns: for each prompt and key asked for, which of the places it is, `[batch, key]`; None for all in order.
+    """
+
+    places: list[int]
+    mask: Bool[Tensor, "batch place"]
+    columns: Int[Tensor, "batch key"] | None = None
+
+    @property
+    def chosen(self) -> list[int] | None:
+        """The places, or None for all."""
+        return None if self.columns is None else self.places
+
+    def asked(self, result: Tensor, dim: int) -> Tensor:
+        """A result over places as one over the keys asked for."""
+        if self.columns is None:
+            return result
+        index = self.columns.reshape(len(self.columns), *(1,) * (dim - 1), -1, *(1,) * (result.ndim - dim - 1))
+        return torch.take_along_dim(result, index, dim=dim)
+
+
+def chosen_keys(mask: Bool[Tensor, "batch pos"], keys: Any) -> Keys:
+    """Source tokens, counted over each prompt's real tokens; None for all."""
+    if keys is None:
+        return Keys(list(range(mask.shape[1])), mask)
+    if isinstance(keys, str) or not isinstance(keys, Sequence) or not len(keys) or None in keys:
+        raise InvalidInputError(f"keys={keys!r}: pass source positions such as [0, 3, -1], or leave it out for all.")
+    wanted = torch.cat([query_positions(mask, key) for key in keys], dim=1)
+    places = wanted.unique()
+    return Keys(places.tolist(), mask[:, places], torch.searchsorted(places, wanted.contiguous()))

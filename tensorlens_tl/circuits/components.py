@@ -14,13 +14,13 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.budget import check_size
 from tensorlens_tl.circuits.embeddings import embedding_parts
 from tensorlens_tl.circuits.terms import Terms
 from tensorlens_tl.circuits.trunk import Branch, Trunk
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import AffineMap, Attention, Chain, Linear, Norm
-from tensorlens_tl.operator import check_size
 from tensorlens_tl.selection import chosen_head
 from tensorlens_tl.targets import question
 
@@ -163,7 +163,7 @@ class HeadMap:
 
         Raises:
             InvalidInputError: a query out of range.
-            SizeError: the result would be larger than `tensorlens_tl.operator.MOST_BYTES`.
+            SizeError: the result would be larger than `tensorlens_tl.budget.MOST_BYTES`.
         """
         positions = query_positions(self.frozen.mask, query)
         batch, _, key = self.pattern.shape

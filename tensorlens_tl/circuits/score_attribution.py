@@ -16,7 +16,7 @@ from tensorlens_tl.circuits.scores import score_reading
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import AffineMap, Chain
-from tensorlens_tl.operator import place
+from tensorlens_tl.positions import place
 from tensorlens_tl.selection import chosen_head
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from tensorlens_tl.frozen import output_name
 from tensorlens_tl.hooks import capture, replace
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum, Transpose
-from tensorlens_tl.operator import FrozenOperator, place
+from tensorlens_tl.operator import FrozenOperator
+from tensorlens_tl.positions import place
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator

@@ -28,7 +28,7 @@ from tensorlens_tl.activation import check_rule
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.layouts import Place
 from tensorlens_tl.maps import ZERO, AffineMap, Attention, Chain, Identity, Linear, Sum
-from tensorlens_tl.operator import place
+from tensorlens_tl.positions import place
 from tensorlens_tl.targets import Question
 
 if TYPE_CHECKING:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl.attribution import AXES, Attribution
+from tensorlens_tl.collapse import relative_residual
 from tensorlens_tl.decompose import Spread, check_bias_rule, source_vectors, walk
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.layer_maps import select_query
 from tensorlens_tl.local import LocalLayer
-from tensorlens_tl.maps import AffineMap, Chain, Identity, Sum, mixes_positions
-from tensorlens_tl.operator import relative_residual
+from tensorlens_tl.maps import AffineMap, Chain, Identity, Sum
+from tensorlens_tl.positions import mixes_positions
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.targets import unembedding_rows
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl.attribution import Attribution
+from tensorlens_tl.collapse import relative_residual
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.inputs import query_positions
-from tensorlens_tl.operator import relative_residual
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.targets import token_ids
 

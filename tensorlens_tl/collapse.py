@@ -1,0 +1,64 @@
+"""Scores of source tokens, with everything needed to check them."""
+
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class Collapse:
+    """Scores of source tokens for a query, `[batch, query, key]`.
+
+    Where `total` is given, ``scores.sum(-1) + bias == total`` up to `residual`, which is
+    abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)).
+
+    Attributes:
+        scores: `[batch, query, key]`.
+        bias: what no source token explains, `[batch, query]`; None where the collapse is not additive.
+        total: the model's own number that is explained, `[batch, query]`.
+        residual: how far the sum is from it, `[batch, query]`.
+        stderr: standard error of estimated scores, `[batch, query, key]`.
+        soft_cap: the cap that the model applies to its logits after this total (a target's), or None.
+        probes: how many random rows each query's estimate took; None for exact scores.
+    """
+
+    scores: Float[Tensor, "batch query key"]
+    bias: Float[Tensor, "batch query"] | None = None
+    total: Float[Tensor, "batch query"] | None = None
+    residual: Float[Tensor, "batch query"] | None = None
+    stderr: Float[Tensor, "batch query key"] | None = None
+    soft_cap: float | None = None
+    probes: int | None = None
+
+    def interval(self, level: Any = 0.95) -> tuple[Tensor, Tensor]:
+        """Where the true score lies with this confidence, by the normal approximation; the score itself if exact.
+
+        Returns:
+            Lower and upper ends, `[batch, query, key]` each.
+
+        Raises:
+            InvalidInputError: a level outside (0, 1).
+        """
+        if not 0 < level < 1:
+            raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+        width = 0.0 if self.stderr is None else NormalDist().inv_cdf((1 + level) / 2) * self.stderr
+        return self.scores - width, self.scores + width
+
+
+def relative_residual(
+    scores: Float[Tensor, "batch query key"], bias: Float[Tensor, "batch query"], total: Float[Tensor, "batch query"]
+) -> Float[Tensor, "batch query"]:
+    """abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)): how far an additive claim is from holding."""
+    size = scores.abs().sum(-1) + bias.abs()
+    return (scores.sum(-1) + bias - total).abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Half precision as float32, where sums of products would overflow or lose their digits."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
