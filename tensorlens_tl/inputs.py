@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from tensorlens_tl.arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.view import ModelView
 
@@ -176,7 +177,7 @@ def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[li
     return texts, starts
 
 
-def query_positions(mask: Bool[Tensor, "batch pos"], query: int | None) -> Int[Tensor, "batch query"]:
+def query_positions(mask: Bool[Tensor, "batch pos"], query: Any) -> Int[Tensor, "batch query"]:
     """The positions a query stands for, counted over each row's real tokens; None is every position.
 
     Raises:
@@ -185,8 +186,7 @@ def query_positions(mask: Bool[Tensor, "batch pos"], query: int | None) -> Int[T
     batch, length = mask.shape
     if query is None:
         return torch.arange(length, device=mask.device).expand(batch, length)
-    if isinstance(query, bool) or not isinstance(query, int):
-        raise InvalidInputError(f"query must be an integer position or None for every query, got {query!r}.")
+    query = whole_number("query", query, why="a position, or None for every query")
     counts = mask.sum(1)
     shortest = int(counts.min())
     if not -shortest <= query < shortest:

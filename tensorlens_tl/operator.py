@@ -409,11 +409,16 @@ class FrozenOperator:
     def _chunks(self, rows: int, what: str, memory: Any = None, *, parts: int = 1, streams: int = 0) -> Iterator[range]:
         """Ranges of rows that fit the bound, `streams` copies of the residual stream counted besides."""
         self.frozen.check_fresh()
+        per_row = self.row_bytes + streams * self.x.numel() * self.x.element_size()
+        return chunks(rows, per_row, memory, what, parts)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """What one row allocates on its way at most: the stream, a sublayer's input, and the widest hidden layer."""
         widest = 0
         for block in self.frozen.view.blocks[self.first : self.last]:
             mlp, attention = block.mlp, block.attention
             hidden = 0 if mlp is None else mlp.W_in.shape[1] * (2 if mlp.W_gate is None else 3)
             widest = max(widest, hidden, 3 * attention.W_O.shape[0])
         batch, pos, width = self.x.shape
-        per_row = batch * pos * ((3 + streams) * width + widest) * self.x.element_size()
-        return chunks(rows, per_row, memory, what, parts)
+        return batch * pos * (3 * width + widest) * self.x.element_size()

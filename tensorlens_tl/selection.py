@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from tensorlens_tl.arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.inputs import query_positions
 
@@ -50,17 +51,12 @@ def chosen_heads(frozen: "FrozenPass", layer: int, chosen: range, ids: Any) -> l
 
 def chosen_head(view: "ModelView", layer: Any, head: Any) -> tuple[int, int]:
     """One head, as a layer and a query head of it."""
-    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < view.n_layers:
-        raise InvalidInputError(f"layer={layer!r}: this model has layers 0 to {view.n_layers - 1}.")
+    layer = whole_number("layer", layer, 0, view.n_layers - 1, why="a layer of this model")
     weights = view.blocks[layer].attention
-    if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < weights.heads:
-        grouped = (
-            f" (query heads; each of {weights.kv_heads} key-value heads serves {weights.heads // weights.kv_heads})"
-            if weights.kv_heads != weights.heads
-            else ""
-        )
-        raise InvalidInputError(f"head={head!r}: layer {layer} has heads 0 to {weights.heads - 1}{grouped}.")
-    return layer, head
+    heads, kv_heads = weights.heads, weights.kv_heads
+    grouped = f" (query heads; each of {kv_heads} key-value heads serves {heads // kv_heads})"
+    which = f"a head of layer {layer}{grouped if kv_heads != heads else ''}"
+    return layer, whole_number("head", head, 0, heads - 1, why=which)
 
 
 def chosen_mlps(layers: Any, chosen: range) -> set[int]:

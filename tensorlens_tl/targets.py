@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl.arguments import check_pass
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.view import ModelView
 
@@ -94,11 +95,15 @@ def question(frozen: "FrozenPass", target: Any = None, minus: Any = None, direct
         InvalidInputError: no target, both kinds, several tokens, out of the vocabulary, or a wrong shape.
         UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
     """
+    check_pass(frozen)
     if direction is not None:
         if target is not None or minus is not None:
             raise InvalidInputError("target: pass either tokens or direction=, not both.")
         batch, width = len(frozen.tokens), frozen.output.shape[-1]
-        direction = torch.as_tensor(direction).to(frozen.output)
+        try:
+            direction = torch.as_tensor(direction).detach().to(frozen.output)
+        except (TypeError, ValueError, RuntimeError):
+            raise InvalidInputError(f"direction={direction!r} is no vector of numbers.") from None
         if direction.shape not in ((width,), (batch, width)):
             raise InvalidInputError(
                 f"direction is {tuple(direction.shape)}; pass [{width}] or one for each prompt, [{batch}, {width}]."

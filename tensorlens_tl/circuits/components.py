@@ -14,15 +14,16 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.arguments import check_pass
 from tensorlens_tl.budget import check_size
 from tensorlens_tl.circuits.embeddings import embedding_parts
 from tensorlens_tl.circuits.terms import Terms
-from tensorlens_tl.circuits.trunk import Branch, Trunk
+from tensorlens_tl.circuits.trunk import Branch, Trunk, ask
+from tensorlens_tl.collapse import wide
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import AffineMap, Attention, Chain, Linear, Norm
 from tensorlens_tl.selection import chosen_head
-from tensorlens_tl.targets import question
 
 if TYPE_CHECKING:
     from tensorlens_tl.frozen import FrozenPass
@@ -51,7 +52,8 @@ def logit_attribution(
             ``"head_token"`` (the same, and each head's source tokens in `Terms.keys`), or ``"neuron"`` (also MLPs by
             neuron).
         query: the position whose prediction is explained, counted over each prompt's real tokens.
-        activation: the rule; it changes what is an MLP's and what its bias's only for activations with φ(0) ≠ 0.
+        activation: the rule; it matters where a prediction head's activation lies on the way (masked models): direct
+            effects pass every MLP by.
 
     Raises:
         InvalidInputError: no such `by`, a query out of range, no target, and what `target` refuses.
@@ -59,12 +61,9 @@ def logit_attribution(
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
-    asked = question(frozen, target, minus, direction)
-    positions = query_positions(frozen.mask, query)
-    if positions.shape[1] != 1:
-        raise InvalidInputError("query=None: direct effects are of one query; pass an integer.")
-    trunk = Trunk.of(frozen, activation, to_tokens=asked.of_tokens)
-    pulled = trunk.pull(trunk.seed(asked, query), branches=False)
+    asked = ask(frozen, target, minus, direction, query, activation)
+    trunk, positions = asked.trunk, asked.positions
+    pulled = trunk.pull(asked.seed, branches=False)
     names: list[str] = []
     scores: list[Tensor] = []
     keys: list[Tensor] = []  # per term, where by="head_token"
@@ -85,33 +84,33 @@ def logit_attribution(
             met = branch.write.pull(pulled.sums[number][0])
             if by == "neuron" and not branch.is_attention:
                 neurons = [f"{branch.nodes[0]}.N{neuron}" for neuron in range(hidden.shape[-1])]
-                add(neurons, (met * hidden).sum(-2))
+                add(neurons, (wide(met) * hidden).sum(-2))
             elif by == "component":
                 add([f"L{branch.layer}.attn" if branch.is_attention else branch.nodes[0]], dot(met, hidden))
             else:
                 pairs = by == "head_token" and branch.is_attention
                 by_key = token_pairs(branch, trunk.x[number], met).sum(2) if pairs else None
-                add(list(branch.nodes), branch.split(met * hidden).sum((1, 3)), by_key)
+                add(list(branch.nodes), branch.split(wide(met) * hidden).sum((1, 3)), by_key)
         for at, name, bias, g in biases:
             if at == number:
                 add([name], dot(g[0], bias))
     if bool(asked.constant.any()):
         add(["b_U"], asked.constant[:, None])
-    total = trunk.total(asked, query)
     return Terms(
         names=names,
         scores=torch.cat(scores, dim=1),
-        total=total,
-        remainder=torch.zeros_like(total),
+        total=asked.total,
+        remainder=torch.zeros_like(asked.total),
         tokens=frozen.str_tokens,
         question=asked.label,
         keys=torch.cat(keys, dim=1) if keys else None,
+        soft_cap=asked.soft_cap,
     )
 
 
 def dot(g: Float[Tensor, "batch pos d"], x: Tensor) -> Float[Tensor, "batch 1"]:
     """⟨g, x⟩ of each prompt, as one column; `x` may be one vector for all positions."""
-    return (g * x).sum((-2, -1))[:, None]
+    return (wide(g) * x).sum((-2, -1))[:, None]
 
 
 def token_pairs(
@@ -153,6 +152,7 @@ class HeadMap:
     _trunk: Trunk
     _step: int
     _branch: Branch
+    _activation: str
 
     def __repr__(self) -> str:
         batch, query, _ = self.pattern.shape
@@ -168,42 +168,49 @@ class HeadMap:
         positions = query_positions(self.frozen.mask, query)
         batch, _, key = self.pattern.shape
         check_size("contributions", (batch, positions.shape[1], key, self.vectors.shape[-1]), self.vectors)
-        weights = torch.take_along_dim(self.pattern / self._scale, positions[..., None], dim=1)
+        weights = torch.take_along_dim(self._weights, positions[..., None], dim=1)
         return weights[..., None] * self.vectors[:, None]
+
+    @property
+    def _weights(self) -> Float[Tensor, "batch query key"]:
+        """The pattern over the scale of a norm after the sublayer, between real tokens."""
+        mask = self.frozen.mask
+        return self.pattern / self._scale * (mask[:, :, None] & mask[:, None])
 
     @property
     def norms(self) -> Float[Tensor, "batch query key"]:
         """‖A_ij v_j W_O‖ (Kobayashi et al. 2020) for all pairs."""
-        return (self.pattern / self._scale).abs() * self.vectors.norm(dim=-1)[:, None]
+        return self._weights.abs() * self.vectors.norm(dim=-1)[:, None]
 
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:
-        """What the head writes to the residual stream."""
-        return self.map(self._trunk.x[self._step])
+        """What the head writes to the residual stream, zero at padding."""
+        return self.map(self._trunk.x[self._step]) * self.frozen.mask[..., None]
 
     @cached_property
     def effect(self) -> Float[Tensor, "batch pos d_out"]:
         """The head's total effect: its output pushed through everything later, to the stream that is unembedded."""
+        self.frozen.check_fresh()
         x = self._trunk.steps[self._step].outer.push(self.output)
         for step in self._trunk.steps[self._step + 1 :]:
             x = step.map.push(x)
         return x
 
     def target(
-        self, target: Any = None, minus: Any = None, *, query: Any = -1, direct: bool = False
+        self, target: Any = None, minus: Any = None, *, query: Any = -1, direction: Any = None, direct: bool = False
     ) -> Float[Tensor, "batch query key"]:
         """What each token pair of this head adds to a logit through everything later, `[batch, query, key]`.
 
         Args:
-            target, minus: tokens, as in `FrozenOperator.target`.
+            target, minus, direction: as in `FrozenOperator.target`.
             query: the position whose prediction is asked about.
             direct: only along the residual stream, past every later head and MLP.
 
         Returns:
             Scores whose sum is ⟨output, pulled-back target⟩, the head's total (or direct) effect on the logit.
         """
-        asked = question(self.frozen, target, minus)
-        pulled = self._trunk.pull(self._trunk.seed(asked, query), branches=not direct)
+        asked = ask(self.frozen, target, minus, direction, query, self._activation)
+        pulled = asked.trunk.pull(asked.seed, branches=not direct)
         met = self._branch.write.pull(pulled.sums[self._step][0])
         return token_pairs(self._branch, self._trunk.x[self._step], met)[:, self.head]
 
@@ -219,6 +226,7 @@ def head_map(frozen: "FrozenPass", layer: Any, head: Any, *, activation: str = "
     Raises:
         InvalidInputError: no such layer or head.
     """
+    check_pass(frozen)
     layer, head = chosen_head(frozen.view, layer, head)
     trunk = Trunk.of(frozen, activation, to_tokens=frozen.view.unembedding is not None)
     number, branch = next(
@@ -243,4 +251,4 @@ def head_map(frozen: "FrozenPass", layer: Any, head: Any, *, activation: str = "
     assert isinstance(mix, Attention)
     vectors = Chain((*before, *unscaled))(trunk.x[number])
     alone = Chain((*read.stages, *linear))
-    return HeadMap(frozen, layer, head, alone, mix.pattern[:, 0], vectors, scale, trunk, number, branch)
+    return HeadMap(frozen, layer, head, alone, mix.pattern[:, 0], vectors, scale, trunk, number, branch, activation)

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.circuits.weights import LayerWeights, as_pass, as_view
+from tensorlens_tl.collapse import wide
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.frozen import FrozenPass
 
@@ -30,7 +31,7 @@ def composition_scores(
 ) -> Float[Tensor, "layer head later_layer later_head"]:
     """Composition scores of all pairs of heads at once, zero where the second is not in a later layer.
 
-    The same numbers as ``HookedTransformer.all_composition_scores`` where that exists.
+    The same numbers as ``HookedTransformer.all_composition_scores``, which leaves rotation out (``offset=0``).
 
     Args:
         model: a model or a `FrozenPass`.
@@ -60,11 +61,11 @@ def composition_scores(
         raise UnsupportedModelError(
             f"{view.description}: its layers differ in their heads, which do not fit one table."
         )
-    V, O = torch.stack([layer.V for layer in layers]), torch.stack([layer.O for layer in layers])  # noqa: E741
+    V, O = wide(torch.stack([layer.V for layer in layers])), wide(torch.stack([layer.O for layer in layers]))  # noqa: E741
     reads, others = V, O.mT
     if scores:
-        Q = torch.stack([layer.Q for layer in layers if layer.Q is not None])
-        K = torch.stack([layer.K for layer in layers if layer.K is not None])
+        Q = wide(torch.stack([layer.Q for layer in layers if layer.Q is not None]))
+        K = wide(torch.stack([layer.K for layer in layers if layer.K is not None]))
         reads, others = (Q, K) if kind == "Q" else (K, Q)
     gram_v, gram_other = V.mT @ V, others.mT @ others
     norms = (gram_v * (O @ O.mT)).sum((-2, -1)).sqrt()
@@ -77,7 +78,7 @@ def composition_scores(
         other = rearrange(gram_other[layer + 1 :], "l h a d -> (l h) a d")
         squares = ((gram_v[layer][:, None] @ C) * (C @ other)).sum((-2, -1)).clamp_min(0)
         sizes = norms[layer][:, None] * later_norms[layer + 1 :].flatten()
-        found = squares.sqrt() / sizes
+        found = squares.sqrt() / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
         if baseline == "random":
             found = found - V.shape[-2] ** -0.5
         result[layer, :, layer + 1 :] = rearrange(found, "e (l h) -> e l h", h=heads)

@@ -16,11 +16,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl.arguments import whole_number
+from tensorlens_tl.budget import WORKING_BYTES
 from tensorlens_tl.circuits.terms import Terms
-from tensorlens_tl.circuits.trunk import Trunk
+from tensorlens_tl.circuits.trunk import Asked, Trunk, ask
+from tensorlens_tl.collapse import wide
 from tensorlens_tl.errors import InvalidInputError, SizeError
-from tensorlens_tl.inputs import query_positions
-from tensorlens_tl.targets import question
 
 if TYPE_CHECKING:
     from tensorlens_tl.frozen import FrozenPass
@@ -28,17 +29,18 @@ if TYPE_CHECKING:
 MOST_PATHS = 100_000
 """How many paths `paths` lists before it refuses."""
 
-ROWS = 64
-"""Partial paths that are pulled back at once."""
+MOST_ROWS = 64
+"""Partial paths that are pulled back at once, if memory allows."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Paths(Terms):
     """Path scores, order by order.
 
     Attributes:
         nodes: each path's nodes, first to last; empty for the direct path.
-        orders: the sum of all paths of each order, listed or not, `[batch, order]`; the last is every longer one.
+        orders: the sum of all paths of each order, listed or not, `[batch, order]`; the last is every longer one. They
+            come from a pull of their own, so `residual` measures the listed paths against them.
     """
 
     nodes: tuple[tuple[str, ...], ...] = ()
@@ -85,35 +87,44 @@ def paths(
         InvalidInputError: a negative order, and what `logit_attribution` refuses.
         SizeError: more than `MOST_PATHS` paths.
     """
-    if isinstance(max_order, bool) or not isinstance(max_order, int) or max_order < 0:
-        raise InvalidInputError(f"max_order={max_order!r}: pass 0 (the direct path), 1, 2, …")
-    trunk, seed, constant, total, label = _start(frozen, target, minus, direction, query, activation)
+    max_order = whole_number("max_order", max_order, 0, why="0 is the direct path")
+    asked = ask(frozen, target, minus, direction, query, activation)
+    trunk, max_order = asked.trunk, min(max_order, len(asked.trunk.steps))
     count = _count(trunk, max_order)
     if count > MOST_PATHS:
         raise SizeError(
             f"paths: there are {count:,} paths of at most {max_order} nodes, more than {MOST_PATHS:,}. Lower "
             "max_order, use top_paths(), or raise tensorlens_tl.circuits.expansion.MOST_PATHS."
         )
-    orders = _by_order(trunk, seed, max_order)
-    names: list[tuple[str, ...]] = [()]
-    scores = [(seed * trunk.road_end).sum((-2, -1))]
-    partial = _Partial(seed, torch.tensor([len(trunk.steps)]), [()])
-    for order in range(1, max_order + 1):
-        if not partial.names:
-            break
-        found, _, values = _candidates(trunk, partial)
-        names += [trunk.steps[step].names[node] + partial.names[row] for row, step, node in found.tolist()]
-        scores.append(values)
+    orders = _by_order(trunk, asked.seed, max_order)
+    names: list[list[tuple[str, ...]]] = [[()], *([] for _ in range(max_order))]
+    scores = [[_along_the_road(asked)], *([] for _ in range(max_order))]
+
+    def visit(partial: _Partial, order: int) -> None:
+        """Depth first, a few partial paths at a time, so that their vectors never pile up."""
+        found, _, alone = _candidates(trunk, partial)
+        if not len(found):
+            return
+        names[order] += _named(trunk, partial, found)
+        scores[order].append(alone)
         if order < max_order:
-            partial = _extend(trunk, partial, found)
+            for some in found.split(_rows_at_once(trunk)):
+                visit(_extend(trunk, partial, some), order + 1)
+
+    if max_order:
+        visit(_Partial(asked.seed, torch.tensor([len(trunk.steps)]), [()]), 1)
+    if bool(asked.constant.any()):
+        scores.append([asked.constant[None]])
+    listed = [path for paths_of_order in names for path in paths_of_order]
     return Paths(
-        names=["direct", *(" → ".join(path) for path in names[1:]), *(["b_U"] if bool(constant.any()) else [])],
-        scores=torch.cat([*scores, *([constant[None]] if bool(constant.any()) else [])]).T,
-        total=total,
+        names=[*map(_label, listed), *(["b_U"] if bool(asked.constant.any()) else [])],
+        scores=torch.cat([part for parts in scores for part in parts]).T,
+        total=asked.total,
         remainder=orders[:, -1],
         tokens=frozen.str_tokens,
-        question=label,
-        nodes=tuple(names),
+        question=asked.label,
+        soft_cap=asked.soft_cap,
+        nodes=tuple(listed),
         orders=orders,
     )
 
@@ -132,57 +143,71 @@ def top_paths(
     """The k largest paths that a beam search finds, of any length, for one prompt.
 
     Backwards from the target: a partial path is worth the absolute value of everything that flows through it, and the
-    `width` best of each length are followed on. What is not among the k is in the remainder.
+    `width` best of each length are followed on. The remainder is everything else: the sum of all paths, by a pull of
+    its own, less the k; so here `residual` measures that pull, and not the scores of the k.
 
     Raises:
         InvalidInputError: k or width below 1, several prompts, and what `paths` refuses.
     """
-    for name, number in (("k", k), ("width", width)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise InvalidInputError(f"{name}={number!r}: pass a positive integer.")
+    k, width = whole_number("k", k, 1), whole_number("width", width, 1)
+    asked = ask(frozen, target, minus, direction, query, activation)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(
             f"top_paths: the pass has {len(frozen.tokens)} prompts, each with its own paths; freeze one."
         )
-    trunk, seed, constant, total, label = _start(frozen, target, minus, direction, query, activation)
+    trunk = asked.trunk
     names: list[tuple[str, ...]] = [()]
-    scores = [(seed * trunk.road_end).sum((-2, -1))[:, 0]]
-    partial = _Partial(seed, torch.tensor([len(trunk.steps)]), [()])
+    scores = [_along_the_road(asked)[:, 0]]
+    partial = _Partial(asked.seed, torch.tensor([len(trunk.steps)]), [()])
     while partial.names:
-        found, through, values = _candidates(trunk, partial)
-        names += [trunk.steps[step].names[node] + partial.names[row] for row, step, node in found.tolist()]
-        scores.append(values[:, 0])
+        found, through, alone = _candidates(trunk, partial)
+        names += _named(trunk, partial, found)
+        scores.append(alone[:, 0])
         best = through[:, 0].abs().topk(min(width, len(found))).indices.cpu()
         partial = _extend(trunk, partial, found[best.sort().values])
     everything = torch.cat(scores)
     order = everything.abs().topk(min(k, len(everything))).indices
     kept = everything[order]
+    found_names = [names[i] for i in order.tolist()]
     return Paths(
-        names=["direct" if not names[i] else " → ".join(names[i]) for i in order.tolist()],
+        names=[*map(_label, found_names)],
         scores=kept[None],
-        total=total,
-        remainder=_by_order(trunk, seed, 0).sum(-1) + constant - kept.sum(),
+        total=asked.total,
+        remainder=_by_order(trunk, asked.seed, 0).sum(-1) + asked.constant - kept.sum(),
         tokens=frozen.str_tokens,
-        question=label,
-        nodes=tuple(names[i] for i in order.tolist()),
+        question=asked.label,
+        soft_cap=asked.soft_cap,
+        nodes=tuple(found_names),
     )
 
 
-def _start(
-    frozen: "FrozenPass", target: Any, minus: Any, direction: Any, query: Any, activation: str
-) -> tuple[Trunk, Tensor, Tensor, Tensor, str]:
-    asked = question(frozen, target, minus, direction)
-    if query_positions(frozen.mask, query).shape[1] != 1:
-        raise InvalidInputError("query=None: paths lead to one query; pass an integer.")
-    trunk = Trunk.of(frozen, activation, to_tokens=asked.of_tokens)
-    return trunk, trunk.seed(asked, query), asked.constant, trunk.total(asked, query), asked.label
+def _along_the_road(asked: Asked) -> Float[Tensor, "1 batch"]:
+    """The direct path's score."""
+    return (wide(asked.seed) * asked.trunk.road_end).sum((-2, -1))
+
+
+def _label(path: tuple[str, ...]) -> str:
+    return " → ".join(path) if path else "direct"
+
+
+def _named(trunk: Trunk, partial: "_Partial", found: Int[Tensor, "path 3"]) -> list[tuple[str, ...]]:
+    """The nodes of paths that are one longer, first to last."""
+    return [(trunk.steps[step].nodes[node], *partial.names[row]) for row, step, node in found.tolist()]
+
+
+def _rows_at_once(trunk: Trunk) -> int:
+    """How many partial paths the working memory holds, with the widest hidden layer beside each."""
+    x = trunk.x[0]
+    widest = max((hidden.shape[-1] for held in trunk.hidden for hidden in held), default=0)
+    per_row = x[..., 0].numel() * (4 * x.shape[-1] + 2 * widest) * x.element_size()
+    return max(1, min(MOST_ROWS, WORKING_BYTES // per_row))
 
 
 def _count(trunk: Trunk, max_order: int) -> int:
     """The number of paths of at most so many nodes: elementary symmetric polynomials of the steps' node counts."""
     ways = [1] + [0] * max_order
     for step in trunk.steps:
-        nodes = len(step.names)
+        nodes = len(step.nodes)
         ways = [ways[0], *(ways[order] + nodes * ways[order - 1] for order in range(1, max_order + 1))]
     return sum(ways)
 
@@ -190,7 +215,7 @@ def _count(trunk: Trunk, max_order: int) -> int:
 def _by_order(trunk: Trunk, seed: Tensor, max_order: int) -> Float[Tensor, "batch order"]:
     """The sum of all paths of each order, and of all longer ones, by one pull with orders as rows."""
     rows = torch.cat([seed, seed.new_zeros(max_order + 1, *seed.shape[1:])])
-    sums = rows.new_zeros(rows.shape[:2])
+    sums = wide(rows[..., 0, 0]) * 0
 
     def shifted(values: Tensor) -> Tensor:
         """One node more: row n moves to n + 1, and what is longer stays longer."""
@@ -199,16 +224,16 @@ def _by_order(trunk: Trunk, seed: Tensor, max_order: int) -> Float[Tensor, "batc
         return moved
 
     for step in reversed(trunk.steps):
-        sums += (rows * step.outer.bias).sum((-2, -1))
+        sums += (wide(rows) * step.outer.bias).sum((-2, -1))
         rows = step.outer.pull(rows)
         through = torch.zeros_like(rows)
         for branch in step.branches:
-            sums += (rows * branch.write.bias).sum((-2, -1))
+            sums += (wide(rows) * branch.write.bias).sum((-2, -1))
             pulled, bias = branch.read.pull_with_bias(branch.write.pull(rows))
             through += shifted(pulled)
             sums += shifted(bias)
         rows = rows + through
-    return (sums + (rows * trunk.x[0]).sum((-2, -1))).T
+    return (sums + (wide(rows) * trunk.x[0]).sum((-2, -1))).T
 
 
 def _candidates(trunk: Trunk, partial: _Partial) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,7 +249,7 @@ def _candidates(trunk: Trunk, partial: _Partial) -> tuple[Tensor, Tensor, Tensor
         ):
             pulled = branch.write.pull(met)
             for values, kept in ((hidden, through), (constant, alone)):
-                shares = torch.einsum("rbpnc,bpnc->rnb", branch.split(pulled), branch.split(values))
+                shares = torch.einsum("rbpnc,bpnc->rnb", wide(branch.split(pulled)), wide(branch.split(values)))
                 kept.append(shares.flatten(0, 1))
             node = torch.arange(nodes, nodes + len(branch.nodes))
             nodes += len(branch.nodes)
@@ -262,8 +287,9 @@ def _sweep(trunk: Trunk, partial: _Partial) -> Any:
 
     Yields ``(step, rows, met)``, `met` `[row, batch, pos, d_model]` at the step's sum, where its branches write.
     """
-    for start in range(0, len(partial.names), ROWS):
-        rows = torch.arange(start, min(start + ROWS, len(partial.names)))
+    at_once = _rows_at_once(trunk)
+    for start in range(0, len(partial.names), at_once):
+        rows = torch.arange(start, min(start + at_once, len(partial.names)))
         steps, pulled = partial.step[rows], partial.pulled[rows].clone()
         for number in range(len(trunk.steps) - 1, -1, -1):
             live = int((steps > number).sum())  # sorted: they come first

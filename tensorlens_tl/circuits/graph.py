@@ -23,11 +23,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.circuits.embeddings import embedding_parts
-from tensorlens_tl.circuits.trunk import Branch, Pulled, Trunk
+from tensorlens_tl.circuits.trunk import Asked, Branch, Pulled, ask
+from tensorlens_tl.collapse import wide
 from tensorlens_tl.errors import InvalidInputError, SizeError
-from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import Attention, Chain
-from tensorlens_tl.targets import question
 
 if TYPE_CHECKING:
     import networkx
@@ -51,9 +50,10 @@ class ContributionGraph:
             `token`, `weight`, `bias` (what of the weight is the node's own bias) and `entering` (Σ abs of all its
             incoming edges, kept or not). The last row is the target.
         edges: `source`, `target` (row numbers of `nodes`) and `weight`.
-        total: the model's own logit.
+        total: the model's own logit, before any final soft cap.
         constant: b_U's part of it.
         residual: how far the target's incoming edges and `constant`, and all sources, are from the total: the larger.
+        soft_cap: the cap that the model applies after it, or None.
     """
 
     nodes: "pd.DataFrame"
@@ -62,6 +62,7 @@ class ContributionGraph:
     total: float
     constant: float
     residual: float
+    soft_cap: float | None = None
 
     def __repr__(self) -> str:
         return (
@@ -83,12 +84,14 @@ class ContributionGraph:
         return float((share * weight).sum() / weight.sum()) if weight.any() else 1.0
 
     def prune(self, keep: Any = 0.8) -> "ContributionGraph":
-        """The largest edges that together carry `keep` of all edges' size, and the nodes that reach the target by them.
+        """The largest edges that together carry `keep` of this graph's edges, and what of them reaches the target.
+
+        Edges and nodes that no longer lead to the target go too; `completeness` says what is left.
 
         Raises:
             InvalidInputError: keep outside (0, 1].
         """
-        if not 0 < keep <= 1:
+        if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
             raise InvalidInputError(f"keep={keep!r}: the share of the edges' size to keep, above 0 and at most 1.")
         sizes = np.abs(self.edges["weight"].to_numpy(float))
         order = sizes.argsort()[::-1]
@@ -149,19 +152,12 @@ def contribution_graph(
         InvalidInputError: several prompts, a threshold outside [0, 1], and what `logit_attribution` refuses.
         SizeError: more than `MOST_EDGES` edges would be kept.
     """
-    if len(frozen.tokens) != 1:
-        raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
-    positions = query_positions(frozen.mask, query)
-    if positions.shape[1] != 1:
-        raise InvalidInputError("query=None: a graph leads to one query; pass an integer.")
-    asked = question(frozen, target, minus, direction)
-    trunk = Trunk.of(frozen, activation, to_tokens=asked.of_tokens)
-    pulled = trunk.pull(trunk.seed(asked, query))
-    return _Builder(trunk, pulled, float(threshold)).graph(
-        asked.label, int(positions), trunk.total(asked, query), asked.constant
-    )
+    asked = ask(frozen, target, minus, direction, query, activation)
+    if len(frozen.tokens) != 1:
+        raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
+    return _Builder(asked, asked.trunk.pull(asked.seed), float(threshold)).graph()
 
 
 @dataclass(eq=False)
@@ -171,7 +167,7 @@ class _Builder:
     `outputs` holds what each source wrote, moved along the road to the stream before the current step.
     """
 
-    trunk: Trunk
+    asked: Asked
     pulled: Pulled
     threshold: float
     names: list[str] = field(default_factory=list)
@@ -183,10 +179,11 @@ class _Builder:
     edges: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     largest: float = 0.0
 
-    def graph(self, label: str, query: int, total: Tensor, constant: Tensor) -> ContributionGraph:
+    def graph(self) -> ContributionGraph:
         import pandas as pd
 
-        trunk, frozen = self.trunk, self.trunk.frozen
+        trunk, frozen = self.asked.trunk, self.asked.trunk.frozen
+        query, total, constant = int(self.asked.positions), self.asked.total, self.asked.constant
         parts = embedding_parts(frozen)
         outputs = torch.stack([part[0] for part in parts.values()])
         for name in parts:
@@ -198,14 +195,14 @@ class _Builder:
                 met = branch.write.pull(self.pulled.sums[number])
                 self._enter(branch, met, outputs)
                 written.append(self._leave(branch, hidden, met))
-            inside = [(name, bias) for name, bias, within in step.biases if within]
-            for name, bias in inside:
-                written.append(self._bias(name, bias, self.pulled.sums[number]))
+            for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
+                written.append(self._bias(name, step.layer, bias, self.pulled.sums[number]))
             outputs = torch.cat([outputs, *written])
             outputs = step.outer.push(outputs[:, None])[:, 0]
             for name, bias, within in step.biases:
                 if not within:
-                    outputs = torch.cat([outputs, self._bias(name, bias, self.pulled.stream[number + 1])])
+                    met = self.pulled.stream[number + 1]
+                    outputs = torch.cat([outputs, self._bias(name, step.layer, bias, met)])
         final = (outputs * self.pulled.stream[-1][0, 0]).sum(-1)[:, query]
         pos = outputs.shape[1]
         target = len(self.names) * pos
@@ -232,10 +229,14 @@ class _Builder:
                 "entering": [*entering.flatten().tolist(), float(final.abs().sum())],
             }
         )
-        source, end, weight = (torch.cat(column).cpu().numpy() for column in zip(*self._large(), strict=True))
+        self.edges = self._large()
+        self._check_count(MOST_EDGES)
+        source, end, weight = (wide(torch.cat(column)).cpu().numpy() for column in zip(*self.edges, strict=True))
         edges = pd.DataFrame({"source": source, "target": end, "weight": weight})
         residual = max(abs(value - float(total)) for value in reached) / max(size, torch.finfo(weights.dtype).tiny)
-        return ContributionGraph(nodes, edges, label, float(total), float(constant), residual)
+        return ContributionGraph(
+            nodes, edges, self.asked.label, float(total), float(constant), residual, self.asked.soft_cap
+        )
 
     # ------------------------------------------------------------------ nodes
 
@@ -246,9 +247,9 @@ class _Builder:
         if kind in ("embedding", "bias"):
             self.biases.append(self.pulled.stream[0].new_zeros(self.pulled.stream[0].shape[2]))
 
-    def _bias(self, name: str, bias: Tensor, met: Tensor) -> Float[Tensor, "1 pos d_model"]:
+    def _bias(self, name: str, layer: int, bias: Tensor, met: Tensor) -> Float[Tensor, "1 pos d_model"]:
         bias = bias.expand_as(met[0])
-        self._node(name, "bias", -1)
+        self._node(name, "bias", layer)
         self.weights.append((bias * met[0])[0].sum(-1))
         return bias
 
@@ -303,13 +304,15 @@ class _Builder:
         kept = (sizes >= self.threshold * self.largest) & (sizes > 0)
         self.edges.append((source.expand_as(weights)[kept], target.expand_as(weights)[kept], weights[kept]))
         count = sum(len(edge[2]) for edge in self.edges)
-        if count > MOST_EDGES:
+        if count > 4 * MOST_EDGES:  # the largest edge may come late, and with it what the threshold means
             self.edges = self._large()
-            count = sum(len(edge[2]) for edge in self.edges)
-        if count > MOST_EDGES:
+            self._check_count(4 * MOST_EDGES)
+
+    def _check_count(self, most: int) -> None:
+        if sum(len(edge[2]) for edge in self.edges) > most:
             raise SizeError(
-                f"contribution_graph: more than {MOST_EDGES:,} edges are at least {self.threshold:g} of the largest so "
-                f"far. Raise threshold={self.threshold:g}, shorten the prompt, or raise "
+                f"contribution_graph: more than {most:,} edges are at least {self.threshold:g} of the largest "
+                f"so far. Raise threshold={self.threshold:g}, shorten the prompt, or raise "
                 "tensorlens_tl.circuits.graph.MOST_EDGES."
             )
 

@@ -12,11 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.arguments import check_pass
+from tensorlens_tl.budget import chunks
 from tensorlens_tl.circuits.scores import score_reading
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import AffineMap, Chain
-from tensorlens_tl.positions import place
+from tensorlens_tl.positions import Points, pull_between
 from tensorlens_tl.selection import chosen_head
 
 if TYPE_CHECKING:
@@ -53,6 +55,11 @@ class ScoreAttribution:
     rotary: bool
     reading_error: float
     tokens: list[list[str]]
+
+    def __repr__(self) -> str:
+        total = ", ".join(f"{total:.4g}" for total in self.total.tolist())
+        residual = f"{float(self.residual.max()):.1e}"
+        return f"ScoreAttribution(total={total}, residual={residual}, reading_error={self.reading_error:.1e})"
 
     @property
     def residual(self) -> Float[Tensor, "batch"]:
@@ -102,6 +109,7 @@ def qk_attribution(
         InvalidInputError: no such layer, head or position.
         UnsupportedModelError: the layer's scores cannot be read.
     """
+    check_pass(frozen)
     layer, head = chosen_head(frozen.view, layer, head)
     positions = {}
     for name, position in (("query", query), ("key", key)):
@@ -113,17 +121,28 @@ def qk_attribution(
     earlier = tuple(frozen.block(number, activation=activation) for number in range(layer))
     x0, x = frozen.resid_pre(0), frozen.resid_pre(layer)
     d_head = reading.query(x).shape[-1] // reading.heads
+    bytes_per_row = max((frozen.operator(layers=[number]).row_bytes for number in range(layer)), default=1)
 
     def side(read: Chain, own_head: int, heads: int, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This head's query or key at one position per prompt: by source token, its bias, and itself."""
         own = slice(own_head * d_head, (own_head + 1) * d_head)
         whole: AffineMap = Chain((*earlier, *read.stages))
-        basis = x.new_zeros(d_head, len(at), heads * d_head)
         R = torch.eye(d_head).to(x).expand(len(at), -1, -1) if reading.rotation is None else reading.rotation[at]
-        basis[:, :, own] = R.permute(2, 0, 1)  # row c, pulled back, gives channel c of the rotated vector
-        pulled, bias = whole.pull_with_bias(place(basis, at.expand(d_head, -1), x))
+        shares, constants = [], []
+        for rows in chunks(d_head, bytes_per_row, None, "score"):
+            basis = x.new_zeros(len(rows), len(at), heads * d_head)
+            # row c, pulled back, gives channel c of the rotated vector
+            basis[:, :, own] = R[..., rows.start : rows.stop].permute(2, 0, 1)
+            biases: list[Tensor] = []
+            reached = pull_between(
+                whole, basis, Points(at[None]), None, x.shape[1], causal=frozen.causal, biases=biases
+            )
+            share = x0.new_zeros(len(rows), *x0.shape[:2])
+            share[:, :, : reached.shape[2]] = (reached * x0[:, : reached.shape[2]]).sum(-1)
+            shares.append(share)
+            constants.append(sum(biases, start=x0.new_zeros(len(rows), len(at))))
         vector = torch.take_along_dim(read(x), at[:, None, None], dim=1)[:, 0, own]
-        return (pulled * x0).sum(-1), bias, torch.einsum("bd,bde->be", vector, R)
+        return torch.cat(shares), torch.cat(constants), torch.einsum("bd,bde->be", vector, R)
 
     q, q_bias, q_own = side(reading.query, head, reading.heads, positions["query"])
     k, k_bias, k_own = side(

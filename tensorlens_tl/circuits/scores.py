@@ -17,6 +17,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.arguments import check_pass
+from tensorlens_tl.collapse import wide
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture_before
 from tensorlens_tl.maps import Chain, Diagonal, Linear
@@ -71,26 +73,38 @@ def score_reading(frozen: "FrozenPass", layer: int) -> ScoreReading:
     Raises:
         UnsupportedModelError: no known reading does; says how near the best came.
     """
+    check_pass(frozen)
     x, pattern = frozen.resid_pre(layer), frozen.pattern(layer)
-    best: ScoreReading | None = None
-    for candidate in _candidates(frozen, layer):
-        found = replace(candidate, error=_error(candidate, x, pattern.to(x.dtype), frozen.mask))
-        if best is None or found.error < best.error:
-            best = found
-        if best.error <= frozen.tolerance:
-            return best
-    raise UnsupportedModelError(
-        f"blocks.{layer} of this {frozen.view.description}: its attention scores cannot be read; no known scale and "
-        f"position encoding reproduces its pattern (nearest: off by {best.error if best else float('nan'):.1e}). "
-        "Relative position biases and centred query norms are not supported."
-    )
+    found = [
+        replace(candidate, error=_error(candidate, x, pattern.to(x.dtype), frozen.mask))
+        for candidate in _candidates(frozen, layer)
+    ]
+    best = min(found, key=lambda reading: reading.error, default=None)
+    if best is None or not best.error <= frozen.tolerance:
+        nearest = float("nan") if best is None else best.error
+        raise UnsupportedModelError(
+            f"blocks.{layer} of this {frozen.view.description}: its attention scores cannot be read; no known scale "
+            f"and position encoding reproduces its pattern (nearest: off by {nearest:.1e}). "
+            "Relative position biases and centred query norms are not supported."
+        )
+    # what the pattern cannot tell apart (one token; nothing but uniform attention) goes to what the model states
+    near = [reading for reading in found if reading.error <= 2 * best.error]
+    scores = best.scores(x)
+    unlike = [reading for reading in near if float((reading.scores(x) - scores).norm()) > 0.1 * float(scores.norm())]
+    if unlike and x.shape[1] > 1:
+        raise UnsupportedModelError(
+            f"blocks.{layer} of this {frozen.view.description}: several ways to make its attention scores reproduce "
+            f"its pattern equally well (off by {best.error:.1e} and {unlike[0].error:.1e}); it is too even to tell. "
+            "Freeze a longer prompt, or use a wider dtype."
+        )
+    return near[0] if unlike else best
 
 
 def _error(reading: ScoreReading, x: Tensor, pattern: Tensor, mask: Tensor) -> float:
     """The largest error of an attention probability. A row's own sum is kept: attention sinks take their share."""
     allowed = pattern > 0
     scores = reading.finished(reading.scores(x)).masked_fill(~allowed, -torch.inf)
-    made = torch.softmax(scores, dim=-1) * pattern.sum(-1, keepdim=True)
+    made = torch.softmax(wide(scores), dim=-1) * pattern.sum(-1, keepdim=True)
     real = mask[:, None, :, None] & allowed.any(-1, keepdim=True)
     return float((made - pattern).masked_fill(~real, 0.0).abs().max())
 

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.collapse import wide
 from tensorlens_tl.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """Named parts of a logit (or of a logit difference, or of any direction).
+    """Named parts of a logit before any final soft cap (or of a logit difference, or of any direction).
 
     ``scores.sum(-1) + remainder == total`` up to `residual`.
 
@@ -30,10 +31,11 @@ class Terms:
         names: what the parts are, such as ``"embed"``, ``"L0H3"``, ``"L0H3 → L1H5"``, ``"MLP1.N7"``, ``"L0.b_O"``.
         scores: `[batch, term]`.
         total: the model's own number, `[batch]`.
-        remainder: what the named parts leave out, computed on its own and not as a difference, `[batch]`.
+        remainder: what the named parts leave out, `[batch]`.
         keys: for parts that read other tokens, each token's share, `[batch, term, key]`; None where not asked for.
         tokens: readable tokens of each prompt.
         question: what was asked, for people.
+        soft_cap: the cap that the model applies to its logits after `total`, or None.
     """
 
     names: list[str]
@@ -43,6 +45,7 @@ class Terms:
     tokens: list[list[str]]
     question: str
     keys: Float[Tensor, "batch term key"] | None = None
+    soft_cap: float | None = None
 
     @property
     def residual(self) -> Float[Tensor, "batch"]:
@@ -55,10 +58,9 @@ class Terms:
         return len(self.names)
 
     def __repr__(self) -> str:
-        return (
-            f"Terms({len(self.names)} of {self.question!r}, total={[round(t, 4) for t in self.total.tolist()]}, "
-            f"residual={float(self.residual.max()):.1e})"
-        )
+        totals = ", ".join(f"{total:.4g}" for total in self.total.tolist())
+        residual = f"{float(self.residual.max()):.1e}"
+        return f"{type(self).__name__}({len(self)} of {self.question!r}, total={totals}, residual={residual})"
 
     def __getitem__(self, name: str) -> Float[Tensor, "batch"]:
         """One part's score in every prompt.
@@ -82,5 +84,5 @@ class Terms:
         frame = pd.DataFrame({"term": self.names, "score": self.scores[row].tolist()})
         if self.keys is not None:
             labels = [f"{number} {token}" for number, token in enumerate(self.tokens[row])]
-            frame = frame.join(pd.DataFrame(self.keys[row].cpu().numpy(), columns=labels))
+            frame = frame.join(pd.DataFrame(wide(self.keys[row]).cpu().numpy(), columns=labels))
         return frame

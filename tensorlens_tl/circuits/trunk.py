@@ -17,19 +17,21 @@ part of the pulled-back vector. What `write` and `outer` add besides are *biases
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.activation import check_rule
+from tensorlens_tl.collapse import wide
+from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.layouts import Place
 from tensorlens_tl.maps import ZERO, AffineMap, Attention, Chain, Identity, Linear, Sum
 from tensorlens_tl.positions import place
-from tensorlens_tl.targets import Question
+from tensorlens_tl.targets import question
 
 if TYPE_CHECKING:
     from tensorlens_tl.frozen import FrozenPass
@@ -74,16 +76,17 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Branches that read the same stream, and what the stream goes through after them."""
+    """Branches of one layer that read the same stream, and what the stream goes through after them."""
 
+    layer: int
     branches: tuple[Branch, ...]
     outer: AffineMap
     outer_name: str
 
     @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """The nodes of all branches, each as a path of one."""
-        return tuple((node,) for branch in self.branches for node in branch.nodes)
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of all branches, in their order."""
+        return tuple(node for branch in self.branches for node in branch.nodes)
 
     @property
     def map(self) -> Chain:
@@ -152,7 +155,7 @@ class Trunk:
         final, head = frozen.final_norm(), frozen.prediction_head(rule) if to_tokens else None
         for end, name in ((final, "ln_final.b"), (head, "prediction head b")):
             if end is not None:
-                steps.append(Step((), end, name))
+                steps.append(Step(-1, (), end, name))
         trunk = cls(frozen, tuple(steps))
         x = frozen.resid_pre(0)
         for step in steps:
@@ -163,18 +166,6 @@ class Trunk:
             x = step.outer(written)
         trunk.x.append(x)
         return trunk
-
-    def seed(self, asked: Question, query: int) -> Float[Tensor, "1 batch pos d_model"]:
-        """The question's vector at one query of every prompt, as one row."""
-        positions = query_positions(self.frozen.mask, query)
-        return place(asked.vectors[None], positions.T, self.x[-1])
-
-    def total(self, asked: Question, query: int) -> Float[Tensor, "batch"]:
-        """The model's own number that is asked for."""
-        own = self.frozen.unembedded() if asked.of_tokens else self.frozen.output
-        positions = query_positions(self.frozen.mask, query)
-        own = torch.take_along_dim(own, positions[..., None], dim=1)[:, 0]
-        return (own * asked.vectors).sum(-1) + asked.constant
 
     def pull(self, g: Float[Tensor, "*rows batch pos d_model"], *, branches: bool = True) -> Pulled:
         """A vector at the end pulled through everything, or (``branches=False``) along the road alone: directly."""
@@ -205,6 +196,53 @@ class Trunk:
         return x
 
 
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A question about one query of a frozen pass, and the trunk that leads to it.
+
+    Attributes:
+        seed: the question's vector at the query of every prompt, as one row `[1, batch, pos, d_model]`.
+        constant: what the answer adds besides (b_U), `[batch]`.
+        total: the model's own number that is asked for, before any final soft cap, `[batch]`.
+        positions: the query's place, `[batch, 1]`.
+        soft_cap: the cap that the model applies after it, or None.
+        label: the question for people.
+    """
+
+    trunk: Trunk
+    seed: Float[Tensor, "1 batch pos d_model"]
+    constant: Float[Tensor, "batch"]
+    total: Float[Tensor, "batch"]
+    positions: Int[Tensor, "batch 1"]
+    soft_cap: float | None
+    label: str
+
+
+def ask(frozen: "FrozenPass", target: Any, minus: Any, direction: Any, query: Any, activation: str) -> Asked:
+    """Check a question and build the trunk to its end.
+
+    Raises:
+        InvalidInputError: no frozen pass, a query that is None or out of range, and what `question` refuses.
+        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+    """
+    asked = question(frozen, target, minus, direction)
+    if query is None:
+        raise InvalidInputError("query=None: one query at a time here; pass an integer.")
+    positions = query_positions(frozen.mask, query)
+    trunk = Trunk.of(frozen, activation, to_tokens=asked.of_tokens)
+    own = frozen.unembedded() if asked.of_tokens else frozen.output
+    own = wide(torch.take_along_dim(own, positions[..., None], dim=1)[:, 0])
+    return Asked(
+        trunk,
+        seed=place(asked.vectors[None], positions.T, trunk.x[-1]),
+        constant=asked.constant.to(own),
+        total=(own * asked.vectors).sum(-1) + asked.constant,
+        positions=positions,
+        soft_cap=frozen.view.soft_cap if asked.of_tokens else None,
+        label=asked.label,
+    )
+
+
 def _block_steps(frozen: "FrozenPass", layer: int, rule: str) -> list[Step]:
     """One block's steps, by its proven layout."""
     layout = frozen.layouts[layer]
@@ -216,11 +254,11 @@ def _block_steps(frozen: "FrozenPass", layer: int, rule: str) -> list[Step]:
         *hidden, output = mlp.stages
         branches.append((layout.mlp, _branch(frozen, layer, layout.mlp, (*hidden,), output, (f"MLP{layer}",), "b_out")))
     if layout.parallel:
-        return [Step(tuple(branch for _, branch in branches), Identity(), f"L{layer}")]
+        return [Step(layer, tuple(branch for _, branch in branches), Identity(), f"L{layer}")]
     steps = []
     for at, branch in branches:
         outer = Identity() if at.outer is None else frozen.norm(layer, at.outer)
-        steps.append(Step((branch,), outer, f"L{layer}.{at.outer}.b"))
+        steps.append(Step(layer, (branch,), outer, f"L{layer}.{at.outer}.b"))
     return steps
 
 

@@ -4,10 +4,13 @@ Vectors are rows: an OV circuit maps a source's stream x to ``x W_V W_O``, a QK 
 ``x_query W_Q R W_Kᵀ x_key`` (without the factor 1/√d_head; R rotates by the distance between the two). With
 grouped-query attention a head is a query head, and its values and keys are those of the group it belongs to.
 
+Functions take a model or a `FrozenPass`. Folding, and every question about scores, needs to know how a block is put
+together: a model is frozen on a few tokens for that, so who asks often passes a pass.
+
 With ``fold_norms=True`` the gain and the centring of the norm that feeds the head are folded into what it reads (and
 the head's own query and key gains, and a norm after the sublayer into what it writes); the norm's shift would be a
-bias and is left out, and so is its denominator, which depends on the input. Which norm feeds a head is settled by
-freezing the model on a few tokens. Norms of the residual stream itself (post-LN) belong to no head.
+bias and is left out, and so is its denominator, which depends on the input. Norms of the residual stream itself
+(post-LN) belong to no head.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +22,9 @@ from einops import rearrange
 from jaxtyping import Complex, Float
 from torch import Tensor
 
+from tensorlens_tl.arguments import whole_number
 from tensorlens_tl.circuits.scores import ScoreReading, score_reading
+from tensorlens_tl.collapse import wide
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.freezing import freeze
 from tensorlens_tl.frozen import FrozenPass
@@ -93,21 +98,23 @@ def full_qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms
 
 def ov_eigenvalues(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> Complex[Tensor, "d_head"]:
     """The non-zero eigenvalues of `full_ov`, largest first: positive ones copy tokens, negative ones suppress them."""
-    circuit = full_ov(model, layer, head, fold_norms=fold_norms)
-    values = torch.linalg.eigvals(circuit.B @ circuit.A)
+    unembedding, embedding = _square_vocabulary(as_view(model), fold_norms)
+    circuit = ov(model, layer, head, fold_norms=fold_norms)
+    values = torch.linalg.eigvals(wide(circuit.B) @ unembedding @ embedding @ wide(circuit.A))
     return values[values.abs().argsort(descending=True)]
 
 
 def copying_scores(model: Any, *, fold_norms: bool = False) -> Float[Tensor, "layer head"]:
     """Σλ / Σ|λ| over the eigenvalues of every head's `full_ov`: 1 copies, −1 suppresses (Elhage et al. 2021)."""
     view = as_view(model)
-    through = _unembedding(view, fold_norms) @ view.embedding  # [d_model, d_model]: the vocabulary once, for all heads
+    unembedding, embedding = _square_vocabulary(view, fold_norms)
+    through = unembedding @ embedding  # [d_model, d_model]: the vocabulary once, for all heads
     source = as_pass(model) if fold_norms else view
     scores = []
     for layer in range(view.n_layers):
         weights = LayerWeights.of(source, layer, fold_norms)
-        values = torch.linalg.eigvals(weights.O @ through @ weights.V)
-        scores.append(values.sum(-1).real / values.abs().sum(-1))
+        values = torch.linalg.eigvals(wide(weights.O) @ through @ wide(weights.V))
+        scores.append(values.sum(-1).real / values.abs().sum(-1).clamp_min(torch.finfo(through.dtype).tiny))
     return torch.stack(scores)
 
 
@@ -150,16 +157,19 @@ def svd_tokens(
 
     if circuit not in ("ov", "qk"):
         raise InvalidInputError(f"circuit={circuit!r}; use 'ov' or 'qk'.")
-    for name, number in (("k", k), ("top", top)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise InvalidInputError(f"{name}={number!r}: pass a positive integer.")
+    k, top = whole_number("k", k, 1), whole_number("top", top, 1)
     view = as_view(model)
     if circuit == "ov":
         matrix = ov(model, layer, head, fold_norms=fold_norms)
-        sides = {"reads": (matrix.U, view.embedding), "writes": (matrix.V, _unembedding(view, fold_norms).T)}
+        tables = {"reads": view.embedding, "writes": _unembedding(view, fold_norms).T}
     else:
         matrix = qk(model, layer, head, offset=offset, fold_norms=fold_norms)
-        sides = {"query": (matrix.U, view.embedding), "key": (matrix.V, view.embedding)}
+        tables = {"query": view.embedding, "key": view.embedding}
+    matrix = factored(wide(matrix.A), wide(matrix.B))
+    sides = {
+        name: (vectors, wide(table))
+        for (name, table), vectors in zip(tables.items(), (matrix.U, matrix.V), strict=True)
+    }
     values, rank = matrix.S, min(matrix.A.shape[-1], matrix.S.shape[-1])
     rows, start = [], 0
     while start < min(k, rank):
@@ -193,9 +203,12 @@ def virtual_head(model: Any, heads: Any, *, fold_norms: bool = False) -> "Factor
     Raises:
         InvalidInputError: fewer than one head, no such head, or layers that do not ascend.
     """
-    heads = [tuple(head) for head in heads]
-    if not heads or any(len(head) != 2 for head in heads):
-        raise InvalidInputError(f"virtual_head: pass heads as [(layer, head), …], got {heads}.")
+    try:
+        heads = [(whole_number("layer", layer), whole_number("head", head)) for layer, head in heads]
+    except (TypeError, ValueError):
+        heads = []
+    if not heads:
+        raise InvalidInputError("virtual_head: pass one or more heads as [(layer, head), …].")
     layers = [layer for layer, _ in heads]
     if any(later <= earlier for earlier, later in pairwise(layers)):
         raise InvalidInputError(f"virtual_head: each head must be in a later layer than the one before, got {heads}.")
@@ -308,11 +321,23 @@ def _unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_model d_
     return _reading(W_U, view.final_norm) if fold_norms else W_U
 
 
+def _square_vocabulary(view: ModelView, fold_norms: bool) -> tuple[Tensor, Tensor]:
+    """Unembedding and embedding of the same tokens, wide enough for eigenvalues."""
+    W_U, W_E = _unembedding(view, fold_norms), view.embedding
+    if W_U.shape[1] != W_E.shape[0]:
+        raise UnsupportedModelError(
+            f"{view.description} reads {W_E.shape[0]} tokens and predicts {W_U.shape[1]}: copying is not defined "
+            "between two vocabularies. Use full_ov()."
+        )
+    return wide(W_U), wide(W_E)
+
+
 def as_view(model: Any) -> ModelView:
     """The reading of a model, or of a pass's model."""
-    if isinstance(model, ModelView):
-        return model
-    return model.view if isinstance(model, FrozenPass) else ModelView(model)
+    if isinstance(model, FrozenPass):
+        model.check_fresh()
+        return model.view
+    return model if isinstance(model, ModelView) else ModelView(model)
 
 
 def as_pass(model: Any, offset: Any = None) -> FrozenPass:
@@ -322,8 +347,9 @@ def as_pass(model: Any, offset: Any = None) -> FrozenPass:
         InvalidInputError: the offset is no integer, or does not fit into the context.
     """
     view = as_view(model)
-    if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int) or abs(offset) >= view.n_ctx):
-        raise InvalidInputError(f"offset={offset!r}: an integer, less than the context of {view.n_ctx} tokens.")
+    if offset is not None:
+        most = view.n_ctx - 1
+        offset = whole_number("offset", offset, -most, most, why=f"within the context of {view.n_ctx} tokens")
     length = min(1 + max(2, abs(offset or 0)), view.n_ctx)  # three settle how a layer is put together
     if isinstance(model, FrozenPass) and model.tokens.shape[1] >= length:
         return model

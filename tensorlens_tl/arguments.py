@@ -1,0 +1,32 @@
+"""Checks that many functions share, with one way to say what is wrong."""
+
+import operator
+from typing import Any
+
+from tensorlens_tl.errors import InvalidInputError
+
+
+def whole_number(name: str, value: Any, least: int | None = None, most: int | None = None, why: str = "") -> int:
+    """An integer of any kind (numpy's and torch's too) within bounds, as Python's own.
+
+    Raises:
+        InvalidInputError: not an integer, a truth value, or out of bounds; says which.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidInputError(f"{name}={value!r}: pass an integer{why and ', ' + why}.") from None
+    if (least is not None and number < least) or (most is not None and number > most):
+        bounds = f"{least} to {most}" if least is not None and most is not None else f"at least {least}"
+        raise InvalidInputError(f"{name}={number}: pass {bounds}{why and ', ' + why}.")
+    return number
+
+
+def check_pass(frozen: Any) -> None:
+    """Raise `InvalidInputError` where a model, or anything else, was passed instead of a `FrozenPass`."""
+    if not hasattr(frozen, "view") or not hasattr(frozen, "points"):
+        raise InvalidInputError(
+            f"a frozen pass is needed, got {type(frozen).__name__}: make one with tlens.freeze(model, text)."
+        )
