@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
-from tensorlens_tl.frozen import FrozenPass, last_logits, output_name, plus
+from tensorlens_tl.frozen import FrozenPass, output_name, plus
 from tensorlens_tl.hooks import (
     ModelPoints,
     capture,
     check_finite,
     from_cache,
     model_points,
-    only_at,
     refuse_attached,
     run_until,
 )
-from tensorlens_tl.inputs import Prompt, prepare, query_positions
+from tensorlens_tl.inputs import Prompt, prepare
 from tensorlens_tl.layouts import Layout, candidates, compose
 from tensorlens_tl.view import ModelView
 
@@ -86,18 +85,16 @@ def freeze(
     # captured activations must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         if cache is None:
-            last = query_positions(prompt.mask, -1)
-            hooks = [] if points.unembed_in is None else [only_at(points.unembed_in, last)]
-            kept, logits = capture(model, prompt.kwargs, points.captured, store=store, hooks=hooks)
+            # logits are not needed, and can cost as much as several blocks
+            kept, _ = capture(model, prompt.kwargs, points.captured, store=store, last=points.unembed_in)
         else:
-            kept, logits = from_cache(cache, points.captured, *prompt.tokens.shape), None
+            kept = from_cache(cache, points.captured, *prompt.tokens.shape)
         frozen = FrozenPass(model, view, points, prompt, kept)
         frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
         if cache is not None:
             _check_same_prompt(frozen)
         _check_padding(prompt, points, kept)
         check_finite({name: kept[name] for name in points.captured})
-        frozen.last_logits = last_logits(frozen, logits)
         _prove(frozen, verify)
     return frozen
 
@@ -171,7 +168,6 @@ def _prove(frozen: FrozenPass, verify: bool) -> None:
     if not verify:
         return
     head = frozen.prove_head()
-    unembed = frozen.unembedding_error if frozen.last_logits is not None else None
     if head is not None:
         frozen.errors["head"] = head
         if not head <= tolerance:
@@ -179,8 +175,6 @@ def _prove(frozen: FrozenPass, verify: bool) -> None:
                 f"what stands between the last block and the unembedding of this {frozen.view.description} is not a "
                 f"norm or prediction head as we read it: relative error {head:.1e}, allowed {tolerance:.0e}."
             )
-    if unembed is not None:
-        frozen.errors["unembed"] = unembed
 
 
 def _choose(frozen: FrozenPass, layer: int, options: Sequence[Layout], tolerance: float) -> Layout | None:

@@ -23,6 +23,7 @@ from tensorlens_tl.hooks import (
     capture,
     is_attached,
     mlp_hooks,
+    only_at,
     patterns_take_effect,
     refuse_attached,
     replace,
@@ -46,9 +47,7 @@ class FrozenPass:
         cache: the captured activations by hook-point name (listed in `tensorlens_tl.hooks.points`).
         layouts: how each block is put together.
         errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
-            ``"head"`` and ``"unembed"``.
-        last_logits: the model's own logits at each row's last real token, `[batch, d_vocab]`; None where it has none
-            and for a pass from a cache.
+            ``"head"``, and ``"unembed"`` once a token target has asked for it.
         tolerance: the largest error a proof may show.
     """
 
@@ -59,7 +58,6 @@ class FrozenPass:
     cache: dict[str, Tensor]
     layouts: list[Layout] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
-    last_logits: Float[Tensor, "batch d_vocab"] | None = None
     tolerance: float = 1e-4
     _ratios: dict[int, Coefficients] = field(default_factory=dict)
 
@@ -324,25 +322,40 @@ class FrozenPass:
         return self._relative_error(made, own) if made.shape == own.shape else float("inf")
 
     @cached_property
-    def unembedding_error(self) -> float | None:
-        """Relative error of ``cap(W_U·x + b_U)`` against the model's own logits at each row's last real token.
+    def last_logits(self) -> Float[Tensor, "batch d_vocab"] | None:
+        """The model's own logits at each row's last real token, by running it once more; None where it gives none."""
+        self.check_fresh()
+        if self.view.unembedding is None or self.points.unembed_in is None:
+            return None
+        last = query_positions(self.mask, -1)
+        _, logits = capture(self.model, self.inputs, [], hooks=[only_at(self.points.unembed_in, last)])
+        if not isinstance(logits, Tensor) or logits.ndim != 3:
+            return None
+        logits = logits if logits.shape[1] == 1 else torch.take_along_dim(logits, last[..., None], dim=1)
+        return logits[:, 0].detach()
 
-        A pass from a cache has no logits: then the model runs once more. None for a model that predicts no tokens.
+    @cached_property
+    def unembedding_error(self) -> float | None:
+        """Relative error of ``cap(W_U·x + b_U)`` against the model's own logits, on the prompt's first two tokens.
+
+        Measured when a token target first asks for it, since logits can cost as much as several blocks. None for a
+        model that predicts no tokens.
         """
         if self.view.unembedding is None or self.points.unembed_in is None:
             return None
-        if self.last_logits is None:
-            self.last_logits = last_logits(self, capture(self.model, self.inputs, [])[1])
-        if self.last_logits is None:
+        # while this pass is attached, its hooks fit its own prompt alone
+        inputs = self.inputs if is_attached(self.model) else {"input": self.tokens[:1, :2]}
+        kept, logits = capture(self.model, inputs, [self.points.unembed_in])
+        if not isinstance(logits, Tensor):
             return float("inf")
         W_U, b_U = self.view.unembedding
-        last = query_positions(self.mask, -1)
-        made = torch.take_along_dim(self._kept(self.points.unembed_in), last[..., None], dim=1)[:, 0] @ W_U
+        made = kept[self.points.unembed_in].to(W_U) @ W_U
         made = made if b_U is None else made + b_U
         if self.view.soft_cap is not None:
             made = self.view.soft_cap * torch.tanh(made / self.view.soft_cap)
-        error = (made - self.last_logits.to(made)).norm(dim=-1) / self.last_logits.norm(dim=-1).clamp_min(1e-30)
-        return float(error.max())
+        error = (made - logits.to(made)).norm(dim=-1) / logits.norm(dim=-1).clamp_min(1e-30)
+        self.errors["unembed"] = float(error.max())
+        return self.errors["unembed"]
 
     def _relative_error(self, made: Tensor, own: Tensor) -> float:
         error = (made - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(torch.finfo(own.dtype).tiny)
@@ -352,16 +365,6 @@ class FrozenPass:
 def _weight_versions(model: nn.Module) -> list[tuple[int, int]]:
     """What changes when a weight is written to in place, moved or cast."""
     return [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
-
-
-def last_logits(frozen: FrozenPass, logits: Any) -> Tensor | None:
-    """The model's logits at each row's last real token, where the forward pass gave any."""
-    if frozen.view.unembedding is None:
-        return None
-    last = query_positions(frozen.mask, -1)[..., None]
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        return None
-    return (logits[:, 0] if logits.shape[1] == 1 else torch.take_along_dim(logits, last, dim=1)[:, 0]).detach()
 
 
 def output_name(points: ModelPoints, layer: int) -> str:

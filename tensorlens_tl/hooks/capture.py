@@ -19,6 +19,7 @@ def capture(
     *,
     store: str = "model",
     hooks: Sequence[tuple[str, Callable[..., Any]]] = (),
+    last: str | None = None,
 ) -> tuple[dict[str, Tensor], Any]:
     """Run the model once and keep the activations at `names`.
 
@@ -28,9 +29,11 @@ def capture(
         names: hook points to keep.
         store: ``"model"`` leaves activations where they are computed, ``"cpu"`` keeps them off the device.
         hooks: further hooks of the run; what they change is captured after them, except at their own point.
+        last: a hook point to end the run at; there is no output then.
 
     Returns:
-        The activations by name, and the model's output. Hooks are gone afterwards, also on an exception.
+        The activations by name, and the model's output (None where the run ended before it). Hooks are gone
+        afterwards, also on an exception.
     """
     kept: dict[str, Tensor] = {}
     points = dict(model.hook_dict)
@@ -44,8 +47,10 @@ def capture(
             kept[name] = tensor.detach().cpu() if store == "cpu" else tensor.detach()
 
     # one filter instead of a hook for each name: a Bridge lists all its hook points again for every name
-    with torch.no_grad():
-        output = model.run_with_hooks(**inputs, fwd_hooks=[(called.__contains__, keep), *hooks])
+    ends = [] if last is None else [(last, _stop)]
+    output = None
+    with torch.no_grad(), suppress(_ReachedError):
+        output = model.run_with_hooks(**inputs, fwd_hooks=[(called.__contains__, keep), *hooks, *ends])
     silent = [name for name in names if name not in kept]
     if silent:
         raise UnsupportedModelError(
@@ -67,7 +72,11 @@ def only_at(name: str, positions: Int[Tensor, "batch 1"]) -> tuple[str, Callable
 
 
 class _ReachedError(Exception):
-    """Ends a forward pass early; never leaves `capture_before`."""
+    """Ends a forward pass early; never leaves this module."""
+
+
+def _stop(tensor: Tensor, *, hook: Any) -> None:
+    raise _ReachedError
 
 
 def run_until(model: Any, inputs: Mapping[str, Any], name: str) -> Tensor:
@@ -82,10 +91,7 @@ def capture_before(model: Any, inputs: Mapping[str, Any], names: Sequence[str], 
     def keep(tensor: Tensor, *, hook: Any, name: str) -> None:
         seen[name] = tensor.detach()
 
-    def stop(tensor: Tensor, *, hook: Any) -> None:
-        raise _ReachedError
-
-    hooks = [*((name, partial(keep, name=name)) for name in names), (last, stop)]
+    hooks = [*((name, partial(keep, name=name)) for name in names), (last, _stop)]
     with torch.no_grad(), suppress(_ReachedError):
         model.run_with_hooks(**inputs, fwd_hooks=hooks)
     return seen
