@@ -1,254 +1,445 @@
 """Measure, and write `RESULTS.md`: every figure is a ratio within one run.
 
-Candidates are interleaved and minima taken, because the machines are noisy. A run whose plain forward falls
-below 40 % of the matrix-product rate measured beside it is discarded, and said so. "Forward" means the blocks only.
+Candidates are interleaved and minima taken, because the machines are noisy. A run whose plain forward falls below 40 % of
+the matrix-product rate measured beside it is repeated once, then discarded, and said so. "Forward" means the blocks only,
+of the plain model without hooks.
 
-    make bench
+    make bench                        # all sections, about a quarter of an hour
+    python benchmarks/run.py probes   # some of them, printed and not written
 """
 
 import os
 import platform
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import Shape, bert_base, embedded, gpt2_small, llama_160m
+from timing import LEAST_SHARE, beside_a_product, interleaved
 
 import tensorlens_tl as tlens
+from tensorlens_tl import circuits
+from tensorlens_tl.positions import place
 from tensorlens_tl.testing import Allocations
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
+THREADS = [1, 2] if (os.cpu_count() or 1) >= 2 else [1]
+Lines = Iterator[str]
 
 
-def interleaved(candidates: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Seconds of each candidate, minima over interleaved rounds after one warm-up."""
-    best = dict.fromkeys(candidates, float("inf"))
-    for number in range(rounds + 1):
-        for name, run in candidates.items():
-            start = time.perf_counter()
-            run()
-            if number:
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
+def table(*columns: str) -> str:
+    return f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}"
 
 
-def gpt2_small(n_layers: int = 12) -> Any:
-    """GPT-2 small's shape with random weights, of whichever class this TransformerLens has."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=n_layers, attn_implementation="eager")
-    module = GPT2LMHeadModel(config).eval()
-    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
-
-    return build_bridge_from_module(module, "GPT2LMHeadModel", hf_config=config).eval()
+def row(*cells: Any) -> str:
+    return f"| {' | '.join(f'{cell:.2f}' if isinstance(cell, float) else str(cell) for cell in cells)} |"
 
 
-def blocks_flops(d_model: int, d_mlp: int, layers: int, tokens: int, score_products: bool) -> float:
-    """Multiply-adds × 2 of a pass through the blocks: all four attention matrices, or only V and O when frozen."""
-    matrices = (4 if score_products else 2) * d_model**2 + 2 * d_model * d_mlp
-    mixing = (2 if score_products else 1) * tokens * d_model
-    return 2.0 * layers * tokens * (matrices + mixing)
+def target_of(shape: Shape) -> int | None:
+    return 5 if shape.model.cfg.d_vocab > 5 else None
 
 
-def embedded_model(threads: int) -> list[str]:
-    """Freezing and one target map on the embedded model."""
-    torch.set_num_threads(threads)
-    model = tlens.load_demo_model()
-    stream = model.tokenizer(" ".join(tlens.demo.held_out_text()), add_special_tokens=False)["input_ids"]
-    lines = []
-    for length in (32, 64, 128, 256):
-        tokens = torch.tensor([[0, *stream[: length - 1]]])
-        frozen = tlens.freeze(model, tokens)
+def costs() -> Lines:
+    """## Freezing and target maps, in forwards
 
-        def forward(tokens: torch.Tensor = tokens) -> None:
-            with torch.no_grad():
-                model(tokens, stop_at_layer=4)
-
-        seconds = interleaved(
-            {
-                "forward": forward,
-                "freeze": lambda tokens=tokens: tlens.freeze(model, tokens),
-                "freeze without proof": lambda tokens=tokens: tlens.freeze(model, tokens, verify=False),
-                "target": lambda frozen=frozen: frozen.operator().target(5),
-                "freeze and target": lambda tokens=tokens: tlens.freeze(model, tokens).operator().target(5),
-            },
-            rounds=25,
-        )
-        base = seconds.pop("forward")
-        cells = " | ".join(f"{value / base:.2f}" for value in seconds.values())
-        lines.append(f"| {threads} | {length} | {1000 * base:.2f} | {cells} |")
-    return lines
-
-
-def norm_slice(threads: int, tokens: int = 64, rows: int = 96) -> list[str]:
-    """The exact norm slice against batched autograd through the hook-frozen model; both are linear in rows."""
-    torch.set_num_threads(threads)
-    model = gpt2_small()
-    ids = torch.randint(0, 50257, (1, tokens))
-    frozen = tlens.freeze(model, ids)
-    op = frozen.operator()
-    width = op.x.shape[-1]
-    basis = torch.eye(width)[:rows]
-    a, b = torch.randn(rows * tokens, width), torch.randn(width, 4 * width)
-
-    from transformers import GPT2Config, GPT2Model
-
-    plain = GPT2Model(GPT2Config(attn_implementation="eager")).eval()  # no bridge around it
-
-    def forward() -> None:
-        with torch.no_grad():
-            plain(ids, use_cache=False)
-
-    def pull() -> None:
-        for part in basis.split(32):
-            placed = torch.zeros(len(part), 1, tokens, width)
-            placed[:, 0, -1] = part
-            op.pull(placed).square().sum((0, -1))
-
-    def autograd(chunk: int) -> Callable[[], None]:
-        leaf = op.x.clone().requires_grad_(True)
-        seen = {}
-        hooks = [(frozen.points.blocks[0].resid_pre, lambda x, *, hook: leaf), *frozen.fwd_hooks()]
-        hooks.append((frozen.points.unembed_in, lambda x, *, hook: seen.__setitem__("x", x)))
-        model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
-
-        def run() -> None:
-            for part in basis.split(chunk):
-                seeds = torch.zeros(len(part), 1, tokens, width)
-                seeds[:, 0, -1] = part
-                (g,) = torch.autograd.grad(seen["x"], leaf, seeds, is_grads_batched=True, retain_graph=True)
-                g.square().sum((0, -1))
-
-        return run
-
-    seconds = interleaved(
-        {
-            "forward": forward,
-            "product": lambda: a @ b,
-            "pull": pull,
-            **{f"autograd, {chunk} rows at once": autograd(chunk) for chunk in (8, 32, 96)},
-        },
-        rounds=4,
+    "All queries" is divided by the number of tokens: in forwards per token. The target's logits are checked before, once
+    per pass ("logits" is that check: a run on two tokens with its unembedding).
+    """
+    yield table(
+        "shape",
+        "threads",
+        "tokens",
+        "forward, ms",
+        "its share of the product rate",
+        "freeze",
+        "without proof",
+        "target",
+        "In+Out",
+        "logits",
+        "all queries ÷ tokens",
     )
-    rate = 2.0 * rows * tokens * width * 4 * width / seconds["product"]
-    forward_rate = blocks_flops(width, 4 * width, 12, tokens, True) / seconds["forward"]
-    if forward_rate < 0.4 * rate:
-        return [
-            f"| {threads} | discarded: the forward ran at {forward_rate / rate:.0%} of the matrix-product rate ||||"
-        ]
-    pull_rate = rows * blocks_flops(width, 4 * width, 12, tokens, False) / seconds["pull"]
-    best = min((name for name in seconds if name.startswith("autograd")), key=lambda name: seconds[name])
-    return [
-        f"| {threads} | {rate / 1e9:.0f} | {forward_rate / rate:.0%} | {pull_rate / rate:.0%} | "
-        f"{seconds[best] / seconds['pull']:.2f} ({best.removeprefix('autograd, ')}) |"
-    ]
+    for shape in (embedded(), gpt2_small(), llama_160m(), bert_base()):
+        for threads in THREADS:
+            torch.set_num_threads(threads)
+            for length in (16, 64, 128, 256):
+                ids = shape.tokens(length)
+                frozen = tlens.freeze(shape.model, ids)
+                op = frozen.operator()
+                op.target(5)
+
+                def logits(frozen: Any = frozen) -> None:
+                    frozen.__dict__.pop("unembedding_error", None)
+                    _ = frozen.unembedding_error
+
+                calls = {
+                    "forward": lambda ids=ids, shape=shape: shape.forward(ids),
+                    "freeze": lambda ids=ids, shape=shape: tlens.freeze(shape.model, ids),
+                    "unproved": lambda ids=ids, shape=shape: tlens.freeze(shape.model, ids, verify=False),
+                    "target": lambda frozen=frozen: frozen.operator().target(5),
+                    "in_out": lambda frozen=frozen: frozen.operator().in_out(),
+                    "logits": logits,
+                }
+                rounds = 15 if shape.name == "embedded" else 3
+                seconds, _, share = beside_a_product(calls, rounds, shape.d_model, shape.flops(length))
+                if share < LEAST_SHARE and shape.name != "embedded":
+                    yield row(shape.name, threads, length, f"discarded: {share:.0%} of the product rate", *[""] * 7)
+                    continue
+                everything = ""
+                if threads == THREADS[-1] and length <= 128:
+                    both = {"forward": calls["forward"], "all": lambda op=op: op.target(5, query=None)}
+                    times = interleaved(both, 1)
+                    everything = times["all"] / times["forward"] / length
+                base = seconds.pop("forward")
+                yield row(
+                    shape.name,
+                    threads,
+                    length,
+                    1000 * base,
+                    f"{share:.0%}",
+                    *(value / base for value in seconds.values()),
+                    everything,
+                )
 
 
-def methods_on_bert(threads: int, tokens: int = 64) -> list[str]:
-    """GlobEnc, ALTI and DecompX at BERT-base size, freezing and proof included, against one plain forward."""
-    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
-    from transformers import BertConfig, BertForMaskedLM, BertModel
+def frozen_output(frozen: Any, shape: Shape) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The live model, held fixed by hooks: from the first block's input to the operator's output."""
+    end = frozen.points.unembed_in if frozen.view.final_norm is not None else frozen.points.last_output
 
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    config = BertConfig(attn_implementation="eager")
-    model = build_bridge_from_module(BertForMaskedLM(config).eval(), "BertForMaskedLM", hf_config=config).eval()
-    plain = BertModel(config).eval()
-    ids = torch.randint(5, 30000, (1, tokens))
+    class ReachedError(Exception):
+        pass
 
-    def forward() -> None:
-        with torch.no_grad():
-            plain(ids)
+    def run(x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
 
-    def run(method: str, **options: Any) -> Callable[[], Any]:
-        return lambda: tlens.attribute(model, ids, method=method, **options)
+        def see(live: torch.Tensor, *, hook: Any) -> None:
+            seen.append(live)
+            raise ReachedError
 
+        hooks = [(frozen.points.blocks[0].resid_pre, lambda live, *, hook: x), *frozen.fwd_hooks(), (end, see)]
+        with suppress(ReachedError):
+            shape.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
+        return seen[0]
+
+    return run
+
+
+def norm_slice() -> Lines:
+    """## Exact norm slice of one query, 64 tokens
+
+    Shares are of the rate of one large matrix product in the same run. "Pull" is a plain pull of every position, on whose
+    operations the share counts; "slice" is `op.norm()`, which leaves dead positions out. Autograd differentiates the
+    hook-frozen model in batches of rows; its best batch size is taken. 48 of the 768 rows are timed, as all are linear in them.
+    """
+    yield table(
+        "shape",
+        "threads",
+        "product, GFLOP/s",
+        "forward's share",
+        "pull's share",
+        "slice ÷ pull",
+        "autograd ÷ pull",
+        "autograd ÷ slice",
+    )
+    rows, length = 48, 64
+    for shape in (gpt2_small(), llama_160m(), bert_base()):
+        for threads in THREADS:
+            torch.set_num_threads(threads)
+            ids = shape.tokens(length)
+            frozen = tlens.freeze(shape.model, ids)
+            op = frozen.operator()
+            leaf = op.x.clone().requires_grad_(True)
+            output = frozen_output(frozen, shape)(leaf)
+            basis = torch.eye(shape.d_model)[:rows]
+
+            def seeds(part: torch.Tensor, op: Any = op) -> torch.Tensor:
+                return place(part[:, None], torch.full((len(part), 1), length - 1), op.x)
+
+            def pull(op: Any = op, basis: torch.Tensor = basis, seeds: Any = seeds) -> None:
+                for part in basis.split(32):
+                    op.pull(seeds(part)).square().sum((0, -1))
+
+            def sliced(op: Any = op, basis: torch.Tensor = basis) -> None:
+                for part in basis.split(32):
+                    pulled = op._pull(op.map, part[:, None], tlens.positions.Points(torch.tensor([[length - 1]])))
+                    torch.linalg.vector_norm(pulled, dim=(0, -1))
+
+            def autograd(
+                chunk: int, output: Any = output, leaf: Any = leaf, basis: Any = basis, seeds: Any = seeds
+            ) -> Callable[[], None]:
+                def run() -> None:
+                    for part in basis.split(chunk):
+                        (g,) = torch.autograd.grad(output, leaf, seeds(part), is_grads_batched=True, retain_graph=True)
+                        g.square().sum((0, -1))
+
+                return run
+
+            calls = {"forward": lambda ids=ids, shape=shape: shape.forward(ids), "pull": pull, "slice": sliced}
+            batched = {f"{chunk}": autograd(chunk) for chunk in (8, 24, 48)}
+            seconds, rate, share = beside_a_product({**calls, **batched}, 2, shape.d_model, shape.flops(length))
+            if share < LEAST_SHARE:
+                yield row(shape.name, threads, f"discarded: {share:.0%} of the product rate", *[""] * 5)
+                continue
+            best = min(batched, key=lambda chunk: seconds[chunk])
+            reached = rows * shape.frozen_flops(length) / seconds["pull"] / rate
+            yield row(
+                shape.name,
+                threads,
+                f"{rate / 1e9:.0f}",
+                f"{share:.0%}",
+                f"{reached:.0%}",
+                seconds["slice"] / seconds["pull"],
+                f"{seconds[best] / seconds['pull']:.2f} ({best} rows)",
+                seconds[best] / seconds["slice"],
+            )
+
+
+def jacobians() -> Lines:
+    """## The same slice with torch.func.jacrev, the paper's own way (Appendix C)
+
+    GPT-2 small, 64 tokens, all 768 rows. Peak memory of tensors that the call allocates.
+    """
+    torch.set_num_threads(THREADS[-1])
+    shape = gpt2_small()
+    frozen = tlens.freeze(shape.model, shape.tokens(64))
+    op, run = frozen.operator(), frozen_output(frozen, shape)
+
+    def jacrev() -> torch.Tensor:
+        slice_ = torch.func.jacrev(lambda x: run(x)[0, -1])(op.x)
+        return slice_[:, 0].norm(dim=(0, -1))
+
+    yield table("way", "÷ op.norm()", "peak, MB")
     calls = {
-        "GlobEnc": run("globenc"),
-        "ALTI": run("alti"),
-        "DecompX vectors": run("decompx", aggregate="vector"),
+        "`op.norm()`": lambda: op.norm(),
+        '`op.norm(memory="64MB")`': lambda: op.norm(memory="64MB"),
+        "`torch.func.jacrev`": jacrev,
     }
-    seconds = interleaved({"forward": forward, **calls}, rounds=3)
-    lines = []
+    seconds = interleaved(calls, 1)
     for name, call in calls.items():
         with Allocations() as memory:
             call()
-        ratio = seconds[name] / seconds["forward"]
-        lines.append(f"| {threads} | {name} | {ratio:.1f} | {seconds[name]:.2f} | {memory.peak / 2**20:.0f} |")
-    return lines
+        yield row(name, seconds[name] / seconds["`op.norm()`"], f"{memory.peak / 1e6:.0f}")
 
 
-def causal_triangle(threads: int, tokens: int = 64) -> list[str]:
-    """Contributions of a causal model with the empty triangle skipped, and without."""
-    torch.set_num_threads(threads)
-    model = gpt2_small(n_layers=4)
-    frozen = tlens.freeze(model, torch.randint(0, 50257, (1, tokens)))
-    whole = tlens.freeze(model, frozen.tokens)
-    whole.__dict__["causal"] = False  # pretend not to know
-    seconds = interleaved(
-        {"skipped": frozen.operator().contributions, "whole": whole.operator().contributions}, rounds=3
-    )
-    return [f"| {threads} | {tokens} | {seconds['whole'] / seconds['skipped']:.2f} |"]
+def probes() -> Lines:
+    """## Norm by random probes, embedded model, 64 tokens of held-out text
+
+    Over 100 seeds and all source tokens of the last query: relative error of the norm, and how often the stated 95 % interval
+    holds the exact one.
+    """
+    torch.set_num_threads(THREADS[-1])
+    shape = embedded()
+    stream = shape.model.tokenizer(" ".join(tlens.demo.held_out_text()), add_special_tokens=False)["input_ids"]
+    op = tlens.freeze(shape.model, torch.tensor([[0, *stream[:63]]])).operator()
+    exact = op.norm().scores
+    yield table("rows", "probes", "median relative error", "95th percentile", "interval holds the truth")
+    for kind in ("gaussian", "orthonormal"):
+        for count in (16, 32, 48, 64):
+            found = [op.norm(probes=count, rows=kind, seed=seed) for seed in range(100)]
+            errors = torch.stack([((estimate.scores - exact) / exact).abs() for estimate in found])
+            ends = [estimate.interval() for estimate in found]
+            inside = torch.stack([(low <= exact) & (exact <= high) for low, high in ends]).double().mean()
+            yield row(kind, count, f"{errors.median():.1%}", f"{errors.quantile(0.95):.1%}", f"{inside:.1%}")
+
+
+def bounded() -> Lines:
+    """## Bounded memory
+
+    Peak bytes allocated beyond the result ÷ the bound, `op.norm()` and `op.slice()` of one query and `op.contributions()` of all;
+    two layers of GPT-2 small's shape, 128 tokens.
+    """
+    torch.set_num_threads(THREADS[-1])
+    shape = gpt2_small(layers=2)
+    op = tlens.freeze(shape.model, shape.tokens(128)).operator()
+    yield table("bound", "norm", "slice", "contributions", "largest difference to the smallest bound's numbers")
+    first: list[torch.Tensor] = []
+    for bound in ("64MB", "128MB", "256MB", "512MB", "1GB", "2GB"):
+        cells, results = [], []
+        for call in (
+            lambda m: op.norm(memory=m).scores,
+            lambda m: op.slice(memory=m),
+            lambda m: op.contributions(memory=m),
+        ):
+            with Allocations() as memory:
+                made = call(bound)
+            cells.append((memory.peak - made.numel() * made.element_size()) / tlens.budget.in_bytes(bound))
+            results.append(made)
+        first = first or results
+        off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(results, first, strict=True))
+        yield row(bound, *cells, f"{off:.0e}")
+
+
+def growth() -> Lines:
+    """## How cost grows with the prompt, GPT-2 small
+
+    A target map is linear in tokens but for the attention products, all queries quadratic (a quarter of it is spared: nothing
+    lives after the query). Times are divided by those of 32 tokens.
+    """
+    torch.set_num_threads(THREADS[-1])
+    shape = gpt2_small()
+    yield table("tokens", "target, ms per token", "÷ 32 tokens", "all queries, ms per token²", "÷ 32 tokens")
+    base: list[float] = []
+    for length in (32, 64, 128, 256):
+        op = tlens.freeze(shape.model, shape.tokens(length)).operator()
+        op.target(5)
+        one = interleaved({"one": lambda op=op: op.target(5)}, 5)["one"] / length
+        everything = interleaved({"all": lambda op=op: op.target(5, query=None)}, 1)["all"] / length**2
+        base = base or [one, everything]
+        yield row(length, 1000 * one, one / base[0], 1000 * everything, everything / base[1])
+
+
+def batches() -> Lines:
+    """## Many short prompts in one pass, GPT-2 small
+
+    Per token, in units of one prompt of 256 tokens.
+    """
+    torch.set_num_threads(THREADS[-1])
+    shape = gpt2_small()
+    passes = {
+        f"{batch} × {256 // batch}": (
+            tlens.freeze(shape.model, shape.tokens(256 // batch, batch)),
+            shape.tokens(256 // batch, batch),
+        )
+        for batch in (1, 4, 16)
+    }
+    for frozen, _ in passes.values():
+        frozen.operator().target(5)
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, (frozen, ids) in passes.items():
+        calls[f"freeze {name}"] = lambda ids=ids: tlens.freeze(shape.model, ids)
+        calls[f"target {name}"] = lambda frozen=frozen: frozen.operator().target(5)
+    seconds = interleaved(calls, 3)
+    yield table("prompts × tokens", "freeze", "target")
+    for name in passes:
+        yield row(
+            name,
+            seconds[f"freeze {name}"] / seconds["freeze 1 × 256"],
+            seconds[f"target {name}"] / seconds["target 1 × 256"],
+        )
+
+
+def methods() -> Lines:
+    """## Methods at BERT-base size, 64 tokens, freezing and proof included
+
+    In forwards of the plain encoder in the same run; peak memory of tensors allocated beyond the model's own.
+    """
+    torch.set_num_threads(THREADS[-1])
+    shape = bert_base()
+    ids = shape.tokens(64)
+    calls = {
+        "GlobEnc": lambda: tlens.attribute(shape.model, ids, method="globenc"),
+        "ALTI": lambda: tlens.attribute(shape.model, ids, method="alti"),
+        "DecompX vectors": lambda: tlens.attribute(shape.model, ids, method="decompx", aggregate="vector"),
+    }
+    seconds = interleaved({"forward": lambda: shape.forward(ids), **calls}, rounds=3)
+    yield table("method", "forwards", "seconds", "peak, MB")
+    for name, call in calls.items():
+        with Allocations() as memory:
+            call()
+        yield row(name, seconds[name] / seconds["forward"], seconds[name], f"{memory.peak / 1e6:.0f}")
+
+
+def composition() -> Lines:
+    """## Composition scores of all pairs of heads, GPT-2 small's shape
+
+    Beside TransformerLens' own `all_composition_scores` on the same weights.
+    """
+    torch.set_num_threads(THREADS[-1])
+    shape = gpt2_small()
+    own = getattr(shape.model, "all_composition_scores", None)
+    yield table("kind", "seconds", "peak, MB", "TransformerLens' ÷ ours", "its peak, MB", "largest difference")
+    for kind in "QKV":
+        with Allocations() as ours:
+            made = circuits.composition_scores(shape.model, kind)
+        seconds = interleaved({"ours": lambda kind=kind: circuits.composition_scores(shape.model, kind)}, 2)["ours"]
+        if own is None:
+            yield row(kind, seconds, f"{ours.peak / 1e6:.0f}", "", "", "")
+            continue
+        with Allocations() as theirs, torch.no_grad():
+            expected = own(kind)
+        expected = getattr(expected, "scores", expected)
+
+        def run(kind: str = kind) -> None:
+            with torch.no_grad():
+                own(kind)
+
+        peer = interleaved({"theirs": run}, 1)["theirs"]
+        yield row(
+            kind,
+            seconds,
+            f"{ours.peak / 1e6:.0f}",
+            peer / seconds,
+            f"{theirs.peak / 1e6:.0f}",
+            f"{float((made - expected).abs().max()):.0e}",
+        )
+
+
+def graphs() -> Lines:
+    """## Circuits of one target, embedded model, 32 tokens, in forwards"""
+    torch.set_num_threads(THREADS[-1])
+    shape = embedded()
+    ids = shape.tokens(32)
+    frozen = tlens.freeze(shape.model, ids)
+    frozen.operator().target(5)
+    calls = {
+        "`contribution_graph(threshold=0.01)`": lambda: circuits.contribution_graph(frozen, 5),
+        "`contribution_graph(threshold=0)`, every edge": lambda: circuits.contribution_graph(frozen, 5, threshold=0),
+        '`logit_attribution(by="head")`': lambda: circuits.logit_attribution(frozen, 5, by="head"),
+        "`paths(max_order=2)`": lambda: circuits.paths(frozen, 5, max_order=2),
+        "`top_paths(10)`": lambda: circuits.top_paths(frozen, 10, 5),
+        "`qk_attribution` of layer 1": lambda: circuits.qk_attribution(frozen, 1, 0),
+    }
+    seconds = interleaved({"forward": lambda: shape.forward(ids), **calls}, 10)
+    yield table("call", "forwards")
+    for name in calls:
+        yield row(name, seconds[name] / seconds["forward"])
+
+
+def profile() -> Lines:
+    """## Where the time of the slowest operation goes: the exact norm slice, GPT-2 small, 64 tokens"""
+    torch.set_num_threads(THREADS[-1])
+    shape = gpt2_small()
+    op = tlens.freeze(shape.model, shape.tokens(64)).operator()
+    op.norm(probes=32)
+    with torch.profiler.profile() as measured:
+        op.norm()
+    own = {event.key: event.self_cpu_time_total for event in measured.key_averages()}
+    whole = sum(own.values())
+    matrix = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear")
+    yield table("operation", "share of the time")
+    yield row("matrix products", f"{sum(own.get(name, 0) for name in matrix) / whole:.1%}")
+    others = sorted(((name, time) for name, time in own.items() if name not in matrix), key=lambda item: -item[1])[:5]
+    for name, time in others:
+        yield row(f"`{name}`", f"{time / whole:.1%}")
+
+
+SECTIONS = (costs, norm_slice, jacobians, probes, bounded, growth, batches, methods, composition, graphs, profile)
 
 
 def main() -> None:
-    cores = os.cpu_count() or 1
-    threads = [1, 2] if cores >= 2 else [1]
-    load = os.getloadavg()
+    chosen = [section for section in SECTIONS if not sys.argv[1:] or section.__name__ in sys.argv[1:]]
     text = [
         "# Results",
         "",
-        'Written by `make bench`. Every figure is a ratio within one run: candidates interleaved, minima taken; "forward" means the',
-        "blocks only.",
+        f"Written by `make bench`. {' '.join((__doc__ or '').split('    make')[0].split()[7:])}",
         "",
-        f"{date.today()} · {platform.machine()}, {cores} cores, load average {load[0]:.2f} at the start · Python {platform.python_version()} · "
-        f"torch {torch.__version__} · transformer-lens {version('transformer-lens')} · float32",
-        "",
-        "## Freezing and one target map, embedded model (4 layers, width 128), in forwards",
-        "",
-        "| threads | tokens | forward, ms | freeze with proof | freeze without | target | freeze and target |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"{date.today()} · {platform.machine()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f} at the start · "
+        f"Python {platform.python_version()} · torch {torch.__version__} · transformer-lens {version('transformer-lens')} · float32",
     ]
-    for count in threads:
-        text += embedded_model(count)
-    text += [
-        "",
-        "## Exact norm slice, GPT-2-small shape (random weights), 64 tokens",
-        "",
-        "The share is of the rate of one large matrix product measured in the same run; autograd differentiates the hook-frozen",
-        "model in batches, and its best batch size is taken. 96 of the 768 rows are timed, since both are linear in rows.",
-        "",
-        "| threads | matrix product, GFLOP/s | forward's share | pull's share | autograd ÷ pull |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for count in threads:
-        text += norm_slice(count)
-    text += [
-        "",
-        "## Methods at BERT-base size (random weights), 64 tokens, freezing and proof included",
-        "",
-        "In forwards of the plain encoder in the same run; peak memory of tensors allocated beyond the model's own.",
-        "",
-        "| threads | method | forwards | seconds | peak, MiB |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for count in threads[-1:]:
-        text += methods_on_bert(count)
-    text += [
-        "",
-        "## The empty triangle of a causal model",
-        "",
-        "| threads | tokens | contributions without skipping ÷ with |",
-        "| --- | --- | --- |",
-    ]
-    for count in threads[-1:]:
-        text += causal_triangle(count)
-    RESULTS.write_text("\n".join(text) + "\n", encoding="utf-8")
-    print("\n".join(text))
+    for section in chosen:
+        lines = (section.__doc__ or "").strip().splitlines()
+        text += ["", lines[0], "", *([" ".join(line.strip() for line in lines[2:]), ""] if len(lines) > 2 else [])]
+        print("\n".join(text[-4:]), flush=True)
+        for line in section():
+            text.append(line)
+            print(line, flush=True)
+    text.append(f"\nLoad average at the end: {os.getloadavg()[0]:.2f}.")
+    if not sys.argv[1:]:
+        RESULTS.write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def freeze(
         raise InvalidInputError(f"store={store!r}; use 'model' or 'cpu'.")
     view = ModelView(model)
     _refuse_dropout(model)
+    _refuse_devices(model)
     refuse_attached(model)
     prompt = prepare(
         view,
@@ -107,6 +108,15 @@ def _check_same_prompt(frozen: FrozenPass) -> None:
         raise InvalidInputError(
             f"cache: it was made from another input (the first block's input differs by {error:.1e}). Pass the same "
             "tokens, in the same order and padding, that made the cache."
+        )
+
+
+def _refuse_devices(model: nn.Module) -> None:
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"the model's weights lie on {', '.join(devices)}; a frozen pass needs them on one device. Load it without "
+            "n_devices or device_map, or move it with model.to(...)."
         )
 
 

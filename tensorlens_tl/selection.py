@@ -92,6 +92,9 @@ class Keys:
         """A result over places as one over the keys asked for."""
         if self.columns is None:
             return result
+        in_order = torch.arange(len(self.places), device=self.columns.device).expand(len(self.columns), -1)
+        if torch.equal(self.columns, in_order):  # nothing to copy
+            return result
         index = self.columns.reshape(len(self.columns), *(1,) * (dim - 1), -1, *(1,) * (result.ndim - dim - 1))
         return torch.take_along_dim(result, index, dim=dim)
 

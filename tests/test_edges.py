@@ -275,3 +275,18 @@ def test_what_a_newcomer_stumbles_over(model_named, monkeypatch, call, error, me
     tlens.register_method("returns-a-collapse")(lambda frozen: frozen.operator().in_out())
     with pytest.raises(error, match=message):
         call(tlens.freeze(model_named(GPT2), some_tokens()))
+
+
+def test_a_target_can_be_asked_while_attached(model_named):
+    frozen = tlens.freeze(model_named(GPT2), some_tokens())
+    with frozen.attached():
+        inside = frozen.operator().target(5)
+    assert torch.equal(inside.scores, tlens.freeze(model_named(GPT2), some_tokens()).operator().target(5).scores)
+    assert frozen.errors["unembed"] < 1e-9
+
+
+def test_a_model_split_over_devices_is_refused():
+    model = tiny_model(GPT2)
+    model.blocks[1].mlp.to("meta")
+    with pytest.raises(tlens.UnsupportedModelError, match="meta"):
+        tlens.freeze(model, some_tokens())

@@ -26,8 +26,11 @@ def tensorlens(
     heads: Mapping[int, Collection[int]] | None = None,
     mlp: bool | Collection[int] = True,
     activation: str = "ratio",
-    probes: int | None = None,
+    probes: Any = None,
+    tol: Any = None,
+    rows: str = "gaussian",
     seed: int = 0,
+    memory: Any = None,
 ) -> Attribution:
     """The whole model's tensor ``T[i,:,j,:]``, collapsed by its norm, between input and output, or onto a target.
 
@@ -37,7 +40,8 @@ def tensorlens(
         query: one query counted over real tokens, or None for all.
         target, minus, direction: what `"target"` explains; see `FrozenOperator.target`.
         layers, heads, mlp, activation: which operator; see `FrozenPass.operator`.
-        probes, seed: estimate the norm; see `FrozenOperator.norm`.
+        probes, tol, rows, seed: estimate the norm; see `FrozenOperator.norm`.
+        memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
     Raises:
         InvalidInputError: an unknown collapse, a target without ``collapse="target"`` or the reverse, and what
@@ -49,22 +53,24 @@ def tensorlens(
         raise InvalidInputError(
             f"target, minus and direction belong to collapse='target'; add it (this is {collapse!r})."
         )
-    if collapse != "norm" and probes is not None:
-        raise InvalidInputError(f"probes belong to collapse='norm', not {collapse!r}.")
+    if collapse != "norm" and (probes is not None or tol is not None):
+        raise InvalidInputError(f"probes and tol belong to collapse='norm', not {collapse!r}.")
     operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, activation=activation)
     if collapse == "norm":
-        result, what = operator.norm(query, probes=probes, seed=seed), "norm of T"
+        result = operator.norm(query, probes=probes, tol=tol, rows=rows, seed=seed, memory=memory)
+        what = "norm of T"
     elif collapse == "in_out":
-        result, what = operator.in_out(query), "squared norm of the output"
+        result, what = operator.in_out(query, memory=memory), "squared norm of the output"
     else:
-        result = operator.target(target, query, minus=minus, direction=direction)
+        result = operator.target(target, query, minus=minus, direction=direction, memory=memory)
         difference = "" if minus is None else f" − {minus!r}"
         what = "a direction" if direction is not None else f"logit of {target!r}{difference}"
     whole = operator.whole and operator.first == 0 and operator.last == frozen.n_layers
     what += "" if whole else f", of a part of the model (blocks {operator.first} to {operator.last - 1}"
     what += "" if whole else (")" if operator.whole else ", heads or MLPs left out)")
     options = {"collapse": collapse, "query": query, "target": target, "minus": minus, "direction": direction} | {
-        "layers": layers, "heads": heads, "mlp": mlp, "activation": activation, "probes": probes,
+        "layers": layers, "heads": heads, "mlp": mlp, "activation": activation, "probes": probes, "tol": tol,
+        "rows": rows if probes or tol else None, "seed": seed if probes or tol else None,
     }  # fmt: skip
     return Attribution.of(
         frozen,

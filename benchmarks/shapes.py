@@ -1,0 +1,109 @@
+"""The models that are measured: real shapes, random weights where real ones cannot be had."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tensorlens_tl as tlens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model, its plain forward through the blocks, and the multiply-adds × 2 of a block per token."""
+
+    name: str
+    model: Any
+    forward: Callable[[torch.Tensor], Any]
+    d_model: int
+    layers: int
+    matrices: int
+    frozen_matrices: int
+
+    def flops(self, tokens: int) -> float:
+        """A plain forward through the blocks."""
+        return 2.0 * self.layers * tokens * (self.matrices + 2 * tokens * self.d_model)
+
+    def frozen_flops(self, tokens: int) -> float:
+        """One row pulled through every block, at every token."""
+        return 2.0 * self.layers * tokens * (self.frozen_matrices + tokens * self.d_model)
+
+    def tokens(self, length: int, batch: int = 1) -> torch.Tensor:
+        """Random token ids."""
+        return torch.randint(5, 1000, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def bridge(module: Any, architecture: str, config: Any) -> Any:
+    """A TransformerBridge around a live module."""
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+    return build_bridge_from_module(module.eval(), architecture, hf_config=config).eval()
+
+
+def embedded() -> Shape:
+    model = tlens.load_demo_model()
+
+    def forward(ids: torch.Tensor) -> None:
+        with torch.no_grad():
+            model(ids, stop_at_layer=4)
+
+    return Shape("embedded", model, forward, 128, 4, 12 * 128**2, 10 * 128**2)
+
+
+def plain(body: Any) -> Callable[[torch.Tensor], Any]:
+    """The Hugging Face body by itself, without hooks: the fastest forward there is."""
+
+    def forward(ids: torch.Tensor) -> None:
+        with torch.no_grad():
+            body(ids)
+
+    return forward
+
+
+def gpt2_small(layers: int = 12) -> Shape:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=layers, attn_implementation="eager", use_cache=False)
+    body = GPT2LMHeadModel(config).eval().transformer
+    model = bridge(GPT2LMHeadModel(config), "GPT2LMHeadModel", config)
+    return Shape("GPT-2 small", model, plain(body), 768, layers, 12 * 768**2, 10 * 768**2)
+
+
+def llama_160m() -> Shape:
+    """RMSNorm, gated MLP, grouped-query attention, rotary positions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    body = LlamaForCausalLM(config).eval().model
+    model = bridge(LlamaForCausalLM(config), "LlamaForCausalLM", config)
+    attention, mlp = 768 * 768, 768 * 3072
+    return Shape(
+        "Llama-like 160M",
+        model,
+        plain(body),
+        768,
+        12,
+        matrices=2 * attention + 2 * attention // 3 + 3 * mlp,
+        frozen_matrices=attention + attention // 3 + 2 * mlp,
+    )
+
+
+def bert_base() -> Shape:
+    from transformers import BertConfig, BertForMaskedLM, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(attn_implementation="eager")
+    model = bridge(BertForMaskedLM(config), "BertForMaskedLM", config)
+    return Shape("BERT base", model, plain(BertModel(config).eval()), 768, 12, 12 * 768**2, 10 * 768**2)

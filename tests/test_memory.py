@@ -1,0 +1,69 @@
+"""What an operation allocates beyond its result stays within `memory=`, measured by watching every tensor."""
+
+import pytest
+import torch
+
+import tensorlens_tl as tlens
+from tensorlens_tl.budget import in_bytes
+from tensorlens_tl.testing import Allocations
+from tensorlens_tl.testing.models import _bridge
+
+CALLS = {
+    "norm": lambda op, memory: op.norm(memory=memory).scores,
+    "norm of all queries": lambda op, memory: op.norm(None, probes=8, memory=memory).scores,
+    "slice": lambda op, memory: op.slice(memory=memory),
+    "contributions": lambda op, memory: op.contributions(memory=memory),
+    "contributions to one": lambda op, memory: op.contributions(-1, memory=memory),
+    "in_out": lambda op, memory: op.in_out(None, memory=memory).scores,
+    "target": lambda op, memory: op.target(5, query=None, memory=memory).scores,
+}
+SIZES = {"hidden_size": 64, "intermediate_size": 224, "max_position_embeddings": 64}
+WIDER = {
+    "gpt2": {"n_embd": 64, "n_inner": 256, "n_positions": 64},
+    "llama": {**SIZES, "head_dim": 16},
+    "bert": SIZES,
+    "neox": SIZES,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("family", WIDER)
+def test_the_bound_holds_and_changes_nothing(family, call):
+    torch.manual_seed(0)
+    model = _bridge(family, **WIDER[family])
+    op = tlens.freeze(model, torch.randint(3, 48, (2, 48))).operator()
+    _ = op.x, op.output, op.target(5)  # what is kept on the pass is not the operation's
+    free = CALLS[call](op, None)
+    for memory in ("2MB", "8MB", 32 * 10**6):
+        with Allocations() as used:
+            made = CALLS[call](op, memory)
+        assert used.peak - made.numel() * made.element_size() <= 1.2 * in_bytes(memory)
+        assert torch.allclose(made, free, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512MB", 512e6), ("2GiB", 2**31), ("1.5 kb", 1500), (100, 100), (None, 256 * 2**20)]
+)
+def test_bounds_are_read(text, size):
+    assert in_bytes(text) == int(size)
+
+
+@pytest.mark.parametrize("wrong", ["", "much", "-1MB", "5TB", 0, -3, 1.5, True, [1]])
+def test_other_bounds_are_refused(wrong, model_named):
+    op = tlens.freeze(model_named("bridge/gpt2"), torch.randint(3, 48, (1, 4))).operator()
+    with pytest.raises(tlens.InvalidInputError, match="512MB"):
+        op.norm(memory=wrong)
+
+
+def test_a_row_that_does_not_fit_is_refused(model_named):
+    op = tlens.freeze(model_named("bridge/gpt2"), torch.randint(3, 48, (1, 4))).operator()
+    with pytest.raises(tlens.SizeError, match="one row"):
+        op.norm(memory="1KB")
+
+
+def test_a_chain_of_composition_scores_forms_no_large_matrix():
+    """Peak memory of composition scores is far below one [head, later head, d_model, d_model] table."""
+    model = _bridge("gpt2", n_embd=64, n_layer=6, n_inner=64)
+    with Allocations() as used:
+        scores = tlens.circuits.composition_scores(model, "V")
+    assert used.peak < 0.2 * scores.numel() * 64 * 64 * 8
