@@ -11,13 +11,13 @@ LEAST_SHARE = 0.4
 
 
 def interleaved(candidates: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Seconds of each candidate, minima over interleaved rounds after one warm-up."""
+    """Seconds of each candidate, minima over interleaved rounds after one warm-up; 0 rounds time one run, cold."""
     best = dict.fromkeys(candidates, float("inf"))
     for number in range(rounds + 1):
         for name, run in candidates.items():
             start = time.perf_counter()
             run()
-            if number:
+            if number or not rounds:
                 best[name] = min(best[name], time.perf_counter() - start)
     return best
 

@@ -10,7 +10,7 @@ from tensorlens_tl.testing.models import _bridge
 
 CALLS = {
     "norm": lambda op, memory: op.norm(memory=memory).scores,
-    "norm of all queries": lambda op, memory: op.norm(None, probes=8, memory=memory).scores,
+    "norm of all queries": lambda op, memory: op.norm(None, probes=2, memory=memory).scores,
     "slice": lambda op, memory: op.slice(memory=memory),
     "contributions": lambda op, memory: op.contributions(memory=memory),
     "contributions to one": lambda op, memory: op.contributions(-1, memory=memory),
