@@ -277,7 +277,7 @@ def bounded() -> Lines:
 def growth() -> Lines:
     """## How cost grows with the prompt, GPT-2 small
 
-    A target map is linear in tokens but for the attention products, all queries quadratic (a quarter of it is spared: nothing
+    A target map is linear in tokens but for the attention products, all queries quadratic (half of it is spared: nothing
     lives after the query). Times are divided by those of 32 tokens.
     """
     torch.set_num_threads(THREADS[-1])
@@ -426,7 +426,7 @@ def main() -> None:
     text = [
         "# Results",
         "",
-        f"Written by `make bench`. {' '.join((__doc__ or '').split('    make')[0].split()[7:])}",
+        "Written by `make bench`. " + " ".join((__doc__ or "").split("\n\n")[1].split()),
         "",
         f"{date.today()} · {platform.machine()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f} at the start · "
         f"Python {platform.python_version()} · torch {torch.__version__} · transformer-lens {version('transformer-lens')} · float32",

@@ -124,10 +124,12 @@ def _refuse_dropout(model: nn.Module) -> None:
     inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
     modules = {**dict(model.named_modules()), **(dict(inner.named_modules()) if inner is not None else {})}
     for name, module in modules.items():
+        if not module.training:
+            continue
         rates = [value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]
         if isinstance(module, nn.Dropout):
             rates.append(module.p)
-        if module.training and any(rate > 0 for rate in rates):
+        if any(rate > 0 for rate in rates):
             raise InvalidInputError(
                 f"the model is in train mode and {name or type(module).__name__} drops activations with probability "
                 f"{max(rates)}; two passes would differ. Call model.eval() first."

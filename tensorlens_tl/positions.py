@@ -71,7 +71,7 @@ def pull_between(
         sources: the source tokens that are asked for, ascending, or None for all.
         length: the number of positions.
         causal: whether no attention of the map looks forward: then nothing lives after the last query.
-        biases: takes ⟨vector, bias⟩ of every primitive, `[row, batch]` (or one row for all), if a list.
+        biases: takes ⟨vector, bias⟩ of every primitive, `[row, batch]`, if a list.
 
     Returns:
         The pulled vectors at the source tokens, as far as the last query can reach: those after it are zero.
@@ -79,16 +79,18 @@ def pull_between(
     stages = m.stages if isinstance(m, Chain) else (m,)
     mixing = [number for number, stage in enumerate(stages) if mixes_positions(stage)]
     reach = slice(0, int(queries.positions.max()) + 1 if causal else length)
-    asked: slice | list[int] = reach if sources is None else [place for place in sources if place < reach.stop]
+    reached = reach.stop if sources is None else sum(place < reach.stop for place in sources)
+    asked: slice | list[int] = reach if sources is None else sources[:reached] or [0]  # none reached: pull one, cut it
     where: Where = queries
     g = vectors[:, :, None]
     for number in range(len(stages) - 1, -1, -1):
         then: Where = where if number not in mixing else asked if number == mixing[0] else reach
         g = _pull(stages[number], g, where, then, biases)
         where = then
-    if where is asked:
-        return g
-    return _added(g.new_zeros(*g.shape[:2], _count(asked), g.shape[-1]), g, where, asked)
+    if where is not asked:  # no attention on the way
+        count = asked.stop if isinstance(asked, slice) else len(asked)
+        g = _added(g.new_zeros(*g.shape[:2], count, g.shape[-1]), g, where, asked)
+    return g[:, :, :reached]
 
 
 def _pull(m: AffineMap, g: Tensor, came: Where, goes: Where, biases: list[Tensor] | None) -> Tensor:
@@ -169,10 +171,6 @@ def _added(total: Tensor, g: Tensor, came: Where, goes: Where) -> Tensor:
             rows = column
         return total.scatter_add_(2, rows.expand_as(g), g)
     return total.add_(g if isinstance(goes, slice) else g[:, :, goes])
-
-
-def _count(places: slice | list[int]) -> int:
-    return places.stop if isinstance(places, slice) else len(places)
 
 
 def place(

@@ -149,6 +149,14 @@ def test_source_tokens_can_be_chosen(frozen):
     assert torch.allclose(op.norm(None, keys=[4]).scores, op.norm(None).scores[..., [4]])
     assert torch.allclose(op.contributions(keys=[2, 1]), op.contributions()[:, :, [2, 1]])
     assert torch.allclose(op.norm(2, probes=5, keys=[1]).scores, op.norm(2, probes=5).scores[..., [1]])
+    assert torch.allclose(op.slice(0, keys=[3, 5]), op.slice(0)[:, :, [3, 5]])  # in a causal model all zero
+    assert torch.allclose(op.norm(0, keys=[3, 5]).scores, op.norm(0).scores[..., [3, 5]])
+    assert torch.allclose(op.contributions(0, keys=[3, 5]), op.contributions(0)[:, :, [3, 5]])
+    part = frozen.operator(layers=[1], heads={1: []}, mlp=False)  # nothing mixes positions but a pattern of zeros
+    assert torch.allclose(part.slice(2, keys=[2, 4]), part.slice(2)[:, :, [2, 4]])
+    for wrong in ("all", [], [None], [6], 3):
+        with pytest.raises(tlens.InvalidInputError):
+            op.norm(keys=wrong)
 
 
 def test_chosen_source_tokens_count_each_prompts_real_ones(model_named):
