@@ -119,8 +119,8 @@ def _pull(m: AffineMap, g: Tensor, came: Where, goes: Where, biases: list[Tensor
 
 
 def _attention(m: Attention, g: Tensor, came: Where, goes: Where) -> Tensor:
-    keys = m.pattern[..., goes] if not isinstance(goes, Points) else m.pattern
-    kv = m.kv_heads
+    assert not isinstance(goes, Points)
+    keys, kv = m.pattern[..., goes], m.kv_heads
     if not isinstance(came, Points):
         pattern = rearrange(keys[:, :, came], "b (kv group) q k -> b kv group q k", kv=kv)
         heads = rearrange(g, "r b q (kv group d) -> r b q kv group d", kv=kv, group=pattern.shape[2])

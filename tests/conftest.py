@@ -61,6 +61,12 @@ def tolerance(name):
     return 1e-6 if any(family in name for family in FLOAT32_INSIDE) else 1e-9
 
 
+def close(made, expected, atol=1e-9):
+    """Equal to this share of the largest value, or of 1; no wider, as torch.allclose is by default."""
+    assert made.shape == expected.shape
+    return float((made - expected).abs().max()) <= atol * max(1.0, float(expected.abs().max()))
+
+
 def hooks_on(model):
     """How many hooks a user or we have put on the model (a Bridge of 4.x has a few permanent ones of its own)."""
     points = {id(point): point for point in model.hook_dict.values()}.values()

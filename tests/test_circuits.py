@@ -6,9 +6,10 @@ effect, and attention scores must be those of the captured queries and keys.
 
 from functools import partial
 
+import networkx
 import pytest
 import torch
-from conftest import hooks_on, some_tokens, tolerance
+from conftest import close, hooks_on, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -66,9 +67,9 @@ def test_components_sum_to_the_logit(frozen, name, by):
     terms = circuits.logit_attribution(frozen, 5, minus=7, by=by)
     assert float(terms.residual.max()) < tolerance(name)
     own = (frozen.last_logits[:, 5] - frozen.last_logits[:, 7]) if frozen.view.soft_cap is None else terms.total
-    assert torch.allclose(terms.total, own, atol=1e-5 if tolerance(name) > 1e-9 else 1e-9)
+    assert close(terms.total, own, atol=1e-5 if tolerance(name) > 1e-9 else 1e-9)
     if by == "head_token":
-        assert torch.allclose(terms.keys.sum(-1), terms.scores, atol=1e-9)
+        assert close(terms.keys.sum(-1), terms.scores, atol=1e-9)
 
 
 def test_one_head_is_worth_what_the_frozen_model_loses_without_it(frozen, name):
@@ -76,14 +77,14 @@ def test_one_head_is_worth_what_the_frozen_model_loses_without_it(frozen, name):
     alone = circuits.head_map(frozen, layer, head)
     pairs = alone.target(5, 7)
     lost = token_logit(frozen) - token_logit(frozen, [without(frozen, layer, head)])
-    assert torch.allclose(pairs.sum((1, 2)), lost, atol=10 * tolerance(name))
-    assert torch.allclose(alone.contributions().sum(2), alone.output, atol=1e-9)
-    assert torch.allclose(alone.contributions(-1)[:, 0], alone.contributions()[:, -1])
-    assert torch.allclose(alone.contributions().norm(dim=-1), alone.norms, atol=1e-9)
+    assert close(pairs.sum((1, 2)), lost, atol=tolerance(name))
+    assert close(alone.contributions().sum(2), alone.output, atol=1e-9)
+    assert close(alone.contributions(-1)[:, 0], alone.contributions()[:, -1])
+    assert close(alone.contributions().norm(dim=-1), alone.norms, atol=1e-9)
     asked = tlens.targets.question(frozen, 5, 7)
-    assert torch.allclose((alone.effect[:, -1] * asked.vectors).sum(-1), lost, atol=10 * tolerance(name))
+    assert close((alone.effect[:, -1] * asked.vectors).sum(-1), lost, atol=tolerance(name))
     direct = circuits.logit_attribution(frozen, 5, minus=7, by="head")[f"L{layer}H{head}"]
-    assert torch.allclose(alone.target(5, 7, direct=True).sum((1, 2)), direct, atol=1e-9)
+    assert close(alone.target(5, 7, direct=True).sum((1, 2)), direct, atol=1e-9)
     assert hooks_on(frozen.model) == 0
 
 
@@ -104,7 +105,7 @@ def test_paths_and_remainder_sum_to_the_logit_in_every_order(frozen, name):
         lengths = torch.tensor([len(path) for path in found.nodes])
         for length in range(order + 1):
             listed = found.scores[:, : len(lengths)][:, lengths == length].sum(1)
-            assert torch.allclose(listed, found.orders[:, length], atol=1e-9)
+            assert close(listed, found.orders[:, length], atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in model_names() if not any(word in name for word in NO_PATHS)])
@@ -113,7 +114,7 @@ def test_a_wide_beam_finds_the_largest_of_all_paths(one, name):
     assert float(everything.remainder.abs().max()) < 1e-9  # two layers have no path longer than four nodes
     top = circuits.top_paths(one, 6, 5, width=10_000)
     best = everything.scores[0, : len(everything.nodes)].abs().topk(6).values
-    assert torch.allclose(top.scores[0].abs(), best)
+    assert close(top.scores[0].abs(), best)
     assert float(top.residual) < tolerance(name)
     narrow = circuits.top_paths(one, 6, 5, width=2)
     assert float(narrow.residual) < tolerance(name)
@@ -121,10 +122,7 @@ def test_a_wide_beam_finds_the_largest_of_all_paths(one, name):
 
 
 @pytest.mark.skipif(not HOOKED, reason="needs an attention-only HookedTransformer without norms")
-def test_two_attention_layers_are_the_lectures_sum(model_named):
-    model = model_named("hooked/attn-only-no-norm")
-    for parameter in (name for name, _ in model.named_parameters() if name.split(".")[-1].startswith("b_")):
-        assert "b_" in parameter
+def test_two_attention_layers_are_the_lectures_sum():
     bare = tiny_model("hooked/attn-only-no-norm")
     with torch.no_grad():
         for name, parameter in bare.named_parameters():
@@ -157,7 +155,7 @@ def test_graph_identities(one, name):
     entering = edges.groupby("target")["weight"].sum().reindex(nodes.index, fill_value=0.0)
     inner = nodes["kind"].isin(["head", "mlp", "target"])
     scale = float(nodes["weight"].abs().max())
-    assert float((entering + nodes["bias"] - nodes["weight"])[inner].abs().max()) < 10 * tolerance(name) * scale
+    assert float((entering + nodes["bias"] - nodes["weight"])[inner].abs().max()) < tolerance(name) * scale
     assert made.residual < tolerance(name)
     assert made.completeness == pytest.approx(1.0)
     assert not entering[nodes["kind"].isin(["embedding", "bias"])].any()
@@ -167,7 +165,7 @@ def test_graph_identities(one, name):
     pos = one.tokens.shape[1] - 2
     weight = nodes[(nodes["name"] == "L0H1") & (nodes["pos"] == pos)]["weight"].item()
     lost = token_logit(one) - token_logit(one, [without(one, 0, 1, pos)])
-    assert weight == pytest.approx(float(lost), abs=10 * tolerance(name) * scale)
+    assert weight == pytest.approx(float(lost), abs=tolerance(name) * max(scale, 1))
 
 
 def test_a_pruned_graph_says_what_it_left_out(model_named):
@@ -183,7 +181,7 @@ def test_a_pruned_graph_says_what_it_left_out(model_named):
         assert network.number_of_edges() == len(small.edges)
         target = len(small.nodes) - 1
         assert small.nodes["kind"].iloc[-1] == "target"
-        assert set(network.nodes) == {target, *__import__("networkx").ancestors(network, target)}
+        assert set(network.nodes) == {target, *networkx.ancestors(network, target)}
     assert made.prune(1.0).completeness == pytest.approx(1.0)
     frame = made.to_dataframe()
     assert frame["weight"].abs().is_monotonic_decreasing
@@ -226,11 +224,11 @@ def test_source_pairs_sum_to_the_score_of_the_captured_queries_and_keys(frozen, 
     assert made.reading_error < (1e-6 if softmax_in_float32 else tolerance(name))
     reading = scores.score_reading(frozen, layer)
     ours = reading.scores(frozen.resid_pre(layer))
-    assert torch.allclose(made.total, ours[:, 3, -1, 3], atol=1e-9)
+    assert close(made.total, ours[:, 3, -1, 3], atol=1e-9)
     if frozen.pattern(layer)[:, 3, -1, 3].min() > 0:
         live = live_score(frozen, layer, 3)
         expected = reading.finished(ours)[:, 3, -1, 3]
-        assert torch.allclose(expected, live, atol=1e-5 if tolerance(name) > 1e-9 else 1e-9)
+        assert close(expected, live, atol=1e-5 if tolerance(name) > 1e-9 else 1e-9)
 
 
 @pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama", "bridge/gptj", "bridge/neox", "bridge/phi3"])
@@ -261,7 +259,7 @@ def test_ov_circuits_belong_to_the_query_heads_group(model, name, frozen):
         alone = circuits.head_map(frozen, 1, head)
         circuit = circuits.ov(model, 1, head)
         value, _, output = (stage for stage in alone.map.stages if not isinstance(stage, tlens.Norm))
-        assert torch.allclose(circuit.AB, value.weight @ output.weight)
+        assert close(circuit.AB, value.weight @ output.weight)
 
 
 def test_composition_scores_are_transformer_lens_own(model, name, frozen):
@@ -279,11 +277,11 @@ def test_composition_scores_are_transformer_lens_own(model, name, frozen):
         expected = (A.AB @ B.AB).norm() / (A.AB.norm() * B.AB.norm())
         assert float((made[0, 1, 1, 2] - expected).abs()) < 1e-9
         if name.startswith("hooked/") and (kind == "V" or not rotary):
-            assert torch.allclose(made, model.all_composition_scores(kind), atol=1e-9)
+            assert close(made, model.all_composition_scores(kind), atol=1e-9)
         corrected = circuits.composition_scores(
             model, kind, baseline="random", offset=2 if rotary and kind != "V" else None
         )
-        assert torch.allclose(corrected[0, :, 1] + 16**-0.5, made[0, :, 1])
+        assert close(corrected[0, :, 1] + 16**-0.5, made[0, :, 1])
 
 
 def test_the_random_baseline_is_what_random_circuits_score():
@@ -300,13 +298,13 @@ def test_virtual_heads_and_copying(model_named):
     model = model_named("bridge/llama")
     virtual = circuits.virtual_head(model, [(0, 3), (1, 1)], fold_norms=True)
     product = circuits.ov(model, 0, 3, fold_norms=True).AB @ circuits.ov(model, 1, 1, fold_norms=True).AB
-    assert torch.allclose(virtual.AB, product)
+    assert close(virtual.AB, product)
     copying = circuits.copying_scores(model)
     for layer in range(2):
         values = torch.linalg.eigvals(circuits.full_ov(model, layer, 2).AB)
         assert float(copying[layer, 2]) == pytest.approx(float(values.sum().real / values.abs().sum()), abs=1e-6)
         ours = circuits.ov_eigenvalues(model, layer, 2)
-        assert torch.allclose(ours.abs(), values.abs().topk(4).values)
+        assert close(ours.abs(), values.abs().topk(4).values)
     assert circuits.full_qk(model, 0, 0, offset=1).shape == (48, 48)
 
 
@@ -347,12 +345,12 @@ def test_spectral_norm_directions_and_bounds(one, name):
     assert circuits.spectral_norm(op) == pytest.approx(largest, rel=1e-6)
     assert circuits.norm_bound(op.map) >= largest
     found, block = circuits.singular_directions(op, -1, 1, k=3), dense[-1, :, 1]
-    assert torch.allclose(found.values, torch.linalg.svdvals(block)[:3])
-    assert torch.allclose(found.read @ block.T, found.values[:, None] * found.written, atol=1e-9)
+    assert close(found.values, torch.linalg.svdvals(block)[:3])
+    assert close(found.read @ block.T, found.values[:, None] * found.written, atol=1e-9)
     rows = torch.randn(2, *op.x.shape, dtype=op.x.dtype)
     matrix = circuits.as_scipy(op)
-    assert torch.allclose(torch.as_tensor(matrix @ rows[0].flatten().numpy()), op.push(rows[0]).flatten())
-    assert torch.allclose(torch.as_tensor(matrix.H @ rows.flatten(1).T.numpy()).T, op.pull(rows).flatten(1))
+    assert close(torch.as_tensor(matrix @ rows[0].flatten().numpy()), op.push(rows[0]).flatten())
+    assert close(torch.as_tensor(matrix.H @ rows.flatten(1).T.numpy()).T, op.pull(rows).flatten(1))
 
 
 @pytest.mark.parametrize("name", SIZED)
@@ -525,7 +523,7 @@ def test_an_even_pattern_is_not_guessed_at():
         assert "too even to tell" in str(error)  # noqa: PT017 (either answer is right, a wrong reading is not)
     else:
         assert found.scale == expected.scale
-        assert torch.allclose(found.rotation.double(), expected.rotation, atol=0.02)
+        assert close(found.rotation.double(), expected.rotation, atol=0.02)
 
 
 def test_unreadable_scores_are_refused_and_nothing_else(model_named, monkeypatch):
@@ -557,17 +555,17 @@ def test_padding_gives_and_receives_nothing(model_named):
     padded = tlens.freeze(model, tokens, attention_mask=mask)
     for by in ("head", "head_token"):
         ours, theirs = (circuits.logit_attribution(f, 5, by=by) for f in (padded, short))
-        assert torch.allclose(ours.scores, theirs.scores)
-    assert torch.allclose(ours.keys[..., :4], theirs.keys)
-    assert torch.allclose(circuits.paths(padded, 5, max_order=2).scores, circuits.paths(short, 5, max_order=2).scores)
+        assert close(ours.scores, theirs.scores)
+    assert close(ours.keys[..., :4], theirs.keys)
+    assert close(circuits.paths(padded, 5, max_order=2).scores, circuits.paths(short, 5, max_order=2).scores)
     ours, theirs = (circuits.qk_attribution(f, 1, 2, -1, 1) for f in (padded, short))
-    assert torch.allclose(ours.total, theirs.total)
-    assert torch.allclose(ours.pairs[:, :4, :4], theirs.pairs)
+    assert close(ours.total, theirs.total)
+    assert close(ours.pairs[:, :4, :4], theirs.pairs)
     assert not ours.pairs[:, 4:].any()
     ours, theirs = (circuits.head_map(f, 1, 2) for f in (padded, short))
     for part in ("norms", "output"):
         assert not getattr(ours, part)[:, 4:].any()
-        assert torch.allclose(getattr(ours, part)[:, :4, :4], getattr(theirs, part)[:, :4, :4])
+        assert close(getattr(ours, part)[:, :4, :4], getattr(theirs, part)[:, :4, :4])
     assert not ours.contributions()[:, 4:].any()
     ours, theirs = (circuits.spectral_norm(f.operator()) for f in (padded, short))
     assert ours == pytest.approx(theirs)

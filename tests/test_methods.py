@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import hooks_on, some_tokens
+from conftest import FLOAT32_INSIDE, hooks_on, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import contextualisation
@@ -31,7 +31,6 @@ REFUSES = {
     "globenc": ("parallel", "neox", "phi", "gptj", "attn-only", "olmo2", "post-only"),
     "ff-ig": ("parallel", "neox", "phi", "gptj", "attn-only"),
 }
-FLOAT32_INSIDE = ("llama", "mistral", "qwen", "gemma", "phi3", "olmo2", "native-rms")
 
 
 def refuses(method, name):

@@ -183,7 +183,7 @@ def top_paths(
 
 def _along_the_road(asked: Asked) -> Float[Tensor, "1 batch"]:
     """The direct path's score."""
-    return (wide(asked.seed) * asked.trunk.road_end).sum((-2, -1))
+    return (wide(asked.seed) * asked.trunk.road[-1]).sum((-2, -1))
 
 
 def _label(path: tuple[str, ...]) -> str:

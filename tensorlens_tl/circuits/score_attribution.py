@@ -15,6 +15,7 @@ from torch import Tensor
 from tensorlens_tl.arguments import check_pass
 from tensorlens_tl.budget import chunks
 from tensorlens_tl.circuits.scores import score_reading
+from tensorlens_tl.collapse import relative_residual
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import AffineMap, Chain
@@ -64,9 +65,8 @@ class ScoreAttribution:
     @property
     def residual(self) -> Float[Tensor, "batch"]:
         """abs(Σ − total) / Σ abs: how far the sum is from holding."""
-        parts = torch.cat([self.pairs.flatten(1), self.query_tokens, self.key_tokens, self.bias[:, None]], dim=1)
-        size = parts.abs().sum(-1)
-        return (parts.sum(-1) - self.total).abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
+        parts = torch.cat([self.pairs.flatten(1), self.query_tokens, self.key_tokens], dim=1)
+        return relative_residual(parts[:, None], self.bias[:, None], self.total[:, None])[:, 0]
 
     def top(self, k: int = 10, row: int = 0) -> "pd.DataFrame":
         """The k largest pairs of one prompt, by absolute value."""
@@ -121,7 +121,7 @@ def qk_attribution(
     earlier = tuple(frozen.block(number, activation=activation) for number in range(layer))
     x0, x = frozen.resid_pre(0), frozen.resid_pre(layer)
     d_head = reading.query(x).shape[-1] // reading.heads
-    bytes_per_row = max((frozen.operator(layers=[number]).row_bytes for number in range(layer)), default=1)
+    bytes_per_row = frozen.operator().row_bytes
 
     def side(read: Chain, own_head: int, heads: int, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This head's query or key at one position per prompt: by source token, its bias, and itself."""

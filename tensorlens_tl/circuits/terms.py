@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.collapse import wide
+from tensorlens_tl.collapse import relative_residual, wide
 from tensorlens_tl.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -50,9 +49,7 @@ class Terms:
     @property
     def residual(self) -> Float[Tensor, "batch"]:
         """abs(Σ scores + remainder − total) / (Σ abs(scores) + abs(remainder)): how far the sum is from holding."""
-        size = self.scores.abs().sum(-1) + self.remainder.abs()
-        tiny = torch.finfo(size.dtype).tiny
-        return (self.scores.sum(-1) + self.remainder - self.total).abs() / size.clamp_min(tiny)
+        return relative_residual(self.scores[:, None], self.remainder[:, None], self.total[:, None])[:, 0]
 
     def __len__(self) -> int:
         return len(self.names)

@@ -179,21 +179,19 @@ class Trunk:
         return Pulled(stream[::-1], sums[::-1])
 
     @cached_property
-    def constant_hidden(self) -> list[tuple[Tensor, ...]]:
-        """Each branch's hidden vector for what the road alone carries to it: the input, and the biases before it."""
-        x, found = self.x[0], []
+    def road(self) -> list[Tensor]:
+        """What the road alone carries, the input and the biases on the way: before each step, and to the end."""
+        carried = [self.x[0]]
         for step in self.steps:
-            found.append(tuple(branch.read(x) for branch in step.branches))
-            x = step.along(x)
-        return found
+            carried.append(step.along(carried[-1]))
+        return carried
 
     @cached_property
-    def road_end(self) -> Float[Tensor, "batch pos d_model"]:
-        """What the road alone carries to the end."""
-        x = self.x[0]
-        for step in self.steps:
-            x = step.along(x)
-        return x
+    def constant_hidden(self) -> list[tuple[Tensor, ...]]:
+        """Each branch's hidden vector for what the road alone carries to it."""
+        return [
+            tuple(branch.read(x) for branch in step.branches) for step, x in zip(self.steps, self.road, strict=False)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
