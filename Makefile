@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 lint types bench clean
+.PHONY: demo test test-tl4 lint types bench evaluation clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -22,6 +22,9 @@ types: .venv/.ready
 
 bench: .venv/.ready
 	.venv/bin/python benchmarks/run.py
+
+evaluation: .venv/.ready
+	.venv/bin/python benchmarks/evaluation.py
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

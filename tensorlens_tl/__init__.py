@@ -7,7 +7,7 @@
 True
 """
 
-from tensorlens_tl import circuits, methods
+from tensorlens_tl import circuits, evaluate, methods
 from tensorlens_tl.activation import RULES
 from tensorlens_tl.attribution import Attribution, TokenScore
 from tensorlens_tl.collapse import Collapse
@@ -56,6 +56,7 @@ __all__ = [
     "UnsupportedModelError",
     "attribute",
     "circuits",
+    "evaluate",
     "freeze",
     "get_method",
     "list_methods",

@@ -1,4 +1,4 @@
-"""The command line: ``tensorlens-tl demo | attribute | methods | verify``."""
+"""The command line: ``tensorlens-tl demo | attribute | methods | verify | evaluate``."""
 
 import argparse
 import time
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tensorlens_tl import demo, html
+from tensorlens_tl import demo, evaluate, html
 from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.freezing import freeze
@@ -68,23 +68,42 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("verify", run_verify, "Is this model supported? Proves every block on one prompt.")
     _model_arguments(sub)
     sub.add_argument("text", nargs="?", default="The quick brown fox jumps over the lazy dog.")
+
+    sub = command("evaluate", run_evaluate, "Which method is faithful? A table over methods, and a saved result.")
+    sub.add_argument("what", choices=tuple(EVALUATIONS))
+    _model_arguments(sub)
+    sub.add_argument("--methods", nargs="+", metavar="METHOD", help="labels such as 'tensorlens in+out' (default: all)")
+    sub.add_argument("--prompts", type=Path, help="a text file, one prompt a line (default: the held-out text)")
+    sub.add_argument("-n", type=int, default=32, help="how many prompts where we make them (default: 32)")
+    sub.add_argument("--query", default="last", help="perturbation: last, cls, mean or a position")
+    sub.add_argument("--order", default="descending", choices=("descending", "ascending"), help="perturbation")
+    sub.add_argument("--replacement", help="perturbation: mask, pad, mean, zero or a token")
+    sub.add_argument("--task", choices=("recall", "brackets", "induction"), help="known-answer: (default: the model's)")
+    sub.add_argument("--relations", nargs="+", type=Path, help="relations: JSON files (default: the shipped ones)")
+    sub.add_argument("--splits", type=int, default=6, help="relations: draws of examples")
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("-o", "--output", type=Path, help="save: .csv for a table, anything else for Evaluation.load")
     return parser
 
 
 def _model_arguments(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--model", default="demo", help="'demo', a Hugging Face name, or a local folder (default: demo)")
+    sub.add_argument(
+        "--model",
+        default="demo",
+        help="'demo', 'demo:NAME' (recall, brackets, relations, encoder), a Hugging Face name, or a local folder",
+    )
     sub.add_argument("--kind", choices=("hooked", "bridge"), help="model class (default: hooked where it exists)")
     sub.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
 
 
 def load_model(name: str, kind: str | None = None, dtype: Any = torch.float32) -> Any:
-    """A model by name: ``"demo"``, a hub name, or a local folder (a folder always becomes a TransformerBridge).
+    """A model by name: ``"demo"``, ``"demo:recall"``, a hub name, or a folder (always a TransformerBridge).
 
     Raises:
         InvalidInputError: the model cannot be loaded; carries the loader's own message.
     """
-    if name == "demo":
-        return demo.load_demo_model(kind, dtype)
+    if name.partition(":")[0] == "demo":
+        return demo.load_demo_model(kind, dtype, name=name.partition(":")[2] or "language")
     try:
         if kind != "bridge" and not Path(name).exists():
             try:
@@ -165,6 +184,73 @@ def _print_top(result: Attribution, k: int) -> None:
 def _check_output(path: Path | None) -> None:
     if path is not None and not path.parent.is_dir():
         raise InvalidInputError(f"--output {path}: there is no folder {path.parent}.")
+
+
+# ---------------------------------------------------------------------------------------- evaluation
+
+EVALUATIONS: dict[str, str] = {
+    "perturbation": "perturbation",
+    "known-answer": "known_answer",
+    "relations": "relation_decoding",
+    "completeness": "completeness",
+    "randomisation": "randomisation",
+    "stability": "stability",
+    "agreement": "agreement",
+}
+"""Commands, and the functions of `tensorlens_tl.evaluate` that they run."""
+
+
+def run_evaluate(args: argparse.Namespace) -> None:
+    """Run one evaluation, print its table, and save it where asked."""
+    _check_output(args.output)
+    model = load_model(args.model, args.kind, getattr(torch, args.dtype))
+    run = getattr(evaluate, EVALUATIONS[args.what])
+    if args.what == "known-answer":
+        result = run(model, _task(args, model), args.methods, seed=args.seed)
+    elif args.what == "relations":
+        relations = None if args.relations is None else [evaluate.Relation.load(path) for path in args.relations]
+        result = run(model, relations, splits=args.splits, seed=args.seed)
+    else:
+        options: dict[str, Any] = {"seed": args.seed}
+        if args.what == "perturbation":
+            query = int(args.query) if args.query.lstrip("-").isdigit() else args.query
+            options |= {"query": query, "order": args.order, "replacement": args.replacement}
+        result = run(model, _prompts(args, model), args.methods, **options)
+    if isinstance(result, evaluate.Evaluation):
+        result.show()
+        table = result.to_dataframe()
+    else:
+        console.print(result.round(2).to_string())
+        table = result
+    if args.output is None:
+        return
+    if args.output.suffix == ".csv" or not isinstance(result, evaluate.Evaluation):
+        table.to_csv(args.output)
+    else:
+        result.save(args.output)
+    console.print(f"saved to {args.output}")
+
+
+def _prompts(args: argparse.Namespace, model: Any) -> Any:
+    if args.prompts is None:
+        if args.model not in ("demo", "demo:language", "demo:encoder"):
+            raise InvalidInputError(
+                f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
+            )
+        return demo.held_out_prompts(model, args.n)
+    if not args.prompts.is_file():
+        raise InvalidInputError(f"--prompts {args.prompts}: no such file.")
+    lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise InvalidInputError(f"--prompts {args.prompts}: the file is empty.")
+    return lines
+
+
+def _task(args: argparse.Namespace, model: Any) -> evaluate.KnownAnswers:
+    name = args.task or args.model.partition(":")[2] or "induction"
+    if name in ("recall", "brackets"):
+        return getattr(evaluate, name)(args.n, seed=args.seed)
+    return evaluate.induction(args.n, d_vocab=model.cfg.d_vocab, seed=args.seed)
 
 
 # ---------------------------------------------------------------------------------------- the main job

@@ -50,7 +50,7 @@ class AffineMap(ABC):
 
     @abstractmethod
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        """The adjoint; appends each primitive's ⟨g, bias⟩ (`[*rows, batch]`) to `biases` where it is a list."""
+        """The adjoint; appends each primitive's ⟨g, bias⟩ per position (`[*rows, batch, pos]`) to a list `biases`."""
 
     def push(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
         """The linear part, J·x, for every row."""
@@ -70,7 +70,7 @@ class AffineMap(ABC):
         """``(Jᵀ·g, ⟨g, bias⟩)`` for every row, the second by the adjoint as well, so the bias is never pushed."""
         biases: list[Tensor] = []
         pulled = self._backward(g, biases)
-        total = torch.stack(biases).sum(0) if biases else g.new_zeros(g.shape[:-2])
+        total = torch.stack(biases).sum((0, -1)) if biases else g.new_zeros(g.shape[:-2])
         return pulled, total
 
     @property
@@ -97,10 +97,7 @@ def _terms(m: AffineMap) -> tuple[AffineMap, ...]:
 def _note_bias(g: Tensor, bias: Tensor, biases: list[Tensor] | None) -> None:
     if biases is None or bias is ZERO:
         return
-    if bias.ndim == 1:  # one vector for all positions: sum those first, it is cheaper
-        biases.append(g.sum(-2) @ bias)
-    else:
-        biases.append((g * bias).sum((-2, -1)))
+    biases.append(g @ bias if bias.ndim == 1 else (g * bias).sum(-1))
 
 
 # ----------------------------------------------------------------------------------- primitives

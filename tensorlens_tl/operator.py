@@ -20,7 +20,7 @@ from tensorlens_tl.collapse import Collapse, relative_residual, wide
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import AffineMap, Chain
-from tensorlens_tl.positions import Points, at_positions, pull_between
+from tensorlens_tl.positions import Points, Shares, at_positions, by_position, in_total, pull_between
 from tensorlens_tl.probes import check_probes, probed
 from tensorlens_tl.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps
 from tensorlens_tl.targets import question
@@ -271,17 +271,24 @@ class FrozenOperator:
             stderr = sources.asked(self._masked(stderr, positions, sources), dim=2)
         return Collapse(scores, stderr=stderr, probes=used if estimate else None)
 
-    def in_out(self, query: int | None = -1, *, memory: Any = None) -> Collapse:
+    def in_out(self, query: int | None = -1, *, bias: str = "apart", memory: Any = None) -> Collapse:
         """``x^N_i · T[i,:,j,:] · x^0_j`` (TensorLens Eq. 22), with the operator's own output x^N.
 
         One pull per query. The total is ‖x^N_i‖².
 
+        Args:
+            query: one query counted over each row's real tokens, or None for all.
+            bias: ``"apart"`` from the scores, as in the paper, or by ``"position"`` (ours): each bias of the model
+                counts for the position it is added at, b_V for the source token.
+            memory: as in `contributions`.
+
         Raises:
-            InvalidInputError: a query out of range.
+            InvalidInputError: a query out of range, or no such way with biases.
         """
         positions = self._positions(query)
         vectors = torch.take_along_dim(self.output, positions[..., None], dim=1)
-        return self._scores(vectors, positions, self.map, wide(vectors).square().sum(-1), memory=memory)
+        total = wide(vectors).square().sum(-1)
+        return self._scores(vectors, positions, self.map, total, place_bias=_placed(bias), memory=memory)
 
     def target(
         self,
@@ -290,6 +297,7 @@ class FrozenOperator:
         *,
         minus: Any = None,
         direction: Float[Tensor, "..."] | None = None,
+        bias: str = "apart",
         memory: Any = None,
     ) -> Collapse:
         """The effect of each source token on one logit (TensorLens Eq. 24), a logit difference, or any direction.
@@ -303,13 +311,15 @@ class FrozenOperator:
             minus: another token, for ``logit(target) − logit(minus)``.
             direction: instead of a token, a vector at the operator's output `[d_model]` or `[batch, d_model]`: a probe,
                 a feature, a classifier column.
+            bias: as in `in_out`; b_U stays apart.
             memory: as in `contributions`.
 
         Raises:
-            InvalidInputError: no target, both kinds, several tokens, out of the vocabulary, or a wrong shape.
+            InvalidInputError: no target, both kinds, several tokens, out of the vocabulary, a wrong shape, or no such
+                way with biases.
             UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
         """
-        positions = self._positions(query)
+        positions, place_bias = self._positions(query), _placed(bias)
         if target is not None and direction is None and not self._reaches_end:
             raise InvalidInputError(
                 f"target: this operator ends at blocks.{self.last} input, before the final norm and the unembedding; "
@@ -325,7 +335,9 @@ class FrozenOperator:
             cap = self.frozen.view.soft_cap
         explained = torch.take_along_dim(explained, positions[..., None], dim=1)
         total = (wide(explained) * vectors).sum(-1) + asked.constant[:, None]
-        return self._scores(vectors, positions, whole_map, total, asked.constant, soft_cap=cap, memory=memory)
+        return self._scores(
+            vectors, positions, whole_map, total, asked.constant, soft_cap=cap, place_bias=place_bias, memory=memory
+        )
 
     # ------------------------------------------------------------------ inside
 
@@ -338,20 +350,24 @@ class FrozenOperator:
         constant: Float[Tensor, "batch"] | float = 0.0,
         *,
         soft_cap: float | None = None,
+        place_bias: bool = False,
         memory: Any = None,
     ) -> Collapse:
         """Pull one vector per query and dot with the source tokens."""
         batch, queries = positions.shape
         scores = wide(self.x[:0]).new_zeros(batch, queries, self.x.shape[1])
-        bias = scores.new_empty(batch, queries)
+        bias = scores.new_zeros(batch, queries)
         parts = CAUSAL_PARTS if self.frozen.causal else 1
         for rows in self._chunks(queries, "queries", memory, parts=parts):
-            asked, shares = slice(rows.start, rows.stop), []
+            asked, shares = slice(rows.start, rows.stop), Shares()
             points = Points(positions[:, asked].T)
             pulled = self._pull(through, vectors[:, asked].transpose(0, 1), points, None, shares)
             live = pulled.shape[2]
             scores[:, asked, :live] = (wide(pulled) * self.x[:, :live]).sum(-1).transpose(0, 1).to(scores)
-            bias[:, asked] = sum(shares, start=scores.new_zeros(len(rows), batch)).T
+            if place_bias:
+                scores[:, asked] += by_position(shares, scores[:, asked].transpose(0, 1)).transpose(0, 1)
+            else:
+                bias[:, asked] = in_total(shares, bias[:, asked].T).T
         if isinstance(constant, Tensor):
             bias = bias + constant[:, None]
         real = torch.take_along_dim(self.frozen.mask, positions, dim=1)
@@ -369,7 +385,7 @@ class FrozenOperator:
         vectors: Float[Tensor, "row batch d"],
         queries: Points,
         sources: list[int] | None = None,
-        biases: list[Tensor] | None = None,
+        biases: Shares | None = None,
     ) -> Float[Tensor, "row batch live d_in"]:
         """Vectors at their queries, pulled to the source tokens: to the first `live` of them, as far as they reach."""
         vectors, length = vectors.to(self.x.dtype), self.x.shape[1]
@@ -422,3 +438,9 @@ class FrozenOperator:
             widest = max(widest, hidden, 3 * attention.W_O.shape[0])
         batch, pos, width = self.x.shape
         return batch * pos * (3 * width + widest) * self.x.element_size()
+
+
+def _placed(bias: str) -> bool:
+    if bias not in ("apart", "position"):
+        raise InvalidInputError(f"bias={bias!r}; use 'apart' (not part of the scores) or 'position'.")
+    return bias == "position"

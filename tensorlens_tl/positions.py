@@ -51,6 +51,9 @@ class Points:
 Where = Points | slice | list[int]
 """Where vectors live: a position of their own for each row, or the same positions for all."""
 
+Shares = list[tuple[Tensor, Where]]
+"""⟨vector, bias⟩ of primitives, `[row, batch, live]` each, and where those positions are."""
+
 
 def pull_between(
     m: AffineMap,
@@ -60,7 +63,7 @@ def pull_between(
     length: int,
     *,
     causal: bool,
-    biases: list[Tensor] | None = None,
+    biases: Shares | None = None,
 ) -> Float[Tensor, "row batch live d_in"]:
     """Pull vectors at one position per row back to the source tokens.
 
@@ -71,7 +74,7 @@ def pull_between(
         sources: the source tokens that are asked for, ascending, or None for all.
         length: the number of positions.
         causal: whether no attention of the map looks forward: then nothing lives after the last query.
-        biases: takes ⟨vector, bias⟩ of every primitive, `[row, batch]`, if a list.
+        biases: takes ⟨vector, bias⟩ of every primitive, at the positions where the vector lived, if a list.
 
     Returns:
         The pulled vectors at the source tokens, as far as the last query can reach: those after it are zero.
@@ -93,7 +96,7 @@ def pull_between(
     return g[:, :, :reached]
 
 
-def _pull(m: AffineMap, g: Tensor, came: Where, goes: Where, biases: list[Tensor] | None) -> Tensor:
+def _pull(m: AffineMap, g: Tensor, came: Where, goes: Where, biases: Shares | None) -> Tensor:
     """The adjoint for vectors that live at `came`, as vectors that live at `goes`."""
     if isinstance(m, Chain):
         for number in range(len(m.stages) - 1, -1, -1):
@@ -115,7 +118,27 @@ def _pull(m: AffineMap, g: Tensor, came: Where, goes: Where, biases: list[Tensor
         return total
     if isinstance(m, Attention):
         return _attention(m, g, came, goes)
-    return _cut(m, came)._backward(g, biases)
+    noted: list[Tensor] | None = None if biases is None else []
+    pulled = _cut(m, came)._backward(g, noted)
+    if biases is not None:
+        biases += [(share, came) for share in noted or ()]
+    return pulled
+
+
+def in_total(shares: Shares, like: Float[Tensor, "row batch"]) -> Float[Tensor, "row batch"]:
+    """The shares of all biases, summed."""
+    return sum((share.sum(-1) for share, _ in shares), start=torch.zeros_like(like))
+
+
+def by_position(shares: Shares, like: Float[Tensor, "row batch pos"]) -> Float[Tensor, "row batch pos"]:
+    """The shares of biases, summed at the positions where the biases are added."""
+    total = torch.zeros_like(like)
+    for share, where in shares:
+        if isinstance(where, Points):
+            total.scatter_add_(2, where.positions.expand(share.shape[:2])[..., None], share.to(total))
+        else:
+            total[:, :, where] += share
+    return total
 
 
 def _attention(m: Attention, g: Tensor, came: Where, goes: Where) -> Tensor:

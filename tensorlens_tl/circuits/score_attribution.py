@@ -19,7 +19,7 @@ from tensorlens_tl.collapse import relative_residual
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.maps import AffineMap, Chain
-from tensorlens_tl.positions import Points, pull_between
+from tensorlens_tl.positions import Points, Shares, in_total, pull_between
 from tensorlens_tl.selection import chosen_head
 
 if TYPE_CHECKING:
@@ -133,14 +133,14 @@ def qk_attribution(
             basis = x.new_zeros(len(rows), len(at), heads * d_head)
             # row c, pulled back, gives channel c of the rotated vector
             basis[:, :, own] = R[..., rows.start : rows.stop].permute(2, 0, 1)
-            biases: list[Tensor] = []
+            biases = Shares()
             reached = pull_between(
                 whole, basis, Points(at[None]), None, x.shape[1], causal=frozen.causal, biases=biases
             )
             share = x0.new_zeros(len(rows), *x0.shape[:2])
             share[:, :, : reached.shape[2]] = (reached * x0[:, : reached.shape[2]]).sum(-1)
             shares.append(share)
-            constants.append(sum(biases, start=x0.new_zeros(len(rows), len(at))))
+            constants.append(in_total(biases, x0.new_zeros(len(rows), len(at))))
         vector = torch.take_along_dim(read(x), at[:, None, None], dim=1)[:, 0, own]
         return torch.cat(shares), torch.cat(constants), torch.einsum("bd,bde->be", vector, R)
 

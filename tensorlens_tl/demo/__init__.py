@@ -1,6 +1,14 @@
-"""The embedded language model: GPT-2 architecture, 4 layers, width 128, trained by `tensorlens_tl.demo.train`.
+"""The embedded models. Everything is on disk; nothing is downloaded.
 
-It reads Python documentation and has induction heads. Everything is on disk; nothing is downloaded.
+| name | what |
+| --- | --- |
+| `language` | GPT-2 architecture, 4 layers, width 128: reads Python documentation, has induction heads |
+| `recall` | 2 layers, width 64: key–value recall (`tensorlens_tl.evaluate.recall`) |
+| `brackets` | 3 layers, width 64: closes nested brackets (`tensorlens_tl.evaluate.brackets`) |
+| `relations` | 3 layers, width 64: knows the shipped relations (`tensorlens_tl.evaluate.shipped_relations`) |
+| `encoder` | BERT architecture, 3 layers, width 128: masked words of the same text as `language` |
+
+The first is trained by `tensorlens_tl.demo.train`, the others by `tensorlens_tl.demo.train_small`.
 """
 
 import json
@@ -8,10 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
 
 MODEL_FOLDER = Path(__file__).parent / "model"
+FOLDERS = {"language": MODEL_FOLDER} | {
+    name: Path(__file__).parent / "models" / name for name in ("recall", "brackets", "relations", "encoder")
+}
+"""Where each model lies, in Hugging Face format."""
+
 PROMPT = "If the module is not found, a ModuleNotFoundError is raised. If the file is not found, a FileNotFoundError is"
 """The sentence of the demo."""
 
@@ -21,22 +36,47 @@ def held_out_text() -> list[str]:
     return json.loads((MODEL_FOLDER / "held_out.json").read_text(encoding="utf-8"))
 
 
+def held_out_prompts(
+    model: Any, prompts: int = 128, length: int = 48, *, mask_at: int | None = None
+) -> Int[Tensor, "prompt pos"]:
+    """Windows of the held-out text, spread evenly over it, between the special tokens that the model expects.
+
+    Args:
+        model: an embedded text model (`language` or `encoder`).
+        prompts: how many.
+        length: tokens of text in each.
+        mask_at: a position that gets the tokenizer's mask token.
+    """
+    tokenizer = model.tokenizer
+    rows = tokenizer(held_out_text(), add_special_tokens=False, verbose=False)["input_ids"]
+    stream = torch.tensor([token for row in rows for token in row])
+    starts = torch.linspace(0, len(stream) - length, prompts).long()
+    start, end = tokenizer.cls_token_id or tokenizer.bos_token_id, tokenizer.sep_token_id
+    before, after = (torch.full((prompts, int(t is not None)), t or 0) for t in (start, end))
+    windows = torch.cat([before, stream[starts[:, None] + torch.arange(length)], after], dim=1)
+    if mask_at is not None:
+        windows[:, mask_at] = tokenizer.mask_token_id
+    return windows
+
+
 def load_demo_model(
     kind: str | None = None,
     dtype: torch.dtype = torch.float32,
     *,
-    folder: Path | str = MODEL_FOLDER,
+    name: str = "language",
+    folder: Path | str | None = None,
 ) -> Any:
-    """The embedded model, with its raw (unfolded, uncentred) weights, in eval mode.
+    """An embedded model, with its raw (unfolded, uncentred) weights, in eval mode.
 
     Args:
         kind: ``"hooked"`` for a HookedTransformer (TransformerLens 3.9), ``"bridge"`` for a TransformerBridge (3.9 and
-            4.x); None takes the first that is there.
+            4.x); None takes the first that is there. The encoder is always a TransformerBridge.
         dtype: of the weights.
-        folder: where the model lies, in Hugging Face format.
+        name: one of `FOLDERS`.
+        folder: another model of the same architecture, in Hugging Face format.
 
     Raises:
-        InvalidInputError: no such kind, or HookedTransformer asked for on TransformerLens 4.
+        InvalidInputError: no such name or kind, HookedTransformer asked for on TransformerLens 4, or for the encoder.
     """
     from transformers import AutoTokenizer
 
@@ -50,31 +90,38 @@ def load_demo_model(
         raise InvalidInputError(
             "load_demo_model: TransformerLens 4 has no HookedTransformer; use kind='bridge', or transformer-lens 3.9."
         )
-    weights = _gpt2(Path(folder), dtype)
+    if name not in FOLDERS:
+        raise InvalidInputError(f"load_demo_model: name={name!r}; use one of {', '.join(map(repr, FOLDERS))}.")
+    if kind == "hooked" and name == "encoder":
+        raise InvalidInputError("load_demo_model: the encoder comes as a TransformerBridge; leave kind out.")
+    folder = FOLDERS[name] if folder is None else Path(folder)
+    weights = _module(folder, dtype, masked=name == "encoder")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if kind == "bridge" or HookedTransformer is None:
+    model_name = "tensorlens-demo" if name == "language" else f"tensorlens-demo-{name}"
+    if kind == "bridge" or HookedTransformer is None or name == "encoder":
         from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
         model = build_bridge_from_module(
-            weights, "GPT2LMHeadModel", hf_config=weights.config, tokenizer=tokenizer, model_name="tensorlens-demo"
+            weights, type(weights).__name__, hf_config=weights.config, tokenizer=tokenizer, model_name=model_name
         )
         return model.eval()
-    return _hooked(HookedTransformer, weights, tokenizer, dtype)
+    return _hooked(HookedTransformer, weights, tokenizer, dtype, model_name)
 
 
-def _gpt2(folder: Path, dtype: torch.dtype) -> Any:
+def _module(folder: Path, dtype: torch.dtype, masked: bool) -> Any:
     """The Hugging Face module; read by hand because `from_pretrained` prints a progress bar."""
     from safetensors.torch import load_file
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config.from_pretrained(folder, attn_implementation="eager")
-    module = GPT2LMHeadModel(config)
-    module.load_state_dict(load_file(folder / "model.safetensors"), strict=False)  # lm_head is tied to the embedding
+    Config: Any = BertConfig if masked else GPT2Config
+    Model: Any = BertForMaskedLM if masked else GPT2LMHeadModel
+    module = Model(Config.from_pretrained(folder, attn_implementation="eager", dtype=dtype))
+    module.load_state_dict(load_file(folder / "model.safetensors"), strict=False)  # tied weights are stored once
     module.tie_weights()
     return torch.nn.Module.to(module, dtype=dtype).eval()
 
 
-def _hooked(HookedTransformer: Any, weights: Any, tokenizer: Any, dtype: torch.dtype) -> Any:
+def _hooked(HookedTransformer: Any, weights: Any, tokenizer: Any, dtype: torch.dtype, model_name: str) -> Any:
     from transformer_lens import HookedTransformerConfig
     from transformer_lens.pretrained.weight_conversions.gpt2 import convert_gpt2_weights
 
@@ -90,7 +137,7 @@ def _hooked(HookedTransformer: Any, weights: Any, tokenizer: Any, dtype: torch.d
         act_fn=facts.activation_function,
         eps=facts.layer_norm_epsilon,
         normalization_type="LN",
-        model_name="tensorlens-demo",
+        model_name=model_name,
         original_architecture="GPT2LMHeadModel",
         dtype=dtype,
         device="cpu",

@@ -26,6 +26,7 @@ def tensorlens(
     heads: Mapping[int, Collection[int]] | None = None,
     mlp: bool | Collection[int] = True,
     activation: str = "ratio",
+    bias: str = "apart",
     probes: Any = None,
     tol: Any = None,
     rows: str = "gaussian",
@@ -40,6 +41,8 @@ def tensorlens(
         query: one query counted over real tokens, or None for all.
         target, minus, direction: what `"target"` explains; see `FrozenOperator.target`.
         layers, heads, mlp, activation: which operator; see `FrozenPass.operator`.
+        bias: of the additive collapses: ``"apart"`` from the scores, as in the paper, or by ``"position"``; see
+            `FrozenOperator.in_out`.
         probes, tol, rows, seed: estimate the norm; see `FrozenOperator.norm`.
         memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
@@ -53,6 +56,8 @@ def tensorlens(
         raise InvalidInputError(
             f"target, minus and direction belong to collapse='target'; add it (this is {collapse!r})."
         )
+    if collapse == "norm" and bias != "apart":
+        raise InvalidInputError(f"bias={bias!r}: the norm of T has no biases; use collapse='in_out' or 'target'.")
     if collapse != "norm" and (probes is not None or tol is not None):
         raise InvalidInputError(f"probes and tol belong to collapse='norm', not {collapse!r}.")
     operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, activation=activation)
@@ -60,16 +65,17 @@ def tensorlens(
         result = operator.norm(query, probes=probes, tol=tol, rows=rows, seed=seed, memory=memory)
         what = "norm of T"
     elif collapse == "in_out":
-        result, what = operator.in_out(query, memory=memory), "squared norm of the output"
+        result, what = operator.in_out(query, bias=bias, memory=memory), "squared norm of the output"
     else:
-        result = operator.target(target, query, minus=minus, direction=direction, memory=memory)
+        result = operator.target(target, query, minus=minus, direction=direction, bias=bias, memory=memory)
         difference = "" if minus is None else f" − {minus!r}"
         what = "a direction" if direction is not None else f"logit of {target!r}{difference}"
     whole = operator.whole and operator.first == 0 and operator.last == frozen.n_layers
     what += "" if whole else f", of a part of the model (blocks {operator.first} to {operator.last - 1}"
     what += "" if whole else (")" if operator.whole else ", heads or MLPs left out)")
     options = {"collapse": collapse, "query": query, "target": target, "minus": minus, "direction": direction} | {
-        "layers": layers, "heads": heads, "mlp": mlp, "activation": activation, "probes": probes, "tol": tol,
+        "layers": layers, "heads": heads, "mlp": mlp, "activation": activation, "bias": bias, "probes": probes,
+        "tol": tol,
         "rows": rows if probes or tol else None, "seed": seed if probes or tol else None,
     }  # fmt: skip
     return Attribution.of(

@@ -1,0 +1,58 @@
+"""Which method is faithful? Perturbation tests, tasks with known answers, relation decoding, and checks.
+
+>>> import tensorlens_tl as tlens
+>>> from tensorlens_tl import evaluate
+>>> model = tlens.load_demo_model()
+>>> task = evaluate.induction(4, d_vocab=2048)
+>>> result = evaluate.known_answer(model, task, ["tensorlens target", "random"])
+>>> result.mean("mrr", "tensorlens target") > 2 * result.mean("mrr", "random")
+True
+
+Every evaluation returns an `Evaluation`: a value per metric, method and prompt, with `table()` (bootstrap intervals),
+`compare()` (paired), `plot()`, `to_dataframe()`, `save()` and `load()`.
+"""
+
+from tensorlens_tl.evaluate.checks import agreement, completeness, randomisation, spearman, stability
+from tensorlens_tl.evaluate.known_answer import expected_mrr, known_answer
+from tensorlens_tl.evaluate.perturbation import perturbation
+from tensorlens_tl.evaluate.relation_decoding import (
+    LinearRelation,
+    RelationDecoder,
+    by_relation,
+    few_shot_prompts,
+    relation_decoding,
+)
+from tensorlens_tl.evaluate.relations import Relation, Sample, shipped_relations
+from tensorlens_tl.evaluate.result import Comparison, Evaluation
+from tensorlens_tl.evaluate.scorers import PREDICTED, STANDARD, predictions
+from tensorlens_tl.evaluate.statistics import bootstrap_interval
+from tensorlens_tl.evaluate.tasks import KnownAnswers, brackets, induction, recall
+
+__all__ = [
+    "PREDICTED",
+    "STANDARD",
+    "Comparison",
+    "Evaluation",
+    "KnownAnswers",
+    "LinearRelation",
+    "Relation",
+    "RelationDecoder",
+    "Sample",
+    "agreement",
+    "bootstrap_interval",
+    "brackets",
+    "by_relation",
+    "completeness",
+    "expected_mrr",
+    "few_shot_prompts",
+    "induction",
+    "known_answer",
+    "perturbation",
+    "predictions",
+    "randomisation",
+    "recall",
+    "relation_decoding",
+    "shipped_relations",
+    "spearman",
+    "stability",
+]

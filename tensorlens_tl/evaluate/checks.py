@@ -1,0 +1,228 @@
+"""Checks that a method can be put through on any model and prompts, without knowing the answer.
+
+* `completeness`: do its scores sum to what they explain, and how much of it do no tokens explain?
+* `randomisation`: do its scores change when the weights are scrambled (Adebayo et al. 2018)? A map that does not is
+  about the prompt, not about the model.
+* `stability`: do they stay when the embeddings get a little noise?
+* `agreement`: how alike do methods rank the tokens?
+"""
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tensorlens_tl.arguments import whole_number
+from tensorlens_tl.attribution import Attribution
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.evaluate.result import Evaluation
+from tensorlens_tl.evaluate.scorers import Scorer, predictions, scorers_of, usable
+from tensorlens_tl.freezing import freeze
+from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.registry import attribute, get_method
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def completeness(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, **freezing: Any) -> Evaluation:
+    """How far each method's scores and bias are from the total they explain, and the bias' share of it.
+
+    Args:
+        model: a TransformerLens model.
+        prompts: strings or token ids.
+        methods: see `tensorlens_tl.evaluate.scorers`; None is every standard method that is additive and fits.
+        seed: of the random baseline.
+        freezing: options of `tlens.freeze`.
+
+    Returns:
+        An Evaluation: `residual` (abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias))) and `unexplained`
+        (abs(bias) / (Σ abs(scores) + abs(bias))); NaN for methods that claim no total.
+    """
+    scorers = scorers_of(methods, seed=seed)
+    frozen = freeze(model, prompts, **freezing)
+    scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
+    found = {scorer.label: _completeness(scorer, frozen) for scorer in scorers}
+    if methods is None:
+        found = {label: values for label, values in found.items() if bool(torch.isfinite(values).any())}
+    return Evaluation(
+        kind="completeness",
+        values=torch.stack(list(found.values()), dim=1),
+        metrics={"residual": False, "unexplained": False},
+        methods=list(found),
+        units=_units(frozen),
+        settings=frozen.view.provenance(),
+        skipped=skipped,
+    )
+
+
+def _completeness(scorer: Scorer, frozen: FrozenPass) -> Float[Tensor, "2 batch"]:
+    nothing = torch.full((2, len(frozen.tokens)), float("nan"), dtype=torch.float64)
+    if callable(scorer.method):
+        made = scorer.method(frozen)
+    else:
+        predicted = predictions(frozen)[0].tolist() if scorer.needs_target else None
+        options = {n: predicted if v is not None and n == "target" else v for n, v in scorer.options.items()}
+        takes = "query" in get_method(scorer.method).options
+        made = attribute(frozen, method=scorer.method, **options, **({"query": -1} if takes else {}))
+    if not isinstance(made, Attribution) or made.residual is None or made.bias is None:
+        return nothing
+    size = made.scores.abs().sum(-1) + made.bias.abs()
+    unexplained = made.bias.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
+    return torch.stack([made.residual[:, -1], unexplained[:, -1]]).double().cpu()
+
+
+def randomisation(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, **freezing: Any) -> Evaluation:
+    """Rank correlation of each method's scores with its scores on the same model, weights scrambled from the top down.
+
+    Block by block from the last to the first, the entries of every weight matrix are permuted within it, on a copy of
+    the model. A target is what the scrambled model predicts.
+
+    Args:
+        model, prompts, methods, freezing: as in `completeness`.
+        seed: of the permutations, and of the random baseline.
+
+    Returns:
+        An Evaluation: `similarity` (Spearman) with all blocks scrambled, lower is better; curves over the number of
+        scrambled blocks.
+    """
+    scorers = scorers_of(methods, seed=seed)
+    frozen = freeze(model, prompts, **freezing)
+    scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
+    before = torch.stack([scorer(frozen) for scorer in scorers])
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    layers, curve = frozen.n_layers, [spearman(before, before, frozen.mask)]
+    for layer in reversed(range(layers)):
+        _scramble(other.blocks[layer], generator)
+        again = freeze(other, frozen.tokens, **_as_given(frozen), verify=False)
+        curve.append(spearman(before, torch.stack([scorer(again) for scorer in scorers]), frozen.mask))
+    curves = torch.stack(curve, dim=-1)[None]
+    return Evaluation(
+        kind="weight randomisation",
+        values=curves[..., -1],
+        metrics={"similarity": False},
+        methods=[scorer.label for scorer in scorers],
+        units=_units(frozen),
+        curves=curves,
+        axis=torch.arange(layers + 1, dtype=torch.float64),
+        axis_name="blocks scrambled, from the last",
+        settings=frozen.view.provenance() | {"seed": seed},
+        skipped=skipped,
+    )
+
+
+@torch.no_grad()
+def _scramble(block: nn.Module, generator: torch.Generator) -> None:
+    for parameter in block.parameters():
+        if parameter.ndim >= 2:
+            order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
+            parameter.copy_(parameter.flatten()[order].view_as(parameter))
+
+
+def stability(
+    model: Any,
+    prompts: Any,
+    methods: Any = None,
+    *,
+    noise: Any = 0.01,
+    draws: Any = 4,
+    seed: int = 0,
+    **freezing: Any,
+) -> Evaluation:
+    """Rank correlation of each method's scores with its scores when the first block's input gets Gaussian noise.
+
+    Args:
+        model, prompts, methods, freezing: as in `completeness`.
+        noise: its size, as a share of each token's own vector.
+        draws: how many noisy inputs are averaged.
+        seed: of the noise, and of the random baseline.
+
+    Returns:
+        An Evaluation: `similarity` (Spearman), higher is better.
+
+    Raises:
+        InvalidInputError: noise that is not positive.
+    """
+    if not isinstance(noise, int | float) or not noise > 0:
+        raise InvalidInputError(f"noise={noise!r}: pass a positive share, such as 0.01.")
+    draws = whole_number("draws", draws, least=1)
+    scorers = scorers_of(methods, seed=seed)
+    frozen = freeze(model, prompts, **freezing)
+    scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
+    before = torch.stack([scorer(frozen) for scorer in scorers])
+    generator, total = torch.Generator().manual_seed(seed), torch.zeros(before.shape[:2], dtype=torch.float64)
+    x = frozen.resid_pre(0)
+    for _ in range(draws):
+        added = torch.randn(x.shape, generator=generator).to(x) * x.norm(dim=-1, keepdim=True)
+        noisy = x + noise * added / x.shape[-1] ** 0.5
+        with model.hooks(fwd_hooks=[(frozen.points.blocks[0].resid_pre, _replaced_by(noisy))]):
+            again = freeze(model, frozen.tokens, **_as_given(frozen), verify=False)
+            after = torch.stack([scorer(again) for scorer in scorers])
+        total += spearman(before, after, frozen.mask)
+    return Evaluation(
+        kind="stability under noise",
+        values=(total / draws)[None],
+        metrics={"similarity": True},
+        methods=[scorer.label for scorer in scorers],
+        units=_units(frozen),
+        settings=frozen.view.provenance() | {"noise": noise, "draws": draws, "seed": seed},
+        skipped=skipped,
+    )
+
+
+def _replaced_by(value: Tensor) -> Callable[..., Tensor]:
+    def hook(live: Tensor, *, hook: Any) -> Tensor:
+        return value.to(live)
+
+    return hook
+
+
+def agreement(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, **freezing: Any) -> "pd.DataFrame":
+    """Rank correlation of every two methods' scores for the last token, averaged over prompts: a square table.
+
+    Args:
+        model, prompts, methods, freezing: as in `completeness`.
+        seed: of the random baseline.
+    """
+    import pandas as pd
+
+    scorers = scorers_of(methods, seed=seed)
+    frozen = freeze(model, prompts, **freezing)
+    scorers, _ = usable(scorers, frozen, -1, skip=methods is None)
+    scores = torch.stack([scorer(frozen) for scorer in scorers])
+    labels = [scorer.label for scorer in scorers]
+    table = [[float(spearman(a, b, frozen.mask).nanmean()) for b in scores] for a in scores]
+    return pd.DataFrame(table, index=pd.Index(labels, name="method"), columns=labels)
+
+
+def spearman(
+    a: Float[Tensor, "*method batch pos"], b: Float[Tensor, "*method batch pos"], mask: Tensor
+) -> Float[Tensor, "*method batch"]:
+    """Rank correlation over each prompt's real tokens, equal scores sharing their rank; NaN for constant scores."""
+    first, second = (_centred_ranks(t, mask) for t in (a, b))
+    size = first.norm(dim=-1) * second.norm(dim=-1)
+    return torch.where(size > 0, (first * second).sum(-1) / size, torch.nan)
+
+
+def _centred_ranks(scores: Tensor, mask: Tensor) -> Tensor:
+    """Average ranks among real tokens, less their mean; zero at padding."""
+    pairs = mask[..., None, :] & mask[..., :, None]
+    below = (scores[..., None, :] < scores[..., :, None]) & pairs
+    equal = (scores[..., None, :] == scores[..., :, None]) & pairs
+    ranks = below.sum(-1) + 0.5 * equal.sum(-1)
+    mean = (ranks * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+    return ((ranks - mean) * mask).double()
+
+
+def _as_given(frozen: FrozenPass) -> dict[str, Any]:
+    given: dict[str, Any] = {} if bool(frozen.mask.all()) else {"attention_mask": frozen.mask}
+    if "token_type_ids" in frozen.inputs:
+        given["token_type_ids"] = frozen.inputs["token_type_ids"]
+    return given
+
+
+def _units(frozen: FrozenPass) -> list[str]:
+    return [f"prompt {number}" for number in range(len(frozen.tokens))]

@@ -1,0 +1,358 @@
+"""Perturbation tests: replace source tokens in the order of their scores, and see what that does to the live model.
+
+With the most relevant tokens first (``order="descending"``, positive perturbation) a faithful map breaks the model
+sooner: higher is better. With the least relevant first (``"ascending"``, negative perturbation) it leaves the model as
+it was: lower is better. After a share f of a prompt's tokens has been replaced, at the query:
+
+| metric | damage(f) |
+| --- | --- |
+| `hs_mse` | mean squared difference of the final hidden state (what the model unembeds) |
+| `aopc` | p(0) − p(f), p the probability of the token that was predicted for the whole prompt |
+| `logit` | the same token's logit(0) − logit(f) |
+
+An area under the curve is the trapezoid rule over the fractions, divided by their range: the damage averaged over it.
+Special tokens and padding are never replaced. (TensorLens 2026, Figures 3 to 7; AOPC: Samek et al. 2017.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tensorlens_tl.arguments import whole_number
+from tensorlens_tl.budget import in_bytes
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.result import Evaluation
+from tensorlens_tl.evaluate.scorers import scorers_of, usable
+from tensorlens_tl.freezing import freeze
+from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.hooks import ModelPoints, capture, model_points, only_at, run_until
+from tensorlens_tl.inputs import Prompt, prepare, query_positions
+from tensorlens_tl.targets import token_ids
+from tensorlens_tl.view import ModelView
+
+FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+METRICS = ("hs_mse", "aopc", "logit")
+REPLACEMENTS = ("mask", "pad", "mean", "zero")
+EMBEDDINGS = ("embed.hook_out", "embed.hook_embed", "hook_embed")
+"""Where token embeddings appear before positions are added: a Bridge, a HookedEncoder, a HookedTransformer."""
+PROMPTS_AT_ONCE = 16
+
+
+def perturbation(
+    model: Any,
+    prompts: Any,
+    methods: Any = None,
+    *,
+    query: Any = "last",
+    fractions: Any = FRACTIONS,
+    replacement: Any = None,
+    metrics: Any = METRICS,
+    order: str = "descending",
+    absolute: bool = False,
+    attention_mask: Any = None,
+    prepend_bos: bool | None = None,
+    seed: int = 0,
+    memory: Any = None,
+) -> Evaluation:
+    """How much damage is done by replacing the tokens that each method names first.
+
+    Args:
+        model: a TransformerLens model.
+        prompts: strings, or token ids `[prompt, pos]`.
+        methods: see `tensorlens_tl.evaluate.scorers`; None is all of them and a random order. Methods of your own
+            naming must fit the model, of None those that do are run.
+        query: ``"last"``, ``"cls"`` (the first token), a position counted over real tokens, or ``"mean"``: scores and
+            final hidden states averaged over all positions (metric `hs_mse` alone).
+        fractions: shares of a prompt's tokens to replace, ascending, the first 0.
+        replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the token
+            embedding's mean over all prompts) or ``"zero"`` (no token embedding; positions stay). None is the mask
+            token where there is one, else the mean.
+        metrics: of `hs_mse`, `aopc`, `logit`.
+        order: ``"descending"`` (positive perturbation) or ``"ascending"`` (negative).
+        absolute: order by absolute score; the paper and the default keep the sign.
+        attention_mask: 1 at real tokens, with token ids only.
+        prepend_bos: as in TransformerLens, with strings only.
+        seed: of the random order and of the order of equal scores.
+        memory: what the perturbed runs may allocate, as ``"512MB"`` or bytes.
+
+    Returns:
+        An Evaluation: areas per prompt in `values`, curves over the fractions.
+
+    Raises:
+        InvalidInputError: fractions outside [0, 1] or not ascending, an unknown metric, order or replacement, prompts
+            too short for the smallest fraction, or methods that cannot be run as asked.
+        UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
+    """
+    scorers = scorers_of(methods, seed=seed)
+    steps = _fractions(fractions)
+    wanted = _metrics(metrics, query)
+    if order not in ("descending", "ascending"):
+        raise InvalidInputError(f"order={order!r}; use 'descending' (most relevant first) or 'ascending'.")
+    bound = in_bytes(memory)
+    view = ModelView(model)
+    prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
+    place = _query(query, prompt.mask)
+    if view.unembedding is None and {"aopc", "logit"} & set(wanted):
+        raise UnsupportedModelError(f"{view.description} predicts no tokens; use metrics=['hs_mse'].")
+    allowed = perturbable(view, prompt)
+    counts = _counts(allowed, steps)
+    points = model_points(view)
+    engine = _Engine(model, view, points, prompt, place, _Replacement.of(view, prompt, replacement), wanted, bound)
+    scorers, skipped = usable(scorers, _pass(model, prompt, slice(0, 1)), place, skip=methods is None)
+
+    curves = torch.zeros(len(wanted), len(scorers), len(prompt.tokens), len(steps), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    for start in tqdm(range(0, len(prompt.tokens), PROMPTS_AT_ONCE), desc="perturbation", leave=False, delay=2.0):
+        part = slice(start, start + PROMPTS_AT_ONCE)
+        frozen = _pass(model, prompt, part)
+        ties = torch.rand(frozen.mask.shape, generator=generator, dtype=torch.float64)
+        for number, scorer in enumerate(scorers):
+            scores = scorer(frozen, place).cpu()
+            ranks = rank(scores.abs() if absolute else scores, allowed[part], order, ties)
+            # nothing is replaced at the first step, and no damage done
+            curves[:, number, part, 1:] = engine.damage(part, ranks[:, None] < counts[part, 1:, None])
+    areas = torch.trapezoid(curves, torch.tensor(steps, dtype=torch.float64)) / (steps[-1] - steps[0])
+    settings = {
+        **view.provenance(),
+        "prompts": len(prompt.tokens),
+        "query": query,
+        "replacement": engine.replacement.name,
+        "order": order,
+        "absolute": absolute,
+        "seed": seed,
+        "biases": "methods without 'biases' in their label leave the model's biases out of the scores, as the paper",
+    }
+    return Evaluation(
+        kind=f"{'positive' if order == 'descending' else 'negative'} perturbation",
+        values=areas,
+        metrics=dict.fromkeys(wanted, order == "descending"),
+        methods=[scorer.label for scorer in scorers],
+        units=[f"prompt {number}" for number in range(len(prompt.tokens))],
+        curves=curves,
+        axis=torch.tensor(steps, dtype=torch.float64),
+        axis_name="share of tokens replaced",
+        settings=settings,
+        skipped=skipped,
+    )
+
+
+def rank(
+    scores: Float[Tensor, "batch pos"],
+    allowed: Bool[Tensor, "batch pos"],
+    order: str = "descending",
+    ties: Float[Tensor, "batch pos"] | None = None,
+) -> Int[Tensor, "batch pos"]:
+    """Each token's place in the order of replacement, from 0; tokens that are not allowed come after all others.
+
+    Equal scores are ordered by `ties`, by position without them. Reversing the order reverses the ranks.
+    """
+    ties = torch.arange(scores.shape[1]).expand_as(scores) if ties is None else ties
+    by_ties = ties.argsort(dim=1)
+    key = scores.gather(1, by_ties)
+    ordered = by_ties.gather(1, key.argsort(dim=1, stable=True))  # ascending
+    ordered = ordered.flip(1) if order == "descending" else ordered
+    forbidden = ~allowed.gather(1, ordered)
+    ordered = ordered.gather(1, forbidden.long().argsort(dim=1, stable=True))
+    return ordered.argsort(dim=1)
+
+
+def perturbable(view: ModelView, prompt: Prompt) -> Bool[Tensor, "prompt pos"]:
+    """True at tokens that may be replaced: neither padding nor special tokens of the tokenizer."""
+    tokenizer = getattr(view.model, "tokenizer", None)
+    special = torch.tensor(sorted(getattr(tokenizer, "all_special_ids", None) or []), dtype=torch.long)
+    return (prompt.mask.cpu() & ~torch.isin(prompt.tokens.cpu(), special)).clone()
+
+
+# ------------------------------------------------------------------------------------------- checks
+
+
+def _fractions(fractions: Any) -> list[float]:
+    try:
+        steps = [float(f) for f in fractions]
+    except (TypeError, ValueError):
+        raise InvalidInputError(f"fractions={fractions!r}: pass shares such as (0, 0.1, 0.2).") from None
+    if len(steps) < 2 or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)) or steps[-1] > 1:
+        raise InvalidInputError(f"fractions={steps}: pass at least two shares in [0, 1], ascending, the first 0.")
+    return steps
+
+
+def _metrics(metrics: Any, query: Any) -> list[str]:
+    wanted = [metrics] if isinstance(metrics, str) else list(metrics)
+    unknown = [metric for metric in wanted if metric not in METRICS]
+    if unknown or not wanted:
+        raise InvalidInputError(f"metrics={wanted!r}; use some of {', '.join(map(repr, METRICS))}.")
+    if query == "mean":
+        wanted = ["hs_mse"] if tuple(wanted) == METRICS else wanted
+        if wanted != ["hs_mse"]:
+            raise InvalidInputError("query='mean' has no single prediction; use metrics=['hs_mse'], or one query.")
+    return wanted
+
+
+def _query(query: Any, mask: Bool[Tensor, "prompt pos"]) -> int | None:
+    """The query as the methods take it: an integer, or None for the mean."""
+    if isinstance(query, str):
+        known: dict[str, int | None] = {"last": -1, "cls": 0, "mean": None}
+        if query not in known:
+            raise InvalidInputError(f"query={query!r}; use 'last', 'cls', 'mean' or a position.")
+        return known[query]
+    place = whole_number("query", query, why="or 'last', 'cls', 'mean'")
+    query_positions(mask, place)
+    return place
+
+
+def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[Tensor, "prompt step"]:
+    """How many tokens each step replaces.
+
+    Raises:
+        InvalidInputError: a prompt so short that the smallest fraction replaces none.
+    """
+    tokens = allowed.sum(1)
+    counts = (tokens[:, None] * torch.tensor(steps, dtype=torch.float64) + 0.5).long()
+    short = (counts[:, 1] == 0).nonzero()
+    if len(short):
+        row, least = int(short[0]), -int(-0.5 // steps[1])
+        raise InvalidInputError(
+            f"prompt {row} has {int(tokens[row])} tokens that may be replaced, and the fraction {steps[1]} of them is "
+            f"none: use prompts of {least} or more, or larger fractions."
+        )
+    return counts
+
+
+# ------------------------------------------------------------------------------------- perturbed runs
+
+
+@dataclass(frozen=True, eq=False)
+class _Replacement:
+    """A token id, or a vector put in the place of token embeddings at the hook point `at`."""
+
+    name: str
+    token: int | None = None
+    at: str | None = None
+    vector: Tensor | None = None
+
+    @classmethod
+    def of(cls, view: ModelView, prompt: Prompt, replacement: Any) -> "_Replacement":
+        tokenizer = getattr(view.model, "tokenizer", None)
+        if replacement is None:
+            replacement = "mask" if getattr(tokenizer, "mask_token_id", None) is not None else "mean"
+        if replacement in ("mask", "pad"):
+            token = getattr(tokenizer, f"{replacement}_token_id", None)
+            if token is None:
+                raise InvalidInputError(
+                    f"replacement={replacement!r}: this model's tokenizer has no {replacement} token; use 'mean', "
+                    "'zero' or a token."
+                )
+            return cls(str(replacement), token=int(token))
+        if replacement in ("mean", "zero"):
+            known = [name for name in EMBEDDINGS if name in view.model.hook_dict]
+            if not known:
+                raise UnsupportedModelError(
+                    f"replacement={replacement!r}: {view.description} has no hook point for token embeddings; use a "
+                    "token."
+                )
+            parts = [slice(start, start + 64) for start in range(0, len(prompt.tokens), 64)]
+            seen = [run_until(view.model, _inputs(prompt, part), known[0])[prompt.mask[part]] for part in parts]
+            mean = torch.cat(seen).mean(0)
+            return cls(replacement, at=known[0], vector=mean if replacement == "mean" else torch.zeros_like(mean))
+        try:
+            token = int(token_ids(view, replacement, 1, "replacement")[0])
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{error} Or use one of {', '.join(map(repr, REPLACEMENTS))}.") from error
+        return cls(repr(replacement), token=token)
+
+
+class _Engine:
+    """Runs the live model on perturbed prompts, and compares it with itself on the whole ones."""
+
+    def __init__(
+        self,
+        model: Any,
+        view: ModelView,
+        points: ModelPoints,
+        prompt: Prompt,
+        place: int | None,
+        replacement: _Replacement,
+        metrics: Sequence[str],
+        memory: int,
+    ) -> None:
+        self.model, self.prompt, self.replacement, self.metrics = model, prompt, replacement, metrics
+        self.hidden_at = points.unembed_in or points.last_output
+        self.place, self.predicts = place, bool({"aopc", "logit"} & set(metrics))
+        batch, pos = prompt.tokens.shape
+        self.positions = None if place is None else query_positions(prompt.mask, place)
+        widest = max(block.mlp.W_in.shape[1] if block.mlp is not None else 0 for block in view.blocks)
+        per_row = pos * (8 * view.blocks[0].attention.W_O.shape[1] + 2 * widest + 2 * pos * view.cfg.n_heads)
+        self.rows = max(1, memory // (4 * (per_row + (view.d_vocab if self.predicts else 0))))
+        self.hidden, logits = self._measure(torch.arange(batch), torch.zeros_like(prompt.mask).cpu())
+        self.logits = self.hidden if logits is None else logits  # without a metric that needs them, never read
+
+    def damage(self, part: slice, replaced: Bool[Tensor, "prompt step pos"]) -> Float[Tensor, "metric prompt step"]:
+        """Every metric of some prompts with some of their tokens replaced."""
+        prompts, steps, _ = replaced.shape
+        index = torch.arange(part.start, part.start + prompts).repeat_interleave(steps)
+        hidden, logits = self._measure(index, replaced.flatten(0, 1))
+        found = []
+        for metric in self.metrics:
+            if metric == "hs_mse":
+                found.append((hidden - self.hidden[index]).square().mean(-1))
+                continue
+            assert logits is not None
+            before, after = self.logits[index], logits
+            token = before.argmax(-1, keepdim=True)
+            if metric == "aopc":
+                before, after = before.softmax(-1), after.softmax(-1)
+            found.append((before.gather(1, token) - after.gather(1, token))[:, 0])
+        return torch.stack(found).unflatten(1, (prompts, steps))
+
+    def _measure(
+        self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"]
+    ) -> tuple[Float[Tensor, "row d_model"], Float[Tensor, "row d_vocab"] | None]:
+        """Final hidden state at the query, and logits there where a metric needs them."""
+        hidden, logits = [], []
+        for rows, where in zip(index.split(self.rows), replaced.split(self.rows), strict=True):
+            h, z = self._run(rows.to(self.prompt.tokens.device), where.to(self.prompt.tokens.device))
+            hidden.append(h.double().cpu())
+            logits += [] if z is None else [z.double().cpu()]
+        return torch.cat(hidden), torch.cat(logits) if logits else None
+
+    def _run(self, rows: Tensor, replaced: Tensor) -> tuple[Tensor, Tensor | None]:
+        inputs, mask = _inputs(self.prompt, rows), self.prompt.mask[rows]
+        hooks = []
+        if self.replacement.token is not None:
+            inputs["input"] = inputs["input"].masked_fill(replaced, self.replacement.token)
+        elif self.replacement.at is not None:
+            vector = self.replacement.vector
+
+            def put(embedded: Tensor, *, hook: Any) -> Tensor:
+                return torch.where(replaced[..., None], vector.to(embedded), embedded)  # pyright: ignore[reportOptionalMemberAccess]
+
+            hooks.append((self.replacement.at, put))
+        if self.positions is None:
+            kept, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
+            found = kept[self.hidden_at] * mask[..., None]
+            return found.sum(1) / mask.sum(1, keepdim=True), None
+        at = self.positions[rows]
+        if not self.predicts:
+            kept, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
+            return torch.take_along_dim(kept[self.hidden_at], at[..., None], dim=1)[:, 0], None
+        hooks.append(only_at(self.hidden_at, at))
+        kept, logits = capture(self.model, inputs, [self.hidden_at], hooks=hooks)
+        pick = lambda t: t[:, 0] if t.shape[1] == 1 else torch.take_along_dim(t, at[..., None], dim=1)[:, 0]  # noqa: E731
+        return pick(kept[self.hidden_at]), pick(logits)
+
+
+def _inputs(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:
+    """The model's keyword arguments for some prompts."""
+    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in prompt.kwargs.items()}
+
+
+def _pass(model: Any, prompt: Prompt, part: slice) -> FrozenPass:
+    """Some of the prompts, frozen; cut after their last real token."""
+    mask = prompt.mask[part]
+    return freeze(model, prompt.tokens[part], attention_mask=None if bool(mask.all()) else mask)

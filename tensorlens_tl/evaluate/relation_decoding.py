@@ -1,0 +1,497 @@
+"""Relation decoding: does one linear map, made from a few examples, give the objects of other subjects?
+
+* `RelationDecoder` (TensorLens 2026, section 4.2, Eq. 26): the frozen operators of m few-shot prompts of one length, at
+  their last position, averaged: ``o(X) = (1/m) Σ_k (T_k X + B_k)``. Applied to another prompt's embeddings X it
+  predicts the final state, which is unembedded.
+* `LinearRelation` (LRE, Hernandez et al. 2024): ``o(s) = β·W·s + b`` from the subject's last token at one layer, W the
+  mean Jacobian of the final state and b the mean of ``o − W·s`` over the prompts. The live model, differentiated.
+
+Both are asked whether their highest-ranked token is the one that the model itself predicts.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.arguments import whole_number
+from tensorlens_tl.budget import chunks
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.relations import Relation, Sample, few_shot_text, shipped_relations
+from tensorlens_tl.evaluate.result import Evaluation
+from tensorlens_tl.evaluate.scorers import RANDOM, predictions
+from tensorlens_tl.freezing import freeze
+from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.inputs import prepare
+from tensorlens_tl.operator import FrozenOperator
+from tensorlens_tl.view import ModelView
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BETA = 2.25
+"""The scale that Hernandez et al. use for GPT-J; 1 is the first-order approximation itself."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Few-shot prompts about several subjects: token ids of one length, and the last token of each subject."""
+
+    tokens: Int[Tensor, "prompt pos"]
+    subject_ends: Int[Tensor, "prompt"]
+    samples: tuple[Sample, ...]
+
+
+def few_shot_prompts(
+    model: Any,
+    template: str,
+    subjects: Sequence[Sample],
+    examples: Sequence[Sample] | Sequence[Sequence[Sample]] = (),
+    *,
+    length: Any = None,
+    separator: str = "\n",
+) -> Prompts:
+    """Prompts that ask for the objects of some subjects, after examples.
+
+    Args:
+        model: a TransformerLens model with a tokenizer.
+        template: with ``{}`` for the subject.
+        subjects: what is asked for.
+        examples: shown before each subject, the same for all, or a list of them for each.
+        length: ``"most common"`` keeps the prompts of the most common token length (Appendix D), an integer those of
+            that length; None insists that all have the same.
+        separator: between examples.
+
+    Raises:
+        InvalidInputError: no subject, or prompts of unequal length (says which, and what the most common length is).
+    """
+    if not subjects:
+        raise InvalidInputError("few_shot_prompts: no subject to ask for.")
+    shown: list[Sequence[Any]] = [
+        examples[number] if examples and not isinstance(examples[0], Sample) else examples  # pyright: ignore[reportAssignmentType]
+        for number in range(len(subjects))
+    ]
+    texts = [
+        few_shot_text(template, told, sample.subject, separator) for told, sample in zip(shown, subjects, strict=True)
+    ]
+    rows = _token_rows(model, texts)
+    keep = _of_one_length(rows, [sample.subject for sample in subjects], length)
+    view = ModelView(model)
+    ends = [_subject_end(view, template, rows[number], subjects[number], texts[number]) for number in keep]
+    return Prompts(
+        torch.tensor([rows[number] for number in keep]),
+        torch.tensor(ends),
+        tuple(subjects[number] for number in keep),
+    )
+
+
+def _token_rows(model: Any, texts: Sequence[str]) -> list[list[int]]:
+    view = ModelView(model)
+    return [prepare(view, text).tokens[0].tolist() for text in texts]
+
+
+def _of_one_length(rows: Sequence[Sequence[int]], names: Sequence[str], length: Any) -> list[int]:
+    """Which rows are of one token length: all of them, the most common, or a number.
+
+    Raises:
+        InvalidInputError: unequal lengths where all must agree, or none of the asked length.
+    """
+    lengths = Counter(map(len, rows))
+    common = lengths.most_common(1)[0][0]
+    wanted = common if length in (None, "most common") else whole_number("length", length, least=1)
+    keep = [number for number, row in enumerate(rows) if len(row) == wanted]
+    if length is None and len(keep) < len(rows):
+        odd = [f"{name!r} ({len(row)})" for name, row in zip(names, rows, strict=True) if len(row) != common]
+        raise InvalidInputError(
+            f"examples of unequal length: {', '.join(odd[:5])} differ from the most common length, {common} tokens. "
+            "Leave them out, or pass length='most common'."
+        )
+    if not keep:
+        raise InvalidInputError(f"length={wanted}: no prompt has it; there are {dict(lengths)} (length: prompts).")
+    return keep
+
+
+def _subject_end(view: ModelView, template: str, tokens: Sequence[int], sample: Sample, text: str) -> int:
+    """The subject's last token: what comes after it is as long as the template's rest is by itself."""
+    rest = template.split("{}")[1]
+    before = text[: len(text) - len(rest)] if rest else text
+    known = prepare(view, before).tokens[0].tolist()
+    same = 0
+    while same < min(len(known), len(tokens)) and known[same] == tokens[same]:
+        same += 1
+    if same == 0:
+        raise InvalidInputError(f"cannot find the subject {sample.subject!r} among the tokens of its prompt.")
+    return same - 1
+
+
+def of_common_length(model: Any, template: str, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples whose prompts, alone and with their objects, have the most common token lengths (Appendix D).
+
+    Few-shot prompts made of any of them then have the same length.
+    """
+    view = ModelView(model)
+
+    def lengths(sample: Sample) -> tuple[int, int]:
+        asked = few_shot_text(template, [], sample.subject)
+        whole = f"{asked} {sample.object}"
+        return prepare(view, asked).tokens.shape[1], prepare(view, whole).tokens.shape[1]
+
+    found = [lengths(sample) for sample in samples]
+    common = Counter(found).most_common(1)[0][0]
+    return [sample for sample, length in zip(samples, found, strict=True) if length == common]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RelationDecoder:
+    """The mean of the frozen operators of a few prompts, at their last position (TensorLens Eq. 26); see `fit`."""
+
+    operator: FrozenOperator
+
+    @property
+    def frozen(self) -> FrozenPass:
+        """The prompts it was made from."""
+        return self.operator.frozen
+
+    def __repr__(self) -> str:
+        prompts, pos = self.frozen.tokens.shape
+        return f"RelationDecoder(m={prompts}, pos={pos}, {self.frozen.view.description})"
+
+    @classmethod
+    def fit(
+        cls,
+        model: Any,
+        examples: Any,
+        m: Any = 3,
+        *,
+        template: str | None = None,
+        shots: Any = None,
+        length: Any = None,
+        activation: str = "ratio",
+    ) -> "RelationDecoder":
+        """Freeze m prompts and keep their operators.
+
+        Args:
+            model: a TransformerLens model that predicts tokens.
+            examples: a `Relation`, a list of `Sample` or ``(subject, object)`` pairs with `template`, or prompts of one
+                length: texts, or token ids `[prompt, pos]`.
+            m: how many of them, from the first on.
+            template: where `examples` are pairs, or instead of a relation's first.
+            shots: how many of the others each prompt shows before its subject; None is all m − 1.
+            length: as in `few_shot_prompts`, ``"most common"`` for Appendix D.
+            activation: see `FrozenPass.operator`.
+
+        Raises:
+            InvalidInputError: fewer than m examples, or of unequal length (says which).
+        """
+        m = whole_number("m", m, least=1)
+        tokens = _example_tokens(model, examples, m, template, shots, length)
+        return cls(freeze(model, tokens).operator(activation=activation))
+
+    def states(self, prompts: Any) -> Float[Tensor, "prompt d_model"]:
+        """What the mean operator makes of other prompts' embeddings: the predicted final state at their last token.
+
+        Args:
+            prompts: texts or token ids of the examples' length, or a `FrozenPass` of them.
+
+        Raises:
+            InvalidInputError: prompts of another length.
+        """
+        x = self._embeddings(prompts)
+        made = torch.empty(len(x), x.shape[-1], dtype=x.dtype, device=x.device)
+        for part in chunks(len(x), self.operator.row_bytes, None, "relation decoding"):
+            rows = x[part.start : part.stop, None].expand(-1, *self.operator.x.shape)
+            made[part.start : part.stop] = self.operator(rows)[:, :, -1].mean(1)
+        return made
+
+    def logits(self, prompts: Any) -> Float[Tensor, "prompt d_vocab"]:
+        """The predicted states, unembedded (before any soft cap, which changes no rank).
+
+        Raises:
+            InvalidInputError: prompts of another length.
+            UnsupportedModelError: the model predicts no tokens, or has a prediction head of its own.
+        """
+        return unembed(self.frozen, self.states(prompts))
+
+    def decode(self, prompts: Any) -> Int[Tensor, "prompt"]:
+        """The highest-ranked token for each prompt."""
+        return self.logits(prompts).argmax(-1)
+
+    def _embeddings(self, prompts: Any) -> Tensor:
+        if isinstance(prompts, Prompts):
+            prompts = prompts.tokens
+        frozen = prompts if isinstance(prompts, FrozenPass) else freeze(self.frozen.model, prompts, verify=False)
+        mine, theirs = self.frozen.tokens.shape[1], frozen.tokens.shape[1]
+        if mine != theirs or not bool(frozen.mask.all()):
+            raise InvalidInputError(
+                f"the decoder was made from prompts of {mine} tokens, these have {theirs}: an operator fits one "
+                "length. Choose prompts with few_shot_prompts(..., length=...)."
+            )
+        return frozen.resid_pre(0)
+
+
+def _example_tokens(
+    model: Any, examples: Any, m: int, template: str | None, shots: Any, length: Any
+) -> Int[Tensor, "m pos"]:
+    if isinstance(examples, Relation):
+        template = examples.prompt_templates[0] if template is None else template
+        examples = examples.samples
+    if isinstance(examples, Prompts | Tensor):
+        tokens = examples.tokens if isinstance(examples, Prompts) else examples
+    elif not examples:
+        raise InvalidInputError("RelationDecoder.fit: no examples.")
+    elif template is not None:
+        pairs = [e if isinstance(e, Sample) else Sample(*map(str, e)) for e in examples]
+        _enough(len(pairs), m)
+        return leave_one_out(model, template, pairs if length is not None else pairs[:m], m, shots, length).tokens
+    elif isinstance(examples[0], str):
+        rows = _token_rows(model, examples)
+        tokens = torch.tensor([rows[number] for number in _of_one_length(rows, examples, length)])
+    else:
+        raise InvalidInputError(
+            "RelationDecoder.fit: pass a Relation, texts, or token ids [prompt, pos]; pairs of subject and object need "
+            "template= with one {}."
+        )
+    _enough(len(tokens), m)
+    return tokens[:m]
+
+
+def _enough(have: int, m: int) -> None:
+    if have < m:
+        raise InvalidInputError(f"RelationDecoder.fit: {have} examples, m={m} are needed.")
+
+
+def leave_one_out(
+    model: Any, template: str, samples: Sequence[Sample], m: int, shots: Any = None, length: Any = None
+) -> Prompts:
+    """m prompts, each asking for one sample after showing `shots` of the others."""
+    shots = m - 1 if shots is None else whole_number("shots", shots, 0, len(samples) - 1)
+    shown = [[s for s in samples if s is not sample][:shots] for sample in samples]
+    prompts = few_shot_prompts(model, template, samples, shown, length=length)
+    _enough(len(prompts.tokens), m)
+    return Prompts(prompts.tokens[:m], prompts.subject_ends[:m], prompts.samples[:m])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LinearRelation:
+    """LRE (Hernandez et al. 2024): ``o = β·W·s + b`` from the subject's state at one layer to the final state."""
+
+    frozen: FrozenPass
+    layer: int
+    W: Float[Tensor, "d d"]
+    b: Float[Tensor, "d"]
+    beta: float = 1.0
+
+    def __repr__(self) -> str:
+        prompts = len(self.frozen.tokens)
+        return f"LinearRelation(m={prompts}, layer={self.layer}, beta={self.beta:g}, {self.frozen.view.description})"
+
+    @classmethod
+    def fit(cls, model: Any, prompts: Prompts, *, layer: Any = None, beta: float = 1.0) -> "LinearRelation":
+        """Mean Jacobian and bias over some prompts, on the live model.
+
+        Args:
+            model: a TransformerLens model that predicts tokens.
+            prompts: of one length.
+            layer: the subject's state is taken where it enters this block; None is the middle one.
+            beta: scale of the linear part.
+
+        Raises:
+            InvalidInputError: a layer out of range.
+        """
+        frozen = freeze(model, prompts.tokens, verify=False)
+        layer = frozen.n_layers // 2 if layer is None else whole_number("layer", layer, 0, frozen.n_layers - 1)
+        found = [_jacobian(frozen, row, layer, int(end)) for row, end in enumerate(prompts.subject_ends)]
+        W = torch.stack([J for J, _, _ in found]).mean(0)
+        b = torch.stack([o - J @ s for J, s, o in found]).mean(0)
+        return cls(frozen, layer, W, b, beta)
+
+    def states(self, prompts: Prompts) -> Float[Tensor, "prompt d_model"]:
+        """The predicted final states."""
+        frozen = freeze(self.frozen.model, prompts.tokens, verify=False)
+        at = prompts.subject_ends.to(frozen.tokens.device)[:, None, None]
+        subjects = torch.take_along_dim(frozen.resid_pre(self.layer), at, dim=1)[:, 0]
+        return self.beta * subjects @ self.W.T + self.b
+
+    def logits(self, prompts: Prompts) -> Float[Tensor, "prompt d_vocab"]:
+        """The predicted states, unembedded."""
+        return unembed(self.frozen, self.states(prompts))
+
+    def decode(self, prompts: Prompts) -> Int[Tensor, "prompt"]:
+        """The highest-ranked token for each prompt."""
+        return self.logits(prompts).argmax(-1)
+
+
+def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+    """∂(final state at the last token) / ∂(state at `end` entering `layer`) of one prompt, with both states.
+
+    One run of d_model copies: each copy's own coordinate of the output is differentiated, all in one backward pass.
+    """
+    x = frozen.resid_pre(layer)[row]
+    width = x.shape[-1]
+    output: list[Tensor] = []
+    inputs = {"input": frozen.tokens[row : row + 1].expand(width, -1)}
+    with torch.enable_grad():
+        leaf = x.expand(width, -1, -1).clone().requires_grad_(True)
+
+        def put(live: Tensor, *, hook: Any) -> Tensor:
+            return leaf
+
+        def keep(live: Tensor, *, hook: Any) -> None:
+            output.append(live[:, -1])
+
+        at = frozen.points.unembed_in or frozen.points.last_output
+        frozen.model.run_with_hooks(**inputs, fwd_hooks=[(frozen.points.blocks[layer].resid_pre, put), (at, keep)])
+        (gradient,) = torch.autograd.grad(output[0].diagonal().sum(), leaf)
+    return gradient[:, end], x[end], output[0][0].detach()
+
+
+def unembed(frozen: FrozenPass, states: Float[Tensor, "prompt d_model"]) -> Float[Tensor, "prompt d_vocab"]:
+    """Logits of final states.
+
+    Raises:
+        UnsupportedModelError: the model predicts no tokens, or through a prediction head that is not linear.
+    """
+    if frozen.view.unembedding is None or frozen.prediction_head() is not None:
+        raise UnsupportedModelError(
+            f"relation decoding reads tokens off the final state; {frozen.view.description} has no plain unembedding."
+        )
+    W_U, b_U = frozen.view.unembedding
+    logits = states.to(W_U) @ W_U
+    return logits if b_U is None else logits + b_U
+
+
+# ------------------------------------------------------------------------------------- the evaluation
+
+
+def relation_decoding(
+    model: Any,
+    relations: Any = None,
+    *,
+    m: Any = 3,
+    shots: Any = None,
+    splits: Any = 6,
+    top_k: Any = 1,
+    layers: Sequence[int] | None = None,
+    betas: Sequence[float] = (1.0, BETA),
+    activation: str = "ratio",
+    seed: int = 0,
+) -> Evaluation:
+    """How often the mean operator, LRE and a random object give the model's own answer for held-out subjects.
+
+    Per relation and split, m samples are drawn to fit on, and all others of the same token length (Appendix D) are
+    asked about, after the same examples.
+
+    Args:
+        model: a TransformerLens model that predicts tokens and has a tokenizer.
+        relations: `Relation`s, or None for those that are shipped (the embedded relations model knows them).
+        m: prompts the operators are averaged over.
+        shots: examples that each prompt shows before its subject; None is m − 1.
+        splits: how many draws per relation.
+        top_k: ask only about subjects whose object is among the model's k highest tokens; None asks about all.
+        layers: of LRE's subject state; None is every one.
+        betas: of LRE.
+        activation: of the frozen operators, see `FrozenPass.operator`.
+        seed: of the draws.
+
+    Returns:
+        An Evaluation, a unit for each relation and split: `faithful` (the model's own highest token is reproduced) and
+        `correct` (the true object is). Relations of which too few samples are left are in `skipped`.
+
+    Raises:
+        InvalidInputError: no relation has enough samples.
+    """
+    m, splits = whole_number("m", m, least=1), whole_number("splits", splits, least=1)
+    top_k = None if top_k is None else whole_number("top_k", top_k, least=1)
+    shots = m - 1 if shots is None else whole_number("shots", shots, 0, m - 1)
+    chosen = list(shipped_relations().values()) if relations is None else list(relations)
+    layers = range(ModelView(model).n_layers) if layers is None else layers
+    lres = {f"LRE layer {layer}, β={beta:g}": (layer, beta) for layer in layers for beta in betas}
+    labels = ["tensorlens mean operator", *lres, RANDOM]
+    rng, values, units, skipped = random.Random(seed), [], [], {}
+    for relation in chosen:
+        template = relation.prompt_templates[0]
+        samples = of_common_length(model, template, relation.samples)
+        for split in range(splits):
+            found = _one_split(model, template, samples, (m, shots, top_k), lres, activation, rng)
+            if found is None:
+                skipped[relation.name] = f"fewer than {m} samples to fit on and one to ask about ({len(samples)})"
+                break
+            values.append(found)
+            units.append(f"{relation.name}, split {split}")
+    if not values:
+        raise InvalidInputError(f"relation_decoding: nothing to evaluate: {skipped}.")
+    return Evaluation(
+        kind="relation decoding",
+        values=torch.stack(values, dim=-1),
+        metrics={"faithful": True, "correct": True},
+        methods=labels,
+        units=units,
+        settings={
+            **ModelView(model).provenance(), "m": m, "shots": shots, "splits": splits, "top_k": top_k, "seed": seed,
+        },
+        skipped=skipped,
+    )  # fmt: skip
+
+
+def by_relation(result: Evaluation, metric: str = "faithful") -> "pd.DataFrame":
+    """Mean and standard deviation over splits, a row per relation, columns ``(method, "mean" | "std")``."""
+    import pandas as pd
+
+    rows = result.values[list(result.metrics).index(metric)].T.tolist()
+    relations = [unit.rsplit(", split ", 1)[0] for unit in result.units]
+    frame = pd.DataFrame(rows, columns=result.methods, index=pd.Index(relations, name="relation"))
+    return frame.groupby(level=0).agg(["mean", "std"])
+
+
+def _one_split(
+    model: Any,
+    template: str,
+    samples: Sequence[Sample],
+    options: tuple[int, int, int | None],
+    lres: dict[str, tuple[int, float]],
+    activation: str,
+    rng: random.Random,
+) -> Float[Tensor, "2 method"] | None:
+    """Shares of held-out subjects answered as the model does, and truly, by each method; None with too few samples."""
+    m, shots, top_k = options
+    if len(samples) <= m:
+        return None
+    drawn = rng.sample(list(samples), len(samples))
+    fitted, rest = drawn[:m], drawn[m:]
+    asked = few_shot_prompts(model, template, rest, fitted[:shots])
+    own, logits = predictions(freeze(model, asked.tokens, verify=False))
+    true = _objects(model, template, drawn)
+    objects = torch.tensor([true[sample] for sample in asked.samples])
+    if top_k is not None:
+        known = (logits.topk(min(top_k, logits.shape[-1])).indices.cpu() == objects[:, None]).any(1)
+        if not bool(known.any()):
+            return None
+        asked = Prompts(
+            asked.tokens[known],
+            asked.subject_ends[known],
+            tuple(s for s, kept in zip(asked.samples, known.tolist(), strict=True) if kept),
+        )
+        own, objects = own.cpu()[known], objects[known]
+    prompts = leave_one_out(model, template, fitted, m, shots)
+    answers = [RelationDecoder.fit(model, prompts, m, activation=activation).decode(asked)]
+    fits = {layer: LinearRelation.fit(model, prompts, layer=layer) for layer in {layer for layer, _ in lres.values()}}
+    answers += [replace(fits[layer], beta=beta).decode(asked) for layer, beta in lres.values()]
+    answers.append(torch.tensor([rng.choice(list(true.values())) for _ in asked.samples]))
+    return torch.stack([
+        torch.stack([(answer.cpu() == wanted.cpu()).double().mean() for answer in answers]) for wanted in (own, objects)
+    ])  # fmt: skip
+
+
+def _objects(model: Any, template: str, samples: Sequence[Sample]) -> dict[Sample, int]:
+    """The first token of each object, where it stands in a prompt."""
+    view, found = ModelView(model), {}
+    for sample in samples:
+        asked = few_shot_text(template, [], sample.subject)
+        place = prepare(view, asked).tokens.shape[1]
+        found[sample] = int(prepare(view, f"{asked} {sample.object}").tokens[0, place])
+    return found

@@ -1,0 +1,272 @@
+"""One result for every evaluation: a value per metric, method and unit (a prompt, or a split), with its uncertainty."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.errors import FileFormatError, InvalidInputError
+from tensorlens_tl.evaluate.statistics import bootstrap_interval, sign_flip_p
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMAT, FORMAT_VERSION = "tensorlens_tl.Evaluation", 1
+_TENSORS = ("values", "curves", "axis")
+_FACTS = ("kind", "metrics", "methods", "units", "axis_name", "settings", "skipped")
+
+
+class Comparison(NamedTuple):
+    """Two methods on the same prompts: mean difference, its interval, and the p-value of a sign-flip test."""
+
+    difference: float
+    low: float
+    high: float
+    p: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Evaluation:
+    """What every evaluation returns.
+
+    Attributes:
+        kind: which evaluation.
+        values: `[metric, method, unit]`; NaN where a metric does not apply.
+        metrics: name → whether a higher value is better (None where neither is).
+        methods: labels.
+        units: what the last axis counts, such as prompts.
+        curves: `[metric, method, unit, step]` where values are areas under curves.
+        axis: `[step]`, what the curves run over (fractions perturbed, layers randomised), called `axis_name`.
+        settings: how it was run: model, prompts, options, seed.
+        skipped: methods left out because the model does not allow them, with their reasons.
+    """
+
+    kind: str
+    values: Float[Tensor, "metric method unit"]
+    metrics: dict[str, bool | None]
+    methods: list[str]
+    units: list[str]
+    curves: Float[Tensor, "metric method unit step"] | None = None
+    axis: Float[Tensor, "step"] | None = None
+    axis_name: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return (
+            f"Evaluation({self.kind!r}, metrics={list(self.metrics)}, methods={len(self.methods)}, "
+            f"units={len(self.units)})"
+        )
+
+    # ------------------------------------------------------------------ reading
+
+    def mean(self, metric: str, method: str) -> float:
+        """A method's mean over units.
+
+        Raises:
+            InvalidInputError: no such metric or method.
+        """
+        return float(self._row(metric, method).nanmean())
+
+    def _row(self, metric: str, method: str) -> Float[Tensor, "unit"]:
+        for name, known, what in (("metric", list(self.metrics), metric), ("method", self.methods, method)):
+            if what not in known:
+                raise InvalidInputError(f"{name}={what!r}: this {self.kind} has {', '.join(map(repr, known))}.")
+        return self.values[list(self.metrics).index(metric), self.methods.index(method)]
+
+    def table(self, metric: str | None = None, *, level: Any = 0.95) -> "pd.DataFrame":
+        """Means with bootstrap intervals, one row per method, best first by one metric (the first unless named).
+
+        Columns are ``(metric, "mean" | "low" | "high")``.
+
+        Raises:
+            InvalidInputError: no such metric, or a level outside (0, 1).
+        """
+        import pandas as pd
+
+        if not 0 < level < 1:
+            raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+        names = list(self.metrics)
+        by = names[0] if metric is None else metric
+        self._row(by, self.methods[0])
+        low, high = bootstrap_interval(self.values, level)
+        columns = {}
+        for number, name in enumerate(names):
+            columns[name, "mean"] = self.values[number].nanmean(-1).tolist()
+            columns[name, "low"], columns[name, "high"] = low[number].tolist(), high[number].tolist()
+        frame = pd.DataFrame(columns, index=pd.Index(self.methods, name="method"))
+        return frame.sort_values((by, "mean"), ascending=self.metrics[by] is False, kind="stable")
+
+    def compare(self, first: str, second: str, metric: str | None = None, *, level: Any = 0.95) -> Comparison:
+        """First minus second over the same units, by one metric (the first unless named).
+
+        Raises:
+            InvalidInputError: no such metric or method.
+        """
+        metric = metric or next(iter(self.metrics))
+        difference = self._row(metric, first) - self._row(metric, second)
+        low, high = bootstrap_interval(difference, level)
+        return Comparison(float(difference.nanmean()), float(low), float(high), sign_flip_p(difference))
+
+    def paired(self, reference: str, metric: str | None = None) -> "pd.DataFrame":
+        """Every other method minus `reference`: columns difference, low, high, p (of one test each, uncorrected)."""
+        import pandas as pd
+
+        rows = {m: self.compare(m, reference, metric)._asdict() for m in self.methods if m != reference}
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("method")
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One row per metric, method and unit; with curves, one per step too."""
+        import pandas as pd
+
+        if self.curves is None or self.axis is None:
+            index = pd.MultiIndex.from_product(
+                [list(self.metrics), self.methods, self.units], names=["metric", "method", "unit"]
+            )
+            return pd.DataFrame({"value": self.values.flatten().tolist()}, index=index).reset_index()
+        index = pd.MultiIndex.from_product(
+            [list(self.metrics), self.methods, self.units, self.axis.tolist()],
+            names=["metric", "method", "unit", self.axis_name],
+        )
+        return pd.DataFrame({"value": self.curves.flatten().tolist()}, index=index).reset_index()
+
+    def to_markdown(self, metric: str | None = None, digits: int = 3) -> str:
+        """The table as Markdown: ``mean [low, high]``, the best method of each metric in bold."""
+        frame = self.table(metric)
+        lines = [f"| method | {' | '.join(self.metrics)} |", f"| --- |{' --- |' * len(self.metrics)}"]
+        best = {
+            name: None if higher is None else (frame[name, "mean"].idxmax() if higher else frame[name, "mean"].idxmin())
+            for name, higher in self.metrics.items()
+        }
+        for method in frame.index:
+            cells = []
+            for name in self.metrics:
+                mean, low, high = (float(frame.loc[method, (name, column)]) for column in ("mean", "low", "high"))
+                if mean != mean:
+                    cells.append("–")
+                    continue
+                cell = f"{mean:.{digits}g}"
+                cell = f"**{cell}**" if best[name] == method else cell
+                cells.append(f"{cell} [{low:.{digits}g}, {high:.{digits}g}]")
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def show(self) -> None:
+        """Print the table, best method first."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        frame = self.table()
+        title = f"{self.kind}: mean over {len(self.units)} with 95 % bootstrap intervals"
+        table = Table(title=title, caption="↑ higher is better, ↓ lower is better")
+        table.add_column("method")
+        for name, higher in self.metrics.items():
+            table.add_column(name + {True: " ↑", False: " ↓", None: ""}[higher], justify="right")
+        for method in frame.index:
+            cells = []
+            for name in self.metrics:
+                mean, low, high = (float(frame.loc[method, (name, column)]) for column in ("mean", "low", "high"))
+                cells.append("–" if mean != mean else f"{mean:.3g} [{low:.3g}, {high:.3g}]")
+            table.add_row(Text(str(method)), *cells)
+        console = Console()
+        console.print(table)
+        for label, why in self.skipped.items():
+            console.print(Text(f"left out: {label}: {why}", style="dim"))
+
+    def plot(self, metric: str | None = None, methods: list[str] | None = None, ax: Any = None) -> Any:
+        """Mean curves with intervals, or bars where there are none; needs ``tensorlens-tl[plot]``; returns the axes."""
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError("plot() needs matplotlib: pip install 'tensorlens-tl[plot]'.") from error
+        frame = self.table(metric)
+        metric = metric or next(iter(self.metrics))
+        chosen = [str(m) for m in frame.index] if methods is None else methods
+        for method in chosen:
+            self._row(metric, method)
+        if ax is None:
+            _, ax = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
+        if self.curves is not None and self.axis is not None:
+            curves = self.curves[list(self.metrics).index(metric)]
+            for method in chosen:
+                values = curves[self.methods.index(method)]
+                low, high = bootstrap_interval(values.T)
+                (line,) = ax.plot(self.axis, values.nanmean(0), label=method)
+                ax.fill_between(self.axis, low, high, alpha=0.15, color=line.get_color())
+            ax.set(xlabel=self.axis_name, ylabel=metric, title=self.kind)
+            ax.legend(fontsize="small")
+        else:
+            columns = [frame.loc[chosen, (metric, name)].to_numpy() for name in ("mean", "low", "high")]
+            mean, low, high = columns
+            ax.barh(chosen[::-1], mean[::-1], xerr=[(mean - low)[::-1], (high - mean)[::-1]])
+            ax.set(xlabel=metric, title=self.kind)
+        return ax
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write to one safetensors file (facts as JSON metadata, never pickle); replaces an old file in one step.
+
+        Raises:
+            InvalidInputError: no such folder.
+        """
+        from safetensors.torch import save_file
+
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
+        tensors = {name: getattr(self, name).contiguous() for name in _TENSORS if getattr(self, name) is not None}
+        facts = {name: getattr(self, name) for name in _FACTS}
+        metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "facts": json.dumps(facts, default=repr)}
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Evaluation":
+        """Read a file that `save` wrote.
+
+        Raises:
+            FileFormatError: not such a file, damaged, or from a newer version.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                metadata: Mapping[str, str] = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise FileFormatError(f"{path}: a safetensors file, but not an Evaluation of this library.")
+                if int(metadata.get("version", "0")) > FORMAT_VERSION:
+                    raise FileFormatError(
+                        f"{path}: format {metadata['version']} is newer than this library's; update it."
+                    )
+                tensors = {name: file.get_tensor(name) for name in file.keys() if name in _TENSORS}  # noqa: SIM118
+            facts = json.loads(metadata["facts"])
+            return cls(**tensors, **{name: facts[name] for name in _FACTS})
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, FileFormatError):
+                raise
+            raise FileFormatError(f"{path}: not a readable Evaluation ({type(error).__name__}: {error}).") from error
+
+    def only(self, *methods: str) -> "Evaluation":
+        """Some of the methods.
+
+        Raises:
+            InvalidInputError: no such method.
+        """
+        for method in methods:
+            self._row(next(iter(self.metrics)), method)
+        rows = [self.methods.index(method) for method in methods]
+        curves = None if self.curves is None else self.curves[:, rows]
+        return replace(self, values=self.values[:, rows], curves=curves, methods=list(methods))

@@ -1,0 +1,224 @@
+"""What is evaluated: a method with its options, under a label, as one score per source token.
+
+`methods=` of every evaluation is a list of labels of `STANDARD` or names of registered methods, or a mapping from a
+label of your own to a name, a pair of name and options, or a function of a `FrozenPass` that returns an `Attribution`
+or a tensor `[batch, key]`. `PREDICTED` among the options stands for the token that the model predicts at the query.
+
+    >>> scorers_of({"mine": ("rollout", {"normalize": False}), "last token": lambda frozen: frozen.mask.cumsum(1)})
+    [Scorer('mine'), Scorer('last token')]
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.attribution import Attribution
+from tensorlens_tl.errors import InvalidInputError, RegistryError, UnsupportedModelError
+from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.hooks import capture, only_at
+from tensorlens_tl.inputs import query_positions
+from tensorlens_tl.registry import attribute, get_method
+
+
+class _Predicted:
+    def __repr__(self) -> str:
+        return "PREDICTED"
+
+
+PREDICTED = _Predicted()
+"""As a method's target: the token that the model itself predicts at the query."""
+
+RANDOM = "random"
+"""The label of the baseline that every evaluation has: random scores, the same for the same prompt and seed."""
+
+STANDARD: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensorlens norm": ("tensorlens", {"collapse": "norm"}),
+    "tensorlens in+out": ("tensorlens", {"collapse": "in_out"}),
+    "tensorlens in+out, biases": ("tensorlens", {"collapse": "in_out", "bias": "position"}),
+    "tensorlens target": ("tensorlens", {"collapse": "target", "target": PREDICTED}),
+    "tensorlens target, biases": ("tensorlens", {"collapse": "target", "target": PREDICTED, "bias": "position"}),
+    "mean attention": ("mean", {"layer_map": "attention"}),
+    "mean norm:attn": ("mean", {"layer_map": "norm:attn"}),
+    "mean norm:attn_res_ln": ("mean", {"layer_map": "norm:attn_res_ln"}),
+    "mean globenc": ("mean", {"layer_map": "globenc"}),
+    "rollout attention": ("rollout", {"layer_map": "attention"}),
+    "rollout norm:attn": ("rollout", {"layer_map": "norm:attn"}),
+    "rollout norm:attn_res_ln": ("rollout", {"layer_map": "norm:attn_res_ln"}),
+    "rollout globenc": ("rollout", {"layer_map": "globenc"}),
+    "globenc": ("globenc", {}),
+    "ff-ig": ("ff-ig", {}),
+    "alti": ("alti", {}),
+    "decompx norm": ("decompx", {"aggregate": "norm"}),
+    "decompx target": ("decompx", {"aggregate": "target", "target": PREDICTED}),
+    "input-x-gradient": ("input-x-gradient", {"target": PREDICTED}),
+    "integrated-gradients": ("integrated-gradients", {"target": PREDICTED}),
+}
+"""The methods of this library as they are usually run, by label: the paper's collapses, without biases as the paper has
+them and with; its eight baselines (mean and rollout of four layer maps); and the other methods of the field."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """One method under a label: called with a pass and a query it gives `[batch, pos]`, zero at padding."""
+
+    label: str
+    method: str | Callable[[FrozenPass], Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Scorer({self.label!r})"
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the predicted token is among its options."""
+        return PREDICTED in self.options.values()
+
+    def __call__(self, frozen: FrozenPass, query: int | None = -1) -> Float[Tensor, "batch pos"]:
+        """Scores of source tokens for one query, or averaged over all queries where it is None.
+
+        Raises:
+            InvalidInputError: the method's own, with the label in front; also scores of another shape.
+            UnsupportedModelError: the method does not fit this model.
+        """
+        if callable(self.method):
+            made = self.method(frozen)
+        else:
+            predicted = None
+            if self.needs_target:
+                if query is None:
+                    raise InvalidInputError(f"{self.label}: a target needs one query; with query='mean' leave it out.")
+                predicted = predictions(frozen, query)[0].tolist()
+            options = {name: predicted if value is PREDICTED else value for name, value in self.options.items()}
+            try:
+                takes = "query" in get_method(self.method).options
+                made = attribute(frozen, method=self.method, **options, **({"query": query} if takes else {}))
+            except InvalidInputError as error:
+                hint = "" if "target: missing" not in str(error) else (
+                    f" In an evaluation: {{{self.label!r}: ({self.method!r}, {{'target': evaluate.PREDICTED}})}}."
+                )  # fmt: skip
+                raise InvalidInputError(f"{self.label}: {error}{hint}") from error
+        scores = _one_query(made, frozen, query) if isinstance(made, Attribution) else made
+        wanted = tuple(frozen.mask.shape)
+        if not isinstance(scores, Tensor) or tuple(scores.shape) != wanted:
+            shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise InvalidInputError(f"{self.label}: gives {shape}; an evaluation needs [batch, key] = {wanted}.")
+        scores = scores.detach().to(torch.float64) * frozen.mask
+        if not bool(torch.isfinite(scores).all()):
+            raise InvalidInputError(f"{self.label}: gives scores that are not finite.")
+        return scores
+
+
+def _one_query(result: Attribution, frozen: FrozenPass, query: int | None) -> Tensor:
+    if tuple(result.axes) != ("batch", "query", "key"):
+        raise InvalidInputError(
+            f"{result.method}: its axes are {result.axes}; choose options that leave batch, query and key."
+        )
+    scores = result.scores[..., : frozen.mask.shape[1]]  # a source that is no token, such as a bias, has no rank
+    if query is None:
+        real = torch.take_along_dim(frozen.mask, result.queries, dim=1)
+        return (scores * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+    if scores.shape[1] == 1:
+        return scores[:, 0]
+    at = (result.queries == query_positions(frozen.mask, query)).long().argmax(1)
+    return scores[torch.arange(len(at)), at]
+
+
+def scorers_of(methods: Any = None, *, seed: int = 0) -> list[Scorer]:
+    """The methods of an evaluation, checked; see the module for what may be given. None is `STANDARD` and random.
+
+    Raises:
+        InvalidInputError: none, one twice, or something that is no method.
+        RegistryError: an unknown name.
+    """
+    if methods is None:
+        methods = [*STANDARD, RANDOM]
+    if isinstance(methods, str):
+        methods = [methods]
+    if not isinstance(methods, Mapping | Sequence) or not methods:
+        raise InvalidInputError(f"methods={methods!r}: pass a list of names, or a mapping from labels to methods.")
+    given = methods.items() if isinstance(methods, Mapping) else [(name, name) for name in methods]
+    labels = [label for label, _ in given]
+    twice = {label for label in labels if labels.count(label) > 1}
+    if twice:
+        raise InvalidInputError(f"methods: {sorted(map(str, twice))[0]!r} is there twice; give each its own label.")
+    return [_scorer(label, what, seed) for label, what in given]
+
+
+def _scorer(label: Any, what: Any, seed: int) -> Scorer:
+    label = str(label)
+    if callable(what):
+        return Scorer(label, what)
+    if what == RANDOM:
+        return Scorer(label, random_scores(seed))
+    name, options = what if isinstance(what, tuple) and len(what) == 2 else STANDARD.get(str(what), (what, {}))
+    if not isinstance(name, str) or not isinstance(options, Mapping):
+        raise InvalidInputError(f"methods: {label!r} is {what!r}; pass a name, (name, options), or a function.")
+    try:
+        method = get_method(name)
+    except RegistryError as error:
+        raise RegistryError(f"{error} Evaluations also know {', '.join(map(repr, [*STANDARD, RANDOM]))}.") from error
+    unknown = [option for option in options if option not in method.options and not method.takes_any_option]
+    if unknown:
+        raise InvalidInputError(
+            f"methods: {label!r} has no option {unknown[0]!r}; {name} takes {list(method.options)}."
+        )
+    return Scorer(label, name, dict(options))
+
+
+def random_scores(seed: int = 0) -> Callable[[FrozenPass], Float[Tensor, "batch pos"]]:
+    """The random baseline: uniform scores that depend on the seed and on the prompt's own tokens, not on its batch."""
+
+    def draw(frozen: FrozenPass) -> Tensor:
+        rows = []
+        for tokens, mask in zip(frozen.tokens.tolist(), frozen.mask.tolist(), strict=True):
+            rng = random.Random(hash((seed, *(t for t, real in zip(tokens, mask, strict=True) if real))))
+            rows.append([rng.random() if real else 0.0 for real in mask])
+        return torch.tensor(rows, dtype=torch.float64, device=frozen.tokens.device)
+
+    return draw
+
+
+def usable(
+    scorers: Sequence[Scorer], frozen: FrozenPass, query: int | None, skip: bool
+) -> tuple[list[Scorer], dict[str, str]]:
+    """Try every method on a short pass before the work starts; where `skip`, those that do not fit the model go.
+
+    Returns:
+        The methods that work, and the refusals of the others by label.
+
+    Raises:
+        UnsupportedModelError, InvalidInputError: of a method that does not work, unless skipped.
+    """
+    works, refusals = [], {}
+    for scorer in scorers:
+        try:
+            if skip and scorer.needs_target and (query is None or frozen.view.unembedding is None):
+                raise UnsupportedModelError("needs one predicted token.")
+            scorer(frozen, query)
+            works.append(scorer)
+        except UnsupportedModelError as error:
+            if not skip:
+                raise UnsupportedModelError(f"{scorer.label}: {error}") from error
+            refusals[scorer.label] = str(error)
+    if not works:
+        raise UnsupportedModelError(f"no method fits this model: {refusals}")
+    return works, refusals
+
+
+def predictions(frozen: FrozenPass, query: int = -1) -> tuple[Int[Tensor, "batch"], Float[Tensor, "batch d_vocab"]]:
+    """The token that the live model predicts at a query, and its logits there.
+
+    Raises:
+        UnsupportedModelError: the model predicts no tokens.
+    """
+    if frozen.view.unembedding is None or frozen.points.unembed_in is None:
+        raise UnsupportedModelError(f"{frozen.view.description} predicts no tokens.")
+    positions = query_positions(frozen.mask, query)
+    _, logits = capture(frozen.model, frozen.inputs, [], hooks=[only_at(frozen.points.unembed_in, positions)])
+    logits = logits[:, 0] if logits.shape[1] == 1 else torch.take_along_dim(logits, positions[..., None], dim=1)[:, 0]
+    return logits.argmax(-1), logits

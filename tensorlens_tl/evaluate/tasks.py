@@ -1,0 +1,183 @@
+"""Tasks whose true answer is known: prompts, and the source token that determines what follows.
+
+| task | prompt | what follows | source |
+| --- | --- | --- | --- |
+| `recall` | key–value pairs among distractors, ``? key`` | the key's value | the value, where the pair stood |
+| `brackets` | nested brackets of several kinds | the innermost open one's closing bracket | that open bracket |
+| `induction` | a random segment, the beginning of its second copy | its next token | that token, in the first copy |
+
+Change the source and the answer changes with it; change any other token that is not part of the question and it does
+not. Every prompt of a task has the same length, so that they run as one batch.
+
+    >>> task = recall(2, seed=0)
+    >>> task.tokens.shape, task.sources.sum(1).tolist()
+    (torch.Size([2, 29]), [1, 1])
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tensorlens_tl.arguments import whole_number
+from tensorlens_tl.errors import InvalidInputError
+
+BOS, PAD = "<|bos|>", "<|pad|>"
+FILLERS = ("the", "of", "and", "to", "in", "is", "it", "on")
+KEYS = tuple("abcdefghijklmnopqrstuvwx")
+VALUES = tuple(str(number) for number in range(24))
+BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"), ("<", ">"), ("/", "\\"), ("«", "»"))
+
+RECALL_WORDS = (BOS, PAD, "?", *KEYS, *VALUES, *FILLERS)
+"""The vocabulary of the recall model: token ids are places in it."""
+BRACKET_WORDS = (BOS, PAD, *(opening for opening, _ in BRACKETS), *(closing for _, closing in BRACKETS), *FILLERS)
+"""The vocabulary of the bracket model."""
+
+DEEPEST = 5
+
+
+@dataclass(frozen=True)
+class KnownAnswers:
+    """Prompts with known answers.
+
+    Attributes:
+        name: of the task.
+        tokens: `[prompt, pos]`, all of one length.
+        answers: the token that follows each prompt, `[prompt]`.
+        sources: True at the tokens that determine the answer, `[prompt, pos]`.
+    """
+
+    name: str
+    tokens: Int[Tensor, "prompt pos"]
+    answers: Int[Tensor, "..."]
+    sources: Bool[Tensor, "..."]
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape != self.sources.shape or len(self.answers) != len(self.tokens):
+            raise InvalidInputError(
+                f"KnownAnswers: tokens {tuple(self.tokens.shape)}, sources {tuple(self.sources.shape)} and answers "
+                f"{tuple(self.answers.shape)} must agree."
+            )
+        lacking = ~self.sources.any(1)
+        if bool(lacking.any()):
+            raise InvalidInputError(f"KnownAnswers: prompt {int(lacking.nonzero()[0])} has no source token.")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def only(self, keep: Bool[Tensor, "prompt"]) -> "KnownAnswers":
+        """Some of the prompts."""
+        return KnownAnswers(self.name, self.tokens[keep], self.answers[keep], self.sources[keep])
+
+
+def recall(prompts: Any = 200, *, seed: int = 0, pairs: Any = 8, distractors: Any = 10) -> KnownAnswers:
+    """Key–value pairs with distractors between them, and one key asked for.
+
+    Args:
+        prompts: how many.
+        seed: of the prompts.
+        pairs: keys in a prompt, all different.
+        distractors: filler words strewn between the pairs.
+
+    Raises:
+        InvalidInputError: a number out of range.
+    """
+    prompts = whole_number("prompts", prompts, least=1)
+    pairs, distractors = whole_number("pairs", pairs, 1, len(KEYS)), whole_number("distractors", distractors, 0)
+    rng, ids = random.Random(seed), {word: number for number, word in enumerate(RECALL_WORDS)}
+    rows = [recall_row(rng, pairs, distractors) for _ in range(prompts)]
+    tokens = torch.tensor([[ids[word] for word in words] for words, _ in rows])
+    places = [places[0] for _, places in rows]
+    return _task("recall", tokens[:, :-1], tokens[:, -1], places)
+
+
+def recall_row(rng: random.Random, pairs: int, distractors: int, questions: int = 1) -> tuple[list[str], list[int]]:
+    """The words of one prompt, questions answered, and where the value asked for stood, per question."""
+    keys, values = rng.sample(KEYS, pairs), rng.choices(VALUES, k=pairs)
+    gaps = sorted(rng.choices(range(pairs + 1), k=distractors))
+    words, place = [BOS], {}
+    for number, (key, value) in enumerate(zip(keys, values, strict=True)):
+        words += [rng.choice(FILLERS) for _ in range(gaps.count(number))] + [key, value]
+        place[key] = len(words) - 1
+    words += [rng.choice(FILLERS) for _ in range(gaps.count(pairs))]
+    asked = rng.sample(keys, questions)
+    for key in asked:
+        words += ["?", key, words[place[key]]]
+    return words, [place[key] for key in asked]
+
+
+def brackets(prompts: Any = 200, *, seed: int = 0, length: Any = 24) -> KnownAnswers:
+    """Nested brackets, fillers between them, ended where a bracket closes.
+
+    Args:
+        prompts: how many.
+        seed: of the prompts.
+        length: tokens in each.
+
+    Raises:
+        InvalidInputError: a number out of range.
+    """
+    prompts, length = whole_number("prompts", prompts, least=1), whole_number("length", length, least=4)
+    rng, ids = random.Random(seed), {word: number for number, word in enumerate(BRACKET_WORDS)}
+    rows: list[tuple[list[int], int]] = []
+    while len(rows) < prompts:
+        words, matches = bracket_row(rng, length + 1)
+        if matches[-1] is not None:
+            rows.append(([ids[word] for word in words], matches[-1]))
+    tokens = torch.tensor([row for row, _ in rows])
+    return _task("brackets", tokens[:, :-1], tokens[:, -1], [place for _, place in rows])
+
+
+def bracket_row(rng: random.Random, length: int) -> tuple[list[str], list[int | None]]:
+    """The words of one row, and for each closing bracket where its opening one stands (None elsewhere)."""
+    closing = dict(BRACKETS)
+    words: list[str] = [BOS]
+    matches: list[int | None] = [None]
+    open_at: list[int] = []
+    while len(words) < length:
+        kinds = ["filler"] + ["open"] * (len(open_at) < DEEPEST) * 3 + ["close"] * bool(open_at) * 2
+        kind, match = rng.choice(kinds), None
+        if kind == "open":
+            open_at.append(len(words))
+            words.append(rng.choice(BRACKETS)[0])
+        elif kind == "close":
+            match = open_at.pop()
+            words.append(closing[words[match]])
+        else:
+            words.append(rng.choice(FILLERS))
+        matches.append(match)
+    return words, matches
+
+
+def induction(
+    prompts: Any = 200, *, d_vocab: Any, seed: int = 0, segment: Any = 16, start: int | None = 0, least_token: int = 1
+) -> KnownAnswers:
+    """A random segment of different tokens, and the beginning of its second copy.
+
+    Args:
+        prompts: how many.
+        d_vocab: tokens are drawn below it.
+        seed: of the prompts.
+        segment: tokens in the segment; between a quarter and three quarters of it are repeated.
+        start: a token before everything (``<|bos|>``), or None.
+        least_token: tokens are drawn from it upwards, to leave special ones out.
+
+    Raises:
+        InvalidInputError: a number out of range.
+    """
+    prompts, segment = whole_number("prompts", prompts, least=1), whole_number("segment", segment, least=4)
+    d_vocab = whole_number("d_vocab", d_vocab, least=least_token + segment, why="there must be a segment of tokens")
+    rng = random.Random(seed)
+    repeated, before = segment // 2, [] if start is None else [start]
+    rows = [rng.sample(range(least_token, d_vocab), segment) for _ in range(prompts)]
+    tokens = torch.tensor([[*before, *row, *row[:repeated]] for row in rows])
+    return _task("induction", tokens, torch.tensor([row[repeated] for row in rows]), [len(before) + repeated] * prompts)
+
+
+def _task(name: str, tokens: Tensor, answers: Tensor, places: list[int]) -> KnownAnswers:
+    sources = torch.zeros_like(tokens, dtype=torch.bool)
+    sources[torch.arange(len(tokens)), torch.tensor(places)] = True
+    return KnownAnswers(name, tokens, answers, sources)
