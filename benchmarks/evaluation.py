@@ -30,7 +30,11 @@ def leaders(result: evaluate.Evaluation, metric: str) -> str:
     tied = [m for m in frame.index[1:] if result.compare(best, str(m), metric).p >= 0.05]
     ours = next((str(m) for m in frame.index if str(m).startswith("tensorlens")), None)
     line = f"* `{metric}`: first is **{best}**"
-    line += f"; not to be told from it (p ≥ 0.05, paired): {', '.join(tied)}." if tied else "; all others differ from it (p < 0.05)."
+    line += (
+        f"; not to be told from it (p ≥ 0.05, paired): {', '.join(tied)}."
+        if tied
+        else "; all others differ from it (p < 0.05)."
+    )
     if ours is not None and ours != best:
         gap = result.compare(best, ours, metric)
         line += f" Best TensorLens: {ours}, behind by {abs(gap.difference):.3g} (p = {gap.p:.2g})."
@@ -94,7 +98,12 @@ def page() -> str:
         parts += [f"### {result.kind.capitalize()}", "", f"{len(few)} prompts.", "", result.to_markdown(), ""]
     table = evaluate.agreement(language, few).round(2)
     heads = [str(n) for n in range(1, len(table) + 1)]
-    parts += ["### Agreement (Spearman)", "", f"| | method | {' | '.join(heads)} |", "| --- | --- |" + " --- |" * len(heads)]
+    parts += [
+        "### Agreement (Spearman)",
+        "",
+        f"| | method | {' | '.join(heads)} |",
+        "| --- | --- |" + " --- |" * len(heads),
+    ]
     parts += [f"| {n} | {m} | {' | '.join(f'{v:.2f}' for v in table.loc[m])} |" for n, m in enumerate(table.index, 1)]
     return "\n".join([*parts, ""])
 

@@ -401,8 +401,11 @@ def test_examples_of_unequal_length(relations_model):
 
 def test_relations_in_the_published_format(tmp_path):
     facts = {
-        "name": "x", "prompt_templates": ["{} is"], "samples": [{"subject": "a", "object": "b"}], "properties": {"k": 1},
-    }  # fmt: skip
+        "name": "x",
+        "prompt_templates": ["{} is"],
+        "samples": [{"subject": "a", "object": "b"}],
+        "properties": {"k": 1},
+    }
     (tmp_path / "x.json").write_text(json.dumps(facts))
     assert evaluate.Relation.load(tmp_path / "x.json").samples == (evaluate.Sample("a", "b"),)
     broken = [
@@ -596,4 +599,4 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
         (["known-answer", "--model", "demo:poems"], "name='poems'"),
     ]:
         assert main(["evaluate", *command]) == 1
-        assert message in capsys.readouterr().err.replace("\n", " ")
+        assert message in " ".join(capsys.readouterr().err.split())

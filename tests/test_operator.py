@@ -267,3 +267,51 @@ def test_other_dtypes_need_nothing(name, dtype):
     assert result.scores.dtype == torch.float32  # half precision is summed wide
     assert float(result.residual.max()) < {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
     assert torch.isfinite(frozen.operator().contributions()).all()
+
+
+@pytest.mark.parametrize("family", ["bridge/gpt2", "bridge/bert", "bridge/phi"])
+@pytest.mark.parametrize("query", [-1, 2, None])
+def test_biases_by_position_are_the_pulls_of_each_bias(family, query, model_named):
+    """Every stage's bias, dotted with what is pulled back to it by the full maps, position by position."""
+    frozen = tlens.freeze(model_named(family), some_tokens())
+    operator = frozen.operator()
+    apart, placed = (operator.in_out(query, bias=bias) for bias in ("apart", "position"))
+    assert float(placed.residual.max()) < 1e-9
+    assert not bool(placed.bias.any())
+    assert torch.allclose((placed.scores - apart.scores).sum(-1), apart.bias, rtol=0, atol=1e-9)
+    if frozen.causal:
+        at = torch.arange(frozen.tokens.shape[1])
+        queries = at if query is None else torch.tensor([at[query]])
+        assert not bool((placed.scores - apart.scores)[:, at[None] > queries[:, None]].any())
+
+    # what stands in the last block and the final norm, by hand: attention's biases at their own positions
+    end = operator.map.stages[-1]
+    if query == 2 and family == "bridge/gpt2":
+        last = frozen.operator(layers=[frozen.n_layers - 1])
+        g = torch.zeros_like(last.x)
+        g[:, 2] = frozen.output[:, 2]
+        shares = torch.zeros(last.x.shape[:2], dtype=last.x.dtype)
+        shares += (g * end.bias).sum(-1)
+        g = end.pull(g)
+        layer = frozen.n_layers - 1
+        mlp, attention = frozen.mlp(layer), frozen.attention(layer)
+        norms = {name: frozen.norm(layer, name) for name in frozen.view.blocks[layer].norms}
+        branch = g
+        for stage in reversed((norms["ln2"], *mlp.stages)):
+            shares += (branch * stage.bias).sum(-1)
+            branch = stage.pull(branch)
+        g = branch = g + branch
+        for stage in reversed((norms["ln1"], *attention.stages)):
+            shares += (branch * stage.bias).sum(-1)
+            branch = stage.pull(branch)
+        made = last.in_out(2, bias="position").scores[:, 0] - last.in_out(2).scores[:, 0]
+        assert torch.allclose(made, shares, rtol=0, atol=1e-9)
+
+
+def test_biases_of_no_known_kind(model_named):
+    operator = tlens.freeze(model_named("bridge/gpt2"), some_tokens()).operator()
+    for call in (lambda: operator.in_out(bias="spread"), lambda: operator.target(5, bias="spread")):
+        with pytest.raises(tlens.InvalidInputError, match="bias='spread'"):
+            call()
+    with pytest.raises(tlens.InvalidInputError, match="norm of T has no biases"):
+        tlens.attribute(operator.frozen, collapse="norm", bias="position")
