@@ -69,6 +69,16 @@ def token_label(view: ModelView, token: int) -> str:
     return str(token) if tokenizer is None else tokenizer.decode([token])
 
 
+def logit_label(view: ModelView, target: Any, minus: Any = None) -> str:
+    """What a token target explains, in words: ids are named by their text."""
+    named = [
+        repr(token_label(view, token)) if isinstance(token, int) else repr(token)
+        for token in (target, minus)
+        if token is not None
+    ]
+    return "logit of " + " − ".join(named)
+
+
 @dataclass(frozen=True)
 class Question:
     """A linear question about the end of the model: ``vector · stream + constant``, one per prompt.

@@ -59,6 +59,11 @@ class Terms:
         residual = f"{float(self.residual.max()):.1e}"
         return f"{type(self).__name__}({len(self)} of {self.question!r}, total={totals}, residual={residual})"
 
+    def _repr_html_(self) -> str:
+        from tensorlens_tl.report import circuits, page
+
+        return page.head() + circuits.terms(self)
+
     def __getitem__(self, name: str) -> Float[Tensor, "batch"]:
         """One part's score in every prompt.
 
