@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 from tensorlens_tl.arguments import whole_number
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.inputs import query_positions
-from tensorlens_tl.spans import find
+from tensorlens_tl.spans import find, without_mark, word_ids, word_starts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -204,8 +204,8 @@ class Attribution:
         """
         if self.axes != AXES:
             raise InvalidInputError(f"merge_words: needs scores [batch, query, key], these are {self.axes}.")
-        starts = self.word_starts or [_starts(row) for row in self.tokens]
-        words = [_word_ids(row, mask) for row, mask in zip(starts, self.mask.tolist(), strict=True)]
+        starts = self.word_starts or [word_starts(row) for row in self.tokens]
+        words = [word_ids(row, mask) for row, mask in zip(starts, self.mask.tolist(), strict=True)]
         count = max(max(row) for row in words) + 1
         pos = self.mask.shape[1]
         join = self.scores.new_zeros(len(words), pos, count + 1)  # padding goes to the extra column
@@ -221,7 +221,7 @@ class Attribution:
         else:
             queries = torch.take_along_dim(torch.tensor(words), self.queries.cpu(), dim=1)
         tokens = [
-            ["".join(_piece(t) for t, w in zip(row, ids, strict=True) if w == word) for word in range(count)]
+            ["".join(without_mark(t) for t, w in zip(row, ids, strict=True) if w == word) for word in range(count)]
             for row, ids in zip(self.tokens, words, strict=True)
         ]
         mask = join.any(1)
@@ -326,17 +326,9 @@ class Attribution:
         if shell is not None and shell.get_ipython() is not None:
             shell.display.display(self)
             return
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+        from tensorlens_tl.report import terminal
 
-        for batch in range(len(self.tokens)):
-            table = Table(title=Text(self.describe()))
-            for heading in ("position", "token", "score"):
-                table.add_column(heading, justify="left" if heading == "token" else "right")
-            for entry in self.top(10, batch=batch):
-                table.add_row(str(entry.position), Text(repr(entry.token)), f"{entry.score:+.4g}")
-            Console().print(table)
+        terminal.show(self)
 
     def plot(self, batch: int = 0, ax: Any = None, *, values: bool | None = None) -> Any:
         """A matplotlib heat map of one prompt (install ``tensorlens-tl[plot]``); returns the axes.
@@ -402,29 +394,6 @@ class Attribution:
             if isinstance(error, FileFormatError):
                 raise
             raise FileFormatError(f"{path}: not a readable Attribution ({type(error).__name__}: {error}).") from error
-
-
-def _starts(tokens: Sequence[str]) -> list[bool]:
-    """Word starts by white space alone, for tokens without a tokenizer; ``##`` continues."""
-    pieces = any(token.startswith("##") for token in tokens)
-    before = (" ", *tokens[:-1])
-    return [
-        not token.startswith("##") if pieces else token[:1].isspace() or last[-1:].isspace()
-        for token, last in zip(tokens, before, strict=True)
-    ]
-
-
-def _word_ids(starts: Sequence[bool], mask: Sequence[bool]) -> list[int]:
-    """The word each token belongs to, counted from 0; padding is −1."""
-    ids, word = [], -1
-    for starting, real in zip(starts, mask, strict=True):
-        word += real and (starting or word < 0)
-        ids.append(word if real else -1)
-    return ids
-
-
-def _piece(token: str) -> str:
-    return token.removeprefix("##")
 
 
 def _plain(value: Any) -> Any:

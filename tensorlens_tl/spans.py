@@ -1,4 +1,4 @@
-"""Where a text stands among the tokens of a prompt."""
+"""Text among tokens: where a text stands in a prompt, and which tokens make a word."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
         InvalidInputError: no such occurrence.
     """
     pieces = any(token.startswith("##") for token in tokens)
-    texts = [token.removeprefix("##") if token.startswith("##") else " " * pieces + token for token in tokens]
+    texts = [without_mark(token) if token.startswith("##") else " " * pieces + token for token in tokens]
     wanted, found = text.strip(), []
     for first in range(len(texts)):
         if not wanted or not texts[first].strip() or not wanted.startswith(texts[first].strip()):
@@ -35,3 +35,27 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
     if not found:
         raise InvalidInputError(f"{text!r} does not occur as whole tokens; the prompt's tokens are {list(tokens)}.")
     return found
+
+
+def word_starts(tokens: Sequence[str]) -> list[bool]:
+    """Word starts by white space alone, for tokens without a tokenizer; ``##`` continues."""
+    pieces = any(token.startswith("##") for token in tokens)
+    before = (" ", *tokens[:-1])
+    return [
+        not token.startswith("##") if pieces else token[:1].isspace() or last[-1:].isspace()
+        for token, last in zip(tokens, before, strict=True)
+    ]
+
+
+def word_ids(starts: Sequence[bool], mask: Sequence[bool]) -> list[int]:
+    """The word each token belongs to, counted from 0; padding is −1."""
+    ids, word = [], -1
+    for starting, real in zip(starts, mask, strict=True):
+        word += real and (starting or word < 0)
+        ids.append(word if real else -1)
+    return ids
+
+
+def without_mark(token: str) -> str:
+    """A token without the ``##`` of WordPiece."""
+    return token.removeprefix("##")
