@@ -71,12 +71,11 @@ def token_label(view: ModelView, token: int) -> str:
 
 def logit_label(view: ModelView, target: Any, minus: Any = None) -> str:
     """What a token target explains, in words: ids are named by their text."""
-    named = [
+    return "logit of " + " − ".join(
         repr(token_label(view, token)) if isinstance(token, int) else repr(token)
         for token in (target, minus)
         if token is not None
-    ]
-    return "logit of " + " − ".join(named)
+    )
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def question(frozen: "FrozenPass", target: Any = None, minus: Any = None, direct
         also = " (minus alone is no target)" if minus is not None else ""
         raise InvalidInputError(f"target: missing{also}. Pass a token (target=' Paris'), or direction=Tensor[d_model].")
     vectors, constant = unembedding_rows(frozen, target, minus)
-    return Question(vectors, constant, True, str(target) if minus is None else f"{target} − {minus}")
+    return Question(vectors, constant, True, logit_label(frozen.view, target, minus))
 
 
 def unembedding_rows(
