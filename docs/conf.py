@@ -19,6 +19,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
+nb_output_stderr = "remove"  # progress bars, and what the machine at hand warns about
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
@@ -34,6 +35,8 @@ napoleon_use_ivar = True
 
 def as_written(app, what, name, obj, options, lines):
     """Let docstrings look as they do in the source: tables and indented formulas verbatim, ``|x|`` a size."""
+    if what in ("data", "attribute") and lines:
+        lines[0] = lines[0].replace(": ", " - ", 1)  # napoleon would take what stands before a colon for a type
     made, verbatim = [], False
     for line in lines:
         block = line.startswith("| ") or (what == "module" and line.startswith("    "))
