@@ -15,11 +15,11 @@ MOST_EDGES = 60
 """Edges of a graph that a picture shows: more are a thicket."""
 
 
-def terms(found: Terms, k: int = 15, row: int = 0, title: str = "") -> str:
+def terms(found: Terms, k: int = 15, batch: int = 0, title: str = "") -> str:
     """The k largest terms of one prompt as bars around zero; what they leave out, and the total they sum to, below."""
-    shown = found.top(k, row)
-    total, remainder = float(found.total[row]), float(found.remainder[row])
-    rest = float(found.scores[row].double().sum()) - sum(term.score for term in shown)
+    shown = found.top(k, batch)
+    total, remainder = float(found.total[batch]), float(found.remainder[batch])
+    rest = float(found.scores[batch].double().sum()) - sum(term.score for term in shown)
     largest = largest_of(np.array([term.score for term in shown]))
     lines = "".join(_bar(term.name, term.score, largest) for term in shown)
     others = len(found) - len(shown)
@@ -28,7 +28,7 @@ def terms(found: Terms, k: int = 15, row: int = 0, title: str = "") -> str:
     if remainder:
         lines += _bar("everything not listed", remainder, largest)
     lines += f'<tr class="sum"><th scope="row">total</th><td></td><td>{number(total)}</td></tr>'
-    residual = f"sums to the model's own number to {float(found.residual[row]):.1e}"
+    residual = f"sums to the model's own number to {float(found.residual[batch]):.1e}"
     return panel(
         title or f"What adds to {found.question}",
         f'<table class="r terms"><tbody>{lines}</tbody></table>',
@@ -44,10 +44,10 @@ def _bar(name: str, score: float, largest: float) -> str:
     return f'<tr><td>{escape(visible(name))}</td><td class="track">{bar}</td><td>{number(score)}</td></tr>'
 
 
-def head_grid(found: Terms, row: int = 0, title: str = "") -> str:
+def head_grid(found: Terms, batch: int = 0, title: str = "") -> str:
     """Terms of ``logit_attribution(by="head")`` as a grid: a row per layer, a column per head, and the MLP."""
     cells: dict[tuple[int, str], float] = {}
-    for name, score in zip(found.names, found.scores[row].tolist(), strict=True):
+    for name, score in zip(found.names, found.scores[batch].tolist(), strict=True):
         if match := re.fullmatch(r"L(\d+)(H\d+)|MLP(\d+)", name):
             layer, head, mlp = match.groups()
             cells[int(layer or mlp), head or "MLP"] = score
