@@ -49,9 +49,9 @@ def _token_id(view: ModelView, token: Any, name: str) -> int:
         ids = tokenizer(token, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             pieces = [tokenizer.decode([piece]) for piece in ids]
-            hint = (
-                "" if token.startswith(" ") else f" Words inside a text often start with a space: try {' ' + token!r}."
-            )
+            spaced = " " + token.lstrip()
+            helps = len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1
+            hint = f" Words inside a text often start with a space: try {spaced!r}." if helps else ""
             raise InvalidInputError(f"{name}={token!r} is {len(ids)} tokens {pieces}; a target is one token.{hint}")
         if ids[0] == getattr(tokenizer, "unk_token_id", None) and token != tokenizer.unk_token:
             raise InvalidInputError(f"{name}={token!r} is not in the vocabulary; pass a token the tokenizer knows.")

@@ -82,7 +82,7 @@ def graph(found: ContributionGraph, most: int = MOST_EDGES, title: str = "") -> 
     )
 
 
-SPACING, ROW_HEIGHT, MARGIN = 40, 58, 40
+SPACING, ROW_HEIGHT, MARGIN = 52, 58, 40
 
 
 def _svg(found: ContributionGraph) -> str:
