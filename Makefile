@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 lint types bench evaluation clean
+.PHONY: demo test test-tl4 lint types docs bench evaluation clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -20,6 +20,9 @@ lint: .venv/.ready
 types: .venv/.ready
 	.venv/bin/pyright --pythonpath .venv/bin/python
 
+docs: .venv/.docs
+	.venv/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
 bench: .venv/.ready
 	.venv/bin/python benchmarks/run.py
 
@@ -36,5 +39,9 @@ evaluation: .venv/.ready
 	.venv-tl4/bin/python -m pip install $(PIP_FLAGS) torch "transformer-lens==4.3.0" -e ".[dev]"
 	touch $@
 
+.venv/.docs: .venv/.ready
+	.venv/bin/python -m pip install $(PIP_FLAGS) -e ".[docs]"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-tl4 demo.html
+	rm -rf .venv .venv-tl4 demo.html report.html docs/_build

@@ -7,7 +7,7 @@
 True
 """
 
-from tensorlens_tl import circuits, evaluate, methods
+from tensorlens_tl import circuits, evaluate, methods, report
 from tensorlens_tl.activation import RULES
 from tensorlens_tl.attribution import Attribution, TokenScore
 from tensorlens_tl.collapse import Collapse
@@ -63,4 +63,5 @@ __all__ = [
     "load_demo_model",
     "methods",
     "register_method",
+    "report",
 ]

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,9 +12,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl import html
+from tensorlens_tl.arguments import whole_number
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.inputs import query_positions
+from tensorlens_tl.spans import find, without_mark, word_ids, word_starts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,25 +105,90 @@ class Attribution:
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.scores.shape, strict=True))
+        target = f", {self.target!r}" if self.target else ""
         residual = "" if self.residual is None else f", residual={float(self.residual.max()):.1e}"
-        return f"Attribution({self.method!r}, {shape}{residual})"
+        return f"Attribution({self.method!r}{target}, {shape}{residual})"
 
     # ------------------------------------------------------------------ reading
 
-    def top(self, k: int = 10, query: int = -1, batch: int = 0) -> list[TokenScore]:
-        """The k source tokens of largest absolute score for one query, counted over the prompt's real queries."""
+    def top(self, k: int = 10, query: Any = -1, batch: int = 0) -> list[TokenScore]:
+        """The k source tokens of largest absolute score for one query.
+
+        Args:
+            k: how many.
+            query: which of the held queries, counted over the prompt's real ones, or a text: its last token, where it
+                occurs last.
+            batch: the prompt.
+
+        Raises:
+            InvalidInputError: k below 1, or no such query.
+        """
         if k < 1:
             raise InvalidInputError(f"top: k={k}; ask for at least one token.")
-        scores, tokens = self._plane(batch), self.tokens[batch]
-        real = [number for number, position in enumerate(self.queries[batch].tolist()) if self.mask[batch, position]]
-        if not -len(real) <= query < len(real):
-            held = [self.queries[batch, number].item() for number in real]
-            raise InvalidInputError(
-                f"top: query={query} is an index into the queries of prompt {batch}, which are at positions {held}."
-            )
-        row = scores[real[query]].masked_fill(~self.mask[batch].to(scores.device), 0)
+        row, tokens = self._row(query, batch), self.tokens[batch]
         order = row.abs().argsort(descending=True, stable=True)[: min(k, int(self.mask[batch].sum()))]
         return [TokenScore(int(i), tokens[int(i)], float(row[i])) for i in order if bool(self.mask[batch, i])]
+
+    def __getitem__(self, where: Any) -> list[TokenScore]:
+        """What the tokens of a text gave to the last query of the first prompt: ``attribution["file"]``.
+
+        One entry for every place where the text occurs, whole tokens only, the scores of its tokens summed; an integer
+        or a slice picks positions. `score` asks about other queries and prompts.
+        """
+        return self.score(where)
+
+    def score(self, where: Any, query: Any = -1, batch: int = 0) -> list[TokenScore]:
+        """What some source tokens gave to one query.
+
+        Args:
+            where: a text of one token or several (outer spaces do not count), a position, or a slice of positions.
+            query, batch: as in `top`.
+
+        Returns:
+            One entry for every occurrence of the text: its first position, its tokens, the sum of their scores.
+
+        Raises:
+            InvalidInputError: the text does not occur, or a position out of range.
+        """
+        row, tokens = self._row(query, batch), self.tokens[batch]
+        if isinstance(where, str):
+            spans = find(tokens, where)
+        else:
+            places = range(len(tokens))[where if isinstance(where, slice) else slice(None)]
+            if not isinstance(where, slice):
+                where = whole_number("position", where, -len(tokens), len(tokens) - 1)
+                places = [where % len(tokens)]
+            spans = [(place, place + 1) for place in places]
+        return [TokenScore(a, "".join(tokens[a:b]), float(row[a:b].sum())) for a, b in spans]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """The tokens of the first prompt, for ``attribution["<tab>``."""
+        return sorted({token.strip() for token in self.tokens[0]} - {""})
+
+    def query_row(self, query: Any = -1, batch: int = 0) -> int:
+        """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
+
+        Raises:
+            InvalidInputError: not among the held queries.
+        """
+        self._check_batch(batch)
+        asked = self.queries[batch].tolist()
+        real = [number for number, position in enumerate(asked) if self.mask[batch, position]]
+        if isinstance(query, str):
+            last = find(self.tokens[batch], query)[-1][1] - 1
+            if last in asked:
+                return asked.index(last)
+        elif -len(real) <= query < len(real):
+            return real[query]
+        held = [asked[number] for number in real]
+        raise InvalidInputError(
+            f"query={query!r} is an index into the queries of prompt {batch}, or their text; this Attribution holds "
+            f"those at positions {held}. Ask for others with attribute(..., query=...), None for all."
+        )
+
+    def _row(self, query: Any, batch: int) -> Float[Tensor, "key"]:
+        row = self.plane(batch)[self.query_row(query, batch)]
+        return row.masked_fill(~self.mask[batch].to(row.device), 0)
 
     def normalize(self) -> "Attribution":
         """Scores divided by the sum of their absolute values, per query; no longer additive."""
@@ -138,8 +204,8 @@ class Attribution:
         """
         if self.axes != AXES:
             raise InvalidInputError(f"merge_words: needs scores [batch, query, key], these are {self.axes}.")
-        starts = self.word_starts or [_starts(row) for row in self.tokens]
-        words = [_word_ids(row, mask) for row, mask in zip(starts, self.mask.tolist(), strict=True)]
+        starts = self.word_starts or [word_starts(row) for row in self.tokens]
+        words = [word_ids(row, mask) for row, mask in zip(starts, self.mask.tolist(), strict=True)]
         count = max(max(row) for row in words) + 1
         pos = self.mask.shape[1]
         join = self.scores.new_zeros(len(words), pos, count + 1)  # padding goes to the extra column
@@ -155,7 +221,7 @@ class Attribution:
         else:
             queries = torch.take_along_dim(torch.tensor(words), self.queries.cpu(), dim=1)
         tokens = [
-            ["".join(_piece(t) for t, w in zip(row, ids, strict=True) if w == word) for word in range(count)]
+            ["".join(without_mark(t) for t, w in zip(row, ids, strict=True) if w == word) for word in range(count)]
             for row, ids in zip(self.tokens, words, strict=True)
         ]
         mask = join.any(1)
@@ -217,10 +283,13 @@ class Attribution:
 
     # ------------------------------------------------------------------ showing
 
-    def _plane(self, batch: int) -> Float[Tensor, "query key"]:
-        """Scores of one prompt; other axes (heads, say) are averaged, vectors shown by their norm."""
+    def _check_batch(self, batch: int) -> None:
         if not -len(self.tokens) <= batch < len(self.tokens):
             raise InvalidInputError(f"batch={batch}, but this Attribution holds {len(self.tokens)} prompts.")
+
+    def plane(self, batch: int = 0) -> Float[Tensor, "query key"]:
+        """Scores of one prompt as they are shown: other axes (heads, say) averaged, vectors by their norm."""
+        self._check_batch(batch)
         scores, axes = self.scores[batch].detach(), list(self.axes[1:])
         for name in [axis for axis in axes if axis not in AXES]:
             axis = axes.index(name)
@@ -228,32 +297,25 @@ class Attribution:
             axes.remove(name)
         return scores
 
-    def _describe(self) -> str:
+    def describe(self) -> str:
+        """What the scores are, in one line."""
         notes = [f"{self.method}" + (f": {self.target}" if self.target else "")]
         if self.additive and self.residual is not None:
             notes.append(f"complete to {float(self.residual.max()):.1e}")
         return " · ".join(notes)
 
-    def to_html(self, *, style: bool = True) -> str:
-        """The heat maps as an HTML fragment: coloured text for one query, a matrix for several."""
-        parts = []
-        for batch, (tokens, mask) in enumerate(zip(self.tokens, self.mask.tolist(), strict=True)):
-            plane = self._plane(batch).double().cpu()
-            largest = float(plane.abs().max())
-            real = [position for position, keep in enumerate(mask) if keep]
-            shown = [tokens[position] for position in real]
-            rows = [[float(row[position]) for position in real] for row in plane]
-            asked = self.queries[batch].tolist()
-            if len(rows) == 1:
-                parts.append(html.token_line(shown, rows[0], largest, real.index(asked[0])))
-            else:
-                kept = [number for number, position in enumerate(asked) if mask[position]]
-                parts.append(
-                    html.token_matrix([tokens[asked[n]] for n in kept], shown, [rows[n] for n in kept], largest)
-                )
-            parts.append(html.colour_bar(largest))
-        facts = " · ".join(f"{k} {v}" for k, v in self.provenance.items())
-        return html.panel(self._describe(), parts, facts, style=style)
+    def to_html(self, *, batch: int | None = None, style: bool = True) -> str:
+        """The heat maps as an HTML fragment: coloured text for one query, a matrix for several.
+
+        Args:
+            batch: one prompt, or None for the first few of them.
+            style: with the style and the script that a page needs once.
+        """
+        from tensorlens_tl.report import page, results
+
+        if batch is not None:
+            self._check_batch(batch)
+        return (page.head() if style else "") + results.attribution(self, batch)
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -264,36 +326,25 @@ class Attribution:
         if shell is not None and shell.get_ipython() is not None:
             shell.display.display(self)
             return
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+        from tensorlens_tl.report import terminal
 
-        for batch in range(len(self.tokens)):
-            table = Table(title=Text(self._describe()))
-            for heading in ("position", "token", "score"):
-                table.add_column(heading, justify="left" if heading == "token" else "right")
-            for entry in self.top(10, batch=batch):
-                table.add_row(str(entry.position), Text(repr(entry.token)), f"{entry.score:+.4g}")
-            Console().print(table)
+        terminal.show(self)
 
-    def plot(self, batch: int = 0, ax: Any = None) -> Any:
-        """A matplotlib heat map of one prompt (install ``tensorlens-tl[plot]``); returns the axes."""
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError("plot() needs matplotlib: pip install 'tensorlens-tl[plot]'.") from error
-        plane = self._plane(batch).double().cpu()
-        keys = [html.visible(token) for token in self.tokens[batch]]
-        largest = float(plane.abs().max()) or 1.0
-        if ax is None:
-            size = (1.5 + 0.3 * plane.shape[1], 1.2 + 0.3 * plane.shape[0])
-            _, ax = plt.subplots(figsize=size, constrained_layout=True)
-        image = ax.imshow(plane, cmap="PuOr_r", vmin=-largest, vmax=largest, aspect="auto")
-        ax.set_xticks(range(len(keys)), keys, rotation=90)
-        ax.set_yticks(range(len(plane)), [keys[int(q)] for q in self.queries[batch]])
-        ax.set(xlabel="key (source token)", ylabel="query", title=self._describe())
-        ax.figure.colorbar(image, ax=ax)
-        return ax
+    def plot(self, batch: int = 0, ax: Any = None, *, values: bool | None = None) -> Any:
+        """A matplotlib heat map of one prompt (install ``tensorlens-tl[plot]``); returns the axes.
+
+        Args:
+            batch: the prompt.
+            ax: draw here; None makes a figure of fitting size.
+            values: write numbers into the cells; None does so where they fit.
+
+        Raises:
+            InvalidInputError: no such prompt.
+            ImportError: matplotlib is not installed.
+        """
+        from tensorlens_tl.report import figure
+
+        return figure.heat_map(self, batch, ax, values)
 
     # ------------------------------------------------------------------ files
 
@@ -343,29 +394,6 @@ class Attribution:
             if isinstance(error, FileFormatError):
                 raise
             raise FileFormatError(f"{path}: not a readable Attribution ({type(error).__name__}: {error}).") from error
-
-
-def _starts(tokens: Sequence[str]) -> list[bool]:
-    """Word starts by white space alone, for tokens without a tokenizer; ``##`` continues."""
-    pieces = any(token.startswith("##") for token in tokens)
-    before = (" ", *tokens[:-1])
-    return [
-        not token.startswith("##") if pieces else token[:1].isspace() or last[-1:].isspace()
-        for token, last in zip(tokens, before, strict=True)
-    ]
-
-
-def _word_ids(starts: Sequence[bool], mask: Sequence[bool]) -> list[int]:
-    """The word each token belongs to, counted from 0; padding is −1."""
-    ids, word = [], -1
-    for starting, real in zip(starts, mask, strict=True):
-        word += real and (starting or word < 0)
-        ids.append(word if real else -1)
-    return ids
-
-
-def _piece(token: str) -> str:
-    return token.removeprefix("##")
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,9 @@
-"""The command line: ``tensorlens-tl demo | attribute | methods | verify | evaluate``."""
+"""The command line: ``tensorlens-tl demo | report | attribute | methods | verify | evaluate``."""
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tensorlens_tl import demo, evaluate, html
+from tensorlens_tl import demo, evaluate
 from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.freezing import freeze
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.registry import attribute, get_method, list_methods
+from tensorlens_tl.report import explain
+from tensorlens_tl.report.page import page, table
 from tensorlens_tl.targets import token_label
 
 console = Console()
@@ -62,6 +65,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "-o", "--output", type=Path, help="also save: .html for a page, anything else for Attribution.load"
     )
+
+    sub = command("report", run_report, "Everything about one prediction, as one page that opens without a network.")
+    _model_arguments(sub)
+    sub.add_argument("text")
+    sub.add_argument("--target", help="the token to explain (default: the model's first choice)")
+    sub.add_argument("--minus", help="another token to hold it against (default: the second choice)")
+    sub.add_argument(
+        "--query", type=int, help="position, counted over the prompt's tokens (default: the last, or the mask)"
+    )
+    sub.add_argument("--methods", help="names, separated by commas (default: all that `tensorlens-tl methods` lists)")
+    sub.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html here)")
 
     command("methods", run_methods, "List the registered methods.")
 
@@ -163,10 +177,21 @@ def run_attribute(args: argparse.Namespace) -> None:
     if args.output is None:
         return
     if args.output.suffix == ".html":
-        args.output.write_text(html.page(args.text, result.to_html(style=False)), encoding="utf-8")
+        args.output.write_text(page(args.text, result.to_html(style=False)), encoding="utf-8")
     else:
         result.save(args.output)
     console.print(f"saved to {args.output}")
+
+
+def run_report(args: argparse.Namespace) -> None:
+    """Write the report of one prediction."""
+    _check_output(args.output)
+    methods = None if args.methods is None else [name.strip() for name in args.methods.split(",")]
+    for name in methods or ():
+        get_method(name)  # a typing error should not cost a forward pass
+    picture = explain(_frozen(args), target=args.target, minus=args.minus, query=args.query, methods=methods)
+    picture.save(args.output)
+    console.print(f"report written to {args.output}")
 
 
 def _print_top(result: Attribution, k: int) -> None:
@@ -340,19 +365,14 @@ def _demo_page(
     proof: dict[str, float],
     costs: dict[str, float],
 ) -> str:
-    from html import escape
-
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{residual:.1e}</td></tr>" for name, residual in proof.items())
     forward = costs["one forward pass"]
-    prices = "".join(
-        f"<tr><td>{escape(name)}</td><td>{1000 * s:.1f}</td><td>{s / forward:.1f}</td></tr>"
-        for name, s in costs.items()
-    )
+    prices = ((name, f"{1000 * s:.1f}", f"{s / forward:.1f}") for name, s in costs.items())
     maps = "".join(f"<h2>{escape(name)}</h2>{result.to_html(style=False)}" for name, result in results.items())
-    return html.page(
+    proofs = table(("claim", "residual"), ((name, f"{residual:.1e}") for name, residual in proof.items()), "words")
+    cost = table(("what", "ms", "forward passes"), prices)
+    return page(
         "tensorlens_tl demo",
         f"<h1>Where a prediction comes from</h1><p>{escape(repr(text))} is continued by <b>{escape(repr(target))}</b> "
-        f"(probability {probability:.2f}).</p>{maps}<h2>Proof</h2>"
-        f'<table class="r"><tr><th>claim</th><th>residual</th></tr>{rows}</table><h2>Cost</h2>'
-        f'<table class="r"><tr><th>what</th><th>ms</th><th>forward passes</th></tr>{prices}</table>',
+        f'(probability {probability:.2f}).</p>{maps}<h2>Proof</h2><div class="tlens">{proofs}</div>'
+        f'<h2>Cost</h2><div class="tlens">{cost}</div>',
     )

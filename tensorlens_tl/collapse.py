@@ -11,7 +11,7 @@ from torch import Tensor
 from tensorlens_tl.errors import InvalidInputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Collapse:
     """Scores of source tokens for a query, `[batch, query, key]`.
 
@@ -35,6 +35,11 @@ class Collapse:
     stderr: Float[Tensor, "batch query key"] | None = None
     soft_cap: float | None = None
     probes: int | None = None
+
+    def __repr__(self) -> str:
+        batch, query, key = self.scores.shape
+        residual = "" if self.residual is None else f", residual={float(self.residual.max()):.1e}"
+        return f"Collapse(batch={batch}, query={query}, key={key}{residual})"
 
     def interval(self, level: Any = 0.95) -> tuple[Tensor, Tensor]:
         """Where the true score lies with this confidence, by the normal approximation; the score itself if exact.

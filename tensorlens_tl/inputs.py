@@ -13,7 +13,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.view import ModelView
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prompt:
     """A checked batch of prompts.
 
@@ -26,6 +26,10 @@ class Prompt:
     kwargs: dict[str, Any]
     str_tokens: list[list[str]]
     word_starts: list[list[bool]] | None = None
+
+    def __repr__(self) -> str:
+        batch, pos = self.tokens.shape
+        return f"Prompt({''.join(self.str_tokens[0])[:60]!r}, batch={batch}, pos={pos})"
 
 
 def prepare(

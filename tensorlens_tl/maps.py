@@ -11,6 +11,8 @@ in `Attention`, so `batch` and `pos` are always the frozen prompt's.
     >>> import torch
     >>> double, shift = Linear(2 * torch.eye(3)), Linear(torch.eye(3), torch.ones(3))
     >>> both = shift @ double
+    >>> both
+    Linear(3 → 3, offset) @ Linear(3 → 3)
     >>> both(torch.ones(1, 1, 3))
     tensor([[[3., 3., 3.]]])
     >>> both.pull(torch.ones(5, 1, 1, 3)).shape
@@ -34,6 +36,9 @@ Rows = Float[Tensor, "*rows batch pos d"]
 
 ZERO = torch.zeros(())
 """The bias of a linear map: a scalar, which broadcasts on any device without promoting any dtype."""
+
+SHOWN = 6
+"""Stages that the repr of a chain writes out."""
 
 
 class AffineMap(ABC):
@@ -104,9 +109,12 @@ def _note_bias(g: Tensor, bias: Tensor, biases: list[Tensor] | None) -> None:
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Identity(AffineMap):
     """The residual connection."""
+
+    def __repr__(self) -> str:
+        return "Identity"
 
     @property
     def bias(self) -> Tensor:
@@ -120,12 +128,15 @@ class Identity(AffineMap):
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Linear(AffineMap):
     """``x @ weight + offset``: the same matrix at every position."""
 
     weight: Float[Tensor, "d_in d_out"]
     offset: Float[Tensor, "d_out"] | None = None
+
+    def __repr__(self) -> str:
+        return "Linear({} → {}{})".format(*self.weight.shape, "" if self.offset is None else ", offset")
 
     @property
     def bias(self) -> Tensor:
@@ -140,12 +151,15 @@ class Linear(AffineMap):
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Diagonal(AffineMap):
     """``x * factor + offset``: a frozen factor per position and channel, such as an activation ratio."""
 
     factor: Float[Tensor, "*rows batch pos d"]
     offset: Float[Tensor, "*rows batch pos d"] | None = None
+
+    def __repr__(self) -> str:
+        return f"Diagonal({self.factor.shape[-1]}{'' if self.offset is None else ', offset'})"
 
     @property
     def bias(self) -> Tensor:
@@ -161,7 +175,7 @@ class Diagonal(AffineMap):
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Norm(AffineMap):
     """LayerNorm or RMSNorm with its denominator held fixed: ``(x − mean x) / scale * gain + shift``.
 
@@ -173,6 +187,9 @@ class Norm(AffineMap):
     gain: Float[Tensor, "d"] | None = None
     shift: Float[Tensor, "d"] | None = None
     centre: bool = True
+
+    def __repr__(self) -> str:
+        return f"Norm({'centred' if self.centre else 'not centred'})"
 
     @property
     def bias(self) -> Tensor:
@@ -190,7 +207,7 @@ class Norm(AffineMap):
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Attention(AffineMap):
     """Mixes values over positions by a frozen pattern, in head space: ``[.., (kv d_head)] -> [.., (head d_head)]``.
 
@@ -200,6 +217,10 @@ class Attention(AffineMap):
 
     pattern: Float[Tensor, "batch head query key"]
     kv_heads: int
+
+    def __repr__(self) -> str:
+        _, heads, query, key = self.pattern.shape
+        return f"Attention({heads} heads, {query} × {key})"
 
     @property
     def bias(self) -> Tensor:
@@ -228,11 +249,17 @@ class Attention(AffineMap):
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Chain(AffineMap):
     """Maps applied one after the other; `stages` are in the order of application, each with its own bias."""
 
     stages: tuple[AffineMap, ...]
+
+    def __repr__(self) -> str:
+        shown = [f"({stage})" if isinstance(stage, Sum) else repr(stage) for stage in reversed(_stages(self))]
+        if len(shown) > SHOWN:
+            shown = [*shown[: SHOWN // 2], f"… {len(shown) - SHOWN} more …", *shown[-(SHOWN // 2) :]]
+        return " @ ".join(shown)
 
     @property
     def bias(self) -> Tensor:
@@ -253,11 +280,14 @@ class Chain(AffineMap):
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sum(AffineMap):
     """Branches that read the same vector and add up."""
 
     terms: tuple[AffineMap, ...]
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self.terms))
 
     @property
     def bias(self) -> Tensor:
@@ -274,11 +304,14 @@ class Sum(AffineMap):
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Transpose(AffineMap):
     """The adjoint of a map's linear part."""
 
     inner: AffineMap
+
+    def __repr__(self) -> str:
+        return f"({self.inner}).T"
 
     @property
     def bias(self) -> Tensor:

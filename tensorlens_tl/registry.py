@@ -32,12 +32,15 @@ ENTRY_POINTS = "tensorlens_tl.methods"
 MethodFunction = TypeVar("MethodFunction", bound=Callable[..., Attribution])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Method:
     """A registered method: its function, and the options it takes with their defaults."""
 
     name: str
     function: Callable[..., Attribution]
+
+    def __repr__(self) -> str:
+        return f"Method({self.name!r}, options: {', '.join(self.options) or 'none'})"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -120,7 +123,9 @@ def _load_published() -> None:
             loaded: Any = point.load()
         except Exception as error:  # somebody else's package must not take ours down
             warnings.warn(
-                f"the published method {point.name!r} ({point.value}) cannot be loaded: {error!r}", stacklevel=3
+                f"the published method {point.name!r} ({point.value}) cannot be loaded: {error!r}. Update or uninstall "
+                "the package that publishes it; everything else works.",
+                stacklevel=3,
             )
             continue
         if callable(loaded) and all(method.function is not loaded for method in _METHODS.values()):

@@ -49,9 +49,9 @@ def _token_id(view: ModelView, token: Any, name: str) -> int:
         ids = tokenizer(token, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             pieces = [tokenizer.decode([piece]) for piece in ids]
-            hint = (
-                "" if token.startswith(" ") else f" Words inside a text often start with a space: try {' ' + token!r}."
-            )
+            spaced = " " + token.lstrip()
+            helps = len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1
+            hint = f" Words inside a text often start with a space: try {spaced!r}." if helps else ""
             raise InvalidInputError(f"{name}={token!r} is {len(ids)} tokens {pieces}; a target is one token.{hint}")
         if ids[0] == getattr(tokenizer, "unk_token_id", None) and token != tokenizer.unk_token:
             raise InvalidInputError(f"{name}={token!r} is not in the vocabulary; pass a token the tokenizer knows.")
@@ -67,6 +67,15 @@ def token_label(view: ModelView, token: int) -> str:
     """A token id as readable text."""
     tokenizer = getattr(view.model, "tokenizer", None)
     return str(token) if tokenizer is None else tokenizer.decode([token])
+
+
+def logit_label(view: ModelView, target: Any, minus: Any = None) -> str:
+    """What a token target explains, in words: ids are named by their text."""
+    return "logit of " + " − ".join(
+        repr(token_label(view, token)) if isinstance(token, int) else repr(token)
+        for token in (target, minus)
+        if token is not None
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ def question(frozen: "FrozenPass", target: Any = None, minus: Any = None, direct
         also = " (minus alone is no target)" if minus is not None else ""
         raise InvalidInputError(f"target: missing{also}. Pass a token (target=' Paris'), or direction=Tensor[d_model].")
     vectors, constant = unembedding_rows(frozen, target, minus)
-    return Question(vectors, constant, True, str(target) if minus is None else f"{target} − {minus}")
+    return Question(vectors, constant, True, logit_label(frozen.view, target, minus))
 
 
 def unembedding_rows(

@@ -224,6 +224,9 @@ class ModelView:
                 "switch them off (model.set_use_split_qkv_input(False)) before freezing."
             )
 
+    def __repr__(self) -> str:
+        return f"ModelView({self.description}, layers={self.n_layers})"
+
     @property
     def description(self) -> str:
         """Class and name, for messages."""

@@ -64,6 +64,38 @@ def test_top(frozen):
             result.top(**bad)
 
 
+def test_scores_of_a_text():
+    result = made(["If", " the", " file", " is", " un", "readable", ",", " the"], [[1.0, 2, 3, 4, 5, 6, 7, 8]])
+    assert result["the"] == [(1, " the", 2.0), (7, " the", 8.0)]
+    assert result["unreadable"] == [(4, " unreadable", 11.0)]
+    assert result[" file is"] == [(2, " file is", 7.0)]
+    assert result[-1] == result[7] == [(7, " the", 8.0)]
+    assert [entry.score for entry in result[1:3]] == [2.0, 3.0]
+    assert "unreadable" not in result._ipython_key_completions_()
+    assert {"If", "the", "un"} <= set(result._ipython_key_completions_())
+    for bad in ("read", "", "  ", "The"):
+        with pytest.raises(tlens.InvalidInputError, match="whole tokens"):
+            result[bad]
+    for bad in (8, -9, 1.5, None):
+        with pytest.raises(tlens.InvalidInputError, match="position"):
+            result[bad]
+
+
+def test_scores_of_word_pieces():
+    result = made(["[CLS]", "un", "##believ", "##able", "end"], [[1.0, 2, 3, 4, 5]])
+    assert result["unbelievable"] == [(1, "un##believ##able", 9.0)]
+    with pytest.raises(tlens.InvalidInputError, match="whole tokens"):
+        result["lievable"]
+
+
+def test_queries_by_text(every):
+    token = every.tokens[0][3]
+    assert every.top(6, query=token) == every.top(6, query=3)
+    assert every.score(0, query=2, batch=1)[0].score == float(every.scores[1, 2, 0])
+    with pytest.raises(tlens.InvalidInputError, match="positions \\[5\\]"):
+        made(list("abcdef"), [[1.0] * 6]).top(query="b")
+
+
 def test_normalize(every):
     shares = every.normalize()
     assert torch.allclose(shares.scores.abs().sum(-1), torch.ones(2, 6, dtype=torch.float64))
@@ -175,8 +207,8 @@ def test_files_that_are_not_ours(frozen, tmp_path, damage):
 def test_html_escapes_every_token():
     nasty = "<img src=x onerror=alert(1)>"
     for scores in ([[1.0, -2.0]], [[1.0, -2.0], [0.5, float("nan")]]):
-        page = made([nasty, '"><script>x</script>'], scores, target=nasty)._repr_html_()
-        assert "<img" not in page
+        page = made([nasty, '"><script>x</script>'], scores, target=nasty).to_html(style=False)
+        assert "<img src=x" not in page
         assert "<script" not in page
         assert "http" not in page
 
@@ -184,9 +216,9 @@ def test_html_escapes_every_token():
 def test_html_shows_values_and_the_proof(frozen):
     page = tlens.attribute(frozen)._repr_html_()
     assert "complete to" in page
-    assert page.count("tabindex") == 12
-    assert f"{float(tlens.attribute(frozen).scores[0, 0, 0]):.4g}" in page
-    assert len(tlens.attribute(frozen, query=None).to_html()) < 60_000
+    assert page.count('class="t') - page.count('class="tlens"') - page.count('class="title"') == 12
+    assert f"{float(tlens.attribute(frozen).scores[0, 0, 0]):+.4g}" in page
+    assert tlens.attribute(frozen, query=None).to_html(batch=1).count('class="grid"') == 1
 
 
 def test_show_prints_a_table(frozen, capsys):
@@ -194,10 +226,16 @@ def test_show_prints_a_table(frozen, capsys):
     assert "position" in capsys.readouterr().out
 
 
-def test_plot(every):
+def test_plot(every, frozen):
     pytest.importorskip("matplotlib").use("Agg")
     axes = every.plot(batch=1)
     assert len(axes.get_xticklabels()) == 6
+    low, high = axes.images[0].get_clim()
+    assert low == -high == -float(every.scores[1].abs().max())  # zero is in the middle
+    assert len(axes.texts) == int((every.scores[1] != 0).sum())
+    assert not every.plot(values=False).texts
+    assert tlens.attribute(frozen).plot(ax=axes) is axes
+    assert made(["$a", "b$"], [[1.0, -2.0]]).plot().figure.canvas.draw() is None  # no mathematics
 
 
 def test_axes_must_name_the_scores():
@@ -278,3 +316,21 @@ def test_methods_published_by_packages_are_found(clean_registry, monkeypatch):
     monkeypatch.setattr(registry, "_LOADED", set())
     assert "published" in tlens.list_methods()
     assert tlens.get_method("published").function is published
+
+
+# ------------------------------------------------------------------------------------------ at first sight
+
+
+def test_reprs_are_short_and_do_nothing(frozen, monkeypatch):
+    operator = frozen.operator()
+    shown = [
+        frozen, frozen.view, frozen.prompt, operator, operator.map, operator.T, operator.in_out(), frozen.attention(0),
+        frozen.norm(0, "ln1"), tlens.attribute(frozen), tlens.get_method("rollout"),
+        tlens.circuits.logit_attribution(frozen, 5), tlens.circuits.head_map(frozen, 0, 1),
+    ]  # fmt: skip
+    monkeypatch.setattr(frozen.model, "forward", lambda *a, **k: pytest.fail("a repr ran the model"))
+    for thing in shown:
+        assert len(repr(thing)) < 700, type(thing)
+        assert "tensor(" not in repr(thing)
+        assert "\n" not in repr(thing)
+    assert repr(frozen.attention(0)) == "Linear(16 → 16, offset) @ Attention(4 heads, 6 × 6) @ Linear(16 → 16, offset)"

@@ -70,6 +70,11 @@ class ContributionGraph:
             f"total={self.total:.4g}, completeness={self.completeness:.2f}, residual={self.residual:.1e})"
         )
 
+    def _repr_html_(self) -> str:
+        from tensorlens_tl.report import circuits, page
+
+        return page.head() + circuits.graph(self)
+
     @property
     def completeness(self) -> float:
         """The share of what enters the kept nodes that the kept edges carry, weighted by the nodes' abs(weight).

@@ -68,14 +68,14 @@ class ScoreAttribution:
         parts = torch.cat([self.pairs.flatten(1), self.query_tokens, self.key_tokens], dim=1)
         return relative_residual(parts[:, None], self.bias[:, None], self.total[:, None])[:, 0]
 
-    def top(self, k: int = 10, row: int = 0) -> "pd.DataFrame":
+    def top(self, k: int = 10, batch: int = 0) -> "pd.DataFrame":
         """The k largest pairs of one prompt, by absolute value."""
         import pandas as pd
 
-        pairs = self.pairs[row]
+        pairs = self.pairs[batch]
         order = pairs.abs().flatten().argsort(descending=True)[: max(k, 0)]
         query, key = (order // pairs.shape[1]).tolist(), (order % pairs.shape[1]).tolist()
-        names = self.tokens[row]
+        names = self.tokens[batch]
         return pd.DataFrame(
             {
                 "source_q": [f"{i} {names[i]}" for i in query],

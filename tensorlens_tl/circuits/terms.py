@@ -59,6 +59,11 @@ class Terms:
         residual = f"{float(self.residual.max()):.1e}"
         return f"{type(self).__name__}({len(self)} of {self.question!r}, total={totals}, residual={residual})"
 
+    def _repr_html_(self) -> str:
+        from tensorlens_tl.report import circuits, page
+
+        return page.head() + circuits.terms(self)
+
     def __getitem__(self, name: str) -> Float[Tensor, "batch"]:
         """One part's score in every prompt.
 
@@ -69,17 +74,17 @@ class Terms:
             raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, …")
         return self.scores[:, self.names.index(name)]
 
-    def top(self, k: int = 10, row: int = 0) -> list[Term]:
+    def top(self, k: int = 10, batch: int = 0) -> list[Term]:
         """The k parts of one prompt that are largest in absolute value."""
-        order = self.scores[row].abs().argsort(descending=True)[: max(k, 0)]
-        return [Term(self.names[i], float(self.scores[row, i])) for i in order.tolist()]
+        order = self.scores[batch].abs().argsort(descending=True)[: max(k, 0)]
+        return [Term(self.names[i], float(self.scores[batch, i])) for i in order.tolist()]
 
-    def to_dataframe(self, row: int = 0) -> "pd.DataFrame":
+    def to_dataframe(self, batch: int = 0) -> "pd.DataFrame":
         """One row per part, in the order of the model, with each token's share where there is one."""
         import pandas as pd
 
-        frame = pd.DataFrame({"term": self.names, "score": self.scores[row].tolist()})
+        frame = pd.DataFrame({"term": self.names, "score": self.scores[batch].tolist()})
         if self.keys is not None:
-            labels = [f"{number} {token}" for number, token in enumerate(self.tokens[row])]
-            frame = frame.join(pd.DataFrame(wide(self.keys[row]).cpu().numpy(), columns=labels))
+            labels = [f"{number} {token}" for number, token in enumerate(self.tokens[batch])]
+            frame = frame.join(pd.DataFrame(wide(self.keys[batch]).cpu().numpy(), columns=labels))
         return frame

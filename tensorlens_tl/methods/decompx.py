@@ -24,7 +24,7 @@ from tensorlens_tl.local import LocalLayer
 from tensorlens_tl.maps import AffineMap, Chain, Identity, Sum
 from tensorlens_tl.positions import mixes_positions
 from tensorlens_tl.registry import register_method
-from tensorlens_tl.targets import unembedding_rows
+from tensorlens_tl.targets import logit_label, unembedding_rows
 
 
 @register_method("decompx")
@@ -69,7 +69,7 @@ def decompx(
         vectors = source_to_output(frozen, rule, activation, through_head=True)
         scores = torch.einsum("kbqd,bd->bqk", vectors, direction)
         fields = _target_fields(frozen, scores, direction, constant, query)
-        fields |= {"additive": bias != "none", "target": f"logit of {target!r}" + (f" − {minus!r}" if minus else "")}
+        fields |= {"additive": bias != "none", "target": logit_label(frozen.view, target, minus)}
         options |= {"target": target, "minus": minus}
     else:
         vectors = source_to_output(frozen, rule, activation)

@@ -15,7 +15,7 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.registry import register_method
-from tensorlens_tl.targets import token_ids
+from tensorlens_tl.targets import logit_label, token_ids
 
 
 @register_method("input-x-gradient")
@@ -39,7 +39,7 @@ def input_x_gradient(frozen: FrozenPass, *, target: Any = None, minus: Any = Non
         scores,
         method="input-x-gradient",
         query=query,
-        target=_words(target, minus),
+        target=logit_label(frozen.view, target, minus),
         options={"target": target, "minus": minus, "query": query},
     )
 
@@ -80,7 +80,7 @@ def integrated_gradients(
         bias=bias[:, None],
         total=total[:, None],
         residual=relative_residual(scores, bias[:, None], total[:, None]),
-        target=_words(target, minus),
+        target=logit_label(frozen.view, target, minus),
         options={"target": target, "minus": minus, "query": query, "steps": steps},
     )
 
@@ -103,7 +103,3 @@ def _logit_and_gradient(frozen: FrozenPass, x: Tensor, target: Any, minus: Any, 
             logit = logit - logits[rows, positions, token_ids(frozen.view, minus, len(rows), "minus").to(x.device)]
         (gradient,) = torch.autograd.grad(logit.sum(), leaf)
     return logit.detach(), gradient
-
-
-def _words(target: Any, minus: Any) -> str:
-    return f"logit of {target!r}" + ("" if minus is None else f" − {minus!r}")

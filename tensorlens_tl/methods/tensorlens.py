@@ -9,6 +9,7 @@ from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.registry import register_method
+from tensorlens_tl.targets import logit_label
 
 CollapseName = Literal["in_out", "norm", "target"]
 
@@ -68,8 +69,7 @@ def tensorlens(
         result, what = operator.in_out(query, bias=bias, memory=memory), "squared norm of the output"
     else:
         result = operator.target(target, query, minus=minus, direction=direction, bias=bias, memory=memory)
-        difference = "" if minus is None else f" − {minus!r}"
-        what = "a direction" if direction is not None else f"logit of {target!r}{difference}"
+        what = "a direction" if direction is not None else logit_label(frozen.view, target, minus)
     whole = operator.whole and operator.first == 0 and operator.last == frozen.n_layers
     what += "" if whole else f", of a part of the model (blocks {operator.first} to {operator.last - 1}"
     what += "" if whole else (")" if operator.whole else ", heads or MLPs left out)")

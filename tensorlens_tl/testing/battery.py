@@ -27,9 +27,8 @@ def check_method(
 ) -> str | None:
     """Put a registered method through everything that a result of this library promises.
 
-    nothing and changes nothing, no score ahead of the query on causal models, declared additivity, saving, loading,
-    nothing and changes nothing, no score ahead of the query on causal models, declared additivity, saving and loading,
-    and a model without hooks afterwards.
+    The same result twice, for a prompt alone as in its batch, padding that takes nothing and changes nothing, no score
+    ahead of the query on causal models, declared additivity, saving and loading, and a model without hooks afterwards.
 
     Args:
         name: a registered method.

@@ -1,0 +1,232 @@
+"""One report: a prediction, what every method says about it, the heads and paths that made it, and the proofs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tensorlens_tl import circuits as circuit_tools
+from tensorlens_tl.attribution import Attribution
+from tensorlens_tl.errors import InvalidInputError, TensorLensError
+from tensorlens_tl.freezing import freeze
+from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.hooks import capture
+from tensorlens_tl.inputs import query_positions
+from tensorlens_tl.registry import attribute, get_method, list_methods
+from tensorlens_tl.report import circuits, results
+from tensorlens_tl.report.marks import visible
+from tensorlens_tl.report.page import Picture, table
+from tensorlens_tl.targets import logit_label, token_ids, token_label
+
+ASKED_IN_SEVERAL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
+    "tensorlens": {"target": {"collapse": "target"}, "in+out": {"collapse": "in_out"}, "norm": {"collapse": "norm"}},
+    "decompx": {"target": {"aggregate": "target"}, "norm": {"aggregate": "norm"}},
+}
+"""Methods that answer several questions; a way that names a target gets the report's own."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says at one position, and what the report asks about it."""
+
+    query: int
+    position: int
+    best: list[tuple[str, float]]
+    target: int | None = None
+    minus: int | None = None
+    label: str = ""
+
+    @property
+    def question(self) -> dict[str, int]:
+        """As options of a method."""
+        asked = {"target": self.target, "minus": self.minus}
+        return {name: token for name, token in asked.items() if token is not None}
+
+
+def explain(
+    model: Any,
+    input: Any = None,
+    *,
+    target: Any = None,
+    minus: Any = None,
+    query: Any = None,
+    methods: Sequence[str] | None = None,
+) -> Picture:
+    """Everything about one prediction of one prompt, as one page that opens without a network.
+
+    Args:
+        model: a TransformerLens model, or a `FrozenPass` of one prompt (then leave `input` out).
+        input: a string or token ids.
+        target, minus: the token that is explained, and one to hold it against. By default the model's first choice
+            against its second.
+        query: the position whose prediction it is, counted over the prompt's tokens. By default the last; in a masked
+            language model the first mask.
+        methods: names of methods; None takes every registered one. Methods that refuse this model are named with
+            their reason.
+
+    Raises:
+        InvalidInputError: several prompts, no input, an unknown token, a query out of range.
+        RegistryError: an unknown method.
+    """
+    chosen = [get_method(name).name for name in (list_methods() if methods is None else methods)]
+    if not isinstance(model, FrozenPass):
+        if input is None:
+            raise InvalidInputError("explain: `input` is missing; pass a string or token ids.")
+        model = freeze(model, input)
+    elif input is not None:
+        raise InvalidInputError("explain: a frozen pass has its input already; leave `input` out.")
+    frozen: FrozenPass = model
+    if len(frozen.tokens) != 1:
+        raise InvalidInputError(f"explain: the pass has {len(frozen.tokens)} prompts; freeze one.")
+    prediction = predict(frozen, target, minus, query)
+    found, refused = attributions(frozen, prediction, chosen)
+    parts = [_opening(frozen, prediction)]
+    if found:
+        first = next(iter(found.values()))
+        parts += ["<h2>The tokens that moved it</h2>", results.attribution(first)]
+        parts += ["<h2>Every method, side by side</h2>", results.compare(found).body]
+    proofs = {f"{name}: Σ scores + bias against its total": a.residual for name, a in found.items()}
+    if prediction.question:
+        try:
+            drawn, proved = _circuits(frozen, prediction)
+        except TensorLensError as error:  # logits that are not cap(W_U·x + b_U), a graph too large
+            refused["circuits"] = str(error)
+        else:
+            parts.append(drawn)
+            proofs |= proved
+    parts.append(_refusals(refused))
+    parts.append(_proofs(frozen, {name: float(r.max()) for name, r in proofs.items() if r is not None}))
+    text = "".join(frozen.str_tokens[0])
+    title = f"Where a prediction comes from: {text if len(text) <= 60 else text[:59] + '…'}"
+    return Picture(title, "".join(parts))
+
+
+# ------------------------------------------------------------------ what is asked
+
+
+def predict(frozen: FrozenPass, target: Any = None, minus: Any = None, query: Any = None) -> Prediction:
+    """The model's own prediction, and the question about it."""
+    query = _default_query(frozen) if query is None else query
+    position = int(query_positions(frozen.mask, query)[0, 0])
+    logits = _logits(frozen, position)
+    if logits is None:
+        if target is not None or minus is not None:
+            raise InvalidInputError(f"target: {frozen.view.description} predicts no tokens; leave it out.")
+        return Prediction(query, position, [])
+    chances, order = logits.double().softmax(-1), logits.argsort(descending=True).tolist()
+    best = [(token_label(frozen.view, token), float(chances[token])) for token in order[:5]]
+    wanted = order[0] if target is None else int(token_ids(frozen.view, target, 1)[0])
+    if minus is not None:
+        other = int(token_ids(frozen.view, minus, 1, "minus")[0])
+    else:
+        other = None if target is not None else order[1]
+    return Prediction(query, position, best, wanted, other, logit_label(frozen.view, wanted, other))
+
+
+def _default_query(frozen: FrozenPass) -> int:
+    mask = getattr(getattr(frozen.model, "tokenizer", None), "mask_token_id", None)
+    real = frozen.tokens[0][frozen.mask[0]].tolist()
+    return real.index(mask) if frozen.view.mlm_head is not None and mask in real else -1
+
+
+@torch.no_grad()
+def _logits(frozen: FrozenPass, position: int) -> Tensor | None:
+    """The model's own logits at one position, `[d_vocab]`; None where it predicts no tokens."""
+    if frozen.view.unembedding is None or frozen.points.unembed_in is None:
+        return None
+    _, logits = capture(frozen.model, frozen.inputs, [])
+    return logits[0, position] if isinstance(logits, Tensor) and logits.ndim == 3 else None
+
+
+def attributions(
+    frozen: FrozenPass, prediction: Prediction, methods: Sequence[str]
+) -> tuple[dict[str, Attribution], dict[str, str]]:
+    """Every method's answer for one query, and why some refused."""
+    found: dict[str, Attribution] = {}
+    refused: dict[str, str] = {}
+    ways = [
+        (method, way, options)
+        for method in sorted(methods, key=lambda name: (name != "tensorlens", name))
+        for way, options in ASKED_IN_SEVERAL_WAYS.get(method, {"": {}}).items()
+    ]
+    for method, way, options in tqdm(ways, desc="methods", leave=False, disable=None):
+        takes = get_method(method).options
+        about_target = way == "target" or (not way and "target" in takes)
+        if about_target and not prediction.question:
+            continue
+        asked = {"query": prediction.query} if "query" in takes else {}
+        name = f"{method} ({way})" if way else method
+        try:
+            result = attribute(
+                frozen, method=method, **asked, **options, **(prediction.question if about_target else {})
+            )
+        except TensorLensError as error:
+            refused[name] = str(error)
+        else:
+            found[name] = result
+    return found, refused
+
+
+# ------------------------------------------------------------------ what is shown
+
+
+def _opening(frozen: FrozenPass, prediction: Prediction) -> str:
+    text = "".join(frozen.str_tokens[0])
+    chances = table(("token", "probability"), ((repr(token), f"{chance:.1%}") for token, chance in prediction.best))
+    at = f"at position {prediction.position}, after {escape(repr(frozen.str_tokens[0][prediction.position]))}"
+    said = (
+        f"<p>The prediction {at}:</p>{chances}<p>Explained here: the {escape(prediction.label)}.</p>"
+        if prediction.best
+        else f"<p>This model predicts no tokens. Explained here: its output {at}.</p>"
+    )
+    return (
+        f"<h1>Where a prediction comes from</h1><p><q>{escape(visible(text))}</q></p>"
+        f'<div class="tlens">{said}<div class="n">{escape(repr(frozen))}</div></div>'
+    )
+
+
+def _refusals(refused: dict[str, str]) -> str:
+    if not refused:
+        return ""
+    reasons = table(("what", "why"), refused.items(), "words")
+    return f'<div class="tlens"><details><summary>{len(refused)} not shown</summary>{reasons}</details></div>'
+
+
+def _circuits(frozen: FrozenPass, prediction: Prediction) -> tuple[str, dict[str, Tensor]]:
+    """Heads, components, paths and the graph; and how exactly each of them sums to the model's number."""
+    asked: dict[str, Any] = {**prediction.question, "query": prediction.query}
+    components = circuit_tools.logit_attribution(frozen, **asked)
+    heads = circuit_tools.logit_attribution(frozen, by="head", **asked)
+    paths = circuit_tools.top_paths(frozen, 12, width=16, **asked)
+    graph = circuit_tools.contribution_graph(frozen, **asked)
+    label = prediction.label
+    drawn = "".join(
+        (
+            "<h2>The components that made it</h2>",
+            circuits.terms(components, title=f"Direct effects on the {label}"),
+            "<h2>The heads</h2>",
+            circuits.head_grid(heads, title=f"Direct effects of heads and MLPs on the {label}"),
+            circuits.terms(heads, 12, title=f"The largest direct effects on the {label}"),
+            "<h2>The paths</h2>",
+            circuits.terms(paths, 12, title=f"The largest paths to the {label}"),
+            "<h2>The circuit</h2>",
+            circuits.graph(graph, title=f"How the {label} comes about"),
+        )
+    )
+    proofs = {"direct effects of components": components, "direct effects of heads": heads}
+    proved = {f"{name}: their sum against the logit": found.residual for name, found in proofs.items()}
+    return drawn, proved | {"contribution graph: its sources against the logit": torch.tensor(graph.residual)}
+
+
+def _proofs(frozen: FrozenPass, measured: dict[str, float]) -> str:
+    blocks = {f"{part}: the composed map against the model's own": error for part, error in frozen.errors.items()}
+    rows = ((name, f"{value:.1e}") for name, value in (blocks | measured).items())
+    return (
+        '<h2>The proofs</h2><div class="tlens"><p class="n">Relative errors, measured on this prompt. Integrated '
+        "gradients is a quadrature and exact only in the limit; everything else holds to rounding.</p>"
+        f"{table(('claim', 'residual'), rows, 'words')}</div>"
+    )

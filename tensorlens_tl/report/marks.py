@@ -1,0 +1,114 @@
+"""The smallest marks of a picture: readable tokens, signed colours with zero in the middle, and numbers as text."""
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+POSITIVE, NEGATIVE = (66, 146, 230), (235, 120, 40)
+"""Blue and orange: told apart in every common kind of colour blindness, on light and dark ground."""
+
+STRONGEST = 0.65
+"""Opacity of the largest value. Zero is transparent, so text keeps its contrast and any ground shows through."""
+
+_SIGNS = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡", "\u00a0": "⍽"}
+_CONTROL = str.maketrans({chr(code): chr(0x2400 + code) for code in range(32)} | _SIGNS)
+
+
+def visible(token: str) -> str:
+    """A token as it can be read: control characters as signs, nothing as a sign of its own."""
+    return token.translate(_CONTROL) or "∅"
+
+
+def number(value: float) -> str:
+    """A signed value in four digits."""
+    return f"{value:+.4g}"
+
+
+def largest_of(values: np.ndarray) -> float:
+    """The largest absolute value, NaN apart; 0 where there is none."""
+    sizes = np.abs(values[np.isfinite(values)])
+    return float(sizes.max()) if sizes.size else 0.0
+
+
+def share(value: float, largest: float) -> float:
+    """A value as a share of the largest, in [−1, 1]; 0 where either is no number."""
+    if not largest > 0 or math.isnan(value):
+        return 0.0
+    return max(-1.0, min(1.0, value / largest))
+
+
+def colour(value: float, largest: float) -> str:
+    """CSS background of a signed value: zero is transparent, ±largest is strongest."""
+    part = share(value, largest)
+    rgb = ",".join(map(str, POSITIVE if part >= 0 else NEGATIVE))
+    return f"background:rgba({rgb},{STRONGEST * abs(part):.3f})"
+
+
+def colour_bar(largest: float) -> str:
+    """The scale of the colours, zero in the middle."""
+    label = escape(f"colours run from −{largest:.3g}, orange, through 0, clear, to +{largest:.3g}, blue", quote=True)
+    return (
+        f'<div class="bar" role="img" aria-label="{label}"><span>−{largest:.3g}</span><i></i>'
+        f"<span>+{largest:.3g}</span></div>"
+    )
+
+
+def item(token: str, label: str, style: str = "", *, marked: bool = False, first: bool = False) -> str:
+    """One mark that can be pointed at, focused and read aloud; hovering or focusing it shows `label`.
+
+    Only the first of a group is a tab stop: the script moves on from there with the arrow keys.
+    """
+    return (
+        f'<span class="t{" q" if marked else ""}" role="img" tabindex="{0 if first else -1}" '
+        f'aria-label="{escape(label)}"{f" style={chr(34)}{style}{chr(34)}" if style else ""}>{escape(token)}</span>'
+    )
+
+
+def token_line(tokens: Sequence[str], values: Sequence[float], query: int | None = None) -> str:
+    """One prompt as coloured text; a value shows on hover and focus, the query token is underlined."""
+    largest = largest_of(np.asarray(values, dtype=float))
+    marks = []
+    for position, (token, value) in enumerate(zip(tokens, values, strict=True)):
+        label = f"{visible(token)} at {position}: {number(value)}"
+        marks.append(item(visible(token), label, colour(value, largest), marked=position == query, first=position == 0))
+        if "\n" in token:
+            marks.append("<br>")
+    return f'<div class="line rove">{"".join(marks)}</div>{colour_bar(largest)}'
+
+
+# ------------------------------------------------------------------ many cells at once
+
+
+def levels(values: np.ndarray, largest: float) -> np.ndarray:
+    """Signed values as palette indices: 127 is zero, 0 and 254 are ∓largest."""
+    shares = np.nan_to_num(values / largest, nan=0.0, posinf=1.0, neginf=-1.0) if largest > 0 else np.zeros_like(values)
+    return (127 + np.rint(127 * shares.clip(-1, 1))).astype(np.uint8)
+
+
+def picture(values: np.ndarray, largest: float) -> str:
+    """A matrix of signed values as a data URI: a PNG of one pixel per value, in the colours of `colour`.
+
+    A table of 128 × 128 cells would be a megabyte of HTML; this is about ten kilobytes.
+    """
+    steps = range(-127, 128)
+    colours = bytes(channel for step in steps for channel in (POSITIVE if step >= 0 else NEGATIVE))
+    alpha = bytes(round(255 * STRONGEST * abs(step) / 127) for step in steps)
+    rows = levels(values, largest)
+    pixels = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows), 9)
+    height, width = rows.shape
+    chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)), (b"PLTE", colours), (b"tRNS", alpha))
+    chunks = (*chunks, (b"IDAT", pixels), (b"IEND", b""))
+    packed = b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + packed).decode("ascii")
+
+
+def packed(values: np.ndarray) -> str:
+    """Values for the script to read: little-endian float32, base64."""
+    return base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode("ascii")

@@ -1,0 +1,82 @@
+"""From pictures to what shows them: a notebook cell, or one HTML file that opens without a network."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from pathlib import Path
+
+from tensorlens_tl.errors import InvalidInputError
+
+PAGE_STYLE = (
+    ":root{color-scheme:light dark;--tlens-paper:Canvas}body{max-width:76rem;margin:1.5rem auto;padding:0 1rem;"
+    "font:15px/1.6 system-ui,sans-serif;background:Canvas;color:CanvasText;overflow-wrap:break-word}"
+    "h1{font-size:1.5rem;line-height:1.3}h2{font-size:1.15rem;margin:2rem 0 .4rem}"
+)
+
+
+@cache
+def asset(name: str) -> str:
+    """One of the files in `assets/`."""
+    return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
+
+
+def head() -> str:
+    """What every picture needs beside it, once: style, and the script that reads values."""
+    return f"<style>{asset('style.css')}</style><script>{asset('script.js')}</script>"
+
+
+def panel(title: str, *parts: str, notes: str = "") -> str:
+    """A titled block; `parts` and nothing else is taken as HTML."""
+    note = f'<div class="n">{escape(notes)}</div>' if notes else ""
+    return f'<div class="tlens"><div class="title">{escape(title)}</div>{"".join(parts)}{note}</div>'
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """A plain table; everything in it is taken as text."""
+    heads = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table class="r {kind}"><tr>{heads}</tr>{lines}</table></div>'
+
+
+def page(title: str, body: str) -> str:
+    """A whole file that opens without a network; `body` is taken as HTML."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{escape(title)}</title><style>{PAGE_STYLE}</style>{head()}</head><body>{body}</body></html>\n"
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Picture:
+    """HTML that shows itself in a notebook and saves itself as a page.
+
+    Attributes:
+        title: in words, for the page.
+        body: HTML without style and script.
+    """
+
+    title: str
+    body: str
+
+    def __repr__(self) -> str:
+        return (
+            f"Picture({self.title!r}, {len(self.body) / 1000:.0f} kB; a notebook shows it, .save('page.html') keeps it)"
+        )
+
+    def _repr_html_(self) -> str:
+        return head() + self.body
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML file that opens without a network.
+
+        Raises:
+            InvalidInputError: there is no such folder.
+        """
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
+        path.write_text(page(self.title, self.body), encoding="utf-8")
+        return path

@@ -1,0 +1,61 @@
+"""Text among tokens: where a text stands in a prompt, and which tokens make a word."""
+
+from collections.abc import Sequence
+
+from tensorlens_tl.errors import InvalidInputError
+
+
+def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
+    """Every occurrence of a text that begins and ends with whole tokens, as ``(first, last + 1)``.
+
+    White space at its ends does not count; ``##`` continues a word.
+
+    >>> find(["If", " the", " file", " is", " un", "readable"], "file")
+    [(2, 3)]
+    >>> find(["If", " the", " file", " is", " un", "readable"], "unreadable")
+    [(4, 6)]
+
+    Raises:
+        InvalidInputError: no such occurrence.
+    """
+    pieces = any(token.startswith("##") for token in tokens)
+    texts = [without_mark(token) if token.startswith("##") else " " * pieces + token for token in tokens]
+    wanted, found = text.strip(), []
+    for first in range(len(texts)):
+        if not wanted or not texts[first].strip() or not wanted.startswith(texts[first].strip()):
+            continue
+        joined = ""
+        for last in range(first, len(texts)):
+            joined += texts[last]
+            if joined.strip() == wanted:
+                found.append((first, last + 1))
+                break
+            if len(joined.strip()) > len(wanted):
+                break
+    if not found:
+        raise InvalidInputError(f"{text!r} does not occur as whole tokens; the prompt's tokens are {list(tokens)}.")
+    return found
+
+
+def word_starts(tokens: Sequence[str]) -> list[bool]:
+    """Word starts by white space alone, for tokens without a tokenizer; ``##`` continues."""
+    pieces = any(token.startswith("##") for token in tokens)
+    before = (" ", *tokens[:-1])
+    return [
+        not token.startswith("##") if pieces else token[:1].isspace() or last[-1:].isspace()
+        for token, last in zip(tokens, before, strict=True)
+    ]
+
+
+def word_ids(starts: Sequence[bool], mask: Sequence[bool]) -> list[int]:
+    """The word each token belongs to, counted from 0; padding is −1."""
+    ids, word = [], -1
+    for starting, real in zip(starts, mask, strict=True):
+        word += real and (starting or word < 0)
+        ids.append(word if real else -1)
+    return ids
+
+
+def without_mark(token: str) -> str:
+    """A token without the ``##`` of WordPiece."""
+    return token.removeprefix("##")

@@ -1,0 +1,200 @@
+"""The report in a real browser: from disk, network off, by pointer and by keyboard, on wide and narrow screens."""
+
+import os
+import shutil
+
+import pytest
+
+import tensorlens_tl as tlens
+from tensorlens_tl import report
+from tensorlens_tl.report.page import page
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[dev]'")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="no Chromium here: apt-get install chromium chromium-driver"
+)
+NASTY = "<img src=x onerror=document.title='hit'>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    arguments = ["--headless=new", "--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    for argument in (*arguments, *(["--no-sandbox"] if os.geteuid() == 0 else [])):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_network_conditions(offline=True, latency=0, throughput=0)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The report of a prompt with a nasty token, and a page with the heat maps of 128 tokens and of 8."""
+    folder = tmp_path_factory.mktemp("pages")
+    model = tlens.load_demo_model()
+    explained = report.explain(
+        model, f"Return {NASTY} the value of the", methods=["tensorlens", "decompx", "attention"]
+    )
+    long = tlens.freeze(model, model.to_tokens(tlens.demo.held_out_text()[0])[:, :128])
+    short = tlens.freeze(model, "Return the value of the first item")
+    results = (
+        tlens.attribute(long, method="rollout"),
+        tlens.attribute(short, query=None),
+        tlens.attribute(short, method="attention", head_reduction=None),
+    )
+    maps = "".join(result.to_html(style=False) for result in results).replace("<details>", "<details open>")
+    paths = {"report": explained.save(folder / "report.html"), "maps": folder / "maps.html"}
+    paths["maps"].write_text(page("maps", maps), encoding="utf-8")
+    return {name: path.as_uri() for name, path in paths.items()}, results
+
+
+@pytest.fixture
+def opened(browser, pages):
+    def go(name, width=1280, scheme="light"):
+        scheme = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.get(pages[0][name])
+        return browser
+
+    return go
+
+
+def point_at(browser, element):
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    webdriver.ActionChains(browser).move_to_element(element).perform()
+
+
+def point_at_cell(browser, grid, row, column):
+    place = """const [grid, row, column] = arguments, cells = grid.querySelector('.cells');
+        const size = cells.getBoundingClientRect().width / grid.dataset.width;
+        grid.parentElement.scrollLeft = Math.max(0, column * size - 200);
+        scrollBy(0, cells.getBoundingClientRect().top + row * size - 300);
+        const box = cells.getBoundingClientRect();
+        return [box.left + (column + 0.5) * size, box.top + (row + 0.5) * size]"""
+    x, y = browser.execute_script(place, grid, row, column)
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y})
+
+
+def press(browser, *keys):
+    webdriver.ActionChains(browser).send_keys(*(getattr(webdriver.Keys, key) for key in keys)).perform()
+
+
+def shown_below(browser, mark):
+    return browser.execute_script("return getComputedStyle(arguments[0], '::after').content", mark)
+
+
+def find(browser, css):
+    return browser.find_element("css selector", css)
+
+
+@pytest.mark.parametrize("name", ["report", "maps"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_sticks_out_and_nothing_is_logged(opened, name, width, scheme):
+    browser = opened(name, width, scheme)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.get_log("browser") == []
+    ground, text = browser.execute_script(
+        "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
+    )
+    assert (ground == "rgb(255, 255, 255)") is (scheme == "light")
+    assert ground != text
+    clipped = """return [...document.querySelectorAll('.line .t')].filter(e => {
+        const box = e.getBoundingClientRect();
+        return box.right > innerWidth + 1 || box.left < -1; }).length"""
+    assert browser.execute_script(clipped) == 0
+    sizes = (
+        "return Math.min(...[...document.querySelectorAll('.grid')].map(e => parseFloat(getComputedStyle(e).fontSize)))"
+    )
+    assert browser.execute_script(sizes) >= 9
+
+
+def test_nothing_is_asked_of_the_network(opened):
+    browser = opened("report")
+    sent = [
+        entry["message"] for entry in browser.get_log("performance") if "Network.requestWillBeSent" in entry["message"]
+    ]
+    assert sent
+    assert not [message for message in sent if '"url":"file:' not in message and '"url":"data:' not in message]
+
+
+def test_a_script_in_the_prompt_is_inert(opened):
+    browser = opened("report")
+    assert "onerror" in find(browser, "h1 + p").text
+    assert browser.title.startswith("Where a prediction")
+    assert browser.execute_script("return document.querySelectorAll('img:not([src^=\"data:\"])').length") == 0
+
+
+def test_pointing_at_a_token_reads_its_value(opened, browser):
+    opened("report")
+    for mark in browser.find_elements("css selector", ".line .t")[:3]:
+        point_at(browser, mark)
+        label = mark.get_attribute("aria-label")
+        assert shown_below(browser, mark) == '"' + label.replace('"', '\\"') + '"'
+        assert float(label.rsplit(": ", 1)[1])
+
+
+def test_tokens_by_keyboard(opened, browser):
+    opened("report")
+    first, second = browser.find_elements("css selector", ".line .t")[:2]
+    first.send_keys(webdriver.Keys.ARROW_RIGHT)
+    assert browser.switch_to.active_element == second
+    assert [mark.get_attribute("tabindex") for mark in (first, second)] == ["-1", "0"]
+    assert shown_below(browser, second) != "none"
+    press(browser, "ARROW_LEFT")
+    assert browser.switch_to.active_element == first
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_cells_by_pointer_and_keyboard(opened, pages, browser, number):
+    opened("maps")
+    result = pages[1][0 if number == 0 else 1]
+    grid = browser.find_elements("css selector", ".grid")[number]
+    out = browser.execute_script("return arguments[0].parentElement.nextElementSibling", grid)
+    row, column = len(result.tokens[0]) - 2, len(result.tokens[0]) - 4
+    point_at_cell(browser, grid, row, column)
+    assert read(out) == (row, column, pytest.approx(float(result.scores[0, row, column]), rel=1e-3))
+    browser.execute_script("arguments[0].focus()", grid)
+    press(browser, "ARROW_UP", "ARROW_LEFT")
+    assert read(out)[:2] == (row - 1, column - 1)
+    press(browser, *["ARROW_LEFT"] * (column + 2))
+    assert read(out)[1] == 0  # the edge holds
+
+
+def read(out):
+    """Row, column and value of what stands below a matrix."""
+    left, value = out.text.rsplit(": ", 1)
+    row, column = (int(part.rsplit("(", 1)[1].split(")")[0]) for part in left.rsplit(" ← ", 1))
+    return row, column, float(value)
+
+
+def test_choosing_a_head(opened, pages, browser):
+    opened("maps")
+    heads = pages[1][2]
+    group = find(browser, ".multiples .thumbs[aria-label='by head']")
+    button = group.find_elements("css selector", "button")[3]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+    grid = browser.execute_script("return arguments[0].parentElement.querySelector('.grid')", group)
+    out = browser.execute_script("return arguments[0].parentElement.nextElementSibling", grid)
+    point_at_cell(browser, grid, 5, 2)
+    assert read(out) == (5, 2, pytest.approx(float(heads.scores[0, 3, 5, 2]), rel=1e-3))
+    assert "head 3" in grid.get_attribute("aria-label")
+
+
+def test_nodes_of_the_circuit_can_be_read(opened, browser):
+    opened("report")
+    marks = browser.find_elements("css selector", "svg .t")
+    point_at(browser, marks[0].find_element("css selector", "circle"))
+    assert find(browser, ".graph .out").text == marks[0].get_attribute("aria-label")
+    browser.execute_script("arguments[0].focus()", marks[0])
+    press(browser, "ARROW_RIGHT")
+    assert find(browser, ".graph .out").text == marks[1].get_attribute("aria-label")

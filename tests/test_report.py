@@ -1,0 +1,264 @@
+"""Pictures and the report: what they say is what was measured, they are small, safe, and never hide a refusal."""
+
+import base64
+import re
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from conftest import some_tokens
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits, report
+from tensorlens_tl.report import circuits as circuit_pictures
+from tensorlens_tl.report import document, marks, matrix, page, results
+
+NASTY = "<img src=x onerror=alert(1)> \"'></svg><script>alert(2)</script>"
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    return tlens.freeze(tlens.load_demo_model(), "Return the value of the")
+
+
+def decoded(uri):
+    """The palette indices of one of our PNGs, by the format's own rules."""
+    data = base64.b64decode(uri.split(",", 1)[1])
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, at = {}, 8
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        name, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        assert struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0] == zlib.crc32(name + body)
+        chunks[name], at = body, at + 12 + length
+    width, height = struct.unpack(">II", chunks[b"IHDR"][:8])
+    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, width + 1)
+    assert not rows[:, 0].any()
+    return rows[:, 1:], chunks
+
+
+# ------------------------------------------------------------------ marks
+
+
+def test_colours_have_zero_in_the_middle():
+    indices, chunks = decoded(marks.picture(np.array([[-2.0, 0.0, 1.0, 2.0], [np.nan, np.inf, -np.inf, 1e-9]]), 2.0))
+    assert indices.tolist() == [[0, 127, 191, 254], [127, 254, 0, 127]]
+    colours, alpha = np.frombuffer(chunks[b"PLTE"], np.uint8).reshape(-1, 3), chunks[b"tRNS"]
+    assert alpha[127] == 0
+    assert alpha[0] == alpha[254] == round(255 * marks.STRONGEST)
+    assert tuple(colours[0]) == marks.NEGATIVE
+    assert tuple(colours[254]) == marks.POSITIVE
+    assert marks.colour(0.0, 2.0).endswith(",0.000)")
+
+
+@pytest.mark.parametrize("text", [0, 255], ids=["light", "dark"])
+@pytest.mark.parametrize("rgb", [marks.POSITIVE, marks.NEGATIVE], ids=["positive", "negative"])
+def test_text_on_the_strongest_colour_can_be_read(text, rgb):
+    """WCAG AA, 4.5 : 1, black on white ground and white on near-black."""
+
+    def luminance(channels):
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (c / 255 for c in channels)]
+        return np.dot([0.2126, 0.7152, 0.0722], linear)
+
+    ground = 18 if text else 255
+    mixed = [marks.STRONGEST * channel + (1 - marks.STRONGEST) * ground for channel in rgb]
+    low, high = sorted([luminance(mixed), luminance([text] * 3)])
+    assert (high + 0.05) / (low + 0.05) > 4.5
+
+
+def test_signs_differ_without_colour_vision():
+    """Blue and orange stay apart for all three kinds of dichromats (Viénot, Brettel and Mollon's projection)."""
+    lms = np.array([[17.8824, 43.5161, 4.11935], [3.45565, 27.1554, 3.86714], [0.0299566, 0.184309, 1.46709]])
+    lacking = {
+        "protan": [[0, 2.02344, -2.52581], [0, 1, 0], [0, 0, 1]],
+        "deutan": [[1, 0, 0], [0.494207, 0, 1.24827], [0, 0, 1]],
+        "tritan": [[1, 0, 0], [0, 1, 0], [-0.395913, 0.801109, 0]],
+    }
+    for kind, matrix_ in lacking.items():
+        seen = [
+            np.linalg.inv(lms) @ np.array(matrix_) @ lms @ np.array(rgb) for rgb in (marks.POSITIVE, marks.NEGATIVE)
+        ]
+        assert np.linalg.norm(seen[0] - seen[1]) > 80, kind
+
+
+@pytest.mark.parametrize(
+    ("token", "shown"), [("", "∅"), ("\n", "↵"), ("a\tb", "a⇥b"), ("\x00\x1b", "␀␛"), (" the", " the")]
+)
+def test_every_token_can_be_seen(token, shown):
+    assert marks.visible(token) == shown
+
+
+# ------------------------------------------------------------------ results
+
+
+def made(pos, query=None, layers=0, heads=0, tokens=None):
+    generator = torch.Generator().manual_seed(0)
+    rows = pos if query is None else 1
+    shape = (1, heads, rows, pos) if heads else (1, rows, pos)
+    return tlens.Attribution(
+        torch.randn(shape, generator=generator, dtype=torch.float64),
+        [tokens or [f" token{i}" for i in range(pos)]],
+        torch.arange(pos)[None] if query is None else torch.tensor([[query]]),
+        torch.ones(1, pos).bool(),
+        "made",
+        axes=("batch", "head", "query", "key") if heads else ("batch", "query", "key"),
+        layers=torch.randn(layers, 1, pos, pos, generator=generator) if layers else None,
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"query": 5}, {"layers": 12}, {"heads": 12}, {"layers": 12, "heads": 12}])
+def test_128_tokens_stay_small(options):
+    html = made(128, **options)._repr_html_()
+    assert len(html) < 300_000
+    assert "http" not in html
+
+
+def test_values_travel_exactly():
+    result = made(7)
+    (packed,) = re.findall(r'class="grid".*?data-values="([^"]+)"', result.to_html(style=False))
+    values = np.frombuffer(base64.b64decode(packed), "<f4").reshape(7, 7)
+    assert (values == result.scores[0].float().numpy()).all()
+
+
+def test_padding_is_not_shown():
+    two = tlens.attribute(tlens.load_demo_model(), ["Return the value of the", "Return the"], query=None)
+    html = two.to_html(batch=1, style=False)
+    assert re.findall(r'data-width="(\d+)"', html) == ["3"]
+    with pytest.raises(tlens.InvalidInputError, match="batch=2"):
+        two.to_html(batch=2)
+
+
+def test_layers_and_heads_become_small_multiples(frozen):
+    every = tlens.attribute(frozen, method="attention", head_reduction=None)
+    html = every.to_html(style=False)
+    assert html.count("<button") == 4 + 4
+    assert "By head" in html
+    assert "By layer" in html
+    one = tlens.attribute(frozen, method="attention", head_reduction=None, query=-1).to_html(style=False)
+    assert "head 3" in one
+    assert "<button" in one  # the layers still hold every query
+
+
+def test_pooling_keeps_the_strongest():
+    plane = np.zeros((1, 5, 5))
+    plane[0, 3, 1], plane[0, 2, 1], plane[0, 4, 4] = -3, 2, 1
+    assert matrix.pool(plane, 2).tolist() == [[[0, 0, 0], [-3, 0, 0], [0, 0, 1]]]
+    assert matrix.pool_labels(list("abcde"), 2) == ["ab", "cd", "e"]
+
+
+def test_many_prompts_are_cut_with_a_note():
+    model = tlens.testing.tiny_model("bridge/gpt2")
+    html = tlens.attribute(model, some_tokens(batch=11)).to_html(style=False)
+    assert html.count('class="line rove"') == results.MOST_PROMPTS
+    assert "3 more prompts" in html
+
+
+def test_comparing_methods(frozen):
+    a, b = tlens.attribute(frozen), tlens.attribute(frozen, method="rollout", query=None)
+    picture = report.compare([a, b])
+    assert "tensorlens (in_out)" in picture.body
+    for result, row in ((a, 0), (b, -1)):
+        assert f"{float(result.scores[0, row, 2]):.3g}" in picture.body
+    assert "residual" in picture.body
+    assert "Picture(" in repr(picture)
+    assert "mine" in report.compare({"mine": a}).body
+    other = tlens.attribute(tlens.load_demo_model(), "Another prompt")
+    for bad, message in (([a, other], "compare one prompt"), ([], "pass Attributions"), ("text", "pass Attributions")):
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            report.compare(bad)
+
+
+# ------------------------------------------------------------------ circuits
+
+
+def test_terms_are_shown_with_their_sum(frozen):
+    found = circuits.logit_attribution(frozen, " the", by="head")
+    html = circuit_pictures.terms(found, 3)
+    numbers = [float(value) for value in re.findall(r"<td>([+-][\d.e+-]+)</td></tr>", html)]
+    assert len(numbers) == 5
+    assert sum(numbers[:4]) == pytest.approx(numbers[4], abs=2e-2)  # four digits each
+    assert numbers[4] == pytest.approx(float(found.total), rel=1e-3)
+    assert found._repr_html_().count("<tr>") == 16
+    grid = circuit_pictures.head_grid(found)
+    (packed,) = re.findall(r'data-values="([^"]+)"', grid)
+    values = np.frombuffer(base64.b64decode(packed), "<f4").reshape(4, 5)
+    assert values[1, 2] == pytest.approx(float(found["L1H2"]))
+    assert values[3, 4] == pytest.approx(float(found["MLP3"]))
+
+
+def test_a_graph_is_drawn_within_its_frame(frozen):
+    graph = circuits.contribution_graph(frozen, " the")
+    html = graph._repr_html_()
+    width, height = (float(size) for size in re.search(r'<svg width="(\d+)" height="(\d+)"', html).groups())
+    for x, y, r in re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="([\d.]+)"', html):
+        assert float(r) <= float(x) <= width - float(r)
+        assert float(r) <= float(y) <= height - float(r)
+    drawn = html.count("<path")
+    assert 0 < drawn <= circuit_pictures.MOST_EDGES
+    assert f"{drawn} of {len(graph.edges)} edges" in html
+
+
+# ------------------------------------------------------------------ the report
+
+
+def test_the_report_says_what_was_measured(frozen):
+    picture = report.explain(frozen, target=" the", minus=" a", methods=["tensorlens", "rollout"])
+    assert "logit of &#x27; the&#x27; − &#x27; a&#x27;" in picture.body
+    own = tlens.attribute(frozen, collapse="target", target=" the", minus=" a")
+    assert f"total: {float(own.total):+.4g}" in picture.body
+    assert f"{float(own.scores[0, 0, 1]):+.4g}" in picture.body
+    assert "blocks.3: the composed map" in picture.body
+    chances = frozen.last_logits[0].double().softmax(-1)
+    assert f"{float(chances.max()):.1%}" in picture.body
+
+
+def test_every_method_is_in_the_report_or_named_with_its_reason(model_named):
+    neox = tlens.freeze(model_named("bridge/neox"), some_tokens(batch=1))
+    found, refused = document.attributions(neox, document.predict(neox), tlens.list_methods())
+    assert {"tensorlens (target)", "decompx (norm)", "integrated-gradients"} <= set(found)
+    assert "parallel" in refused["globenc"]
+    shown = {name.split(" (")[0] for name in (*found, *refused)}
+    assert shown >= set(tlens.list_methods())
+    assert "not shown" in report.explain(neox, methods=["globenc"]).body
+
+
+@pytest.mark.parametrize("name", ["bridge/bert", "encoder/bert", "bridge/llama"])
+def test_other_kinds_of_models(name, model_named):
+    if name not in tlens.testing.model_names():
+        pytest.skip("not on this TransformerLens")
+    body = report.explain(model_named(name), some_tokens(batch=1), methods=["tensorlens", "decompx"]).body
+    assert "The proofs" in body
+
+
+def test_the_page_is_one_file_and_inert(tmp_path):
+    model = tlens.load_demo_model()
+    path = report.explain(model, f"Return {NASTY} the", methods=["tensorlens", "attention"]).save(tmp_path / "r.html")
+    html = path.read_text(encoding="utf-8")
+    assert html.count("<script>") == 1
+    assert "<img src=x" not in html
+    assert not re.findall(r'(?:src|href)="(?!data:)', html)
+    assert "http" not in html.replace("http.", "")
+    assert "@import" not in html
+    with pytest.raises(tlens.InvalidInputError, match="no folder"):
+        page.Picture("x", "").save(tmp_path / "nowhere" / "r.html")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input": "text"}, "input already"),
+        ({"query": 99}, "out of range"),
+        ({"target": "two words"}, "one token"),
+    ],
+)
+def test_bad_reports(frozen, options, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        report.explain(frozen, **options)
+    with pytest.raises(tlens.RegistryError, match="Did you mean"):
+        report.explain(frozen, methods=["rolout"])
+    with pytest.raises(tlens.InvalidInputError, match="`input` is missing"):
+        report.explain(frozen.model)
+    with pytest.raises(tlens.InvalidInputError, match="2 prompts"):
+        report.explain(frozen.model, ["one", "two"])
