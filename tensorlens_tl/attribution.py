@@ -54,7 +54,7 @@ class Attribution:
         word_starts: which tokens begin a word, for `merge_words`; None reads it off white space.
         target: what the scores explain, in words.
         method, options: how they were made.
-        provenance: model name, class, TransformerLens version, weight processing, dtype.
+        provenance: model name, class, TransformerLens version, weight processing, dtype, other people's hooks.
     """
 
     scores: Float[Tensor, "..."]
@@ -92,7 +92,7 @@ class Attribution:
             "word_starts": frozen.prompt.word_starts,
             "queries": query_positions(frozen.mask, query),
             "mask": frozen.mask,
-            "provenance": frozen.view.provenance(),
+            "provenance": frozen.provenance(),
         }
         return cls(scores=scores, method=method, **(known | fields))
 

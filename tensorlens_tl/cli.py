@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command("methods", run_methods, "List the registered methods.")
 
-    sub = command("verify", run_verify, "Is this model supported? Proves every block on a prompt, and what follows from it.")
+    sub = command("verify", run_verify, "Is this model supported? Proves every block, and what follows.")
     _model_arguments(sub)
     sub.add_argument("text", nargs="?", default="The quick brown fox jumps over the lazy dog.")
     return parser

@@ -38,7 +38,15 @@ def refuses(method, name):
     return not sequential and any(part in name for part in REFUSES.get(method, ()))
 
 
-FULLY = ("hooked/sandwich", "encoder/bert", "bridge/gpt2", "bridge/neox", "bridge/llama", "bridge/olmo2", "bridge/roberta")
+FULLY = (
+    "hooked/sandwich",
+    "encoder/bert",
+    "bridge/gpt2",
+    "bridge/neox",
+    "bridge/llama",
+    "bridge/olmo2",
+    "bridge/roberta",
+)
 FULLY = [name for name in FULLY if name in model_names()]
 
 

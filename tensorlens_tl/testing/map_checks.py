@@ -22,9 +22,9 @@ TOLERANCE = {torch.float64: EXACT, torch.float32: 1e-4, torch.float16: 2e-2, tor
 def check_map(map: Any, x: Any = None, *, tolerance: float | None = None, seed: int = 0) -> None:
     """Put a map through everything the library relies on.
 
-    Shapes, dtype and inputs left alone; the same result twice; rows that do not know of each other, so that any chunking
-    gives the same; prompts of a batch that do not mix; linearity of `push` and `pull`; ``m(x) = push(x) + bias``; the
-    bias by the adjoint; the dot test ⟨A·x, g⟩ = ⟨x, Aᵀ·g⟩; and the transpose.
+    Shapes, dtype and inputs left alone; the same result twice; rows that do not know of each other, so that any
+    chunking gives the same; prompts of a batch that do not mix; linearity of `push` and `pull`;
+    ``m(x) = push(x) + bias``; the bias by the adjoint; the dot test ⟨A·x, g⟩ = ⟨x, Aᵀ·g⟩; and the transpose.
 
     Args:
         map: an `AffineMap`, or a `FrozenOperator` (then leave `x` out).

@@ -6,9 +6,9 @@
 globenc: undefined
 """
 
-import copy
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ from tensorlens_tl.errors import (
 )
 from tensorlens_tl.freezing import freeze
 from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.model_state import WeightState
 from tensorlens_tl.registry import attribute, get_method
-from tensorlens_tl.testing.models import model_names, tiny_model
+from tensorlens_tl.testing.models import tiny_model
 from tensorlens_tl.testing.requirements import Untouched, precision, require, same
 
 LENGTH, SHORT = 6, 4
-EVERY_LAYOUT = ("bridge/gpt2", "bridge/llama", "bridge/neox", "bridge/bert", "bridge/opt", "bridge/gemma2", "bridge/olmo2")
+EVERY_LAYOUT = [f"bridge/{family}" for family in ("gpt2", "llama", "neox", "bert", "opt", "gemma2", "olmo2")]
 """Pre, parallel, post, sandwich and post-only blocks; LayerNorm and RMSNorm; plain, gated, grouped-query."""
 
 
@@ -44,10 +45,10 @@ def check_method(
 ) -> dict[str, str]:
     """Put a registered method through everything that a result of this library promises.
 
-    Shapes and axes, finite scores, the same scores twice, a batch that equals its prompts one by one, padding that gives
-    nothing and changes nothing, no score ahead of the query on causal models and none that later tokens change, declared
-    additivity, saving and loading, refusals in the library's own words, and a model left as it was: no hook, no
-    gradient, the same weights and modes.
+    Shapes and axes, finite scores, the same scores twice, a batch that equals its prompts one by one, padding that
+    gives nothing and changes nothing, no score ahead of the query on causal models and none that later tokens change,
+    declared additivity, saving and loading, refusals in the library's own words, and a model left as it was: no hook,
+    no gradient, the same weights and modes.
 
     Args:
         name: a registered method.
@@ -74,7 +75,7 @@ def check_method(
 
 def _labelled(models: Any) -> Iterator[tuple[str, Any]]:
     if models is None:
-        models = [name for name in EVERY_LAYOUT if name in model_names()]
+        models = EVERY_LAYOUT
     elif isinstance(models, str) or hasattr(models, "run_with_hooks") or not isinstance(models, Iterable):
         models = [models]
     for number, model in enumerate(models):
@@ -147,7 +148,8 @@ class _MethodChecks:
 
     def padding(self) -> None:
         """The second prompt cut short and padded must be what it is alone."""
-        alone = None
+        short = freeze(self.model, self.tokens[1:, :SHORT])
+        alone = self.made(short, **_per_prompt(self.options, 1))
         for side, real in (("right", slice(0, SHORT)), ("left", slice(LENGTH - SHORT, LENGTH))):
             tokens, mask = self.tokens.clone(), torch.ones_like(self.tokens)
             tokens[1], mask[1] = 0, 0
@@ -156,9 +158,6 @@ class _MethodChecks:
                 frozen = freeze(self.model, tokens, attention_mask=mask)
             except (UnsupportedModelError, NumericalError):
                 continue  # the model itself does not handle such padding
-            if alone is None:
-                short = freeze(self.model, self.tokens[1:, :SHORT])
-                alone = self.made(short, **_per_prompt(self.options, 1))
             if not _same_stream(frozen, short, real):
                 continue  # an encoder that counts positions from the first column: another input
             padded = self.made(frozen)
@@ -175,8 +174,7 @@ class _MethodChecks:
             self.refused(InvalidInputError, "an option it does not have", lambda: self.made(frozen, no_such_option=1))
         if "query" in method.options:
             self.refused(InvalidInputError, "a query out of range", lambda: self.made(frozen, query=LENGTH))
-        stale = copy.copy(frozen)
-        stale._weights = stale._weights[1:]
+        stale = replace(frozen, weights=WeightState(frozen.weights.versions, frozen.weights.sample + 1))
         self.refused(FrozenModelError, "a pass older than the model's weights", lambda: self.made(stale))
 
     def refused(self, error: type[Exception], what: str, call: Any) -> None:
@@ -191,7 +189,7 @@ class _MethodChecks:
         self.require(False, f"takes {what}; raise {error.__name__}.")
 
 
-def check_attribution(result: Attribution, frozen: FrozenPass, *, tolerance: float = 1e-9) -> None:
+def check_attribution(result: Any, frozen: FrozenPass, *, tolerance: float = 1e-9) -> None:
     """What every Attribution of a pass must hold: shapes, finite scores, padding, causality, additivity, files.
 
     Raises:
@@ -237,7 +235,8 @@ def _additive(result: Attribution, tolerance: float) -> None:
 
 def _per_prompt(options: dict[str, Any], row: int) -> dict[str, Any]:
     """Options that name one thing for each prompt, cut to one of the prompts."""
-    return {name: value[row : row + 1] for name, value in options.items() if isinstance(value, list) and len(value) == 2}
+    lists = {name: value for name, value in options.items() if isinstance(value, list) and len(value) == 2}
+    return {name: value[row : row + 1] for name, value in lists.items()}
 
 
 def _same_stream(padded: FrozenPass, short: FrozenPass, real: slice) -> bool:

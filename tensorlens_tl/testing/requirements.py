@@ -36,7 +36,7 @@ def same(mine: Tensor, theirs: Tensor, tolerance: float, what: str) -> float:
 
 
 def precision(frozen: FrozenPass) -> float:
-    """The tolerance that suits a pass: 1e-9 in float64, or a hundred times what its own proof measures if that is more."""
+    """The tolerance that suits a pass: 1e-9 in float64, or a hundred times what its own proof measures."""
     digits = 1000 * torch.finfo(frozen.output.dtype).eps
     return min(max(EXACT, digits, 100 * max(frozen.errors.values())), 10 * frozen.tolerance)
 
@@ -61,14 +61,15 @@ class Untouched:
         self.before = self._state()
 
     def __exit__(self, *_: Any) -> None:
-        for what, before, after in zip(("hooks", "gradients", "weights", "modes"), self.before, self._state(), strict=True):
+        for what, after in self._state().items():
+            before = self.before[what]
             require(before == after, f"{self.who}: {what} of the model are not what they were ({before} → {after}).")
 
-    def _state(self) -> tuple[Any, ...]:
+    def _state(self) -> dict[str, int]:
         parameters = list(self.model.parameters())
-        return (
-            hooks_on(self.model),
-            sum(parameter.grad is not None for parameter in parameters),
-            sum(parameter._version for parameter in parameters),
-            sum(module.training for module in self.model.modules()),
-        )
+        return {
+            "hooks": hooks_on(self.model),
+            "gradients": sum(parameter.grad is not None for parameter in parameters),
+            "weights": sum(parameter._version for parameter in parameters),
+            "modes": sum(module.training for module in self.model.modules()),
+        }
