@@ -50,7 +50,7 @@ def hooked(draw):
     layout = draw(st.sampled_from(["pre", "parallel", "sandwich", "post-only"]))
     if layout == "parallel" and not config.get("attn_only"):
         config["parallel_attn_mlp"] = True
-    elif layout == "sandwich" and config["normalization_type"] in ("LN", "RMS"):
+    elif layout == "sandwich" and config["normalization_type"] == "RMS":  # TransformerLens builds no other
         config["use_normalization_before_and_after"] = True
     elif layout == "post-only" and config["normalization_type"] in ("LN", "RMS") and not config.get("attn_only"):
         config["original_architecture"] = "Olmo2ForCausalLM"

@@ -98,9 +98,10 @@ class _ModelChecks:
         self.errors[claim] = same(mine.detach(), theirs.detach(), self.tolerance, f"{self.who}: {claim}")
 
     def draw(self, like: Tensor) -> Tensor:
-        """Not uniform: a uniform factor is invisible behind a norm."""
+        """As large as `like`, but not uniform: a uniform factor is invisible behind a norm."""
         noise = torch.randn(like.shape, generator=self.generator, dtype=torch.float64)
-        return noise.to(like) * like.std()
+        size = float(like.detach().double().square().mean().sqrt())
+        return noise.to(like) * (size or 1.0)
 
     def whole(self) -> None:
         op, real = self.frozen.operator(), self.frozen.mask

@@ -231,7 +231,7 @@ def _builders() -> Iterator[tuple[str, Callable[[], Any]]]:
     if HookedTransformer is not None:
         for name, options in _HOOKED.items():
             yield f"hooked/{name}", lambda options=options: _hooked(**options)
-        for name in ("ln", "rms", "gqa", "parallel"):
+        for name in ("ln", "rms", "gqa", "parallel", "attn-only"):
             yield f"hooked/{name}-processed", lambda name=name: _hooked(processed=True, **_HOOKED[name])
         yield "encoder/bert", _hooked_encoder
     for family in _BRIDGE:
