@@ -177,6 +177,11 @@ def _choose(frozen: FrozenPass, layer: int, options: Sequence[Layout], tolerance
     parts = short._parts(layer)
     errors = {option: short._prove(layer, compose(option, *parts)) for option in options}
     passing = sorted((option for option in options if errors[option] <= tolerance), key=lambda option: errors[option])
+    if len(passing) > 1:
+        # Folded norms commute with sublayers that have no bias, at a single token with attention too. A rule with a
+        # constant of its own still tells on which side the norm is, and it is what would go wrong with the other one.
+        tangent = short._parts(layer, "tangent")
+        passing = [o for o in passing if short._prove(layer, compose(o, *tangent)) <= tolerance] or passing
     if len(passing) > 1 and errors[passing[1]] < 10 * errors[passing[0]] and not _same_map(short, layer, passing):
         raise UnsupportedModelError(
             f"blocks.{layer} of this {frozen.view.description}: two layouts reproduce it equally well "

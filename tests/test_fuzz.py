@@ -129,7 +129,7 @@ def padded(lengths, side, vocabulary=48):
 def test_any_configuration_holds_everything_or_is_refused(configuration, prompt, dtype):
     note(str(configuration))
     model = build(*configuration)
-    if dtype != torch.float64:
+    if dtype != torch.float64 and configuration[1] == "raw":  # a Bridge does not cast its processed weights
         model = model.to(dtype)
         if hasattr(model.cfg, "dtype"):
             model.cfg.dtype = dtype
