@@ -182,7 +182,10 @@ def _choose(frozen: FrozenPass, layer: int, options: Sequence[Layout], tolerance
         # constant of its own still tells on which side the norm is, and it is what would go wrong with the other one.
         tangent = short._parts(layer, "tangent")
         passing = [o for o in passing if short._prove(layer, compose(o, *tangent)) <= tolerance] or passing
-    if len(passing) > 1 and errors[passing[1]] < 10 * errors[passing[0]] and not _same_map(short, layer, passing):
+    rounding = torch.finfo(frozen.resid_pre(layer).dtype).eps
+    if len(passing) > 1 and errors[passing[1]] < 10 * max(errors[passing[0]], rounding):
+        if _same_map(short, layer, passing):
+            return min(passing[:2], key=options.index)
         raise UnsupportedModelError(
             f"blocks.{layer} of this {frozen.view.description}: two layouts reproduce it equally well "
             f"({errors[passing[0]]:.1e} and {errors[passing[1]]:.1e}), so this input cannot tell its structure; "
