@@ -13,6 +13,7 @@ from tensorlens_tl.attribution import Attribution, TokenScore
 from tensorlens_tl.collapse import Collapse
 from tensorlens_tl.demo import load_demo_model
 from tensorlens_tl.errors import (
+    ConformanceError,
     FileFormatError,
     FrozenModelError,
     InvalidInputError,
@@ -37,6 +38,7 @@ __all__ = [
     "Attribution",
     "Chain",
     "Collapse",
+    "ConformanceError",
     "Diagonal",
     "FileFormatError",
     "FrozenModelError",

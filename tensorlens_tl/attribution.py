@@ -1,9 +1,7 @@
 """One result for every method: scores of source tokens for queries, with what is needed to trust and show them."""
 
-import json
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl import storage
 from tensorlens_tl.arguments import whole_number
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.inputs import query_positions
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
     from tensorlens_tl.frozen import FrozenPass
 
-FORMAT, FORMAT_VERSION = "tensorlens_tl.Attribution", 1
 AXES = ("batch", "query", "key")
 _TENSORS = ("scores", "queries", "mask", "layers", "bias", "total", "residual", "stderr")
 _FACTS = ("tokens", "word_starts", "axes", "additive", "target", "method", "options", "provenance")
@@ -55,7 +53,7 @@ class Attribution:
         word_starts: which tokens begin a word, for `merge_words`; None reads it off white space.
         target: what the scores explain, in words.
         method, options: how they were made.
-        provenance: model name, class, TransformerLens version, weight processing, dtype.
+        provenance: model name, class, TransformerLens version, weight processing, dtype, other people's hooks.
     """
 
     scores: Float[Tensor, "..."]
@@ -93,7 +91,7 @@ class Attribution:
             "word_starts": frozen.prompt.word_starts,
             "queries": query_positions(frozen.mask, query),
             "mask": frozen.mask,
-            "provenance": frozen.view.provenance(),
+            "provenance": frozen.provenance(),
         }
         return cls(scores=scores, method=method, **(known | fields))
 
@@ -350,56 +348,51 @@ class Attribution:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to one safetensors file (facts as JSON metadata, never pickle); replaces an old file in one step."""
-        from safetensors.torch import save_file
-
-        tensors = {n: t.detach().cpu().clone().contiguous() for n in _TENSORS if (t := getattr(self, n)) is not None}
-        facts = {name: getattr(self, name) for name in _FACTS}
-        metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "facts": json.dumps(facts, default=_plain)}
-        path = Path(path)
-        if path.suffix == ".html" or not path.parent.is_dir():
-            hint = "that is a page: use to_html()" if path.suffix == ".html" else f"there is no folder {path.parent}"
-            raise InvalidInputError(f"save: cannot write {path}, {hint}.")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            save_file(tensors, temporary, metadata=metadata)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        return path
+        tensors = {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
+        return storage.write(path, "Attribution", tensors, {name: getattr(self, name) for name in _FACTS})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Attribution":
         """Read a file that `save` wrote.
 
         Raises:
-            FileFormatError: not such a file, damaged, or from a newer version.
+            FileFormatError: not such a file, damaged or changed since, or from a newer version.
+            OSError: there is no such file.
         """
-        from safetensors import SafetensorError, safe_open
-
+        tensors, facts = storage.read(path, "Attribution", _TENSORS)
         try:
-            with safe_open(str(path), framework="pt") as file:
-                metadata: Mapping[str, str] = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise FileFormatError(f"{path}: a safetensors file, but not an Attribution of this library.")
-                if int(metadata.get("version", "0")) > FORMAT_VERSION:
-                    raise FileFormatError(
-                        f"{path}: format {metadata['version']} is newer than this library's; update it."
-                    )
-                tensors = {name: file.get_tensor(name) for name in file.keys() if name in _TENSORS}  # noqa: SIM118
-            facts = json.loads(metadata["facts"])
             known = {name: facts[name] for name in _FACTS}
-            return cls(**tensors, **{**known, "axes": tuple(known["axes"])})
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, FileFormatError):
-                raise
+            loaded = cls(**tensors, **{**known, "axes": tuple(known["axes"])})
+            _check_fit(loaded)
+        except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(f"{path}: not a readable Attribution ({type(error).__name__}: {error}).") from error
+        return loaded
 
 
-def _plain(value: Any) -> Any:
-    """Options as JSON can hold them."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, slice):
-        return [value.start, value.stop, value.step]
-    return list(value) if isinstance(value, set | range | tuple) else repr(value)
+def _check_fit(loaded: Attribution) -> None:
+    """Raise ValueError unless the parts of a result read from a file fit together."""
+    sizes = dict(zip(loaded.axes, loaded.scores.shape, strict=True))
+    if len(sizes) < loaded.scores.ndim or not set(AXES) <= set(sizes):
+        raise ValueError(f"axes {loaded.axes} are not those of scores")
+    batch, query, key = (sizes[axis] for axis in AXES)
+    wanted = dict.fromkeys(("queries", "bias", "total", "residual"), (batch, query)) | {
+        "mask": (batch, key),
+        "stderr": tuple(loaded.scores.shape),
+    }
+    for name, shape in wanted.items():
+        tensor = getattr(loaded, name)
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shape}")
+    if loaded.layers is not None and (loaded.layers.shape[1], *loaded.layers.shape[-2:]) != (batch, key, key):
+        raise ValueError(f"layers is {tuple(loaded.layers.shape)}, not [layer, {batch}, …, {key}, {key}]")
+    if loaded.mask.dtype != torch.bool or loaded.queries.is_floating_point() or not loaded.scores.is_floating_point():
+        raise ValueError("mask, queries or scores are not of their kind")
+    if bool(((loaded.queries < 0) | (loaded.queries >= key)).any()):
+        raise ValueError("queries lie outside the prompt")
+    for lines in (loaded.tokens, loaded.tokens if loaded.word_starts is None else loaded.word_starts):
+        if len(lines) != batch or any(len(line) != key for line in lines):
+            raise ValueError(f"tokens are not {key} for each of {batch} prompts")
+    if not all(isinstance(token, str) for line in loaded.tokens for token in line):
+        raise ValueError("tokens are not text")
+    if not isinstance(loaded.options, dict) or not isinstance(loaded.provenance, dict):
+        raise ValueError("options or provenance are not tables")

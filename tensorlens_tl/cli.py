@@ -22,6 +22,7 @@ from tensorlens_tl.registry import attribute, get_method, list_methods
 from tensorlens_tl.report import explain
 from tensorlens_tl.report.page import page, table
 from tensorlens_tl.targets import token_label
+from tensorlens_tl.testing import check_model
 
 console = Console()
 
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command("methods", run_methods, "List the registered methods.")
 
-    sub = command("verify", run_verify, "Is this model supported? Proves every block on one prompt.")
+    sub = command("verify", run_verify, "Is this model supported? Proves every block, and what follows.")
     _model_arguments(sub)
     sub.add_argument("text", nargs="?", default="The quick brown fox jumps over the lazy dog.")
 
@@ -154,13 +155,14 @@ def run_methods(args: argparse.Namespace) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> None:
-    """Print each proof's residual; exits with an error that names the block where a model is not supported."""
-    frozen = _frozen(args)
-    _ = frozen.unembedding_error  # measured only where somebody asks
-    table = Table("part", "layout", "relative error", title=Text(f"{frozen.view.description}: supported"))
-    for part, error in frozen.errors.items():
+    """Print what each part and each claim measures; exits with an error that names what does not hold."""
+    report = check_model(load_model(args.model, args.kind, getattr(torch, args.dtype)), args.text)
+    table = Table("part or claim", "layout", "relative error", title=Text(f"{report.description}: supported"))
+    for part, error in report.errors.items():
         layer = part.removeprefix("blocks.")
-        table.add_row(part, frozen.layouts[int(layer)].name if layer.isdigit() else "", f"{error:.1e}")
+        table.add_row(part, report.layouts[int(layer)] if layer.isdigit() else "", f"{error:.1e}")
+    for part, why in report.refused.items():
+        table.add_row(part, "", Text(f"refused: {why}"))
     console.print(table)
 
 

@@ -35,3 +35,7 @@ class SizeError(TensorLensError, MemoryError):
 
 class FileFormatError(TensorLensError, ValueError):
     """A file is not an Attribution of this library, is damaged, or comes from a newer version."""
+
+
+class ConformanceError(TensorLensError, AssertionError):
+    """A map, method or model does not hold what the battery of `tensorlens_tl.testing` asks of it."""

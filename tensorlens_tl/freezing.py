@@ -6,10 +6,11 @@ output on its own input is its layout. A block that none reproduces is refused, 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.frozen import FrozenPass, output_name, plus
@@ -24,6 +25,7 @@ from tensorlens_tl.hooks import (
 )
 from tensorlens_tl.inputs import Prompt, prepare
 from tensorlens_tl.layouts import Layout, candidates, compose
+from tensorlens_tl.model_state import WeightState, other_hooks, refuse_devices, refuse_dropout
 from tensorlens_tl.view import ModelView
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -47,7 +49,8 @@ def freeze(
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
 
     Hooks of other people on the model take part in the run, and so does what they change: where the algebra cannot
-    follow, the proof fails and says so.
+    follow, the proof fails and says so. They are left on, and named in the pass's `other_hooks` and in every result's
+    provenance. Hooks put on or taken off later do not change a pass; ``attached()`` runs with those that are there.
 
     Args:
         model: a HookedTransformer, HookedEncoder (TransformerLens 3.9) or TransformerBridge (3.9 and 4.x).
@@ -71,8 +74,8 @@ def freeze(
     if store not in ("model", "cpu"):
         raise InvalidInputError(f"store={store!r}; use 'model' or 'cpu'.")
     view = ModelView(model)
-    _refuse_dropout(model)
-    _refuse_devices(model)
+    refuse_dropout(model)
+    refuse_devices(model)
     refuse_attached(model)
     prompt = prepare(
         view,
@@ -90,7 +93,7 @@ def freeze(
             kept, _ = capture(model, prompt.kwargs, points.captured, store=store, last=points.unembed_in)
         else:
             kept = from_cache(cache, points.captured, *prompt.tokens.shape)
-        frozen = FrozenPass(model, view, points, prompt, kept)
+        frozen = FrozenPass(model, view, points, prompt, kept, WeightState.of(model), other_hooks(model))
         frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
         if cache is not None:
             _check_same_prompt(frozen)
@@ -109,31 +112,6 @@ def _check_same_prompt(frozen: FrozenPass) -> None:
             f"cache: it was made from another input (the first block's input differs by {error:.1e}). Pass the same "
             "tokens, in the same order and padding, that made the cache."
         )
-
-
-def _refuse_devices(model: nn.Module) -> None:
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1:
-        raise UnsupportedModelError(
-            f"the model's weights lie on {', '.join(devices)}; a frozen pass needs them on one device. Load it without "
-            "n_devices or device_map, or move it with model.to(...)."
-        )
-
-
-def _refuse_dropout(model: nn.Module) -> None:
-    inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
-    modules = {**dict(model.named_modules()), **(dict(inner.named_modules()) if inner is not None else {})}
-    for name, module in modules.items():
-        if not module.training:
-            continue
-        rates = [value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]
-        if isinstance(module, nn.Dropout):
-            rates.append(module.p)
-        if any(rate > 0 for rate in rates):
-            raise InvalidInputError(
-                f"the model is in train mode and {name or type(module).__name__} drops activations with probability "
-                f"{max(rates)}; two passes would differ. Call model.eval() first."
-            )
 
 
 def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tensor]) -> None:
@@ -199,7 +177,15 @@ def _choose(frozen: FrozenPass, layer: int, options: Sequence[Layout], tolerance
     parts = short._parts(layer)
     errors = {option: short._prove(layer, compose(option, *parts)) for option in options}
     passing = sorted((option for option in options if errors[option] <= tolerance), key=lambda option: errors[option])
-    if len(passing) > 1 and errors[passing[1]] < 10 * errors[passing[0]] and not _same_map(short, layer, passing):
+    if len(passing) > 1:
+        # Folded norms commute with sublayers that have no bias, at a single token with attention too. A rule with a
+        # constant of its own still tells on which side the norm is, and it is what would go wrong with the other one.
+        tangent = short._parts(layer, "tangent")
+        passing = [o for o in passing if short._prove(layer, compose(o, *tangent)) <= tolerance] or passing
+    rounding = torch.finfo(frozen.resid_pre(layer).dtype).eps
+    if len(passing) > 1 and errors[passing[1]] < 10 * max(errors[passing[0]], rounding):
+        if _same_map(short, layer, passing):
+            return min(passing[:2], key=options.index)
         raise UnsupportedModelError(
             f"blocks.{layer} of this {frozen.view.description}: two layouts reproduce it equally well "
             f"({errors[passing[0]]:.1e} and {errors[passing[1]]:.1e}), so this input cannot tell its structure; "
@@ -225,7 +211,7 @@ def _first_tokens(frozen: FrozenPass, layer: int, length: int = 8) -> FrozenPass
     cache = {name: frozen._kept(name)[:, :length] for name in names}
     cache[frozen.points.blocks[layer].pattern] = frozen.pattern(layer)[:, :, :length, :length]
     prompt = Prompt(frozen.tokens[:, :length], mask, {}, [])
-    return FrozenPass(frozen.model, frozen.view, frozen.points, prompt, cache, tolerance=frozen.tolerance)
+    return replace(frozen, prompt=prompt, cache=cache, layouts=[], errors={}, _ratios={})
 
 
 def _refusal(frozen: FrozenPass, layer: int, errors: Mapping[Layout, float], tolerance: float) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens_tl.activation import Coefficients, check_rule, coefficients
 from tensorlens_tl.errors import FrozenModelError, UnsupportedModelError
@@ -32,6 +32,7 @@ from tensorlens_tl.hooks.freeze import FwdHook
 from tensorlens_tl.inputs import Prompt, query_positions
 from tensorlens_tl.layouts import Layout, compose
 from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum
+from tensorlens_tl.model_state import WeightState, refuse_dropout
 from tensorlens_tl.operator import FrozenOperator
 from tensorlens_tl.view import ModelView, NormWeights
 
@@ -45,6 +46,8 @@ class FrozenPass:
         view: the reading of its weights.
         prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
         cache: the captured activations by hook-point name (listed in `tensorlens_tl.hooks.points`).
+        weights: what the model's weights were, to tell whether they still are.
+        other_hooks: the hook points where other people's hooks were during the pass.
         layouts: how each block is put together.
         errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
             ``"head"``, and ``"unembed"`` once a token target has asked for it.
@@ -56,27 +59,35 @@ class FrozenPass:
     points: ModelPoints
     prompt: Prompt
     cache: dict[str, Tensor]
+    weights: WeightState
+    other_hooks: list[str] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     tolerance: float = 1e-4
     _ratios: dict[int, Coefficients] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._weights = _weight_versions(self.model)
-
     def check_fresh(self) -> None:
-        """Raise `FrozenModelError` if the model's weights were changed, moved or cast since this pass."""
-        if _weight_versions(self.model) != self._weights:
+        """Raise `FrozenModelError` if the model's weights were changed, moved or cast since this pass.
+
+        Also for writes through ``.data``, unless they touch no more than lone numbers (see `WeightState`).
+        """
+        if not self.weights.holds(self.model):
             raise FrozenModelError(
                 "the model's weights were changed, moved or cast after this pass was frozen, so the two no longer "
                 "belong together. Freeze again."
             )
 
+    def provenance(self) -> dict[str, str]:
+        """What results depend on besides the prompt: the model's provenance, and other people's hooks where any are."""
+        return self.view.provenance() | ({"hooks": ", ".join(self.other_hooks)} if self.other_hooks else {})
+
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
         worst = f"{max(self.errors.values()):.1e}" if self.errors else "not verified"
+        hooks = f", other_hooks={len(self.other_hooks)}" if self.other_hooks else ""
         return (
-            f"FrozenPass({self.view.description}, batch={batch}, pos={pos}, layers={self.n_layers}, residual={worst})"
+            f"FrozenPass({self.view.description}, batch={batch}, pos={pos}, layers={self.n_layers}, "
+            f"residual={worst}{hooks})"
         )
 
     # ------------------------------------------------------------------ what was frozen
@@ -268,10 +279,12 @@ class FrozenPass:
 
         Raises:
             InvalidInputError: no such rule.
+            InvalidInputError: the model was put in train mode since, and drops activations there.
             FrozenModelError: the weights changed since the pass, or another frozen pass is attached.
         """
         check_rule(activation)
         self.check_fresh()
+        refuse_dropout(self.model)
         refuse_attached(self.model)
         hooks: list[FwdHook] = []
         for layer, points in enumerate(self.points.blocks):
@@ -325,6 +338,7 @@ class FrozenPass:
     def last_logits(self) -> Float[Tensor, "batch d_vocab"] | None:
         """The model's own logits at each row's last real token, by running it once more; None where it gives none."""
         self.check_fresh()
+        refuse_dropout(self.model)
         if self.view.unembedding is None or self.points.unembed_in is None:
             return None
         last = query_positions(self.mask, -1)
@@ -341,6 +355,7 @@ class FrozenPass:
         Measured when a token target first asks for it, since logits can cost as much as several blocks. None for a
         model that predicts no tokens.
         """
+        self.check_fresh()
         if self.view.unembedding is None or self.points.unembed_in is None:
             return None
         # while this pass is attached, its hooks fit its own prompt alone
@@ -360,11 +375,6 @@ class FrozenPass:
     def _relative_error(self, made: Tensor, own: Tensor) -> float:
         error = (made - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(torch.finfo(own.dtype).tiny)
         return float(error[self.mask].max())
-
-
-def _weight_versions(model: nn.Module) -> list[tuple[int, int]]:
-    """What changes when a weight is written to in place, moved or cast."""
-    return [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
 
 
 def output_name(points: ModelPoints, layer: int) -> str:

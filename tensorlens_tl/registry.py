@@ -146,6 +146,7 @@ def attribute(model: Any, input: Any = None, *, method: str = "tensorlens", **op
     Raises:
         RegistryError: unknown method.
         InvalidInputError: an option that neither knows; see also `freeze`.
+        FrozenModelError: the model's weights were changed after the frozen pass was made.
     """
     chosen = get_method(method)
     freezing = {k: v for k, v in inspect.signature(freeze).parameters.items() if v.kind is v.KEYWORD_ONLY}
@@ -162,6 +163,7 @@ def attribute(model: Any, input: Any = None, *, method: str = "tensorlens", **op
             raise InvalidInputError(
                 "attribute: a frozen pass has its input already; leave `input` and its options out."
             )
+        model.check_fresh()
         return _checked(method, chosen.function(model, **for_method))
     if input is None:
         raise InvalidInputError("attribute: `input` is missing; pass a string, a list of strings or token ids.")

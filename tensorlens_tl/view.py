@@ -96,8 +96,12 @@ class BlockView:
 
     @cached_property
     def norms(self) -> dict[str, NormWeights]:
-        """The block's norms by TransformerLens name, in block order; absent ones (Identity, None) are left out."""
-        found = {name: getattr(self.module, name, None) for name in NORMS}
+        """The block's norms by TransformerLens name, in block order; absent ones (Identity, None) are left out.
+
+        So are an MLP's where there is none: folding gives attention-only blocks an `ln2` that never runs.
+        """
+        names = NORMS if self.has_mlp else NORMS[:2]
+        found = {name: getattr(self.module, name, None) for name in names}
         return {
             name: norm_weights(norm, self.model.cfg)
             for name, norm in found.items()

@@ -11,6 +11,7 @@ settings.register_profile("default", max_examples=40, deadline=None, suppress_he
 settings.register_profile("nightly", max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("default")
 
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other, and every core has a process of its own
 NAMES = model_names()
 _models: dict = {}
 
@@ -19,7 +20,6 @@ _models: dict = {}
 def _seeded():
     random.seed(0)
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
 @pytest.fixture

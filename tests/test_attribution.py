@@ -1,7 +1,5 @@
 """The result object: reading, merging, comparing, saving, showing; and the registry that makes it."""
 
-import json
-
 import pytest
 import torch
 from conftest import some_tokens
@@ -170,38 +168,6 @@ def test_save_and_load(frozen, tmp_path, options):
     )
     assert again.provenance == result.provenance
     assert [p.name for p in tmp_path.iterdir()] == ["result.safetensors"]
-
-
-def test_saving_replaces_in_one_step(frozen, tmp_path, monkeypatch):
-    path = tmp_path / "result"
-    tlens.attribute(frozen).save(path)
-    before = path.read_bytes()
-    monkeypatch.setattr("os.replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        tlens.attribute(frozen, query=0).save(path)
-    assert path.read_bytes() == before
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("damage", ["truncated", "foreign", "newer", "pickle", "missing fact"])
-def test_files_that_are_not_ours(frozen, tmp_path, damage):
-    from safetensors.torch import save_file
-
-    path = tmp_path / "file"
-    data = tlens.attribute(frozen).save(path).read_bytes()
-    if damage == "truncated":
-        path.write_bytes(data[: len(data) // 2])
-    elif damage == "pickle":
-        torch.save({"scores": torch.ones(1)}, path)
-    else:
-        metadata = {"format": "tensorlens_tl.Attribution", "version": "1", "facts": json.dumps({})}
-        if damage == "foreign":
-            metadata = {"format": "something else"}
-        if damage == "newer":
-            metadata["version"] = "99"
-        save_file({"scores": torch.ones(1)}, path, metadata=metadata)
-    with pytest.raises(tlens.FileFormatError):
-        tlens.Attribution.load(path)
 
 
 def test_html_escapes_every_token():

@@ -82,5 +82,8 @@ def test_every_module_is_in_the_reference():
     listed = set(re.findall(r"automodule:: tensorlens_tl\.([\w.]+)", reference))
     modules = {m.name.removeprefix("tensorlens_tl.") for m in pkgutil.walk_packages(tlens.__path__, "tensorlens_tl.")}
     rooms = {name for name in modules if any(other.startswith(f"{name}.") for other in modules)}
-    helpers = {"arguments", "budget", "probes", "selection", "circuits.embeddings", "report.terminal"}
+    helpers = {
+        "arguments", "budget", "model_state", "probes", "selection", "storage", "circuits.embeddings",
+        "report.terminal", "testing.requirements",
+    }  # fmt: skip
     assert modules - rooms - helpers - NOT_REFERENCE <= listed

@@ -8,7 +8,7 @@ from conftest import hooks_on, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import registry
-from tensorlens_tl.testing import model_names, tiny_model
+from tensorlens_tl.testing import check_model, model_names, tiny_model
 from tensorlens_tl.testing.models import randomise
 
 HOOKED = any(name.startswith("hooked/") for name in model_names())
@@ -73,6 +73,17 @@ def test_sublayers_that_write_nothing_have_any_layout():
             block.mlp.original_component.c_proj.weight.zero_()
             block.mlp.original_component.c_proj.bias.zero_()
     assert tlens.freeze(model, some_tokens()).operator().in_out().residual.max() < 1e-9
+
+
+def test_one_token_with_folded_norms_keeps_its_layout():
+    """There a norm before a gated MLP and one after it are one map under the ratio rule, but not under the tangent."""
+    models = importlib.import_module("tensorlens_tl.testing.models")
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = models._bridge("llama", compatibility=True, hidden_act="relu", intermediate_size=3)
+        frozen = tlens.freeze(model, [[5]])
+        assert {layout.name for layout in frozen.layouts} == {"pre"}
+        assert max(check_model(model, [[5]]).errors.values()) < 1e-5
 
 
 def test_inference_mode_is_no_obstacle(model_named):

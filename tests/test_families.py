@@ -15,9 +15,15 @@ def relative(made, own):
     return float((made - own).norm() / own.norm())
 
 
+_passes = {}
+
+
 @pytest.fixture
-def frozen(model):
-    return tlens.freeze(model, some_tokens())
+def frozen(model, name):
+    """Made once for each family: nothing here changes a pass or its model."""
+    if name not in _passes:
+        _passes[name] = tlens.freeze(model, some_tokens())
+    return _passes[name]
 
 
 def frozen_model_output(frozen, x, **options):

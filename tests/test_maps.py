@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorlens_tl.maps import ZERO, Attention, Chain, Diagonal, Identity, Linear, Norm, Transpose
+from tensorlens_tl.testing import check_map
 
 BATCH, POS, WIDTH = 2, 3, 8
 
@@ -50,6 +51,11 @@ def widths(m, name):
 def case(request):
     m = MAPS[request.param]()
     return m, *widths(m, request.param)
+
+
+def test_battery(case):
+    m, d_in, _ = case
+    check_map(m, normal(BATCH, POS, d_in))
 
 
 @pytest.mark.parametrize("rows", [(), (1,), (3, 2)])

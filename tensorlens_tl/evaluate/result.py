@@ -1,8 +1,6 @@
 """One result for every evaluation: a value per metric, method and unit (a prompt, or a split), with its uncertainty."""
 
-import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl import storage
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.evaluate.statistics import bootstrap_interval, sign_flip_p
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMAT, FORMAT_VERSION = "tensorlens_tl.Evaluation", 1
 _TENSORS = ("values", "curves", "axis")
 _FACTS = ("kind", "metrics", "methods", "units", "axis_name", "settings", "skipped")
 
@@ -216,48 +214,40 @@ class Evaluation:
         Raises:
             InvalidInputError: no such folder.
         """
-        from safetensors.torch import save_file
-
-        path = Path(path)
-        if not path.parent.is_dir():
-            raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
-        tensors = {name: getattr(self, name).contiguous() for name in _TENSORS if getattr(self, name) is not None}
-        facts = {name: getattr(self, name) for name in _FACTS}
-        metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "facts": json.dumps(facts, default=repr)}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            save_file(tensors, temporary, metadata=metadata)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        return path
+        tensors = {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
+        return storage.write(path, "Evaluation", tensors, {name: getattr(self, name) for name in _FACTS})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Evaluation":
         """Read a file that `save` wrote.
 
         Raises:
-            FileFormatError: not such a file, damaged, or from a newer version.
+            FileFormatError: not such a file, damaged or changed since, or from a newer version.
+            OSError: there is no such file.
         """
-        from safetensors import SafetensorError, safe_open
-
+        tensors, facts = storage.read(path, "Evaluation", _TENSORS)
         try:
-            with safe_open(str(path), framework="pt") as file:
-                metadata: Mapping[str, str] = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise FileFormatError(f"{path}: a safetensors file, but not an Evaluation of this library.")
-                if int(metadata.get("version", "0")) > FORMAT_VERSION:
-                    raise FileFormatError(
-                        f"{path}: format {metadata['version']} is newer than this library's; update it."
-                    )
-                tensors = {name: file.get_tensor(name) for name in file.keys() if name in _TENSORS}  # noqa: SIM118
-            facts = json.loads(metadata["facts"])
-            return cls(**tensors, **{name: facts[name] for name in _FACTS})
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, FileFormatError):
-                raise
+            loaded = cls(**tensors, **{name: facts[name] for name in _FACTS})
+            loaded._check_fit()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FileFormatError(f"{path}: not a readable Evaluation ({type(error).__name__}: {error}).") from error
+        return loaded
+
+    def _check_fit(self) -> None:
+        """Raise ValueError unless the parts fit together."""
+        shape = (len(self.metrics), len(self.methods), len(self.units))
+        if tuple(self.values.shape) != shape:
+            raise ValueError(f"values is {tuple(self.values.shape)}, not {shape} of metrics, methods and units")
+        if (self.curves is None) != (self.axis is None):
+            raise ValueError("curves and axis go together")
+        if (
+            not isinstance(self.metrics, dict)
+            or not isinstance(self.settings, dict)
+            or not isinstance(self.skipped, dict)
+        ):
+            raise ValueError("metrics, settings or skipped are not tables")
+        if self.curves is not None and self.axis is not None and self.curves.shape != (*shape, *self.axis.shape):
+            raise ValueError(f"curves is {tuple(self.curves.shape)}, not {(*shape, *self.axis.shape)}")
 
     def only(self, *methods: str) -> "Evaluation":
         """Some of the methods.

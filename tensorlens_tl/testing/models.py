@@ -69,21 +69,20 @@ _HOOKED: dict[str, dict[str, Any]] = {
 
 
 def _hooked(processed: bool = False, **options: Any) -> Any:
-    config = HookedTransformerConfig(
-        n_layers=LAYERS,
-        d_model=WIDTH,
-        n_ctx=CONTEXT,
-        d_head=WIDTH // HEADS,
-        n_heads=HEADS,
-        d_mlp=None if options.get("attn_only") else 24,
-        d_vocab=VOCABULARY,
-        dtype=torch.float64,
-        device="cpu",
-        seed=0,
-        default_prepend_bos=False,
-        **options,
-    )
-    model = HookedTransformer(config)
+    config = {
+        "n_layers": LAYERS,
+        "d_model": WIDTH,
+        "n_ctx": CONTEXT,
+        "d_head": WIDTH // HEADS,
+        "n_heads": HEADS,
+        "d_mlp": None if options.get("attn_only") else 24,
+        "d_vocab": VOCABULARY,
+        "dtype": torch.float64,
+        "device": "cpu",
+        "seed": 0,
+        "default_prepend_bos": False,
+    }
+    model = HookedTransformer(HookedTransformerConfig(**{**config, **options}))
     randomise(model)
     if processed:
         model.process_weights_(fold_ln=True, center_writing_weights=True, center_unembed=True)
@@ -232,7 +231,7 @@ def _builders() -> Iterator[tuple[str, Callable[[], Any]]]:
     if HookedTransformer is not None:
         for name, options in _HOOKED.items():
             yield f"hooked/{name}", lambda options=options: _hooked(**options)
-        for name in ("ln", "rms", "gqa", "parallel"):
+        for name in ("ln", "rms", "gqa", "parallel", "attn-only"):
             yield f"hooked/{name}-processed", lambda name=name: _hooked(processed=True, **_HOOKED[name])
         yield "encoder/bert", _hooked_encoder
     for family in _BRIDGE:

@@ -1,0 +1,477 @@
+"""The shipped batteries catch what is broken, by name, and pass what is not."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import hooks_on, some_tokens
+
+import tensorlens_tl as tlens
+from tensorlens_tl import registry
+from tensorlens_tl.maps import ZERO, AffineMap, Attention, Linear
+from tensorlens_tl.testing import check_attribution, check_map, check_method, check_model, model_names, tiny_model
+from tensorlens_tl.testing.requirements import Untouched
+
+GPT2, LLAMA, OPT = "bridge/gpt2", "bridge/llama", "bridge/opt"
+LIVE_GQA = "hooked/gqa" if "hooked/gqa" in model_names() else LLAMA
+
+
+# ------------------------------------------------------------------------------------------ maps
+
+
+class Base(AffineMap):
+    """A right one: x·W + b. Each subclass below breaks one thing."""
+
+    def __init__(self):
+        self.W, self.b = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+
+    @property
+    def bias(self):
+        return self.b
+
+    def _forward(self, x, affine):
+        return x @ self.W + (self.b if affine else 0)
+
+    def _backward(self, g, biases):
+        if biases is not None:
+            biases.append(g.sum(-2) @ self.b)
+        return g @ self.W.T
+
+
+class WrongTranspose(Base):
+    def _backward(self, g, biases):
+        super()._backward(g, biases)
+        return g @ self.W
+
+
+class NoScaleInTheAdjoint(Base):
+    def _backward(self, g, biases):
+        return 1.0000001 * super()._backward(g, biases)
+
+
+class DroppedBias(Base):
+    def _forward(self, x, affine):
+        return x @ self.W
+
+
+class UndeclaredBias(Base):
+    @property
+    def bias(self):
+        return ZERO
+
+
+class BiasInTheLinearPart(Base):
+    def _forward(self, x, affine):
+        return x @ self.W + self.b
+
+
+class BiasMissedByTheAdjoint(Base):
+    def _backward(self, g, biases):
+        return super()._backward(g, None)
+
+
+class RowsMixed(Base):
+    def _forward(self, x, affine):
+        out = super()._forward(x, affine)
+        return out if x.ndim == 3 else out - out.mean(0)
+
+
+class RowsMixedBackwards(Base):
+    def _backward(self, g, biases):
+        out = super()._backward(g, biases)
+        return out if g.ndim == 3 else out.flip(0)
+
+
+class PromptsMixed(Base):
+    def _forward(self, x, affine):
+        return super()._forward(x, affine) + 0.1 * (x.flip(-3) @ self.W)
+
+    def _backward(self, g, biases):
+        return super()._backward(g, biases) + 0.1 * (g.flip(-3) @ self.W.T)
+
+
+class Bent(Base):
+    def _forward(self, x, affine):
+        return super()._forward(x.relu(), affine)
+
+
+class Noisy(Base):
+    def _forward(self, x, affine):
+        return super()._forward(torch.nn.functional.dropout(x, 0.1), affine)
+
+
+class Widened(Base):
+    def _forward(self, x, affine):
+        return super()._forward(x, affine).float()
+
+
+class Narrowed(Base):
+    def _backward(self, g, biases):
+        return super()._backward(g, biases).float()
+
+
+class InPlace(Base):
+    def _forward(self, x, affine):
+        return super()._forward(x.mul_(2) / 2, affine)
+
+
+class OneChannelShort(Base):
+    def _backward(self, g, biases):
+        return super()._backward(g, biases)[..., 1:]
+
+
+class Infinite(Base):
+    def _forward(self, x, affine):
+        return super()._forward(x, affine) / 0
+
+
+class BiasedTranspose(Base):
+    @property
+    def T(self):
+        return Linear(self.W.T.contiguous(), self.b)
+
+
+class HeadsMixedUp(AffineMap):
+    """Grouped-query attention whose adjoint reads key-value head ``h % kv`` instead of ``h // group``."""
+
+    def __init__(self):
+        self.right = Attention(torch.rand(2, 4, 3, 3, dtype=torch.float64), kv_heads=2)
+        order = [0, 2, 1, 3]
+        self.wrong = Attention(self.right.pattern[:, order], kv_heads=2)
+
+    @property
+    def bias(self):
+        return ZERO
+
+    def _forward(self, x, affine):
+        return self.right._forward(x, affine)
+
+    def _backward(self, g, biases):
+        return self.wrong._backward(g, biases)
+
+
+BROKEN_MAPS = {
+    WrongTranspose: "not the adjoint",
+    NoScaleInTheAdjoint: "not the adjoint",
+    HeadsMixedUp: "not the adjoint",
+    DroppedBias: r"m\(0\) is not the bias|not push",
+    UndeclaredBias: "is not push.x. . bias",
+    BiasInTheLinearPart: "push is not linear|adds a bias",
+    BiasMissedByTheAdjoint: "pull_with_bias misses",
+    RowsMixed: "push mixes its rows",
+    RowsMixedBackwards: "pull mixes its rows",
+    PromptsMixed: "mixes prompts",
+    Bent: "push is not linear",
+    Noisy: "another result the second time",
+    Widened: "push turns",
+    Narrowed: "pull turns",
+    InPlace: "writes to its input",
+    OneChannelShort: "pull maps",
+    Infinite: "not finite",
+    BiasedTranspose: "the transpose has a bias",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_MAPS)
+def test_broken_maps_are_caught(broken):
+    with pytest.raises(tlens.ConformanceError, match=BROKEN_MAPS[broken]):
+        check_map(broken(), torch.zeros(2, 3, 6 if broken is not HeadsMixedUp else 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_right_map_passes(dtype):
+    right = Base()
+    right.W, right.b = right.W.to(dtype), right.b.to(dtype)
+    check_map(right, torch.zeros(2, 3, 6, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("map", "x"), [(None, None), (Base(), None), (Base(), torch.zeros(3, 6)), (Base(), torch.zeros(1, 3, 6).long())]
+)
+def test_what_is_no_map(map, x):
+    with pytest.raises(tlens.InvalidInputError, match="check_map"):
+        check_map(map, x)
+
+
+# ------------------------------------------------------------------------------------------ methods
+
+
+def scores_of(frozen, query):
+    return frozen.operator().in_out(query).scores
+
+
+def made(frozen, scores, query, **fields):
+    return tlens.Attribution.of(frozen, scores, method="broken", query=query, **fields)
+
+
+def noisy(frozen, *, query=None):
+    return made(frozen, scores_of(frozen, query) * (1 + 1e-12 * torch.rand((), dtype=torch.float64)), query)
+
+
+def leaves_a_hook(frozen, *, query=None):
+    frozen.model.add_hook(frozen.points.blocks[0].resid_pre, lambda x, hook: x)
+    return made(frozen, scores_of(frozen, query), query)
+
+
+def leaves_gradients(frozen, *, query=None):
+    frozen.model(**frozen.inputs).sum().backward()
+    return made(frozen, scores_of(frozen, query), query)
+
+
+def changes_the_mode(frozen, *, query=None):
+    frozen.model.train()
+    return made(frozen, scores_of(frozen, query), query)
+
+
+def writes_to_weights(frozen, *, query=None):
+    scores = scores_of(frozen, query)
+    with torch.no_grad():
+        next(frozen.model.parameters()).add_(0)
+    return made(frozen, scores, query)
+
+
+def looks_ahead(frozen, *, query=None):
+    """Scores in place, but they depend on later tokens."""
+    scores = scores_of(frozen, query)
+    last = frozen.resid_pre(0)[torch.arange(len(frozen.tokens)), frozen.mask.sum(1) - 1].norm(dim=-1)
+    return made(frozen, scores * last[:, None, None], query)
+
+
+def scores_ahead(frozen, *, query=None):
+    return made(frozen, scores_of(frozen, query) + frozen.mask[:, None] * frozen.mask[:, :, None] * 0.1, query)
+
+
+def scores_padding(frozen, *, query=None):
+    scores = scores_of(frozen, query)
+    return made(frozen, scores + 0.1 * torch.ones_like(scores).tril(), query)
+
+
+def mixes_the_batch(frozen, *, query=None):
+    scores = scores_of(frozen, query)
+    return made(frozen, scores - scores.mean(0) * (scores != 0), query)
+
+
+def counts_padding(frozen, *, query=None):
+    scores = scores_of(frozen, query)
+    return made(frozen, scores / frozen.tokens.shape[1], query)
+
+
+def overstates(frozen, *, query=None):
+    found = frozen.operator().in_out(query)
+    return made(frozen, found.scores, query, bias=found.bias * 1.001, total=found.total, additive=True)
+
+
+def claims_without_a_total(frozen, *, query=None):
+    return made(frozen, scores_of(frozen, query), query, additive=True)
+
+
+def not_finite(frozen, *, query=None):
+    return made(frozen, scores_of(frozen, query) / 0, query)
+
+
+def too_many_queries(frozen, *, query=None):
+    return made(frozen, scores_of(frozen, None)[:, :-1], query)
+
+
+def ignores_a_bad_query(frozen, *, query=None):
+    return made(frozen, scores_of(frozen, None), None)
+
+
+def its_own_error(frozen, *, query=None):
+    if query is not None and query > 5:
+        raise IndexError("query")
+    return made(frozen, scores_of(frozen, query), query)
+
+
+def no_words(frozen, *, query=None):
+    if query is not None and query > 5:
+        raise tlens.InvalidInputError("bad query")
+    return made(frozen, scores_of(frozen, query), query)
+
+
+def axes_of_its_own(frozen, *, query=None):
+    return made(frozen, scores_of(frozen, query), query, axes=("batch", "to", "from"))
+
+
+BROKEN_METHODS = {
+    noisy: "two runs on one pass differ",
+    leaves_a_hook: "hooks of the model",
+    leaves_gradients: "gradients of the model",
+    changes_the_mode: "modes of the model",
+    writes_to_weights: "weights were changed|weights of the model",
+    looks_ahead: "change with a token after it",
+    scores_ahead: "ahead of the query",
+    scores_padding: "padding gives or receives|ahead of the query",
+    mixes_the_batch: "differs from its prompts one by one",
+    counts_padding: "padding on the right changes the scores",
+    overstates: "additive, but off by",
+    claims_without_a_total: "without a bias",
+    not_finite: "not finite",
+    too_many_queries: "do not fit",
+    ignores_a_bad_query: "takes a query out of range",
+    its_own_error: "with IndexError, not InvalidInputError",
+    no_words: "with no more than 'bad query'",
+    axes_of_its_own: "lack batch, query or key",
+}
+
+
+@pytest.fixture
+def clean_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+
+@pytest.mark.parametrize("broken", BROKEN_METHODS, ids=lambda function: function.__name__)
+def test_broken_methods_are_caught(broken, clean_registry):
+    tlens.register_method("broken")(broken)
+    model = tiny_model(GPT2)
+    with pytest.raises((tlens.ConformanceError, tlens.FrozenModelError), match=BROKEN_METHODS[broken]):
+        check_method("broken", model)
+
+
+def test_a_method_that_takes_stale_passes_is_caught(clean_registry, monkeypatch):
+    """`attribute` refuses them for every method; without that the battery says so."""
+    real = lambda frozen: frozen.mask[:, :, None] & frozen.mask[:, None]  # noqa: E731
+    tlens.register_method("patterns")(lambda frozen: made(frozen, frozen.pattern(0).mean(1) * real(frozen), None))
+    assert check_method("patterns", GPT2) == {}
+    monkeypatch.setattr(tlens.FrozenPass, "check_fresh", lambda self: None)
+    with pytest.raises(tlens.ConformanceError, match="takes a pass older"):
+        check_method("patterns", GPT2)
+
+
+def test_by_default_every_layout_is_tried():
+    refusals = check_method("globenc")
+    assert set(refusals) == {"bridge/neox", "bridge/olmo2"}
+    assert all(words.startswith("globenc: undefined") for words in refusals.values())
+
+
+def test_something_that_is_no_result(model_named):
+    with pytest.raises(tlens.ConformanceError, match="not an Attribution"):
+        check_attribution("scores", tlens.freeze(model_named(GPT2), some_tokens()))
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+def misread(monkeypatch, part, **changes):
+    """A model adapter that hands out other weights than the model computes with."""
+    from tensorlens_tl.view import BlockView
+
+    right = getattr(BlockView, part).func
+    wrong = property(lambda self: dataclasses.replace(right(self), **{k: f(right(self)) for k, f in changes.items()}))
+    monkeypatch.setattr(BlockView, part, wrong)
+
+
+def wrong_transpose(monkeypatch):
+    misread(monkeypatch, "attention", W_O=lambda w: w.W_O.T.contiguous())
+
+
+def dropped_bias(monkeypatch):
+    misread(monkeypatch, "attention", b_V=lambda w: None)
+
+
+def dropped_output_bias(monkeypatch):
+    misread(monkeypatch, "mlp", b_out=lambda w: None)
+
+
+def kv_heads_mixed_up(monkeypatch):
+    misread(
+        monkeypatch, "attention", W_V=lambda w: w.W_V.flip(1), b_V=lambda w: None if w.b_V is None else w.b_V.flip(0)
+    )
+
+
+def another_activation(monkeypatch):
+    misread(monkeypatch, "mlp", activation=lambda w: torch.relu)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "message"),
+    [
+        (GPT2, wrong_transpose, r"blocks\.0 .*hook_attn_out"),
+        (GPT2, dropped_bias, r"blocks\.0 .*hook_z"),
+        (GPT2, dropped_output_bias, r"blocks\.0"),
+        (LIVE_GQA, kv_heads_mixed_up, r"blocks\.0 .*hook_z"),
+        (GPT2, another_activation, r"blocks\.0 .*hook_post"),
+    ],
+)
+def test_a_misread_model_is_caught_by_its_proof(name, broken, message, monkeypatch):
+    model = tiny_model(name)
+    check_model(model)
+    broken(monkeypatch)
+    with pytest.raises(tlens.UnsupportedModelError, match=message):
+        check_model(model)
+    assert hooks_on(model) == 0
+
+
+def ignored_patterns(monkeypatch):
+    """Patterns are replaced where the model only observes them: what our probe of the model is there to find."""
+    monkeypatch.setattr("tensorlens_tl.frozen.patterns_take_effect", lambda model, inputs, blocks: [True] * len(blocks))
+
+
+def ignored_norms(monkeypatch):
+    hooks = tlens.FrozenPass.fwd_hooks
+    monkeypatch.setattr(tlens.FrozenPass, "fwd_hooks", lambda self, **o: hooks(self, **{**o, "norms": False}))
+
+
+def ignored_rule(monkeypatch):
+    hooks = tlens.FrozenPass.fwd_hooks
+    monkeypatch.setattr(tlens.FrozenPass, "fwd_hooks", lambda self, **o: hooks(self, **{**o, "activation": "ratio"}))
+
+
+def wrong_adjoint(monkeypatch):
+    right = Linear._backward
+    monkeypatch.setattr(Linear, "_backward", lambda self, g, biases: right(self, g, biases) * 1.001)
+
+
+def forgotten_bias(monkeypatch):
+    monkeypatch.setattr(tlens.FrozenOperator, "bias", property(lambda self: torch.zeros_like(self.x)))
+
+
+def hooks_left(monkeypatch):
+    probe = tlens.FrozenPass.unembedding_error.func
+
+    def leave(self):
+        self.model.add_hook(self.points.blocks[0].resid_pre, lambda x, hook: x)
+        return probe(self)
+
+    monkeypatch.setattr(tlens.FrozenPass, "unembedding_error", property(leave))
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "message"),
+    [
+        (OPT, ignored_patterns, "the model held by hooks is the operator"),
+        (GPT2, ignored_norms, "the model held by hooks is the operator"),
+        (LLAMA, ignored_rule, r"the model held by hooks is the operator \(ig\)"),
+        (GPT2, wrong_adjoint, "pull is the adjoint of push"),
+        (GPT2, forgotten_bias, "contributions and bias are the model's output"),
+        (GPT2, hooks_left, "hooks of the model are not what they were"),
+    ],
+)
+def test_what_the_proof_cannot_see_is_caught(name, broken, message, monkeypatch):
+    model = tiny_model(name)
+    check_model(model)
+    broken(monkeypatch)
+    tlens.freeze(model, some_tokens())  # every block is proved all the same
+    with pytest.raises(tlens.ConformanceError, match=message):
+        check_model(model)
+
+
+@pytest.mark.skipif("hooked/bidirectional" not in model_names(), reason="needs TransformerLens 3.9")
+def test_padding_that_a_model_ignores_is_caught(monkeypatch):
+    model = tiny_model("hooked/bidirectional")
+    assert "attention mask" in check_model(model).refused["padding on the right"]
+    monkeypatch.setattr("tensorlens_tl.freezing._check_padding", lambda prompt, points, kept: None)
+    with pytest.raises(tlens.ConformanceError, match="padding on the right changes nothing"):
+        check_model(model)
+
+
+def test_every_model_passes(name, model):
+    report = check_model(model)
+    assert set(report.errors) >= {"blocks.0", "blocks.1", "autograd through the held model is pull"}
+    assert hooks_on(model) == 0
+
+
+def test_the_cause_of_an_error_stays_visible(model_named):
+    model = model_named(GPT2)
+    with pytest.raises(KeyError), Untouched(model, "somebody"):
+        raise KeyError

@@ -1,0 +1,147 @@
+"""Random model configurations: whatever TransformerLens can build, a pass of it holds everything or is refused.
+
+``pytest tests/test_fuzz.py --hypothesis-profile=nightly`` tries 300 of them, the default suite 40. What fails is
+shrunk to the smallest model, shortest prompt and fewest options that still fail.
+"""
+
+import torch
+from conftest import hooks_on
+from hypothesis import event, given, note
+from hypothesis import strategies as st
+
+import tensorlens_tl as tlens
+from tensorlens_tl.testing import check_map, check_model, model_names
+from tensorlens_tl.testing.models import _bridge, _hooked
+
+HOOKED = any(name.startswith("hooked/") for name in model_names())
+PROCESSED = ("raw", "processed")
+
+
+def options(**choices):
+    """A dict with each option drawn from its choices; the first is the simplest, towards which hypothesis shrinks."""
+    return st.fixed_dictionaries({name: st.sampled_from(values) for name, values in choices.items()})
+
+
+# a head count with the key-value heads that divide it, and the width of a head
+HEADS = st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (6, 3)])
+D_HEAD = st.sampled_from([2, 4, 6, 8])
+
+
+@st.composite
+def hooked(draw):
+    """A HookedTransformer: layout, norm, gating, positions, attention, activation, sizes, processing."""
+    heads, kv_heads = draw(HEADS)
+    d_head = draw(D_HEAD)
+    config = {
+        "n_layers": draw(st.integers(1, 3)),
+        "n_heads": heads,
+        "d_head": d_head,
+        "d_model": draw(st.sampled_from([heads * d_head, 6, 10, 16])),
+        **draw(options(normalization_type=["LN", "RMS", None, "LNPre", "RMSPre"])),
+    }
+    if draw(st.booleans()):
+        config["n_key_value_heads"] = kv_heads
+        config["ungroup_grouped_query_attention"] = draw(st.booleans())
+    if draw(st.integers(0, 4)) == 4:
+        config["attn_only"] = True
+    else:
+        config |= draw(options(act_fn=["relu", "gelu", "gelu_new", "silu", "gelu_fast"], gated_mlp=[False, True]))
+        config["d_mlp"] = draw(st.integers(1, 20))
+    layout = draw(st.sampled_from(["pre", "parallel", "sandwich", "post-only"]))
+    if layout == "parallel" and not config.get("attn_only"):
+        config["parallel_attn_mlp"] = True
+    elif layout == "sandwich" and config["normalization_type"] == "RMS":  # TransformerLens builds no other
+        config["use_normalization_before_and_after"] = True
+    elif layout == "post-only" and config["normalization_type"] in ("LN", "RMS") and not config.get("attn_only"):
+        config["original_architecture"] = "Olmo2ForCausalLM"
+    positions = draw(st.sampled_from(["standard", "rotary", "alibi", "shortformer"]))
+    config["positional_embedding_type"] = positions
+    if positions == "rotary":
+        config["rotary_dim"] = draw(st.sampled_from([d for d in (2, 4, d_head) if d <= d_head]))
+    special = draw(st.sampled_from([None, "caps", "qk norm", "sinks", "local", "bidirectional"]))
+    config |= {
+        "caps": {"attn_scores_soft_cap": 2.0, "output_logits_soft_cap": 3.0},
+        "qk norm": {"use_qk_norm": True},
+        "sinks": {"use_attention_sinks": True},
+        "local": {"use_local_attn": True, "attn_types": ["local", "global", "local"], "window_size": 2},
+        "bidirectional": {"attention_dir": "bidirectional"},
+    }.get(special, {})
+    return "hooked", draw(st.sampled_from(PROCESSED)), config
+
+
+@st.composite
+def bridge(draw):
+    """A TransformerBridge of a Hugging Face model of some family, with sizes and activation of its own."""
+    heads, kv_heads = draw(HEADS)
+    d_head = draw(st.sampled_from([2, 4, 8]))
+    family = draw(st.sampled_from(["gpt2", "bert", "llama", "neox", "opt", "gemma2", "olmo2", "phi", "qwen3", "gptj"]))
+    layers, d_mlp = draw(st.integers(1, 3)), draw(st.integers(1, 20))
+    act = draw(st.sampled_from(["relu", "gelu", "gelu_new", "silu"]))
+    if family in ("gpt2", "gptj"):
+        config = {"n_layer": layers, "n_head": heads, "n_embd": heads * d_head, "n_inner": d_mlp}
+        config["activation_function"] = act
+        if family == "gptj":
+            config["rotary_dim"] = 2
+    elif family == "opt":
+        width = heads * d_head
+        config = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": width, "ffn_dim": d_mlp}
+        config |= {"word_embed_proj_dim": width, "activation_function": act}
+    else:
+        config = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": heads * d_head}
+        config |= {"intermediate_size": d_mlp, "hidden_act": act, "hidden_activation": act}
+        if family in ("llama", "gemma2", "olmo2", "qwen3"):
+            config |= {"num_key_value_heads": kv_heads, "head_dim": d_head}
+        if family == "gemma2":
+            config |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"][:layers]}
+    processed = draw(st.sampled_from(PROCESSED)) if family in ("gpt2", "llama", "neox") else "raw"
+    return "bridge/" + family, processed, config
+
+
+@st.composite
+def prompts(draw):
+    """Lengths of one to three prompts, and the side they are padded on."""
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    return lengths, draw(st.sampled_from(["right", "left"]))
+
+
+def build(kind, processed, config):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if kind == "hooked":
+            return _hooked(processed=processed == "processed", **config)
+        return _bridge(kind.removeprefix("bridge/"), compatibility=processed == "processed", **config)
+
+
+def padded(lengths, side, vocabulary=48):
+    longest = max(lengths)
+    tokens = torch.randint(3, vocabulary, (len(lengths), longest), generator=torch.Generator().manual_seed(0))
+    place = torch.arange(longest)[None]
+    counts = torch.tensor(lengths)[:, None]
+    mask = place < counts if side == "right" else place >= longest - counts
+    return torch.where(mask, tokens, 0), mask.long()
+
+
+@given(
+    st.one_of(hooked(), bridge()) if HOOKED else bridge(),
+    prompts(),
+    st.sampled_from([torch.float64, torch.float64, torch.float32]),
+)
+def test_any_configuration_holds_everything_or_is_refused(configuration, prompt, dtype):
+    note(str(configuration))
+    model = build(*configuration)
+    if dtype != torch.float64 and configuration[1] == "raw":  # a Bridge does not cast its processed weights
+        model = model.to(dtype)
+        if hasattr(model.cfg, "dtype"):
+            model.cfg.dtype = dtype
+    tokens, mask = padded(*prompt)
+    try:
+        report = check_model(model, tokens, attention_mask=mask)
+    except (tlens.UnsupportedModelError, tlens.NumericalError) as refusal:
+        if bool(mask.all()) or "padd" not in str(refusal):
+            raise  # the one thing that may be refused is padding that the model itself does not handle
+        event("padding refused")
+        check_model(model, tokens[:1, mask[0].bool()])
+    else:
+        event("holds, at best" if max(report.errors.values()) < 1e-9 else "holds, in float32")
+        check_map(tlens.freeze(model, tokens, attention_mask=mask).operator())
+    assert hooks_on(model) == 0

@@ -1,0 +1,281 @@
+"""The model is changed between freezing and use: refused, or valid and right; and other people's hooks."""
+
+import pytest
+import torch
+from conftest import close, hooks_on, some_tokens
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits
+from tensorlens_tl.model_state import WeightState
+from tensorlens_tl.testing import tiny_model
+
+GPT2, BERT = "bridge/gpt2", "bridge/bert"
+
+
+@pytest.fixture
+def model():
+    return tiny_model(GPT2)
+
+
+@pytest.fixture
+def frozen(model):
+    return tlens.freeze(model, some_tokens())
+
+
+def uses(frozen):
+    """Everything that would mix the pass with the model's weights of now."""
+    operator = frozen.operator()
+    return {
+        "operator": frozen.operator,
+        "in_out": operator.in_out,
+        "norm": operator.norm,
+        "contributions": operator.contributions,
+        "slice": operator.slice,
+        "dense": operator.dense,
+        "target": lambda: operator.target(5),
+        "fwd_hooks": frozen.fwd_hooks,
+        "attached": lambda: frozen.attached().__enter__(),
+        "last_logits": lambda: frozen.last_logits,
+        "logit_attribution": lambda: circuits.logit_attribution(frozen, 5),
+        "paths": lambda: circuits.paths(frozen, 5),
+        "qk_attribution": lambda: circuits.qk_attribution(frozen, 1, 0, query=-1, key=1),
+        **{
+            method: lambda method=method: tlens.attribute(frozen, method=method)
+            for method in ("tensorlens", "attention", "rollout", "norm", "globenc", "alti", "decompx", "ff-ig", "mean")
+        },
+        **{
+            method: lambda method=method: tlens.attribute(frozen, method=method, target=5)
+            for method in ("input-x-gradient", "integrated-gradients")
+        },
+    }
+
+
+def in_place(model):
+    with torch.no_grad():
+        model.blocks[1].attn.original_component.c_proj.weight.mul_(1.1)
+
+
+def through_data(model):
+    model.blocks[1].attn.original_component.c_proj.weight.data.mul_(1.1)
+
+
+def one_head_through_data(model):
+    model.blocks[1].attn.original_component.c_proj.weight.data[4:8] = 0
+
+
+def one_neuron_through_data(model):
+    model.blocks[0].mlp.original_component.c_fc.weight.data[:, 17] = 0
+
+
+def one_token_through_data(model):
+    next(p for p in model.parameters() if p.shape == (48, 16)).data[31] += 1
+
+
+def one_bias_through_data(model):
+    model.blocks[0].mlp.original_component.c_fc.bias.data[3] += 1
+
+
+def new_storage(model):
+    weight = model.blocks[0].mlp.original_component.c_fc.weight
+    weight.data = weight.data.clone()
+
+
+def new_parameter(model):
+    inner = model.blocks[0].mlp.original_component.c_fc
+    inner.weight = torch.nn.Parameter(inner.weight.detach().clone())
+
+
+def cast(model):
+    model.to(torch.float32)
+
+
+def moved(model):
+    model.to("meta")
+
+
+def loaded(model):
+    model.load_state_dict(tiny_model(GPT2, seed=1).state_dict())
+
+
+def trained(model):
+    model(some_tokens()).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+
+
+def processed(model):
+    model.enable_compatibility_mode(disable_warnings=True)
+
+
+CHANGES = [
+    in_place, through_data, one_head_through_data, one_neuron_through_data, one_token_through_data,
+    one_bias_through_data, new_storage, new_parameter, cast, moved, loaded, trained, processed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_pass_older_than_the_weights_is_refused(model, frozen, change):
+    stale = uses(frozen)
+    change(model)
+    for use in stale.values():
+        with pytest.raises(tlens.FrozenModelError, match="Freeze again"):
+            use()
+    assert hooks_on(model) == 0
+
+
+def test_a_pass_is_fresh_again_where_the_weights_are(model, frozen):
+    scores = frozen.operator().in_out().scores
+    model.blocks[1].attn.original_component.c_proj.weight.data.mul_(2)
+    with pytest.raises(tlens.FrozenModelError):
+        frozen.operator()
+    model.blocks[1].attn.original_component.c_proj.weight.data.div_(2)
+    assert torch.equal(frozen.operator().in_out().scores, scores)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (7, 5), (16, 24), (1, 9), (4, 16, 4), (4, 4, 16), (9,), ()])
+def test_every_row_column_and_head_is_sampled(shape):
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.randn(shape))
+    state = WeightState.of(module)
+    assert state.holds(module)
+    slices = [
+        (*(slice(None),) * axis, index)
+        for axis in range(len(shape))
+        for index in range(shape[axis])
+        if len(shape) < 3 or axis == 0
+    ]
+    for where in slices or [...]:
+        module.weight.data[where] += 1
+        assert not state.holds(module), where
+        state = WeightState.of(module)
+
+
+def test_weights_that_are_nan_where_nobody_looks_are_no_change():
+    model = tiny_model(GPT2)
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.shape == (48, 16))[0] = float("nan")  # a token the prompt lacks
+    frozen = tlens.freeze(model, some_tokens())
+    frozen.check_fresh()
+
+
+def test_what_may_change_without_harm(model, frozen):
+    """Gradients, requires_grad, a train mode without dropout, another prompt: the pass is still its own."""
+    before = frozen.operator().in_out().scores
+    model(some_tokens(seed=3)).sum().backward()
+    model.requires_grad_(False)
+    model.train()
+    tlens.attribute(model, some_tokens(seed=4))
+    assert torch.equal(frozen.operator().in_out().scores, before)
+    with frozen.attached():
+        model(**frozen.inputs)
+
+
+def test_dropout_switched_on_later_is_refused_where_the_model_runs(model, frozen):
+    next(m for m in model.original_model.modules() if isinstance(m, torch.nn.Dropout)).p = 0.3
+    model.original_model.train()
+    frozen.operator().in_out()  # algebra: no run, no dropout
+    for live in (frozen.fwd_hooks, lambda: frozen.last_logits):
+        with pytest.raises(tlens.InvalidInputError, match=r"model\.eval"):
+            live()
+
+
+def test_passes_of_two_prompts_and_lengths_interleave(model):
+    a, b = tlens.freeze(model, some_tokens(2, 6)), tlens.freeze(model, some_tokens(1, 3, seed=5))
+    alone = [tlens.freeze(tiny_model(GPT2), f.tokens).operator().in_out(None).scores for f in (a, b)]
+    with a.attached():
+        model(**a.inputs)
+        inside = b.operator().in_out(None).scores
+    with b.attached():
+        model(**b.inputs)
+    assert torch.equal(a.operator().in_out(None).scores, alone[0])
+    assert torch.equal(b.operator().in_out(None).scores, inside)
+    assert torch.equal(inside, alone[1])
+
+
+# ------------------------------------------------------------------------------- other people's hooks
+
+
+def test_other_peoples_hooks_are_respected_and_reported(model):
+    """An edit that the algebra can follow is part of the pass: the model's own output is the edited one."""
+    plain = tlens.freeze(model, some_tokens())
+    assert plain.other_hooks == []
+    assert "hooks" not in tlens.attribute(plain).provenance
+    model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: 0.5 * x)
+    frozen = tlens.freeze(model, some_tokens())
+    (name,) = frozen.other_hooks  # a Bridge's points have several names
+    assert model.hook_dict[name] is model.hook_dict["blocks.0.hook_resid_pre"]
+    assert "other_hooks=1" in repr(frozen)
+    assert tlens.attribute(frozen).provenance["hooks"] == name
+    assert float(frozen.operator().in_out().residual.max()) < 1e-9
+    assert close(frozen.operator().target(5).total[:, 0], model(some_tokens())[:, -1, 5])
+    with frozen.attached():
+        model(**frozen.inputs)
+    assert hooks_on(model) == 1
+
+
+def test_hooks_of_transformer_lens_itself_are_not_reported():
+    for name in (BERT, "bridge/opt"):
+        assert tlens.freeze(tiny_model(name), some_tokens()).other_hooks == []
+
+
+def test_permanent_hooks_and_gradient_hooks_are_reported(model):
+    model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: x, is_permanent=True)
+    model.add_hook("blocks.1.attn.hook_z", lambda g, hook: None, dir="bwd")
+    reported = {id(model.hook_dict[name]) for name in tlens.freeze(model, some_tokens()).other_hooks}
+    assert reported == {id(model.hook_dict[name]) for name in ("blocks.0.hook_resid_pre", "blocks.1.attn.hook_z")}
+
+
+def test_hooks_put_on_later_do_not_change_a_pass(model, frozen):
+    before = frozen.operator().in_out().scores
+    model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: 0 * x)
+    assert torch.equal(frozen.operator().in_out().scores, before)
+    with frozen.attached():
+        assert not close(model(**frozen.inputs)[:, -1, 5], frozen.operator().target(5).total[:, 0])
+
+
+# ------------------------------------------------------------------------------- errors inside a run
+
+
+class Interrupted(BaseException):
+    pass
+
+
+ERRORS = [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError, Interrupted, GeneratorExit]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda m, f: tlens.freeze(m, some_tokens()),
+        lambda m, f: tlens.attribute(m, some_tokens(), method="rollout"),
+        lambda m, f: m.run_with_hooks(**f.inputs, fwd_hooks=f.fwd_hooks()),
+        lambda m, f: f.attached().__enter__()(**f.inputs),
+        lambda m, f: tlens.attribute(f, method="input-x-gradient", target=5),
+        lambda m, f: tlens.attribute(f, method="integrated-gradients", target=5, steps=2),
+        lambda m, f: f.last_logits,
+        lambda m, f: f.unembedding_error,
+        lambda m, f: circuits.logit_attribution(f, 5),
+    ],
+    ids=["freeze", "rollout", "fwd_hooks", "attached", "ixg", "ig", "last_logits", "unembedding", "circuits"],
+)
+def test_an_error_inside_a_run_leaves_no_hook(model, frozen, run, error):
+    """Raised by a hook in the last block, after ours are on."""
+
+    def bad(tensor, hook):
+        raise error
+
+    model.add_hook("blocks.1.hook_resid_pre", bad)
+    with pytest.raises(error):
+        run(model, frozen)
+    model.reset_hooks()
+    if run.__code__.co_names[:1] != ("attached",):  # entered by hand, never left: that one is the caller's
+        assert hooks_on(model) == 0
+    tlens.freeze(model, some_tokens())
+
+
+def test_an_error_leaves_other_peoples_hooks_where_they_were(model, frozen):
+    model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: x)
+    for wrong in (lambda: tlens.freeze(model, [3, 99]), lambda: tlens.attribute(frozen, method="decompx", bias="no")):
+        with pytest.raises(tlens.InvalidInputError):
+            wrong()
+    assert hooks_on(model) == 1

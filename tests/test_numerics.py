@@ -1,0 +1,173 @@
+"""Numbers at their limits, inside whole models: all holds as elsewhere, or is refused with a name and a place."""
+
+import pytest
+import torch
+from conftest import hooks_on, some_tokens
+
+import tensorlens_tl as tlens
+from tensorlens_tl.testing import check_model, model_names, tiny_model
+from tensorlens_tl.testing.models import _bridge
+
+
+def gpt2(act="gelu", **changes):
+    torch.manual_seed(0)
+    return _bridge("gpt2", activation_function=act, **changes)
+
+
+def llama(act="silu", **changes):
+    torch.manual_seed(0)
+    return _bridge("llama", hidden_act=act, **changes)
+
+
+MODELS = {
+    "gelu": gpt2,
+    "relu": lambda: gpt2("relu"),
+    "gelu_new": lambda: gpt2("gelu_new"),
+    "gated silu": llama,
+    "gated relu": lambda: llama("relu"),
+}
+
+
+def inner(model, layer=0):
+    """The first matrices of an MLP: what makes z, or g and u."""
+    mlp = model.blocks[layer].mlp.original_component
+    return [getattr(mlp, name) for name in ("c_fc", "gate_proj", "up_proj") if hasattr(mlp, name)]
+
+
+def dead(model):
+    for linear in inner(model):
+        linear.weight.zero_()
+        if linear.bias is not None:
+            linear.bias.fill_(-1e3)
+
+
+def at_zero(model):
+    for linear in inner(model):
+        linear.weight.zero_()
+        if linear.bias is not None:
+            linear.bias.zero_()
+
+
+def at_minus_zero(model):
+    at_zero(model)
+    for linear in inner(model):
+        if linear.bias is not None:
+            linear.bias.fill_(-0.0)
+
+
+def huge(model):
+    for linear in inner(model):
+        linear.weight.mul_(1e6)
+
+
+def denormal(model):
+    for linear in inner(model):
+        linear.weight.mul_(1e-310)
+        if linear.bias is not None:
+            linear.bias.mul_(1e-310)
+
+
+def one_neuron_of_each(model):
+    for linear in inner(model):
+        weight = linear.weight.T if type(linear).__name__ == "Conv1D" else linear.weight
+        for neuron, factor in enumerate((0.0, -0.0, 1e-320, 1e-160, 1e-8, 1e2)):
+            weight[neuron] *= factor
+
+
+def one_hot_attention(model):
+    """Scores so far apart that all but one probability is exactly zero."""
+    attn = model.blocks[0].attn.original_component
+    (attn.c_attn.weight if hasattr(attn, "c_attn") else attn.q_proj.weight).mul_(1e4)
+
+
+def constant_embedding(model):
+    """A token without variance: its norm divides by √ε."""
+    for parameter in model.parameters():
+        if parameter.shape[0] in (48, 24) and parameter.ndim == 2 and parameter.shape[1] == 16:
+            parameter[:] = 0.7
+
+
+def zero_embedding(model):
+    constant_embedding(model)
+    for parameter in model.parameters():
+        if parameter.shape == (48, 16):
+            parameter.zero_()
+            return
+
+
+def large_stream(model):
+    for parameter in model.parameters():
+        if parameter.shape == (48, 16):
+            parameter.mul_(1e8)
+            return
+
+
+EDGES = [
+    dead, at_zero, at_minus_zero, huge, denormal, one_neuron_of_each, one_hot_attention, constant_embedding,
+    zero_embedding, large_stream,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.__name__)
+@pytest.mark.parametrize("kind", MODELS)
+def test_exact_at_the_limits(kind, edge):
+    model = MODELS[kind]()
+    with torch.no_grad():
+        edge(model)
+    report = check_model(model, some_tokens())
+    assert max(report.errors.values()) <= report.tolerance <= 1e-4
+    frozen = tlens.freeze(model, some_tokens())
+    for rule in tlens.RULES:
+        op = frozen.operator(activation=rule)
+        assert torch.isfinite(op.contributions()).all()
+        assert torch.isfinite(op.norm(None).scores).all()
+    assert hooks_on(model) == 0
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gated silu"])
+@pytest.mark.parametrize("sizes", ["one head", "one layer", "one wide"])
+@pytest.mark.parametrize("tokens", [[[5]], [[5], [9]], [[3, 4, 5, 6]]])
+def test_the_smallest_models_and_prompts(kind, sizes, tokens):
+    names = ("n_head", "n_layer", "n_inner") if kind == "gelu" else (
+        "num_attention_heads", "num_hidden_layers", "intermediate_size")  # fmt: skip
+    changes = {dict(zip(("one head", "one layer", "one wide"), names, strict=True))[sizes]: 1}
+    if changes.get("num_attention_heads"):
+        changes["num_key_value_heads"] = 1
+    check_model(gpt2(**changes) if kind == "gelu" else llama(**changes), torch.tensor(tokens))
+
+
+@pytest.mark.parametrize("name", [n for n in ("hooked/sinks", "hooked/ln") if n in model_names()] + ["bridge/gpt2"])
+def test_fully_masked_rows(name):
+    """Left padding: the first queries attend to nothing real, or rows sum to less than 1 (sinks)."""
+    tokens, mask = some_tokens(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[1, :4] = 0
+    report = check_model(tiny_model(name), torch.where(mask.bool(), tokens, 0), attention_mask=mask)
+    assert max(report.errors.values()) < 1e-9
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 6e4), (torch.bfloat16, 1e37), (torch.float32, 1e37)])
+@pytest.mark.parametrize("kind", ["gelu", "gated silu"])
+def test_overflow_names_its_place(kind, dtype, factor):
+    model = MODELS[kind]().to(dtype)
+    with torch.no_grad():
+        model.blocks[0].mlp.original_component.get_submodule("c_proj" if kind == "gelu" else "down_proj").weight.mul_(
+            factor
+        )
+        model.blocks[0].attn.original_component.get_submodule("c_proj" if kind == "gelu" else "o_proj").weight.mul_(
+            factor
+        )
+    with pytest.raises(tlens.NumericalError, match=r"(NaN|Inf) at blocks\.[01]\..*wider dtype"):
+        tlens.freeze(model, some_tokens())
+    assert hooks_on(model) == 0
+
+
+def test_scores_that_underflow_have_no_residual_of_their_own():
+    """Nothing written at all: zero scores, zero total, and a residual that is a number."""
+    model = gpt2()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "ln_final" in name or "ln_f" in name:
+                parameter.zero_()
+    in_out = tlens.freeze(model, some_tokens()).operator().in_out()
+    assert not in_out.scores.any()
+    assert float(in_out.residual.max()) == 0
