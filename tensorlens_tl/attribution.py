@@ -383,8 +383,8 @@ def _check_fit(loaded: Attribution) -> None:
         tensor = getattr(loaded, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shape}")
-    if loaded.layers is not None and (loaded.layers.shape[1], *loaded.layers.shape[-2:]) != (batch, key, key):
-        raise ValueError(f"layers is {tuple(loaded.layers.shape)}, not [layer, {batch}, …, {key}, {key}]")
+    if loaded.layers is not None and (*loaded.layers.shape[1:2], loaded.layers.shape[-1]) != (batch, key):
+        raise ValueError(f"layers is {tuple(loaded.layers.shape)}, not [layer, {batch}, …, {key}]")
     if loaded.mask.dtype != torch.bool or loaded.queries.is_floating_point() or not loaded.scores.is_floating_point():
         raise ValueError("mask, queries or scores are not of their kind")
     if bool(((loaded.queries < 0) | (loaded.queries >= key)).any()):

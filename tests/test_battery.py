@@ -34,7 +34,7 @@ class Base(AffineMap):
 
     def _backward(self, g, biases):
         if biases is not None:
-            biases.append(g.sum(-2) @ self.b)
+            biases.append(g @ self.b)
         return g @ self.W.T
 
 

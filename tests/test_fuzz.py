@@ -53,12 +53,14 @@ def hooked(draw):
     elif layout == "sandwich" and config["normalization_type"] == "RMS":  # TransformerLens builds no other
         config["use_normalization_before_and_after"] = True
     elif layout == "post-only" and config["normalization_type"] in ("LN", "RMS") and not config.get("attn_only"):
-        config["original_architecture"] = "Olmo2ForCausalLM"
+        config |= {"original_architecture": "Olmo2ForCausalLM", "d_model": heads * d_head}  # its Q/K norms want that
     positions = draw(st.sampled_from(["standard", "rotary", "alibi", "shortformer"]))
     config["positional_embedding_type"] = positions
     if positions == "rotary":
         config["rotary_dim"] = draw(st.sampled_from([d for d in (2, 4, d_head) if d <= d_head]))
     special = draw(st.sampled_from([None, "caps", "qk norm", "sinks", "local", "bidirectional"]))
+    if special == "sinks" and positions == "alibi":
+        special = None  # TransformerLens shifts a row's ALiBi after a longer prompt; with sinks the model itself changes
     config |= {
         "caps": {"attn_scores_soft_cap": 2.0, "output_logits_soft_cap": 3.0},
         "qk norm": {"use_qk_norm": True},
