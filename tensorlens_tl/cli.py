@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--relations", nargs="+", type=Path, help="relations: JSON files (default: the shipped ones)")
     sub.add_argument("--splits", type=int, default=6, help="relations: draws of examples")
     sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument("-o", "--output", type=Path, help="save: .csv for a table, anything else for Evaluation.load")
+    sub.add_argument("-o", "--output", type=Path, help="save: .html, .csv, or for Evaluation.load")
     return parser
 
 
@@ -253,6 +253,8 @@ def run_evaluate(args: argparse.Namespace) -> None:
         return
     if args.output.suffix == ".csv" or not isinstance(result, evaluate.Evaluation):
         table.to_csv(args.output)
+    elif args.output.suffix == ".html":
+        args.output.write_text(page(result.kind, result.to_html(style=False)), encoding="utf-8")
     else:
         result.save(args.output)
     console.print(f"saved to {args.output}")

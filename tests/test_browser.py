@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl import report
@@ -48,7 +49,14 @@ def pages(tmp_path_factory):
         tlens.attribute(short, method="attention", head_reduction=None),
     )
     maps = "".join(result.to_html(style=False) for result in results).replace("<details>", "<details open>")
-    paths = {"report": explained.save(folder / "report.html"), "maps": folder / "maps.html"}
+    values = torch.rand(2, 8, 5, generator=torch.Generator().manual_seed(0))
+    evaluated = tlens.evaluate.Evaluation(
+        "test", values, {"mse": True, "loss": False}, [f"method {NASTY} {i}" for i in range(8)], list("abcde"),
+        values[..., None] * torch.linspace(0, 1, 4), torch.linspace(0, 0.3, 4), "fraction",
+    )  # fmt: skip
+    names = ("maps", "evaluation")
+    paths = {"report": explained.save(folder / "report.html"), **{name: folder / f"{name}.html" for name in names}}
+    paths["evaluation"].write_text(page("evaluation", evaluated.to_html(style=False)), encoding="utf-8")
     paths["maps"].write_text(page("maps", maps), encoding="utf-8")
     return {name: path.as_uri() for name, path in paths.items()}, results
 
@@ -94,7 +102,7 @@ def find(browser, css):
     return browser.find_element("css selector", css)
 
 
-@pytest.mark.parametrize("name", ["report", "maps"])
+@pytest.mark.parametrize("name", ["report", "maps", "evaluation"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_sticks_out_and_nothing_is_logged(opened, name, width, scheme):
@@ -110,9 +118,8 @@ def test_nothing_sticks_out_and_nothing_is_logged(opened, name, width, scheme):
         const box = e.getBoundingClientRect();
         return box.right > innerWidth + 1 || box.left < -1; }).length"""
     assert browser.execute_script(clipped) == 0
-    sizes = (
-        "return Math.min(...[...document.querySelectorAll('.grid')].map(e => parseFloat(getComputedStyle(e).fontSize)))"
-    )
+    sizes = """return Math.min(...[...document.querySelectorAll('.grid, svg text')].map(
+        e => parseFloat(getComputedStyle(e).fontSize)))"""
     assert browser.execute_script(sizes) >= 9
 
 
@@ -198,3 +205,18 @@ def test_nodes_of_the_circuit_can_be_read(opened, browser):
     browser.execute_script("arguments[0].focus()", marks[0])
     press(browser, "ARROW_RIGHT")
     assert find(browser, ".graph .out").text == marks[1].get_attribute("aria-label")
+
+
+def test_lines_of_an_evaluation_can_be_read(opened, browser):
+    opened("evaluation")
+    lines = browser.find_elements("css selector", "details[open] svg .t")
+    assert len(lines) == 8
+    end = "const p = arguments[0].querySelector('.wide'), q = p.getPointAtLength(p.getTotalLength() * 0.9)"
+    x, y = browser.execute_script(
+        f"{end}; const b = p.ownerSVGElement.getBoundingClientRect(); return [b.left + q.x, b.top + q.y]", lines[-1]
+    )
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y})
+    assert find(browser, ".graph .out").text == lines[-1].get_attribute("aria-label")
+    browser.execute_script("arguments[0].focus()", lines[3])
+    press(browser, "ARROW_RIGHT")
+    assert find(browser, ".graph .out").text == lines[4].get_attribute("aria-label")

@@ -200,7 +200,7 @@ def live_score(frozen, layer, head, query=-1, key=3):
     at, seen = f"blocks.{layer}.attn.", {}
     attn = frozen.model.blocks[layer].attn
     if getattr(attn, "alibi", None) is not None:
-        # kept from the longest prompt so far, whose last rows TransformerLens reads: every score of a row is shifted alike
+        # kept from the longest prompt so far; TransformerLens reads its last rows, which shifts a row's scores alike
         attn.alibi = None
 
     def see(live, *, hook, key):

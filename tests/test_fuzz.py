@@ -60,7 +60,9 @@ def hooked(draw):
         config["rotary_dim"] = draw(st.sampled_from([d for d in (2, 4, d_head) if d <= d_head]))
     special = draw(st.sampled_from([None, "caps", "qk norm", "sinks", "local", "bidirectional"]))
     if special == "sinks" and positions == "alibi":
-        special = None  # TransformerLens shifts a row's ALiBi after a longer prompt; with sinks the model itself changes
+        special = (
+            None  # TransformerLens shifts a row's ALiBi after a longer prompt; with sinks the model itself changes
+        )
     config |= {
         "caps": {"attn_scores_soft_cap": 2.0, "output_logits_soft_cap": 3.0},
         "qk norm": {"use_qk_norm": True},

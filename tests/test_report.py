@@ -13,7 +13,7 @@ from conftest import some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, report
 from tensorlens_tl.report import circuits as circuit_pictures
-from tensorlens_tl.report import document, marks, matrix, page, results
+from tensorlens_tl.report import document, evaluations, marks, matrix, page, results
 
 NASTY = "<img src=x onerror=alert(1)> \"'></svg><script>alert(2)</script>"
 
@@ -262,3 +262,56 @@ def test_bad_reports(frozen, options, message):
         report.explain(frozen.model)
     with pytest.raises(tlens.InvalidInputError, match="2 prompts"):
         report.explain(frozen.model, ["one", "two"])
+
+
+# ------------------------------------------------------------------ evaluations
+
+
+def evaluation(methods=7, labels=None, **changes):
+    values = torch.rand(2, methods, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    curves = values[..., None] * torch.linspace(0, 1, 4, dtype=torch.float64)
+    labels = labels or [f"m{i}" for i in range(methods)]
+    known = {
+        "kind": "test", "values": values, "metrics": {"mse": True, "loss": False}, "methods": labels,
+        "units": list("abcde"), "curves": curves, "axis": torch.linspace(0, 0.3, 4), "axis_name": "fraction",
+    }  # fmt: skip
+    return tlens.evaluate.Evaluation(**(known | changes))
+
+
+def test_an_evaluation_shows_every_method_and_value():
+    result = evaluation()
+    html = result.to_html(style=False)
+    assert html == result._repr_html_().removeprefix(page.head())
+    for number, metric in enumerate(result.metrics):
+        labels = re.findall(
+            r'aria-label="(m\d) · fraction ([^"]*)"', html.split(f"<b>{metric}</b>")[1].split("</details>")[0]
+        )
+        assert sorted(method for method, _ in labels) == result.methods
+        for method, read in labels:
+            seen = [float(pair.split(": ")[1]) for pair in read.split(", ")]
+            assert seen == pytest.approx(result.curves[number, int(method[1])].mean(0).tolist(), rel=1e-2)
+            mean, low, high = (result.table(metric).loc[method, (metric, what)] for what in ("mean", "low", "high"))
+            assert f"{mean:.3g} [{low:.3g}, {high:.3g}]" in html
+        best = result.table(metric).index[0]
+        assert re.search(rf'<b>{metric}</b>.*?class="r spans"><tbody><tr><td>(m\d)', html).group(1) == best
+    assert html.count('class="t other"') == 2 * 2  # all but the best five
+
+
+def test_evaluations_without_curves_values_or_harm():
+    bars = evaluation(methods=2, curves=None, axis=None)
+    assert "<svg" not in bars.to_html(style=False)
+    values = bars.values.clone()
+    values[0, 0], values[1] = torch.nan, torch.nan
+    missing = evaluation(methods=2, values=values, skipped={"x": "refused <b>"}).to_html(style=False)
+    assert "No values." in missing
+    assert "nan" not in missing
+    assert "refused &lt;b&gt;" in missing
+    nasty = evaluation(2, labels=[NASTY, "b"], kind=NASTY, axis_name=NASTY)
+    assert NASTY not in nasty.to_html(style=False)
+    assert "<img" not in nasty.to_html(style=False)
+
+
+def test_labels_of_lines_stand_apart():
+    placed = evaluations._apart(np.array([50.0, 50.0, 51.0, np.nan, 250.0]))
+    assert np.diff(np.sort(placed)).min() >= evaluations.LINE_HEIGHT - 1e-9
+    assert (evaluations._apart(np.full(5, 260.0)) <= evaluations.HEIGHT - evaluations.BOTTOM).all()

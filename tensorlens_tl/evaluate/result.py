@@ -178,33 +178,24 @@ class Evaluation:
             console.print(Text(f"left out: {label}: {why}", style="dim"))
 
     def plot(self, metric: str | None = None, methods: list[str] | None = None, ax: Any = None) -> Any:
-        """Mean curves with intervals, or bars where there are none; needs ``tensorlens-tl[plot]``; returns the axes."""
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError("plot() needs matplotlib: pip install 'tensorlens-tl[plot]'.") from error
-        frame = self.table(metric)
-        metric = metric or next(iter(self.metrics))
-        chosen = [str(m) for m in frame.index] if methods is None else methods
-        for method in chosen:
-            self._row(metric, method)
-        if ax is None:
-            _, ax = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
-        if self.curves is not None and self.axis is not None:
-            curves = self.curves[list(self.metrics).index(metric)]
-            for method in chosen:
-                values = curves[self.methods.index(method)]
-                low, high = bootstrap_interval(values.T)
-                (line,) = ax.plot(self.axis, values.nanmean(0), label=method)
-                ax.fill_between(self.axis, low, high, alpha=0.15, color=line.get_color())
-            ax.set(xlabel=self.axis_name, ylabel=metric, title=self.kind)
-            ax.legend(fontsize="small")
-        else:
-            columns = [frame.loc[chosen, (metric, name)].to_numpy() for name in ("mean", "low", "high")]
-            mean, low, high = columns
-            ax.barh(chosen[::-1], mean[::-1], xerr=[(mean - low)[::-1], (high - mean)[::-1]])
-            ax.set(xlabel=metric, title=self.kind)
-        return ax
+        """Mean curves with intervals, or bars where there are none (install ``tensorlens-tl[plot]``); returns the axes.
+
+        Raises:
+            InvalidInputError: no such metric or method.
+            ImportError: matplotlib is not installed.
+        """
+        from tensorlens_tl.report import figure
+
+        return figure.evaluation(self, metric, methods, ax)
+
+    def to_html(self, *, style: bool = True) -> str:
+        """Curves and intervals as an HTML fragment, with the style and the script that a page needs once."""
+        from tensorlens_tl.report import evaluations, page
+
+        return (page.head() if style else "") + evaluations.evaluation(self)
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
 
     # ------------------------------------------------------------------ files
 

@@ -1,10 +1,12 @@
-"""Heat maps as matplotlib figures, for papers (``tensorlens-tl[plot]``)."""
+"""Heat maps and evaluations as matplotlib figures, for papers (``tensorlens-tl[plot]``)."""
 
 from typing import Any
 
 import numpy as np
 
 from tensorlens_tl.attribution import Attribution
+from tensorlens_tl.evaluate.result import Evaluation
+from tensorlens_tl.evaluate.statistics import bootstrap_interval
 from tensorlens_tl.report.marks import NEGATIVE, POSITIVE, STRONGEST, largest_of, visible
 
 CELL, LABEL = 0.28, 7
@@ -16,11 +18,9 @@ FITTING = 16
 
 def heat_map(result: Attribution, batch: int = 0, ax: Any = None, values: bool | None = None) -> Any:
     """One prompt of a result on matplotlib axes; see `Attribution.plot`."""
-    try:
-        import matplotlib.pyplot as plt
-        from matplotlib.colors import LinearSegmentedColormap
-    except ImportError as error:
-        raise ImportError("plot() needs matplotlib: pip install 'tensorlens-tl[plot]'.") from error
+    plt = _pyplot()
+    from matplotlib.colors import LinearSegmentedColormap
+
     keys = [position for position, real in enumerate(result.mask[batch].tolist()) if real]
     asked = result.queries[batch].tolist()
     rows = [row for row, position in enumerate(asked) if result.mask[batch, position]]
@@ -49,3 +49,35 @@ def heat_map(result: Attribution, batch: int = 0, ax: Any = None, values: bool |
                 ax.text(column, row, f"{plane[row, column]:.2g}", ha="center", va="center", fontsize=LABEL - 2)
     ax.figure.colorbar(image, ax=ax, shrink=0.8 if height > 4 else 1.0).ax.tick_params(labelsize=LABEL)
     return ax
+
+
+def evaluation(result: Evaluation, metric: str | None = None, methods: list[str] | None = None, ax: Any = None) -> Any:
+    """One metric of an evaluation on matplotlib axes; see `Evaluation.plot`."""
+    frame = result.table(metric)
+    metric = metric or next(iter(result.metrics))
+    chosen = [str(method) for method in (frame.index if methods is None else result.only(*methods).methods)]
+    plt = _pyplot()
+    if ax is None:
+        _, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    if result.curves is not None and result.axis is not None:
+        curves = result.curves[list(result.metrics).index(metric)]
+        for method in chosen:
+            values = curves[result.methods.index(method)]
+            low, high = bootstrap_interval(values.T)
+            (line,) = ax.plot(result.axis, values.nanmean(0), label=method)
+            ax.fill_between(result.axis, low, high, alpha=0.15, color=line.get_color())
+        ax.set(xlabel=result.axis_name, ylabel=metric, title=result.kind)
+        ax.legend(fontsize="small")
+    else:
+        mean, low, high = (frame.loc[chosen[::-1], (metric, name)].to_numpy() for name in ("mean", "low", "high"))
+        ax.barh(chosen[::-1], mean, xerr=[mean - low, high - mean])
+        ax.set(xlabel=metric, title=result.kind)
+    return ax
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("plot() needs matplotlib: pip install 'tensorlens-tl[plot]'.") from error
+    return plt
