@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 lint types docs bench evaluation clean
+.PHONY: demo test test-tl4 lint types docs bench evaluation support package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -29,14 +29,29 @@ bench: .venv/.ready
 evaluation: .venv/.ready
 	.venv/bin/python benchmarks/evaluation.py
 
+support: .venv/.ready .venv-tl4/.ready
+	.venv/bin/python benchmarks/support.py
+	.venv-tl4/bin/python benchmarks/support.py
+
+# what users would install, in an environment of its own, away from the checkout
+package: .venv/.ready
+	rm -rf dist .venv-package
+	.venv/bin/python -m build --no-isolation --outdir dist .
+	$(PYTHON) -m venv .venv-package
+	.venv-package/bin/python -m pip install $(PIP_FLAGS) torch "transformer-lens==3.9.0" dist/*.whl
+	.venv-package/bin/python -m pip check
+	cd dist && ../.venv-package/bin/tensorlens-tl demo && ../.venv-package/bin/tensorlens-tl verify
+
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install $(PIP_FLAGS) torch "transformer-lens==3.9.0" -e ".[dev]"
+	$(@D)/bin/python -m pip check
 	touch $@
 
 .venv-tl4/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-tl4
 	.venv-tl4/bin/python -m pip install $(PIP_FLAGS) torch "transformer-lens==4.3.0" -e ".[dev]"
+	$(@D)/bin/python -m pip check
 	touch $@
 
 .venv/.docs: .venv/.ready
@@ -44,4 +59,4 @@ evaluation: .venv/.ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-tl4 demo.html report.html docs/_build
+	rm -rf .venv .venv-tl4 .venv-package dist demo.html report.html docs/_build

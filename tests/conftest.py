@@ -26,14 +26,18 @@ def _seeded():
 
 @pytest.fixture
 def model_named():
-    """Models are built once and shared; a test that changes one must build its own."""
+    """Models are built once and shared; a test that changes one must build its own. Whatever a test does, also what
+    fails inside it, must leave no hook behind."""
+    used = {}
 
     def get(name):
         if name not in _models:
             _models[name] = tiny_model(name)
-        return _models[name]
+        used[name] = _models[name]
+        return used[name]
 
-    return get
+    yield get
+    assert not {name: count for name, model in used.items() if (count := hooks_on(model))}
 
 
 @pytest.fixture(params=NAMES)

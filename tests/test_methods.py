@@ -224,3 +224,13 @@ def test_feed_forward_output_beside_the_bypass(analysed):
     gains = contextualisation.gain_against_ff(frozen)
     assert gains.shape == (2,)
     assert bool(((gains >= -1) & (gains <= 1)).all())
+
+
+@pytest.mark.parametrize("method", ["input-x-gradient", "integrated-gradients"])
+def test_gradients_that_the_model_does_not_have_are_refused(model_named, method):
+    """Compatibility mode sets a softmax over nothing to zero afterwards; its gradient is NaN, for every token."""
+    tokens, mask = some_tokens(), torch.ones(2, 6, dtype=torch.long)
+    tokens[1, :2], mask[1, :2] = 0, 0
+    frozen = tlens.freeze(model_named("bridge/gpt2-compatibility"), tokens, attention_mask=mask)
+    with pytest.raises(tlens.NumericalError, match="pad on the right, or take one prompt"):
+        tlens.attribute(frozen, method=method, target=5)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.collapse import relative_residual
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.inputs import query_positions
 from tensorlens_tl.registry import register_method
@@ -30,6 +30,7 @@ def input_x_gradient(frozen: FrozenPass, *, target: Any = None, minus: Any = Non
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens.
+        NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
     """
     x = frozen.resid_pre(0)
     _, gradient = _logit_and_gradient(frozen, x, target, minus, query)
@@ -62,6 +63,7 @@ def integrated_gradients(
     Raises:
         InvalidInputError: no target, several tokens, fewer than one step, or a query out of range.
         UnsupportedModelError: the model predicts no tokens.
+        NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
     """
     if steps < 1:
         raise InvalidInputError(f"steps={steps}; use at least 1.")
@@ -102,4 +104,10 @@ def _logit_and_gradient(frozen: FrozenPass, x: Tensor, target: Any, minus: Any, 
         if minus is not None:
             logit = logit - logits[rows, positions, token_ids(frozen.view, minus, len(rows), "minus").to(x.device)]
         (gradient,) = torch.autograd.grad(logit.sum(), leaf)
+    if not bool(torch.isfinite(gradient).all()):
+        padded = (
+            "padding on the left leaves rows of attention empty, and some models have no gradient there: pad on the "
+        )
+        hint = "use float32 or float64" if bool(frozen.mask.all()) else padded + "right, or take one prompt at a time"
+        raise NumericalError(f"{frozen.view.description}: gradients are not finite; {hint}.")
     return logit.detach(), gradient

@@ -160,7 +160,10 @@ class _MethodChecks:
                 continue  # the model itself does not handle such padding
             if not _same_stream(frozen, short, real):
                 continue  # an encoder that counts positions from the first column: another input
-            padded = self.made(frozen)
+            try:
+                padded = self.made(frozen)
+            except (UnsupportedModelError, NumericalError):
+                continue  # refused is not wrong
             check_attribution(padded, frozen, tolerance=self.tolerance or 0)
             mine, theirs = _pairs_first(padded)[1], _pairs_first(alone)[0]
             mine = mine[real] if len(mine) == LENGTH else mine

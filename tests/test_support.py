@@ -1,0 +1,46 @@
+"""docs/support.md says what runs: rows and refusals are compared with the installed TransformerLens."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import tensorlens_tl as tlens
+from tensorlens_tl.testing import model_names
+
+support = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "support.py"))
+SECTION = support["sections"](support["PATH"].read_text(encoding="utf-8")).get(
+    support["version"]("transformer-lens"), ""
+)
+pytestmark = pytest.mark.skipif(not SECTION, reason="docs/support.md is about other versions of TransformerLens")
+
+
+def table():
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("| \n").split("|")] for line in SECTION.split("\n") if "|" in line
+    ]
+    return {row[0].strip("`"): dict(zip(head, row, strict=True)) for row in rows}
+
+
+def test_every_model_and_method_is_there():
+    rows = table()
+    assert list(rows) == model_names()
+    asked = ["QK", *support["methods"]()]
+    assert list(next(iter(rows.values())))[-len(asked) :] == asked
+    reasons = re.findall(r"^\d+\. (.*)$", SECTION, flags=re.M)
+    used = {int(cell) for row in rows.values() for cell in row.values() if cell.isdigit()}
+    assert used == set(range(1, len(reasons) + 1))
+
+
+def test_what_is_refused_is_refused_and_nothing_else(name, model):
+    row, frozen = table()[name], tlens.freeze(model, [[3, 4, 5]])
+    refused = {}
+    for method in support["methods"]():
+        try:
+            tlens.attribute(frozen, method=method, **support["options"](method))
+        except tlens.UnsupportedModelError as error:
+            refused[method] = str(error)
+    assert {method for method in support["methods"]() if row[method] != "✓"} == set(refused)
+    assert (row["QK"] == "✓") is (support["scores_read"](model) == "")
+    assert row["blocks"] == ", ".join(dict.fromkeys(layout.name for layout in frozen.layouts))
