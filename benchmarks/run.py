@@ -16,6 +16,7 @@ from contextlib import suppress
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from subprocess import run
 from typing import Any
 
 import torch
@@ -418,7 +419,39 @@ def profile() -> Lines:
         yield row(f"`{name}`", f"{time / whole:.1%}")
 
 
-SECTIONS = (costs, norm_slice, jacobians, probes, bounded, growth, batches, methods, composition, graphs, profile)
+def imports() -> Lines:
+    """## Import time, in imports of TransformerLens
+
+    Fresh interpreters, minima of five. The first result is freezing and attributing one sentence on the embedded model, after both imports.
+    """
+    first = "tlens.attribute(tlens.freeze(tlens.load_demo_model(), 'Return the value of the'))"
+    code = {
+        "import transformer_lens": "import transformer_lens",
+        "import tensorlens_tl": "import tensorlens_tl",
+        "import tensorlens_tl, and a first result": f"import tensorlens_tl as tlens; {first}",
+    }
+    seconds = interleaved(
+        {name: lambda text=text: run([sys.executable, "-c", text], check=True) for name, text in code.items()}, 5
+    )
+    yield table("what", "seconds", "imports of TransformerLens")
+    for name in code:
+        yield row(name, seconds[name], seconds[name] / seconds["import transformer_lens"])
+
+
+SECTIONS = (
+    imports,
+    costs,
+    norm_slice,
+    jacobians,
+    probes,
+    bounded,
+    growth,
+    batches,
+    methods,
+    composition,
+    graphs,
+    profile,
+)
 
 
 def main() -> None:
