@@ -38,7 +38,7 @@ TARGETED = ("input-x-gradient", "integrated-gradients")
 def methods() -> list[str]:
     """The built-in ones."""
     ours = "tensorlens_tl.methods."
-    return [name for name in tlens.list_methods() if tlens.get_method(name).function.__module__.startswith(ours)]
+    return [name for name in tlens.list_methods() if str(tlens.get_method(name).function.__module__).startswith(ours)]
 
 
 def options(method: str) -> dict[str, Any]:

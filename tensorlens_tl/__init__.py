@@ -7,7 +7,10 @@
 True
 """
 
-from tensorlens_tl import circuits, evaluate, methods, report
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tensorlens_tl import circuits, contextualisation, evaluate, methods, report
 from tensorlens_tl.activation import RULES
 from tensorlens_tl.attribution import Attribution, TokenScore
 from tensorlens_tl.collapse import Collapse
@@ -28,6 +31,9 @@ from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum, Transpose
 from tensorlens_tl.operator import FrozenOperator
 from tensorlens_tl.registry import attribute, get_method, list_methods, register_method
+
+if TYPE_CHECKING:
+    from tensorlens_tl import testing
 
 __version__ = "0.1.0"
 
@@ -58,6 +64,7 @@ __all__ = [
     "UnsupportedModelError",
     "attribute",
     "circuits",
+    "contextualisation",
     "evaluate",
     "freeze",
     "get_method",
@@ -66,4 +73,16 @@ __all__ = [
     "methods",
     "register_method",
     "report",
+    "testing",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`testing` brings model classes with it: it is imported when somebody asks for it."""
+    if name == "testing":
+        return importlib.import_module("tensorlens_tl.testing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -96,10 +96,10 @@ class Attribution:
         return cls(scores=scores, method=method, **(known | fields))
 
     def __post_init__(self) -> None:
-        if len(self.axes) != self.scores.ndim:
-            raise InvalidInputError(
-                f"Attribution: scores have {self.scores.ndim} axes {tuple(self.scores.shape)}; axes names {self.axes}."
-            )
+        try:
+            _check_fit(self)
+        except ValueError as error:
+            raise InvalidInputError(f"Attribution: {error}.") from None
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.scores.shape, strict=True))
@@ -362,19 +362,24 @@ class Attribution:
         tensors, facts = storage.read(path, "Attribution", _TENSORS)
         try:
             known = {name: facts[name] for name in _FACTS}
-            loaded = cls(**tensors, **{**known, "axes": tuple(known["axes"])})
-            _check_fit(loaded)
+            return cls(**tensors, **{**known, "axes": tuple(known["axes"])})
         except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(f"{path}: not a readable Attribution ({type(error).__name__}: {error}).") from error
-        return loaded
 
 
 def _check_fit(loaded: Attribution) -> None:
-    """Raise ValueError unless the parts of a result read from a file fit together."""
-    sizes = dict(zip(loaded.axes, loaded.scores.shape, strict=True))
-    if len(sizes) < loaded.scores.ndim or not set(AXES) <= set(sizes):
-        raise ValueError(f"axes {loaded.axes} are not those of scores")
+    """Raise ValueError unless the parts of a result, made or read from a file, fit together."""
+    if not isinstance(loaded.scores, Tensor):
+        raise ValueError(f"scores are {type(loaded.scores).__name__}, not a tensor")
+    shape = tuple(loaded.scores.shape)
+    sizes = dict(zip(loaded.axes, shape, strict=False))
+    if not len(sizes) == len(loaded.axes) == len(shape) or not set(AXES) <= set(sizes):
+        raise ValueError(f"scores have {len(shape)} axes {shape}; axes names {loaded.axes}")
     batch, query, key = (sizes[axis] for axis in AXES)
+    if loaded.queries.shape == (batch, 1) and query == key > 1:
+        raise ValueError(
+            f"scores {shape} hold every query, queries one; pass query=None, or scores of that query alone"
+        )
     wanted = dict.fromkeys(("queries", "bias", "total", "residual"), (batch, query)) | {
         "mask": (batch, key),
         "stderr": tuple(loaded.scores.shape),

@@ -19,7 +19,7 @@ from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.freezing import freeze
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.registry import attribute, get_method, list_methods
-from tensorlens_tl.report import explain
+from tensorlens_tl.report import explain, terminal
 from tensorlens_tl.report.page import page, table
 from tensorlens_tl.targets import token_label
 from tensorlens_tl.testing import check_model
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--query", type=int, help="position, counted over the prompt's tokens (default: the last, or the mask)"
     )
-    sub.add_argument("--methods", help="names, separated by commas (default: all that `tensorlens-tl methods` lists)")
+    sub.add_argument("--methods", nargs="+", metavar="METHOD", help="names (default: all of `tensorlens-tl methods`)")
     sub.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html here)")
 
     command("methods", run_methods, "List the registered methods.")
@@ -175,7 +175,7 @@ def run_attribute(args: argparse.Namespace) -> None:
     if {"target", "minus"} & set(options) and "collapse" in method.options:
         options.setdefault("collapse", "target")
     result = attribute(_frozen(args), method=args.method, **options)
-    _print_top(result, args.top)
+    terminal.show(result, args.top, console)
     if args.output is None:
         return
     if args.output.suffix == ".html":
@@ -188,24 +188,11 @@ def run_attribute(args: argparse.Namespace) -> None:
 def run_report(args: argparse.Namespace) -> None:
     """Write the report of one prediction."""
     _check_output(args.output)
-    methods = None if args.methods is None else [name.strip() for name in args.methods.split(",")]
-    for name in methods or ():
+    for name in args.methods or ():
         get_method(name)  # a typing error should not cost a forward pass
-    picture = explain(_frozen(args), target=args.target, minus=args.minus, query=args.query, methods=methods)
+    picture = explain(_frozen(args), target=args.target, minus=args.minus, query=args.query, methods=args.methods)
     picture.save(args.output)
     console.print(f"report written to {args.output}")
-
-
-def _print_top(result: Attribution, k: int) -> None:
-    residual = "" if result.residual is None else f"   residual {float(result.residual.max()):.1e}"
-    table = Table("position", "token", "score", title=Text(f"{result.method}: {result.target}{residual}"))
-    for entry in result.top(k):
-        table.add_row(str(entry.position), Text(repr(entry.token)), f"{entry.score:+.4g}")
-    if result.bias is not None and result.total is not None:
-        table.add_section()
-        table.add_row("", "bias (no token)", f"{float(result.bias[0, 0]):+.4g}")
-        table.add_row("", "total", f"{float(result.total[0, 0]):+.4g}")
-    console.print(table)
 
 
 def _check_output(path: Path | None) -> None:
@@ -313,7 +300,7 @@ def run_demo(args: argparse.Namespace) -> None:
 
     _print_demo(frozen, results, args.text, target, probability)
     proof = {
-        "the composed blocks against the model's own (largest relative error)": max(frozen.errors.values()),
+        "blocks, head and unembedding against the model's own (largest relative error)": max(frozen.errors.values()),
         **{
             f"{name}: Σ scores + bias − total": float(r.residual.max())
             for name, r in results.items()

@@ -274,8 +274,9 @@ class FrozenPass:
     ) -> list[FwdHook]:
         """TransformerLens hooks that hold this pass's patterns, activation ratios and norm scales fixed.
 
-        They fit inputs of the same length and batch; a pass of one prompt fits any batch. A masked language model's
-        prediction head has no hook between its linear map and its activation: it stays live.
+        They fit inputs of the same length and batch; a pass of one prompt fits any batch. Put your own hooks
+        after them: these replace whatever an earlier one wrote at a pattern, an activation or a scale. A masked
+        language model's prediction head has no hook between its linear map and its activation: it stays live.
 
         Raises:
             InvalidInputError: no such rule.

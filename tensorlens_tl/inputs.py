@@ -1,5 +1,6 @@
 """From what a user passes to what a model takes: tokens, mask, keyword arguments, and readable tokens."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,12 @@ def prepare(
                 raise InvalidInputError(
                     f"attention_mask is {tuple(mask.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
                 )
+        elif _ends_in_padding(view, tokens):
+            warnings.warn(
+                "input: token ids that begin or end with several padding tokens, and no attention_mask: all of them "
+                "count as real. Pass attention_mask=, 1 at real tokens and 0 at padding.",
+                stacklevel=4,
+            )
     _check(view, tokens, mask)
     device = next(view.model.parameters()).device
     tokens, mask = tokens.to(device), mask.to(device)
@@ -140,6 +147,15 @@ def _as_ids(input: Any) -> Tensor:
     return tokens.long()
 
 
+def _ends_in_padding(view: ModelView, tokens: Tensor) -> bool:
+    """Whether a prompt begins or ends with two padding tokens or more; one may well be a BOS or EOS of the same id."""
+    pad = getattr(getattr(view.model, "tokenizer", None), "pad_token_id", None)
+    if pad is None or tokens.shape[1] < 3:
+        return False
+    ends = torch.stack([tokens[:, :2], tokens[:, -2:]])
+    return bool((ends == pad).all(-1).any())
+
+
 def _check(view: ModelView, tokens: Tensor, mask: Tensor) -> None:
     length, vocabulary, context = tokens.shape[1], view.d_vocab, view.n_ctx
     if length > context:
@@ -161,7 +177,7 @@ def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[li
     """Tokens as text, and which begin a word, as the tokenizer itself marks it (Ġ, ▁, or ## for what continues)."""
     tokenizer = getattr(view.model, "tokenizer", None)
     if tokenizer is None:
-        return [[str(int(token)) for token in row] for row in tokens], None
+        return [[f" {int(token)}" for token in row] for row in tokens], None  # ids are words: they do not run together
     word_pieces = tokenizer.convert_tokens_to_ids("##s") not in (None, getattr(tokenizer, "unk_token_id", None))
     special = set(tokenizer.all_special_ids)
     texts, starts = [], []

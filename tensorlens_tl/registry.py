@@ -18,7 +18,7 @@ register with the same decorator.
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
@@ -38,6 +38,9 @@ class Method:
 
     name: str
     function: Callable[..., Attribution]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__doc__", inspect.getdoc(self.function))  # help() of a method is its own
 
     def __repr__(self) -> str:
         return f"Method({self.name!r}, options: {', '.join(self.options) or 'none'})"
@@ -107,10 +110,16 @@ def get_method(name: str) -> Method:
     if name not in _METHODS:
         _load_published()
     if name not in _METHODS:
-        near = difflib.get_close_matches(str(name), _METHODS, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise RegistryError(f"no method called {name!r}.{hint} There are {', '.join(map(repr, list_methods()))}.")
+        raise RegistryError(unknown_method(name, list_methods()))
     return _METHODS[name]
+
+
+def unknown_method(name: Any, known: Iterable[str]) -> str:
+    """What to say about a name that is none of the known ones: the nearest, and all of them."""
+    known = list(known)
+    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.6)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"no method called {name!r}.{hint} There are {', '.join(map(repr, known))}."
 
 
 def _load_published() -> None:

@@ -1,5 +1,6 @@
 """Text among tokens: where a text stands in a prompt, and which tokens make a word."""
 
+import string
 from collections.abc import Sequence
 
 from tensorlens_tl.errors import InvalidInputError
@@ -8,33 +9,42 @@ from tensorlens_tl.errors import InvalidInputError
 def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
     """Every occurrence of a text that begins and ends with whole tokens, as ``(first, last + 1)``.
 
-    White space at its ends does not count; ``##`` continues a word.
+    White space at its ends does not count, nor punctuation where the text occurs only with it; ``##`` continues a word.
 
     >>> find(["If", " the", " file", " is", " un", "readable"], "file")
     [(2, 3)]
     >>> find(["If", " the", " file", " is", " un", "readable"], "unreadable")
     [(4, 6)]
+    >>> find([" of", " strings."], "strings")
+    [(1, 2)]
 
     Raises:
         InvalidInputError: no such occurrence.
     """
     pieces = any(token.startswith("##") for token in tokens)
     texts = [without_mark(token) if token.startswith("##") else " " * pieces + token for token in tokens]
-    wanted, found = text.strip(), []
-    for first in range(len(texts)):
-        if not wanted or not texts[first].strip() or not wanted.startswith(texts[first].strip()):
-            continue
-        joined = ""
-        for last in range(first, len(texts)):
-            joined += texts[last]
-            if joined.strip() == wanted:
-                found.append((first, last + 1))
-                break
-            if len(joined.strip()) > len(wanted):
-                break
-    if not found:
-        raise InvalidInputError(f"{text!r} does not occur as whole tokens; the prompt's tokens are {list(tokens)}.")
-    return found
+    for trimmed in (str.strip, _bare):
+        wanted, found = trimmed(text), []
+        for first in range(len(texts) if wanted else 0):
+            start = trimmed(texts[first])
+            if not start or not wanted.startswith(start):
+                continue
+            joined = ""
+            for last in range(first, len(texts)):
+                joined += texts[last]
+                if trimmed(joined) == wanted:
+                    found.append((first, last + 1))
+                    break
+                if len(trimmed(joined)) > len(wanted):
+                    break
+        if found:
+            return found
+    raise InvalidInputError(f"{text!r} does not occur as whole tokens; the prompt's tokens are {list(tokens)}.")
+
+
+def _bare(text: str) -> str:
+    """A text without white space and punctuation at its ends."""
+    return text.strip(string.whitespace + string.punctuation)
 
 
 def word_starts(tokens: Sequence[str]) -> list[bool]:

@@ -71,9 +71,10 @@ def token_label(view: ModelView, token: int) -> str:
 
 def logit_label(view: ModelView, target: Any, minus: Any = None) -> str:
     """What a token target explains, in words: ids are named by their text."""
+    asked = [token.tolist() if hasattr(token, "tolist") else token for token in (target, minus)]
     return "logit of " + " − ".join(
         repr(token_label(view, token)) if isinstance(token, int) else repr(token)
-        for token in (target, minus)
+        for token in asked
         if token is not None
     )
 
@@ -117,6 +118,8 @@ def question(frozen: "FrozenPass", target: Any = None, minus: Any = None, direct
             raise InvalidInputError(
                 f"direction is {tuple(direction.shape)}; pass [{width}] or one for each prompt, [{batch}, {width}]."
             )
+        if not bool(torch.isfinite(direction).all()):
+            raise InvalidInputError("direction has values that are not finite.")
         return Question(direction.expand(batch, width), direction.new_zeros(batch), False, "direction")
     if target is None:
         also = " (minus alone is no target)" if minus is not None else ""

@@ -212,9 +212,15 @@ class ModelView:
     def __init__(self, model: Any):
         for needed in ("cfg", "blocks", "hook_dict", "run_with_hooks"):
             if not hasattr(model, needed):
+                hint = " The model comes first, then the input; load one by its name first." * isinstance(model, str)
+                if hasattr(model, "from_pretrained"):
+                    hint = (
+                        " A Hugging Face model is wrapped by TransformerBridge.boot_transformers(name, hf_model=model)."
+                    )
                 raise UnsupportedModelError(
                     f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder or a "
                     "TransformerBridge of a decoder-only or encoder-only model (encoder-decoders are not supported)."
+                    + hint
                 )
         self.model = model
         self.cfg: Any = model.cfg
@@ -315,15 +321,16 @@ class ModelView:
     def weight_processing(self) -> str:
         """How the weights were rewritten: logits and residual basis depend on it, logit differences do not.
 
-        Read off the weights themselves: norms without gain and shift, and zero means of what is written or unembedded.
+        Read off the weights themselves: norms without gain and shift (folded into what reads them, or never trained),
+        and zero means of what is written or unembedded.
         """
         norms = [norm for block in self.blocks for norm in block.norms.values()]
-        folded = bool(norms) and all(
+        plain = bool(norms) and all(
             (norm.gain is None or bool((norm.gain == 1).all())) and (norm.shift is None or not bool(norm.shift.any()))
             for norm in norms
         )
         found = {
-            "folded": folded,
+            "plain norms": plain,
             "centred writing": _zero_mean(self.blocks[0].attention.W_O[:8]),
             "centred unembedding": self.unembedding is not None and _zero_mean(self.unembedding[0][:8]),
         }

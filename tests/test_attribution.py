@@ -6,6 +6,7 @@ from conftest import some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import registry
+from tensorlens_tl.testing import tiny_model
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ def test_difference(frozen):
 def test_difference_across_weight_processing_is_refused(frozen, model_named):
     a = tlens.attribute(frozen, collapse="target", target=5)
     b = tlens.attribute(model_named("bridge/gpt2-compatibility"), frozen.tokens, collapse="target", target=5)
-    with pytest.raises(tlens.InvalidInputError, match=r"weight processing \('raw' and 'folded, centred"):
+    with pytest.raises(tlens.InvalidInputError, match=r"weight processing \('raw' and 'plain norms, centred"):
         a - b
 
 
@@ -300,3 +301,26 @@ def test_reprs_are_short_and_do_nothing(frozen, monkeypatch):
         assert "tensor(" not in repr(thing)
         assert "\n" not in repr(thing)
     assert repr(frozen.attention(0)) == "Linear(16 → 16, offset) @ Attention(4 heads, 6 × 6) @ Linear(16 → 16, offset)"
+
+
+def test_parts_that_do_not_fit_are_refused():
+    """A full matrix under one query would show the first query's scores as the last one's."""
+    frozen = tlens.freeze(tiny_model("bridge/gpt2"), some_tokens())
+    every = frozen.pattern(1).mean(1)
+    with pytest.raises(tlens.InvalidInputError, match="hold every query, queries one; pass query=None"):
+        tlens.Attribution.of(frozen, every, method="x", query=-1)
+    assert tlens.Attribution.of(frozen, every, method="x").queries.shape == (2, 6)
+    assert tlens.Attribution.of(frozen, every[:, -1:], method="x", query=-1).queries.tolist() == [[5], [5]]
+    for wrong, message in ((every[..., :3], "mask is"), (every[:1], "queries is")):
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            tlens.Attribution.of(frozen, wrong, method="x")
+
+
+def test_a_word_is_found_without_its_punctuation():
+    result = tlens.attribute(tlens.load_demo_model(), "If the file, once read, is closed", collapse="in_out")
+    words = result.merge_words()
+    assert [entry.token for entry in words["file"]] == [" file,"]
+    assert words["file"] == words["file,"]
+    assert [entry.token for entry in result["file"]] == [" file"]
+    with pytest.raises(tlens.InvalidInputError, match="does not occur"):
+        words["!"]

@@ -575,3 +575,11 @@ def test_padding_gives_and_receives_nothing(model_named):
     x = padded.resid_pre(0).clone()
     x[:, 4:] += 1
     assert circuits.error_bound(padded, x).error < 1e-9
+
+
+def test_the_largest_heads_can_be_asked_for(model_named):
+    terms = circuits.logit_attribution(tlens.freeze(model_named("bridge/gpt2"), some_tokens()), 5, by="head")
+    heads = terms.top(100, names="L*H*")
+    assert sorted(term.name for term in heads) == [f"L{layer}H{head}" for layer in range(2) for head in range(4)]
+    assert [term for term in terms.top(100) if term in heads] == heads
+    assert [term.name[:2] for term in terms.top(3, names="L1H*")] == ["L1"] * 3

@@ -1,6 +1,7 @@
 """What went wrong once, or would have: stale passes, nested freezing, odd shapes, half precision, tokenizers."""
 
 import importlib
+import warnings
 
 import pytest
 import torch
@@ -301,3 +302,47 @@ def test_a_model_split_over_devices_is_refused():
     model.blocks[1].mlp.to("meta")
     with pytest.raises(tlens.UnsupportedModelError, match="meta"):
         tlens.freeze(model, some_tokens())
+
+
+def test_padding_without_a_mask_is_warned_of():
+    model = tlens.load_demo_model()
+    pad = model.tokenizer.pad_token_id
+    with pytest.warns(UserWarning, match="Pass attention_mask="):
+        tlens.freeze(model, [[5, 460, 259, pad, pad]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tlens.freeze(model, [[pad, 460, 259, 489, pad]])  # as BOS and EOS
+        tlens.freeze(model, [[5, 460, 259, pad, pad]], attention_mask=[[1, 1, 1, 0, 0]])
+
+
+def test_names_are_suggested_and_the_namespace_is_tidy():
+    for name, near in (("ALTI", "alti"), ("tensorlense", "tensorlens"), ("nope", None)):
+        with pytest.raises(tlens.RegistryError) as raised:
+            tlens.get_method(name)
+        assert ("Did you mean" in str(raised.value)) is (near is not None)
+        assert near is None or f"mean {near!r}" in str(raised.value)
+    with pytest.raises(tlens.RegistryError, match="mean 'tensorlens target'"):
+        tlens.evaluate.known_answer(
+            tlens.load_demo_model(), tlens.evaluate.induction(2, d_vocab=99), ["tensorlens targett"]
+        )
+    assert "In+Out" in tlens.get_method("tensorlens").__doc__
+    assert {"testing", "attribute"} < set(dir(tlens))
+    assert "budget" not in dir(tlens)
+    assert tlens.testing.check_method
+    with pytest.raises(AttributeError, match="nonsense"):
+        tlens.nonsense  # noqa: B018
+
+
+def test_what_is_no_model_is_told_what_to_do():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with pytest.raises(tlens.UnsupportedModelError, match="boot_transformers"):
+        tlens.freeze(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=5)), [[1]])
+    with pytest.raises(tlens.UnsupportedModelError, match="comes first"):
+        tlens.freeze("gpt2", tiny_model(GPT2))
+
+
+def test_a_direction_that_is_not_finite_is_named(model_named):
+    operator = tlens.freeze(model_named(GPT2), some_tokens()).operator()
+    with pytest.raises(tlens.InvalidInputError, match="direction has values that are not finite"):
+        operator.target(direction=torch.full((16,), torch.nan))

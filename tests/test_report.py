@@ -293,7 +293,7 @@ def test_an_evaluation_shows_every_method_and_value():
             mean, low, high = (result.table(metric).loc[method, (metric, what)] for what in ("mean", "low", "high"))
             assert f"{mean:.3g} [{low:.3g}, {high:.3g}]" in html
         best = result.table(metric).index[0]
-        assert re.search(rf'<b>{metric}</b>.*?class="r spans"><tbody><tr><td>(m\d)', html).group(1) == best
+        assert re.search(rf'<b>{metric}</b>.*?class="r spans"><tbody><tr>.*?</tr><tr><td>(m\d)', html).group(1) == best
     assert html.count('class="t other"') == 2 * 2  # all but the best five
 
 
@@ -309,6 +309,22 @@ def test_evaluations_without_curves_values_or_harm():
     nasty = evaluation(2, labels=[NASTY, "b"], kind=NASTY, axis_name=NASTY)
     assert NASTY not in nasty.to_html(style=False)
     assert "<img" not in nasty.to_html(style=False)
+
+
+def test_a_residual_that_is_none_is_pointed_out(frozen):
+    sums = tlens.attribute(frozen, collapse="target", target=5)
+    loose = tlens.attribute(frozen, method="integrated-gradients", target=5, steps=1)
+    assert float(loose.residual) > results.LOOSE
+    html = report.compare([sums, loose]).body
+    assert html.count("class=loose") == 1
+    assert "raise its steps" in html
+    assert "loose" not in report.compare([sums]).body
+
+
+def test_the_scale_of_scores_without_sign_starts_at_zero():
+    assert "unsigned" in marks.colour_bar(np.array([0.0, 2.0]))
+    assert "−" not in marks.colour_bar(np.array([0.0, 2.0, np.nan]))
+    assert "−2" in marks.colour_bar(np.array([-1.0, 2.0]))
 
 
 def test_labels_of_lines_stand_apart():

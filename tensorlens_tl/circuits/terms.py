@@ -1,6 +1,7 @@
 """Named parts that sum to one number of the model."""
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxtyping import Float
@@ -74,10 +75,17 @@ class Terms:
             raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, …")
         return self.scores[:, self.names.index(name)]
 
-    def top(self, k: int = 10, batch: int = 0) -> list[Term]:
-        """The k parts of one prompt that are largest in absolute value."""
-        order = self.scores[batch].abs().argsort(descending=True)[: max(k, 0)]
-        return [Term(self.names[i], float(self.scores[batch, i])) for i in order.tolist()]
+    def top(self, k: int = 10, batch: int = 0, *, names: str = "*") -> list[Term]:
+        """The k parts of one prompt that are largest in absolute value.
+
+        Args:
+            k: how many.
+            batch: the prompt.
+            names: of parts of such names only: ``"L*H*"`` are heads, ``"L3H*"`` those of one layer, ``"MLP*"`` MLPs.
+        """
+        order = self.scores[batch].abs().argsort(descending=True).tolist()
+        order = [i for i in order if fnmatchcase(self.names[i], names)]
+        return [Term(self.names[i], float(self.scores[batch, i])) for i in order[: max(k, 0)]]
 
     def to_dataframe(self, batch: int = 0) -> "pd.DataFrame":
         """One row per part, in the order of the model, with each token's share where there is one."""

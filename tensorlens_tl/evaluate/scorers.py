@@ -22,7 +22,7 @@ from tensorlens_tl.errors import InvalidInputError, RegistryError, UnsupportedMo
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.hooks import capture, only_at
 from tensorlens_tl.inputs import query_positions
-from tensorlens_tl.registry import attribute, get_method
+from tensorlens_tl.registry import attribute, get_method, list_methods, unknown_method
 
 
 class _Predicted:
@@ -158,10 +158,9 @@ def _scorer(label: Any, what: Any, seed: int) -> Scorer:
     name, options = what if isinstance(what, tuple) and len(what) == 2 else STANDARD.get(str(what), (what, {}))
     if not isinstance(name, str) or not isinstance(options, Mapping):
         raise InvalidInputError(f"methods: {label!r} is {what!r}; pass a name, (name, options), or a function.")
-    try:
-        method = get_method(name)
-    except RegistryError as error:
-        raise RegistryError(f"{error} Evaluations also know {', '.join(map(repr, [*STANDARD, RANDOM]))}.") from error
+    if name not in list_methods():
+        raise RegistryError(unknown_method(name, dict.fromkeys([*STANDARD, *list_methods(), RANDOM])))
+    method = get_method(name)
     unknown = [option for option in options if option not in method.options and not method.takes_any_option]
     if unknown:
         raise InvalidInputError(

@@ -68,6 +68,10 @@ class KnownAnswers:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __repr__(self) -> str:
+        prompts, pos = self.tokens.shape
+        return f"KnownAnswers({self.name!r}, prompts={prompts}, pos={pos})"
+
     def only(self, keep: Bool[Tensor, "prompt"]) -> "KnownAnswers":
         """Some of the prompts."""
         return KnownAnswers(self.name, self.tokens[keep], self.answers[keep], self.sources[keep])

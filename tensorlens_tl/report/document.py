@@ -24,6 +24,7 @@ from tensorlens_tl.targets import logit_label, token_ids, token_label
 
 ASKED_IN_SEVERAL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "tensorlens": {"target": {"collapse": "target"}, "in+out": {"collapse": "in_out"}, "norm": {"collapse": "norm"}},
+    "mean": {"norm": {"layer_map": "norm:attn_res_ln"}},  # of attention it is the same as that method
     "decompx": {"target": {"aggregate": "target"}, "norm": {"aggregate": "norm"}},
 }
 """Methods that answer several questions; a way that names a target gets the report's own."""

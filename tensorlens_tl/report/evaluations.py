@@ -1,6 +1,7 @@
 """Pictures of Evaluations: for every metric its curves and its means with intervals, best method first."""
 
 from html import escape
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def evaluation(result: Evaluation) -> str:
     if result.skipped:
         reasons = table(("method", "why"), result.skipped.items(), "words")
         parts.append(f"<details><summary>{len(result.skipped)} methods left out</summary>{reasons}</details>")
-    facts = " · ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in result.settings.items())
+    facts = " · ".join(f"{name.replace('_', ' ')}: {_plain(fact)}" for name, fact in result.settings.items())
     title = f"{result.kind}: means over {len(result.units)}, with 95 % bootstrap intervals"
     return panel(title, *parts, notes=facts)
 
@@ -56,7 +57,14 @@ def _spans(result: Evaluation, metric: str) -> str:
             f'<tr><td>{escape(str(method))}</td><td class="track">{bar}</td>'
             f"<td>{mean:.3g} [{low:.3g}, {high:.3g}]</td></tr>"
         )
-    return f'<div class="scroll"><table class="r spans"><tbody>{"".join(lines)}</tbody></table></div>'
+    scale_ends = f"<th></th><th class=scale><span>{start:.3g}</span><span>{end:.3g}</span></th><th>mean [95 %]</th>"
+    return (
+        f'<div class="scroll"><table class="r spans"><tbody><tr>{scale_ends}</tr>{"".join(lines)}</tbody></table></div>'
+    )
+
+
+def _plain(fact: Any) -> str:
+    return f"{fact:.3g}" if isinstance(fact, float) else str(fact)
 
 
 def _curves(result: Evaluation, metric: str) -> str:

@@ -49,12 +49,16 @@ def colour(value: float, largest: float) -> str:
     return f"background:rgba({rgb},{STRONGEST * abs(part):.3f})"
 
 
-def colour_bar(largest: float) -> str:
-    """The scale of the colours, zero in the middle."""
-    label = escape(f"colours run from −{largest:.3g}, orange, through 0, clear, to +{largest:.3g}, blue", quote=True)
+def colour_bar(values: np.ndarray) -> str:
+    """The scale of the colours: zero in the middle, or at the left where no value is negative."""
+    largest = largest_of(values)
+    if np.nanmin(values, initial=0.0) < 0:
+        kind, low, label = "bar", f"−{largest:.3g}", f"from −{largest:.3g}, orange, through 0, clear,"
+    else:
+        kind, low, label = "bar unsigned", "0", "from 0, clear,"
     return (
-        f'<div class="bar" role="img" aria-label="{label}"><span>−{largest:.3g}</span><i></i>'
-        f"<span>+{largest:.3g}</span></div>"
+        f'<div class="{kind}" role="img" aria-label="colours run {label} to +{largest:.3g}, blue">'
+        f"<span>{low}</span><i></i><span>+{largest:.3g}</span></div>"
     )
 
 
@@ -78,7 +82,7 @@ def token_line(tokens: Sequence[str], values: Sequence[float], query: int | None
         marks.append(item(visible(token), label, colour(value, largest), marked=position == query, first=position == 0))
         if "\n" in token:
             marks.append("<br>")
-    return f'<div class="line rove">{"".join(marks)}</div>{colour_bar(largest)}'
+    return f'<div class="line rove">{"".join(marks)}</div>{colour_bar(np.asarray(values, dtype=float))}'
 
 
 # ------------------------------------------------------------------ many cells at once

@@ -32,7 +32,7 @@ def matrix(
     """
     values = np.asarray(values, dtype=float)
     largest = largest_of(values)
-    return _grid(rows, columns, values, largest, label, corner) + colour_bar(largest) + _list(rows, columns, values)
+    return _grid(rows, columns, values, largest, label, corner) + colour_bar(values) + _list(rows, columns, values)
 
 
 def small_multiples(
@@ -67,7 +67,7 @@ def small_multiples(
     return (
         f'<div class="multiples"><div class="thumbs" role="group" aria-label="{escape(label)}">{"".join(buttons)}</div>'
         f"{note}{_grid(rows, columns, planes[0], largest, f'{label}, {names[0]}', 'query ↓ key →')}"
-        f"{colour_bar(largest)}</div>"
+        f"{colour_bar(planes)}</div>"
     )
 
 

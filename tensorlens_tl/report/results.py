@@ -13,6 +13,14 @@ from tensorlens_tl.report.marks import colour, largest_of, number, token_line, v
 from tensorlens_tl.report.matrix import matrix, small_multiples
 from tensorlens_tl.report.page import Picture, panel
 
+LOOSE = 1e-2
+"""A residual above this is pointed out: scores and bias are not their total."""
+
+LOOSELY = (
+    " Where a residual is framed, scores and bias do not add up to the total: a quadrature that has not converged; "
+    "raise its steps=."
+)
+
 MOST_PROMPTS = 8
 """Prompts of a batch that one picture shows."""
 
@@ -118,21 +126,29 @@ def compare(results: Any, *, batch: int = 0, query: int = -1) -> Picture:
         )
         lines.append(f'<tr><td title="{position}">{escape(visible(token))}</td>{cells}</tr>')
     for fact in ("bias", "total", "residual"):
-        cells = []
-        for name, result in named.items():
-            tensor = getattr(result, fact)
-            digits = ".1e" if fact == "residual" else ".3g"
-            cells.append("" if tensor is None else f"{float(tensor[batch, columns[name][0]]):{digits}}")
-        if any(cells):
-            line = "".join(f"<td>{cell}</td>" for cell in cells)
+        found = [
+            None if (t := getattr(result, fact)) is None else float(t[batch, columns[name][0]])
+            for name, result in named.items()
+        ]
+        if any(value is not None for value in found):
+            line = "".join(_fact(fact, value) for value in found)
             lines.append(f'<tr{" class=sum" if fact == "bias" else ""}><th scope="row">{fact}</th>{line}</tr>')
     body = (
         f'<div class="scroll" tabindex="0" role="region" aria-label="methods side by side"><table class="r"><thead><tr>'
         f'<th scope="col">token</th>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-        '<div class="n">Blue adds, orange takes away; each column from its own largest value.</div>'
+        '<div class="n">Blue adds, orange takes away; each column from its own largest value.'
+        f"{LOOSELY if 'loose' in ''.join(lines) else ''}</div>"
     )
     title = f"{len(named)} attributions of one prompt"
     return Picture(title, panel(title, body))
+
+
+def _fact(fact: str, value: float | None) -> str:
+    if value is None:
+        return "<td></td>"
+    if fact != "residual":
+        return f"<td>{value:.3g}</td>"
+    return f"<td{' class=loose' if value > LOOSE else ''}>{value:.1e}</td>"
 
 
 def _named(results: Any) -> dict[str, Attribution]:
