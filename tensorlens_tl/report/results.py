@@ -115,7 +115,10 @@ def compare(results: Any, *, batch: int = 0, query: int = -1) -> Picture:
             )
     columns = {name: _query_row(result, batch, query) for name, result in named.items()}
     largest = {name: largest_of(values) for name, (_, values) in columns.items()}
-    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in named)
+    heads = "".join(
+        f'<th scope="col" title="{escape(result.target or result.method)}">{escape(name)}</th>'
+        for name, result in named.items()
+    )
     lines = []
     for position, token in enumerate(tokens):
         if not first.mask[batch, position]:
