@@ -157,7 +157,9 @@ def run_methods(args: argparse.Namespace) -> None:
 def run_verify(args: argparse.Namespace) -> None:
     """Print what each part and each claim measures; exits with an error that names what does not hold."""
     report = check_model(load_model(args.model, args.kind, getattr(torch, args.dtype)), args.text)
-    table = Table("part or claim", "layout", "relative error", title=Text(f"{report.description}: supported"))
+    zero = "0 means bit for bit: the same operations in the same order"
+    title = Text(f"{report.description}: supported")
+    table = Table("part or claim", "layout", "relative error", title=title, caption=zero)
     for part, error in report.errors.items():
         layer = part.removeprefix("blocks.")
         table.add_row(part, report.layouts[int(layer)] if layer.isdigit() else "", f"{error:.1e}")

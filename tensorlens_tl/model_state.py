@@ -1,6 +1,7 @@
 """Is a model in a state to be frozen, and still in the one its pass was taken in?"""
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ def _versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def _sample(parameters: list[nn.Parameter]) -> Tensor:
-    return torch.cat([_diagonal(parameter).double() for parameter in parameters])
+    dtype = reduce(torch.promote_types, [parameter.dtype for parameter in parameters])
+    return torch.cat([_diagonal(parameter).to(dtype) for parameter in parameters])
 
 
 def _diagonal(weight: Tensor) -> Tensor:
