@@ -82,7 +82,9 @@ def page() -> str:
         parts.append(section(name, result, note))
     parts += ["## Relation decoding", ""]
     result = evaluate.relation_decoding(relations)
-    note = f"m = 3, 6 splits, {len(result.units) // 6} relations; share of held-out subjects whose answer is the model's own."
+    note = (
+        f"m = 3, 6 splits, {len(result.units)} relations; share of held-out subjects whose answer is the model's own."
+    )
     parts.append(section("All relations", result, note))
     shown = [method for method in result.methods if "2.25" not in method]
     table = evaluate.by_relation(result)

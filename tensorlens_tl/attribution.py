@@ -211,11 +211,15 @@ class Attribution:
         join = join[..., :count]
         scores = self.scores @ join
         bias, total, residual, queries = self.bias, self.total, self.residual, self.queries
-        if self.queries.shape[1] == pos:
-            mean = (join / join.sum(1, keepdim=True).clamp_min(1)).transpose(1, 2)
+        asked = queries.shape[1]
+        if asked not in (1, pos) and len({max(row) for row in words}) > 1:
+            raise InvalidInputError("merge_words: one source is no token (a bias); merge one prompt at a time.")
+        if asked > 1:  # every query: the first `asked` positions (a key may be no token, such as a bias)
+            mean = (join / join.sum(1, keepdim=True).clamp_min(1)).transpose(1, 2)[:, :, :asked]
+            mean = mean[:, : int(mean.any(2).sum(1).max())]
             scores = mean @ scores
             bias, total = (None if t is None else (mean @ t[..., None])[..., 0] for t in (bias, total))
-            residual, queries = None, torch.arange(count).expand(len(words), count)
+            residual, queries = None, torch.arange(mean.shape[1]).expand(len(words), -1)
         else:
             queries = torch.take_along_dim(torch.tensor(words), self.queries.cpu(), dim=1)
         tokens = [
@@ -225,7 +229,7 @@ class Attribution:
         mask = join.any(1)
         return replace(
             self, scores=scores, tokens=tokens, mask=mask, queries=queries, bias=bias, total=total, residual=residual,
-            layers=None, stderr=None, word_starts=None,
+            layers=None, stderr=None, word_starts=[[True] * count for _ in words],
         )  # fmt: skip
 
     def to_dataframe(self) -> "pd.DataFrame":
@@ -373,8 +377,10 @@ def _check_fit(loaded: Attribution) -> None:
         raise ValueError(f"scores are {type(loaded.scores).__name__}, not a tensor")
     shape = tuple(loaded.scores.shape)
     sizes = dict(zip(loaded.axes, shape, strict=False))
-    if not len(sizes) == len(loaded.axes) == len(shape) or not set(AXES) <= set(sizes):
-        raise ValueError(f"scores have {len(shape)} axes {shape}; axes names {loaded.axes}")
+    if not len(sizes) == len(loaded.axes) == len(shape) or [axis for axis in loaded.axes if axis in AXES] != list(AXES):
+        raise ValueError(f"scores have {len(shape)} axes {shape}; axes names {loaded.axes}, not {AXES} in this order")
+    if loaded.axes[0] != "batch":
+        raise ValueError(f"axes are {loaded.axes}; the first must be 'batch'")
     batch, query, key = (sizes[axis] for axis in AXES)
     if loaded.queries.shape == (batch, 1) and query == key > 1:
         raise ValueError(
@@ -390,14 +396,18 @@ def _check_fit(loaded: Attribution) -> None:
             raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shape}")
     if loaded.layers is not None and (*loaded.layers.shape[1:2], loaded.layers.shape[-1]) != (batch, key):
         raise ValueError(f"layers is {tuple(loaded.layers.shape)}, not [layer, {batch}, …, {key}]")
-    if loaded.mask.dtype != torch.bool or loaded.queries.is_floating_point() or not loaded.scores.is_floating_point():
+    counted = loaded.queries.dtype in (torch.int64, torch.int32)
+    numbers = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    if loaded.mask.dtype != torch.bool or not counted or loaded.scores.dtype not in numbers:
         raise ValueError("mask, queries or scores are not of their kind")
     if bool(((loaded.queries < 0) | (loaded.queries >= key)).any()):
         raise ValueError("queries lie outside the prompt")
     for lines in (loaded.tokens, loaded.tokens if loaded.word_starts is None else loaded.word_starts):
-        if len(lines) != batch or any(len(line) != key for line in lines):
+        if len(lines) != batch or any(not isinstance(line, list | tuple) or len(line) != key for line in lines):
             raise ValueError(f"tokens are not {key} for each of {batch} prompts")
     if not all(isinstance(token, str) for line in loaded.tokens for token in line):
         raise ValueError("tokens are not text")
+    if not all(isinstance(start, bool) for line in loaded.word_starts or () for start in line):
+        raise ValueError("word_starts are not yes or no")
     if not isinstance(loaded.options, dict) or not isinstance(loaded.provenance, dict):
         raise ValueError("options or provenance are not tables")

@@ -17,8 +17,8 @@ class WeightState:
 
     `versions` (storage and torch's own count of writes) change when a weight is replaced, moved, cast, or written to in
     place. Writes through ``.data`` are not counted by torch, so some numbers are kept as well: one or more of every row
-    and every column of each matrix, and of every attention head. A head, neuron, channel or token embedding that was
-    changed is seen; a lone number that was changed through ``.data`` may not be.
+    and every column of each matrix of each attention head. A head, neuron, channel or token embedding that was changed
+    is seen; a lone number that was changed through ``.data``, or a buffer, may not be.
     """
 
     versions: list[tuple[int, int]]
@@ -39,21 +39,24 @@ class WeightState:
 
 
 def _versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
-    return [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+    # tensors made under inference_mode keep no count of writes
+    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
 
 
 @torch.no_grad()
 def _sample(parameters: list[nn.Parameter]) -> Tensor:
-    dtype = reduce(torch.promote_types, [parameter.dtype for parameter in parameters])
-    return torch.cat([_diagonal(parameter).to(dtype) for parameter in parameters])
+    found = [_diagonal(parameter) for parameter in parameters if parameter.numel()]
+    found = [numbers.to(torch.float16) if numbers.dtype.itemsize == 1 else numbers for numbers in found]  # float8
+    dtype = reduce(torch.promote_types, [numbers.dtype for numbers in found], torch.float16)
+    return torch.cat([numbers.to(dtype) for numbers in found])
 
 
 def _diagonal(weight: Tensor) -> Tensor:
-    """Down the diagonal, starting again at the other edge: every row and column of a matrix is met."""
+    """Down the diagonal, starting again at the other edge: every row and column of a matrix, of each head, is met."""
     if weight.ndim < 2:
         return weight.reshape(-1)
     rows, columns = weight.shape[-2:]
-    steps = torch.arange(max(rows, columns) if weight.ndim == 2 else min(rows, columns), device=weight.device)
+    steps = torch.arange(max(rows, columns), device=weight.device)
     return weight[..., steps % rows, steps % columns].reshape(-1)
 
 

@@ -324,3 +324,31 @@ def test_a_word_is_found_without_its_punctuation():
     assert [entry.token for entry in result["file"]] == [" file"]
     with pytest.raises(tlens.InvalidInputError, match="does not occur"):
         words["!"]
+
+
+@pytest.mark.parametrize(
+    "axes", [("batch", "key", "query"), ("query", "batch", "key"), ("head", "batch", "query", "key")]
+)
+def test_axes_in_another_order_are_refused(axes):
+    scores = torch.zeros(2, 2, 2, 2)[(0,) * (4 - len(axes))]
+    with pytest.raises(tlens.InvalidInputError, match="axes"):
+        tlens.Attribution(
+            scores, [["a", "b"]] * 2, torch.arange(2).expand(2, 2), torch.ones(2, 2).bool(), "x", axes=axes
+        )
+
+
+def test_a_bias_among_the_sources_has_words_too():
+    """DecompX with its bias as a token, on a model with a tokenizer; its words, once and again."""
+    model = tlens.load_demo_model()
+    result = tlens.attribute(model, "The unreadable filenames", method="decompx", bias="token")
+    assert result.tokens[0][-1] == "[bias]"
+    words = result.merge_words()
+    assert words.tokens[0][-1] == "[bias]"
+    assert len(words.tokens[0]) < len(result.tokens[0])
+    assert words.scores.shape[1:] == (len(words.tokens[0]) - 1, len(words.tokens[0]))
+    again = words.merge_words()
+    assert again.tokens == words.tokens
+    assert torch.allclose(again.scores, words.scores)
+    two = tlens.attribute(model, ["The unreadable filenames", "The file"], method="decompx", bias="token")
+    with pytest.raises(tlens.InvalidInputError, match="one prompt at a time"):
+        two.merge_words()

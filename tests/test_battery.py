@@ -243,7 +243,8 @@ def scores_ahead(frozen, *, query=None):
 
 def scores_padding(frozen, *, query=None):
     scores = scores_of(frozen, query)
-    return made(frozen, scores + 0.1 * torch.ones_like(scores).tril(), query)
+    every = 0.1 * torch.ones(2, *frozen.mask.shape[1:] * 2, dtype=scores.dtype)[: len(scores)].tril()
+    return made(frozen, scores + (every if query is None else every[:, [query]]), query)
 
 
 def mixes_the_batch(frozen, *, query=None):
@@ -274,7 +275,21 @@ def too_many_queries(frozen, *, query=None):
 
 
 def ignores_a_bad_query(frozen, *, query=None):
-    return made(frozen, scores_of(frozen, None), None)
+    query = query if query is None else min(query, frozen.tokens.shape[1] - 1)
+    return made(frozen, scores_of(frozen, query), query)
+
+
+def right_by_default_only(frozen, *, query=-1):
+    return made(frozen, scores_of(frozen, query) * (1 if query == -1 else 2), query)
+
+
+def other_queries_know_the_end(frozen, *, query=-1):
+    scores = scores_of(frozen, query)
+    known = scores * frozen.tokens[:, -1:, None]
+    last = query in (-1, frozen.tokens.shape[1] - 1)
+    return made(
+        frozen, scores if last else torch.cat([known[:, :-1], scores[:, -1:]], 1) if query is None else known, query
+    )
 
 
 def its_own_error(frozen, *, query=None):
@@ -308,6 +323,8 @@ BROKEN_METHODS = {
     claims_without_a_total: "without a bias",
     not_finite: "not finite",
     too_many_queries: r"queries is \(2, 6\), not \(2, 5\)",
+    right_by_default_only: "by default is not what query=None gives",
+    other_queries_know_the_end: "change with a token after it",
     ignores_a_bad_query: "takes a query out of range",
     its_own_error: "with IndexError, not InvalidInputError",
     no_words: "with no more than 'bad query'",
@@ -476,3 +493,16 @@ def test_the_cause_of_an_error_stays_visible(model_named):
     model = model_named(GPT2)
     with pytest.raises(KeyError), Untouched(model, "somebody"):
         raise KeyError
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_excuse(clean_registry, dtype):
+    """Its tolerance is wide, but not so wide that a factor of two passes."""
+
+    @tlens.register_method("doubling")
+    def doubling(frozen, *, query=None):
+        return made(frozen, scores_of(frozen, query) * len(frozen.tokens), query)
+
+    model = tiny_model(GPT2).to(dtype)
+    with pytest.raises(tlens.ConformanceError, match="one by one"):
+        check_method("doubling", model)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -356,15 +357,19 @@ def test_lre_is_the_first_order_approximation(relations_model):
 def test_relation_decoding(relations_model):
     relations = [evaluate.shipped_relations()[name] for name in ("country capital", "number next")]
     result = evaluate.relation_decoding(relations_model, relations, splits=2, layers=[1], betas=[1.0])
-    assert result.units == [f"{r.name}, split {k}" for r in relations for k in range(2)]
+    assert result.units == [relation.name for relation in relations]
+    assert close(result.values, result.curves.mean(-1))
+    assert result.curves.shape == (2, 3, 2, 2)  # metric, method, relation, split
     assert result.methods == ["tensorlens mean operator", "LRE layer 1, β=1", "random"]
     assert result.mean("faithful", "tensorlens mean operator") > 0.9 > 2 * result.mean("faithful", "random")
     table = evaluate.by_relation(result)
     assert list(table.index) == ["country capital", "number next"]
-    assert table.loc["number next", ("random", "mean")] == pytest.approx(float(result.values[0, 2, 2:].mean()))
+    assert table.loc["number next", ("random", "mean")] == pytest.approx(float(result.values[0, 2, 1]))
     few = evaluate.Relation("few", ("The capital of {} is",), relations[0].samples[:3])
     with pytest.raises(tlens.InvalidInputError, match=r"nothing to evaluate.*fewer than 3"):
         evaluate.relation_decoding(relations_model, [few])
+    with pytest.raises(tlens.InvalidInputError, match="no result of relation_decoding"):
+        evaluate.by_relation(replace(result, curves=None, axis=None))
     both = evaluate.relation_decoding(relations_model, [few, relations[0]], splits=1, layers=[], top_k=None)
     assert list(both.skipped) == ["few"]
 
@@ -600,3 +605,39 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     ]:
         assert main(["evaluate", *command]) == 1
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_splits_that_nobody_knows_are_left_out_alone(relations_model):
+    """A split without a known subject takes neither the others nor the relation with it."""
+    relation = evaluate.shipped_relations()["country capital"]
+    false = [
+        evaluate.Sample(sample.subject, relation.samples[k - 3].object) for k, sample in enumerate(relation.samples)
+    ]
+    mixed = evaluate.Relation("half wrong", relation.prompt_templates, (*false[:5], *relation.samples[5:8]))
+    result = evaluate.relation_decoding(relations_model, [mixed], splits=8, layers=[])
+    known = result.curves[0, 0, 0].isfinite()
+    assert bool(known.any())
+    assert not result.skipped
+    assert result.values[0, 0, 0] == result.curves[0, 0, 0][known].mean()
+
+
+def test_nothing_known_is_not_significant():
+    assert np.isnan(sign_flip_p(torch.full((4,), torch.nan)))
+    assert np.isnan(sign_flip_p(torch.zeros(0)))
+
+
+def test_the_query_that_is_asked_is_the_one_that_is_read():
+    """Held somewhere on the query axis, in a padded batch too; another one is refused."""
+    model = tlens.testing.tiny_model("bridge/gpt2")
+    tokens, mask = some_tokens(), torch.ones(2, 6, dtype=torch.long)
+    tokens[1, 4:], mask[1, 4:] = 0, 0
+    last = {"x": lambda frozen: tlens.attribute(frozen, query=-1)}
+    with pytest.raises(tlens.InvalidInputError, match="asked for position"):
+        evaluate.perturbation(model, tokens, last, attention_mask=mask, query=1, fractions=(0, 0.5))
+
+    def half_unexplained(frozen):
+        result = tlens.attribute(frozen, query=None)
+        return replace(result, residual=torch.where(frozen.mask, 0.5, 0.0).double())
+
+    found = evaluate.completeness(model, tokens, {"x": half_unexplained}, attention_mask=mask)
+    assert found.values[list(found.metrics).index("residual"), 0].tolist() == [0.5, 0.5]

@@ -7,7 +7,7 @@ from conftest import close, hooks_on, some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.model_state import WeightState
-from tensorlens_tl.testing import tiny_model
+from tensorlens_tl.testing import model_names, tiny_model
 
 GPT2, BERT = "bridge/gpt2", "bridge/bert"
 
@@ -137,12 +137,7 @@ def test_every_row_column_and_head_is_sampled(shape):
     module.weight = torch.nn.Parameter(torch.randn(shape))
     state = WeightState.of(module)
     assert state.holds(module)
-    slices = [
-        (*(slice(None),) * axis, index)
-        for axis in range(len(shape))
-        for index in range(shape[axis])
-        if len(shape) < 3 or axis == 0
-    ]
+    slices = [(*(slice(None),) * axis, index) for axis in range(len(shape)) for index in range(shape[axis])]
     for where in slices or [...]:
         module.weight.data[where] += 1
         assert not state.holds(module), where
@@ -279,3 +274,29 @@ def test_an_error_leaves_other_peoples_hooks_where_they_were(model, frozen):
         with pytest.raises(tlens.InvalidInputError):
             wrong()
     assert hooks_on(model) == 1
+
+
+@pytest.mark.skipif(not any(name.startswith("hooked/") for name in model_names()), reason="TransformerLens 4")
+@pytest.mark.parametrize("name", ["W_Q", "W_K", "W_V", "W_O"])
+@pytest.mark.parametrize("axis", [1, 2])
+def test_every_channel_of_every_head_is_sampled(name, axis):
+    model = tiny_model("hooked/ln")
+    for channel in range(getattr(model.blocks[0].attn, name).shape[axis]):
+        frozen = tlens.freeze(model, some_tokens())
+        getattr(model.blocks[0].attn, name).data.select(axis, channel).add_(1)
+        with pytest.raises(tlens.FrozenModelError, match="Freeze again"):
+            frozen.check_fresh()
+
+
+def test_weights_of_every_kind_have_a_state():
+    """Made under inference mode, empty, in float8 beside bfloat16."""
+    module = torch.nn.Module()
+    with torch.inference_mode():
+        module.inference = torch.nn.Parameter(torch.randn(3, 4), requires_grad=False)
+    module.empty = torch.nn.Parameter(torch.zeros(0, 4))
+    module.brain = torch.nn.Parameter(torch.randn(3, 4).bfloat16())
+    module.eight = torch.nn.Parameter(torch.randn(3, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    state = WeightState.of(module)
+    assert state.holds(module)
+    module.brain.data[2] += 1
+    assert not state.holds(module)

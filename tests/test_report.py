@@ -331,3 +331,46 @@ def test_labels_of_lines_stand_apart():
     placed = evaluations._apart(np.array([50.0, 50.0, 51.0, np.nan, 250.0]))
     assert np.diff(np.sort(placed)).min() >= evaluations.LINE_HEIGHT - 1e-9
     assert (evaluations._apart(np.full(5, 260.0)) <= evaluations.HEIGHT - evaluations.BOTTOM).all()
+
+
+def test_positions_are_those_of_the_prompt_after_padding_on_the_left(frozen):
+    two = tlens.freeze(frozen.model, ["If the file is not found", "Return it"], padding_side="left")
+    result = tlens.attribute(two)
+    html = results.attribution(result, 1)
+    for entry in result.top(20, batch=1):
+        assert f"at {entry.position}: {marks.number(entry.score)}" in html
+    assert re.findall(r'class="t q"[^>]*aria-label="[^"]* at (\d+):', html) == [str(int(result.queries[1, 0]))]
+
+
+def test_results_of_different_queries_are_not_compared(frozen):
+    first, last = (tlens.attribute(frozen, query=query) for query in (0, -1))
+    with pytest.raises(tlens.InvalidInputError, match="different queries"):
+        report.compare([first, last])
+    every = tlens.attribute(frozen, query=None)
+    assert "2 attributions" in report.compare({1: every, 2: last}).body
+
+
+def test_small_multiples_have_scales_of_their_own():
+    planes = np.stack([np.full((2, 2), 0.1), np.full((2, 2), 5.0), np.full((2, 2), -3.0)])
+    html = matrix.small_multiples(["a", "b", "c"], ["r", "s"], ["k", "l"], planes, label="by head")
+    assert html.endswith(marks.colour_bar(planes[0]) + "</div>")
+    bars = [
+        page_text.replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">")
+        for page_text in re.findall(r'data-bar="([^"]*)"', html)
+    ]
+    assert bars == [marks.colour_bar(plane) for plane in planes]
+    assert ["unsigned" in bar for bar in bars] == [True, True, False]
+
+
+def test_evaluations_at_their_limits():
+    values = torch.tensor([[[1.0, 2.0], [torch.inf, 1.0]], [[torch.nan, torch.nan]] * 2], dtype=torch.float64)
+    curves = values[..., None].expand(-1, -1, -1, 3).clone()
+    curves[0, 0, :, -1] = torch.nan
+    axis = torch.arange(3.0)
+    odd = tlens.evaluate.Evaluation("t", values, {"m": True, "n": False}, ["_a$", "b"], ["1", "2"], curves, axis, "x$")
+    html = odd.to_html(style=False)
+    assert not re.search(r"(nan|inf)%|[ML](nan|inf)|nan nan", html)
+    assert "–" in odd.to_markdown()
+    for result in (odd, tlens.evaluate.Evaluation("t", values, odd.metrics, odd.methods, odd.units)):
+        axes = result.plot("m")
+        axes.figure.canvas.draw()

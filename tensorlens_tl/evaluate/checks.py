@@ -19,7 +19,7 @@ from tensorlens_tl.arguments import whole_number
 from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.result import Evaluation
-from tensorlens_tl.evaluate.scorers import Scorer, predictions, scorers_of, usable
+from tensorlens_tl.evaluate.scorers import Scorer, predictions, query_rows, scorers_of, usable
 from tensorlens_tl.freezing import freeze
 from tensorlens_tl.frozen import FrozenPass
 from tensorlens_tl.registry import attribute, get_method
@@ -72,7 +72,10 @@ def _completeness(scorer: Scorer, frozen: FrozenPass) -> Float[Tensor, "2 batch"
         return nothing
     size = made.scores.abs().sum(-1) + made.bias.abs()
     unexplained = made.bias.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
-    return torch.stack([made.residual[:, -1], unexplained[:, -1]]).double().cpu()
+    rows = query_rows(made, frozen, -1)
+    return (
+        torch.stack([torch.take_along_dim(t, rows, dim=1)[:, 0] for t in (made.residual, unexplained)]).double().cpu()
+    )
 
 
 def randomisation(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, **freezing: Any) -> Evaluation:

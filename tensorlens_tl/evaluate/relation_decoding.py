@@ -399,8 +399,9 @@ def relation_decoding(
         seed: of the draws.
 
     Returns:
-        An Evaluation, a unit for each relation and split: `faithful` (the model's own highest token is reproduced) and
-        `correct` (the true object is). Relations of which too few samples are left are in `skipped`.
+        An Evaluation, a unit for each relation, means over its splits (those are in `curves`; they share samples, so
+        only relations count as independent): `faithful` (the model's own highest token is reproduced) and `correct`
+        (the true object is). Relations of which too few samples are left are in `skipped`.
 
     Raises:
         InvalidInputError: no relation has enough samples.
@@ -416,21 +417,28 @@ def relation_decoding(
     for relation in chosen:
         template = relation.prompt_templates[0]
         samples = of_common_length(model, template, relation.samples)
-        for split in range(splits):
-            found = _one_split(model, template, samples, (m, shots, top_k), lres, activation, rng)
-            if found is None:
-                skipped[relation.name] = f"fewer than {m} samples to fit on and one to ask about ({len(samples)})"
-                break
-            values.append(found)
-            units.append(f"{relation.name}, split {split}")
+        if len(samples) <= m:
+            skipped[relation.name] = f"fewer than {m} samples to fit on and one to ask about ({len(samples)})"
+            continue
+        found = [_one_split(model, template, samples, (m, shots, top_k), lres, activation, rng) for _ in range(splits)]
+        none = torch.full((2, len(labels)), torch.nan, dtype=torch.float64)
+        if all(split is None for split in found):
+            skipped[relation.name] = f"no held-out subject whose object is among the model's {top_k} highest tokens"
+            continue
+        values.append(torch.stack([none if split is None else split for split in found], dim=-1))
+        units.append(relation.name)
     if not values:
         raise InvalidInputError(f"relation_decoding: nothing to evaluate: {skipped}.")
+    curves = torch.stack(values, dim=2)
     return Evaluation(
         kind="relation decoding",
-        values=torch.stack(values, dim=-1),
+        values=curves.nanmean(-1),
         metrics={"faithful": True, "correct": True},
         methods=labels,
         units=units,
+        curves=curves,
+        axis=torch.arange(splits, dtype=torch.float64),
+        axis_name="split",
         settings={
             **ModelView(model).provenance(), "m": m, "shots": shots, "splits": splits, "top_k": top_k, "seed": seed,
         },
@@ -442,9 +450,11 @@ def by_relation(result: Evaluation, metric: str = "faithful") -> "pd.DataFrame":
     """Mean and standard deviation over splits, a row per relation, columns ``(method, "mean" | "std")``."""
     import pandas as pd
 
-    rows = result.values[list(result.metrics).index(metric)].T.tolist()
-    relations = [unit.rsplit(", split ", 1)[0] for unit in result.units]
-    frame = pd.DataFrame(rows, columns=result.methods, index=pd.Index(relations, name="relation"))
+    if result.curves is None:
+        raise InvalidInputError("by_relation: this is no result of relation_decoding.")
+    splits = result.curves[list(result.metrics).index(metric)]  # [method, relation, split]
+    index = pd.MultiIndex.from_product([result.units, range(splits.shape[-1])], names=["relation", "split"])
+    frame = pd.DataFrame(splits.flatten(1).T.tolist(), columns=result.methods, index=index)
     return frame.groupby(level=0).agg(["mean", "std"])
 
 
@@ -457,10 +467,8 @@ def _one_split(
     activation: str,
     rng: random.Random,
 ) -> Float[Tensor, "2 method"] | None:
-    """Shares of held-out subjects answered as the model does, and truly, by each method; None with too few samples."""
+    """Shares of held-out subjects answered as the model does, and truly, by each method; None where it knows none."""
     m, shots, top_k = options
-    if len(samples) <= m:
-        return None
     drawn = rng.sample(list(samples), len(samples))
     fitted, rest = drawn[:m], drawn[m:]
     asked = few_shot_prompts(model, template, rest, fitted[:shots])

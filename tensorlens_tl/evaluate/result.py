@@ -55,6 +55,12 @@ class Evaluation:
     settings: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        try:
+            self._check_fit()
+        except ValueError as error:
+            raise InvalidInputError(f"Evaluation: {error}.") from None
+
     def __repr__(self) -> str:
         return (
             f"Evaluation({self.kind!r}, metrics={list(self.metrics)}, methods={len(self.methods)}, "
@@ -138,8 +144,9 @@ class Evaluation:
         frame = self.table(metric)
         lines = [f"| method | {' | '.join(self.metrics)} |", f"| --- |{' --- |' * len(self.metrics)}"]
         best = {
-            name: None if higher is None else (frame[name, "mean"].idxmax() if higher else frame[name, "mean"].idxmin())
+            name: None if higher is None or means.empty else (means.idxmax() if higher else means.idxmin())
             for name, higher in self.metrics.items()
+            if (means := frame[name, "mean"].dropna()) is not None
         }
         for method in frame.index:
             cells = []
@@ -218,25 +225,30 @@ class Evaluation:
         """
         tensors, facts = storage.read(path, "Evaluation", _TENSORS)
         try:
-            loaded = cls(**tensors, **{name: facts[name] for name in _FACTS})
-            loaded._check_fit()
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return cls(**tensors, **{name: facts[name] for name in _FACTS})
+        except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(f"{path}: not a readable Evaluation ({type(error).__name__}: {error}).") from error
-        return loaded
 
     def _check_fit(self) -> None:
         """Raise ValueError unless the parts fit together."""
+        if not all(isinstance(table, dict) for table in (self.metrics, self.settings, self.skipped)):
+            raise ValueError("metrics, settings or skipped are not tables")
+        if not self.metrics or any(better not in (True, False, None) for better in self.metrics.values()):
+            raise ValueError("metrics say neither True, False nor None")
+        for names in (self.methods, self.units, list(self.metrics), list(self.skipped.values()), [self.axis_name]):
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError("methods, units, metrics, reasons or axis_name are not text")
+        if not self.methods or not self.units or len(set(self.methods)) < len(self.methods):
+            raise ValueError("methods or units are none, or a method is there twice")
         shape = (len(self.metrics), len(self.methods), len(self.units))
         if tuple(self.values.shape) != shape:
             raise ValueError(f"values is {tuple(self.values.shape)}, not {shape} of metrics, methods and units")
         if (self.curves is None) != (self.axis is None):
             raise ValueError("curves and axis go together")
-        if (
-            not isinstance(self.metrics, dict)
-            or not isinstance(self.settings, dict)
-            or not isinstance(self.skipped, dict)
-        ):
-            raise ValueError("metrics, settings or skipped are not tables")
+        if not all(t is None or t.is_floating_point() for t in (self.values, self.curves, self.axis)):
+            raise ValueError("values, curves or axis are not floating-point numbers")
+        if self.axis is not None and (self.axis.ndim != 1 or not len(self.axis)):
+            raise ValueError(f"axis is {tuple(self.axis.shape)}, not one row of steps")
         if self.curves is not None and self.axis is not None and self.curves.shape != (*shape, *self.axis.shape):
             raise ValueError(f"curves is {tuple(self.curves.shape)}, not {(*shape, *self.axis.shape)}")
 

@@ -122,10 +122,23 @@ def _one_query(result: Attribution, frozen: FrozenPass, query: int | None) -> Te
     if query is None:
         real = torch.take_along_dim(frozen.mask, result.queries, dim=1)
         return (scores * real[..., None]).sum(1) / real.sum(1, keepdim=True)
-    if scores.shape[1] == 1:
-        return scores[:, 0]
-    at = (result.queries == query_positions(frozen.mask, query)).long().argmax(1)
-    return scores[torch.arange(len(at)), at]
+    return torch.take_along_dim(scores, query_rows(result, frozen, query)[..., None], dim=1)[:, 0]
+
+
+def query_rows(result: Attribution, frozen: FrozenPass, query: int) -> Int[Tensor, "batch 1"]:
+    """Where a query of a pass lies on a result's query axis, in each prompt.
+
+    Raises:
+        InvalidInputError: the result holds other queries.
+    """
+    wanted = query_positions(frozen.mask, query)
+    found = result.queries.to(wanted.device) == wanted
+    if not bool(found.any(1).all()):
+        raise InvalidInputError(
+            f"{result.method}: asked for position {wanted[:, 0].tolist()}, it holds {result.queries.tolist()}; a "
+            "function must attribute the query that the evaluation asks about."
+        )
+    return found.long().argmax(1, keepdim=True)
 
 
 def scorers_of(methods: Any = None, *, seed: int = 0) -> list[Scorer]:

@@ -31,8 +31,13 @@ def bootstrap_interval(
 
 
 def sign_flip_p(differences: Float[Tensor, "unit"], *, seed: int = 0, resamples: int = 10_000) -> float:
-    """Two-sided p-value of a mean difference of pairs: how often random signs give one as large (permutation test)."""
+    """Two-sided p-value of a mean difference of pairs: how often random signs give one as large (permutation test).
+
+    NaN where no pair is known.
+    """
     differences = differences[torch.isfinite(differences)].double()
+    if not len(differences):
+        return float("nan")
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (resamples, len(differences)), generator=generator).double() * 2 - 1
     means = (signs @ differences).abs() / len(differences)

@@ -80,8 +80,10 @@ def decompx(
     else:
         scores = select_query(frozen, scores, query)
     if rule == "token":
+        starts = frozen.prompt.word_starts
         fields |= {
             "tokens": [[*row, "[bias]"] for row in frozen.str_tokens],
+            "word_starts": None if starts is None else [[*row, True] for row in starts],
             "mask": torch.cat([frozen.mask, torch.ones_like(frozen.mask[:, :1])], dim=1),
         }
     return Attribution.of(frozen, scores, method="decompx", query=query, axes=axes, options=options, **fields)

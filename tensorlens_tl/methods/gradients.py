@@ -19,7 +19,7 @@ from tensorlens_tl.targets import logit_label, token_ids
 
 
 @register_method("input-x-gradient")
-def input_x_gradient(frozen: FrozenPass, *, target: Any = None, minus: Any = None, query: int = -1) -> Attribution:
+def input_x_gradient(frozen: FrozenPass, *, target: Any = None, minus: Any = None, query: Any = -1) -> Attribution:
     """x_j · ∂logit/∂x_j on the live model.
 
     Args:
@@ -47,7 +47,7 @@ def input_x_gradient(frozen: FrozenPass, *, target: Any = None, minus: Any = Non
 
 @register_method("integrated-gradients")
 def integrated_gradients(
-    frozen: FrozenPass, *, target: Any = None, minus: Any = None, query: int = -1, steps: int = 32
+    frozen: FrozenPass, *, target: Any = None, minus: Any = None, query: Any = -1, steps: int = 32
 ) -> Attribution:
     """x_j · ∫₀¹ ∂logit/∂x_j (αx) dα on the live model, from a zero baseline, by the midpoint rule.
 
@@ -87,10 +87,12 @@ def integrated_gradients(
     )
 
 
-def _logit_and_gradient(frozen: FrozenPass, x: Tensor, target: Any, minus: Any, query: int) -> tuple[Tensor, Tensor]:
+def _logit_and_gradient(frozen: FrozenPass, x: Tensor, target: Any, minus: Any, query: Any) -> tuple[Tensor, Tensor]:
     """The logit (difference) `[batch]` with the first block's input put at x, and its gradient there."""
     if target is None:
         raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
+    if query is None:
+        raise InvalidInputError("query=None: one query at a time here; pass an integer.")
     if frozen.view.unembedding is None:
         raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens.")
     rows = torch.arange(len(frozen.tokens), device=x.device)

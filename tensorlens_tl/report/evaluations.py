@@ -4,6 +4,7 @@ from html import escape
 from typing import Any
 
 import numpy as np
+import torch
 
 from tensorlens_tl.evaluate.result import Evaluation
 from tensorlens_tl.evaluate.statistics import bootstrap_interval
@@ -43,9 +44,11 @@ def _spans(result: Evaluation, metric: str) -> str:
     """A row per method: the interval as a bar, the mean as a mark in it, and both in figures."""
     frame = result.table(metric)
     means, lows, highs = (frame[metric, name].to_numpy() for name in ("mean", "low", "high"))
+    means = np.where(np.isfinite([means, lows, highs]).all(0), means, np.nan)
     if np.isnan(means).all():
         return "<p>No values.</p>"
-    start, end = min(0.0, float(np.nanmin(lows))), max(0.0, float(np.nanmax(highs)))
+    shown = ~np.isnan(means)
+    start, end = min(0.0, float(lows[shown].min())), max(0.0, float(highs[shown].max()))
     scale = 100 / ((end - start) or 1.0)
     lines = []
     for method, mean, low, high in zip(frame.index, means, lows, highs, strict=True):
@@ -80,7 +83,7 @@ def _curves(result: Evaluation, metric: str) -> str:
     if not methods:
         return ""
     values = result.curves[number, [result.methods.index(method) for method in methods]].double()
-    means = values.nanmean(1).numpy()
+    means = torch.where(values.isfinite(), values, torch.nan).nanmean(1).numpy()
     low, high = (ends.numpy() for ends in bootstrap_interval(values[: len(LINES)].transpose(1, 2)))
     bottom, top = float(np.nanmin(means)), float(np.nanmax(means))
     top += float(top == bottom)
@@ -98,7 +101,7 @@ def _curves(result: Evaluation, metric: str) -> str:
         colour, dash = LINES[place] if place < len(LINES) else ("currentColor", "")
         way, beside = _way(x, y[place]), ""
         line = f'<path class="line" d="{way}" fill="none" stroke="{colour}" stroke-dasharray="{dash}"/>'
-        if place < len(LINES):
+        if place < len(LINES) and np.isfinite(y[place, -1]):
             ends = _way(np.concatenate([x, x[::-1]]), np.concatenate([height(high[place]), height(low[place])[::-1]]))
             end, beyond, text = (x[-1], y[place, -1]), (x[-1] + 6, labels[place]), escape(_short(method))
             beside = (

@@ -33,13 +33,12 @@ def heat_map(result: Attribution, batch: int = 0, ax: Any = None, values: bool |
     on_white = [tuple(1 - STRONGEST * (1 - channel / 255) for channel in rgb) for rgb in (NEGATIVE, POSITIVE)]
     colours = LinearSegmentedColormap.from_list("tensorlens", [on_white[0], (1, 1, 1), on_white[1]])
     image = ax.imshow(plane, cmap=colours, vmin=-largest, vmax=largest, aspect="equal" if height > 1 else "auto")
-    # a dollar sign would begin mathematics
-    tokens = [visible(token).replace("$", r"\$") for token in result.tokens[batch]]
+    tokens = [_plain(visible(token)) for token in result.tokens[batch]]
     ax.set_xticks(range(width), [tokens[key] for key in keys], rotation=90, fontsize=LABEL)
     ax.set_yticks(range(height), [tokens[asked[row]] for row in rows], fontsize=LABEL)
     ax.set_xlabel("source token")
     ax.set_ylabel("query")
-    ax.set_title(result.describe().replace("$", r"\$"), fontsize=LABEL + 2, loc="left")
+    ax.set_title(_plain(result.describe()), fontsize=LABEL + 2, loc="left")
     ax.tick_params(length=0)
     for side in ax.spines.values():
         side.set_linewidth(0.5)
@@ -64,15 +63,23 @@ def evaluation(result: Evaluation, metric: str | None = None, methods: list[str]
         for method in chosen:
             values = curves[result.methods.index(method)]
             low, high = bootstrap_interval(values.T)
-            (line,) = ax.plot(result.axis, values.nanmean(0), label=method)
+            (line,) = ax.plot(result.axis, values.nanmean(0), label=_plain(method))
             ax.fill_between(result.axis, low, high, alpha=0.15, color=line.get_color())
-        ax.set(xlabel=result.axis_name, ylabel=metric, title=result.kind)
+        ax.set(xlabel=_plain(result.axis_name), ylabel=_plain(metric), title=_plain(result.kind))
         ax.legend(fontsize="small")
     else:
+        frame = frame.where(np.isfinite(frame))
         mean, low, high = (frame.loc[chosen[::-1], (metric, name)].to_numpy() for name in ("mean", "low", "high"))
-        ax.barh(chosen[::-1], mean, xerr=[mean - low, high - mean])
-        ax.set(xlabel=metric, title=result.kind)
+        ax.barh(
+            [_plain(method) for method in chosen[::-1]], mean, xerr=np.nan_to_num([mean - low, high - mean]).clip(0)
+        )
+        ax.set(xlabel=_plain(metric), title=_plain(result.kind))
     return ax
+
+
+def _plain(text: str) -> str:
+    """Text as matplotlib shows it: a dollar sign would begin mathematics, an underscore in front hides a label."""
+    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
 
 
 def _pyplot() -> Any:

@@ -73,13 +73,16 @@ def item(token: str, label: str, style: str = "", *, marked: bool = False, first
     )
 
 
-def token_line(tokens: Sequence[str], values: Sequence[float], query: int | None = None) -> str:
-    """One prompt as coloured text; a value shows on hover and focus, the query token is underlined."""
+def token_line(
+    tokens: Sequence[str], values: Sequence[float], query: int | None = None, positions: Sequence[int] | None = None
+) -> str:
+    """One prompt as coloured text; a value shows on hover and focus, the token at position `query` is underlined."""
+    positions = range(len(tokens)) if positions is None else positions
     largest = largest_of(np.asarray(values, dtype=float))
     marks = []
-    for position, (token, value) in enumerate(zip(tokens, values, strict=True)):
+    for position, token, value in zip(positions, tokens, values, strict=True):
         label = f"{visible(token)} at {position}: {number(value)}"
-        marks.append(item(visible(token), label, colour(value, largest), marked=position == query, first=position == 0))
+        marks.append(item(visible(token), label, colour(value, largest), marked=position == query, first=not marks))
         if "\n" in token:
             marks.append("<br>")
     return f'<div class="line rove">{"".join(marks)}</div>{colour_bar(np.asarray(values, dtype=float))}'

@@ -59,7 +59,7 @@ def small_multiples(
         largest = largest_of(plane)
         buttons.append(
             f'<button type="button" aria-pressed="{"true" if place == 0 else "false"}" '
-            f'data-values="{packed(plane)}" data-largest="{largest:.3g}">'
+            f'data-values="{packed(plane)}" data-bar="{escape(colour_bar(plane))}">'
             f'<img alt="" src="{picture(plane, largest)}"><span>{escape(name)}</span></button>'
         )
     largest = largest_of(planes[0])
@@ -67,7 +67,7 @@ def small_multiples(
     return (
         f'<div class="multiples"><div class="thumbs" role="group" aria-label="{escape(label)}">{"".join(buttons)}</div>'
         f"{note}{_grid(rows, columns, planes[0], largest, f'{label}, {names[0]}', 'query ↓ key →')}"
-        f"{colour_bar(planes)}</div>"
+        f"{colour_bar(planes[0])}</div>"
     )
 
 

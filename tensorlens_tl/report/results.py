@@ -52,7 +52,7 @@ def _prompt(result: Attribution, batch: int) -> str:
     labels = [result.tokens[batch][asked[row]] for row in rows]
     plane = _array(result.plane(batch))[np.ix_(rows, keys)]
     if len(rows) == 1:
-        parts = [token_line(tokens, plane[0].tolist(), keys.index(asked[rows[0]]))]
+        parts = [token_line(tokens, plane[0].tolist(), asked[rows[0]], keys)]
     else:
         parts = [matrix(labels, tokens, plane, label=result.describe())]
     if result.additive and result.bias is not None and result.total is not None and len(rows) == 1:
@@ -114,6 +114,9 @@ def compare(results: Any, *, batch: int = 0, query: int = -1) -> Picture:
                 f"compare: {name!r} is of other tokens than {next(iter(named))!r}; compare one prompt."
             )
     columns = {name: _query_row(result, batch, query) for name, result in named.items()}
+    asked = {name: int(result.queries[batch, columns[name][0]]) for name, result in named.items()}
+    if len(set(asked.values())) > 1:
+        raise InvalidInputError(f"compare: results of different queries (positions {asked}); compare one query.")
     largest = {name: largest_of(values) for name, (_, values) in columns.items()}
     heads = "".join(
         f'<th scope="col" title="{escape(result.target or result.method)}">{escape(name)}</th>'
@@ -156,7 +159,7 @@ def _fact(fact: str, value: float | None) -> str:
 
 def _named(results: Any) -> dict[str, Attribution]:
     if isinstance(results, Mapping):
-        named = dict(results)
+        named = {str(name): result for name, result in results.items()}
     else:
         results = [results] if isinstance(results, Attribution) else list(results)
         named = {}

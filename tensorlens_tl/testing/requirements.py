@@ -12,6 +12,10 @@ EXACT = 1e-9
 """What float64 gives; models whose own norms compute in float32 give less, and their proof says how much."""
 
 
+COARSEST = 0.05
+"""The widest tolerance, of half precision: a factor of two must never pass."""
+
+
 def require(holds: bool, message: str) -> None:
     """Raise `ConformanceError` unless it holds; unlike ``assert`` also under ``python -O``."""
     if not holds:
@@ -38,7 +42,7 @@ def same(mine: Tensor, theirs: Tensor, tolerance: float, what: str) -> float:
 def precision(frozen: FrozenPass) -> float:
     """The tolerance that suits a pass: 1e-9 in float64, or a hundred times what its own proof measures."""
     digits = 1000 * torch.finfo(frozen.output.dtype).eps
-    return min(max(EXACT, digits, 100 * max(frozen.errors.values())), 10 * frozen.tolerance)
+    return min(max(EXACT, digits, 100 * max(frozen.errors.values())), 10 * frozen.tolerance, COARSEST)
 
 
 def hooks_on(model: Any) -> int:

@@ -83,12 +83,9 @@
     const grid = group.querySelector(".grid");
     grid.dataset.values = button.dataset.values;
     grid.querySelector("img").src = button.querySelector("img").src;
-    const [low, high] = group.querySelectorAll(".bar span");
-    low.textContent = `−${button.dataset.largest}`;
-    high.textContent = `+${button.dataset.largest}`;
+    group.querySelector(".bar").outerHTML = button.dataset.bar;
     const what = `${group.querySelector(".thumbs").getAttribute("aria-label")}, ${button.textContent}`;
     grid.setAttribute("aria-label", `${what}; use the arrow keys to read its cells`);
-    group.querySelector(".bar").setAttribute("aria-label", `colours run from −${button.dataset.largest} to +${button.dataset.largest}`);
     if ("row" in grid.dataset) read(grid, Number(grid.dataset.row), Number(grid.dataset.column));
   });
 })();
