@@ -371,43 +371,43 @@ class Attribution:
             raise FileFormatError(f"{path}: not a readable Attribution ({type(error).__name__}: {error}).") from error
 
 
-def _check_fit(loaded: Attribution) -> None:
+def _check_fit(result: Attribution) -> None:
     """Raise ValueError unless the parts of a result, made or read from a file, fit together."""
-    if not isinstance(loaded.scores, Tensor):
-        raise ValueError(f"scores are {type(loaded.scores).__name__}, not a tensor")
-    shape = tuple(loaded.scores.shape)
-    sizes = dict(zip(loaded.axes, shape, strict=False))
-    if not len(sizes) == len(loaded.axes) == len(shape) or [axis for axis in loaded.axes if axis in AXES] != list(AXES):
-        raise ValueError(f"scores have {len(shape)} axes {shape}; axes names {loaded.axes}, not {AXES} in this order")
-    if loaded.axes[0] != "batch":
-        raise ValueError(f"axes are {loaded.axes}; the first must be 'batch'")
+    if not isinstance(result.scores, Tensor):
+        raise ValueError(f"scores are {type(result.scores).__name__}, not a tensor")
+    shape = tuple(result.scores.shape)
+    sizes = dict(zip(result.axes, shape, strict=False))
+    if not len(sizes) == len(result.axes) == len(shape) or [axis for axis in result.axes if axis in AXES] != list(AXES):
+        raise ValueError(f"scores have {len(shape)} axes {shape}; axes names {result.axes}, not {AXES} in this order")
+    if result.axes[0] != "batch":
+        raise ValueError(f"axes are {result.axes}; the first must be 'batch'")
     batch, query, key = (sizes[axis] for axis in AXES)
-    if loaded.queries.shape == (batch, 1) and query == key > 1:
+    if result.queries.shape == (batch, 1) and query == key > 1:
         raise ValueError(
             f"scores {shape} hold every query, queries one; pass query=None, or scores of that query alone"
         )
     wanted = dict.fromkeys(("queries", "bias", "total", "residual"), (batch, query)) | {
         "mask": (batch, key),
-        "stderr": tuple(loaded.scores.shape),
+        "stderr": tuple(result.scores.shape),
     }
     for name, shape in wanted.items():
-        tensor = getattr(loaded, name)
+        tensor = getattr(result, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shape}")
-    if loaded.layers is not None and (*loaded.layers.shape[1:2], loaded.layers.shape[-1]) != (batch, key):
-        raise ValueError(f"layers is {tuple(loaded.layers.shape)}, not [layer, {batch}, …, {key}]")
-    counted = loaded.queries.dtype in (torch.int64, torch.int32)
+    if result.layers is not None and (*result.layers.shape[1:2], result.layers.shape[-1]) != (batch, key):
+        raise ValueError(f"layers is {tuple(result.layers.shape)}, not [layer, {batch}, …, {key}]")
+    counted = result.queries.dtype in (torch.int64, torch.int32)
     numbers = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    if loaded.mask.dtype != torch.bool or not counted or loaded.scores.dtype not in numbers:
+    if result.mask.dtype != torch.bool or not counted or result.scores.dtype not in numbers:
         raise ValueError("mask, queries or scores are not of their kind")
-    if bool(((loaded.queries < 0) | (loaded.queries >= key)).any()):
+    if bool(((result.queries < 0) | (result.queries >= key)).any()):
         raise ValueError("queries lie outside the prompt")
-    for lines in (loaded.tokens, loaded.tokens if loaded.word_starts is None else loaded.word_starts):
+    for lines in (result.tokens, result.tokens if result.word_starts is None else result.word_starts):
         if len(lines) != batch or any(not isinstance(line, list | tuple) or len(line) != key for line in lines):
             raise ValueError(f"tokens are not {key} for each of {batch} prompts")
-    if not all(isinstance(token, str) for line in loaded.tokens for token in line):
+    if not all(isinstance(token, str) for line in result.tokens for token in line):
         raise ValueError("tokens are not text")
-    if not all(isinstance(start, bool) for line in loaded.word_starts or () for start in line):
+    if not all(isinstance(start, bool) for line in result.word_starts or () for start in line):
         raise ValueError("word_starts are not yes or no")
-    if not isinstance(loaded.options, dict) or not isinstance(loaded.provenance, dict):
+    if not isinstance(result.options, dict) or not isinstance(result.provenance, dict):
         raise ValueError("options or provenance are not tables")

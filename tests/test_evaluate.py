@@ -641,3 +641,13 @@ def test_the_query_that_is_asked_is_the_one_that_is_read():
 
     found = evaluate.completeness(model, tokens, {"x": half_unexplained}, attention_mask=mask)
     assert found.values[list(found.metrics).index("residual"), 0].tolist() == [0.5, 0.5]
+
+
+def test_completeness_keeps_a_target_of_ones_own():
+    model = tlens.testing.tiny_model("bridge/gpt2")
+    own = {"x": ("tensorlens", {"collapse": "target", "target": 5})}
+    result = evaluate.completeness(model, some_tokens(), own)
+    assert result.mean("residual", "x") < 1e-9
+    made = tlens.attribute(model, some_tokens(), collapse="target", target=5)
+    bias = made.bias.abs() / (made.scores.abs().sum(-1) + made.bias.abs())
+    assert close(result.values[1, 0], bias[:, 0])

@@ -1,6 +1,7 @@
 """Pictures and the report: what they say is what was measured, they are small, safe, and never hide a refusal."""
 
 import base64
+import html as html_module
 import re
 import struct
 import zlib
@@ -354,10 +355,7 @@ def test_small_multiples_have_scales_of_their_own():
     planes = np.stack([np.full((2, 2), 0.1), np.full((2, 2), 5.0), np.full((2, 2), -3.0)])
     html = matrix.small_multiples(["a", "b", "c"], ["r", "s"], ["k", "l"], planes, label="by head")
     assert html.endswith(marks.colour_bar(planes[0]) + "</div>")
-    bars = [
-        page_text.replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">")
-        for page_text in re.findall(r'data-bar="([^"]*)"', html)
-    ]
+    bars = [html_module.unescape(bar) for bar in re.findall(r'data-bar="([^"]*)"', html)]
     assert bars == [marks.colour_bar(plane) for plane in planes]
     assert ["unsigned" in bar for bar in bars] == [True, True, False]
 

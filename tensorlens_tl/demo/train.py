@@ -157,13 +157,13 @@ def set_dropout(model: Any, rate: float) -> None:
 # -------------------------------------------------------------------------------------------- training
 
 
-def new_model(seed: int) -> Any:
-    torch.manual_seed(seed)
+def small_gpt2(vocabulary: int, layers: int, context: int, width: int) -> Any:
+    """A GPT-2 of four heads, without dropout."""
     config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=CONTEXT,
-        n_embd=128,
-        n_layer=4,
+        vocab_size=vocabulary,
+        n_positions=context,
+        n_embd=width,
+        n_layer=layers,
         n_head=4,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -261,7 +261,8 @@ def main() -> None:
     print(f"{len(training)} documents, {len(train_stream)} tokens; held out {len(unseen)}, {len(unseen_stream)}")
 
     generator = torch.Generator().manual_seed(args.seed)
-    model = new_model(args.seed)
+    torch.manual_seed(args.seed)
+    model = small_gpt2(VOCABULARY, layers=4, context=CONTEXT, width=128)
     induction_steps = learn_induction(model, generator, args.most_induction_steps, args.induction_rate)
     model = learn_text(model, generator, train_stream, unseen_stream, args.text_steps, args.dropout)
 

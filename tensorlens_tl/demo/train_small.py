@@ -26,10 +26,10 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
 from tensorlens_tl.demo import MODEL_FOLDER
-from tensorlens_tl.demo.train import optimiser_for, python_documents, split_documents, step
+from tensorlens_tl.demo.train import optimiser_for, python_documents, small_gpt2, split_documents, step
 from tensorlens_tl.evaluate import tasks
 from tensorlens_tl.evaluate.relations import few_shot_text, shipped_relations
 
@@ -53,22 +53,6 @@ def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
         unk_token=tasks.PAD,
         pad_token=tasks.PAD,
     )
-
-
-def small_gpt2(vocabulary: int, layers: int, context: int) -> Any:
-    config = GPT2Config(
-        vocab_size=vocabulary,
-        n_positions=context,
-        n_embd=64,
-        n_layer=layers,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
 
 
 def masking_tokenizer() -> PreTrainedTokenizerFast:
@@ -241,7 +225,7 @@ def learn(
 def train_task(name: str, seed: int, steps: int) -> tuple[Any, Any, dict[str, Any]]:
     words, layers = (tasks.RECALL_WORDS, 2) if name == "recall" else (tasks.BRACKET_WORDS, 3)
     torch.manual_seed(seed)
-    model, rng = small_gpt2(len(words), layers, 64), random.Random(seed)
+    model, rng = small_gpt2(len(words), layers, 64, width=64), random.Random(seed)
     held = tasks.recall(500, seed=10**6) if name == "recall" else tasks.brackets(500, seed=10**6)
 
     def accuracy() -> float:
@@ -263,7 +247,7 @@ def train_relations(seed: int, steps: int) -> tuple[Any, Any, dict[str, Any]]:
     words = [tasks.BOS, tasks.PAD, "\n", *dict.fromkeys(word for text in texts for word in text.split(" "))]
     tokenizer = word_tokenizer(words)
     torch.manual_seed(seed)
-    model, rng = small_gpt2(len(words), 3, 64), random.Random(seed)
+    model, rng = small_gpt2(len(words), 3, 64, width=64), random.Random(seed)
     held = [next(relation_batches(tokenizer, random.Random(10**6 + k))) for k in range(4)]
 
     def accuracy() -> float:

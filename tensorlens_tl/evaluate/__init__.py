@@ -13,13 +13,13 @@ Every evaluation returns an `Evaluation`: a value per metric, method and prompt,
 """
 
 from tensorlens_tl.evaluate.checks import agreement, completeness, randomisation, spearman, stability
+from tensorlens_tl.evaluate.few_shot import few_shot_prompts
 from tensorlens_tl.evaluate.known_answer import expected_mrr, known_answer
 from tensorlens_tl.evaluate.perturbation import perturbation
 from tensorlens_tl.evaluate.relation_decoding import (
     LinearRelation,
     RelationDecoder,
     by_relation,
-    few_shot_prompts,
     relation_decoding,
 )
 from tensorlens_tl.evaluate.relations import Relation, Sample, shipped_relations

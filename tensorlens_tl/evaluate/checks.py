@@ -19,10 +19,9 @@ from tensorlens_tl.arguments import whole_number
 from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.result import Evaluation
-from tensorlens_tl.evaluate.scorers import Scorer, predictions, query_rows, scorers_of, usable
+from tensorlens_tl.evaluate.scorers import Scorer, query_rows, scorers_of, usable
 from tensorlens_tl.freezing import freeze
 from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.registry import attribute, get_method
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,21 +60,14 @@ def completeness(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0
 
 def _completeness(scorer: Scorer, frozen: FrozenPass) -> Float[Tensor, "2 batch"]:
     nothing = torch.full((2, len(frozen.tokens)), float("nan"), dtype=torch.float64)
-    if callable(scorer.method):
-        made = scorer.method(frozen)
-    else:
-        predicted = predictions(frozen)[0].tolist() if scorer.needs_target else None
-        options = {n: predicted if v is not None and n == "target" else v for n, v in scorer.options.items()}
-        takes = "query" in get_method(scorer.method).options
-        made = attribute(frozen, method=scorer.method, **options, **({"query": -1} if takes else {}))
+    made = scorer.result(frozen)
     if not isinstance(made, Attribution) or made.residual is None or made.bias is None:
         return nothing
     size = made.scores.abs().sum(-1) + made.bias.abs()
     unexplained = made.bias.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
     rows = query_rows(made, frozen, -1)
-    return (
-        torch.stack([torch.take_along_dim(t, rows, dim=1)[:, 0] for t in (made.residual, unexplained)]).double().cpu()
-    )
+    found = [torch.take_along_dim(t, rows.to(t.device), dim=1)[:, 0] for t in (made.residual, unexplained)]
+    return torch.stack(found).double().cpu()
 
 
 def randomisation(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, **freezing: Any) -> Evaluation:

@@ -353,6 +353,6 @@ def _inputs(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:
 
 
 def _pass(model: Any, prompt: Prompt, part: slice) -> FrozenPass:
-    """Some of the prompts, frozen; cut after their last real token."""
+    """Some of the prompts, frozen."""
     mask = prompt.mask[part]
     return freeze(model, prompt.tokens[part], attention_mask=None if bool(mask.all()) else mask)

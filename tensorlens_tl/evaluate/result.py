@@ -143,11 +143,11 @@ class Evaluation:
         """The table as Markdown: ``mean [low, high]``, the best method of each metric in bold."""
         frame = self.table(metric)
         lines = [f"| method | {' | '.join(self.metrics)} |", f"| --- |{' --- |' * len(self.metrics)}"]
-        best = {
-            name: None if higher is None or means.empty else (means.idxmax() if higher else means.idxmin())
-            for name, higher in self.metrics.items()
-            if (means := frame[name, "mean"].dropna()) is not None
-        }
+        best = {}
+        for name, higher in self.metrics.items():
+            means = frame[name, "mean"].dropna()
+            if higher is not None and len(means):
+                best[name] = means.idxmax() if higher else means.idxmin()
         for method in frame.index:
             cells = []
             for name in self.metrics:
@@ -156,7 +156,7 @@ class Evaluation:
                     cells.append("–")
                     continue
                 cell = f"{mean:.{digits}g}"
-                cell = f"**{cell}**" if best[name] == method else cell
+                cell = f"**{cell}**" if best.get(name) == method else cell
                 cells.append(f"{cell} [{low:.{digits}g}, {high:.{digits}g}]")
             lines.append(f"| {method} | {' | '.join(cells)} |")
         return "\n".join(lines)

@@ -78,6 +78,29 @@ class Scorer:
         """Whether the predicted token is among its options."""
         return PREDICTED in self.options.values()
 
+    def result(self, frozen: FrozenPass, query: int | None = -1) -> Any:
+        """What the method itself returns: an Attribution, or of a function whatever that gives.
+
+        Raises:
+            InvalidInputError: the method's own, with the label in front.
+        """
+        if callable(self.method):
+            return self.method(frozen)
+        predicted = None
+        if self.needs_target:
+            if query is None:
+                raise InvalidInputError(f"{self.label}: a target needs one query; with query='mean' leave it out.")
+            predicted = predictions(frozen, query)[0].tolist()
+        options = {name: predicted if value is PREDICTED else value for name, value in self.options.items()}
+        takes = "query" in get_method(self.method).options
+        try:
+            return attribute(frozen, method=self.method, **options, **({"query": query} if takes else {}))
+        except InvalidInputError as error:
+            hint = "" if "target: missing" not in str(error) else (
+                f" In an evaluation: {{{self.label!r}: ({self.method!r}, {{'target': evaluate.PREDICTED}})}}."
+            )  # fmt: skip
+            raise InvalidInputError(f"{self.label}: {error}{hint}") from error
+
     def __call__(self, frozen: FrozenPass, query: int | None = -1) -> Float[Tensor, "batch pos"]:
         """Scores of source tokens for one query, or averaged over all queries where it is None.
 
@@ -85,23 +108,7 @@ class Scorer:
             InvalidInputError: the method's own, with the label in front; also scores of another shape.
             UnsupportedModelError: the method does not fit this model.
         """
-        if callable(self.method):
-            made = self.method(frozen)
-        else:
-            predicted = None
-            if self.needs_target:
-                if query is None:
-                    raise InvalidInputError(f"{self.label}: a target needs one query; with query='mean' leave it out.")
-                predicted = predictions(frozen, query)[0].tolist()
-            options = {name: predicted if value is PREDICTED else value for name, value in self.options.items()}
-            try:
-                takes = "query" in get_method(self.method).options
-                made = attribute(frozen, method=self.method, **options, **({"query": query} if takes else {}))
-            except InvalidInputError as error:
-                hint = "" if "target: missing" not in str(error) else (
-                    f" In an evaluation: {{{self.label!r}: ({self.method!r}, {{'target': evaluate.PREDICTED}})}}."
-                )  # fmt: skip
-                raise InvalidInputError(f"{self.label}: {error}{hint}") from error
+        made = self.result(frozen, query)
         scores = _one_query(made, frozen, query) if isinstance(made, Attribution) else made
         wanted = tuple(frozen.mask.shape)
         if not isinstance(scores, Tensor) or tuple(scores.shape) != wanted:

@@ -107,9 +107,8 @@ def _logit_and_gradient(frozen: FrozenPass, x: Tensor, target: Any, minus: Any, 
             logit = logit - logits[rows, positions, token_ids(frozen.view, minus, len(rows), "minus").to(x.device)]
         (gradient,) = torch.autograd.grad(logit.sum(), leaf)
     if not bool(torch.isfinite(gradient).all()):
-        padded = (
-            "padding on the left leaves rows of attention empty, and some models have no gradient there: pad on the "
-        )
-        hint = "use float32 or float64" if bool(frozen.mask.all()) else padded + "right, or take one prompt at a time"
+        hint = "use float32 or float64"
+        if not bool(frozen.mask.all()):  # rows of attention that padding on the left leaves empty
+            hint = "some models have none where a prompt is padded: pad on the right, or take one prompt at a time"
         raise NumericalError(f"{frozen.view.description}: gradients are not finite; {hint}.")
     return logit.detach(), gradient

@@ -7,7 +7,7 @@ import numpy as np
 
 from tensorlens_tl.circuits.graph import ContributionGraph
 from tensorlens_tl.circuits.terms import Terms
-from tensorlens_tl.report.marks import NEGATIVE, POSITIVE, largest_of, number, share, visible
+from tensorlens_tl.report.marks import NEGATIVE, POSITIVE, largest_of, number, share, short, visible
 from tensorlens_tl.report.matrix import matrix
 from tensorlens_tl.report.page import panel
 
@@ -114,11 +114,11 @@ def _svg(found: ContributionGraph) -> str:
             f'<g class="t" role="img" tabindex="{0 if node == 0 else -1}" aria-label="{escape(label)}">'
             f"<title>{escape(label)}</title>"
             f'<circle cx="{x[node]:.0f}" cy="{y[node]:.0f}" r="{4 + 7 * abs(part) ** 0.5:.1f}" fill="{_rgb(part)}"/>'
-            f'<text x="{x[node]:.0f}" y="{y[node] - 13:.0f}" text-anchor="middle">{escape(_short(name, 12))}</text></g>'
+            f'<text x="{x[node]:.0f}" y="{y[node] - 13:.0f}" text-anchor="middle">{escape(short(name, 12))}</text></g>'
         )
     heads = [
         f'<text x="{np.mean(x[np.array(positions) == pos]):.0f}" y="{height - 8:.0f}" text-anchor="middle">'
-        f"{escape(_short(visible(token), 9))}<title>{pos}: {escape(visible(token))}</title></text>"
+        f"{escape(short(visible(token), 9))}<title>{pos}: {escape(visible(token))}</title></text>"
         for pos, token in dict(zip(positions, tokens, strict=True)).items()
     ]
     return (
@@ -160,7 +160,3 @@ def _places(found: ContributionGraph) -> tuple[np.ndarray, np.ndarray, float, fl
 
 def _rgb(part: float) -> str:
     return f"rgb({','.join(map(str, POSITIVE if part >= 0 else NEGATIVE))})"
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"

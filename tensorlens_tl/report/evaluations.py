@@ -8,6 +8,7 @@ import torch
 
 from tensorlens_tl.evaluate.result import Evaluation
 from tensorlens_tl.evaluate.statistics import bootstrap_interval
+from tensorlens_tl.report.marks import short
 from tensorlens_tl.report.page import panel, table
 
 LINES = (("#3a8fd6", ""), ("#e0861f", "7 3"), ("#1d9e77", "2 3"), ("#cc6fa0", "9 3 2 3"), ("#8f7ae6", "4 2"))
@@ -103,7 +104,7 @@ def _curves(result: Evaluation, metric: str) -> str:
         line = f'<path class="line" d="{way}" fill="none" stroke="{colour}" stroke-dasharray="{dash}"/>'
         if place < len(LINES) and np.isfinite(y[place, -1]):
             ends = _way(np.concatenate([x, x[::-1]]), np.concatenate([height(high[place]), height(low[place])[::-1]]))
-            end, beyond, text = (x[-1], y[place, -1]), (x[-1] + 6, labels[place]), escape(_short(method))
+            end, beyond, text = (x[-1], y[place, -1]), (x[-1] + 6, labels[place]), escape(short(method, 34))
             beside = (
                 f'<path class="band" d="{ends}Z" fill="{colour}"/>{_segment(end, beyond, colour)}'
                 f'<text x="{x[-1] + 8:.0f}" y="{labels[place] + 4:.0f}">{text}</text>'
@@ -155,7 +156,3 @@ def _apart(y: np.ndarray) -> np.ndarray:
         least = placed[place] = max(y[place], least)
         least += LINE_HEIGHT
     return placed - max(0.0, float(placed.max()) - (HEIGHT - BOTTOM)) if len(y) else placed
-
-
-def _short(text: str, most: int = 34) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"

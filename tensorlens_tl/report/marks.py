@@ -24,6 +24,11 @@ def visible(token: str) -> str:
     return token.translate(_CONTROL) or "∅"
 
 
+def short(text: str, most: int) -> str:
+    """A text of at most so many characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def number(value: float) -> str:
     """A signed value in four digits."""
     return f"{value:+.4g}"
