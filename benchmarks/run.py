@@ -25,7 +25,7 @@ from timing import LEAST_SHARE, beside_a_product, interleaved
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.positions import place
+from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.testing import Allocations
 
 RESULTS = Path(__file__).parent / "RESULTS.md"

@@ -5,84 +5,39 @@
 >>> attribution = tlens.attribute(model, "Return the value. Return the", collapse="in_out")
 >>> bool(attribution.residual.max() < 1e-4)
 True
+
+The public names, and where they come from, are listed in ``__init__.pyi``. A name is imported when it is first used, so
+that the command line can print its help without waiting for torch.
 """
 
+import ast
 import importlib
-from typing import TYPE_CHECKING, Any
-
-from tensorlens_tl import circuits, contextualisation, evaluate, methods, report
-from tensorlens_tl.activation import RULES
-from tensorlens_tl.attribution import Attribution, TokenScore
-from tensorlens_tl.collapse import Collapse
-from tensorlens_tl.demo import load_demo_model
-from tensorlens_tl.errors import (
-    ConformanceError,
-    FileFormatError,
-    FrozenModelError,
-    InvalidInputError,
-    NumericalError,
-    RegistryError,
-    SizeError,
-    TensorLensError,
-    UnsupportedModelError,
-)
-from tensorlens_tl.freezing import freeze
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum, Transpose
-from tensorlens_tl.operator import FrozenOperator
-from tensorlens_tl.registry import attribute, get_method, list_methods, register_method
-
-if TYPE_CHECKING:
-    from tensorlens_tl import testing
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "RULES",
-    "AffineMap",
-    "Attention",
-    "Attribution",
-    "Chain",
-    "Collapse",
-    "ConformanceError",
-    "Diagonal",
-    "FileFormatError",
-    "FrozenModelError",
-    "FrozenOperator",
-    "FrozenPass",
-    "Identity",
-    "InvalidInputError",
-    "Linear",
-    "Norm",
-    "NumericalError",
-    "RegistryError",
-    "SizeError",
-    "Sum",
-    "TensorLensError",
-    "TokenScore",
-    "Transpose",
-    "UnsupportedModelError",
-    "attribute",
-    "circuits",
-    "contextualisation",
-    "evaluate",
-    "freeze",
-    "get_method",
-    "list_methods",
-    "load_demo_model",
-    "methods",
-    "register_method",
-    "report",
-    "testing",
-]
+_HOMES = {
+    name.name: node.module
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom) and node.module
+    for name in node.names
+}
+"""The module that each public name comes from; the package itself for its own modules."""
+
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """`testing` brings model classes with it: it is imported when somebody asks for it."""
-    if name == "testing":
-        return importlib.import_module("tensorlens_tl.testing")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES[name]
+    found = (
+        importlib.import_module(f"{home}.{name}") if home == __name__ else getattr(importlib.import_module(home), name)
+    )
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

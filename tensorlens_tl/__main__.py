@@ -1,5 +1,5 @@
 import sys
 
-from tensorlens_tl.cli import main
+from tensorlens_tl.commands import main
 
 sys.exit(main())

@@ -1,4 +1,4 @@
-"""The method registry: one name, one call, one kind of result.
+"""The registry: methods and layer maps, one name, one call, one kind of result.
 
 A method is a function of a `FrozenPass` and keyword options that returns an `Attribution`:
 
@@ -11,25 +11,49 @@ A method is a function of a `FrozenPass` and keyword options that returns an `At
     >>> "uniform" in tlens.list_methods()
     True
 
-Packages publish methods through the entry-point group ``tensorlens_tl.methods``; built-in methods
-register with the same decorator.
+A layer map is a function of a `FrozenPass` that returns one map of token pairs per layer,
+`[layer, batch, query, key]`. `mean` and `rollout` aggregate it by its name:
+
+    >>> @tlens.register_layer_map("last-head", holds_residual=False)
+    ... def last_head(frozen):
+    ...     \"\"\"The pattern of each layer's last head.\"\"\"
+    ...     return torch.stack([frozen.pattern(layer)[:, -1] for layer in range(frozen.n_layers)])
+    >>> frozen = tlens.freeze(tlens.load_demo_model(), "Return the value of the")
+    >>> tlens.attribute(frozen, method="rollout", layer_map="last-head", query=-1)
+    Attribution('rollout', batch=1, query=1, key=6)
+
+Packages publish methods and layer maps through the entry-point group ``tensorlens_tl.methods``: a function, or a module
+that registers them when it is imported. The built-in ones are published and registered in just that way.
 """
 
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
-from tensorlens_tl.attribution import Attribution
+import torch
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError, RegistryError
-from tensorlens_tl.freezing import freeze
-from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.layerwise import Maps
+from tensorlens_tl.models.protocol import ModelLike
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.batches import memory_batches, tokenized
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results.joining import joined
 
 ENTRY_POINTS = "tensorlens_tl.methods"
 MethodFunction = TypeVar("MethodFunction", bound=Callable[..., Attribution])
+MapFunction = TypeVar("MapFunction", bound=Callable[..., Tensor])
+
+PER_PROMPT = ("target", "minus", "direction")
+"""Options that may name one thing for each prompt."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,7 +86,32 @@ class Method:
         return (inspect.getdoc(self.function) or "").split("\n", 1)[0]
 
 
+@dataclass(frozen=True)
+class LayerMap:
+    """A registered layer map: its function, and whether its maps hold the residual connection already."""
+
+    name: str
+    function: Callable[..., Tensor]
+    holds_residual: bool
+
+    def __call__(self, frozen: FrozenPass) -> Maps:
+        """The maps of every layer.
+
+        Raises:
+            UnsupportedModelError: the map is undefined for this model.
+            RegistryError: the function gives something else than `[layer, batch, query, key]`.
+        """
+        maps = self.function(frozen)
+        batch, pos = frozen.tokens.shape
+        wanted = (frozen.n_layers, batch, pos, pos)
+        if not isinstance(maps, Tensor) or tuple(maps.shape) != wanted:
+            shape = tuple(maps.shape) if isinstance(maps, Tensor) else type(maps).__name__
+            raise RegistryError(f"layer map {self.name!r} gives {shape}, not [layer, batch, query, key] = {wanted}.")
+        return maps
+
+
 _METHODS: dict[str, Method] = {}
+_LAYER_MAPS: dict[str, LayerMap] = {}
 _LOADED: set[str] = set()
 
 
@@ -74,21 +123,46 @@ def register_method(name: Any) -> Callable[[MethodFunction], MethodFunction]:
     Raises:
         RegistryError: the name belongs to another function.
     """
-
-    if not isinstance(name, str):
-        raise RegistryError("register_method takes the method's name: write @register_method('my-method').")
+    _check_name(name, "register_method('my-method')")
 
     def decorate(function: MethodFunction) -> MethodFunction:
-        taken = _METHODS.get(name)
-        if taken is not None and _identity(taken.function) != _identity(function):
-            raise RegistryError(
-                f"register_method: {name!r} is already {'.'.join(_identity(taken.function))}; choose another name, "
-                f"such as 'my-{name}'."
-            )
+        _check_free(_METHODS.get(name), function, f"register_method: {name!r}", name)
         _METHODS[name] = Method(name, function)
         return function
 
     return decorate
+
+
+def register_layer_map(name: Any, *, holds_residual: bool) -> Callable[[MapFunction], MapFunction]:
+    """Register a function of a pass that gives one map of token pairs per layer, as a decorator.
+
+    Args:
+        name: what `mean` and `rollout` call it, ``layer_map=name``.
+        holds_residual: whether the residual connection is in the maps already; a rollout adds it otherwise.
+
+    Raises:
+        RegistryError: the name belongs to another function.
+    """
+    _check_name(name, "register_layer_map('my-map', holds_residual=False)")
+
+    def decorate(function: MapFunction) -> MapFunction:
+        _check_free(_LAYER_MAPS.get(name), function, f"register_layer_map: {name!r}", name)
+        _LAYER_MAPS[name] = LayerMap(name, function, holds_residual)
+        return function
+
+    return decorate
+
+
+def _check_name(name: Any, example: str) -> None:
+    if not isinstance(name, str):
+        raise RegistryError(f"a name is needed: write @{example}.")
+
+
+def _check_free(taken: Method | LayerMap | None, function: Callable[..., Any], what: str, name: str) -> None:
+    if taken is not None and _identity(taken.function) != _identity(function):
+        raise RegistryError(
+            f"{what} is already {'.'.join(_identity(taken.function))}; choose another name, such as 'my-{name}'."
+        )
 
 
 def _identity(function: Callable[..., Any]) -> tuple[str, str]:
@@ -114,6 +188,25 @@ def get_method(name: str) -> Method:
     return _METHODS[name]
 
 
+def list_layer_maps() -> list[str]:
+    """The names that ``layer_map=`` of `mean` and `rollout` takes."""
+    _load_published()
+    return list(_LAYER_MAPS)
+
+
+def get_layer_map(name: str) -> LayerMap:
+    """A registered layer map.
+
+    Raises:
+        InvalidInputError: no such name.
+    """
+    if name not in _LAYER_MAPS:
+        _load_published()
+    if name not in _LAYER_MAPS:
+        raise InvalidInputError(f"layer_map={name!r}; use one of {', '.join(map(repr, _LAYER_MAPS))}.")
+    return _LAYER_MAPS[name]
+
+
 def unknown_method(name: Any, known: Iterable[str]) -> str:
     """What to say about a name that is none of the known ones: the nearest, and all of them."""
     known = list(known)
@@ -123,11 +216,15 @@ def unknown_method(name: Any, known: Iterable[str]) -> str:
 
 
 def _load_published() -> None:
-    """Load each published method once; it may register itself, or is registered under its entry point's name."""
-    for point in entry_points(group=ENTRY_POINTS):
+    """Load what is published once; it may register itself, or is registered under its entry point's name."""
+    points = sorted(entry_points(group=ENTRY_POINTS), key=lambda point: not _is_ours(point.value))
+    for point in points:
         if point.value in _LOADED:
             continue
         _LOADED.add(point.value)
+        if _is_ours(point.value):  # a defect of our own is no warning
+            point.load()
+            continue
         try:
             loaded: Any = point.load()
         except Exception as error:  # somebody else's package must not take ours down
@@ -141,13 +238,29 @@ def _load_published() -> None:
             register_method(point.name)(cast(Callable[..., Attribution], loaded))
 
 
-def attribute(model: Any, input: Any = None, *, method: str = "tensorlens", **options: Any) -> Attribution:
+def _is_ours(value: str) -> bool:
+    return value.partition(":")[0].partition(".")[0] == __name__.partition(".")[0]
+
+
+def attribute(
+    model: ModelLike | FrozenPass,
+    input: Any = None,
+    *,
+    method: str = "tensorlens",
+    memory: Memory = None,
+    **options: Any,
+) -> Attribution:
     """Attribute with any registered method.
+
+    Many prompts are run in batches of like length, as many at once as fit the bound of `memory`, and come back as one
+    result in their own order.
 
     Args:
         model: a TransformerLens model, or a `FrozenPass` (then leave `input` out).
         input: a string, a list of strings, or token ids.
         method: one of `list_methods()`.
+        memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
+            the batches, and whatever the method itself bounds by it.
         options: the method's options (``help(tlens.get_method(name).function)`` describes them; the default method
             takes `collapse`, `query`, `target`, `minus`, `direction`, `layers`, `heads`, `mlp`, `activation`,
             `probes`); those of `freeze` (`attention_mask`, `prepend_bos`, `verify` …) go there.
@@ -158,6 +271,8 @@ def attribute(model: Any, input: Any = None, *, method: str = "tensorlens", **op
         FrozenModelError: the model's weights were changed after the frozen pass was made.
     """
     chosen = get_method(method)
+    if memory is not None and "memory" in chosen.options:
+        options = {**options, "memory": memory}
     freezing = {k: v for k, v in inspect.signature(freeze).parameters.items() if v.kind is v.KEYWORD_ONLY}
     for_freeze = {name: value for name, value in options.items() if name in freezing and name not in chosen.options}
     for_method = {name: value for name, value in options.items() if name not in for_freeze}
@@ -176,7 +291,36 @@ def attribute(model: Any, input: Any = None, *, method: str = "tensorlens", **op
         return _checked(method, chosen.function(model, **for_method))
     if input is None:
         raise InvalidInputError("attribute: `input` is missing; pass a string, a list of strings or token ids.")
-    return _checked(method, chosen.function(freeze(model, input, **for_freeze), **for_method))
+    rows, batches = _batches(model, input, for_freeze, memory)
+    if len(batches) < 2:
+        return _checked(method, chosen.function(freeze(model, input, **for_freeze), **for_method))
+    for_freeze.pop("prepend_bos", None)  # the rows are token ids now
+    parts = []
+    for batch in batches:
+        frozen = freeze(model, [rows[i] for i in batch], **for_freeze)
+        own = {name: _of_prompts(name, value, batch, len(rows)) for name, value in for_method.items()}
+        parts.append(_checked(method, chosen.function(frozen, **own)))
+    given = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
+    return joined(parts, batches, given)
+
+
+def _batches(
+    model: ModelLike, input: Any, for_freeze: dict[str, Any], memory: Memory
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Many prompts as rows of token ids, and which of them go together; no batches where one pass is asked for."""
+    whole = {"attention_mask", "token_type_ids", "cache"} & set(for_freeze)
+    if whole or isinstance(input, str) or not hasattr(input, "__len__") or len(input) < 2:
+        return [], []
+    view = ModelView(model)
+    rows = tokenized(view, input, for_freeze.get("prepend_bos"))
+    return rows, memory_batches(view, [len(row) for row in rows], memory)
+
+
+def _of_prompts(name: str, value: Any, batch: Sequence[int], prompts: int) -> Any:
+    """An option's share of a batch, where it names one thing for each prompt."""
+    if name not in PER_PROMPT or isinstance(value, str) or not hasattr(value, "__len__") or len(value) != prompts:
+        return value
+    return value[torch.tensor(batch)] if isinstance(value, Tensor) else [value[i] for i in batch]
 
 
 def _checked(method: str, result: Any) -> Attribution:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tensorlens_tl as tlens
-from tensorlens_tl.activation import coefficients, derivative, is_elementwise, path_mean, ratio
+from tensorlens_tl.models.activations import coefficients, derivative, is_elementwise, path_mean, ratio
 
 ACTIVATIONS = {
     "gelu": torch.nn.functional.gelu,

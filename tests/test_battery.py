@@ -8,7 +8,7 @@ from conftest import hooks_on, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import registry
-from tensorlens_tl.maps import ZERO, AffineMap, Attention, Linear
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, Attention, Linear
 from tensorlens_tl.testing import check_attribution, check_map, check_method, check_model, model_names, tiny_model
 from tensorlens_tl.testing.requirements import Untouched
 
@@ -372,7 +372,7 @@ def test_something_that_is_no_result(model_named):
 
 def misread(monkeypatch, part, **changes):
     """A model adapter that hands out other weights than the model computes with."""
-    from tensorlens_tl.view import BlockView
+    from tensorlens_tl.models.view import BlockView
 
     right = getattr(BlockView, part).func
     wrong = property(lambda self: dataclasses.replace(right(self), **{k: f(right(self)) for k, f in changes.items()}))
@@ -422,7 +422,7 @@ def test_a_misread_model_is_caught_by_its_proof(name, broken, message, monkeypat
 
 def ignored_patterns(monkeypatch):
     """Patterns are replaced where the model only observes them: what our probe of the model is there to find."""
-    monkeypatch.setattr("tensorlens_tl.frozen.patterns_take_effect", lambda model, inputs, blocks: [True] * len(blocks))
+    monkeypatch.setattr("tensorlens_tl.passes.frozen.patterns_take_effect", lambda model, inputs, blocks: [True] * len(blocks))
 
 
 def ignored_norms(monkeypatch):
@@ -478,7 +478,7 @@ def test_what_the_proof_cannot_see_is_caught(name, broken, message, monkeypatch)
 def test_padding_that_a_model_ignores_is_caught(monkeypatch):
     model = tiny_model("hooked/bidirectional")
     assert "attention mask" in check_model(model).refused["padding on the right"]
-    monkeypatch.setattr("tensorlens_tl.freezing._check_padding", lambda prompt, points, kept: None)
+    monkeypatch.setattr("tensorlens_tl.passes.freezing._check_padding", lambda prompt, points, kept: None)
     with pytest.raises(tlens.ConformanceError, match="padding on the right changes nothing"):
         check_model(model)
 

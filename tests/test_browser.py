@@ -8,7 +8,7 @@ import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl import report
-from tensorlens_tl.report.page import page
+from tensorlens_tl.drawing.page import page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[dev]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

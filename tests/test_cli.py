@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import tensorlens_tl as tlens
-from tensorlens_tl.cli import main
+from tensorlens_tl.commands import main
 
 
 def test_demo_writes_a_page_that_needs_no_network(tmp_path, capsys):

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate
-from tensorlens_tl.cli import main
+from tensorlens_tl.commands import main
 from tensorlens_tl.evaluate.known_answer import ranking
 from tensorlens_tl.evaluate.perturbation import rank
 from tensorlens_tl.evaluate.scorers import random_scores, scorers_of
-from tensorlens_tl.evaluate.statistics import bootstrap_interval, sign_flip_p
+from tensorlens_tl.results.statistics import bootstrap_interval, sign_flip_p
 from tensorlens_tl.testing import model_names
 
 FAMILIES = ("hooked/gqa", "bridge/gpt2", "bridge/bert", "bridge/llama", "encoder/bert", "bridge/neox")

@@ -8,7 +8,7 @@ from conftest import hooks_on, some_tokens
 from torch import nn
 
 import tensorlens_tl as tlens
-from tensorlens_tl.layouts import LAYOUTS
+from tensorlens_tl.models.layouts import LAYOUTS
 from tensorlens_tl.testing import model_names, tiny_model
 
 HOOKED = [name for name in model_names() if name.startswith("hooked/")]

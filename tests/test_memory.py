@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tensorlens_tl as tlens
-from tensorlens_tl.budget import in_bytes
+from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.testing import Allocations
 from tensorlens_tl.testing.models import _bridge
 

@@ -6,7 +6,7 @@ from conftest import FLOAT32_INSIDE, hooks_on, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import contextualisation
-from tensorlens_tl.layer_maps import LAYER_MAPS
+from tensorlens_tl.layerwise.aggregate import LAYER_MAPS
 from tensorlens_tl.testing import check_attribution, check_method, model_names, tiny_model
 
 CASES = {

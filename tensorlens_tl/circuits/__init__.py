@@ -6,6 +6,7 @@
 | does it copy | `copying_scores`, `ov_eigenvalues` |
 | which heads read from which | `composition_scores`, `virtual_head` |
 | what wrote this logit directly | `logit_attribution` |
+| what is lost without a head, whatever lies between | `total_effects` |
 | what does one head move, and what becomes of it | `head_map` |
 | through which nodes did it come | `paths`, `top_paths`, `contribution_graph` |
 | why does this head attend there | `qk_attribution` |
@@ -13,11 +14,12 @@
 | how wrong is it away from its input | `error_bound` |
 """
 
-from tensorlens_tl.circuits.components import HeadMap, head_map, logit_attribution
 from tensorlens_tl.circuits.composition import composition_scores
-from tensorlens_tl.circuits.expansion import Paths, paths, top_paths
-from tensorlens_tl.circuits.graph import ContributionGraph, contribution_graph
-from tensorlens_tl.circuits.score_attribution import ScoreAttribution, qk_attribution
+from tensorlens_tl.circuits.direct import logit_attribution
+from tensorlens_tl.circuits.expansion import paths, top_paths
+from tensorlens_tl.circuits.graph import contribution_graph
+from tensorlens_tl.circuits.head import HeadMap, head_map
+from tensorlens_tl.circuits.score_attribution import qk_attribution
 from tensorlens_tl.circuits.spectrum import (
     Directions,
     ErrorBound,
@@ -27,7 +29,7 @@ from tensorlens_tl.circuits.spectrum import (
     singular_directions,
     spectral_norm,
 )
-from tensorlens_tl.circuits.terms import Term, Terms
+from tensorlens_tl.circuits.total import total_effects
 from tensorlens_tl.circuits.weights import (
     copying_scores,
     full_ov,
@@ -38,6 +40,9 @@ from tensorlens_tl.circuits.weights import (
     svd_tokens,
     virtual_head,
 )
+from tensorlens_tl.results.graph import ContributionGraph
+from tensorlens_tl.results.pairs import ScoreAttribution
+from tensorlens_tl.results.terms import Paths, Terms
 
 __all__ = [
     "ContributionGraph",
@@ -46,7 +51,6 @@ __all__ = [
     "HeadMap",
     "Paths",
     "ScoreAttribution",
-    "Term",
     "Terms",
     "as_scipy",
     "composition_scores",
@@ -67,5 +71,6 @@ __all__ = [
     "spectral_norm",
     "svd_tokens",
     "top_paths",
+    "total_effects",
     "virtual_head",
 ]

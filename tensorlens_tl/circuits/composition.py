@@ -13,10 +13,10 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.weights import LayerWeights, as_pass, as_view
-from tensorlens_tl.collapse import wide
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.passes.frozen import FrozenPass
 
 KINDS = ("Q", "K", "V")
 
@@ -61,11 +61,11 @@ def composition_scores(
         raise UnsupportedModelError(
             f"{view.description}: its layers differ in their heads, which do not fit one table."
         )
-    V, O = wide(torch.stack([layer.V for layer in layers])), wide(torch.stack([layer.O for layer in layers]))  # noqa: E741
+    V, O = upcast(torch.stack([layer.V for layer in layers])), upcast(torch.stack([layer.O for layer in layers]))  # noqa: E741
     reads, others = V, O.mT
     if scores:
-        Q = wide(torch.stack([layer.Q for layer in layers if layer.Q is not None]))
-        K = wide(torch.stack([layer.K for layer in layers if layer.K is not None]))
+        Q = upcast(torch.stack([layer.Q for layer in layers if layer.Q is not None]))
+        K = upcast(torch.stack([layer.K for layer in layers if layer.K is not None]))
         reads, others = (Q, K) if kind == "Q" else (K, Q)
     gram_v, gram_other = V.mT @ V, others.mT @ others
     norms = (gram_v * (O @ O.mT)).sum((-2, -1)).sqrt()

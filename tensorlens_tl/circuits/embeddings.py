@@ -4,18 +4,15 @@ Which hook points hold the parts differs by class, and which of them are added d
 positions never enter the stream). The known ways are data; the one whose sum is the stream is taken.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.hooks import capture_before
-from tensorlens_tl.maps import Norm
-from tensorlens_tl.view import norm_weights
-
-if TYPE_CHECKING:
-    from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.algebra import Norm
+from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.hooks import capture
+from tensorlens_tl.models.view import norm_weights
+from tensorlens_tl.passes.frozen import FrozenPass
 
 PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
     ({"embed": "hook_embed", "pos_embed": "hook_pos_embed"}, None),
@@ -40,7 +37,7 @@ PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
 """Hook points that add up to the first block's input, and the norm that they go through where there is one."""
 
 
-def embedding_parts(frozen: "FrozenPass") -> dict[str, Float[Tensor, "batch pos d_model"]]:
+def embedding_parts(frozen: FrozenPass) -> dict[str, Float[Tensor, "batch pos d_model"]]:
     """The summands of ``blocks.0`` input by name; one entry ``"embed"`` where no known way adds up to it.
 
     An embedding norm is frozen as any other: its linear part is applied to each summand and its shift is one more.
@@ -49,7 +46,8 @@ def embedding_parts(frozen: "FrozenPass") -> dict[str, Float[Tensor, "batch pos 
     known = frozen.model.hook_dict
     scales = {norm: f"{norm}.hook_scale" for _, norm in PARTS if norm is not None}
     wanted = {name for names, _ in PARTS for name in names.values()} | set(scales.values())
-    kept = capture_before(frozen.model, frozen.inputs, sorted(wanted & set(known)), points.resid_pre)
+    asked = sorted(wanted & set(known))
+    kept, _ = capture(frozen.model, frozen.inputs, asked, last=points.resid_pre, optional=True)
     for names, norm in PARTS:
         if not all(name in kept for name in names.values()) or (norm is not None and scales[norm] not in kept):
             continue
@@ -58,15 +56,14 @@ def embedding_parts(frozen: "FrozenPass") -> dict[str, Float[Tensor, "batch pos 
             continue
         found = {part: tensor for part, tensor in parts.items() if tensor is not None}
         if norm is not None:
-            module = frozen.model.get_submodule(norm)
+            module = frozen.view.model.get_submodule(norm)
             weights = norm_weights(module, frozen.view.cfg)
             held = Norm(kept[scales[norm]], weights.gain, weights.shift, weights.centre)
             found = {part: held.push(tensor) for part, tensor in found.items()}
             if weights.shift is not None:
                 found[f"{norm}.b"] = weights.shift.expand_as(x)
         made = sum(found.values(), start=torch.zeros_like(x))
-        error = (made - x).norm(dim=-1) / x.norm(dim=-1).clamp_min(torch.finfo(x.dtype).tiny)
-        if float(error[frozen.mask].max()) <= frozen.tolerance:
+        if relative_error(made, x, frozen.mask) <= frozen.tolerance:
             return found
     return {"embed": x}
 

@@ -13,26 +13,21 @@ Nothing is trained and nothing is approximated: attention patterns, activation r
 post-LN model what a source wrote goes through the norms of the residual stream before it enters a node.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.circuits.embeddings import embedding_parts
-from tensorlens_tl.circuits.trunk import Asked, Branch, Pulled, ask
-from tensorlens_tl.collapse import wide
+from tensorlens_tl.algebra import Attention, Chain
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.stream import Pulled, StreamTarget, Sublayer, stream_target
 from tensorlens_tl.errors import InvalidInputError, SizeError
-from tensorlens_tl.maps import Attention, Chain
-
-if TYPE_CHECKING:
-    import networkx
-    import pandas as pd
-
-    from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.results.graph import ContributionGraph
 
 MOST_EDGES = 2_000_000
 """Edges a graph may keep."""
@@ -41,138 +36,47 @@ EDGE_BYTES = 256 * 2**20
 """Bytes of edge weights that are looked at at once."""
 
 
-@dataclass(frozen=True, eq=False)
-class ContributionGraph:
-    """A logit as a weighted graph. Made by `contribution_graph`.
-
-    Attributes:
-        nodes: one row per node: `name`, `kind` (embedding, head, mlp, bias, target), `layer` (-1 for none), `pos`,
-            `token`, `weight`, `bias` (what of the weight is the node's own bias) and `entering` (Σ abs of all its
-            incoming edges, kept or not). The last row is the target.
-        edges: `source`, `target` (row numbers of `nodes`) and `weight`.
-        total: the model's own logit, before any final soft cap.
-        constant: b_U's part of it.
-        residual: how far the target's incoming edges and `constant`, and all sources, are from the total: the larger.
-        soft_cap: the cap that the model applies after it, or None.
-    """
-
-    nodes: "pd.DataFrame"
-    edges: "pd.DataFrame"
-    question: str
-    total: float
-    constant: float
-    residual: float
-    soft_cap: float | None = None
-
-    def __repr__(self) -> str:
-        return (
-            f"ContributionGraph({self.question!r}: {len(self.nodes)} nodes, {len(self.edges)} edges, "
-            f"total={self.total:.4g}, completeness={self.completeness:.2f}, residual={self.residual:.1e})"
-        )
-
-    def _repr_html_(self) -> str:
-        from tensorlens_tl.report import circuits, page
-
-        return page.head() + circuits.graph(self)
-
-    @property
-    def completeness(self) -> float:
-        """The share of what enters the kept nodes that the kept edges carry, weighted by the nodes' abs(weight).
-
-        1 with every edge; the measure by which a pruned graph is judged (cf. the completeness of attribution graphs).
-        """
-        entering, weight = (self.nodes[column].to_numpy(float) for column in ("entering", "weight"))
-        sizes = np.abs(self.edges["weight"].to_numpy(float))
-        kept = np.bincount(self.edges["target"].to_numpy(int), weights=sizes, minlength=len(entering))
-        inner = entering > 0
-        share, weight = np.minimum(kept[inner] / entering[inner], 1.0), np.abs(weight[inner])
-        return float((share * weight).sum() / weight.sum()) if weight.any() else 1.0
-
-    def prune(self, keep: Any = 0.8) -> "ContributionGraph":
-        """The largest edges that together carry `keep` of this graph's edges, and what of them reaches the target.
-
-        Edges and nodes that no longer lead to the target go too; `completeness` says what is left.
-
-        Raises:
-            InvalidInputError: keep outside (0, 1].
-        """
-        if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
-            raise InvalidInputError(f"keep={keep!r}: the share of the edges' size to keep, above 0 and at most 1.")
-        sizes = np.abs(self.edges["weight"].to_numpy(float))
-        order = sizes.argsort()[::-1]
-        large = np.zeros(len(sizes), dtype=bool)
-        large[order] = sizes[order].cumsum() - sizes[order] < keep * sizes.sum()
-        source, target = (self.edges[column].to_numpy(int) for column in ("source", "target"))
-        reached = np.zeros(len(self.nodes), dtype=bool)
-        reached[-1] = True
-        count = 0
-        while count != reached.sum():  # one step backwards from all that is reached, as often as there is news
-            count = reached.sum()
-            reached[source[large & reached[target]]] = True
-        kept, number = large & reached[target], reached.cumsum() - 1
-        edges = self.edges[kept].assign(source=number[source[kept]], target=number[target[kept]])
-        return replace(self, nodes=self.nodes[reached].reset_index(drop=True), edges=edges.reset_index(drop=True))
-
-    def to_dataframe(self) -> "pd.DataFrame":
-        """The edges, largest first, with the names and positions of both ends."""
-        import pandas as pd
-
-        columns = (self.nodes[column].tolist() for column in ("name", "pos", "token"))
-        labels = np.array([f"{name} @{pos} {token}" for name, pos, token in zip(*columns, strict=True)], dtype=object)
-        weight = self.edges["weight"].to_numpy(float)
-        order = np.abs(weight).argsort()[::-1]
-        source, target = (self.edges[column].to_numpy(int)[order] for column in ("source", "target"))
-        return pd.DataFrame({"source": labels[source], "target": labels[target], "weight": weight[order]})
-
-    def to_networkx(self) -> "networkx.DiGraph":
-        """The graph with every column of `nodes` and `edges` as attributes (networkx comes with torch)."""
-        import networkx
-
-        graph = networkx.DiGraph(question=self.question, total=self.total, constant=self.constant)
-        graph.add_nodes_from((number, dict(row)) for number, row in self.nodes.iterrows())
-        graph.add_weighted_edges_from(self.edges[["source", "target", "weight"]].itertuples(index=False, name=None))
-        return graph
-
-
 def contribution_graph(
-    frozen: "FrozenPass",
-    target: Any = None,
-    minus: Any = None,
+    frozen: FrozenPass,
+    target: TokenLike = None,
+    minus: TokenLike = None,
     *,
     threshold: Any = 0.01,
-    query: Any = -1,
+    query: Query = -1,
     direction: Any = None,
+    layers: LayerRange = None,
     activation: str = "ratio",
 ) -> ContributionGraph:
     """The contribution graph of one logit of one prompt.
 
     Args:
         frozen: a pass of one prompt.
-        target, minus, direction, query: as in `logit_attribution`.
+        target, minus, direction, layers: as in `logit_attribution`.
         threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
             keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
+        query: one position; see `tensorlens_tl.passes.prompts.query_positions`.
         activation: the rule for MLPs.
 
     Raises:
-        InvalidInputError: several prompts, a threshold outside [0, 1], and what `logit_attribution` refuses.
+        InvalidInputError: several prompts or queries, a threshold outside [0, 1], and what `logit_attribution` refuses.
         SizeError: more than `MOST_EDGES` edges would be kept.
     """
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
-    asked = ask(frozen, target, minus, direction, query, activation)
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
-    return _Builder(asked, asked.trunk.pull(asked.seed), float(threshold)).graph()
+    return _Builder(asked, asked.stream.pull(asked.seed), float(threshold)).graph()
 
 
 @dataclass(eq=False)
 class _Builder:
     """Walks the steps forwards with every source's output, and collects nodes and edges.
 
-    `outputs` holds what each source wrote, moved along the road to the stream before the current step.
+    `outputs` holds what each source wrote, carried directly to the stream before the current step.
     """
 
-    asked: Asked
+    asked: StreamTarget
     pulled: Pulled
     threshold: float
     names: list[str] = field(default_factory=list)
@@ -187,19 +91,19 @@ class _Builder:
     def graph(self) -> ContributionGraph:
         import pandas as pd
 
-        trunk, frozen = self.asked.trunk, self.asked.trunk.frozen
-        query, total, constant = int(self.asked.positions), self.asked.total, self.asked.constant
-        parts = embedding_parts(frozen)
+        stream, frozen = self.asked.stream, self.asked.stream.frozen
+        query, total, constant = int(self.asked.positions), self.asked.total[0, 0], self.asked.constant[0, 0]
+        parts = stream.sources()
         outputs = torch.stack([part[0] for part in parts.values()])
         for name in parts:
             self._node(name, "embedding", -1)
         self.weights += list((outputs * self.pulled.stream[0][0, 0]).sum(-1))
-        for number, step in enumerate(trunk.steps):
+        for number, step in enumerate(stream.steps):
             written: list[Tensor] = []
-            for branch, hidden in zip(step.branches, trunk.hidden[number], strict=True):
-                met = branch.write.pull(self.pulled.sums[number])
-                self._enter(branch, met, outputs)
-                written.append(self._leave(branch, hidden, met))
+            for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+                met = sublayer.write.pull(self.pulled.sums[number])
+                self._enter(sublayer, met, outputs)
+                written.append(self._leave(sublayer, hidden, met))
             for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
                 written.append(self._bias(name, step.layer, bias, self.pulled.sums[number]))
             outputs = torch.cat([outputs, *written])
@@ -236,7 +140,7 @@ class _Builder:
         )
         self.edges = self._large()
         self._check_count(MOST_EDGES)
-        source, end, weight = (wide(torch.cat(column)).cpu().numpy() for column in zip(*self.edges, strict=True))
+        source, end, weight = (upcast(torch.cat(column)).cpu().numpy() for column in zip(*self.edges, strict=True))
         edges = pd.DataFrame({"source": source, "target": end, "weight": weight})
         residual = max(abs(value - float(total)) for value in reached) / max(size, torch.finfo(weights.dtype).tiny)
         return ContributionGraph(
@@ -258,42 +162,39 @@ class _Builder:
         self.weights.append((bias * met[0])[0].sum(-1))
         return bias
 
-    def _leave(self, branch: Branch, hidden: Tensor, met: Tensor) -> Float[Tensor, "node pos d_model"]:
-        """The branch's nodes: their weights, their own biases, and what they wrote."""
-        own = torch.zeros_like(hidden) if branch.read.bias.ndim == 0 else branch.read.bias.expand_as(hidden)
+    def _leave(self, sublayer: Sublayer, hidden: Tensor, met: Tensor) -> Float[Tensor, "node pos d_model"]:
+        """The sublayer's nodes: their weights, their own biases, and what they wrote."""
+        own = torch.zeros_like(hidden) if sublayer.read.bias.ndim == 0 else sublayer.read.bias.expand_as(hidden)
         for name, weight, bias in zip(
-            branch.nodes,
-            branch.split(met[0, 0] * hidden[0]).sum(-1).T,
-            branch.split(met[0, 0] * own[0]).sum(-1).T,
+            sublayer.nodes,
+            sublayer.split(met[0, 0] * hidden[0]).sum(-1).T,
+            sublayer.split(met[0, 0] * own[0]).sum(-1).T,
             strict=True,
         ):
-            self._node(name, "head" if branch.is_attention else "mlp", branch.layer)
+            self._node(name, "head" if sublayer.is_attention else "mlp", sublayer.layer)
             self.weights.append(weight)
             self.biases.append(bias)
-        split = branch.split(hidden[0])
-        alone = torch.diag_embed(rearrange(split, "p n c -> c p n")) if len(branch.nodes) > 1 else None
-        rows = hidden if alone is None else rearrange(alone, "c p n m -> m p (n c)")
-        return branch.write.push(rows[:, None])[:, 0]
+        return sublayer.outputs(hidden)[:, 0]
 
     # ------------------------------------------------------------------ edges
 
-    def _enter(self, branch: Branch, met: Tensor, outputs: Float[Tensor, "source pos d_model"]) -> None:
-        """Edges from every source so far into the branch's nodes."""
+    def _enter(self, sublayer: Sublayer, met: Tensor, outputs: Float[Tensor, "source pos d_model"]) -> None:
+        """Edges from every source so far into the sublayer's nodes."""
         first, pos, sources = len(self.names), outputs.shape[1], outputs.shape[0]
         at = torch.arange(pos, device=outputs.device)
-        if not branch.is_attention:
-            weights = (outputs * branch.read.pull(met)[0, 0]).sum(-1)
+        if not sublayer.is_attention:
+            weights = (outputs * sublayer.read.pull(met)[0, 0]).sum(-1)
             self.entering[first] = weights.abs().sum(0)
             self._keep(torch.arange(sources, device=at.device)[:, None] * pos + at, first * pos + at, weights)
             return
-        *before, mix = branch.read.stages
+        *before, mix = sublayer.read.stages
         assert isinstance(mix, Attention)
         values = rearrange(Chain(tuple(before)).push(outputs[:, None])[:, 0], "m k (kv d) -> kv m k d", kv=mix.kv_heads)
-        asked = branch.split(met[0, 0])
+        asked = sublayer.split(met[0, 0])
         chunk = max(1, EDGE_BYTES // (pos * pos * outputs.element_size()))
-        for head in range(len(branch.nodes)):
+        for head in range(len(sublayer.nodes)):
             self.entering[first + head] = torch.zeros(pos).to(outputs)
-            own = values[head // (len(branch.nodes) // mix.kv_heads)]
+            own = values[head // (len(sublayer.nodes) // mix.kv_heads)]
             for start in range(0, sources, chunk):
                 weights = mix.pattern[0, head] * (
                     asked[:, head] @ own[start : start + chunk].mT

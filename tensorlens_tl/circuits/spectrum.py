@@ -14,22 +14,22 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.arguments import check_pass, whole_number
-from tensorlens_tl.collapse import wide
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra import AffineMap
+from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.frozen import output_name
 from tensorlens_tl.hooks import capture, refuse_attached, replace
-from tensorlens_tl.maps import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum, Transpose
-from tensorlens_tl.operator import FrozenOperator
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.operator import FrozenOperator
+from tensorlens_tl.passes.prompts import one_query
+from tensorlens_tl.passes.record import check_pass
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
-
-    from tensorlens_tl.frozen import FrozenPass
 
 
 def as_scipy(op: Any) -> "LinearOperator":
@@ -48,13 +48,13 @@ def as_scipy(op: Any) -> "LinearOperator":
     def through(move: Any) -> Any:
         def columns(x: Any) -> Any:
             rows = torch.as_tensor(x.reshape(size, -1).T.copy()).to(op.x).reshape(-1, 1, *shape)
-            moved = wide(move(rows * real) * real)  # padding neither gives nor receives
+            moved = upcast(move(rows * real) * real)  # padding neither gives nor receives
             return moved.reshape(len(rows), size).T.cpu().numpy().reshape(x.shape)
 
         return columns
 
     push, pull = through(op.push), through(op.pull)
-    dtype = wide(op.x[:0]).cpu().numpy().dtype
+    dtype = upcast(op.x[:0]).cpu().numpy().dtype
     # each is written for one vector and for a matrix of columns alike, which scipy names apart
     return LinearOperator((size, size), dtype=dtype, matvec=push, rmatvec=pull, matmat=push, rmatmat=pull)  # pyright: ignore[reportCallIssue]
 
@@ -94,12 +94,12 @@ class Directions:
     read: Float[Tensor, "k d_in"]
 
 
-def singular_directions(op: Any, query: Any = -1, key: Any = 0, *, k: Any = 5) -> Directions:
+def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Any = 5) -> Directions:
     """Which directions of one token another token's output depends on most, exactly, for `d_model` pulls.
 
     Args:
         op: the operator of one prompt.
-        query, key: positions, counted over the real tokens.
+        query, key: one position each; see `tensorlens_tl.passes.prompts.query_positions`.
         k: how many directions; d_model at most.
 
     Raises:
@@ -107,10 +107,9 @@ def singular_directions(op: Any, query: Any = -1, key: Any = 0, *, k: Any = 5) -
     """
     _one_prompt(op)
     k = whole_number("k", k, 1, op.x.shape[-1])
-    if query is None or key is None:
-        raise InvalidInputError("query and key: one block of the tensor at a time; pass integers.")
-    block = op.slice(query, keys=[key])[0, :, 0]
-    left, values, right = torch.linalg.svd(wide(block))
+    position = one_query(op.frozen.prompt, key, "key")
+    block = op.slice(query, keys=position[0])[0, :, 0]
+    left, values, right = torch.linalg.svd(upcast(block))
     return Directions(values[:k], left.T[:k], right[:k])
 
 
@@ -130,39 +129,13 @@ def norm_bound(m: Any) -> float:
     """An upper bound of ‖linear part‖₂ of a map or an operator, by the rules above.
 
     Raises:
-        InvalidInputError: no map, or one of a class that has no rule.
+        InvalidInputError: no map and no operator.
     """
     if isinstance(m, FrozenOperator):
-        return norm_bound(m.map)
-    if isinstance(m, Identity):
-        return 1.0
-    if isinstance(m, Linear):
-        return _largest_singular_value(m.weight)
-    if isinstance(m, Diagonal):
-        return float(m.factor.abs().max())
-    if isinstance(m, Norm):
-        return (1.0 if m.gain is None else float(m.gain.abs().max())) / float(m.scale.min())
-    if isinstance(m, Attention):
-        # heads that share a key-value head read the same values: their patterns stack
-        stacked = rearrange(m.pattern, "b (kv group) q k -> b kv (group q) k", kv=m.kv_heads)
-        return _largest_singular_value(stacked)
-    if isinstance(m, Chain):
-        bound = 1.0
-        for stage in m.stages:
-            bound *= norm_bound(stage)
-        return bound
-    if isinstance(m, Sum):
-        return sum(norm_bound(term) for term in m.terms)
-    if isinstance(m, Transpose):
-        return norm_bound(m.inner)
-    raise InvalidInputError(f"norm_bound: no rule for a map of class {type(m).__name__}.")
-
-
-def _largest_singular_value(matrix: Float[Tensor, "*batch rows columns"]) -> float:
-    """By the Gram matrix of the smaller side, in float64: several times faster than singular values."""
-    matrix = matrix.double()
-    gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
-    return float(torch.linalg.eigvalsh(gram)[..., -1].max().clamp_min(0).sqrt())
+        m = m.map
+    if not isinstance(m, AffineMap):
+        raise InvalidInputError(f"norm_bound: {type(m).__name__} is no map or operator.")
+    return m.norm_bound()
 
 
 @dataclass(frozen=True)
@@ -182,9 +155,7 @@ class ErrorBound:
     amplification: list[float]
 
 
-def error_bound(
-    frozen: "FrozenPass", x: Float[Tensor, "batch pos d_model"], *, activation: str = "ratio"
-) -> ErrorBound:
+def error_bound(frozen: FrozenPass, x: Float[Tensor, "batch pos d_model"], *, activation: str = "ratio") -> ErrorBound:
     """How far the frozen operator is from the live model at the input `x`, and a bound of that, layer by layer.
 
     Args:
@@ -203,7 +174,7 @@ def error_bound(
     if x.shape != op.x.shape:
         raise InvalidInputError(f"error_bound: x is {tuple(x.shape)}, the pass's input {tuple(op.x.shape)}.")
     stages: list[AffineMap] = [frozen.block(layer, activation=activation) for layer in range(frozen.n_layers)]
-    names = [output_name(frozen.points, layer) for layer in range(frozen.n_layers)]
+    names = [frozen.output_name(layer) for layer in range(frozen.n_layers)]
     final, end = frozen.final_norm(), frozen.points.unembed_in
     if final is not None and end is not None:
         stages.append(final)
@@ -213,13 +184,13 @@ def error_bound(
     live = [x, *(kept[name].to(x) for name in names)]
     real = frozen.mask[..., None]
     steps = zip(stages, pairwise(live), strict=True)
-    local = [float(wide((after - stage(before)) * real).norm()) for stage, (before, after) in steps]
+    local = [float(upcast((after - stage(before)) * real).norm()) for stage, (before, after) in steps]
     bounds, amplification = [norm_bound(stage) for stage in stages], [1.0]
     for bound in reversed(bounds[1:]):
         amplification.append(amplification[-1] * bound)
     amplification.reverse()
     total = sum(factor * error for factor, error in zip(amplification, local, strict=True))
-    return ErrorBound(float(wide((live[-1] - op(x)) * real).norm()), total, local, amplification)
+    return ErrorBound(float(upcast((live[-1] - op(x)) * real).norm()), total, local, amplification)
 
 
 def _one_prompt(op: Any) -> None:

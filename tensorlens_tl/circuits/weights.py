@@ -22,15 +22,15 @@ from einops import rearrange
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from tensorlens_tl.arguments import whole_number
-from tensorlens_tl.circuits.scores import ScoreReading, score_reading
-from tensorlens_tl.collapse import wide
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.qk_reading import ScoreReading, score_reading
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.freezing import freeze
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.selection import chosen_head
-from tensorlens_tl.targets import token_label
-from tensorlens_tl.view import ModelView, NormWeights
+from tensorlens_tl.models.view import ModelView, NormWeights
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.selection import chosen_head
+from tensorlens_tl.passes.target import token_label
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -100,7 +100,7 @@ def ov_eigenvalues(model: Any, layer: Any, head: Any, *, fold_norms: bool = Fals
     """The non-zero eigenvalues of `full_ov`, largest first: positive ones copy tokens, negative ones suppress them."""
     unembedding, embedding = _square_vocabulary(as_view(model), fold_norms)
     circuit = ov(model, layer, head, fold_norms=fold_norms)
-    values = torch.linalg.eigvals(wide(circuit.B) @ unembedding @ embedding @ wide(circuit.A))
+    values = torch.linalg.eigvals(upcast(circuit.B) @ unembedding @ embedding @ upcast(circuit.A))
     return values[values.abs().argsort(descending=True)]
 
 
@@ -113,7 +113,7 @@ def copying_scores(model: Any, *, fold_norms: bool = False) -> Float[Tensor, "la
     scores = []
     for layer in range(view.n_layers):
         weights = LayerWeights.of(source, layer, fold_norms)
-        values = torch.linalg.eigvals(wide(weights.O) @ through @ wide(weights.V))
+        values = torch.linalg.eigvals(upcast(weights.O) @ through @ upcast(weights.V))
         scores.append(values.sum(-1).real / values.abs().sum(-1).clamp_min(torch.finfo(through.dtype).tiny))
     return torch.stack(scores)
 
@@ -165,9 +165,9 @@ def svd_tokens(
     else:
         matrix = qk(model, layer, head, offset=offset, fold_norms=fold_norms)
         tables = {"query": view.embedding, "key": view.embedding}
-    matrix = factored(wide(matrix.A), wide(matrix.B))
+    matrix = factored(upcast(matrix.A), upcast(matrix.B))
     sides = {
-        name: (vectors, wide(table))
+        name: (vectors, upcast(table))
         for (name, table), vectors in zip(tables.items(), (matrix.U, matrix.V), strict=True)
     }
     values, rank = matrix.S, min(matrix.A.shape[-1], matrix.S.shape[-1])
@@ -329,7 +329,7 @@ def _square_vocabulary(view: ModelView, fold_norms: bool) -> tuple[Tensor, Tenso
             f"{view.description} reads {W_E.shape[0]} tokens and predicts {W_U.shape[1]}: copying is not defined "
             "between two vocabularies. Use full_ov()."
         )
-    return wide(W_U), wide(W_E)
+    return upcast(W_U), upcast(W_E)
 
 
 def as_view(model: Any) -> ModelView:

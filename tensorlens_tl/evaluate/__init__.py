@@ -12,7 +12,7 @@ Every evaluation returns an `Evaluation`: a value per metric, method and prompt,
 `compare()` (paired), `plot()`, `to_dataframe()`, `save()` and `load()`.
 """
 
-from tensorlens_tl.evaluate.checks import agreement, completeness, randomisation, spearman, stability
+from tensorlens_tl.evaluate.checks import agreement, agreement_table, completeness, randomisation, spearman, stability
 from tensorlens_tl.evaluate.few_shot import few_shot_prompts
 from tensorlens_tl.evaluate.known_answer import expected_mrr, known_answer
 from tensorlens_tl.evaluate.perturbation import perturbation
@@ -23,10 +23,10 @@ from tensorlens_tl.evaluate.relation_decoding import (
     relation_decoding,
 )
 from tensorlens_tl.evaluate.relations import Relation, Sample, shipped_relations
-from tensorlens_tl.evaluate.result import Comparison, Evaluation
 from tensorlens_tl.evaluate.scorers import PREDICTED, STANDARD, predictions
-from tensorlens_tl.evaluate.statistics import bootstrap_interval
 from tensorlens_tl.evaluate.tasks import KnownAnswers, brackets, induction, recall
+from tensorlens_tl.results.evaluation import Comparison, Evaluation
+from tensorlens_tl.results.statistics import bootstrap_interval
 
 __all__ = [
     "PREDICTED",
@@ -39,6 +39,7 @@ __all__ = [
     "RelationDecoder",
     "Sample",
     "agreement",
+    "agreement_table",
     "bootstrap_interval",
     "brackets",
     "by_relation",

@@ -15,13 +15,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tensorlens_tl.arguments import whole_number
-from tensorlens_tl.attribution import Attribution
+from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.result import Evaluation
 from tensorlens_tl.evaluate.scorers import Scorer, query_rows, scorers_of, usable
-from tensorlens_tl.freezing import freeze
-from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results.evaluation import Evaluation
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,7 +53,7 @@ def completeness(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0
         metrics={"residual": False, "unexplained": False},
         methods=list(found),
         units=_units(frozen),
-        settings=frozen.view.provenance(),
+        settings=frozen.provenance(),
         skipped=skipped,
     )
 
@@ -104,7 +104,7 @@ def randomisation(model: Any, prompts: Any, methods: Any = None, *, seed: int = 
         curves=curves,
         axis=torch.arange(layers + 1, dtype=torch.float64),
         axis_name="blocks scrambled, from the last",
-        settings=frozen.view.provenance() | {"seed": seed},
+        settings=frozen.provenance() | {"seed": seed},
         skipped=skipped,
     )
 
@@ -163,7 +163,7 @@ def stability(
         metrics={"similarity": True},
         methods=[scorer.label for scorer in scorers],
         units=_units(frozen),
-        settings=frozen.view.provenance() | {"noise": noise, "draws": draws, "seed": seed},
+        settings=frozen.provenance() | {"noise": noise, "draws": draws, "seed": seed},
         skipped=skipped,
     )
 
@@ -175,22 +175,48 @@ def _replaced_by(value: Tensor) -> Callable[..., Tensor]:
     return hook
 
 
-def agreement(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, **freezing: Any) -> "pd.DataFrame":
-    """Rank correlation of every two methods' scores for the last token, averaged over prompts: a square table.
+def agreement(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, **freezing: Any) -> Evaluation:
+    """Rank correlation of every two methods' scores for the last token.
 
     Args:
         model, prompts, methods, freezing: as in `completeness`.
         seed: of the random baseline.
+
+    Returns:
+        An Evaluation with one metric for each method, ``"with <method>"``: `agreement_table` makes a square of it.
+    """
+    scorers = scorers_of(methods, seed=seed)
+    frozen = freeze(model, prompts, **freezing)
+    scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
+    scores = torch.stack([scorer(frozen) for scorer in scorers])
+    labels = [scorer.label for scorer in scorers]
+    return Evaluation(
+        kind="agreement",
+        values=torch.stack([spearman(scores, other.expand_as(scores), frozen.mask) for other in scores]),
+        metrics={f"{WITH}{label}": None for label in labels},
+        methods=labels,
+        units=_units(frozen),
+        settings=frozen.provenance() | {"seed": seed},
+        skipped=skipped,
+    )
+
+
+WITH = "with "
+
+
+def agreement_table(result: Evaluation) -> "pd.DataFrame":
+    """The means of `agreement`, as a square table of methods.
+
+    Raises:
+        InvalidInputError: no result of `agreement`.
     """
     import pandas as pd
 
-    scorers = scorers_of(methods, seed=seed)
-    frozen = freeze(model, prompts, **freezing)
-    scorers, _ = usable(scorers, frozen, -1, skip=methods is None)
-    scores = torch.stack([scorer(frozen) for scorer in scorers])
-    labels = [scorer.label for scorer in scorers]
-    table = [[float(spearman(a, b, frozen.mask).nanmean()) for b in scores] for a in scores]
-    return pd.DataFrame(table, index=pd.Index(labels, name="method"), columns=labels)
+    if result.kind != "agreement":
+        raise InvalidInputError(f"agreement_table: this is a result of {result.kind!r}.")
+    columns = [metric.removeprefix(WITH) for metric in result.metrics]
+    means = result.values.nanmean(-1).T.tolist()
+    return pd.DataFrame(means, index=pd.Index(result.methods, name="method"), columns=columns)
 
 
 def spearman(

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tensorlens_tl.arguments import whole_number
+from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.relations import Sample, few_shot_text
-from tensorlens_tl.inputs import prepare
-from tensorlens_tl.view import ModelView
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.prompts import prepare
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.arguments import whole_number
+from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE, rank
-from tensorlens_tl.evaluate.result import Evaluation
 from tensorlens_tl.evaluate.scorers import predictions, scorers_of, usable
 from tensorlens_tl.evaluate.tasks import KnownAnswers
-from tensorlens_tl.freezing import freeze
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.results.evaluation import Evaluation
 
 METRICS = ("mrr", "precision", "mass")
 

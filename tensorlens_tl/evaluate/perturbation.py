@@ -24,17 +24,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl.arguments import whole_number
-from tensorlens_tl.budget import in_bytes
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.evaluate.result import Evaluation
 from tensorlens_tl.evaluate.scorers import scorers_of, usable
-from tensorlens_tl.freezing import freeze
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.hooks import ModelPoints, capture, model_points, only_at, run_until
-from tensorlens_tl.inputs import Prompt, prepare, query_positions
-from tensorlens_tl.targets import token_ids
-from tensorlens_tl.view import ModelView
+from tensorlens_tl.hooks import ModelPoints, capture, model_points, only_at
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.prompts import Prompt, prepare, query_positions
+from tensorlens_tl.passes.target import token_ids
+from tensorlens_tl.results.evaluation import Evaluation
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 METRICS = ("hs_mse", "aopc", "logit")
@@ -97,7 +97,7 @@ def perturbation(
     bound = in_bytes(memory)
     view = ModelView(model)
     prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
-    place = _query(query, prompt.mask)
+    place = _query(query, prompt)
     if view.unembedding is None and {"aopc", "logit"} & set(wanted):
         raise UnsupportedModelError(f"{view.description} predicts no tokens; use metrics=['hs_mse'].")
     allowed = perturbable(view, prompt)
@@ -194,7 +194,7 @@ def _metrics(metrics: Any, query: Any) -> list[str]:
     return wanted
 
 
-def _query(query: Any, mask: Bool[Tensor, "prompt pos"]) -> int | None:
+def _query(query: Any, prompt: Prompt) -> int | None:
     """The query as the methods take it: an integer, or None for the mean."""
     if isinstance(query, str):
         known: dict[str, int | None] = {"last": -1, "cls": 0, "mean": None}
@@ -202,7 +202,7 @@ def _query(query: Any, mask: Bool[Tensor, "prompt pos"]) -> int | None:
             raise InvalidInputError(f"query={query!r}; use 'last', 'cls', 'mean' or a position.")
         return known[query]
     place = whole_number("query", query, why="or 'last', 'cls', 'mean'")
-    query_positions(mask, place)
+    query_positions(prompt, place)
     return place
 
 
@@ -257,11 +257,13 @@ class _Replacement:
                     "token."
                 )
             parts = [slice(start, start + 64) for start in range(0, len(prompt.tokens), 64)]
-            seen = [run_until(view.model, _inputs(prompt, part), known[0])[prompt.mask[part]] for part in parts]
-            mean = torch.cat(seen).mean(0)
+            runs = (capture(view.model, _inputs(prompt, part), known[:1], last=known[0])[0] for part in parts)
+            mean = torch.cat([kept[known[0]][prompt.mask[part]] for kept, part in zip(runs, parts, strict=True)]).mean(
+                0
+            )
             return cls(replacement, at=known[0], vector=mean if replacement == "mean" else torch.zeros_like(mean))
         try:
-            token = int(token_ids(view, replacement, 1, "replacement")[0])
+            token = int(token_ids(view, replacement, 1, "replacement"))
         except InvalidInputError as error:
             raise InvalidInputError(f"{error} Or use one of {', '.join(map(repr, REPLACEMENTS))}.") from error
         return cls(repr(replacement), token=token)
@@ -285,7 +287,7 @@ class _Engine:
         self.hidden_at = points.unembed_in or points.last_output
         self.place, self.predicts = place, bool({"aopc", "logit"} & set(metrics))
         batch, pos = prompt.tokens.shape
-        self.positions = None if place is None else query_positions(prompt.mask, place)
+        self.positions = None if place is None else query_positions(prompt, place)
         widest = max(block.mlp.W_in.shape[1] if block.mlp is not None else 0 for block in view.blocks)
         per_row = pos * (8 * view.blocks[0].attention.W_O.shape[1] + 2 * widest + 2 * pos * view.cfg.n_heads)
         self.rows = max(1, memory // (4 * (per_row + (view.d_vocab if self.predicts else 0))))

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.arguments import whole_number
-from tensorlens_tl.budget import chunks
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.few_shot import (
     Prompts,
@@ -32,12 +32,12 @@ from tensorlens_tl.evaluate.few_shot import (
     token_rows,
 )
 from tensorlens_tl.evaluate.relations import Relation, Sample, shipped_relations
-from tensorlens_tl.evaluate.result import Evaluation
 from tensorlens_tl.evaluate.scorers import RANDOM, predictions
-from tensorlens_tl.freezing import freeze
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.operator import FrozenOperator
-from tensorlens_tl.view import ModelView
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.operator import FrozenOperator
+from tensorlens_tl.results.evaluation import Evaluation
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,12 +17,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError, RegistryError, UnsupportedModelError
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.hooks import capture, only_at
-from tensorlens_tl.inputs import query_positions
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.registry import attribute, get_method, list_methods, unknown_method
+from tensorlens_tl.results.attribution import Attribution
 
 
 class _Predicted:
@@ -138,7 +137,7 @@ def query_rows(result: Attribution, frozen: FrozenPass, query: int) -> Int[Tenso
     Raises:
         InvalidInputError: the result holds other queries.
     """
-    wanted = query_positions(frozen.mask, query)
+    wanted = query_positions(frozen.prompt, query)
     found = result.queries.to(wanted.device) == wanted
     if not bool(found.any(1).all()):
         raise InvalidInputError(
@@ -235,9 +234,7 @@ def predictions(frozen: FrozenPass, query: int = -1) -> tuple[Int[Tensor, "batch
     Raises:
         UnsupportedModelError: the model predicts no tokens.
     """
-    if frozen.view.unembedding is None or frozen.points.unembed_in is None:
+    logits = frozen.logits(query)
+    if logits is None:
         raise UnsupportedModelError(f"{frozen.view.description} predicts no tokens.")
-    positions = query_positions(frozen.mask, query)
-    _, logits = capture(frozen.model, frozen.inputs, [], hooks=[only_at(frozen.points.unembed_in, positions)])
-    logits = logits[:, 0] if logits.shape[1] == 1 else torch.take_along_dim(logits, positions[..., None], dim=1)[:, 0]
-    return logits.argmax(-1), logits
+    return logits[:, 0].argmax(-1), logits[:, 0]

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tensorlens_tl.arguments import whole_number
+from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 
 BOS, PAD = "<|bos|>", "<|pad|>"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,16 +9,18 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.models.protocol import HookedModel
 
 
 def capture(
-    model: Any,
+    model: HookedModel,
     inputs: Mapping[str, Any],
     names: Sequence[str],
     *,
     store: str = "model",
     hooks: Sequence[tuple[str, Callable[..., Any]]] = (),
     last: str | None = None,
+    optional: bool = False,
 ) -> tuple[dict[str, Tensor], Any]:
     """Run the model once and keep the activations at `names`.
 
@@ -30,10 +31,14 @@ def capture(
         store: ``"model"`` leaves activations where they are computed, ``"cpu"`` keeps them off the device.
         hooks: further hooks of the run; what they change is captured after them, except at their own point.
         last: a hook point to end the run at; there is no output then.
+        optional: whether a hook point that does not fire is left out instead of refused.
 
     Returns:
         The activations by name, and the model's output (None where the run ended before it). Hooks are gone
         afterwards, also on an exception.
+
+    Raises:
+        UnsupportedModelError: a hook point did not fire.
     """
     kept: dict[str, Tensor] = {}
     points = dict(model.hook_dict)
@@ -52,12 +57,20 @@ def capture(
     with torch.no_grad(), suppress(_ReachedError):
         output = model.run_with_hooks(**inputs, fwd_hooks=[(called.__contains__, keep), *hooks, *ends])
     silent = [name for name in names if name not in kept]
-    if silent:
+    if silent and not optional:
         raise UnsupportedModelError(
             f"the hook point {silent[0]!r} exists but did not fire in a forward pass of this {type(model).__name__}; "
             "a frozen pass needs it."
         )
     return kept, output
+
+
+class _ReachedError(Exception):
+    """Ends a forward pass early; never leaves this module."""
+
+
+def _stop(tensor: Tensor, *, hook: Any) -> None:
+    raise _ReachedError
 
 
 def only_at(name: str, positions: Int[Tensor, "batch 1"]) -> tuple[str, Callable[..., Tensor]]:
@@ -69,32 +82,6 @@ def only_at(name: str, positions: Int[Tensor, "batch 1"]) -> tuple[str, Callable
         return torch.take_along_dim(tensor, positions[..., None].to(tensor.device), dim=1)
 
     return name, hook
-
-
-class _ReachedError(Exception):
-    """Ends a forward pass early; never leaves this module."""
-
-
-def _stop(tensor: Tensor, *, hook: Any) -> None:
-    raise _ReachedError
-
-
-def run_until(model: Any, inputs: Mapping[str, Any], name: str) -> Tensor:
-    """The activation at one hook point, without running the model any further."""
-    return capture_before(model, inputs, [name], name)[name]
-
-
-def capture_before(model: Any, inputs: Mapping[str, Any], names: Sequence[str], last: str) -> dict[str, Tensor]:
-    """The activations at those of `names` that fire up to the hook point `last`, where the run ends."""
-    seen: dict[str, Tensor] = {}
-
-    def keep(tensor: Tensor, *, hook: Any, name: str) -> None:
-        seen[name] = tensor.detach()
-
-    hooks = [*((name, partial(keep, name=name)) for name in names), (last, _stop)]
-    with torch.no_grad(), suppress(_ReachedError):
-        model.run_with_hooks(**inputs, fwd_hooks=hooks)
-    return seen
 
 
 def from_cache(cache: Any, names: Sequence[str], batch: int, pos: int) -> dict[str, Tensor]:

@@ -13,26 +13,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from tensorlens_tl.activation import Coefficients
 from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks.points import BlockPoints
+from tensorlens_tl.models.activations import Coefficients
 
 FwdHook = tuple[str, Callable[..., Tensor | None]]
-
-
-def is_attached(model: Any) -> bool:
-    """Whether hooks of a frozen pass are on the model."""
-    return any(
-        getattr(getattr(handle, "user_hook", None), "holds_fixed", False)
-        for point in model.hook_dict.values()
-        for handle in point.fwd_hooks
-    )
-
-
-def refuse_attached(model: Any) -> None:
-    """Raise `FrozenModelError` if hooks of a frozen pass are on the model: a run would not be its own."""
-    if is_attached(model):
-        raise FrozenModelError("a frozen pass is attached to this model; leave its `with frozen.attached():` first.")
 
 
 def replace(name: str, value: Tensor) -> FwdHook:
@@ -112,7 +97,7 @@ def _check_fired(name: str, fired: set[str]) -> None:
 
 
 def _marked(hook: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Recognised by `refuse_attached`."""
+    """Recognised by `tensorlens_tl.hooks.inspection`."""
     hook.holds_fixed = True  # pyright: ignore[reportFunctionMemberAccess]
     return hook
 

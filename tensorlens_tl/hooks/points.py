@@ -20,7 +20,7 @@ and once: the last block's output, `ln_final.hook_scale`, `unembed.hook_in` (d_m
 from dataclasses import dataclass
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.view import ModelView
+from tensorlens_tl.models.view import ModelView
 
 
 @dataclass(frozen=True)

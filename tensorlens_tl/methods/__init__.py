@@ -1,5 +1,6 @@
 """Attribution methods, one file each; importing this package registers them."""
 
+from tensorlens_tl.methods import contextualisation
 from tensorlens_tl.methods.alti import alti
 from tensorlens_tl.methods.attention import attention
 from tensorlens_tl.methods.decompx import decompx
@@ -13,6 +14,7 @@ from tensorlens_tl.methods.tensorlens import tensorlens
 __all__ = [
     "alti",
     "attention",
+    "contextualisation",
     "decompx",
     "ff_ig",
     "globenc",

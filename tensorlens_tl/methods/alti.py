@@ -7,15 +7,34 @@ Pre-LN and parallel blocks (ours): no norm around the sum, y = x + attention out
 component inside its distance, an error of about 1e-5; here the formula is exact.
 """
 
-from tensorlens_tl.attribution import Attribution
+import torch
+
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.layer_maps import alti_map, product, select_query
-from tensorlens_tl.registry import register_method
+from tensorlens_tl.layerwise import Maps, locals_of, normalize_rows, product, select_query
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.registry import register_layer_map, register_method
+from tensorlens_tl.results.attribution import Attribution
+
+
+@register_layer_map("alti", holds_residual=True)
+def alti_map(frozen: FrozenPass, distance: str = "l1") -> Maps:
+    """C_ij of every layer."""
+    order = {"l1": 1, "l2": 2}[distance]
+    maps = []
+    for layer in locals_of(frozen):
+        outer = layer.norms(layer.attn.outer)
+        y = layer.attended()
+        scores = layer.x.new_empty(*layer.pairs.shape)
+        for keys, vectors in layer.vectors(outer, residual=True):
+            scores[..., keys] = (y - vectors).norm(p=order, dim=-1).permute(1, 2, 0)
+        scores = (y.norm(p=order, dim=-1)[..., None] - scores).clamp_min(0) * layer.pairs
+        maps.append(normalize_rows(scores))
+    return torch.stack(maps)
 
 
 @register_method("alti")
-def alti(frozen: FrozenPass, *, distance: str = "l1", query: int | None = None) -> Attribution:
+def alti(frozen: FrozenPass, *, distance: str = "l1", query: Query = None) -> Attribution:
     """How much nearer each token's vector brings a layer's output, rolled out over layers (Ferrando 2022).
 
     Rows are distributions: they sum to 1.

@@ -2,15 +2,22 @@
 
 import torch
 
-from tensorlens_tl.attribution import AXES, Attribution
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.layer_maps import locals_of, select_query
-from tensorlens_tl.registry import register_method
+from tensorlens_tl.layerwise import Maps, locals_of, select_query
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.registry import register_layer_map, register_method
+from tensorlens_tl.results.attribution import AXES, Attribution
+
+
+@register_layer_map("attention", holds_residual=False)
+def attention_map(frozen: FrozenPass) -> Maps:
+    """The pattern, averaged over heads."""
+    return torch.stack([layer.pattern.mean(1) * layer.pairs for layer in locals_of(frozen)])
 
 
 @register_method("attention")
-def attention(frozen: FrozenPass, *, head_reduction: str | None = "mean", query: int | None = None) -> Attribution:
+def attention(frozen: FrozenPass, *, head_reduction: str | None = "mean", query: Query = None) -> Attribution:
     """The attention pattern itself, averaged over layers; per layer and head in `layers`.
 
     Args:

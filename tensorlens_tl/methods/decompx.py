@@ -1,8 +1,8 @@
 """DecompX: Modarressi et al. 2023.
 
 Every source token's vector goes through the whole model, and every bias is given to the source tokens where it is added
-(`tensorlens_tl.decompose`). As in the original, b_V travels with the sources in the first layer, where they are still
-apart, and is bias in later ones. Vectors sum to the model's own output, except with ``bias="none"``.
+(`tensorlens_tl.algebra.bias_spreading`). As in the original, b_V travels with the sources in the first layer, where
+they are still apart, and is bias in later ones. Vectors sum to the model's own output, except with ``bias="none"``.
 
 Outside post-LN (ours): biases inside a branch are spread there, attention's after the residual connection, whatever the
 layout; the final norm's shift and, for a target, the prediction head's biases are spread too. A source token that
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens_tl.attribution import AXES, Attribution
-from tensorlens_tl.collapse import relative_residual
-from tensorlens_tl.decompose import Spread, check_bias_rule, source_vectors, walk
+from tensorlens_tl.algebra import AffineMap, Chain, Identity, Sum
+from tensorlens_tl.algebra.bias_spreading import Spread, check_bias_rule, source_vectors, walk
+from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.layer_maps import select_query
-from tensorlens_tl.local import LocalLayer
-from tensorlens_tl.maps import AffineMap, Chain, Identity, Sum
-from tensorlens_tl.positions import mixes_positions
+from tensorlens_tl.layerwise import LocalLayer, select_query
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.prompts import query_positions
+from tensorlens_tl.passes.target import logit_label, unembedding_rows
 from tensorlens_tl.registry import register_method
-from tensorlens_tl.targets import logit_label, unembedding_rows
+from tensorlens_tl.results.attribution import AXES, Attribution
 
 
 @register_method("decompx")
@@ -33,10 +33,10 @@ def decompx(
     *,
     bias: str = "absdot",
     activation: str = "ratio",
-    aggregate: str = "norm",
-    target: Any = None,
-    minus: Any = None,
-    query: int | None = None,
+    aggregate: str | None = None,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = None,
 ) -> Attribution:
     """Source vectors through the whole model, biases spread over them stage by stage (Modarressi 2023).
 
@@ -46,9 +46,9 @@ def decompx(
             axis) or `"none"`.
         activation: `"ratio"` (zero origin) or `"tangent"` (linear approximation, its rest spread as a bias).
         aggregate: `"norm"` of the vectors, `"target"` (their share of a logit; additive), or `"vector"` (axes batch,
-            query, key, d_model).
+            query, key, d_model). None is `"target"` where one is given, else `"norm"`.
         target, minus: the token of ``aggregate="target"``, and one to subtract.
-        query: one query counted over real tokens, or None for all.
+        query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
 
     Raises:
         InvalidInputError: an unknown option, a target missing or not asked for, or a query out of range.
@@ -56,6 +56,7 @@ def decompx(
     rule = check_bias_rule(bias)
     if activation not in ("ratio", "tangent"):
         raise InvalidInputError(f"activation={activation!r}; DecompX has 'ratio' and 'tangent'.")
+    aggregate = ("norm" if target is None else "target") if aggregate is None else aggregate
     if aggregate not in ("norm", "target", "vector"):
         raise InvalidInputError(f"aggregate={aggregate!r}; use 'norm', 'target' or 'vector'.")
     if (aggregate == "target") != (target is not None):
@@ -65,20 +66,24 @@ def decompx(
     options = {"bias": bias, "activation": activation, "aggregate": aggregate, "query": query}
     fields: dict[str, Any] = {}
     if aggregate == "target":
-        direction, constant = unembedding_rows(frozen, target, minus)
+        positions = query_positions(frozen.prompt, query)
+        direction, constant = unembedding_rows(frozen, target, minus, positions.shape[1])
         vectors = source_to_output(frozen, rule, activation, through_head=True)
-        scores = torch.einsum("kbqd,bd->bqk", vectors, direction)
-        fields = _target_fields(frozen, scores, direction, constant, query)
+        vectors = torch.take_along_dim(vectors, positions[None, ..., None], dim=2)
+        scores = torch.einsum("kbqd,bqd->bqk", vectors, direction)
+        own = torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1)
+        total, real = (own * direction).sum(-1) + constant, torch.take_along_dim(frozen.mask, positions, dim=1)
+        bias_u, total = constant * real, total * real
+        fields = {"bias": bias_u, "total": total, "residual": relative_residual(scores, bias_u, total)}
         fields |= {"additive": bias != "none", "target": logit_label(frozen.view, target, minus)}
         options |= {"target": target, "minus": minus}
     else:
         vectors = source_to_output(frozen, rule, activation)
-        scores = vectors.norm(dim=-1).permute(1, 2, 0) if aggregate == "norm" else vectors.permute(1, 2, 0, 3)
+        if aggregate == "norm":
+            scores = select_query(frozen, vectors.norm(dim=-1).permute(1, 2, 0), query)
+        else:
+            scores = select_query(frozen, vectors.permute(1, 3, 2, 0), query).permute(0, 2, 3, 1)
     axes = AXES if aggregate != "vector" else (*AXES, "d_model")
-    if aggregate == "vector" and query is not None:
-        scores = select_query(frozen, scores.movedim(3, 1), query).movedim(1, 3)
-    else:
-        scores = select_query(frozen, scores, query)
     if rule == "token":
         starts = frozen.prompt.word_starts
         fields |= {
@@ -126,11 +131,7 @@ def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width:
     local, extra = LocalLayer(frozen, 0), spread.rule == "token"
     vectors = source_vectors(local.x, extra)
     first = _stages(frozen.block(0, activation=activation))[0]
-    parallel = (
-        [t for t in first.terms if not isinstance(t, Identity) and not mixes_positions(t)]
-        if isinstance(first, Sum)
-        else []
-    )
+    parallel = [t for t in first.terms if not isinstance(t, Identity) and not t.mixes] if isinstance(first, Sum) else []
     beside = [walk(term, vectors.clone(), spread, causal=frozen.causal, width=width) for term in parallel]
     for keys, given in local.vectors():
         vectors[keys] += given
@@ -168,15 +169,3 @@ def _reach(frozen: FrozenPass) -> Tensor:
         pos = mask.shape[1]
         reach = reach & torch.ones(pos, pos, dtype=torch.bool, device=mask.device).triu()[:, None]
     return reach
-
-
-def _target_fields(
-    frozen: FrozenPass, scores: Tensor, direction: Tensor, constant: Tensor, query: int | None
-) -> dict[str, Any]:
-    """Bias (b_U), total (the model's own logit) and residual for the asked queries."""
-    own = torch.einsum("bqd,bd->bq", frozen.unembedded(), direction) + constant[:, None]
-    real = frozen.mask.to(own.dtype)
-    pick = (lambda t: select_query(frozen, t[..., None], query)[..., 0]) if query is not None else (lambda t: t)
-    bias, total = pick(constant[:, None] * real), pick(own * real)
-    asked = select_query(frozen, scores, query)
-    return {"bias": bias, "total": total, "residual": relative_residual(asked, bias, total)}

@@ -9,17 +9,105 @@ feed-forward layer by integrated gradients with a zero baseline, whose closed fo
     pre-LN    atb → atb_ln = LN2(atb) → atb_ln_ff = ff(atb_ln) → atb_ln_ff_res = ff + atb
               → atb_ln_ff_res_nextln = the next block's norm before attention, or the final norm (ours: no biases)
 
-All norms by their linear parts. For gated MLPs `ig` is ours, see `tensorlens_tl.activation`.
+All norms by their linear parts. For gated MLPs `ig` is ours, see `tensorlens_tl.models.activations`.
 """
 
-from tensorlens_tl.attribution import Attribution
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.layer_maps import ff_map, ff_scope, select_query
-from tensorlens_tl.registry import register_method
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import Norm
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, select_query, through
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.registry import register_layer_map, register_method
+from tensorlens_tl.results.attribution import Attribution
+
+FF_SCOPES = {
+    "post": ("atb", "atb_ff", "atb_ff_res", "atb_ff_res_ln"),
+    "pre": ("atb", "atb_ln", "atb_ln_ff", "atb_ln_ff_res", "atb_ln_ff_res_nextln"),
+}
+
+
+def ff_scope(frozen: FrozenPass, scope: str | None) -> str:
+    """The scope itself, or the widest one for None, checked against the model's layout.
+
+    Raises:
+        UnsupportedModelError: parallel or attention-only blocks.
+        InvalidInputError: not a scope of this layout.
+    """
+    for number, layout in enumerate(frozen.layouts):
+        if layout.parallel or not frozen.view.blocks[number].has_mlp:
+            raise UnsupportedModelError(
+                f"ff-ig: undefined at blocks.{number} of this {frozen.view.description}: no MLP reads attention."
+            )
+    kind = "post" if frozen.layouts[0].attn.outer is not None else "pre"
+    scope = scope or FF_SCOPES[kind][-1]
+    if scope not in FF_SCOPES[kind]:
+        raise InvalidInputError(
+            f"scope={scope!r}: this is a {kind}-LN model; use one of {', '.join(map(repr, FF_SCOPES[kind]))}."
+        )
+    return scope
+
+
+@register_layer_map("ff-ig", holds_residual=True)
+def ff_map(frozen: FrozenPass, scope: str | None = None, *, without_low_gain: float = 0.0) -> Maps:
+    """Kobayashi et al. 2024: the block up to `scope`, its feed-forward part by integrated gradients.
+
+    `without_low_gain` leaves that share of the channels, those of smallest |gain| in the norm that reads the
+    feed-forward layer's output, out of the norms of the vectors.
+    """
+    scope = ff_scope(frozen, scope)
+    maps = []
+    for layer in locals_of(frozen):
+        scores = layer.x.new_empty(*layer.pairs.shape)
+        gain = gain_after(layer) if without_low_gain else None
+        kept = slice(None) if gain is None else gain.abs().argsort()[max(1, int(without_low_gain * len(gain))) :]
+        for keys, vectors in ff_vectors(layer, scope):
+            scores[..., keys] = vectors[..., kept].norm(dim=-1).permute(1, 2, 0)
+        maps.append(scores * layer.pairs)
+    return torch.stack(maps)
+
+
+def ff_vectors(layer: LocalLayer, scope: str) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
+    """The vectors whose norms `ff_map` takes, a few source tokens at a time."""
+    place, mlp = layer.mlp, layer.frozen.mlp(layer.layer, "ig")
+    weights = layer.frozen.view.blocks[layer.layer].mlp
+    if mlp is None or weights is None:
+        raise UnsupportedModelError(f"ff-ig: blocks.{layer.layer} has no MLP.")
+    width = 2 * weights.W_in.shape[1] if "ff" in scope else 0
+    for keys, atb in layer.vectors(layer.norms(layer.attn.outer), residual=True, width=width):
+        made = atb if scope == "atb" else through(layer.norms(place.before), atb)
+        if "ff" in scope:
+            made = through(layer.norms(place.after), mlp.push(made))
+        if "res" in scope:
+            made = made + atb
+        if scope == "atb_ff_res_ln":
+            made = through(layer.norms(place.outer), made)
+        if scope == "atb_ln_ff_res_nextln":
+            made = through(_next_norm(layer.frozen, layer.layer), made)
+        yield keys, made
+
+
+def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:
+    """The gain of the norm that reads the sum after the feed-forward layer, or None without one."""
+    norms = layer.norms(layer.mlp.outer) or _next_norm(layer.frozen, layer.layer)
+    return norms[0].gain if norms else None
+
+
+def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
+    if number + 1 < frozen.n_layers:
+        following = LocalLayer(frozen, number + 1)
+        return following.norms(following.attn.before)
+    final = frozen.final_norm()
+    return () if final is None else (final,)
 
 
 @register_method("ff-ig")
-def ff_ig(frozen: FrozenPass, *, scope: str | None = None, query: int | None = None) -> Attribution:
+def ff_ig(frozen: FrozenPass, *, scope: str | None = None, query: Query = None) -> Attribution:
     """Norms of token-to-token vectors through the feed-forward layer (Kobayashi 2024), averaged over layers.
 
     Args:

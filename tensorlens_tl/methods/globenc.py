@@ -6,14 +6,47 @@
 aggregated by the plain matrix product: no residual is added again, and rows are normalised only on request.
 """
 
-from tensorlens_tl.attribution import Attribution
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.layer_maps import globenc_map, normalize_rows, product, select_query
-from tensorlens_tl.registry import register_method
+import torch
+
+from tensorlens_tl.algebra import Norm
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, normalize_rows, product, select_query
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.registry import register_layer_map, register_method
+from tensorlens_tl.results.attribution import Attribution
+
+
+@register_layer_map("globenc", holds_residual=True)
+def globenc_map(frozen: FrozenPass) -> Maps:
+    """N_ij of every layer."""
+    layers = locals_of(frozen)
+    outer = [globenc_norms(layer) for layer in layers]  # refuse before work
+    return torch.stack([layer.pair_norms(norms, residual=True) for layer, norms in zip(layers, outer, strict=True)])
+
+
+def globenc_norms(layer: LocalLayer, method: str = "globenc") -> tuple[Norm, ...]:
+    """The norms GlobEnc pushes attention and residual through: both of a post-LN block, else the one before the MLP.
+
+    Raises:
+        UnsupportedModelError: parallel blocks, and blocks without a norm that reads the sum.
+    """
+    layout = layer.frozen.layouts[layer.layer]
+    if layout.attn.outer is not None:
+        return layer.norms(layout.attn.outer, layout.mlp.outer)
+    if layout.name == "pre" and layout.mlp.before is None and layer.frozen.view.blocks[layer.layer].has_mlp:
+        return ()  # a model without norms: the MLP reads the sum itself
+    if layout.parallel or layout.mlp.before is None or not layer.frozen.view.blocks[layer.layer].has_mlp:
+        why = "attention and MLP are parallel" if layout.parallel else "no norm reads attention plus residual"
+        raise UnsupportedModelError(
+            f"{method}: undefined at blocks.{layer.layer} of this {layer.frozen.view.description}, where {why}. "
+            "Use norm with scope='attn_res_ln', which is defined for every block."
+        )
+    return layer.norms(layout.mlp.before)
 
 
 @register_method("globenc")
-def globenc(frozen: FrozenPass, *, normalize: bool = False, query: int | None = None) -> Attribution:
+def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = None) -> Attribution:
     """The product over layers of norms through attention, residual and both norms (Modarressi 2022).
 
     Args:

@@ -7,37 +7,47 @@ norm); the target is a logit at one query. Nothing is frozen here.
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.attribution import Attribution
-from tensorlens_tl.collapse import relative_residual
+from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.inputs import query_positions
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.prompts import query_positions
+from tensorlens_tl.passes.target import logit_label, target_ids
 from tensorlens_tl.registry import register_method
-from tensorlens_tl.targets import logit_label, token_ids
+from tensorlens_tl.results.attribution import Attribution
 
 
 @register_method("input-x-gradient")
-def input_x_gradient(frozen: FrozenPass, *, target: Any = None, minus: Any = None, query: Any = -1) -> Attribution:
+def input_x_gradient(
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = -1,
+    memory: Memory = None,
+) -> Attribution:
     """x_j · ∂logit/∂x_j on the live model.
 
     Args:
         frozen: the pass; only its prompt is used.
-        target, minus: a token, and one to subtract.
-        query: the position whose logit it is, counted over real tokens.
+        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        memory: what the runs of several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens.
         NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
     """
-    x = frozen.resid_pre(0)
-    _, gradient = _logit_and_gradient(frozen, x, target, minus, query)
-    scores = (x * gradient).sum(-1)[:, None] * frozen.mask[:, None]
+    logit = _Logit(frozen, target, minus, query, memory)
+    _, gradient = logit.at(1.0)
     return Attribution.of(
         frozen,
-        scores,
+        logit.scores(gradient),
         method="input-x-gradient",
         query=query,
         target=logit_label(frozen.view, target, minus),
@@ -47,7 +57,13 @@ def input_x_gradient(frozen: FrozenPass, *, target: Any = None, minus: Any = Non
 
 @register_method("integrated-gradients")
 def integrated_gradients(
-    frozen: FrozenPass, *, target: Any = None, minus: Any = None, query: Any = -1, steps: int = 32
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = -1,
+    steps: int = 32,
+    memory: Memory = None,
 ) -> Attribution:
     """x_j · ∫₀¹ ∂logit/∂x_j (αx) dα on the live model, from a zero baseline, by the midpoint rule.
 
@@ -56,8 +72,7 @@ def integrated_gradients(
 
     Args:
         frozen: the pass; only its prompt is used.
-        target, minus: a token, and one to subtract.
-        query: the position whose logit it is, counted over real tokens.
+        target, minus, query, memory: as for `input-x-gradient`.
         steps: gradient evaluations.
 
     Raises:
@@ -67,48 +82,79 @@ def integrated_gradients(
     """
     if steps < 1:
         raise InvalidInputError(f"steps={steps}; use at least 1.")
-    x = frozen.resid_pre(0)
-    mean = torch.zeros_like(x)
-    for step in range(steps):
-        mean += _logit_and_gradient(frozen, x * ((step + 0.5) / steps), target, minus, query)[1] / steps
-    total, _ = _logit_and_gradient(frozen, x, target, minus, query)
-    bias, _ = _logit_and_gradient(frozen, torch.zeros_like(x), target, minus, query)
-    scores = (x * mean).sum(-1)[:, None] * frozen.mask[:, None]
+    logit = _Logit(frozen, target, minus, query, memory)
+    mean = sum((logit.at((step + 0.5) / steps)[1] / steps for step in range(steps)), start=torch.zeros(()))
+    scores = logit.scores(mean)
+    total, bias = logit.at(1.0)[0] * logit.real, logit.at(0.0)[0] * logit.real
     return Attribution.of(
         frozen,
         scores,
         method="integrated-gradients",
         query=query,
-        bias=bias[:, None],
-        total=total[:, None],
-        residual=relative_residual(scores, bias[:, None], total[:, None]),
+        bias=bias,
+        total=total,
+        residual=relative_residual(scores, bias, total),
         target=logit_label(frozen.view, target, minus),
         options={"target": target, "minus": minus, "query": query, "steps": steps},
     )
 
 
-def _logit_and_gradient(frozen: FrozenPass, x: Tensor, target: Any, minus: Any, query: Any) -> tuple[Tensor, Tensor]:
-    """The logit (difference) `[batch]` with the first block's input put at x, and its gradient there."""
-    if target is None:
-        raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
-    if query is None:
-        raise InvalidInputError("query=None: one query at a time here; pass an integer.")
-    if frozen.view.unembedding is None:
-        raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens.")
-    rows = torch.arange(len(frozen.tokens), device=x.device)
-    positions = query_positions(frozen.mask, query)[:, 0]
-    wanted = token_ids(frozen.view, target, len(rows)).to(x.device)
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_(True)
-        hooks = [(frozen.points.blocks[0].resid_pre, lambda live, *, hook: leaf)]
-        logits = frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
-        logit = logits[rows, positions, wanted]
-        if minus is not None:
-            logit = logit - logits[rows, positions, token_ids(frozen.view, minus, len(rows), "minus").to(x.device)]
-        (gradient,) = torch.autograd.grad(logit.sum(), leaf)
-    if not bool(torch.isfinite(gradient).all()):
-        hint = "use float32 or float64"
-        if not bool(frozen.mask.all()):  # rows of attention that padding on the left leaves empty
-            hint = "some models have none where a prompt is padded: pad on the right, or take one prompt at a time"
-        raise NumericalError(f"{frozen.view.description}: gradients are not finite; {hint}.")
-    return logit.detach(), gradient
+class _Logit:
+    """Logits (or differences) of the live model as a function of the first block's input, a row for each query."""
+
+    def __init__(self, frozen: FrozenPass, target: TokenLike, minus: TokenLike, query: Query, memory: Memory) -> None:
+        if target is None:
+            raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
+        if frozen.view.unembedding is None:
+            raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens.")
+        self.frozen, self.memory = frozen, memory
+        self.positions = query_positions(frozen.prompt, query)
+        batch, queries = self.positions.shape
+        ids = target_ids(frozen.view, target, minus, batch, queries)
+        self.ids, self.others = (None if t is None else t.to(self.positions.device) for t in ids)
+        self.real = torch.take_along_dim(frozen.mask, self.positions, dim=1)
+
+    def scores(self, gradient: Float[Tensor, "batch query pos d"]) -> Float[Tensor, "batch query pos"]:
+        """x · gradient, zero at padding."""
+        pairs = self.real[:, :, None] & self.frozen.mask[:, None]
+        return (self.frozen.resid_pre(0)[:, None] * gradient).sum(-1) * pairs
+
+    def at(self, share: float) -> tuple[Float[Tensor, "batch query"], Float[Tensor, "batch query pos d"]]:
+        """Logits and their gradients with the first block's input at a share of its own."""
+        x = self.frozen.resid_pre(0)
+        queries = self.positions.shape[1]
+        logits, gradients = [], []
+        # one run of as many copies of the prompts as queries fit; autograd keeps every layer's activations
+        per_query = 16 * self.frozen.n_layers * x.numel() * x.element_size()
+        for rows in chunks(queries, per_query, self.memory if queries > 1 else None, "gradients"):
+            chosen = slice(rows.start, rows.stop)
+            logit, gradient = self._run(x * share, self.positions[:, chosen], chosen)
+            logits.append(logit)
+            gradients.append(gradient)
+        return torch.cat(logits, dim=1), torch.cat(gradients, dim=1)
+
+    def _run(
+        self, x: Float[Tensor, "batch pos d"], positions: Int[Tensor, "batch query"], chosen: slice
+    ) -> tuple[Tensor, Tensor]:
+        frozen, (batch, copies) = self.frozen, positions.shape
+        repeated: dict[str, Any] = {
+            name: value.repeat_interleave(copies, dim=0) if isinstance(value, Tensor) else value
+            for name, value in frozen.inputs.items()
+        }
+        rows = torch.arange(batch * copies, device=x.device)
+        with torch.enable_grad():
+            leaf = x.detach().repeat_interleave(copies, dim=0).requires_grad_(True)
+            hooks = [(frozen.points.blocks[0].resid_pre, lambda live, *, hook: leaf)]
+            made = frozen.model.run_with_hooks(**repeated, fwd_hooks=hooks)
+            assert self.ids is not None
+            logit = made[rows, positions.flatten(), self.ids[:, chosen].flatten()]
+            if self.others is not None:
+                logit = logit - made[rows, positions.flatten(), self.others[:, chosen].flatten()]
+            (gradient,) = torch.autograd.grad(logit.sum(), leaf)
+        if not bool(torch.isfinite(gradient).all()):
+            hint = "use float32 or float64"
+            if not bool(frozen.mask.all()):  # rows of attention that padding on the left leaves empty
+                hint = "some models have none where a prompt is padded: pad on the right, or take one prompt at a time"
+            raise NumericalError(f"{frozen.view.description}: gradients are not finite; {hint}.")
+        shape = (batch, copies)
+        return logit.detach().unflatten(0, shape), gradient.unflatten(0, shape)

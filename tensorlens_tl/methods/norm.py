@@ -14,17 +14,46 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.layer_maps import globenc_norms, locals_of, norm_map, select_query
-from tensorlens_tl.registry import register_method
+from tensorlens_tl.layerwise import Maps, locals_of, select_query
+from tensorlens_tl.methods.globenc import globenc_norms
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.registry import register_layer_map, register_method
+from tensorlens_tl.results.attribution import Attribution
 
 SCOPES = ("attn", "attn_res", "attn_res_ln")
 
 
+def norm_map(frozen: FrozenPass, scope: str = "attn") -> Maps:
+    """One scope's norms, of every layer."""
+    maps = []
+    for layer in locals_of(frozen):
+        outer = layer.norms(layer.attn.outer) if scope == "attn_res_ln" else ()
+        maps.append(layer.pair_norms(outer, residual=scope != "attn"))
+    return torch.stack(maps)
+
+
+@register_layer_map("norm:attn", holds_residual=False)
+def attn_map(frozen: FrozenPass) -> Maps:
+    """The norms of attention alone."""
+    return norm_map(frozen, "attn")
+
+
+@register_layer_map("norm:attn_res", holds_residual=True)
+def attn_res_map(frozen: FrozenPass) -> Maps:
+    """The norms with the residual connection."""
+    return norm_map(frozen, "attn_res")
+
+
+@register_layer_map("norm:attn_res_ln", holds_residual=True)
+def attn_res_ln_map(frozen: FrozenPass) -> Maps:
+    """The norms with the residual connection and the norm around it."""
+    return norm_map(frozen, "attn_res_ln")
+
+
 @register_method("norm")
-def norm(frozen: FrozenPass, *, scope: str = "attn", query: int | None = None) -> Attribution:
+def norm(frozen: FrozenPass, *, scope: str = "attn", query: Query = None) -> Attribution:
     """The norms of attention's token-to-token vectors (Kobayashi 2020, 2021), averaged over layers.
 
     Args:

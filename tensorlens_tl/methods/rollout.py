@@ -1,10 +1,11 @@
 """Aggregating a per-layer map over layers: attention rollout (Abnar & Zuidema 2020), and the plain mean."""
 
-from tensorlens_tl.attribution import Attribution
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.layer_maps import WITHOUT_RESIDUAL, add_residual, layer_map, normalize_rows, product, select_query
-from tensorlens_tl.registry import register_method
+from tensorlens_tl.layerwise import add_residual, normalize_rows, product, select_query
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.registry import get_layer_map, register_method
+from tensorlens_tl.results.attribution import Attribution
 
 DEFAULT = object()
 """Stands for: 0.5 where the map does not hold the residual connection yet, none where it does."""
@@ -17,7 +18,7 @@ def rollout(
     layer_map: str = "attention",
     residual: float | object | None = DEFAULT,
     normalize: bool = True,
-    query: int | None = None,
+    query: Query = None,
 ) -> Attribution:
     """The product over layers of a layer map, with a residual share added to its rows (Abnar & Zuidema 2020).
 
@@ -25,9 +26,10 @@ def rollout(
 
     Args:
         frozen: the pass.
-        layer_map: `attention`, `norm:attn`, `norm:attn_res`, `norm:attn_res_ln`, `globenc`, `alti` or `ff-ig`.
-        residual: the share of the residual connection, None for none. By default 0.5 for `attention` and `norm:attn`,
-            none for maps that hold the residual already.
+        layer_map: one of `list_layer_maps()`: `attention`, `norm:attn`, `norm:attn_res`, `norm:attn_res_ln`, `globenc`,
+            `alti`, `ff-ig`, and those that are registered.
+        residual: the share of the residual connection, None for none. By default 0.5, and none for maps that hold the
+            residual connection already.
         normalize: whether rows are divided by their sum first.
         query: one query counted over real tokens, or None for all.
 
@@ -35,12 +37,12 @@ def rollout(
         InvalidInputError: an unknown map, a residual outside [0, 1], or a query out of range.
         UnsupportedModelError: the map is undefined for this model.
     """
-    share = residual
+    chosen, share = get_layer_map(layer_map), residual
     if share is DEFAULT:
-        share = 0.5 if layer_map in WITHOUT_RESIDUAL else None
+        share = None if chosen.holds_residual else 0.5
     if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
         raise InvalidInputError(f"residual={share!r}; use a share between 0 and 1, or None.")
-    maps = _maps(frozen, layer_map)
+    maps = chosen(frozen)
     maps = normalize_rows(maps) if normalize else maps
     maps = add_residual(maps, float(share), frozen.mask) if isinstance(share, int | float) else maps
     return Attribution.of(
@@ -55,7 +57,7 @@ def rollout(
 
 @register_method("mean")
 def mean(
-    frozen: FrozenPass, *, layer_map: str = "attention", normalize: bool = False, query: int | None = None
+    frozen: FrozenPass, *, layer_map: str = "attention", normalize: bool = False, query: Query = None
 ) -> Attribution:
     """The average over layers of a layer map.
 
@@ -69,7 +71,7 @@ def mean(
         InvalidInputError: an unknown map, or a query out of range.
         UnsupportedModelError: the map is undefined for this model.
     """
-    maps = _maps(frozen, layer_map)
+    maps = get_layer_map(layer_map)(frozen)
     maps = normalize_rows(maps) if normalize else maps
     return Attribution.of(
         frozen,
@@ -79,6 +81,3 @@ def mean(
         layers=maps,
         options={"layer_map": layer_map, "normalize": normalize, "query": query},
     )
-
-
-_maps = layer_map  # the option of the same name hides it inside the methods

@@ -1,15 +1,17 @@
 """TensorLens (2026): the whole model as one affine map, collapsed to one score per source token."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from tensorlens_tl.attribution import Attribution
+from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.target import logit_label
 from tensorlens_tl.registry import register_method
-from tensorlens_tl.targets import logit_label
+from tensorlens_tl.results.attribution import Attribution
 
 CollapseName = Literal["in_out", "norm", "target"]
 
@@ -18,12 +20,12 @@ CollapseName = Literal["in_out", "norm", "target"]
 def tensorlens(
     frozen: FrozenPass,
     *,
-    collapse: str = "in_out",
-    query: int | None = -1,
-    target: Any = None,
-    minus: Any = None,
+    collapse: str | None = None,
+    query: Query = -1,
+    target: TokenLike = None,
+    minus: TokenLike = None,
     direction: Tensor | None = None,
-    layers: slice | Sequence[int] | None = None,
+    layers: LayerRange = None,
     heads: Mapping[int, Collection[int]] | None = None,
     mlp: bool | Collection[int] = True,
     activation: str = "ratio",
@@ -32,14 +34,15 @@ def tensorlens(
     tol: Any = None,
     rows: str = "gaussian",
     seed: int = 0,
-    memory: Any = None,
+    memory: Memory = None,
 ) -> Attribution:
     """The whole model's tensor ``T[i,:,j,:]``, collapsed by its norm, between input and output, or onto a target.
 
     Args:
         frozen: the pass.
-        collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not.
-        query: one query counted over real tokens, or None for all.
+        collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not. None is `"target"`
+            where one is given, else `"in_out"`.
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
         target, minus, direction: what `"target"` explains; see `FrozenOperator.target`.
         layers, heads, mlp, activation: which operator; see `FrozenPass.operator`.
         bias: of the additive collapses: ``"apart"`` from the scores, as in the paper, or by ``"position"``; see
@@ -51,12 +54,12 @@ def tensorlens(
         InvalidInputError: an unknown collapse, a target without ``collapse="target"`` or the reverse, and what
             `FrozenPass.operator` and the collapses raise.
     """
+    asked = any(option is not None for option in (target, minus, direction))
+    collapse = ("target" if asked else "in_out") if collapse is None else collapse
     if collapse not in get_args(CollapseName):
         raise InvalidInputError(f"collapse={collapse!r}; use one of {', '.join(map(repr, get_args(CollapseName)))}.")
-    if collapse != "target" and any(option is not None for option in (target, minus, direction)):
-        raise InvalidInputError(
-            f"target, minus and direction belong to collapse='target'; add it (this is {collapse!r})."
-        )
+    if collapse != "target" and asked:
+        raise InvalidInputError(f"target, minus and direction belong to collapse='target'; leave {collapse!r} out.")
     if collapse == "norm" and bias != "apart":
         raise InvalidInputError(f"bias={bias!r}: the norm of T has no biases; use collapse='in_out' or 'target'.")
     if collapse != "norm" and (probes is not None or tol is not None):
@@ -68,7 +71,7 @@ def tensorlens(
     elif collapse == "in_out":
         result, what = operator.in_out(query, bias=bias, memory=memory), "squared norm of the output"
     else:
-        result = operator.target(target, query, minus=minus, direction=direction, bias=bias, memory=memory)
+        result = operator.target(target, minus, query=query, direction=direction, bias=bias, memory=memory)
         what = "a direction" if direction is not None else logit_label(frozen.view, target, minus)
     whole = operator.whole and operator.first == 0 and operator.last == frozen.n_layers
     what += "" if whole else f", of a part of the model (blocks {operator.first} to {operator.last - 1}"

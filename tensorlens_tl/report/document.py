@@ -1,7 +1,6 @@
 """One report: a prediction, what every method says about it, the heads and paths that made it, and the proofs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -9,18 +8,19 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl import circuits as circuit_tools
-from tensorlens_tl.attribution import Attribution
+from tensorlens_tl import circuits
+from tensorlens_tl.drawing.marks import visible
+from tensorlens_tl.drawing.matrix import head_grid
+from tensorlens_tl.drawing.page import Picture, panel, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
-from tensorlens_tl.freezing import freeze
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.hooks import capture
-from tensorlens_tl.inputs import query_positions
+from tensorlens_tl.models.protocol import ModelLike, Query, TokenLike
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import attribute, get_method, list_methods
-from tensorlens_tl.report import circuits, results
-from tensorlens_tl.report.marks import visible
-from tensorlens_tl.report.page import Picture, table
-from tensorlens_tl.targets import logit_label, token_ids, token_label
+from tensorlens_tl.report.compare import compare
+from tensorlens_tl.report.prediction import Prediction, predict
+from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results.graph import head_of
 
 ASKED_IN_SEVERAL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "tensorlens": {"target": {"collapse": "target"}, "in+out": {"collapse": "in_out"}, "norm": {"collapse": "norm"}},
@@ -30,31 +30,13 @@ ASKED_IN_SEVERAL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
 """Methods that answer several questions; a way that names a target gets the report's own."""
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What the model says at one position, and what the report asks about it."""
-
-    query: int
-    position: int
-    best: list[tuple[str, float]]
-    target: int | None = None
-    minus: int | None = None
-    label: str = ""
-
-    @property
-    def question(self) -> dict[str, int]:
-        """As options of a method."""
-        asked = {"target": self.target, "minus": self.minus}
-        return {name: token for name, token in asked.items() if token is not None}
-
-
 def explain(
-    model: Any,
+    model: ModelLike | FrozenPass,
     input: Any = None,
     *,
-    target: Any = None,
-    minus: Any = None,
-    query: Any = None,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = None,
     methods: Sequence[str] | None = None,
 ) -> Picture:
     """Everything about one prediction of one prompt, as one page that opens without a network.
@@ -88,10 +70,10 @@ def explain(
     parts = [_opening(frozen, prediction)]
     if found:
         first = next(iter(found.values()))
-        parts += ["<h2>The tokens that moved it</h2>", results.attribution(first)]
-        parts += ["<h2>Every method, side by side</h2>", results.compare(found).body]
+        parts += ["<h2>The tokens that moved it</h2>", first.to_html(style=False)]
+        parts += ["<h2>Every method, side by side</h2>", compare(found).body]
     proofs = {f"{name}: Σ scores + bias against its total": a.residual for name, a in found.items()}
-    if prediction.question:
+    if prediction.options:
         try:
             drawn, proved = _circuits(frozen, prediction)
         except TensorLensError as error:  # logits that are not cap(W_U·x + b_U), a graph too large
@@ -104,43 +86,6 @@ def explain(
     text = "".join(frozen.str_tokens[0])
     title = f"Where a prediction comes from: {text if len(text) <= 60 else text[:59] + '…'}"
     return Picture(title, "".join(parts))
-
-
-# ------------------------------------------------------------------ what is asked
-
-
-def predict(frozen: FrozenPass, target: Any = None, minus: Any = None, query: Any = None) -> Prediction:
-    """The model's own prediction, and the question about it."""
-    query = _default_query(frozen) if query is None else query
-    position = int(query_positions(frozen.mask, query)[0, 0])
-    logits = _logits(frozen, position)
-    if logits is None:
-        if target is not None or minus is not None:
-            raise InvalidInputError(f"target: {frozen.view.description} predicts no tokens; leave it out.")
-        return Prediction(query, position, [])
-    chances, order = logits.double().softmax(-1), logits.argsort(descending=True).tolist()
-    best = [(token_label(frozen.view, token), float(chances[token])) for token in order[:5]]
-    wanted = order[0] if target is None else int(token_ids(frozen.view, target, 1)[0])
-    if minus is not None:
-        other = int(token_ids(frozen.view, minus, 1, "minus")[0])
-    else:
-        other = None if target is not None else order[1]
-    return Prediction(query, position, best, wanted, other, logit_label(frozen.view, wanted, other))
-
-
-def _default_query(frozen: FrozenPass) -> int:
-    mask = getattr(getattr(frozen.model, "tokenizer", None), "mask_token_id", None)
-    real = frozen.tokens[0][frozen.mask[0]].tolist()
-    return real.index(mask) if frozen.view.mlm_head is not None and mask in real else -1
-
-
-@torch.no_grad()
-def _logits(frozen: FrozenPass, position: int) -> Tensor | None:
-    """The model's own logits at one position, `[d_vocab]`; None where it predicts no tokens."""
-    if frozen.view.unembedding is None or frozen.points.unembed_in is None:
-        return None
-    _, logits = capture(frozen.model, frozen.inputs, [])
-    return logits[0, position] if isinstance(logits, Tensor) and logits.ndim == 3 else None
 
 
 def attributions(
@@ -157,13 +102,13 @@ def attributions(
     for method, way, options in tqdm(ways, desc="methods", leave=False, disable=None):
         takes = get_method(method).options
         about_target = way == "target" or (not way and "target" in takes)
-        if about_target and not prediction.question:
+        if about_target and not prediction.options:
             continue
         asked = {"query": prediction.query} if "query" in takes else {}
         name = f"{method} ({way})" if way else method
         try:
             result = attribute(
-                frozen, method=method, **asked, **options, **(prediction.question if about_target else {})
+                frozen, method=method, **asked, **options, **(prediction.options if about_target else {})
             )
         except TensorLensError as error:
             refused[name] = str(error)
@@ -199,23 +144,25 @@ def _refusals(refused: dict[str, str]) -> str:
 
 def _circuits(frozen: FrozenPass, prediction: Prediction) -> tuple[str, dict[str, Tensor]]:
     """Heads, components, paths and the graph; and how exactly each of them sums to the model's number."""
-    asked: dict[str, Any] = {**prediction.question, "query": prediction.query}
-    components = circuit_tools.logit_attribution(frozen, **asked)
-    heads = circuit_tools.logit_attribution(frozen, by="head", **asked)
-    paths = circuit_tools.top_paths(frozen, 12, width=16, **asked)
-    graph = circuit_tools.contribution_graph(frozen, **asked)
+    asked: dict[str, Any] = {**prediction.options, "query": prediction.query}
+    components = circuits.logit_attribution(frozen, **asked)
+    heads = circuits.logit_attribution(frozen, by="head", **asked)
+    paths = circuits.top_paths(frozen, k=12, width=16, **asked)
+    graph = circuits.contribution_graph(frozen, **asked)
     label = prediction.label
+    cells = {place: score for name, score, _ in heads.top(len(heads)) if (place := head_of(name))}
+    grid = f"Direct effects of heads and MLPs on the {label}"
     drawn = "".join(
         (
             "<h2>The components that made it</h2>",
-            circuits.terms(components, title=f"Direct effects on the {label}"),
+            components.to_html(title=f"Direct effects on the {label}", style=False),
             "<h2>The heads</h2>",
-            circuits.head_grid(heads, title=f"Direct effects of heads and MLPs on the {label}"),
-            circuits.terms(heads, 12, title=f"The largest direct effects on the {label}"),
+            panel(grid, head_grid(cells, grid)),
+            heads.to_html(12, title=f"The largest direct effects on the {label}", style=False),
             "<h2>The paths</h2>",
-            circuits.terms(paths, 12, title=f"The largest paths to the {label}"),
+            paths.to_html(12, title=f"The largest paths to the {label}", style=False),
             "<h2>The circuit</h2>",
-            circuits.graph(graph, title=f"How the {label} comes about"),
+            graph.to_html(title=f"How the {label} comes about", style=False),
         )
     )
     proofs = {"direct effects of components": components, "direct effects of heads": heads}

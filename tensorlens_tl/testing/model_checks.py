@@ -9,17 +9,30 @@ live model held by hooks, backwards by autograd, and in padded batches.
 True
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensorlens_tl.activation import RULES
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
-from tensorlens_tl.freezing import freeze
-from tensorlens_tl.frozen import FrozenPass
-from tensorlens_tl.testing.requirements import Untouched, difference, precision, same
+from tensorlens_tl.models.activations import RULES
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.testing.models import tiny_model
+from tensorlens_tl.testing.requirements import (
+    ROUNDING,
+    Check,
+    Untouched,
+    checks_of,
+    difference,
+    own_change,
+    precision,
+    require,
+    same,
+)
 
 
 @dataclass(frozen=True)
@@ -44,11 +57,12 @@ class ModelReport:
 def check_model(
     model: Any, input: Any = None, *, tolerance: float | None = None, seed: int = 0, **options: Any
 ) -> ModelReport:
-    """Put a model through everything that a frozen pass of it promises.
+    """Put a model through everything that a frozen pass of it promises: all of `MODEL_CHECKS`.
 
     Every block composed from its weights is the model's own; contributions and bias sum to the output; pull is the
     adjoint of push; the live model held by hooks is the same affine map far from the input, under every activation
-    rule; autograd through it is `pull`; a batch equals its prompts, padded or not; and the model is left as it was.
+    rule; autograd through it is `pull`; a batch equals its prompts, padded or not, as far as the model's own
+    activations do; and the model is left as it was.
 
     Args:
         model: any TransformerLens model, best in float64.
@@ -62,40 +76,54 @@ def check_model(
         UnsupportedModelError: the proof of a block fails; see `freeze` for this and its other errors.
         ConformanceError: the blocks are proved, but something about the whole does not hold; names it.
     """
-    generator = torch.Generator().manual_seed(seed)
-    if input is None:
-        length = min(8, model.cfg.n_ctx)
-        input = torch.randint(3, model.cfg.d_vocab, (2, length), generator=generator)
     with Untouched(model, type(model).__name__):
-        frozen = freeze(model, input, **options)
-        tolerance = precision(frozen) if tolerance is None else tolerance
-        _ = frozen.unembedding_error  # measured only where somebody asks
-        checks = _ModelChecks(frozen, tolerance, generator)
-        checks.run()
-    errors = {**frozen.errors, **checks.errors}
-    return ModelReport(
-        frozen.view.description, [layout.name for layout in frozen.layouts], errors, checks.refused, tolerance
-    )
+        case = ModelCase(model, input, tolerance, seed, options)
+        for check in MODEL_CHECKS:
+            check(case)
+    frozen = case.frozen
+    layouts = [layout.name for layout in frozen.layouts]
+    return ModelReport(frozen.view.description, layouts, {**frozen.errors, **case.errors}, case.refused, case.tolerance)
 
 
-class _ModelChecks:
-    def __init__(self, frozen: FrozenPass, tolerance: float, generator: torch.Generator) -> None:
-        self.frozen, self.tolerance, self.generator = frozen, tolerance, generator
-        self.who = frozen.view.description
+def model_checks(
+    model: Any, input: Any = None, *, tolerance: float | None = None, seed: int = 0, **options: Any
+) -> list[Check]:
+    """The same, one by one, for `parametrize_with_checks`; `model` may be one of `model_names()`."""
+    label = model if isinstance(model, str) else type(model).__name__
+
+    def case() -> ModelCase:
+        return ModelCase(tiny_model(model) if isinstance(model, str) else model, input, tolerance, seed, options)
+
+    return checks_of([_Guarded(check) for check in MODEL_CHECKS], case, label)
+
+
+class ModelCase:
+    """A model and a pass of it; what is measured is collected."""
+
+    def __init__(self, model: Any, input: Any, tolerance: float | None, seed: int, options: dict[str, Any]) -> None:
+        self.model, self.options, self._tolerance = model, options, tolerance
+        self.generator = torch.Generator().manual_seed(seed)
+        if input is None:
+            length = min(8, model.cfg.n_ctx)
+            input = torch.randint(3, model.cfg.d_vocab, (2, length), generator=self.generator)
+        self.input = input
         self.errors: dict[str, float] = {}
         self.refused: dict[str, str] = {}
 
-    def run(self) -> None:
-        self.whole()
-        for rule in RULES:
-            self.held(rule)
-        self.backwards()
-        self.one_by_one()
-        for side in ("right", "left"):
-            self.padding(side)
+    @cached_property
+    def frozen(self) -> FrozenPass:
+        """The pass that everything is asked of."""
+        return freeze(self.model, self.input, **self.options)
 
-    def same(self, claim: str, mine: Tensor, theirs: Tensor) -> None:
-        self.errors[claim] = same(mine.detach(), theirs.detach(), self.tolerance, f"{self.who}: {claim}")
+    @cached_property
+    def tolerance(self) -> float:
+        """What errors must stay within."""
+        return precision(self.frozen) if self._tolerance is None else self._tolerance
+
+    def same(self, claim: str, mine: Tensor, theirs: Tensor, at_least: float = 0.0) -> None:
+        """Raise unless both agree; note by how much they do not."""
+        allowed, what = max(self.tolerance, at_least), f"{self.frozen.view.description}: {claim}"
+        self.errors[claim] = same(mine.detach(), theirs.detach(), allowed, what)
 
     def draw(self, like: Tensor) -> Tensor:
         """As large as `like`, but not uniform: a uniform factor is invisible behind a norm."""
@@ -103,63 +131,123 @@ class _ModelChecks:
         size = float(like.detach().double().square().mean().sqrt())
         return noise.to(like) * (size or 1.0)
 
-    def whole(self) -> None:
-        op, real = self.frozen.operator(), self.frozen.mask
-        made = op.contributions().sum(2) + op.bias
-        self.same("contributions and bias are the model's output", made[real], op.output[real])
-        x, g = self.draw(op.x), self.draw(op.x)
-        forward, backward = (op.push(x) * g).sum((-2, -1)), (x * op.pull(g)).sum((-2, -1))
-        size = (op.push(x) * g).abs().sum()
-        self.same("pull is the adjoint of push", forward / size, backward / size)
 
-    def held(self, rule: str) -> None:
-        """The model, live and held by hooks, away from the input: it must be the operator."""
-        op = self.frozen.operator(activation=rule)
-        x, real = op.x + self.draw(op.x), self.frozen.mask
-        with torch.no_grad():
-            live = held_output(self.frozen, x, activation=rule)
-        self.same(f"the model held by hooks is the operator ({rule})", live[real], op(x)[real])
+class _Guarded:
+    """A check that leaves the model as it was."""
 
-    def backwards(self) -> None:
-        op = self.frozen.operator()
-        with torch.enable_grad():
-            x = op.x.clone().requires_grad_(True)
-            output = held_output(self.frozen, x)
-            g = self.draw(op.x) * self.frozen.mask[..., None]
-            (pulled,) = torch.autograd.grad(output, x, g)
-        real = self.frozen.mask
-        self.same("autograd through the held model is pull", pulled[real], op.pull(g)[real])
+    def __init__(self, check: Any) -> None:
+        self.check, self.__name__ = check, check.__name__
 
-    def one_by_one(self) -> None:
-        frozen = self.frozen
-        if len(frozen.tokens) < 2 or not bool(frozen.mask.all()) or set(frozen.inputs) - {"input", "attention_mask"}:
-            return
-        alone = freeze(frozen.model, frozen.tokens[:1], tolerance=frozen.tolerance)
-        mine, theirs = (f.operator().contributions() for f in (frozen, alone))
-        self.same("a batch is its prompts one by one", mine[:1], theirs)
+    def __call__(self, case: ModelCase) -> None:
+        with Untouched(case.model, type(case.model).__name__):
+            self.check(case)
 
-    def padding(self, side: str) -> None:
-        """The first prompt beside a part of itself: refused, or what it is alone."""
-        frozen, claim = self.frozen, f"padding on the {side} changes nothing"
-        whole = frozen.tokens[0][frozen.mask[0]]
-        kept = len(whole) // 2
-        if not kept or set(frozen.inputs) - {"input", "attention_mask", "one_zero_attention_mask"}:
-            return
-        real = slice(0, kept) if side == "right" else slice(len(whole) - kept, len(whole))
-        tokens = torch.stack([whole, torch.zeros_like(whole)])
-        mask = torch.stack([torch.ones_like(whole), torch.zeros_like(whole)])
-        tokens[1, real], mask[1, real] = whole[:kept], 1
-        try:
-            padded = freeze(frozen.model, tokens, attention_mask=mask, tolerance=frozen.tolerance)
-        except (UnsupportedModelError, NumericalError) as refusal:
-            self.refused[f"padding on the {side}"] = str(refusal)
-            return
-        alone = freeze(frozen.model, whole[None, :kept], tolerance=frozen.tolerance)
-        if difference(padded.resid_pre(0)[1, real], alone.resid_pre(0)[0]) > 1e-3:
-            self.refused[f"padding on the {side}"] = "positions are counted from the first column: another input"
-            return
-        mine, theirs = padded.operator().contributions()[1, real, real], alone.operator().contributions()[0]
-        self.same(claim, mine, theirs)
+
+def check_proofs(case: ModelCase) -> None:
+    """Every block, what follows the last, and the unembedding are what the weights say."""
+    _ = case.frozen.unembedding_error  # measured only where somebody asks
+
+
+def check_completeness(case: ModelCase) -> None:
+    """Contributions and bias are the model's output."""
+    op, real = case.frozen.operator(), case.frozen.mask
+    made = op.contributions().sum(2) + op.bias
+    case.same("contributions and bias are the model's output", made[real], op.output[real])
+
+
+def check_adjoint(case: ModelCase) -> None:
+    """Pull is the adjoint of push."""
+    op = case.frozen.operator()
+    x, g = case.draw(op.x), case.draw(op.x)
+    pushed = op.push(x) * g
+    forward, backward = pushed.sum((-2, -1)), (x * op.pull(g)).sum((-2, -1))
+    size = pushed.abs().sum()
+    case.same("pull is the adjoint of push", forward / size, backward / size)
+
+
+def _held(case: ModelCase, rule: str) -> None:
+    """The model, live and held by hooks, away from the input: it must be the operator."""
+    op = case.frozen.operator(activation=rule)
+    x, real = op.x + case.draw(op.x), case.frozen.mask
+    with torch.no_grad():
+        live = held_output(case.frozen, x, activation=rule)
+    case.same(f"the model held by hooks is the operator ({rule})", live[real], op(x)[real])
+
+
+def _held_by(rule: str) -> Callable[[ModelCase], None]:
+    check = partial(_held, rule=rule)
+    check.__name__ = f"check_held_by_hooks_{rule}"  # pyright: ignore[reportAttributeAccessIssue]
+    return check
+
+
+def check_autograd(case: ModelCase) -> None:
+    """Autograd through the model held by hooks is pull."""
+    op, real = case.frozen.operator(), case.frozen.mask
+    with torch.enable_grad():
+        x = op.x.clone().requires_grad_(True)
+        output = held_output(case.frozen, x)
+        g = case.draw(op.x) * real[..., None]
+        (pulled,) = torch.autograd.grad(output, x, g)
+    case.same("autograd through the held model is pull", pulled[real], op.pull(g)[real])
+
+
+def check_one_by_one(case: ModelCase) -> None:
+    """A batch is its prompts one by one."""
+    frozen = case.frozen
+    if len(frozen.tokens) < 2 or not bool(frozen.mask.all()) or set(frozen.inputs) - {"input", "attention_mask"}:
+        return
+    alone = freeze(frozen.model, frozen.tokens[:1], tolerance=frozen.tolerance)
+    mine, theirs = (f.operator().contributions() for f in (frozen, alone))
+    case.same("a batch is its prompts one by one", mine[:1], theirs)
+
+
+def check_padding_on_the_right(case: ModelCase) -> None:
+    """The first prompt beside a part of itself, padded on the right: refused, or what it is alone."""
+    _padding(case, "right")
+
+
+def check_padding_on_the_left(case: ModelCase) -> None:
+    """The same, padded on the left."""
+    _padding(case, "left")
+
+
+def _padding(case: ModelCase, side: str) -> None:
+    frozen, claim = case.frozen, f"padding on the {side} changes nothing"
+    whole = frozen.tokens[0][frozen.mask[0]]
+    kept = len(whole) // 2
+    if not kept or set(frozen.inputs) - {"input", "attention_mask", "one_zero_attention_mask"}:
+        return
+    real = slice(0, kept) if side == "right" else slice(len(whole) - kept, len(whole))
+    tokens = torch.stack([whole, torch.zeros_like(whole)])
+    mask = torch.stack([torch.ones_like(whole), torch.zeros_like(whole)])
+    tokens[1, real], mask[1, real] = whole[:kept], 1
+    try:
+        padded = freeze(frozen.model, tokens, attention_mask=mask, tolerance=frozen.tolerance)
+    except (UnsupportedModelError, NumericalError) as refusal:
+        case.refused[f"padding on the {side}"] = str(refusal)
+        return
+    alone = freeze(frozen.model, whole[None, :kept], tolerance=frozen.tolerance)
+    if difference(padded.resid_pre(0)[1, real], alone.resid_pre(0)[0]) > 1e-3:
+        case.refused[f"padding on the {side}"] = "positions are counted from the first column: another input"
+        return
+    own = own_change(padded, 1, real, alone)
+    who = frozen.view.description
+    require(own <= frozen.tolerance, f"{who}: {claim} (the model's own activations change by {own:.1e}).")
+    mine, theirs = padded.operator().contributions()[1, real, real], alone.operator().contributions()[0]
+    case.same(claim, mine, theirs, at_least=ROUNDING * own)
+
+
+MODEL_CHECKS: Sequence[Callable[[ModelCase], None]] = (
+    check_proofs,
+    check_completeness,
+    check_adjoint,
+    *map(_held_by, RULES),
+    check_autograd,
+    check_one_by_one,
+    check_padding_on_the_right,
+    check_padding_on_the_left,
+)
+"""Everything a frozen pass of a model must hold."""
 
 
 def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:

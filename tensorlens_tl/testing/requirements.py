@@ -1,19 +1,53 @@
-"""What the batteries have in common: raising, comparing, and looking at what was left on a model."""
+"""What the batteries have in common: raising, comparing, looking at what was left on a model, and checks as values."""
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tensorlens_tl.errors import ConformanceError
-from tensorlens_tl.frozen import FrozenPass
+from tensorlens_tl.hooks import hooks_on
+from tensorlens_tl.passes.frozen import FrozenPass
 
 EXACT = 1e-9
 """What float64 gives; models whose own norms compute in float32 give less, and their proof says how much."""
 
-
 COARSEST = 0.05
 """The widest tolerance, of half precision: a factor of two must never pass."""
+
+ROUNDING = 10
+"""How much more than the model's own activations a result may change under the same change of its input."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold: call it. Its name is a test's id."""
+
+    name: str
+    run: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        """Raises `ConformanceError` unless it holds."""
+        return self.run()
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def parametrize_with_checks(checks: Iterable[Check]) -> Any:
+    """A pytest decorator that makes a test of every check, each under its own name.
+
+    >>> from tensorlens_tl.testing import method_checks, parametrize_with_checks
+    >>> @parametrize_with_checks(method_checks("rollout", ["bridge/gpt2"]))
+    ... def test_rollout(check):
+    ...     check()
+    """
+    import pytest
+
+    checks = list(checks)
+    return pytest.mark.parametrize("check", checks, ids=[check.name for check in checks])
 
 
 def require(holds: bool, message: str) -> None:
@@ -45,11 +79,17 @@ def precision(frozen: FrozenPass) -> float:
     return min(max(EXACT, digits, 100 * max(frozen.errors.values())), 10 * frozen.tolerance, COARSEST)
 
 
-def hooks_on(model: Any) -> int:
-    """How many hooks are on a model, leaving out those that its class puts there for good."""
-    points = {id(point): point for point in model.hook_dict.values()}.values()
-    handles = [handle for point in points for handle in (*point.fwd_hooks, *point.bwd_hooks)]
-    return sum(not getattr(handle, "is_permanent", False) for handle in handles)
+def own_change(padded: FrozenPass, row: int, real: slice, alone: FrozenPass) -> float:
+    """How much the model's own activations of one prompt change when it is padded, on this machine.
+
+    A softmax in float32, say, rounds otherwise over a longer row; nothing computed from it can change less.
+    """
+    worst = 0.0
+    for block in alone.points.blocks:
+        pattern, own = padded.captured(block.pattern)[row][:, real, real], alone.captured(block.pattern)[0]
+        worst = max(worst, difference(pattern, own))
+    names = {name for name in alone.points.captured if name not in {block.pattern for block in alone.points.blocks}}
+    return max([worst, *(difference(padded.captured(name)[row, real], alone.captured(name)[0]) for name in names)])
 
 
 class Untouched:
@@ -72,8 +112,26 @@ class Untouched:
     def _state(self) -> dict[str, int]:
         parameters = list(self.model.parameters())
         return {
-            "hooks": hooks_on(self.model),
+            "hooks": sum(not hook.permanent for hook in hooks_on(self.model)),
             "gradients": sum(parameter.grad is not None for parameter in parameters),
             "weights": sum(parameter._version for parameter in parameters),
             "modes": sum(module.training for module in self.model.modules()),
         }
+
+
+def named(function: Callable[..., Any]) -> str:
+    """A check's name, as tests show it."""
+    return function.__name__.removeprefix("check_").replace("_", " ")
+
+
+def checks_of(functions: Sequence[Callable[[Any], Any]], case: Callable[[], Any], label: str = "") -> list[Check]:
+    """Functions of a case as checks; the case is made when the first of them runs."""
+    held: list[Any] = []
+
+    def run(function: Callable[[Any], Any]) -> Any:
+        if not held:
+            held.append(case())
+        return function(held[0])
+
+    prefix = f"{label}: " if label else ""
+    return [Check(f"{prefix}{named(f)}", lambda f=f: run(f)) for f in functions]

@@ -1,0 +1,34 @@
+"""Affine maps of the residual stream, and nothing about models.
+
+| module | question |
+| --- | --- |
+| `maps` | what is an affine map, and how do maps combine? |
+| `primitives` | which maps is everything made of? |
+| `positions` | where do vectors live, so that no work is done elsewhere? |
+| `bias_spreading` | where does each bias go, if source tokens are to have it? |
+| `probes` | how is a norm estimated from random rows? |
+| `memory` | how much may be allocated at once? |
+| `numerics` | how far apart are two results? |
+"""
+
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, Chain, MixingMap, PositionwiseMap, Sum, Transpose, note_bias
+from tensorlens_tl.algebra.positions import RowPositions, Where
+from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm
+
+__all__ = [
+    "ZERO",
+    "AffineMap",
+    "Attention",
+    "Chain",
+    "Diagonal",
+    "Identity",
+    "Linear",
+    "MixingMap",
+    "Norm",
+    "PositionwiseMap",
+    "RowPositions",
+    "Sum",
+    "Transpose",
+    "Where",
+    "note_bias",
+]

@@ -1,0 +1,177 @@
+"""Vectors of every source token through the whole model, with biases spread over them stage by stage.
+
+The operator leaves all biases in one term. DecompX (Modarressi et al. 2023) instead gives every bias, where it is
+added, to the source tokens in proportion to some affinity with their vectors there. A frozen map is a chain of
+stages, each with its own bias, so this is a walk along the chain; what a stage is makes no difference.
+
+Attention's bias (pattern·b_V·W_O + b_O) is spread after the residual connection, as the original does. Memory is the
+vectors themselves plus one chunk: attention works on some source tokens at a time, everything else on some queries.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, Chain, Sum
+from tensorlens_tl.algebra.primitives import Identity
+from tensorlens_tl.errors import InvalidInputError
+
+BiasRule = Literal["absdot", "norm", "equal", "abssim", "dot", "cls", "token", "none"]
+BIAS_RULES: tuple[BiasRule, ...] = get_args(BiasRule)
+
+CHUNK_BUDGET = 48 * 2**20
+"""Bytes of the widest hidden layer that are alive at once."""
+
+_AFFINITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "absdot": lambda v, b: (v * b).sum(-1).abs(),
+    "dot": lambda v, b: (v * b).sum(-1),
+    "norm": lambda v, b: v.norm(dim=-1),
+    "abssim": lambda v, b: torch.cosine_similarity(v, b.expand_as(v), dim=-1).abs(),
+    "equal": lambda v, b: v.new_ones(v.shape[:-1]),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How a bias is given to source vectors.
+
+    Attributes:
+        rule: `"absdot"` |v·b|, `"dot"` v·b, `"norm"` ‖v‖, `"abssim"` |cos(v, b)|, `"equal"`, `"cls"` (all to the first
+            real token), `"token"` (all to one extra source, the last row), `"none"` (dropped).
+        reach: `[key, batch, query]`, True where source token `key` can reach `query`: only those get a share.
+        first: each prompt's first real token, `[batch]`.
+    """
+
+    rule: BiasRule
+    reach: Bool[Tensor, "key batch query"]
+    first: Tensor
+
+    def add(self, vectors: Tensor, bias: Tensor, rows: slice, queries: slice) -> Tensor:
+        """Vectors `[rows, batch, queries, d]` plus their shares of a bias."""
+        if bias is ZERO or self.rule == "none":
+            return vectors
+        bias = bias if bias.ndim > 1 else bias.expand(*vectors.shape[1:])
+        if self.rule == "token":
+            vectors[-1] += bias
+            return vectors
+        reach = self.reach[rows, :, queries]
+        if self.rule == "cls":
+            weights = torch.zeros_like(reach, dtype=vectors.dtype)
+            weights[self.first, torch.arange(len(self.first), device=reach.device)] = 1
+        else:
+            weights = _AFFINITIES[self.rule](vectors, bias) * reach
+            total = weights.sum(0, keepdim=True)
+            even = reach / reach.sum(0, keepdim=True).clamp_min(1)
+            weights = torch.where(total == 0, even.to(weights.dtype), weights / torch.where(total == 0, 1, total))
+        return vectors + weights[..., None] * bias
+
+
+def check_bias_rule(rule: str) -> BiasRule:
+    """The rule itself; raises `InvalidInputError` unless it is one of `BIAS_RULES`."""
+    for known in BIAS_RULES:
+        if rule == known:
+            return known
+    raise InvalidInputError(f"bias={rule!r} is not a rule; use one of {', '.join(map(repr, BIAS_RULES))}.")
+
+
+def walk(m: AffineMap, vectors: Tensor, spread: Spread, *, causal: bool, width: int) -> Tensor:
+    """Take source vectors through a map, spreading each bias where it is added.
+
+    Args:
+        m: a block, a norm, a prediction head, or a chain of them; any map.
+        vectors: `[key, batch, query, d]`, changed in place where the width stays.
+        spread: the bias rule.
+        causal: whether source token k is zero before query k, so that the empty triangle can be skipped.
+        width: channels of the widest hidden layer, which sizes the chunks.
+    """
+    for stage in _steps(m):
+        if stage.mixes:
+            vectors = _mixing(stage, vectors, spread, causal, width)
+        else:
+            vectors = _positionwise(stage, vectors, spread, causal, width)
+    return vectors
+
+
+def _steps(m: AffineMap) -> Iterator[AffineMap]:
+    """The stages of a chain, those that mix positions taken apart as far as they are chains themselves."""
+    for stage in m.stages if isinstance(m, Chain) else (m,):
+        if isinstance(stage, Chain) and stage.mixes:
+            yield from _steps(stage)
+        else:
+            yield stage
+
+
+def _mixing(stage: AffineMap, vectors: Tensor, spread: Spread, causal: bool, width: int) -> Tensor:
+    """A step that mixes positions, with a residual connection and a parallel MLP or without.
+
+    Source tokens are independent but for biases, so a few of them go through at a time.
+    """
+    terms = stage.terms if isinstance(stage, Sum) else (stage,)
+    mixing = [term for term in terms if term.mixes]
+    residual = any(isinstance(term, Identity) for term in terms)
+    beside = [term for term in terms if not term.mixes and not isinstance(term, Identity)]
+    before = vectors.clone() if beside else vectors
+    out = vectors if residual else None
+    batch, pos = vectors.shape[1:3]
+    step = _step(batch * pos * width * vectors.element_size(), pos)
+    for start in range(0, len(vectors), step):
+        rows = slice(start, start + step)
+        live = slice(start if causal and start < pos else 0, None)
+        if spread.rule == "token" and rows.stop >= len(vectors):
+            live = slice(0, None)  # the extra source reaches every query
+        given = [branch.at(live).push(before[rows, :, live]) for branch in mixing]
+        added = sum(given[1:], start=given[0])
+        if out is None:
+            out = vectors.new_zeros(*vectors.shape[:3], added.shape[-1])
+        out[rows, :, live] += added
+    assert out is not None
+    for branch in beside:  # a walk overwrites its vectors
+        out += walk(branch, before if branch is beside[-1] else before.clone(), spread, causal=causal, width=width)
+    for branch in mixing:
+        out = spread.add(out, branch.bias, slice(None), slice(None))
+    return out
+
+
+def _positionwise(stage: AffineMap, vectors: Tensor, spread: Spread, causal: bool, width: int) -> Tensor:
+    """A norm, a residual MLP, a linear map: queries are independent."""
+    rows, batch, pos = vectors.shape[:3]
+    step = _step(rows * batch * width * vectors.element_size(), pos)
+    result = None
+    for start in range(0, pos, step):
+        queries = slice(start, min(start + step, pos))
+        live = slice(0, queries.stop if causal and spread.rule != "token" else None)
+        made = _stage(stage.at(queries), vectors[live, :, queries], spread, live, queries)
+        if made.shape[-1] != vectors.shape[-1]:
+            result = vectors.new_zeros(*vectors.shape[:3], made.shape[-1]) if result is None else result
+            result[live, :, queries] = made
+        else:
+            vectors[live, :, queries] = made
+    return vectors if result is None else result
+
+
+def _stage(stage: AffineMap, vectors: Tensor, spread: Spread, rows: slice, queries: slice) -> Tensor:
+    if isinstance(stage, Chain):
+        for inner in stage.stages:
+            vectors = _stage(inner, vectors, spread, rows, queries)
+        return vectors
+    if isinstance(stage, Sum):
+        return torch.stack([_stage(term, vectors, spread, rows, queries) for term in stage.terms]).sum(0)
+    return spread.add(stage.push(vectors), stage.bias, rows, queries)
+
+
+def _step(bytes_per_item: int, most: int) -> int:
+    # at least a few chunks, so that the empty triangle of a causal model is worth skipping
+    return max(1, min(CHUNK_BUDGET // max(bytes_per_item, 1), -(-most // 4)))
+
+
+def source_vectors(x: Float[Tensor, "batch pos d"], extra: bool) -> Float[Tensor, "key batch pos d"]:
+    """Row j holds x_j at position j and zero elsewhere; `extra` adds one zero row for a bias token."""
+    batch, pos, width = x.shape
+    vectors = x.new_zeros(pos + extra, batch, pos, width)
+    index = torch.arange(pos, device=x.device)
+    vectors[index, :, index] = x.transpose(0, 1)
+    return vectors

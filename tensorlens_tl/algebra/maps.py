@@ -1,0 +1,356 @@
+"""A small algebra of affine maps of the residual stream.
+
+Every map knows how to `push` a vector through its linear part, how to `pull` one back through the adjoint, and its
+`bias`. Primitives (`tensorlens_tl.algebra.primitives`) are `Identity`, `Linear`, `Diagonal`, `Norm` and `Attention`;
+`Sum`, `Chain` and `Transpose` combine them, and nothing else in the library multiplies matrices.
+
+Vectors are `[*rows, batch, pos, d]`. The leading `*rows` carry many vectors through one product: that axis is how
+tokens, basis vectors, probes and targets are all handled without a loop. `batch` and `pos` are always the frozen
+prompt's.
+
+    >>> import torch
+    >>> from tensorlens_tl.algebra import Linear
+    >>> double, shift = Linear(2 * torch.eye(3)), Linear(torch.eye(3), torch.ones(3))
+    >>> both = shift @ double
+    >>> both
+    Linear(3 → 3, offset) @ Linear(3 → 3)
+    >>> both(torch.ones(1, 1, 3))
+    tensor([[[3., 3., 3.]]])
+    >>> both.pull(torch.ones(5, 1, 1, 3)).shape
+    torch.Size([5, 1, 1, 3])
+
+**To write a map**, inherit from `PositionwiseMap` (an output position reads the same input position and no other) or
+from `MixingMap`, and define every abstract member; nothing else in the library needs to know the new class, and one
+that lacks a rule cannot be instantiated. Classes are either abstract (those two and `AffineMap`) or final.
+`tensorlens_tl.testing.check_map` tries every rule.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.positions import BiasTerms, RowPositions, Where, add_at, spread_to
+
+ZERO = torch.zeros(())
+"""The bias of a linear map: a scalar, which broadcasts on any device without promoting any dtype."""
+
+SHOWN = 6
+"""Stages that the repr of a chain writes out."""
+
+
+class AffineMap(ABC):
+    """``m(x) = m.push(x) + m.bias``, with the adjoint of the linear part in ``m.pull``."""
+
+    # ------------------------------------------------------------------ what a map defines
+
+    @property
+    @abstractmethod
+    def bias(self) -> Tensor:
+        """What the map adds besides its linear part; broadcasts to `[batch, pos, d_out]`. `ZERO` if nothing."""
+
+    @property
+    @abstractmethod
+    def mixes(self) -> bool:
+        """Whether an output position may depend on another input position."""
+
+    @abstractmethod
+    def at(self, where: Where) -> "AffineMap":
+        """The map cut to some positions, at its input and its output alike.
+
+        A map that mixes positions is only ever cut to a slice, and only where the positions left out do not matter:
+        where vectors live in the slice alone and nothing outside it is asked for.
+        """
+
+    @abstractmethod
+    def norm_bound(self) -> float:
+        """An upper bound of the largest singular value of the linear part."""
+
+    @abstractmethod
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        """The linear part of `x`, plus the bias where `affine`."""
+
+    @abstractmethod
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        """The adjoint; appends each primitive's ⟨g, bias⟩ per position (`[*rows, batch, pos]`) to a list `biases`."""
+
+    @abstractmethod
+    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+        """The adjoint for vectors `[row, batch, live, d_out]` that live `here`.
+
+        A map that mixes positions returns what arrives `there`, any other map what stays `here`. Nothing lives
+        outside `reach`, which begins at 0. Defined by `PositionwiseMap` and `MixingMap`.
+        """
+
+    # ------------------------------------------------------------------ what every map can do
+
+    def push(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
+        """The linear part, J·x, for every row."""
+        return self._forward(x, affine=False)
+
+    def __call__(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
+        """The whole map, J·x + bias, at the cost of one push."""
+        return self._forward(x, affine=True)
+
+    def pull(self, g: Float[Tensor, "*rows batch pos d_out"]) -> Float[Tensor, "*rows batch pos d_in"]:
+        """The adjoint of the linear part, Jᵀ·g, for every row."""
+        return self._backward(g, None)
+
+    def pull_with_bias(
+        self, g: Float[Tensor, "*rows batch pos d_out"]
+    ) -> tuple[Float[Tensor, "*rows batch pos d_in"], Float[Tensor, "*rows batch"]]:
+        """``(Jᵀ·g, ⟨g, bias⟩)`` for every row, the second by the adjoint as well, so the bias is never pushed."""
+        biases: list[Tensor] = []
+        pulled = self._backward(g, biases)
+        total = torch.stack(biases).sum((0, -1)) if biases else g.new_zeros(g.shape[:-2])
+        return pulled, total
+
+    def pull_between(
+        self,
+        vectors: Float[Tensor, "row batch d_out"],
+        queries: RowPositions,
+        sources: list[int] | None,
+        length: int,
+        *,
+        causal: bool,
+        biases: BiasTerms | None = None,
+    ) -> Float[Tensor, "row batch live d_in"]:
+        """Pull vectors at one position per row back to the source tokens, touching no other position.
+
+        Args:
+            vectors: one per row and prompt.
+            queries: where they live.
+            sources: the source tokens that are asked for, ascending, or None for all.
+            length: the number of positions.
+            causal: whether no part of the map looks forward: then nothing lives after the last query.
+            biases: takes ⟨vector, bias⟩ of every primitive, at the positions where the vector lived, if a list.
+
+        Returns:
+            The pulled vectors at the source tokens, as far as the last query can reach: those after it are zero.
+        """
+        reach = slice(0, int(queries.positions.max()) + 1 if causal else length)
+        reached = reach.stop if sources is None else sum(place < reach.stop for place in sources)
+        there: slice | list[int] = reach if sources is None else sources[:reached] or [0]  # none: pull one, cut it off
+        g = self._pull(vectors[:, :, None], queries, there, reach, biases)
+        if not self.mixes:
+            count = there.stop if isinstance(there, slice) else len(there)
+            g = add_at(g.new_zeros(*g.shape[:2], count, g.shape[-1]), g, queries, there)
+        return g[:, :, :reached]
+
+    @property
+    def T(self) -> "AffineMap":
+        """The adjoint of the linear part as a map of its own, with bias zero."""
+        return Transpose(self)
+
+    def __matmul__(self, other: "AffineMap") -> "Chain":
+        """``(a @ b)(x) = a(b(x))``."""
+        return Chain((*_flat(other), *_flat(self)))
+
+    def __add__(self, other: "AffineMap") -> "Sum":
+        return Sum((*_terms(self), *_terms(other)))
+
+
+class PositionwiseMap(AffineMap):
+    """A map that treats every position by itself; `at` must take any kind of positions."""
+
+    @property
+    def mixes(self) -> bool:
+        """Never."""
+        return False
+
+    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+        return pull_positionwise(self, g, here, biases)
+
+
+class MixingMap(AffineMap):
+    """A map whose positions depend on each other; `at` must take a slice of positions."""
+
+    @property
+    def mixes(self) -> bool:
+        """Always."""
+        return True
+
+    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+        return pull_mixing(self, g, here, there, reach, biases)
+
+
+def pull_positionwise(m: AffineMap, g: Tensor, here: Where, biases: BiasTerms | None) -> Tensor:
+    """`_pull` of a map that treats positions alone: the adjoint of the map cut to where the vectors live."""
+    return _noted(m.at(here), g, here, biases)
+
+
+def pull_mixing(
+    m: AffineMap, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None
+) -> Tensor:
+    """`_pull` of any map: the vectors are placed among all positions within reach, and what is asked for is taken."""
+    pulled = _noted(m.at(reach), spread_to(g, here, reach), reach, biases)
+    return pulled if there == reach else pulled[:, :, there]
+
+
+def _noted(m: AffineMap, g: Tensor, where: Where, biases: BiasTerms | None) -> Tensor:
+    noted: list[Tensor] | None = None if biases is None else []
+    pulled = m._backward(g, noted)
+    if biases is not None:
+        biases += [(term, where) for term in noted or ()]
+    return pulled
+
+
+def note_bias(g: Tensor, bias: Tensor, biases: list[Tensor] | None) -> None:
+    """What a primitive's `_backward` does with its bias: append ⟨g, bias⟩ per position, if anybody collects them."""
+    if biases is None or bias is ZERO:
+        return
+    biases.append(g @ bias if bias.ndim == 1 else (g * bias).sum(-1))
+
+
+def _flat(m: AffineMap) -> tuple[AffineMap, ...]:
+    return tuple(inner for stage in m.stages for inner in _flat(stage)) if isinstance(m, Chain) else (m,)
+
+
+def _terms(m: AffineMap) -> tuple[AffineMap, ...]:
+    return m.terms if isinstance(m, Sum) else (m,)
+
+
+# ----------------------------------------------------------------------------------- combinations
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Chain(AffineMap):
+    """Maps applied one after the other; `stages` are in the order of application, each with its own bias."""
+
+    stages: tuple[AffineMap, ...]
+
+    def __repr__(self) -> str:
+        shown = [f"({stage})" if isinstance(stage, Sum) else repr(stage) for stage in reversed(_flat(self))]
+        if len(shown) > SHOWN:
+            shown = [*shown[: SHOWN // 2], f"… {len(shown) - SHOWN} more …", *shown[-(SHOWN // 2) :]]
+        return " @ ".join(shown)
+
+    @property
+    def bias(self) -> Tensor:
+        bias = ZERO
+        for stage in self.stages:
+            bias = stage.bias if bias is ZERO else stage._forward(_with_positions(bias), affine=True)
+        return bias
+
+    @property
+    def mixes(self) -> bool:
+        return any(stage.mixes for stage in self.stages)
+
+    def at(self, where: Where) -> "Chain":
+        return Chain(tuple(stage.at(where) for stage in self.stages))
+
+    def norm_bound(self) -> float:
+        bound = 1.0
+        for stage in self.stages:
+            bound *= stage.norm_bound()
+        return bound
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        for stage in self.stages:
+            x = stage._forward(x, affine)
+        return x
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        for stage in reversed(self.stages):
+            g = stage._backward(g, biases)
+        return g
+
+    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+        mixing = [number for number, stage in enumerate(self.stages) if stage.mixes]
+        for number in range(len(self.stages) - 1, -1, -1):
+            stage = self.stages[number]
+            # the first stage to mix positions is the last one pulled through: before it no other position matters
+            then = there if mixing and number == mixing[0] else reach
+            g = stage._pull(g, here, then, reach, biases)
+            here = then if stage.mixes else here
+        return g
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Sum(AffineMap):
+    """Branches that read the same vector and add up."""
+
+    terms: tuple[AffineMap, ...]
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self.terms))
+
+    @property
+    def bias(self) -> Tensor:
+        biases = [term.bias for term in self.terms]
+        return sum((bias for bias in biases if bias is not ZERO), start=ZERO)
+
+    @property
+    def mixes(self) -> bool:
+        return any(term.mixes for term in self.terms)
+
+    def at(self, where: Where) -> "Sum":
+        return Sum(tuple(term.at(where) for term in self.terms))
+
+    def norm_bound(self) -> float:
+        return sum(term.norm_bound() for term in self.terms)
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        first, *others = (term._forward(x, affine) for term in self.terms)
+        return sum(others, start=first)
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        first, *others = (term._backward(g, biases) for term in self.terms)
+        return sum(others, start=first)
+
+    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+        pulled = [(term.mixes, term._pull(g, here, there, reach, biases)) for term in self.terms]
+        apart = [made for mixes, made in pulled if not mixes]
+        if len(apart) == len(pulled):
+            return sum(apart[1:], start=apart[0])
+        first, *others = (made for mixes, made in pulled if mixes)
+        total = sum(others, start=first)
+        for made in apart:
+            total = add_at(total, made, here, there)
+        return total
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Transpose(AffineMap):
+    """The adjoint of a map's linear part."""
+
+    inner: AffineMap
+
+    def __repr__(self) -> str:
+        return f"({self.inner}).T"
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO
+
+    @property
+    def mixes(self) -> bool:
+        return self.inner.mixes
+
+    def at(self, where: Where) -> "Transpose":
+        return Transpose(self.inner.at(where))
+
+    def norm_bound(self) -> float:
+        return self.inner.norm_bound()
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        return self.inner._backward(x, None)
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        return self.inner._forward(g, affine=False)
+
+    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+        if self.mixes:
+            return pull_mixing(self, g, here, there, reach, biases)
+        return pull_positionwise(self, g, here, biases)
+
+
+def _with_positions(bias: Tensor) -> Tensor:
+    """A bias as vectors a map accepts; one vector for all positions becomes `[1, 1, d]` and broadcasts."""
+    return bias if bias.ndim >= 3 else bias[None, None]

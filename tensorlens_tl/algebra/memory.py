@@ -1,0 +1,76 @@
+"""How much may be allocated at once: results that are too large are refused, work is cut into chunks of rows."""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tensorlens_tl.errors import InvalidInputError, SizeError
+
+if TYPE_CHECKING:
+    Memory = int | str | None
+    """A bound: bytes, or a text such as ``"512MB"``; None for `WORKING_BYTES`."""
+else:
+    Memory = Any  # what is wrong with a bound is said by `in_bytes`
+
+WORKING_BYTES = 256 * 2**20
+"""What an operation may allocate beyond its result where `memory=` does not say otherwise."""
+
+MOST_BYTES = 4 * 2**30
+"""Largest tensor that `slice`, `dense` and `contributions` return."""
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def in_bytes(memory: Memory) -> int:
+    """A bound as bytes: an integer, or ``"512MB"``, ``"1.5GiB"``; None is `WORKING_BYTES`.
+
+    Raises:
+        InvalidInputError: neither, or not positive.
+    """
+    if memory is None:
+        return WORKING_BYTES
+    size = float("nan")
+    if isinstance(memory, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B?)\s*", memory, flags=re.IGNORECASE)
+        if found and found[2].upper() in UNITS:
+            size = float(found[1]) * UNITS[found[2].upper()]
+    elif isinstance(memory, int) and not isinstance(memory, bool):
+        size = memory
+    if not size >= 1:
+        raise InvalidInputError(f"memory={memory!r}: pass bytes, or a text such as '512MB' or '2GiB'.")
+    return int(size)
+
+
+def check_size(what: str, shape: tuple[int, ...], like: Tensor) -> None:
+    """Raise `SizeError` where a result would be larger than `MOST_BYTES`."""
+    size = like.element_size()
+    for length in shape:
+        size *= length
+    if size > MOST_BYTES:
+        raise SizeError(
+            f"{what}: the result {list(shape)} would take {size / 2**30:.1f} GiB, above the limit of "
+            f"{MOST_BYTES / 2**30:.0f} GiB. Use a collapse (in_out, target, norm) or a shorter prompt, or raise "
+            "tensorlens_tl.algebra.memory.MOST_BYTES."
+        )
+
+
+def chunks(rows: int, bytes_per_row: int, memory: Memory, what: str, parts: int = 1) -> Iterator[range]:
+    """At least `parts` ranges of rows that fit the bound; a progress bar on long work.
+
+    Raises:
+        InvalidInputError: `memory` cannot be read.
+        SizeError: a single row is larger than a bound that was given.
+    """
+    bound = in_bytes(memory)
+    if memory is not None and bytes_per_row > bound:
+        raise SizeError(
+            f"{what}: one row of this prompt takes {bytes_per_row / 10**6:.1f} MB, more than memory={memory!r}. Raise "
+            "it, or freeze fewer or shorter prompts at once."
+        )
+    step = max(1, min(bound // max(bytes_per_row, 1), -(-rows // parts)))
+    starts = range(0, rows, step)
+    bar = tqdm(starts, desc=what, leave=False, delay=2.0, disable=len(starts) < 4)
+    return (range(start, min(start + step, rows)) for start in bar)

@@ -1,0 +1,109 @@
+"""Where vectors live, so that no work is done for positions that no vector reaches.
+
+A pulled-back vector starts at one query and lives at that position alone until it meets attention; in a causal model
+it never lives after it. At the other end only some source tokens may be asked for. `AffineMap.pull_between` pulls
+vectors from where they live to where they are asked for and touches nothing else:
+
+    queries ─(final norm, MLP: one position per row)─ last attention ─(up to the query)─ first attention ─ sources
+
+The functions here know tensors and positions, and nothing about maps.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RowPositions:
+    """One position per row and prompt, where each row's vector lives: vectors are `[row, batch, 1, d]`.
+
+    A row axis of length 1 serves all rows.
+    """
+
+    positions: Int[Tensor, "row batch"]
+
+
+Where = RowPositions | slice | list[int]
+"""Where vectors live: a position of their own for each row, or the same positions for all."""
+
+BiasTerms = list[tuple[Tensor, Where]]
+"""⟨vector, bias⟩ of primitives, `[row, batch, live]` each, and where those positions are."""
+
+
+def shared(where: Where) -> slice | list[int]:
+    """Positions that are the same for all rows: what a map that mixes positions can be cut to.
+
+    Raises:
+        TypeError: a position of its own for each row.
+    """
+    if isinstance(where, RowPositions):
+        raise TypeError("a map that mixes positions cannot be cut to one position per row.")
+    return where
+
+
+def at(tensor: Float[Tensor, "*rows batch pos d"], where: Where) -> Float[Tensor, "*rows batch live d"]:
+    """What a map holds for each position, cut to the positions where vectors live.
+
+    One vector for all positions (an axis of length 1) serves every one of them.
+    """
+    if tensor.shape[-2] == 1:
+        return tensor
+    if not isinstance(where, RowPositions):
+        return tensor[..., where, :]
+    index = torch.arange(where.positions.shape[1], device=tensor.device)
+    batch = index if tensor.shape[-3] > 1 else torch.zeros_like(index)
+    return tensor[batch, where.positions][:, :, None]
+
+
+def add_at(total: Tensor, vectors: Tensor, here: Where, there: slice | list[int]) -> Tensor:
+    """`total`, which lives `there` and may be overwritten, with vectors added that live `here`.
+
+    Vectors at positions that `there` leaves out are dropped.
+    """
+    if isinstance(here, RowPositions):
+        rows = here.positions.expand(vectors.shape[:2])[:, :, None, None]
+        if isinstance(there, list):
+            asked = torch.tensor(there, device=vectors.device)
+            column = torch.searchsorted(asked, rows.contiguous()).clamp_max(len(there) - 1)
+            vectors = vectors * (asked[column] == rows)
+            rows = column
+        return total.scatter_add_(2, rows.expand_as(vectors), vectors)
+    return total.add_(vectors if isinstance(there, slice) else vectors[:, :, there])
+
+
+def spread_to(vectors: Tensor, here: Where, reach: slice) -> Float[Tensor, "row batch live d"]:
+    """Vectors that live `here` as vectors at every position of `reach`, zero elsewhere."""
+    if not isinstance(here, RowPositions) and here == reach:
+        return vectors
+    whole = vectors.new_zeros(*vectors.shape[:2], reach.stop, vectors.shape[-1])
+    if isinstance(here, RowPositions):
+        return add_at(whole, vectors, here, reach)
+    whole[:, :, here] = vectors
+    return whole
+
+
+def place(
+    vectors: Float[Tensor, "rows batch d"], positions: Int[Tensor, "rows batch"], x: Tensor
+) -> Float[Tensor, "rows batch pos d"]:
+    """Rows that are zero except for one vector at one position per prompt, like `x` otherwise."""
+    placed = x.new_zeros(*vectors.shape[:2], x.shape[1], vectors.shape[-1])
+    return add_at(placed, vectors[:, :, None].to(placed.dtype), RowPositions(positions), slice(None))
+
+
+def in_total(terms: BiasTerms, like: Float[Tensor, "row batch"]) -> Float[Tensor, "row batch"]:
+    """All bias terms, summed."""
+    return sum((term.sum(-1) for term, _ in terms), start=torch.zeros_like(like))
+
+
+def by_position(terms: BiasTerms, like: Float[Tensor, "row batch pos"]) -> Float[Tensor, "row batch pos"]:
+    """Bias terms, summed at the positions where the biases are added."""
+    total = torch.zeros_like(like)
+    for term, where in terms:
+        if isinstance(where, RowPositions):
+            total.scatter_add_(2, where.positions.expand(term.shape[:2])[..., None], term.to(total))
+        else:
+            total[:, :, where] += term
+    return total

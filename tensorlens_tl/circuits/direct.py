@@ -1,0 +1,121 @@
+"""Direct effects: what each component writes straight into a logit.
+
+A component's direct effect is what it adds to the logit along the residual stream alone, past every later head and
+MLP: the inner product of its output with the target's direction pulled through the final norm (and, in a post-LN
+model, through the norms on the way). With all biases counted the direct effects are the logit, exactly. What a
+component does through later ones is its *total* effect: `tensorlens_tl.circuits.total`.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target, token_pairs
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.results.terms import Terms
+
+BY = ("component", "head", "head_token", "neuron")
+
+
+def logit_attribution(
+    frozen: FrozenPass,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    by: str = "component",
+    query: Query = -1,
+    direction: Any = None,
+    layers: LayerRange = None,
+    activation: str = "ratio",
+    memory: Memory = None,
+) -> Terms:
+    """The direct effect of every component on a logit; with the biases they sum to it.
+
+    Heads count with b_V inside, as TransformerLens' ``hook_result``; b_O and b_out are terms of their own.
+
+    Args:
+        frozen: the pass.
+        target, minus, direction: as in `FrozenOperator.target`.
+        by: ``"component"`` (embeddings, each layer's attention and MLP, each bias), ``"head"`` (attention by head),
+            ``"head_token"`` (the same, and each head's source tokens in `Terms.keys`), or ``"neuron"`` (also MLPs by
+            neuron).
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        layers: consecutive layers: a direction then reads the stream where they end (a probe, a feature in the
+            middle of the model), and what comes before them is one term.
+        activation: the rule; it matters where a prediction head's activation lies on the way (masked models): direct
+            effects pass every MLP by.
+        memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no such `by`, a query out of range, no target, and what `target` refuses.
+        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+    """
+    if by not in BY:
+        raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers, one=False)
+    stream = asked.stream
+    per_row = (2 * len(stream.steps) + 2) * stream.x[0].numel() * stream.x[0].element_size()
+    queries = len(asked.seed)
+    names: list[str] = []
+    scores, keys = [], []
+    for rows in chunks(queries, per_row, memory if queries > 1 else None, "queries"):
+        names, made, by_key = _effects(asked, slice(rows.start, rows.stop), by)
+        scores.append(made)
+        keys += [] if by_key is None else [by_key]
+    return Terms(
+        names=names,
+        scores=torch.cat(scores).transpose(0, 1),
+        remainder=torch.zeros_like(asked.total),
+        keys=torch.cat(keys).transpose(0, 1) if keys else None,
+        **asked.fields(),
+    )
+
+
+def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, Tensor | None]:
+    """Some queries' names, effects `[query, batch, term]` and, by head and token, keys `[query, batch, term, key]`."""
+    stream, positions = asked.stream, asked.positions[:, rows]
+    pulled = stream.pull(asked.seed[rows], sublayers=False)
+    names: list[str] = []
+    scores: list[Tensor] = []
+    keys: list[Tensor] = []
+
+    def add(found: list[str], values: Tensor, by_key: Tensor | None = None) -> None:
+        names.extend(found)
+        scores.append(values)
+        if by == "head_token":  # what reads no other token is the query's own
+            keys.append(_at_query(values, positions, stream.x[0].shape[1]) if by_key is None else by_key)
+
+    for name, part in stream.sources().items():
+        add([name], dot(pulled.stream[0], part))
+    biases = list(pulled.of_biases(stream.steps))
+    for number, step in enumerate(stream.steps):
+        for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+            met = sublayer.write.pull(pulled.sums[number])
+            if by == "neuron" and not sublayer.is_attention:
+                neurons = [f"{sublayer.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
+                add(neurons, (met.to(asked.total) * hidden).sum(-2))
+            elif by == "component":
+                add([sublayer.name], dot(met, hidden))
+            else:
+                pairs = by == "head_token" and sublayer.is_attention
+                by_key = token_pairs(sublayer, stream.x[number], met).sum(-2) if pairs else None
+                add(list(sublayer.nodes), sublayer.shares(met, hidden), by_key)
+        for at, name, bias, g in biases:
+            if at == number:
+                add([name], dot(g, bias))
+    if bool(asked.constant.any()):
+        add(["b_U"], asked.constant[:, rows].T[..., None])
+    return names, torch.cat(scores, dim=-1), torch.cat(keys, dim=2) if keys else None
+
+
+def _at_query(
+    values: Float[Tensor, "query batch term"], positions: Int[Tensor, "batch query"], pos: int
+) -> Float[Tensor, "query batch term key"]:
+    """Effects as shares of source tokens, all at the query's own position."""
+    own = values.new_zeros(*values.shape, pos)
+    return own.scatter_(3, positions.T[:, :, None, None].expand(*values.shape, 1), values[..., None])

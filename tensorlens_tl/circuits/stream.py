@@ -1,0 +1,399 @@
+"""The frozen model as steps of its residual stream: the form in which direct effects, paths and graphs are counted.
+
+The residual stream goes through *steps*. At each step *sublayers* (attention, the MLP) read the stream and write back
+to it, and then the whole stream goes through the step's *outer* map, if it has one (a post-LN norm; at the end the
+final norm or a prediction head):
+
+    x[s+1] = outer( x[s] + Σ_sublayers write(read(x[s])) )
+
+A sequential block is two steps, a parallel block one with two sublayers. What is left without the sublayers is how a
+vector written to the stream reaches the end *directly*: the identity in a pre-LN model, the norms in a post-LN model.
+
+A sublayer's hidden vector, read(x), is a row of groups: one per head, or one for the whole MLP. A group is a *node*:
+what it writes is linear in its own part of the hidden vector, so its share of anything is an inner product with the
+part of the pulled-back vector. What `write` and `outer` add besides are *biases*, sources of their own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra import ZERO, AffineMap, Attention, Chain, Identity, Linear, Sum
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.positions import place
+from tensorlens_tl.circuits.embeddings import embedding_parts
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.activations import check_rule
+from tensorlens_tl.models.layouts import Place
+from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.prompts import one_query, query_positions
+from tensorlens_tl.passes.record import check_pass
+from tensorlens_tl.passes.selection import chosen_layers
+from tensorlens_tl.passes.target import resolve_target
+
+
+@dataclass(frozen=True, eq=False)
+class Sublayer:
+    """What reads the stream and writes to it.
+
+    Attributes:
+        layer: its block.
+        read: stream -> hidden: heads side by side (mixed over positions), or the MLP's neurons after the activation.
+        write: hidden -> stream; its bias is `bias_name`'s, not the nodes'.
+        nodes: the names of its nodes, ``"L0H3"`` or ``"MLP0"``.
+        is_attention: whether the nodes are heads.
+    """
+
+    layer: int
+    read: Chain
+    write: Chain
+    nodes: tuple[str, ...]
+    bias_name: str
+    is_attention: bool
+
+    @property
+    def name(self) -> str:
+        """All nodes together: ``"L0.attn"`` or ``"MLP0"``."""
+        return f"L{self.layer}.attn" if self.is_attention else self.nodes[0]
+
+    def split(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows node channel"]:
+        """A hidden vector by node."""
+        return rearrange(hidden, "... (node channel) -> ... node channel", node=len(self.nodes))
+
+    def shares(
+        self, met: Float[Tensor, "*rows batch pos width"], hidden: Float[Tensor, "batch pos width"]
+    ) -> Float[Tensor, "*rows batch node"]:
+        """Each node's part of ⟨met, hidden⟩, over all positions."""
+        return self.split(upcast(met) * hidden).sum((-3, -1))
+
+    def outputs(self, hidden: Float[Tensor, "batch pos width"]) -> Float[Tensor, "node batch pos d_model"]:
+        """What each node writes by itself, biases apart."""
+        if len(self.nodes) == 1:
+            return self.write.push(hidden[None])
+        alone = torch.diag_embed(rearrange(self.split(hidden), "b p n c -> c b p n"))
+        return self.write.push(rearrange(alone, "c b p n m -> m b p (n c)"))
+
+    def read_of(self, node: int) -> Chain:
+        """What one node reads, as a map of its own: for a head its values and pattern only."""
+        if not self.is_attention:
+            return self.read
+        *before, values, mix = self.read.stages
+        assert isinstance(values, Linear)
+        assert isinstance(mix, Attention)
+        group = mix.pattern.shape[1] // mix.kv_heads
+        width = values.weight.shape[1] // mix.kv_heads
+        kept = slice(node // group * width, (node // group + 1) * width)
+        own = Linear(values.weight[:, kept], None if values.offset is None else values.offset[kept])
+        return Chain((*before, own, Attention(mix.pattern[:, node : node + 1], 1)))
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Sublayers of one layer that read the same stream, and what the stream goes through after them."""
+
+    layer: int
+    sublayers: tuple[Sublayer, ...]
+    outer: AffineMap
+    outer_name: str
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of all sublayers, in their order."""
+        return tuple(node for sublayer in self.sublayers for node in sublayer.nodes)
+
+    @property
+    def map(self) -> Chain:
+        """The whole step."""
+        inside = Sum((Identity(), *(sublayer.write @ sublayer.read for sublayer in self.sublayers)))
+        return Chain((inside, self.outer))
+
+    def directly(self, x: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch pos d_model"]:
+        """What the stream carries past the sublayers, the step's own biases included."""
+        for sublayer in self.sublayers:
+            x = x if sublayer.write.bias is ZERO else x + sublayer.write.bias
+        return self.outer(x)
+
+    @property
+    def biases(self) -> list[tuple[str, Tensor, bool]]:
+        """What the step adds by itself: name, bias, and whether it still goes through `outer`."""
+        found = [(sublayer.bias_name, sublayer.write.bias, True) for sublayer in self.sublayers]
+        found.append((self.outer_name, self.outer.bias, False))
+        return [item for item in found if item[1] is not ZERO]
+
+
+@dataclass(frozen=True, eq=False)
+class Pulled:
+    """A vector at the end, pulled back along the steps.
+
+    Attributes:
+        stream: at the stream before each step, and at the end, each `[*rows, batch, pos, d_model]`.
+        sums: at each step's sum: after its sublayers have written and before its outer map.
+    """
+
+    stream: list[Tensor]
+    sums: list[Tensor]
+
+    def of_biases(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, str, Tensor, Tensor]]:
+        """Every bias on the way: step, name, the bias, and the vector that meets it."""
+        for number, step in enumerate(steps):
+            for name, bias, inside in step.biases:
+                yield number, name, bias, self.sums[number] if inside else self.stream[number + 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A frozen pass, or some of its layers, as steps, with the values that its own input gives them.
+
+    Attributes:
+        layers: which of them.
+        x: the stream before each step, and after the last, `[batch, pos, d_model]`.
+        hidden: each sublayer's hidden vector, by step and sublayer, `[batch, pos, width]`.
+    """
+
+    frozen: FrozenPass
+    layers: range
+    steps: tuple[Step, ...]
+    x: list[Tensor] = field(default_factory=list)
+    hidden: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        frozen: FrozenPass,
+        activation: str = "ratio",
+        *,
+        layers: LayerRange = None,
+        to_tokens: bool = True,
+    ) -> "Stream":
+        """The stream up to what is unembedded, or (``to_tokens=False``) to the operator's output.
+
+        Args:
+            frozen: the pass.
+            activation: the rule for MLPs.
+            layers: consecutive layers; a range that ends before the last ends at the next block's input.
+            to_tokens: whether a prediction head is part of it.
+
+        Raises:
+            InvalidInputError: no such activation rule or layers.
+            FrozenModelError: the weights were changed since the pass.
+        """
+        rule, chosen = check_rule(activation), chosen_layers(frozen.n_layers, layers)
+        frozen.check_fresh()
+        steps = [step for layer in chosen for step in _block_steps(frozen, layer, rule)]
+        if chosen.stop == frozen.n_layers:
+            final, head = frozen.final_norm(), frozen.prediction_head(rule) if to_tokens else None
+            for end, name in ((final, "ln_final.b"), (head, "prediction head b")):
+                if end is not None:
+                    steps.append(Step(-1, (), end, name))
+        stream = cls(frozen, chosen, tuple(steps))
+        x = frozen.resid_pre(chosen.start)
+        for step in steps:
+            hidden = tuple(sublayer.read(x) for sublayer in step.sublayers)
+            stream.x.append(x)
+            stream.hidden.append(hidden)
+            written = sum((s.write(h) for s, h in zip(step.sublayers, hidden, strict=True)), start=x)
+            x = step.outer(written)
+        stream.x.append(x)
+        return stream
+
+    def sources(self) -> dict[str, Float[Tensor, "batch pos d_model"]]:
+        """What the stream begins with: token and position embeddings, or the stream before the first layer."""
+        if self.layers.start:
+            return {f"blocks.{self.layers.start} input": self.x[0]}
+        return embedding_parts(self.frozen)
+
+    def at(self, layer: int) -> tuple[int, Sublayer]:
+        """The step and the attention sublayer of one layer.
+
+        Raises:
+            InvalidInputError: the layer is not among these.
+        """
+        for number, step in enumerate(self.steps):
+            for sublayer in step.sublayers:
+                if sublayer.layer == layer and sublayer.is_attention:
+                    return number, sublayer
+        raise InvalidInputError(f"layers: layer {layer} is not among {list(self.layers)}.")
+
+    def pull(self, g: Float[Tensor, "*rows batch pos d_model"], *, sublayers: bool = True) -> Pulled:
+        """A vector at the end pulled through everything, or (``sublayers=False``) past all of them: directly."""
+        stream, sums = [g], []
+        for step in reversed(self.steps):
+            g = step.outer.pull(g)
+            sums.append(g)
+            if sublayers:
+                g = sum((s.read.pull(s.write.pull(g)) for s in step.sublayers), start=g)
+            stream.append(g)
+        return Pulled(stream[::-1], sums[::-1])
+
+    @cached_property
+    def direct(self) -> list[Tensor]:
+        """What passes every sublayer, the input and the biases on the way: before each step, and after the last."""
+        carried = [self.x[0]]
+        for step in self.steps:
+            carried.append(step.directly(carried[-1]))
+        return carried
+
+    @cached_property
+    def direct_hidden(self) -> list[tuple[Tensor, ...]]:
+        """Each sublayer's hidden vector for what reaches it directly."""
+        return [
+            tuple(sublayer.read(x) for sublayer in step.sublayers)
+            for step, x in zip(self.steps, self.direct, strict=False)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class StreamTarget:
+    """What is asked about some queries of a frozen pass, and the stream that leads to it.
+
+    Attributes:
+        stream: up to where the target reads it.
+        read_at: the hook point that holds what the target reads.
+        vectors: the target's vector for each query, `[batch, query, d_model]`.
+        seed: the same at its place, a row per query, `[query, batch, pos, d_model]`.
+        constant: what the answer adds besides (b_U), `[batch, query]`.
+        total: the model's own number that is asked for, before any final soft cap, `[batch, query]`.
+        positions: the queries, `[batch, query]`.
+        soft_cap: the cap that the model applies after it, or None.
+        label: the target for people.
+    """
+
+    stream: Stream
+    read_at: str
+    vectors: Float[Tensor, "batch query d_model"]
+    seed: Float[Tensor, "query batch pos d_model"]
+    constant: Float[Tensor, "batch query"]
+    total: Float[Tensor, "batch query"]
+    positions: Int[Tensor, "batch query"]
+    soft_cap: float | None
+    label: str
+
+    def fields(self) -> dict[str, Any]:
+        """What a result of these queries says about them."""
+        frozen = self.stream.frozen
+        return {
+            "total": self.total,
+            "queries": self.positions,
+            "mask": frozen.mask,
+            "tokens": frozen.str_tokens,
+            "target": self.label,
+            "soft_cap": self.soft_cap,
+        }
+
+
+def stream_target(
+    frozen: FrozenPass,
+    target: TokenLike,
+    minus: TokenLike,
+    direction: Any,
+    query: Query,
+    activation: str,
+    layers: LayerRange = None,
+    *,
+    one: bool = True,
+) -> StreamTarget:
+    """Check what is asked, and build the stream to where it is asked.
+
+    Args:
+        frozen: the pass.
+        target, minus, direction: as in `FrozenOperator.target`; a direction reads the stream where the layers end.
+        query: the queries, or with `one` a single one.
+        activation: the rule for MLPs.
+        layers: consecutive layers, None for all.
+
+    Raises:
+        InvalidInputError: no frozen pass, a query out of range, several where one is asked, a token target before the
+            last layer, and what `resolve_target` refuses.
+        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+    """
+    check_pass(frozen)
+    chosen = chosen_layers(frozen.n_layers, layers)
+    if direction is None and target is not None and chosen.stop < frozen.n_layers:
+        raise InvalidInputError(
+            f"target: these layers end at blocks.{chosen.stop} input, before the final norm and the unembedding; use "
+            "direction=, or layers up to the last."
+        )
+    positions = (one_query if one else query_positions)(frozen.prompt, query)
+    asked = resolve_target(frozen, target, minus, direction, positions.shape[1])
+    stream = Stream.of(frozen, activation, layers=layers, to_tokens=asked.of_tokens)
+    if asked.of_tokens:
+        read_at = frozen.points.unembed_in
+    elif chosen.stop < frozen.n_layers or frozen.view.final_norm is None:
+        read_at = frozen.output_name(chosen.stop - 1)
+    else:
+        read_at = frozen.points.unembed_in
+    assert read_at is not None  # a final norm and a token both need an unembedding
+    own = upcast(torch.take_along_dim(frozen.captured(read_at), positions[..., None], dim=1))
+    return StreamTarget(
+        stream,
+        read_at,
+        vectors=asked.vectors,
+        seed=place(asked.vectors.transpose(0, 1), positions.T, stream.x[-1]),
+        constant=asked.constant.to(own),
+        total=(own * asked.vectors).sum(-1) + asked.constant,
+        positions=positions,
+        soft_cap=frozen.view.soft_cap if asked.of_tokens else None,
+        label=asked.label if chosen.stop == frozen.n_layers else f"{asked.label} at blocks.{chosen.stop} input",
+    )
+
+
+def token_pairs(
+    sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], met: Float[Tensor, "*rows batch pos width"]
+) -> Float[Tensor, "*rows batch head query key"]:
+    """What each head moves from each source token to each query, along `met` (a vector at its hidden layer).
+
+    ``A^h_ij ⟨met_i^h, v_j^h⟩``: summed over keys, the inner product of `met` with the hidden vector.
+    """
+    *before, mix = sublayer.read.stages
+    assert isinstance(mix, Attention)
+    values = rearrange(Chain(tuple(before))(x), "b k (kv d) -> b kv k d", kv=mix.kv_heads)
+    values = values.repeat_interleave(mix.pattern.shape[1] // mix.kv_heads, dim=1)
+    return mix.pattern * (rearrange(sublayer.split(met), "... q h d -> ... h q d") @ values.mT)
+
+
+def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch 1"]:
+    """⟨g, x⟩ of each row and prompt, as one column; `x` may be one vector for all positions."""
+    return (upcast(g) * x).sum((-2, -1))[..., None]
+
+
+def _block_steps(frozen: FrozenPass, layer: int, rule: str) -> list[Step]:
+    """One block's steps, by its proven layout."""
+    layout = frozen.layouts[layer]
+    *values, output = frozen.attention(layer).stages
+    heads = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
+    sublayers = [(layout.attn, _sublayer(frozen, layer, layout.attn, (*values,), output, heads, "b_O", True))]
+    mlp = frozen.mlp(layer, rule)
+    if mlp is not None:
+        *hidden, output = mlp.stages
+        names = (f"MLP{layer}",)
+        sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (*hidden,), output, names, "b_out", False)))
+    if layout.parallel:
+        return [Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}")]
+    steps = []
+    for at, sublayer in sublayers:
+        outer = Identity() if at.outer is None else frozen.norm(layer, at.outer)
+        steps.append(Step(layer, (sublayer,), outer, f"L{layer}.{at.outer}.b"))
+    return steps
+
+
+def _sublayer(
+    frozen: FrozenPass,
+    layer: int,
+    at: Place,
+    read: tuple[AffineMap, ...],
+    output: AffineMap,
+    nodes: tuple[str, ...],
+    bias_name: str,
+    is_attention: bool,
+) -> Sublayer:
+    before = () if at.before is None else (frozen.norm(layer, at.before),)
+    after = () if at.after is None else (frozen.norm(layer, at.after),)
+    bias = f"L{layer}.{bias_name}"
+    return Sublayer(layer, Chain((*before, *read)), Chain((output, *after)), nodes, bias, is_attention)

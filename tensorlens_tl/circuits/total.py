@@ -1,0 +1,145 @@
+"""Total effects: what a logit loses when a component is taken away, whatever lies between.
+
+In the frozen pass everything later is linear, so the total effect of every head and MLP comes from one pull: its
+hidden vector dotted with the target pulled through everything later. Patterns, ratios and scales stay as they were. In
+the live model they respond as well: with ``live=True`` each component is ablated in a run of its own, many to a batch.
+The two differ by what the ablation does to patterns, activations and norms; a previous-token head, say, acts on an
+induction head's *pattern*, which only the live model shows.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.hooks import capture, refuse_attached
+from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.results.terms import Terms
+
+BY = ("component", "head")
+
+
+def total_effects(
+    frozen: FrozenPass,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    by: str = "head",
+    query: Query = -1,
+    direction: Any = None,
+    layers: LayerRange = None,
+    activation: str = "ratio",
+    live: bool = False,
+    memory: Memory = None,
+) -> Terms:
+    """What a logit loses when each head and MLP is ablated: its output taken away, biases b_O and b_out kept.
+
+    Args:
+        frozen: the pass.
+        target, minus, direction: as in `FrozenOperator.target`.
+        by: ``"head"`` (heads one by one, MLPs whole) or ``"component"`` (each layer's attention whole).
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        layers: consecutive layers: their components are ablated, and a direction reads the stream where they end.
+        activation: the rule for the MLPs that effects go through, frozen.
+        live: ablate in the live model, patterns, activations and norms responding, instead of the frozen one.
+        memory: what the runs of ``live=True`` may allocate at once, as ``"512MB"`` or bytes.
+
+    Returns:
+        Terms that are not additive: what goes through two components counts for both.
+
+    Raises:
+        InvalidInputError: no such `by`, and what `logit_attribution` refuses.
+        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+        FrozenModelError: live effects asked for while a frozen pass is attached.
+    """
+    if by not in BY:
+        raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers, one=False)
+    names, scores = _live(asked, by, memory) if live else _frozen(asked, by)
+    return Terms(names=names, scores=scores.permute(1, 0, 2), **asked.fields())
+
+
+def _frozen(asked: StreamTarget, by: str) -> tuple[list[str], Float[Tensor, "query batch term"]]:
+    stream, pulled = asked.stream, asked.stream.pull(asked.seed)
+    names: list[str] = []
+    scores: list[Tensor] = []
+    for number, step in enumerate(stream.steps):
+        for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+            met = sublayer.write.pull(pulled.sums[number])
+            names += sublayer.nodes if by == "head" else [sublayer.name]
+            scores.append(sublayer.shares(met, hidden) if by == "head" else dot(met, hidden))
+    return names, torch.cat(scores, dim=-1)
+
+
+class _Component(NamedTuple):
+    """A component to be taken away: its name, the hook point of its hidden vector, and which head of how many."""
+
+    name: str
+    point: str
+    head: int | None = None
+    heads: int = 1
+
+
+def _live(asked: StreamTarget, by: str, memory: Memory) -> tuple[list[str], Float[Tensor, "query batch term"]]:
+    frozen = asked.stream.frozen
+    refuse_attached(frozen.model)
+    components = list(_components(asked, by))
+    x = asked.stream.x[0]
+    widest = max(hidden.shape[-1] for held in asked.stream.hidden for hidden in held)
+    per_row = (8 * x.numel() + 4 * x.shape[0] * x.shape[1] * widest) * x.element_size()
+    left = [
+        _without(asked, components[rows.start : rows.stop])
+        for rows in chunks(len(components), per_row, memory, "ablations")
+    ]
+    return [component.name for component in components], asked.total.T[..., None] - torch.cat(left, dim=-1)
+
+
+def _components(asked: StreamTarget, by: str) -> Iterator[_Component]:
+    points = asked.stream.frozen.points.blocks
+    for step in asked.stream.steps:
+        for sublayer in step.sublayers:
+            at = points[sublayer.layer]
+            if not sublayer.is_attention:
+                assert at.post is not None  # a block with an MLP has its hook points
+                yield _Component(sublayer.name, at.post)
+            elif by == "component":
+                yield _Component(sublayer.name, at.z)
+            else:
+                heads = len(sublayer.nodes)
+                yield from (_Component(name, at.z, head, heads) for head, name in enumerate(sublayer.nodes))
+
+
+def _without(asked: StreamTarget, components: Sequence[_Component]) -> Float[Tensor, "query batch term"]:
+    """The number asked about, with each component taken away in a copy of its own of every prompt."""
+    frozen, copies = asked.stream.frozen, len(components)
+    batch, pos = frozen.tokens.shape
+    inputs = {
+        name: value.repeat(copies, *(1,) * (value.ndim - 1)) if isinstance(value, Tensor) else value
+        for name, value in frozen.inputs.items()
+    }
+
+    def take_away(tensor: Tensor, *, hook: Any) -> Tensor:
+        kept = tensor.clone()
+        for copy, component in enumerate(components):
+            if component.point in names[id(hook)]:
+                # some bridges flatten batch and position, and heads may be side by side
+                rows = kept.view(copies, batch * pos, component.heads, -1)[copy]
+                rows[:, slice(None) if component.head is None else component.head] = 0
+        return kept
+
+    known = dict(frozen.model.hook_dict)
+    names: dict[int, set[str]] = {}
+    for name in dict.fromkeys(component.point for component in components):
+        names.setdefault(id(known[name]), set()).add(name)
+    hooks = [(name, take_away) for name in dict.fromkeys(component.point for component in components)]
+    kept, _ = capture(frozen.model, inputs, [asked.read_at], hooks=hooks, last=asked.read_at)
+    own = upcast(kept[asked.read_at].to(asked.vectors.device).unflatten(0, (copies, batch)))
+    own = torch.take_along_dim(own, asked.positions[None, ..., None], dim=2)
+    return ((own * asked.vectors).sum(-1) + asked.constant).permute(2, 1, 0)

@@ -1,0 +1,49 @@
+"""The command line: ``tensorlens-tl demo | attribute | report | methods | verify | evaluate``, a file for each.
+
+A command's file names its arguments and what it does, and imports nothing heavy before it runs, so that help comes
+within a second.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from tensorlens_tl import __version__
+
+COMMANDS = ("attribute", "report", "methods", "evaluate", "verify", "demo")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (1 for our own errors, which are printed without a traceback).
+
+    A text that is no command is attributed: ``tensorlens-tl "The Eiffel Tower is in"``.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] not in COMMANDS and " " in words[0]:
+        words.insert(0, "attribute")
+    args = parser().parse_args(words)
+    from tensorlens_tl.errors import TensorLensError
+
+    try:
+        args.run(args)
+    except TensorLensError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    whole = argparse.ArgumentParser(
+        prog="tensorlens-tl",
+        description="Exact attribution on frozen transformers. A text by itself is attributed.",
+    )
+    whole.add_argument("--version", action="version", version=__version__)
+    commands = whole.add_subparsers(required=True, metavar="command")
+    for name in COMMANDS:
+        module = importlib.import_module(f"{__name__}.{name}")
+        sub = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    return whole

@@ -1,0 +1,66 @@
+"""``tensorlens-tl attribute``: which tokens moved a prediction?"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tensorlens_tl.commands.options import (
+    add_import_argument,
+    add_model_arguments,
+    check_output,
+    loaded_model,
+    position,
+    run_imports,
+    write_result,
+)
+
+HELP = "What does the model predict here, and which tokens moved it?"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_model_arguments(parser)
+    add_import_argument(parser)
+    parser.add_argument("text")
+    parser.add_argument("--method", default="tensorlens", help="one of `tensorlens-tl methods`")
+    parser.add_argument("--collapse", help="of the tensorlens method: target (default), in_out or norm")
+    parser.add_argument("--target", help="a token, such as ' Paris' (default: the model's first choice)")
+    parser.add_argument("--minus", help="another token, for a logit difference (default: the second choice)")
+    parser.add_argument(
+        "--query",
+        type=position,
+        help="a position, counted over the prompt's tokens, or a text of it (default: the last)",
+    )
+    parser.add_argument("--top", type=int, default=10, help="how many tokens to print")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="also save: .html for a page, .csv, anything else for Attribution.load"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Say what the model predicts, and print what moved it; save where asked."""
+    import tensorlens_tl as tlens
+    from tensorlens_tl.report.prediction import predict
+
+    check_output(args.output)
+    run_imports(args)
+    method = tlens.get_method(args.method)
+    if args.collapse is not None and "collapse" not in method.options:
+        raise tlens.InvalidInputError(f"--collapse: method {args.method!r} has none; it belongs to tensorlens.")
+    frozen = tlens.freeze(loaded_model(args), args.text)
+    prediction = predict(frozen, args.target, args.minus, args.query)
+    about_target = "target" in method.options and args.collapse in (None, "target") and bool(prediction.options)
+    if not about_target and (args.target is not None or args.minus is not None):
+        raise tlens.InvalidInputError(f"--target, --minus: {args.method!r} so asked explains no token; leave them out.")
+    if prediction.best:
+        token = frozen.str_tokens[0][prediction.position]
+        choices = ", ".join(f"{token!r} {chance:.1%}" for token, chance in prediction.best)
+        print(f"After {token!r} at position {prediction.position} the model predicts {choices}.")
+    options: dict[str, Any] = prediction.options if about_target else {}
+    if args.collapse is not None:
+        options |= {"collapse": args.collapse}
+    if "query" in method.options:
+        options |= {"query": prediction.query}
+    result = tlens.attribute(frozen, method=args.method, **options)
+    result.show(args.top)
+    write_result(result, args.text, args.output)

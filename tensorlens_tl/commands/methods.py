@@ -1,0 +1,24 @@
+"""``tensorlens-tl methods``: which methods are there?"""
+
+import argparse
+
+from tensorlens_tl.commands.options import add_import_argument, run_imports
+
+HELP = "List the registered methods, their options, and the layer maps that mean and rollout take."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_import_argument(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print methods and layer maps."""
+    import tensorlens_tl as tlens
+    from tensorlens_tl.drawing.terminal import show_table
+
+    run_imports(args)
+    methods = [tlens.get_method(name) for name in tlens.list_methods()]
+    rows = [(method.name, method.summary, ", ".join(method.options)) for method in methods]
+    headings = ("method", "what", "options")
+    show_table("", headings, rows, left=headings, caption=f"layer maps: {', '.join(tlens.list_layer_maps())}")

@@ -1,0 +1,47 @@
+"""``tensorlens-tl report``: everything about one prediction, as one page."""
+
+import argparse
+from pathlib import Path
+
+from tensorlens_tl.commands.options import (
+    add_import_argument,
+    add_model_arguments,
+    check_output,
+    loaded_model,
+    position,
+    run_imports,
+)
+
+HELP = "Everything about one prediction, as one page that opens without a network."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_model_arguments(parser)
+    add_import_argument(parser)
+    parser.add_argument("text")
+    parser.add_argument("--target", help="the token to explain (default: the model's first choice)")
+    parser.add_argument("--minus", help="another token to hold it against (default: the second choice)")
+    parser.add_argument(
+        "--query",
+        type=position,
+        help="a position, counted over the prompt's tokens, or a text of it (default: the last, or the mask)",
+    )
+    parser.add_argument(
+        "--methods", nargs="+", metavar="METHOD", help="names (default: all of `tensorlens-tl methods`)"
+    )
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html here)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the report of one prediction."""
+    import tensorlens_tl as tlens
+
+    check_output(args.output)
+    run_imports(args)
+    for name in args.methods or ():
+        tlens.get_method(name)  # a typing error should not cost a forward pass
+    frozen = tlens.freeze(loaded_model(args), args.text)
+    picture = tlens.report.explain(frozen, target=args.target, minus=args.minus, query=args.query, methods=args.methods)
+    picture.save(args.output)
+    print(f"report written to {args.output}")

@@ -1,0 +1,34 @@
+"""``tensorlens-tl verify``: is this model supported?"""
+
+import argparse
+
+from tensorlens_tl.commands.options import add_model_arguments, loaded_model
+
+HELP = "Is this model supported? Proves every block, and what follows."
+TEXT = "The quick brown fox jumps over the lazy dog."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_model_arguments(parser)
+    parser.add_argument("text", nargs="?", help=f"(default: {TEXT!r}, or random tokens where there is no tokenizer)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what each part and each claim measures; ends with an error that names what does not hold."""
+    from tensorlens_tl.drawing.terminal import show_table
+    from tensorlens_tl.testing import check_model
+
+    model = loaded_model(args)
+    has_tokenizer = getattr(model, "tokenizer", None) is not None
+    if not has_tokenizer and args.text is None:
+        print("This model has no tokenizer: verified on random tokens.")
+    report = check_model(model, (args.text or TEXT) if has_tokenizer or args.text else None)
+    rows = []
+    for part, error in report.errors.items():
+        layer = part.removeprefix("blocks.")
+        rows.append((part, report.layouts[int(layer)] if layer.isdigit() else "", f"{error:.1e}"))
+    rows += [(part, "", f"refused: {why}") for part, why in report.refused.items()]
+    headings = ("part or claim", "layout", "relative error")
+    caption = "0 means bit for bit: the same operations in the same order"
+    show_table(f"{report.description}: supported", headings, rows, left=headings, caption=caption)

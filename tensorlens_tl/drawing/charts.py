@@ -1,0 +1,130 @@
+"""Charts of evaluations: means with intervals as bars, and curves."""
+
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from tensorlens_tl.drawing.marks import short
+
+LINES = (("#3a8fd6", ""), ("#e0861f", "7 3"), ("#1d9e77", "2 3"), ("#cc6fa0", "9 3 2 3"), ("#8f7ae6", "4 2"))
+"""Colours that common kinds of colour blindness keep apart, on either ground, and dashes for all others."""
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 300, 64, 210, 12, 40
+"""Pixels of a chart, and of what stands around it."""
+
+LINE_HEIGHT = 13
+
+
+def intervals(names: Sequence[str], means: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> str:
+    """A row per name: the interval as a bar, the mean as a mark in it, and both in figures; missing values left out."""
+    shown = np.isfinite([means, lows, highs]).all(0)
+    if not shown.any():
+        return "<p>No values.</p>"
+    start, end = min(0.0, float(lows[shown].min())), max(0.0, float(highs[shown].max()))
+    scale = 100 / ((end - start) or 1.0)
+    lines = []
+    for place in np.flatnonzero(shown):
+        mean, low, high = float(means[place]), float(lows[place]), float(highs[place])
+        left, width, mark = scale * (low - start), scale * (high - low), scale * (mean - start)
+        bar = f'<i><b style="left:{left:.1f}%;width:{width:.1f}%"></b><s style="left:{mark:.1f}%"></s></i>'
+        lines.append(
+            f'<tr><td>{escape(names[place])}</td><td class="track">{bar}</td>'
+            f"<td>{mean:.3g} [{low:.3g}, {high:.3g}]</td></tr>"
+        )
+    scale_ends = f"<th></th><th class=scale><span>{start:.3g}</span><span>{end:.3g}</span></th><th>mean [95 %]</th>"
+    return (
+        f'<div class="scroll"><table class="r spans"><tbody><tr>{scale_ends}</tr>{"".join(lines)}</tbody></table></div>'
+    )
+
+
+def curves(
+    names: Sequence[str],
+    steps: np.ndarray,
+    means: np.ndarray,
+    lows: np.ndarray,
+    highs: np.ndarray,
+    *,
+    metric: str,
+    axis_name: str,
+) -> str:
+    """A line per name over the steps; the first few are coloured, with their intervals, all can be pointed at and read.
+
+    Args:
+        names: of the lines, best first.
+        steps: `[step]`.
+        means: `[name, step]`.
+        lows, highs: the intervals' ends of the first `len(LINES)` names, `[name, step]`.
+        metric, axis_name: what is shown, over what.
+    """
+    bottom, top = float(np.nanmin(means)), float(np.nanmax(means))
+    top += float(top == bottom)
+    x = LEFT + (WIDTH - LEFT - RIGHT) * (steps - steps[0]) / ((steps[-1] - steps[0]) or 1.0)
+
+    def height(of: np.ndarray) -> np.ndarray:
+        return (HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * (of - bottom) / (top - bottom)).clip(0, HEIGHT)
+
+    y = height(means)
+    labels = _apart(y[: len(LINES), -1])
+    marks = []
+    for place, name in reversed(list(enumerate(names))):
+        read = ", ".join(f"{step:.3g}: {mean:.3g}" for step, mean in zip(steps, means[place], strict=True))
+        label = escape(f"{name} · {axis_name} {read}")
+        colour, dash = LINES[place] if place < len(LINES) else ("currentColor", "")
+        way, beside = _way(x, y[place]), ""
+        line = f'<path class="line" d="{way}" fill="none" stroke="{colour}" stroke-dasharray="{dash}"/>'
+        if place < len(LINES) and np.isfinite(y[place, -1]):
+            ends = _way(np.concatenate([x, x[::-1]]), np.concatenate([height(highs[place]), height(lows[place])[::-1]]))
+            end, beyond, text = (x[-1], y[place, -1]), (x[-1] + 6, labels[place]), escape(short(name, 34))
+            beside = (
+                f'<path class="band" d="{ends}Z" fill="{colour}"/>{_segment(end, beyond, colour)}'
+                f'<text x="{x[-1] + 8:.0f}" y="{labels[place] + 4:.0f}">{text}</text>'
+            )
+        marks.append(
+            f'<g class="t{"" if beside else " other"}" role="img" tabindex="{0 if place == 0 else -1}" '
+            f'aria-label="{label}"><title>{label}</title><path class="wide" d="{way}" fill="none"/>{line}{beside}</g>'
+        )
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    drawn = (
+        f'<svg {size} role="group" aria-label="{escape(metric)} by method">{_axes(steps, x, bottom, top, axis_name)}'
+    )
+    return (
+        f'<div class="graph curves"><div class="scroll rove">{drawn}{"".join(marks)}</svg></div>'
+        '<output class="out" aria-live="polite">Point at a line to read it.</output></div>'
+    )
+
+
+def _axes(steps: np.ndarray, x: np.ndarray, bottom: float, top: float, name: str) -> str:
+    floor, middle = HEIGHT - BOTTOM, (LEFT + WIDTH - RIGHT) / 2
+    lines = [f'<path d="M{LEFT} {TOP}V{floor}H{WIDTH - RIGHT}" fill="none" stroke="currentColor" stroke-opacity=".5"/>']
+    for value, y in ((top, TOP), ((top + bottom) / 2, (TOP + floor) / 2), (bottom, floor)):
+        lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.0f}" text-anchor="end">{value:.3g}</text>')
+    shown = range(0, len(steps), -(-len(steps) // 11))
+    lines += [f'<text x="{x[i]:.0f}" y="{floor + 15}" text-anchor="middle">{steps[i]:.3g}</text>' for i in shown]
+    lines.append(f'<text x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(name)}</text>')
+    return "".join(lines)
+
+
+def _way(x: np.ndarray, y: np.ndarray) -> str:
+    """A path through points; it breaks where a value is missing."""
+    way, pen = [], "M"
+    for across, up in zip(x, y, strict=True):
+        if np.isfinite(up):
+            way.append(f"{pen}{across:.0f} {up:.1f}")
+        pen = "L" if np.isfinite(up) else "M"
+    return "".join(way)
+
+
+def _segment(start: tuple[float, float], end: tuple[float, float], colour: str) -> str:
+    return f'<path d="M{start[0]:.0f} {start[1]:.0f}L{end[0]:.0f} {end[1]:.0f}" stroke="{colour}"/>'
+
+
+def _apart(y: np.ndarray) -> np.ndarray:
+    """Heights of labels beside the ends of their lines, a line of text apart."""
+    y = np.nan_to_num(y, nan=float(TOP))
+    placed = np.empty_like(y)
+    least = float(TOP)
+    for place in y.argsort(kind="stable"):
+        least = placed[place] = max(y[place], least)
+        least += LINE_HEIGHT
+    return placed - max(0.0, float(placed.max()) - (HEIGHT - BOTTOM)) if len(y) else placed

@@ -1,0 +1,138 @@
+"""Pictures of circuits: named parts as signed bars, heads as a grid, and graphs as SVG."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, largest_of, number, share, short, visible
+
+SPACING, ROW_HEIGHT, MARGIN = 52, 58, 40
+"""Pixels between neighbours, between rows, and around a graph."""
+
+
+def bars(rows: Sequence[tuple[str, float]], sums: Sequence[tuple[str, float]]) -> str:
+    """Signed values as bars around zero, in their order, and sums below a rule."""
+    largest = largest_of(np.array([value for _, value in rows]))
+    lines = "".join(_bar(name, value, largest) for name, value in rows)
+    lines += "".join(
+        f'<tr class="sum"><th scope="row">{escape(name)}</th><td></td><td>{number(value)}</td></tr>'
+        for name, value in sums
+    )
+    return f'<table class="r terms"><tbody>{lines}</tbody></table>'
+
+
+def _bar(name: str, value: float, largest: float) -> str:
+    part = share(value, largest)
+    start = 50 if part >= 0 else 50 + 50 * part
+    bar = f'<i><b style="left:{start:.1f}%;width:{50 * abs(part):.1f}%;background:{_rgb(part)}"></b></i>'
+    return f'<tr><td>{escape(visible(name))}</td><td class="track">{bar}</td><td>{number(value)}</td></tr>'
+
+
+@dataclass(frozen=True, eq=False)
+class GraphPicture:
+    """A graph as lists: its nodes, one of them (the last) the target, and its edges by node number.
+
+    Attributes:
+        names, kinds, tokens: of the nodes; kinds are embedding, head, mlp, bias and target.
+        layers, positions: where they stand; layer −1 for none.
+        weights: of the nodes.
+        sources, targets, strengths: of the edges.
+    """
+
+    names: list[str]
+    kinds: list[str]
+    tokens: list[str]
+    layers: list[int]
+    positions: list[int]
+    weights: list[float]
+    sources: list[int]
+    targets: list[int]
+    strengths: list[float]
+
+
+def graph(found: GraphPicture) -> str:
+    """Positions side by side, layers upwards, the target on top.
+
+    Blue adds to the target, orange takes away; a mark's size and an edge's width are its weight.
+    """
+    drawn = _svg(found) if found.strengths else "<p>No edge leads to the target.</p>"
+    return (
+        f'<div class="graph"><div class="scroll rove">{drawn}</div>'
+        '<output class="out" aria-live="polite">Point at a node to read what it adds and what feeds it.</output></div>'
+    )
+
+
+def _svg(found: GraphPicture) -> str:
+    x, y, width, height = _places(found)
+    largest, strongest = largest_of(np.array(found.weights[:-1])), largest_of(np.array(found.strengths))
+    order = np.abs(found.strengths).argsort().tolist()
+    lines = []
+    for edge in order:
+        a, b, size = found.sources[edge], found.targets[edge], share(found.strengths[edge], strongest)
+        middle = (y[a] + y[b]) / 2
+        lines.append(
+            f'<path d="M{x[a]:.0f} {y[a]:.0f}C{x[a]:.0f} {middle:.0f} {x[b]:.0f} {middle:.0f} {x[b]:.0f} {y[b]:.0f}" '
+            f'fill="none" stroke="{_rgb(size)}" stroke-opacity=".55" stroke-width="{0.7 + 6 * abs(size):.1f}"/>'
+        )
+    marks = []
+    for node, name in enumerate(found.names):
+        position = found.positions[node]
+        fed = [edge for edge in reversed(order) if found.targets[edge] == node][:4]
+        inputs = ", ".join(
+            f"{found.names[found.sources[e]]} at {found.positions[found.sources[e]]} {number(found.strengths[e])}"
+            for e in fed
+        )
+        label = f"{name} at {position} ({visible(found.tokens[node])}): {number(found.weights[node])}"
+        label += f"; from {inputs}" if inputs else ""
+        part = 1.0 if found.kinds[node] == "target" else share(found.weights[node], largest)
+        marks.append(
+            f'<g class="t" role="img" tabindex="{0 if node == 0 else -1}" aria-label="{escape(label)}">'
+            f"<title>{escape(label)}</title>"
+            f'<circle cx="{x[node]:.0f}" cy="{y[node]:.0f}" r="{4 + 7 * abs(part) ** 0.5:.1f}" fill="{_rgb(part)}"/>'
+            f'<text x="{x[node]:.0f}" y="{y[node] - 13:.0f}" text-anchor="middle">{escape(short(name, 12))}</text></g>'
+        )
+    positions = np.array(found.positions)
+    heads = [
+        f'<text x="{np.mean(x[positions == pos]):.0f}" y="{height - 8:.0f}" text-anchor="middle">'
+        f"{escape(short(visible(token), 9))}<title>{pos}: {escape(visible(token))}</title></text>"
+        for pos, token in dict(zip(found.positions, found.tokens, strict=True)).items()
+    ]
+    return (
+        f'<svg width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" role="group" '
+        f'aria-label="contribution graph, {len(found.names)} nodes">{"".join(lines + marks + heads)}</svg>'
+    )
+
+
+def _places(found: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Where each node stands: a column per position, a row per layer and kind; neighbours in a row keep apart."""
+    top = 3 * (max(found.layers) + 2)
+    order = {"embedding": 0, "head": 0, "mlp": 1, "bias": 2}
+    levels = [3 * (layer + 1) + order.get(kind, 0) for kind, layer in zip(found.kinds, found.layers, strict=True)]
+    levels[-1] = top
+    for node, kind in enumerate(found.kinds):
+        if kind == "bias" and found.layers[node] < 0:  # the final norm's
+            levels[node] = top - 1
+    used = {level: place for place, level in enumerate(sorted(set(levels)))}
+    cells: dict[tuple[int, int], list[int]] = {}
+    for node, (level, pos) in enumerate(zip(levels, found.positions, strict=True)):
+        cells.setdefault((level, pos), []).append(node)
+    columns, start = {}, float(MARGIN)
+    for pos in sorted(set(found.positions)):
+        count = max(len(nodes) for (_, at), nodes in cells.items() if at == pos)
+        width = max(66.0, SPACING * (count + 1))
+        columns[pos] = (start, width)
+        start += width
+    height = float(ROW_HEIGHT * len(used) + MARGIN)
+    x, y = np.zeros(len(levels)), np.zeros(len(levels))
+    for (level, pos), nodes in cells.items():
+        left, width = columns[pos]
+        for place, node in enumerate(nodes):
+            x[node] = left + width * (place + 1) / (len(nodes) + 1)
+            y[node] = height - MARGIN - ROW_HEIGHT * used[level]
+    return x, y, start + MARGIN, height
+
+
+def _rgb(part: float) -> str:
+    return f"rgb({','.join(map(str, POSITIVE if part >= 0 else NEGATIVE))})"

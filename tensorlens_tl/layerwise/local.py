@@ -1,0 +1,159 @@
+"""What the tokens of one layer give each other: the vectors and norms that per-layer methods are made of.
+
+With v_j^h the value of source token j in head h (b_V included, through the frozen norm that feeds attention)
+and u_j^h = v_j^h·W_O^h, the attention contribution is ``a_ij = Σ_h A^h_ij u_j^h``; b_O belongs to no token. A norm
+after the sublayer (sandwich, post-only) belongs to it and is applied to it, linear part only.
+
+Norms of all pairs come from one Gram matrix of heads per source token, since a frozen norm is a fixed linear map of
+the channels times a factor of the query: ``‖Σ_h A^h_ij u_j^h‖² = Σ_hh' A^h_ij A^h'_ij ⟨u_j^h, u_j^h'⟩``. So neither
+`[head, query, key, d_model]` nor `[query, key, d_model]` is formed for them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import Linear, Norm
+from tensorlens_tl.models.layouts import Place
+from tensorlens_tl.passes.frozen import FrozenPass
+
+VECTOR_BUDGET = 32 * 2**20
+"""Bytes of pair vectors that are alive at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalLayer:
+    """One layer of a frozen pass, as what its source tokens (keys) give its queries."""
+
+    frozen: FrozenPass
+    layer: int
+
+    @cached_property
+    def x(self) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream entering the block."""
+        return self.frozen.resid_pre(self.layer)
+
+    @cached_property
+    def pattern(self) -> Float[Tensor, "batch head query key"]:
+        """Attention probabilities, in the stream's dtype."""
+        return self.frozen.pattern(self.layer).to(self.x.dtype)
+
+    @cached_property
+    def outputs(self) -> Float[Tensor, "batch key head d_model"]:
+        """u: each source token's value through its head's part of W_O."""
+        weights = self.frozen.view.blocks[self.layer].attention
+        before = self.norms(self.attn.before)
+        read = before[0](self.x) if before else self.x
+        v = rearrange(Linear(weights.W_V, weights.b_V)(read), "b k (kv d) -> b k kv d", kv=weights.kv_heads)
+        v = v.repeat_interleave(weights.heads // weights.kv_heads, dim=2)
+        return torch.einsum("bkhd,hdm->bkhm", v, rearrange(weights.W_O, "(h d) m -> h d m", h=weights.heads))
+
+    @property
+    def attn(self) -> Place:
+        """The norms around attention, by name."""
+        return self.frozen.layouts[self.layer].attn
+
+    @property
+    def mlp(self) -> Place:
+        """The norms around the MLP, by name."""
+        return self.frozen.layouts[self.layer].mlp
+
+    def norms(self, *names: str | None) -> tuple[Norm, ...]:
+        """The named norms, without those that are None."""
+        return tuple(self.frozen.norm(self.layer, name) for name in names if name is not None)
+
+    @cached_property
+    def pairs(self) -> Bool[Tensor, "batch query key"]:
+        """True where query and key are both real tokens."""
+        return self.frozen.mask[:, :, None] & self.frozen.mask[:, None, :]
+
+    def attended(self) -> Float[Tensor, "batch query d_model"]:
+        """The residual stream after attention, biases included, and after the norm around it where there is one."""
+        stream = self.frozen.attention(self.layer)
+        for norm in self.norms(self.attn.before):
+            stream = stream @ norm
+        for norm in self.norms(self.attn.after):
+            stream = norm @ stream
+        y = stream(self.x) + self.x
+        for norm in self.norms(self.attn.outer):
+            y = norm(y)
+        return y
+
+    # ------------------------------------------------------------------ norms of all pairs
+
+    def head_norms(self) -> Float[Tensor, "batch head query key"]:
+        """‖A^h_ij u_j^h‖, per head (a norm after the sublayer joins the heads and is left out here)."""
+        return self.pattern * rearrange(self.outputs.norm(dim=-1), "b k h -> b h 1 k") * self.pairs[:, None]
+
+    def pair_norms(self, outer: Sequence[Norm] = (), *, residual: bool = False) -> Float[Tensor, "batch query key"]:
+        """‖N(a_ij + δ_ij x_i)‖ for all pairs, with N the linear parts of the `outer` norms, at the query's scale.
+
+        Args:
+            outer: frozen norms applied to the sum, in order.
+            residual: whether the residual stream's own x_i is added on the diagonal.
+        """
+        after = self.norms(self.attn.after)
+        transformed = self.outputs
+        for norm in (*after, *outer):
+            transformed = _unscaled(norm).push(transformed)
+        gram = transformed @ transformed.mT
+        weights = rearrange(self.pattern, "b h q k -> b k q h")
+        squares = ((weights @ gram) * weights).sum(-1).mT
+        scores = squares.clamp_min(0).sqrt()
+        for norm in (*after, *outer):
+            scores = scores / norm.scale.to(scores.dtype)
+        if residual:
+            own, _ = self.own_and_others(outer, residual=True)
+            scores = torch.diagonal_scatter(scores, own.norm(dim=-1), dim1=-2, dim2=-1)
+        return scores * self.pairs
+
+    def own_and_others(
+        self, outer: Sequence[Norm] = (), *, residual: bool = False
+    ) -> tuple[Float[Tensor, "batch query d_model"], Float[Tensor, "batch query d_model"]]:
+        """What a token keeps of itself, ``N(a_ii + x_i)``, and what the others give it, ``N(Σ_{j≠i} a_ij)``."""
+        after = self.norms(self.attn.after)
+        diagonal = self.pattern.diagonal(dim1=-2, dim2=-1)
+        own = torch.einsum("bhi,bihm->bim", diagonal, self.outputs)
+        everything = torch.einsum("bhqk,bkhm->bqm", self.pattern, self.outputs)
+        own, others = through(after, own), through(after, everything - own)
+        return through(outer, own + self.x if residual else own), through(outer, others)
+
+    # ------------------------------------------------------------------ vectors, a few source tokens at a time
+
+    def vectors(
+        self, outer: Sequence[Norm] = (), *, residual: bool = False, width: int | None = None
+    ) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
+        """``N(a_ij + δ_ij x_i)``, chunk by chunk: a slice of source tokens, and their vectors as rows.
+
+        Args:
+            outer, residual: as in `pair_norms`.
+            width: channels that the caller will need per vector, if more than d_model; sizes the chunks.
+        """
+        batch, pos, d_model = self.x.shape
+        per_row = batch * pos * max(width or 0, d_model) * self.x.element_size()
+        step = max(1, VECTOR_BUDGET // per_row)
+        for start in range(0, pos, step):
+            keys = slice(start, min(start + step, pos))
+            rows = torch.einsum("bhqk,bkhm->kbqm", self.pattern[..., keys], self.outputs[:, keys])
+            rows = through(self.norms(self.attn.after), rows)
+            if residual:
+                number = torch.arange(keys.stop - keys.start, device=rows.device)
+                rows[number, :, number + start] += self.x[:, keys].transpose(0, 1)
+            yield keys, through(outer, rows)
+
+
+def _unscaled(norm: Norm) -> Norm:
+    """A norm without its denominator: what it does to the channels of any vector."""
+    return replace(norm, scale=torch.ones_like(norm.scale[:1, :1]))
+
+
+def through(norms: Sequence[Norm], x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The linear parts of frozen norms, one after the other."""
+    for norm in norms:
+        x = norm.push(x)
+    return x

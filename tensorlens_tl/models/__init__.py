@@ -1,0 +1,27 @@
+"""One reading of any model: what it is made of, how its blocks are put together, what its activations do.
+
+| module | question |
+| --- | --- |
+| `protocol` | what must a model be able to do, and what may be passed as a query, a token, a range of layers? |
+| `view` | what is this model made of, whichever its class? |
+| `layouts` | how are blocks put together? |
+| `activations` | how is an activation replaced by a linear form? |
+| `state` | is a model in a state to be frozen, and still in that of its pass? |
+"""
+
+from tensorlens_tl.models.activations import RULES, Coefficients, Rule
+from tensorlens_tl.models.layouts import LAYOUTS, Layout, Place
+from tensorlens_tl.models.protocol import HookedModel
+from tensorlens_tl.models.view import BlockView, ModelView
+
+__all__ = [
+    "LAYOUTS",
+    "RULES",
+    "BlockView",
+    "Coefficients",
+    "HookedModel",
+    "Layout",
+    "ModelView",
+    "Place",
+    "Rule",
+]

@@ -1,0 +1,55 @@
+"""What a model must be able to do, and the kinds of argument that many functions share.
+
+Models are typed by what they can do, never by their class: HookedTransformer does not exist in TransformerLens 4. The
+aliases tell a type checker, and whoever reads a signature, what may be passed; at run time they are `Any`, because what
+is wrong with an argument is said by our own errors, which name the argument and what to do.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class HookedModel(Protocol):
+    """Any TransformerLens model: HookedTransformer, HookedEncoder, TransformerBridge."""
+
+    cfg: Any
+
+    @property
+    def hook_dict(self) -> Mapping[str, Any]:
+        """Hook points by name."""
+        ...
+
+    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """Run once, with ``fwd_hooks=[(name, function), ...]``."""
+        ...
+
+    def hooks(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        """The same hooks, inside a ``with`` block."""
+        ...
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The weights."""
+        ...
+
+
+if TYPE_CHECKING:
+    ModelLike = HookedModel
+    """A model, as a user passes it."""
+
+    TokenLike = str | int | Tensor | Sequence[str | int] | Sequence[Sequence[str | int]] | None
+    """A token as text or id; one for each prompt; or one for each query of each prompt, `[batch][query]`."""
+
+    Query = int | str | slice | Sequence[int | str] | Tensor | None
+    """Positions, counted over each prompt's real tokens: one, a list or a slice of them, a text, or None for all."""
+
+    LayerRange = slice | Sequence[int] | None
+    """Consecutive layers, None for all."""
+
+    Device = str | torch.device | None
+else:
+    ModelLike = TokenLike = Query = LayerRange = Device = Any

@@ -1,0 +1,86 @@
+"""Is a model in a state to be frozen, and still in the one its pass was taken in?"""
+
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+
+
+@dataclass(frozen=True, eq=False)
+class WeightState:
+    """What tells the weights of now from those of another time, without a copy of them.
+
+    `versions` (storage and torch's own count of writes) change when a weight is replaced, moved, cast, or written to in
+    place. Writes through ``.data`` are not counted by torch, so some numbers are kept as well: one or more of every row
+    and every column of each matrix of each attention head. A head, neuron, channel or token embedding that was changed
+    is seen; a lone number that was changed through ``.data``, or a buffer, may not be.
+    """
+
+    versions: list[tuple[int, int]]
+    sample: Float[Tensor, "n"]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "WeightState":
+        """The state of a model's weights now."""
+        parameters = list(model.parameters())
+        return cls(_versions(parameters), _sample(parameters))
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the model's weights are still these."""
+        parameters = list(model.parameters())
+        if _versions(parameters) != self.versions:
+            return False
+        return bool(torch.allclose(_sample(parameters), self.sample, rtol=0, atol=0, equal_nan=True))
+
+
+def _versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
+    # tensors made under inference_mode keep no count of writes
+    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+
+
+@torch.no_grad()
+def _sample(parameters: list[nn.Parameter]) -> Tensor:
+    found = [_diagonal(parameter) for parameter in parameters if parameter.numel()]
+    found = [numbers.to(torch.float16) if numbers.dtype.itemsize == 1 else numbers for numbers in found]  # float8
+    dtype = reduce(torch.promote_types, [numbers.dtype for numbers in found], torch.float16)
+    return torch.cat([numbers.to(dtype) for numbers in found])
+
+
+def _diagonal(weight: Tensor) -> Tensor:
+    """Down the diagonal, starting again at the other edge: every row and column of a matrix, of each head, is met."""
+    if weight.ndim < 2:
+        return weight.reshape(-1)
+    rows, columns = weight.shape[-2:]
+    steps = torch.arange(max(rows, columns), device=weight.device)
+    return weight[..., steps % rows, steps % columns].reshape(-1)
+
+
+def refuse_devices(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for weights on several devices."""
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"the model's weights lie on {', '.join(devices)}; a frozen pass needs them on one device. Load it without "
+            "n_devices or device_map, or move it with model.to(...)."
+        )
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raise `InvalidInputError` for a model in train mode, if that changes what it computes."""
+    inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
+    modules = {**dict(model.named_modules()), **(dict(inner.named_modules()) if inner is not None else {})}
+    for name, module in modules.items():
+        if not module.training:
+            continue
+        rates = [value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]
+        if isinstance(module, nn.Dropout):
+            rates.append(module.p)
+        if any(rate > 0 for rate in rates):
+            raise InvalidInputError(
+                f"the model is in train mode and {name or type(module).__name__} drops activations with probability "
+                f"{max(rates)}; two passes would differ. Call model.eval() first."
+            )

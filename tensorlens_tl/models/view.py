@@ -1,0 +1,394 @@
+"""One reading of a model: HookedTransformer, HookedEncoder and TransformerBridge look alike from here.
+
+`ModelView` says what the model is made of and hands out the weights of each block in one layout. It is
+structural: nothing here imports a model class, because HookedTransformer does not exist in
+TransformerLens 4. Whether the reading is right is decided by the block proof (`tensorlens_tl.passes.proof`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.activations import Activation, is_elementwise
+
+NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """Gain and shift of a norm (None where it has none); `centre` is True for LayerNorm, False for RMSNorm."""
+
+    gain: Float[Tensor, "d"] | None
+    shift: Float[Tensor, "d"] | None
+    centre: bool
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Value and output weights with heads side by side; values keep the key-value heads of grouped attention."""
+
+    W_V: Float[Tensor, "d_model kv_width"]
+    b_V: Float[Tensor, "kv_width"] | None
+    W_O: Float[Tensor, "width d_model"]
+    b_O: Float[Tensor, "d_model"] | None
+    heads: int
+    kv_heads: int
+
+
+@dataclass(frozen=True)
+class QueryKeyWeights:
+    """Query and key weights with heads side by side, and the norms of queries and keys where there are any.
+
+    `epsilon` is those norms'. Keys keep the key-value heads of grouped attention.
+    """
+
+    W_Q: Float[Tensor, "d_model width"]
+    b_Q: Float[Tensor, "width"] | None
+    W_K: Float[Tensor, "d_model kv_width"]
+    b_K: Float[Tensor, "kv_width"] | None
+    q_norm: NormWeights | None
+    k_norm: NormWeights | None
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class MLPWeights:
+    """``out(φ(in))`` or gated ``out(φ(gate)·in + b_post)``; `W_gate` is None for a plain MLP."""
+
+    W_in: Float[Tensor, "d_model d_mlp"]
+    b_in: Float[Tensor, "d_mlp"] | None
+    W_gate: Float[Tensor, "d_model d_mlp"] | None
+    b_gate: Float[Tensor, "d_mlp"] | None
+    b_post: Float[Tensor, "d_mlp"] | None
+    W_out: Float[Tensor, "d_mlp d_model"]
+    b_out: Float[Tensor, "d_model"] | None
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class MLMHead:
+    """The transform between a masked language model's encoder and its unembedding: norm(φ(x·W + b))."""
+
+    W: Float[Tensor, "d_model d_model"]
+    b: Float[Tensor, "d_model"] | None
+    activation: Activation
+    norm: NormWeights
+    scale_name: str
+
+
+class BlockView:
+    """The parts of one transformer block."""
+
+    def __init__(self, model: "ModelView", layer: int):
+        self.model = model
+        self.layer = layer
+        self.module: Any = model.model.blocks[layer]
+
+    def _refuse(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"blocks.{self.layer} of this {self.model.description}: {what}")
+
+    @cached_property
+    def norms(self) -> dict[str, NormWeights]:
+        """The block's norms by TransformerLens name, in block order; absent ones (Identity, None) are left out.
+
+        So are an MLP's where there is none: folding gives attention-only blocks an `ln2` that never runs.
+        """
+        names = NORMS if self.has_mlp else NORMS[:2]
+        found = {name: getattr(self.module, name, None) for name in names}
+        return {
+            name: norm_weights(norm, self.model.cfg)
+            for name, norm in found.items()
+            if norm is not None and not isinstance(norm, nn.Identity)
+        }
+
+    @cached_property
+    def attention(self) -> AttentionWeights:
+        """The attention weights; refuses what is not softmax attention with readable weights."""
+        attn = getattr(self.module, "attn", None)
+        if attn is None or getattr(attn, "W_O", None) is None or getattr(attn, "W_V", None) is None:
+            raise self._refuse(
+                "no attention with readable W_V and W_O (a state-space, recurrent or compressed-attention "
+                "layer?). Only softmax attention can be frozen."
+            )
+        W_O = self._floating(attn.W_O, "attn.W_O")
+        # HookedTransformer's W_V is expanded to query heads, its _W_V is not; a Bridge has only the latter, as W_V.
+        kept = "_W_V" if hasattr(attn, "_W_V") else "W_V"
+        W_V = self._floating(getattr(attn, kept), "attn.W_V")
+        b_V = getattr(attn, kept.replace("W", "b"), None)
+        if W_V.ndim != 3 or W_O.ndim != 3:
+            raise self._refuse(
+                f"attn.W_V is {tuple(W_V.shape)} and attn.W_O {tuple(W_O.shape)}, not [head, d_model, d_head] "
+                "and [head, d_head, d_model]."
+            )
+        return AttentionWeights(
+            W_V=rearrange(W_V, "kv d_model d_head -> d_model (kv d_head)"),
+            b_V=None if b_V is None else b_V.detach().reshape(-1),
+            W_O=rearrange(W_O, "head d_head d_model -> (head d_head) d_model"),
+            b_O=_detached(getattr(attn, "b_O", None)),
+            heads=W_O.shape[0],
+            kv_heads=W_V.shape[0],
+        )
+
+    @cached_property
+    def query_key(self) -> QueryKeyWeights:
+        """The weights that make the attention scores; refuses what has none that can be read."""
+        attn: Any = getattr(self.module, "attn", None)
+        # as with W_V: HookedTransformer expands W_K to query heads and keeps _W_K
+        kept = "_W_K" if hasattr(attn, "_W_K") else "W_K"
+        W_Q, W_K = getattr(attn, "W_Q", None), getattr(attn, kept, None)
+        if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
+            raise self._refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
+        b_Q, b_K = getattr(attn, "b_Q", None), getattr(attn, kept.replace("W", "b"), None)
+        norms = {name: getattr(attn, name, None) for name in ("q_norm", "k_norm")}
+        inner = getattr(norms["q_norm"], "original_component", norms["q_norm"])
+        epsilon = getattr(inner, "variance_epsilon", getattr(inner, "eps", getattr(self.model.cfg, "eps", 1e-5)))
+        return QueryKeyWeights(
+            W_Q=rearrange(self._floating(W_Q, "attn.W_Q"), "head d_model d_head -> d_model (head d_head)"),
+            b_Q=None if b_Q is None else b_Q.detach().reshape(-1),
+            W_K=rearrange(self._floating(W_K, "attn.W_K"), "kv d_model d_head -> d_model (kv d_head)"),
+            b_K=None if b_K is None else b_K.detach().reshape(-1),
+            q_norm=None if norms["q_norm"] is None else norm_weights(norms["q_norm"], self.model.cfg),
+            k_norm=None if norms["k_norm"] is None else norm_weights(norms["k_norm"], self.model.cfg),
+            epsilon=float(epsilon) if isinstance(epsilon, (int, float)) else 1e-5,
+        )
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the block has an MLP, readable or not."""
+        return getattr(self.module, "mlp", None) is not None
+
+    @cached_property
+    def mlp(self) -> MLPWeights | None:
+        """The MLP's weights, or None without one; refuses what is neither plain nor gated."""
+        mlp = getattr(self.module, "mlp", None)
+        if mlp is None:
+            return None
+        W_in, W_out = getattr(mlp, "W_in", None), getattr(mlp, "W_out", None)
+        if not isinstance(W_in, Tensor) or not isinstance(W_out, Tensor) or W_in.ndim != 2:
+            raise self._refuse(
+                f"mlp ({type(mlp).__name__}) has no readable W_in and W_out [d_model, d_mlp] "
+                "(mixture of experts?). Only plain and gated MLPs can be frozen."
+            )
+        W_gate, b_in = getattr(mlp, "W_gate", None), _detached(getattr(mlp, "b_in", None))
+        gated = isinstance(W_gate, Tensor)
+        added_after = gated and not _is_bridge_component(mlp)  # HookedTransformer: φ(g)·u + b_in
+        return MLPWeights(
+            W_in=self._floating(W_in, "mlp.W_in"),
+            b_in=None if added_after else b_in,
+            W_gate=self._floating(W_gate, "mlp.W_gate") if gated else None,
+            b_gate=_detached(getattr(mlp, "b_gate", None)) if gated else None,
+            b_post=b_in if added_after else None,
+            W_out=self._floating(W_out, "mlp.W_out"),
+            b_out=_detached(getattr(mlp, "b_out", None)),
+            activation=self._activation(mlp),
+        )
+
+    def _floating(self, weight: Tensor, name: str) -> Tensor:
+        if not weight.is_floating_point():
+            raise self._refuse(f"{name} is stored as {weight.dtype} (quantised); load the model in floating point.")
+        return weight.detach()
+
+    def _activation(self, mlp: Any) -> Activation:
+        phi = find_activation(mlp, self.model.cfg)
+        if phi is None:
+            raise self._refuse(f"mlp has no activation function called {self.model.cfg.act_fn!r} that we can find.")
+        if not is_elementwise(phi, torch.float32, "cpu"):
+            raise self._refuse(f"mlp activation {self.model.cfg.act_fn!r} mixes channels; only elementwise ones are.")
+        if getattr(mlp, "hook_mid", None) is not None:
+            raise self._refuse(f"mlp activation {self.model.cfg.act_fn!r} has a LayerNorm inside, which is not frozen.")
+        return phi
+
+
+class ModelView:
+    """What a TransformerLens model is made of, whichever its class."""
+
+    def __init__(self, model: Any):
+        for needed in ("cfg", "blocks", "hook_dict", "run_with_hooks"):
+            if not hasattr(model, needed):
+                hint = " The model comes first, then the input; load one by its name first." * isinstance(model, str)
+                if hasattr(model, "from_pretrained"):
+                    hint = (
+                        " A Hugging Face model is wrapped by TransformerBridge.boot_transformers(name, hf_model=model)."
+                    )
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder or a "
+                    "TransformerBridge of a decoder-only or encoder-only model (encoder-decoders are not supported)."
+                    + hint
+                )
+        self.model = model
+        self.cfg: Any = model.cfg
+        self.class_name = type(model).__name__
+        self.is_bridge = hasattr(model, "original_model")
+        self.is_hooked_encoder = not self.is_bridge and hasattr(model, "encoder_output")
+        self.blocks = [BlockView(self, layer) for layer in range(len(model.blocks))]
+        if getattr(self.cfg, "use_split_qkv_input", False) or getattr(self.cfg, "use_attn_in", False):
+            raise UnsupportedModelError(
+                "cfg.use_split_qkv_input and cfg.use_attn_in add a head axis to the residual stream; "
+                "switch them off (model.set_use_split_qkv_input(False)) before freezing."
+            )
+
+    def __repr__(self) -> str:
+        return f"ModelView({self.description}, layers={self.n_layers})"
+
+    @property
+    def description(self) -> str:
+        """Class and name, for messages."""
+        return f"{self.class_name} ({getattr(self.cfg, 'model_name', 'custom')})"
+
+    @property
+    def n_layers(self) -> int:
+        """The number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def n_ctx(self) -> int:
+        """The longest prompt."""
+        return self.cfg.n_ctx
+
+    @property
+    def d_vocab(self) -> int:
+        """The size of the vocabulary."""
+        return self.cfg.d_vocab
+
+    @cached_property
+    def final_norm(self) -> NormWeights | None:
+        """The norm after the last block, or None (in a masked language model `ln_final` belongs to the head)."""
+        norm = getattr(self.model, "ln_final", None)
+        if norm is None or isinstance(norm, nn.Identity) or hasattr(self.model, "mlm_head"):
+            return None
+        return norm_weights(norm, self.cfg)
+
+    @cached_property
+    def mlm_head(self) -> MLMHead | None:
+        """A masked language model's transform before the unembedding, or None."""
+        head = getattr(self.model, "mlm_head", None)
+        if head is None:
+            return None
+        phi = find_activation(head, self.cfg)
+        if phi is None:
+            raise UnsupportedModelError(f"mlm_head of {self.description}: unknown activation {self.cfg.act_fn!r}.")
+        if _is_bridge_component(head):
+            linear, norm, scale = head.original_component, self.model.ln_final, "ln_final.hook_scale"
+            weight, bias = linear.weight.T, linear.bias
+        else:
+            weight, bias, norm, scale = head.W, head.b, head.ln, "mlm_head.ln.hook_scale"
+        return MLMHead(weight.detach(), _detached(bias), phi, norm_weights(norm, self.cfg), scale)
+
+    @cached_property
+    def unembedding(self) -> tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, "d_vocab"] | None] | None:
+        """W_U and b_U, or None for a model that predicts no tokens."""
+        unembed = getattr(self.model, "unembed", None)
+        if unembed is None:
+            return None
+        return unembed.W_U.detach(), _detached(getattr(unembed, "b_U", None))
+
+    def logits(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_vocab"]:
+        """``cap(x·W_U + b_U)`` of the stream that is unembedded (in a masked model, what its prediction head gives).
+
+        Raises:
+            UnsupportedModelError: the model predicts no tokens.
+        """
+        if self.unembedding is None:
+            raise UnsupportedModelError(f"{self.description} predicts no tokens.")
+        W_U, b_U = self.unembedding
+        made = x.to(W_U) @ W_U
+        made = made if b_U is None else made + b_U
+        return made if self.soft_cap is None else self.soft_cap * torch.tanh(made / self.soft_cap)
+
+    @cached_property
+    def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
+        """W_E, as stored: some models (Gemma) multiply it by a constant on its way into the residual stream."""
+        embed = getattr(self.model, "embed", None)
+        for owner in (embed, getattr(embed, "embed", None)):  # a HookedEncoder's is one module further in
+            W_E = getattr(owner, "W_E", None)
+            if isinstance(W_E, Tensor):
+                return W_E.detach()
+        raise UnsupportedModelError(f"{self.description} has no readable embedding W_E.")
+
+    @property
+    def soft_cap(self) -> float | None:
+        """The final logits' soft cap c·tanh(x/c), or None."""
+        cap = getattr(self.cfg, "output_logits_soft_cap", None)
+        return float(cap) if cap is not None and cap > 0 else None
+
+    def provenance(self) -> dict[str, str]:
+        """What a result depends on besides the prompt: names, versions, weight processing, dtype."""
+        from importlib.metadata import version
+
+        return {
+            "model": str(getattr(self.cfg, "model_name", "custom")),
+            "class": self.class_name,
+            "transformer_lens": version("transformer-lens"),
+            "weight_processing": self.weight_processing,
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+        }
+
+    @cached_property
+    def weight_processing(self) -> str:
+        """How the weights were rewritten: logits and residual basis depend on it, logit differences do not.
+
+        Read off the weights themselves: norms without gain and shift (folded into what reads them, or never trained),
+        and zero means of what is written or unembedded.
+        """
+        norms = [norm for block in self.blocks for norm in block.norms.values()]
+        plain = bool(norms) and all(
+            (norm.gain is None or bool((norm.gain == 1).all())) and (norm.shift is None or not bool(norm.shift.any()))
+            for norm in norms
+        )
+        found = {
+            "plain norms": plain,
+            "centred writing": _zero_mean(self.blocks[0].attention.W_O[:8]),
+            "centred unembedding": self.unembedding is not None and _zero_mean(self.unembedding[0][:8]),
+        }
+        return ", ".join(name for name, present in found.items() if present) or "raw"
+
+
+def norm_weights(norm: Any, cfg: Any) -> NormWeights:
+    """Read a norm of either class; gains stored as an offset from 1 (Gemma) come back whole."""
+    if not _is_bridge_component(norm):
+        gain, shift = getattr(norm, "w", None), getattr(norm, "b", None)
+        return NormWeights(_detached(gain), _detached(shift), centre="RMS" not in type(norm).__name__)
+    inner = norm.original_component
+    gain, shift = getattr(inner, "weight", None), getattr(inner, "bias", None)
+    centre = not norm.uses_rms_norm
+    offset = getattr(norm, "uses_weight_offset", not centre and bool(getattr(cfg, "rmsnorm_uses_offset", False)))
+    gain = _detached(gain)
+    return NormWeights(1 + gain if gain is not None and offset else gain, _detached(shift), centre)
+
+
+def find_activation(component: Any, cfg: Any) -> Activation | None:
+    """The activation function of an MLP or head: its own module where it has one, else the one the config names."""
+    owners = (component, getattr(component, "original_component", None))
+    for owner in owners:
+        for name in ("act_fn", "act", "activation_fn"):
+            phi = getattr(owner, name, None) if owner is not None else None
+            if callable(phi):
+                return _unhooked(phi)
+    from transformers.activations import ACT2FN
+
+    name = getattr(cfg, "act_fn", None)
+    return ACT2FN[name] if isinstance(name, str) and name in ACT2FN else None
+
+
+def _unhooked(phi: Callable[..., Any]) -> Activation:
+    """A Bridge may wrap the activation in a component with hooks of its own; take what it wraps."""
+    return getattr(phi, "original_component", None) or phi
+
+
+def _zero_mean(rows: Tensor) -> bool:
+    return bool((rows.mean(-1).abs() <= 1e-4 * rows.std(-1)).all())
+
+
+def _is_bridge_component(module: Any) -> bool:
+    return hasattr(module, "original_component")
+
+
+def _detached(tensor: Any) -> Tensor | None:
+    return tensor.detach() if isinstance(tensor, Tensor) else None

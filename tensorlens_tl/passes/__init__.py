@@ -1,0 +1,19 @@
+"""One forward pass as an exact affine map: made, proved, held fixed, and asked.
+
+| module | question |
+| --- | --- |
+| `prompts`, `spans` | what does a model take, which positions does a query stand for, where does a text stand? |
+| `record` | what does one pass leave behind, and which maps do its parts become? |
+| `proof` | is what the weights say what the model does? |
+| `target`, `selection`, `collapse` | about what, of which part, and with what result is the map asked? |
+| `operator` | what can be asked of the whole map? |
+| `frozen` | the pass that users hold: its operator, and the hooks that hold the live model |
+| `freezing` | how is a pass made and checked? |
+"""
+
+from tensorlens_tl.passes.collapse import Collapse
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.operator import FrozenOperator
+
+__all__ = ["Collapse", "FrozenOperator", "FrozenPass", "freeze"]

@@ -1,0 +1,445 @@
+"""The frozen pass as one affine map, and the ways to look at it.
+
+The tensor ``T[query, :, key, :]`` of TensorLens is never stored unless asked for. Contributions push the
+source tokens as rows; In+Out and target scores pull one row per query; a slice pulls the basis vectors of
+one query, `d_model` times dearer. Padded entries are zero in every result.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
+from tensorlens_tl.algebra.memory import Memory, check_size, chunks
+from tensorlens_tl.algebra.numerics import relative_residual, upcast
+from tensorlens_tl.algebra.positions import BiasTerms, by_position, in_total
+from tensorlens_tl.algebra.probes import check_probes, probed
+from tensorlens_tl.errors import InvalidInputError, NumericalError
+from tensorlens_tl.models.activations import Rule, check_rule
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.collapse import Collapse
+from tensorlens_tl.passes.prompts import one_query, query_positions
+from tensorlens_tl.passes.record import Record
+from tensorlens_tl.passes.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps
+from tensorlens_tl.passes.target import resolve_target
+
+CAUSAL_PARTS = 16
+"""Chunks of queries in a causal model: each is cut at its last query, so more of them waste less."""
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenOperator:
+    """An affine map from the residual stream at one depth to another: ``op(x) = op.push(x) + op.bias``.
+
+    Attributes:
+        frozen: the pass it was made from.
+        map: the map itself; `push`, `pull` and `bias` are its own.
+        x: the pass's residual stream at the map's input, `[batch, pos, d_model]`.
+        first, last: the first layer inside, and the first one after.
+        whole: whether the range is complete (no head or MLP left out), so that the model's own output is reproduced.
+    """
+
+    frozen: Record
+    map: AffineMap
+    first: int
+    last: int
+    whole: bool
+    activation: Rule
+
+    @classmethod
+    def of(
+        cls,
+        frozen: Record,
+        *,
+        layers: Any = None,
+        heads: Any = None,
+        mlp: Any = True,
+        activation: str = "ratio",
+    ) -> "FrozenOperator":
+        """See `FrozenPass.operator`."""
+        rule = check_rule(activation)
+        chosen = chosen_layers(frozen.n_layers, layers)
+        if not isinstance(heads or {}, Mapping):
+            raise InvalidInputError(f"heads={heads!r}: pass layer -> heads to keep, such as {{1: [0, 3]}}.")
+        kept = {layer: chosen_heads(frozen, layer, chosen, ids) for layer, ids in (heads or {}).items()}
+        frozen.check_fresh()
+        with_mlp = set(chosen) if mlp is True else set() if mlp is False else chosen_mlps(mlp, chosen)
+        stages = tuple(
+            frozen.block(layer, activation=rule, heads=kept.get(layer), mlp=layer in with_mlp) for layer in chosen
+        )
+        final = frozen.final_norm() if chosen.stop == frozen.n_layers else None
+        stages = stages if final is None else (*stages, final)
+        whole = not kept and all(layer in with_mlp or not frozen.view.blocks[layer].has_mlp for layer in chosen)
+        return cls(frozen, Chain(stages), chosen.start, chosen.stop, whole, rule)
+
+    def __repr__(self) -> str:
+        batch, pos = self.frozen.tokens.shape
+        parts = "" if self.whole else ", with parts left out"
+        end = "final norm" if self._reaches_end else f"blocks.{self.last} input"
+        return (
+            f"FrozenOperator(blocks.{self.first} input -> {end}{parts}, activation={self.activation!r}, "
+            f"batch={batch}, pos={pos}, d_model={self.x.shape[-1]})"
+        )
+
+    # ------------------------------------------------------------------ the map
+
+    def push(self, x: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
+        """The linear part, T·x."""
+        return self.map.push(self._fitting(x, "push"))
+
+    def pull(self, g: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
+        """The adjoint, Tᵀ·g."""
+        return self.map.pull(self._fitting(g, "pull"))
+
+    def __call__(self, x: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
+        """T·x + B. At the pass's own `x` this is the model's own output."""
+        return self.map(self._fitting(x, "the operator"))
+
+    def _fitting(self, x: Tensor, name: str) -> Tensor:
+        if x.shape[-3:] != self.x.shape:
+            raise InvalidInputError(
+                f"{name}: vectors must be [*rows, {', '.join(map(str, self.x.shape))}] as the frozen pass "
+                f"([*rows, batch, pos, d_model]), got {list(x.shape)}."
+            )
+        return x.to(self.x.dtype)
+
+    @property
+    def T(self) -> AffineMap:
+        """The adjoint as a map."""
+        return self.map.T
+
+    @cached_property
+    def bias(self) -> Float[Tensor, "batch pos d_model"]:
+        """B: what the operator adds besides its linear part."""
+        return self.map.bias.to(self.x).expand(self.x.shape)
+
+    @cached_property
+    def x(self) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream at the operator's input."""
+        return self.frozen.resid_pre(self.first)
+
+    @cached_property
+    def output(self) -> Float[Tensor, "batch pos d_model"]:
+        """What the operator reproduces: the model's own activation where it is whole, else its own value at `x`."""
+        if not self.whole:
+            return self(self.x)
+        return self.frozen.output if self._reaches_end else self.frozen.resid_pre(self.last)
+
+    @property
+    def _reaches_end(self) -> bool:
+        return self.last == self.frozen.n_layers
+
+    # ------------------------------------------------------------------ tensors
+
+    def contributions(
+        self, query: Query = None, *, keys: Query = None, memory: Memory = None
+    ) -> Float[Tensor, "batch query key d_model"]:
+        """``T[i,:,j,:]·x_j``: what source token j puts into position i.
+
+        Summed over keys, plus `bias`, they are the model's own output at every real token. On a causal model the empty
+        triangle is skipped.
+
+        Args:
+            query: one query counted over each row's real tokens, or None for all.
+            keys: source tokens, counted likewise, or None for all; the others cost nothing.
+            memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
+
+        Raises:
+            InvalidInputError: a query or key out of range.
+            SizeError: the result would be larger than `algebra.memory.MOST_BYTES`, or one row than `memory`.
+        """
+        positions, sources = self._positions(query), chosen_keys(self.frozen.prompt, keys)
+        batch, _, width = self.x.shape
+        check_size("contributions", (batch, positions.shape[1], len(sources.places), width), self.x)
+        result = self.x.new_zeros(batch, positions.shape[1], len(sources.places), width)
+        # a row is placed, pushed, and moved into the result: three of them at once
+        for rows in self._chunks(len(sources.places), "contributions", memory, parts=8, streams=3):
+            places = sources.places[rows.start : rows.stop]
+            first = places[0] if self.frozen.causal else 0
+            pushed = self.x.new_zeros(len(rows), batch, self.x.shape[1] - first, width)
+            pushed[range(len(rows)), :, [place - first for place in places]] = self.x[:, places].transpose(0, 1)
+            pushed = self.map.at(slice(first, None)).push(pushed).permute(1, 2, 0, 3)
+            if query is None:
+                result[:, first:, rows.start : rows.stop] = pushed
+            else:  # a query before the first source receives nothing from it
+                at, reached = (positions - first)[..., None, None], (positions >= first)[..., None, None]
+                result[:, :, rows.start : rows.stop] = torch.take_along_dim(pushed, at.clamp_min(0), dim=1) * reached
+        return sources.asked(self._masked(result, positions, sources), dim=2)
+
+    def slice(
+        self, query: Query = -1, *, keys: Query = None, memory: Memory = None
+    ) -> Float[Tensor, "batch d_out key d_in"]:
+        """``T[i,:,j,:]`` for one query i and every key j, or some.
+
+        Args:
+            query: counted over each row's real tokens.
+            keys, memory: as in `contributions`.
+
+        Raises:
+            InvalidInputError: a query or key out of range.
+            SizeError: the result would be larger than `algebra.memory.MOST_BYTES`, or one row than `memory`.
+        """
+        positions, sources = one_query(self.frozen.prompt, query), chosen_keys(self.frozen.prompt, keys)
+        batch, _, width = self.x.shape
+        check_size("slice", (batch, width, len(sources.places), width), self.x)
+        result = self.x.new_zeros(batch, width, len(sources.places), width)
+        for rows, pulled in self._basis_rows(positions[:, 0], sources, "slice", memory):
+            result[:, rows.start : rows.stop, : pulled.shape[2]] = pulled.transpose(0, 1)
+        return sources.asked(result.mul_(sources.mask[:, None, :, None]), dim=2)
+
+    def dense(self) -> Float[Tensor, "batch query d_out key d_in"]:
+        """The whole tensor, for small models.
+
+        Raises:
+            SizeError: it would be larger than `tensorlens_tl.algebra.memory.MOST_BYTES`.
+        """
+        batch, pos, width = self.x.shape
+        check_size("dense", (batch, pos, width, pos, width), self.x)
+        result = self.x.new_zeros(batch, pos, width, pos, width)
+        sources = chosen_keys(self.frozen.prompt, None)
+        for query in range(pos):
+            positions = torch.full((batch,), query, device=self.x.device)
+            for rows, pulled in self._basis_rows(positions, sources, "dense", None):
+                result[:, query, rows.start : rows.stop, : pulled.shape[2]] = pulled.transpose(0, 1)
+        mask = self.frozen.mask
+        return result.mul_(mask[:, :, None, None, None] & mask[:, None, None, :, None])
+
+    # ------------------------------------------------------------------ collapses
+
+    def norm(
+        self,
+        query: Query = -1,
+        *,
+        probes: Any = None,
+        tol: Any = None,
+        rows: str = "gaussian",
+        seed: int = 0,
+        keys: Query = None,
+        memory: Memory = None,
+    ) -> Collapse:
+        """‖T[i,:,j,:]‖, the Frobenius norm of each token pair's block (TensorLens Eq. 21).
+
+        Exact by default: `d_model` rows are pulled per query. With `probes` or `tol` it is estimated from fewer, random
+        rows: the mean of ‖row·T_ij‖² is unbiased for ‖T_ij‖², and `stderr` is the norm's by the delta method. From
+        `d_model` rows on the exact norm is the cheaper one, and is what you get.
+
+        Args:
+            query: one query, counted over each row's real tokens, or None for all.
+            probes: how many random rows.
+            tol: pull as many as it takes until every pair's standard error is at most this share of its norm (pairs
+                below a hundredth of their query's largest aside).
+            rows: ``"gaussian"``, or ``"orthonormal"`` ones, which repeat nothing and vary less.
+            seed: of the probes.
+            keys, memory: as in `contributions`.
+
+        Raises:
+            InvalidInputError: a query or key out of range, fewer than 2 probes, a tolerance that is not positive, or
+                no such rows.
+            SizeError: one row is larger than `memory`.
+        """
+        width = self.x.shape[-1]
+        check_probes(probes, tol, rows)
+        positions, sources = self._positions(query), chosen_keys(self.frozen.prompt, keys)
+        scores = upcast(self.x[:0]).new_zeros(len(self.x), positions.shape[1], len(sources.places))
+        estimate = probes is not None or tol is not None
+        stderr, used = torch.zeros_like(scores) if estimate else None, 0
+        generator = torch.Generator().manual_seed(seed)
+        for number in range(positions.shape[1]):
+            at = positions[:, number]
+            found = None
+            if stderr is not None and (probes or 0) < width:
+                squares = partial(self._squares, at=at, sources=sources, memory=memory)
+                found = probed(squares, (len(self.x), width), generator, probes=probes, tol=tol, rows=rows)
+            if found is None or stderr is None:  # exact; or the tolerance asks for so many rows that exact is cheaper
+                for _, pulled in self._basis_rows(at, sources, "norm", memory):
+                    norms = torch.linalg.vector_norm(upcast(pulled), dim=(0, -1))
+                    scores[:, number, : norms.shape[-1]] += norms.square()
+                scores[:, number].sqrt_()
+                used = width
+            else:
+                scores[:, number], stderr[:, number], taken = found
+                used = max(used, taken)
+        scores = sources.asked(self._masked(scores, positions, sources), dim=2)
+        if stderr is not None:
+            stderr = sources.asked(self._masked(stderr, positions, sources), dim=2)
+        return Collapse(scores, stderr=stderr, probes=used if estimate else None)
+
+    def in_out(self, query: Query = -1, *, bias: str = "apart", memory: Memory = None) -> Collapse:
+        """``x^N_i · T[i,:,j,:] · x^0_j`` (TensorLens Eq. 22), with the operator's own output x^N.
+
+        One pull per query. The total is ‖x^N_i‖².
+
+        Args:
+            query: one query counted over each row's real tokens, or None for all.
+            bias: ``"apart"`` from the scores, as in the paper, or by ``"position"`` (ours): each bias of the model
+                counts for the position it is added at, b_V for the source token.
+            memory: as in `contributions`.
+
+        Raises:
+            InvalidInputError: a query out of range, or no such way with biases.
+        """
+        positions = self._positions(query)
+        vectors = torch.take_along_dim(self.output, positions[..., None], dim=1)
+        total = upcast(vectors).square().sum(-1)
+        return self._scores(vectors, positions, self.map, total, place_bias=_placed(bias), memory=memory)
+
+    def target(
+        self,
+        target: TokenLike = None,
+        minus: TokenLike = None,
+        *,
+        query: Query = -1,
+        direction: Float[Tensor, "..."] | None = None,
+        bias: str = "apart",
+        memory: Memory = None,
+    ) -> Collapse:
+        """The effect of each source token on one logit (TensorLens Eq. 24), a logit difference, or any direction.
+
+        One pull per query. The total is the model's logit before any soft cap; b_U is part of the bias. On a masked
+        language model the target is first pulled through the prediction head, frozen at this input.
+
+        Args:
+            target: a token (string or id), one per prompt, or one per query (``[batch][query]``).
+            minus: another token, for ``logit(target) − logit(minus)``.
+            query: the positions whose predictions are explained; see `contributions`.
+            direction: instead of a token, a vector at the operator's output (a probe, a feature, a classifier column):
+                `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]`.
+            bias: as in `in_out`; b_U stays apart.
+            memory: as in `contributions`.
+
+        Raises:
+            InvalidInputError: no target, both kinds, target and minus the same, several tokens, out of the vocabulary,
+                a wrong shape, or no such way with biases.
+            UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
+        """
+        positions, place_bias = self._positions(query), _placed(bias)
+        if target is not None and direction is None and not self._reaches_end:
+            raise InvalidInputError(
+                f"target: this operator ends at blocks.{self.last} input, before the final norm and the unembedding; "
+                "use direction=, or layers up to the last."
+            )
+        asked = resolve_target(self.frozen, target, minus, direction, positions.shape[1])
+        whole_map, explained, cap = self.map, self.output, None
+        if asked.of_tokens:
+            head = self.frozen.prediction_head(self.activation)
+            whole_map = self.map if head is None else head @ self.map
+            explained = self.frozen.unembedded() if self.whole else whole_map(self.x)
+            cap = self.frozen.view.soft_cap
+        explained = torch.take_along_dim(explained, positions[..., None], dim=1)
+        total = (upcast(explained) * asked.vectors).sum(-1) + asked.constant
+        return self._scores(
+            asked.vectors, positions, whole_map, total, asked.constant, soft_cap=cap, place_bias=place_bias,
+            memory=memory,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ inside
+
+    def _scores(
+        self,
+        vectors: Float[Tensor, "batch query d"],
+        positions: Int[Tensor, "batch query"],
+        through: AffineMap,
+        total: Float[Tensor, "batch query"],
+        constant: Float[Tensor, "batch query"] | float = 0.0,
+        *,
+        soft_cap: float | None = None,
+        place_bias: bool = False,
+        memory: Memory = None,
+    ) -> Collapse:
+        """Pull one vector per query and dot with the source tokens."""
+        batch, queries = positions.shape
+        scores = upcast(self.x[:0]).new_zeros(batch, queries, self.x.shape[1])
+        bias = scores.new_zeros(batch, queries)
+        parts = CAUSAL_PARTS if self.frozen.causal else 1
+        for rows in self._chunks(queries, "queries", memory, parts=parts):
+            asked, terms = slice(rows.start, rows.stop), BiasTerms()
+            live_at = RowPositions(positions[:, asked].T)
+            pulled = self._pull(through, vectors[:, asked].transpose(0, 1), live_at, None, terms)
+            live = pulled.shape[2]
+            scores[:, asked, :live] = (upcast(pulled) * self.x[:, :live]).sum(-1).transpose(0, 1).to(scores)
+            if place_bias:
+                scores[:, asked] += by_position(terms, scores[:, asked].transpose(0, 1)).transpose(0, 1)
+            else:
+                bias[:, asked] = in_total(terms, bias[:, asked].T).T
+        bias = bias + constant
+        real = torch.take_along_dim(self.frozen.mask, positions, dim=1)
+        scores = self._masked(scores, positions, chosen_keys(self.frozen.prompt, None))
+        bias, total = bias * real, total * real
+        if not bool(torch.isfinite(total).all() and torch.isfinite(scores).all() and torch.isfinite(bias).all()):
+            raise NumericalError(
+                f"the scores overflow {str(self.x.dtype).removeprefix('torch.')}; load the model in a wider dtype."
+            )
+        return Collapse(scores, bias, total, relative_residual(scores, bias, total), soft_cap=soft_cap)
+
+    def _pull(
+        self,
+        through: AffineMap,
+        vectors: Float[Tensor, "row batch d"],
+        queries: RowPositions,
+        sources: list[int] | None = None,
+        biases: BiasTerms | None = None,
+    ) -> Float[Tensor, "row batch live d_in"]:
+        """Vectors at their queries, pulled to the source tokens: to the first `live` of them, as far as they reach."""
+        vectors, length = vectors.to(self.x.dtype), self.x.shape[1]
+        return through.pull_between(vectors, queries, sources, length, causal=self.frozen.causal, biases=biases)
+
+    def _positions(self, query: Query) -> Int[Tensor, "batch query"]:
+        return query_positions(self.frozen.prompt, query)
+
+    def _masked(self, result: Tensor, positions: Int[Tensor, "batch query"], sources: Keys) -> Tensor:
+        """Zero at padding, in place."""
+        pairs = torch.take_along_dim(self.frozen.mask, positions, dim=1)[:, :, None] & sources.mask[:, None, :]
+        return result if bool(pairs.all()) else result.mul_(pairs.reshape(*pairs.shape, *(1,) * (result.ndim - 3)))
+
+    def _basis_rows(
+        self, positions: Int[Tensor, "batch"], sources: Keys, what: str, memory: Memory
+    ) -> Iterator[tuple[range, Float[Tensor, "row batch live d_in"]]]:
+        """Basis vectors at one position per prompt, pulled."""
+        batch, _, width = self.x.shape
+        for rows in self._chunks(width, what, memory):
+            basis = self.x.new_zeros(len(rows), width)
+            basis.diagonal(rows.start).fill_(1)
+            vectors = basis[:, None].expand(-1, batch, -1)
+            yield rows, self._pull(self.map, vectors, RowPositions(positions[None]), sources.chosen)
+
+    def _squares(
+        self, vectors: Float[Tensor, "row batch d"], *, at: Int[Tensor, "batch"], sources: Keys, memory: Memory
+    ) -> Float[Tensor, "row batch key"]:
+        """‖vector·T_ij‖² of vectors at one position per prompt."""
+        result = upcast(self.x[:0]).new_zeros(*vectors.shape[:2], len(sources.places))
+        for rows in self._chunks(len(vectors), "probes", memory):
+            part = vectors[rows.start : rows.stop].to(self.x)
+            pulled = self._pull(self.map, part, RowPositions(at[None]), sources.chosen)
+            norms = torch.linalg.vector_norm(upcast(pulled), dim=-1)
+            result[rows.start : rows.stop, :, : norms.shape[-1]] = norms.square()
+        return result
+
+    def _chunks(
+        self, rows: int, what: str, memory: Memory = None, *, parts: int = 1, streams: int = 0
+    ) -> Iterator[range]:
+        """Ranges of rows that fit the bound, `streams` copies of the residual stream counted besides."""
+        self.frozen.check_fresh()
+        per_row = self.row_bytes + streams * self.x.numel() * self.x.element_size()
+        return chunks(rows, per_row, memory, what, parts)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """What one row allocates on its way at most: the stream, a sublayer's input, and the widest hidden layer."""
+        widest = 0
+        for block in self.frozen.view.blocks[self.first : self.last]:
+            mlp, attention = block.mlp, block.attention
+            hidden = 0 if mlp is None else mlp.W_in.shape[1] * (2 if mlp.W_gate is None else 3)
+            widest = max(widest, hidden, 3 * attention.W_O.shape[0])
+        batch, pos, width = self.x.shape
+        return batch * pos * (3 * width + widest) * self.x.element_size()
+
+
+def _placed(bias: str) -> bool:
+    if bias not in ("apart", "position"):
+        raise InvalidInputError(f"bias={bias!r}; use 'apart' (not part of the scores) or 'position'.")
+    return bias == "position"

@@ -1,0 +1,313 @@
+"""From what a user passes to what a model takes: tokens, mask, keyword arguments, and readable tokens."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.spans import find
+
+
+@dataclass(frozen=True, repr=False)
+class Prompt:
+    """A checked batch of prompts.
+
+    `mask` is True at real tokens; `kwargs` is what the model's forward takes; `str_tokens` are for people, and
+    `word_starts` says which of them begin a word (None without a tokenizer).
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    mask: Bool[Tensor, "batch pos"]
+    kwargs: dict[str, Any]
+    str_tokens: list[list[str]]
+    word_starts: list[list[bool]] | None = None
+
+    def __repr__(self) -> str:
+        batch, pos = self.tokens.shape
+        return f"Prompt({''.join(self.str_tokens[0])[:60]!r}, batch={batch}, pos={pos})"
+
+
+def prepare(
+    view: ModelView,
+    input: Any,
+    *,
+    attention_mask: Any = None,
+    token_type_ids: Any = None,
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,
+) -> Prompt:
+    """Check an input and turn it into a `Prompt`.
+
+    Args:
+        view: the model.
+        input: a string, a list of strings, or token ids: a tensor `[batch, pos]` or `[pos]`, or lists, which may differ
+            in length.
+        attention_mask: 1 at real tokens, 0 at padding, `[batch, pos]`; only with token ids.
+        token_type_ids: segment ids for BERT-like models, `[batch, pos]`.
+        prepend_bos: as in TransformerLens; None is the model's default. Strings only.
+        padding_side: ``"left"`` or ``"right"``, where several strings differ in length. None pads right, whatever the
+            tokenizer says: real tokens never see it, while some bridges give NaN for left-padded prompts.
+
+    Raises:
+        InvalidInputError: empty, longer than the context, token ids outside the vocabulary, or shapes that differ.
+    """
+    if _is_text(input) or _is_ragged(input):
+        if attention_mask is not None:
+            raise InvalidInputError(
+                "attention_mask: made from the text or the rows themselves; pass it only together with token ids of "
+                "equal length."
+            )
+        tokens, mask = _pad(view, token_rows(view, input, prepend_bos), padding_side)
+    else:
+        tokens = _as_ids(input)
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        if attention_mask is not None:
+            mask = torch.as_tensor(attention_mask).bool()
+            mask = mask[None] if mask.ndim == 1 else mask
+            if mask.shape != tokens.shape:
+                raise InvalidInputError(
+                    f"attention_mask is {tuple(mask.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
+                )
+        elif _ends_in_padding(view, tokens):
+            warnings.warn(
+                "input: token ids that begin or end with several padding tokens, and no attention_mask: all of them "
+                "count as real. Pass attention_mask=, 1 at real tokens and 0 at padding.",
+                stacklevel=4,
+            )
+    _check(view, tokens, mask)
+    device = next(view.model.parameters()).device
+    tokens, mask = tokens.to(device), mask.to(device)
+    kwargs: dict[str, Any] = {"input": tokens}
+    # HookedTransformer derives a mask of its own from padding tokens where it pads left; an explicit one is exact.
+    if attention_mask is not None or not bool(mask.all()) or not view.is_bridge:
+        kwargs["one_zero_attention_mask" if view.is_hooked_encoder else "attention_mask"] = mask.long()
+    if token_type_ids is not None:
+        kwargs["token_type_ids"] = _segments(view, token_type_ids, tokens)
+    return Prompt(tokens, mask, kwargs, *_readable(view, tokens))
+
+
+def token_rows(view: ModelView, input: Any, prepend_bos: bool | None = None) -> list[Int[Tensor, "pos"]]:
+    """Each prompt's token ids, unpadded; see `prepare` for the arguments and errors."""
+    if isinstance(input, str):
+        input = [input]
+    if _is_text(input):
+        return [_tokenize(view, text, number, prepend_bos) for number, text in enumerate(input)]
+    if _is_ragged(input):
+        return [_as_ids(row)[0] for row in input]
+    return list(_as_ids(input))
+
+
+def _is_text(input: Any) -> bool:
+    return isinstance(input, str) or (isinstance(input, Sequence) and bool(input) and isinstance(input[0], str))
+
+
+def _is_ragged(input: Any) -> bool:
+    """Whether it is a list of rows of token ids of different lengths."""
+    if not isinstance(input, Sequence) or not all(hasattr(row, "__len__") for row in input):
+        return False
+    return len({len(row) for row in input}) > 1
+
+
+def _segments(view: ModelView, token_type_ids: Any, tokens: Tensor) -> Tensor:
+    if not (view.is_bridge or view.is_hooked_encoder):
+        raise InvalidInputError(f"token_type_ids: {view.class_name} takes none; they are for BERT-like encoders.")
+    segments = torch.as_tensor(token_type_ids, device=tokens.device)
+    segments = segments[None] if segments.ndim == 1 else segments
+    if segments.shape != tokens.shape:
+        raise InvalidInputError(
+            f"token_type_ids is {tuple(segments.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
+        )
+    return segments
+
+
+def _tokenize(view: ModelView, text: str, number: int, prepend_bos: bool | None) -> Tensor:
+    model = view.model
+    if not text:
+        raise InvalidInputError(f"input: text number {number} is empty; pass at least one token.")
+    if getattr(model, "tokenizer", None) is None:
+        raise InvalidInputError("input: this model has no tokenizer; pass token ids, or call model.set_tokenizer(...).")
+    if view.is_hooked_encoder:
+        return model.to_tokens(text, truncate=False)[0][0]
+    options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
+    tokens = model.to_tokens(text, truncate=False, **options)[0]
+    if len(tokens) == 0:
+        raise InvalidInputError(f"input: text number {number} ({text!r}) has no token; add text or prepend_bos=True.")
+    return tokens
+
+
+def _pad(view: ModelView, rows: list[Tensor], padding_side: str | None) -> tuple[Tensor, Tensor]:
+    tokenizer = getattr(view.model, "tokenizer", None)
+    side = padding_side or "right"
+    if side not in ("left", "right"):
+        raise InvalidInputError(f"padding_side={side!r}; use 'left' or 'right'.")
+    longest, fill = max(map(len, rows)), getattr(tokenizer, "pad_token_id", None) or 0
+    tokens = torch.full((len(rows), longest), fill)
+    mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for row, ids in enumerate(rows):
+        place = slice(longest - len(ids), None) if side == "left" else slice(None, len(ids))
+        tokens[row, place], mask[row, place] = ids.cpu(), True
+    return tokens, mask
+
+
+def _as_ids(input: Any) -> Tensor:
+    try:
+        tokens = torch.as_tensor(input)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"input: cannot read {type(input).__name__} as token ids ({error}). Pass a string, a list of strings, or "
+            "token ids of equal length with an attention_mask."
+        ) from error
+    tokens = tokens[None] if tokens.ndim == 1 else tokens
+    if tokens.ndim != 2 or tokens.numel() == 0:
+        raise InvalidInputError(f"input: token ids must be [batch, pos] and not empty, got {tuple(tokens.shape)}.")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise InvalidInputError(f"input: token ids must be integers, got {tokens.dtype}.")
+    return tokens.long()
+
+
+def _ends_in_padding(view: ModelView, tokens: Tensor) -> bool:
+    """Whether a prompt begins or ends with two padding tokens or more; one may well be a BOS or EOS of the same id."""
+    pad = getattr(getattr(view.model, "tokenizer", None), "pad_token_id", None)
+    if pad is None or tokens.shape[1] < 3:
+        return False
+    ends = torch.stack([tokens[:, :2], tokens[:, -2:]])
+    return bool((ends == pad).all(-1).any())
+
+
+def _check(view: ModelView, tokens: Tensor, mask: Tensor) -> None:
+    length, vocabulary, context = tokens.shape[1], view.d_vocab, view.n_ctx
+    if length > context:
+        raise InvalidInputError(
+            f"input: {length} tokens, but the context of this model is {context}; shorten the prompt."
+        )
+    outside = (tokens < 0) | (tokens >= vocabulary)
+    if bool(outside.any()):
+        row, pos = outside.nonzero()[0].tolist()
+        raise InvalidInputError(
+            f"input: token id {int(tokens[row, pos])} at [{row}, {pos}] is outside the vocabulary of {vocabulary}."
+        )
+    empty = ~mask.any(dim=1)
+    if bool(empty.any()):
+        raise InvalidInputError(f"attention_mask: row {int(empty.nonzero()[0])} has no real token.")
+
+
+def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[list[bool]] | None]:
+    """Tokens as text, and which begin a word, as the tokenizer itself marks it (Ġ, ▁, or ## for what continues)."""
+    tokenizer = getattr(view.model, "tokenizer", None)
+    if tokenizer is None:
+        return [[f" {int(token)}" for token in row] for row in tokens], None  # ids are words: they do not run together
+    word_pieces = tokenizer.convert_tokens_to_ids("##s") not in (None, getattr(tokenizer, "unk_token_id", None))
+    special = set(tokenizer.all_special_ids)
+    texts, starts = [], []
+    for row in tokens.tolist():
+        pieces = tokenizer.convert_ids_to_tokens(row)
+        decoded = tokenizer.batch_decode([[token] for token in row], clean_up_tokenization_spaces=False)
+        # decoding one token drops the space that SentencePiece writes as ▁
+        texts.append(
+            [f" {t}" if p.startswith("▁") and t[:1] != " " else t for p, t in zip(pieces, decoded, strict=True)]
+        )
+        after_gap, begins = True, []
+        for token, piece, text in zip(row, pieces, texts[-1], strict=True):
+            starting = not piece.startswith("##") if word_pieces else text[:1].isspace()
+            begins.append(after_gap or token in special or starting)
+            after_gap = token in special or text[-1:].isspace()
+        starts.append(begins)
+    return texts, starts
+
+
+def query_positions(prompt: Prompt, query: Query = None, name: str = "query") -> Int[Tensor, "batch query"]:
+    """The positions a query stands for: the one rule for `query` everywhere in the library.
+
+    Args:
+        prompt: the prompts.
+        query: an integer counts each prompt's real tokens (−1 is the last); a list holds several; a slice is taken of
+            the real tokens; a text stands for the last token of its last occurrence; None for every position, padding
+            included (whose entries are zero in every result).
+        name: the argument's name, for messages.
+
+    Raises:
+        InvalidInputError: beyond a prompt's real tokens, not in it, none, or a slice of unequal lengths.
+    """
+    mask = prompt.mask
+    if query is None:
+        return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    if isinstance(query, slice):
+        return _equally_many([where[query] for where in _real_positions(mask)], mask, f"{name}={query}")
+    query = query.tolist() if hasattr(query, "tolist") else query  # numpy's and torch's
+    if isinstance(query, str) or not isinstance(query, Sequence):
+        return _position(prompt, query, name)
+    if not query:
+        raise InvalidInputError(f"{name}=[]: pass at least one position, or None for every one.")
+    return torch.cat([_position(prompt, one, name) for one in query], dim=1)
+
+
+def one_query(prompt: Prompt, query: Query, name: str = "query") -> Int[Tensor, "batch 1"]:
+    """The position a query stands for, where an answer is about one.
+
+    Raises:
+        InvalidInputError: several positions, or what `query_positions` refuses.
+    """
+    positions = query_positions(prompt, query, name)
+    if positions.shape[1] != 1:
+        raise InvalidInputError(
+            f"{name}={query!r} stands for {positions.shape[1]} positions; this is about one: pass an integer or a text."
+        )
+    return positions
+
+
+def span_positions(prompt: Prompt, keys: Query, name: str = "keys") -> Int[Tensor, "batch key"]:
+    """The same for source tokens, where a text stands for all of its tokens.
+
+    Raises:
+        InvalidInputError: see `query_positions`; also a text that has another number of tokens in another prompt.
+    """
+    if not isinstance(keys, str):
+        return query_positions(prompt, keys, name)
+    return _equally_many(_spans(prompt, keys), prompt.mask, f"{name}={keys!r}")
+
+
+def _spans(prompt: Prompt, text: str) -> list[list[int]]:
+    """The positions of each prompt's last occurrence of a text."""
+    return [
+        where[slice(*find([tokens[i] for i in where], text)[-1])]
+        for where, tokens in zip(_real_positions(prompt.mask), prompt.str_tokens, strict=True)
+    ]
+
+
+def _position(prompt: Prompt, query: int | str, name: str) -> Int[Tensor, "batch 1"]:
+    mask = prompt.mask
+    if isinstance(query, str):
+        return torch.tensor([[span[-1]] for span in _spans(prompt, query)], device=mask.device)
+    query = whole_number(name, query, why="a position, a list or a slice of them, a text, or None for all")
+    counts = mask.sum(1)
+    shortest = int(counts.min())
+    if not -shortest <= query < shortest:
+        row = int(counts.argmin())
+        raise InvalidInputError(
+            f"{name}={query} is out of range: row {row} has {shortest} real tokens; use -{shortest} to {shortest - 1}."
+        )
+    order = mask.long().cumsum(1) - 1
+    wanted = (counts + query if query < 0 else torch.full_like(counts, query))[:, None]
+    return ((order == wanted) & mask).long().argmax(1, keepdim=True)
+
+
+def _real_positions(mask: Bool[Tensor, "batch pos"]) -> list[list[int]]:
+    return [row.nonzero()[:, 0].tolist() for row in mask]
+
+
+def _equally_many(rows: list[list[int]], mask: Tensor, what: str) -> Int[Tensor, "batch query"]:
+    counts = [len(row) for row in rows]
+    if len(set(counts)) > 1 or not counts[0]:
+        raise InvalidInputError(
+            f"{what} stands for {sorted(set(counts))} tokens of these prompts; it must be the same number in each, and "
+            "at least one."
+        )
+    return torch.tensor(rows, device=mask.device)

@@ -1,0 +1,169 @@
+"""Proofs: is what the weights say what the model does?
+
+Every block is composed from its weights in each way its norms allow; the one that reproduces the block's own output on
+its own input is its layout. A block that none reproduces is refused, with the first component that differs. What
+follows the last block is proved the same way, and the unembedding when a token target first asks for it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tensorlens_tl.algebra import AffineMap, Identity
+from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks import capture, is_attached
+from tensorlens_tl.models.layouts import Layout, candidates, compose
+from tensorlens_tl.passes.record import Record
+
+
+def prove(record: Record, every_block: bool = True) -> None:
+    """Find every block's layout, measure its error, and refuse a block that no layout reproduces.
+
+    The record's `layouts` and `errors` are filled in. Without `every_block` only the first block of each kind is
+    proved, and what follows the last block is not.
+
+    Raises:
+        UnsupportedModelError: a part that no known map reproduces; names it, and what was measured.
+    """
+    tolerance = record.tolerance
+    for layer in range(record.n_layers):
+        block = record.view.blocks[layer]
+        options = candidates(set(block.norms), block.has_mlp)
+        known = record.layouts[-1] if record.layouts and record.layouts[-1] in options else None
+        if known is not None and not every_block:
+            record.layouts.append(known)
+            continue
+        # the first block tells the candidates apart; for its like, one proof is enough
+        layout = known or _choose(record, layer, options)
+        error = float("nan") if layout is None else layout_error(record, layer, layout)
+        if layout is known and not error <= tolerance:
+            layout = _choose(record, layer, options)
+            error = float("nan") if layout is None else layout_error(record, layer, layout)
+        if layout is None or not error <= tolerance:
+            errors = {option: layout_error(record, layer, option) for option in options}
+            raise UnsupportedModelError(_refusal(record, layer, errors))
+        record.layouts.append(layout)
+        record.errors[f"blocks.{layer}"] = error
+    if not every_block:
+        return
+    head = head_error(record)
+    if head is not None:
+        record.errors["head"] = head
+        if not head <= tolerance:
+            raise UnsupportedModelError(
+                f"what stands between the last block and the unembedding of this {record.view.description} is not a "
+                f"norm or prediction head as we read it: relative error {head:.1e}, allowed {tolerance:.0e}."
+            )
+
+
+def layout_error(record: Record, layer: int, layout: Layout) -> float:
+    """The largest relative error of any real token between a block, so composed, and the model's own output."""
+    return block_error(record, layer, record.block(layer, layout=layout))
+
+
+def block_error(record: Record, layer: int, block: AffineMap) -> float:
+    """The same for a map that stands for the block."""
+    return relative_error(block(record.resid_pre(layer)), record.resid_pre(layer + 1), record.mask)
+
+
+def head_error(record: Record) -> float | None:
+    """The same for what follows the last block: the final norm, or a masked language model's transform."""
+    if record.points.unembed_in is None:
+        return None
+    after = record.final_norm() or record.prediction_head() or Identity()
+    return relative_error(after(record.resid_pre(record.n_layers)), record.unembedded(), record.mask)
+
+
+def unembedding_error(record: Record) -> float | None:
+    """Relative error of ``cap(W_U·x + b_U)`` against the model's own logits, on the prompt's first two tokens.
+
+    Measured once, when a token target first asks for it, since logits can cost as much as several blocks. None for a
+    model that predicts no tokens.
+    """
+    record.check_fresh()
+    if record.view.unembedding is None or record.points.unembed_in is None:
+        return None
+    if "unembed" not in record.errors:
+        # while this pass is attached, its hooks fit its own prompt alone
+        inputs = record.inputs if is_attached(record.model) else {"input": record.tokens[:1, :2]}
+        kept, logits = capture(record.model, inputs, [record.points.unembed_in])
+        made = record.view.logits(kept[record.points.unembed_in])
+        own = logits if isinstance(logits, Tensor) else made.new_zeros(0)
+        record.errors["unembed"] = relative_error(made, own.to(made))
+    return record.errors["unembed"]
+
+
+def _choose(record: Record, layer: int, options: Sequence[Layout]) -> Layout | None:
+    """The one layout that reproduces a block (on its first tokens, where the block is causal), or None.
+
+    Raises:
+        UnsupportedModelError: two of them do.
+    """
+    short, tolerance = record.first_tokens(layer), record.tolerance
+    parts = short.parts(layer)
+    errors = {option: block_error(short, layer, compose(option, *parts)) for option in options}
+    passing = sorted((option for option in options if errors[option] <= tolerance), key=lambda option: errors[option])
+    if len(passing) > 1:
+        # Folded norms commute with sublayers that have no bias, at a single token with attention too. A rule with a
+        # constant of its own still tells on which side the norm is, and it is what would go wrong with the other one.
+        tangent = short.parts(layer, "tangent")
+        passing = [o for o in passing if block_error(short, layer, compose(o, *tangent)) <= tolerance] or passing
+    rounding = torch.finfo(record.resid_pre(layer).dtype).eps
+    if len(passing) > 1 and errors[passing[1]] < 10 * max(errors[passing[0]], rounding):
+        if _same_map(short, layer, passing):
+            return min(passing[:2], key=options.index)
+        raise UnsupportedModelError(
+            f"blocks.{layer} of this {record.view.description}: two layouts reproduce it equally well "
+            f"({errors[passing[0]]:.1e} and {errors[passing[1]]:.1e}), so this input cannot tell its structure; "
+            "freeze a longer prompt, or in float64."
+        )
+    return passing[0] if passing else None
+
+
+def _same_map(record: Record, layer: int, options: Sequence[Layout]) -> bool:
+    """Whether layouts agree on random vectors too (a sublayer that writes nothing): then any of them is right."""
+    x = record.resid_pre(layer)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) * x.std()
+    made = [record.block(layer, layout=option)(noise) for option in options[:2]]
+    return relative_error(made[0], made[1], record.mask) <= record.tolerance
+
+
+def _refusal(record: Record, layer: int, errors: Mapping[Layout, float]) -> str:
+    start = f"blocks.{layer} of this {record.view.description} cannot be frozen: "
+    if not errors:
+        norms = ", ".join(record.view.blocks[layer].norms) or "none"
+        return start + f"no known layout has the norms it has ({norms})."
+    best = min(errors, key=lambda layout: errors[layout])
+    tried = ", ".join(f"{layout.name} {error:.1e}" for layout, error in errors.items())
+    return (
+        start + f"composed from its weights it misses its own output (relative error: {tried}; allowed "
+        f"{record.tolerance:.0e}). {_first_difference(record, layer, best)} Other hooks on the model, or a part that "
+        "is not attention, norm or MLP, would explain it."
+    )
+
+
+def _first_difference(record: Record, layer: int, layout: Layout) -> str:
+    """Which sublayer of a refused block disagrees, by comparing it alone; runs the model once more."""
+    start = f"blocks.{layer}."
+    names = [start + name for name in ("attn.hook_z", "mlp.hook_post", "hook_attn_out")]
+    seen, _ = capture(record.model, record.inputs, [name for name in names if name in record.model.hook_dict])
+    x = record.resid_pre(layer)
+    x = record.norm(layer, layout.attn.before)(x) if layout.attn.before else x
+    values, mixing, out = record.attention(layer).stages
+    made = {"attn.hook_z": mixing(values(x))}
+    if layout.attn.after is None:
+        made["hook_attn_out"] = out(made["attn.hook_z"])
+    weights, held = record.view.blocks[layer].mlp, record.mlp_coefficients(layer)
+    if weights is not None and held is not None:
+        points = record.points.blocks[layer]
+        post = record.captured(points.pre_linear or points.pre or "") * held.through
+        offset = held.offset(weights.b_post)
+        made["mlp.hook_post"] = post if offset is None else post + offset
+    for name, mine in made.items():
+        if start + name in seen and seen[start + name].numel() == mine.numel():
+            error = relative_error(mine.flatten(), seen[start + name].to(mine).flatten())
+            if not error <= record.tolerance:
+                return f"The first part that differs is {start}{name} ({error:.1e})."
+    return f"Attention values and activations agree; the difference is in the norms or in {start}mlp."

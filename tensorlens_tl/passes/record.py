@@ -1,0 +1,247 @@
+"""What one forward pass leaves behind, and the maps that its parts become.
+
+A record holds captured activations and the reading of the model's weights, and hands out the parts of the model as
+maps composed of both. It runs nothing and proves nothing: `tensorlens_tl.passes.freezing` makes it,
+`tensorlens_tl.passes.proof` proves it, and `FrozenPass` is the record that users hold.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Linear, Norm, Sum
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import ModelPoints
+from tensorlens_tl.models.activations import Coefficients, coefficients
+from tensorlens_tl.models.layouts import Layout, compose
+from tensorlens_tl.models.protocol import HookedModel
+from tensorlens_tl.models.state import WeightState
+from tensorlens_tl.models.view import ModelView, NormWeights
+from tensorlens_tl.passes.prompts import Prompt
+
+
+@dataclass(eq=False)
+class Record:
+    """One forward pass as data and maps.
+
+    Attributes:
+        view: the reading of the model's weights.
+        points: the hook points it was captured at.
+        prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
+        cache: the captured activations by hook-point name (listed in `tensorlens_tl.hooks.points`).
+        weights: what the model's weights were, to tell whether they still are.
+        other_hooks: the hook points where other people's hooks were during the pass.
+        layouts: how each block is put together.
+        errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
+            ``"head"``, and ``"unembed"`` once a token target has asked for it.
+        tolerance: the largest error a proof may show.
+    """
+
+    view: ModelView
+    points: ModelPoints
+    prompt: Prompt
+    cache: dict[str, Tensor]
+    weights: WeightState
+    other_hooks: list[str] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    tolerance: float = 1e-4
+    _ratios: dict[int, Coefficients] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------ the model and the prompt
+
+    @property
+    def model(self) -> HookedModel:
+        """The model the pass was taken from; no hook is left on it."""
+        return self.view.model
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The keyword arguments that reproduce this pass: ``model.run_with_hooks(**frozen.inputs, fwd_hooks=...)``."""
+        return dict(self.prompt.kwargs)
+
+    @property
+    def tokens(self) -> Int[Tensor, "batch pos"]:
+        """Token ids."""
+        return self.prompt.tokens
+
+    @property
+    def mask(self) -> Bool[Tensor, "batch pos"]:
+        """True at real tokens."""
+        return self.prompt.mask
+
+    @property
+    def str_tokens(self) -> list[list[str]]:
+        """Readable tokens, one list per prompt."""
+        return self.prompt.str_tokens
+
+    @property
+    def n_layers(self) -> int:
+        """The number of blocks."""
+        return self.view.n_layers
+
+    def check_fresh(self) -> None:
+        """Raise `FrozenModelError` if the model's weights were changed, moved or cast since this pass.
+
+        Also for writes through ``.data``, unless they touch no more than lone numbers (see `WeightState`).
+        """
+        if not self.weights.holds(self.view.model):
+            raise FrozenModelError(
+                "the model's weights were changed, moved or cast after this pass was frozen, so the two no longer "
+                "belong together. Freeze again."
+            )
+
+    def provenance(self) -> dict[str, str]:
+        """What results depend on besides the prompt: the model's provenance, and other people's hooks where any are."""
+        return self.view.provenance() | ({"hooks": ", ".join(self.other_hooks)} if self.other_hooks else {})
+
+    # ------------------------------------------------------------------ activations
+
+    def captured(self, name: str) -> Tensor:
+        """The activation kept at one hook point, on the prompt's device, with batch and position apart."""
+        tensor = self.cache[name].to(self.tokens.device)
+        # OPT flattens batch and position inside its MLP.
+        return tensor if tensor.ndim > 2 else tensor.reshape(*self.tokens.shape, -1)
+
+    def output_name(self, layer: int) -> str:
+        """The hook point that holds a block's output."""
+        blocks = self.points.blocks
+        return blocks[layer + 1].resid_pre if layer + 1 < len(blocks) else self.points.last_output
+
+    def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream entering a block; ``layer == n_layers`` is the last block's output."""
+        return self.captured(self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1))
+
+    @property
+    def output(self) -> Float[Tensor, "batch pos d_model"]:
+        """The model's own output that the operator reproduces: after the final norm, or the last block's output."""
+        if self.view.final_norm is not None and self.points.unembed_in is not None:
+            return self.captured(self.points.unembed_in)
+        return self.resid_pre(self.n_layers)
+
+    def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
+        """The stream that the model itself unembeds: after the final norm, or a masked model's prediction head."""
+        if self.points.unembed_in is None:
+            raise UnsupportedModelError(f"{self.view.description} predicts no tokens.")
+        return self.captured(self.points.unembed_in)
+
+    def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """The attention probabilities of one layer."""
+        return self.captured(self.points.blocks[layer].pattern)
+
+    @cached_property
+    def causal(self) -> bool:
+        """Whether no layer attends forwards."""
+        return not any(bool(self.pattern(layer).triu(1).any()) for layer in range(self.n_layers))
+
+    def first_tokens(self, layer: int, length: int = 8) -> "Record":
+        """One block of the record, cut to its first tokens where these do not look ahead; else the whole record."""
+        mask = self.mask[:, :length]
+        if bool(self.pattern(layer)[:, :, :length, length:].any()) or not bool(mask.any(1).all()):
+            return self
+        names = {*self.points.blocks[layer].captured, self.output_name(layer)}
+        cache = {name: self.captured(name)[:, :length] for name in names}
+        cache[self.points.blocks[layer].pattern] = self.pattern(layer)[:, :, :length, :length]
+        prompt = Prompt(self.tokens[:, :length], mask, {}, [])
+        return Record(self.view, self.points, prompt, cache, self.weights, tolerance=self.tolerance)
+
+    # ------------------------------------------------------------------ maps
+
+    def norm(self, layer: int, name: str) -> Norm:
+        """One norm of one block, scale frozen."""
+        return self._norm(self.view.blocks[layer].norms[name], self.points.blocks[layer].scales[name])
+
+    def final_norm(self) -> Norm | None:
+        """The norm after the last block, or None."""
+        if self.view.final_norm is None or self.points.final_scale is None:
+            return None
+        return self._norm(self.view.final_norm, self.points.final_scale)
+
+    def _norm(self, weights: NormWeights, scale_name: str) -> Norm:
+        return Norm(self.captured(scale_name), weights.gain, weights.shift, weights.centre)
+
+    def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
+        """One attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays)."""
+        weights = self.view.blocks[layer].attention
+        pattern = self.pattern(layer).to(weights.W_O.dtype)
+        if heads is not None:
+            kept = torch.zeros(pattern.shape[1], dtype=pattern.dtype, device=pattern.device)
+            kept[list(heads)] = 1
+            pattern = pattern * kept[:, None, None]
+        return Chain(
+            (
+                Linear(weights.W_V, weights.b_V),
+                Attention(pattern, weights.kv_heads),
+                Linear(weights.W_O, weights.b_O),
+            )
+        )
+
+    def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:
+        """What one layer's activation is replaced by under a rule; None without an MLP."""
+        points, weights = self.points.blocks[layer], self.view.blocks[layer].mlp
+        if weights is None or points.pre is None:
+            return None
+        if activation == "ratio" and layer in self._ratios:  # the proof and every default operator use them
+            return self._ratios[layer]
+        linear = self.captured(points.pre_linear) if points.pre_linear else None
+        held = coefficients(weights.activation, self.captured(points.pre), linear, activation)
+        if activation == "ratio":
+            self._ratios[layer] = held
+        return held
+
+    def mlp(self, layer: int, activation: str = "ratio") -> Chain | None:
+        """One MLP with its activation frozen, or None without one."""
+        weights, held = self.view.blocks[layer].mlp, self.mlp_coefficients(layer, activation)
+        if weights is None or held is None:
+            return None
+        through = Diagonal(held.through, held.offset(weights.b_post))
+        if weights.W_gate is None or held.gate is None:
+            hidden: tuple[AffineMap, ...] = (Linear(weights.W_in, weights.b_in), through)
+        else:
+            branches = (
+                Chain((Linear(weights.W_in, weights.b_in), through)),
+                Chain((Linear(weights.W_gate, weights.b_gate), Diagonal(held.gate))),
+            )
+            hidden = (Sum(branches),)
+        return Chain((*hidden, Linear(weights.W_out, weights.b_out)))
+
+    def parts(
+        self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
+    ) -> tuple[Chain, Chain | None, dict[str, Norm]]:
+        """What a block is composed of: attention, MLP, norms."""
+        norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
+        return self.attention(layer, heads), self.mlp(layer, activation) if mlp else None, norms
+
+    def block(
+        self,
+        layer: int,
+        *,
+        activation: str = "ratio",
+        heads: Collection[int] | None = None,
+        mlp: bool = True,
+        layout: Layout | None = None,
+    ) -> AffineMap:
+        """One block as a map; `heads` keeps only those heads, ``mlp=False`` leaves the MLP's branch out."""
+        return compose(layout or self.layouts[layer], *self.parts(layer, activation, heads, mlp))
+
+    def prediction_head(self, activation: str = "ratio") -> Chain | None:
+        """A masked language model's transform before its unembedding, norm(φ(x·W + b)), frozen; None otherwise."""
+        head = self.view.mlm_head
+        if head is None:
+            return None
+        dense = Linear(head.W, head.b)
+        held = coefficients(head.activation, dense(self.output), rule=activation)
+        return Chain((dense, Diagonal(held.through, held.rest), self._norm(head.norm, head.scale_name)))
+
+
+def check_pass(frozen: Any) -> None:
+    """Raise `InvalidInputError` where a model, or anything else, was passed instead of a frozen pass."""
+    if not isinstance(frozen, Record):
+        raise InvalidInputError(
+            f"a frozen pass is needed, got {type(frozen).__name__}: make one with tlens.freeze(model, text)."
+        )

@@ -1,0 +1,207 @@
+"""What a prediction is asked about: a token, a difference of two, or any direction of the residual stream."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models.protocol import TokenLike
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.proof import unembedding_error
+from tensorlens_tl.passes.record import Record, check_pass
+
+
+def token_ids(
+    view: ModelView, tokens: TokenLike, batch: int, name: str = "target", queries: int = 1
+) -> Int[Tensor, "batch query"]:
+    """One token id per prompt and query.
+
+    Args:
+        view: the model.
+        tokens: a string of one token or a token id, for every prompt and query; a list of one for each prompt, or, of
+            a single prompt, for each query; or a list of lists, ``[batch][query]``.
+        batch, queries: how many there are.
+        name: the argument's name, for messages.
+
+    Raises:
+        InvalidInputError: several tokens, none, out of the vocabulary, or not one per prompt or query.
+    """
+    if hasattr(tokens, "tolist"):  # tensors and numpy's arrays and integers
+        tokens = tokens.tolist()
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        tokens = [tokens] * batch
+    if len(tokens) == queries != batch == 1:
+        tokens = [tokens]
+    if len(tokens) != batch:
+        of_queries = f" (or one for each of its {queries} queries)" if batch == 1 < queries else ""
+        raise InvalidInputError(
+            f"{name}: {len(tokens)} tokens for {batch} prompts; pass one, or one for each prompt{of_queries}. A "
+            "difference of two tokens takes the second as minus=, a vector goes in direction=."
+        )
+    rows = []
+    for row in tokens:
+        if isinstance(row, str) or not isinstance(row, Sequence):
+            rows.append([_token_id(view, row, name)] * queries)
+        elif len(row) == queries:
+            rows.append([_token_id(view, token, name) for token in row])
+        else:
+            raise InvalidInputError(f"{name}: {len(row)} tokens for {queries} queries of a prompt; pass one for each.")
+    return torch.tensor(rows)
+
+
+def _token_id(view: ModelView, token: Any, name: str) -> int:
+    vocabulary = view.d_vocab if view.unembedding is None else view.unembedding[0].shape[1]
+    if isinstance(token, str):
+        tokenizer = getattr(view.model, "tokenizer", None)
+        if tokenizer is None:
+            raise InvalidInputError(f"{name}={token!r}: this model has no tokenizer; pass a token id.")
+        ids = tokenizer(token, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            pieces = [tokenizer.decode([piece]) for piece in ids]
+            spaced = " " + token.lstrip()
+            helps = len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1
+            hint = f" Words inside a text often start with a space: try {spaced!r}." if helps else ""
+            raise InvalidInputError(f"{name}={token!r} is {len(ids)} tokens {pieces}; a target is one token.{hint}")
+        if ids[0] == getattr(tokenizer, "unk_token_id", None) and token != tokenizer.unk_token:
+            raise InvalidInputError(f"{name}={token!r} is not in the vocabulary; pass a token the tokenizer knows.")
+        return int(ids[0])
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise InvalidInputError(f"{name}={token!r}: pass a token as a string or an id, or use direction= for a vector.")
+    if not 0 <= token < vocabulary:
+        raise InvalidInputError(f"{name}={token} is outside the vocabulary of {vocabulary} tokens.")
+    return token
+
+
+def token_label(view: ModelView, token: int) -> str:
+    """A token id as readable text."""
+    tokenizer = getattr(view.model, "tokenizer", None)
+    return str(token) if tokenizer is None else tokenizer.decode([token])
+
+
+def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> str:
+    """What a token target explains, in words: ids are named by their text."""
+    asked = [token.tolist() if hasattr(token, "tolist") else token for token in (target, minus)]
+    return "logit of " + " − ".join(
+        repr(token_label(view, token)) if isinstance(token, int) else repr(token)
+        for token in asked
+        if token is not None
+    )
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked about the end of a model: ``vector · stream + constant``, one for each prompt and query.
+
+    `of_tokens` tells whether the stream is the one that is unembedded (a token's logit) or the operator's own output.
+    """
+
+    vectors: Float[Tensor, "batch query d"]
+    constant: Float[Tensor, "batch query"]
+    of_tokens: bool
+    label: str
+
+
+def resolve_target(
+    frozen: Record,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    direction: Any = None,
+    queries: int = 1,
+) -> Target:
+    """What `target`, `minus` and `direction` ask, checked.
+
+    Args:
+        frozen: the pass.
+        target: a token (string or id), one per prompt, or one per prompt and query; see `token_ids`.
+        minus: another token, for ``logit(target) − logit(minus)``.
+        direction: instead of a token, a vector `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]` at the
+            operator's output.
+        queries: how many queries are asked about.
+
+    Raises:
+        InvalidInputError: no target, both kinds, target and minus the same, several tokens, out of the vocabulary, or
+            a wrong shape.
+        UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
+    """
+    check_pass(frozen)
+    if direction is not None:
+        if target is not None or minus is not None:
+            raise InvalidInputError("target: pass either tokens or direction=, not both.")
+        vectors = _directions(frozen, direction, queries)
+        return Target(vectors, vectors.new_zeros(vectors.shape[:2]), False, "direction")
+    if target is None:
+        also = " (minus alone is no target)" if minus is not None else ""
+        raise InvalidInputError(f"target: missing{also}. Pass a token (target=' Paris'), or direction=Tensor[d_model].")
+    vectors, constant = unembedding_rows(frozen, target, minus, queries)
+    return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
+
+
+def _directions(frozen: Record, direction: Any, queries: int) -> Float[Tensor, "batch query d"]:
+    batch, width = len(frozen.tokens), frozen.output.shape[-1]
+    try:
+        direction = torch.as_tensor(direction).detach().to(frozen.output)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInputError(f"direction={direction!r} is no vector of numbers.") from None
+    if direction.shape == (batch, width):
+        direction = direction[:, None]
+    if direction.shape not in ((width,), (batch, 1, width), (batch, queries, width)):
+        raise InvalidInputError(
+            f"direction is {tuple(direction.shape)}; pass [{width}], one for each prompt, [{batch}, {width}], or one "
+            f"for each query as well, [{batch}, {queries}, {width}]."
+        )
+    if not bool(torch.isfinite(direction).all()):
+        raise InvalidInputError("direction has values that are not finite.")
+    return direction.expand(batch, queries, width)
+
+
+def target_ids(
+    view: ModelView, target: TokenLike, minus: TokenLike, batch: int, queries: int
+) -> tuple[Int[Tensor, "batch query"], Int[Tensor, "batch query"] | None]:
+    """The ids of a token target, and of what it is held against.
+
+    Raises:
+        InvalidInputError: see `token_ids`; also a token held against itself.
+    """
+    ids = token_ids(view, target, batch, queries=queries)
+    others = None if minus is None else token_ids(view, minus, batch, "minus", queries)
+    if others is not None and bool((same := ids == others).any()):
+        token = int(ids[same][0])
+        raise InvalidInputError(
+            f"target and minus are the same token, {token_label(view, token)!r}: their difference is zero everywhere."
+        )
+    return ids, others
+
+
+def unembedding_rows(
+    frozen: Record, target: TokenLike, minus: TokenLike = None, queries: int = 1
+) -> tuple[Float[Tensor, "batch query d"], Float[Tensor, "batch query"]]:
+    """Per prompt and query: the direction of a token's logit (or a difference of two), and its constant b_U.
+
+    Raises:
+        InvalidInputError: see `target_ids`.
+        UnsupportedModelError: the model's logits are not ``cap(W_U·x + b_U)``, measured.
+    """
+    if frozen.view.unembedding is None:
+        raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens; use direction=.")
+    W_U, b_U = frozen.view.unembedding
+    ids, others = target_ids(frozen.view, target, minus, len(frozen.tokens), queries)
+    error = unembedding_error(frozen)
+    if error is None or not error <= frozen.tolerance:
+        raise UnsupportedModelError(
+            f"target: the logits of {frozen.view.description} are not cap(W_U·x + b_U) as read from its weights "
+            f"(relative error {error:.1e}; scaled logits?). Use direction=."
+        )
+
+    def rows(tokens: Int[Tensor, "batch query"]) -> tuple[Tensor, Tensor]:
+        vectors = W_U[:, tokens.to(W_U.device)].permute(1, 2, 0)
+        return vectors, vectors.new_zeros(tokens.shape) if b_U is None else b_U[tokens.to(b_U.device)]
+
+    vectors, constant = rows(ids)
+    if others is not None:
+        vectors, constant = (mine - theirs for mine, theirs in zip((vectors, constant), rows(others), strict=True))
+    device = frozen.tokens.device
+    return vectors.to(device), constant.to(device)

@@ -1,0 +1,68 @@
+"""Several results of one prompt, side by side."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tensorlens_tl.drawing.heat_maps import side_by_side
+from tensorlens_tl.drawing.page import Picture, panel
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results.views import array
+
+FACTS = ("bias", "total", "residual")
+
+
+def compare(results: Any, *, batch: int = 0, query: int | str = -1) -> Picture:
+    """Several results of one prompt side by side: a row per source token, a column per result.
+
+    Every column has its own colours, since methods have their own units. Where a result is additive, its bias, total
+    and residual stand below.
+
+    Args:
+        results: Attributions, or a mapping from headings to Attributions.
+        batch: the prompt.
+        query: which query of those that hold several, counted over real ones, or a text.
+
+    Raises:
+        InvalidInputError: no results, or results of different prompts.
+    """
+    named = _named(results)
+    first = next(iter(named.values()))
+    tokens = first.tokens[batch]
+    for name, result in named.items():
+        if result.tokens[batch : batch + 1] != [tokens]:
+            raise InvalidInputError(
+                f"compare: {name!r} is of other tokens than {next(iter(named))!r}; compare one prompt."
+            )
+    rows = {name: result.query_row(query, batch) for name, result in named.items()}
+    asked = {name: int(result.queries[batch, rows[name]]) for name, result in named.items()}
+    if len(set(asked.values())) > 1:
+        raise InvalidInputError(f"compare: results of different queries (positions {asked}); compare one query.")
+    real = [position for position in range(len(tokens)) if first.mask[batch, position]]
+    columns = {name: array(result.plane(batch)[rows[name]])[real] for name, result in named.items()}
+    hints = {name: result.target or result.method for name, result in named.items()}
+    facts = {
+        fact: {
+            name: None if (held := getattr(result, fact)) is None else float(held[batch, rows[name]])
+            for name, result in named.items()
+        }
+        for fact in FACTS
+    }
+    drawn = side_by_side({position: tokens[position] for position in real}, columns, hints, facts)
+    title = f"{len(named)} attributions of one prompt"
+    return Picture(title, panel(title, drawn))
+
+
+def _named(results: Any) -> dict[str, Attribution]:
+    if isinstance(results, Mapping):
+        named = {str(name): result for name, result in results.items()}
+    else:
+        results = [results] if isinstance(results, Attribution) else list(results)
+        named = {}
+        for result in results:
+            kind = getattr(result, "options", {}).get("collapse") or getattr(result, "options", {}).get("aggregate")
+            name = f"{result.method} ({kind})" if kind else str(getattr(result, "method", result))
+            named[name if name not in named else f"{name} {len(named)}"] = result
+    if not named or not all(isinstance(result, Attribution) for result in named.values()):
+        raise InvalidInputError("compare: pass Attributions, [a, b, …] or {'heading': a, …}, of one prompt.")
+    return named

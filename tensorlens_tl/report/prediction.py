@@ -1,0 +1,72 @@
+"""What does a model predict at one position, and what is there to explain about it?"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.prompts import one_query
+from tensorlens_tl.passes.target import logit_label, target_ids, token_ids, token_label
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model predicts at one position of one prompt, and which logit is explained.
+
+    Attributes:
+        query: the position, as a query of the library's functions.
+        position: the same, counted over all tokens.
+        best: the likeliest tokens with their probabilities; none for a model that predicts no tokens.
+        target, minus: the token that is explained, and what it is held against.
+        label: both in words.
+    """
+
+    query: int
+    position: int
+    best: list[tuple[str, float]]
+    target: int | None = None
+    minus: int | None = None
+    label: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Target and minus as options of a method or a circuit."""
+        asked = {"target": self.target, "minus": self.minus}
+        return {name: token for name, token in asked.items() if token is not None}
+
+
+def predict(frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = None, query: Query = None) -> Prediction:
+    """The model's own prediction, and what is to be explained about it.
+
+    Args:
+        frozen: a pass of one prompt.
+        target, minus: a token, and one to hold it against. By default the model's first choice against its second.
+        query: one position. By default the last; in a masked language model the first mask.
+
+    Raises:
+        InvalidInputError: several positions, a token that is none, or a target of a model that predicts no tokens.
+    """
+    query = _default_query(frozen) if query is None else query
+    position = int(one_query(frozen.prompt, query)[0, 0])
+    number = int(frozen.mask[0, :position].sum())  # real tokens before it
+    logits = frozen.logits(number)
+    if logits is None:
+        if target is not None or minus is not None:
+            raise InvalidInputError(f"target: {frozen.view.description} predicts no tokens; leave it out.")
+        return Prediction(number, position, [])
+    logits = logits[0, 0]
+    chances, order = logits.double().softmax(-1), logits.argsort(descending=True).tolist()
+    best = [(token_label(frozen.view, token), float(chances[token])) for token in order[:5]]
+    wanted = order[0] if target is None else int(token_ids(frozen.view, target, 1))
+    other = order[1] if minus is None and target is None else None
+    if minus is not None:
+        _, others = target_ids(frozen.view, wanted, minus, 1, 1)
+        other = None if others is None else int(others)
+    return Prediction(number, position, best, wanted, other, logit_label(frozen.view, wanted, other))
+
+
+def _default_query(frozen: FrozenPass) -> int:
+    mask = getattr(getattr(frozen.model, "tokenizer", None), "mask_token_id", None)
+    real = frozen.tokens[0][frozen.mask[0]].tolist()
+    return real.index(mask) if frozen.view.mlm_head is not None and mask in real else -1

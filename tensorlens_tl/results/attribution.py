@@ -1,0 +1,304 @@
+"""One result for every method: scores of source tokens for queries, with what is needed to trust and show them."""
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.passes.prompts import query_positions
+from tensorlens_tl.passes.record import Record
+from tensorlens_tl.passes.spans import find, without_mark, word_ids, word_starts
+from tensorlens_tl.results.entry import Entry, largest, query_row
+from tensorlens_tl.results.storage import Stored
+from tensorlens_tl.results.views import AXES, Shown
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Attribution(Shown, Stored):
+    """What every method returns.
+
+    Attributes:
+        scores: `[batch, query, key]` unless `axes` says otherwise: how much source token `key` gave to `query`.
+        tokens: readable tokens, one list per prompt.
+        queries: the positions the query axis stands for, `[batch, query]`.
+        mask: True at real tokens, `[batch, pos]`; padding has zero scores.
+        axes: names of the axes of `scores`.
+        layers: the method's local map per layer, `[layer, batch, query, key]`, where it has them.
+        bias: what no source token explains, `[batch, query]`.
+        total: what scores and bias sum to where `additive`, `[batch, query]`.
+        residual: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
+        stderr: standard error of estimated scores.
+        additive: whether scores and bias sum to `total`.
+        word_starts: which tokens begin a word, for `merge_words`; None reads it off white space.
+        target: what the scores explain, in words.
+        method, options: how they were made.
+        provenance: model name, class, TransformerLens version, weight processing, dtype, other people's hooks.
+    """
+
+    TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "residual", "stderr")
+    FACTS: ClassVar = (
+        "tokens", "word_starts", "axes", "additive", "target", "method", "options", "provenance",
+    )  # fmt: skip
+
+    scores: Float[Tensor, "..."]
+    tokens: list[list[str]]
+    queries: Int[Tensor, "batch query"]
+    mask: Bool[Tensor, "batch pos"]
+    method: str
+    axes: tuple[str, ...] = AXES
+    layers: Float[Tensor, "layer ..."] | None = None
+    bias: Float[Tensor, "batch query"] | None = None
+    total: Float[Tensor, "batch query"] | None = None
+    residual: Float[Tensor, "batch query"] | None = None
+    stderr: Float[Tensor, "batch query key"] | None = None
+    additive: bool = False
+    word_starts: list[list[bool]] | None = None
+    target: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, frozen: Record, scores: Tensor, *, method: str, query: Query = None, **fields: Any) -> "Attribution":
+        """An Attribution of a frozen pass: tokens, mask, query positions and provenance are filled in.
+
+        Args:
+            frozen: the pass the scores were made from.
+            scores: `[batch, query, key]`.
+            method: the method's name.
+            query: the queries that the second axis holds, as the method was asked for them.
+            fields: any other field of Attribution.
+        """
+        known = {
+            "tokens": [list(row) for row in frozen.str_tokens],
+            "word_starts": frozen.prompt.word_starts,
+            "queries": query_positions(frozen.prompt, query),
+            "mask": frozen.mask,
+            "provenance": frozen.provenance(),
+        }
+        return cls(scores=scores, method=method, **(known | fields))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(self.axes))
+        try:
+            _check_fit(self)
+        except ValueError as error:
+            raise InvalidInputError(f"Attribution: {error}.") from None
+
+    def __repr__(self) -> str:
+        shape = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.scores.shape, strict=True))
+        target = f", {self.target!r}" if self.target else ""
+        residual = "" if self.residual is None else f", residual={float(self.residual.max()):.1e}"
+        return f"Attribution({self.method!r}{target}, {shape}{residual})"
+
+    # ------------------------------------------------------------------ reading
+
+    def top(self, k: int = 10, query: int | str = -1, batch: int = 0) -> list[Entry]:
+        """The k source tokens of largest absolute score for one query.
+
+        Args:
+            k: how many.
+            query: which of the held queries, counted over the prompt's real ones, or a text: its last token, where it
+                occurs last.
+            batch: the prompt.
+
+        Raises:
+            InvalidInputError: k below 1, or no such query.
+        """
+        row, tokens = self._row(query, batch), self.tokens[batch]
+        real = self.mask[batch].nonzero()[:, 0].to(row.device)
+        positions = real.tolist()
+        return largest(row[real], [tokens[i] for i in positions], k, positions)
+
+    def __getitem__(self, where: Any) -> list[Entry]:
+        """What the tokens of a text gave to the last query of the first prompt: ``attribution["file"]``.
+
+        One entry for every place where the text occurs, whole tokens only, the scores of its tokens summed; an integer
+        or a slice picks positions. `score` asks about other queries and prompts.
+        """
+        return self.score(where)
+
+    def score(self, where: Any, query: int | str = -1, batch: int = 0) -> list[Entry]:
+        """What some source tokens gave to one query.
+
+        Args:
+            where: a text of one token or several (outer spaces do not count), a position, or a slice of positions.
+            query, batch: as in `top`.
+
+        Returns:
+            One entry for every occurrence of the text: its first position, its tokens, the sum of their scores.
+
+        Raises:
+            InvalidInputError: the text does not occur, or a position out of range.
+        """
+        row, tokens = self._row(query, batch), self.tokens[batch]
+        if isinstance(where, str):
+            spans = find(tokens, where)
+        else:
+            places = range(len(tokens))[where if isinstance(where, slice) else slice(None)]
+            if not isinstance(where, slice):
+                where = whole_number("position", where, -len(tokens), len(tokens) - 1)
+                places = [where % len(tokens)]
+            spans = [(place, place + 1) for place in places]
+        return [Entry("".join(tokens[a:b]), float(row[a:b].sum()), a) for a, b in spans]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """The tokens of the first prompt, for ``attribution["<tab>``."""
+        return sorted({token.strip() for token in self.tokens[0]} - {""})
+
+    def query_row(self, query: int | str = -1, batch: int = 0) -> int:
+        """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
+
+        Raises:
+            InvalidInputError: not among the held queries.
+        """
+        return query_row(self.queries, self.mask, self.tokens, query, batch)
+
+    def _row(self, query: int | str, batch: int) -> Float[Tensor, "key"]:
+        row = self.plane(batch)[self.query_row(query, batch)]
+        return row.masked_fill(~self.mask[batch].to(row.device), 0)
+
+    def normalize(self) -> "Attribution":
+        """Scores divided by the sum of their absolute values, per query; no longer additive."""
+        size = self.scores.abs().sum(self.axes.index("key"), keepdim=True)
+        scores = self.scores / size.clamp_min(torch.finfo(self.scores.dtype).tiny)
+        return replace(self, scores=scores, additive=False, bias=None, total=None, residual=None, stderr=None)
+
+    def merge_words(self) -> "Attribution":
+        """Sub-word tokens joined into words: scores are summed over a word's keys and averaged over its queries.
+
+        Where a word starts is the tokenizer's own mark (`word_starts`), else white space. Sums over keys, and so
+        completeness, are kept.
+        """
+        if self.axes != AXES:
+            raise InvalidInputError(f"merge_words: needs scores [batch, query, key], these are {self.axes}.")
+        starts = self.word_starts or [word_starts(row) for row in self.tokens]
+        words = [word_ids(row, mask) for row, mask in zip(starts, self.mask.tolist(), strict=True)]
+        count = max(max(row) for row in words) + 1
+        pos = self.mask.shape[1]
+        join = self.scores.new_zeros(len(words), pos, count + 1)  # padding goes to the extra column
+        join[torch.arange(len(words))[:, None], torch.arange(pos)[None], torch.tensor(words) % (count + 1)] = 1
+        join = join[..., :count]
+        scores = self.scores @ join
+        bias, total, residual, queries = self.bias, self.total, self.residual, self.queries
+        asked = queries.shape[1]
+        if asked > 1 and torch.equal(queries.cpu(), torch.arange(asked).expand_as(queries)):
+            # every query, or the first of them (a key may be no token, such as a bias)
+            if asked < pos and len({max(row) for row in words}) > 1:
+                raise InvalidInputError("merge_words: one source is no token (a bias); merge one prompt at a time.")
+            mean = (join / join.sum(1, keepdim=True).clamp_min(1)).transpose(1, 2)[:, :, :asked]
+            mean = mean[:, : int(mean.any(2).sum(1).max())]
+            scores = mean @ scores
+            bias, total = (None if t is None else (mean @ t[..., None])[..., 0] for t in (bias, total))
+            residual, queries = None, torch.arange(mean.shape[1]).expand(len(words), -1)
+        else:
+            queries = torch.take_along_dim(torch.tensor(words), queries.cpu(), dim=1)
+        tokens = [
+            ["".join(without_mark(t) for t, w in zip(row, ids, strict=True) if w == word) for word in range(count)]
+            for row, ids in zip(self.tokens, words, strict=True)
+        ]
+        mask = join.any(1)
+        return replace(
+            self, scores=scores, tokens=tokens, mask=mask, queries=queries, bias=bias, total=total, residual=residual,
+            layers=None, stderr=None, word_starts=[[True] * count for _ in words],
+        )  # fmt: skip
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per score of real tokens: the axes, the two tokens, the score."""
+        import pandas as pd
+
+        index = torch.cartesian_prod(*(torch.arange(size) for size in self.scores.shape)).reshape(-1, self.scores.ndim)
+        frame = pd.DataFrame({name: index[:, axis].numpy() for axis, name in enumerate(self.axes)})
+        rows, keys = frame["batch"].to_numpy(), frame["key"].to_numpy()
+        frame["query"] = self.queries.cpu().numpy()[rows, frame["query"].to_numpy()]
+        frame["query_token"] = [self.tokens[b][q] for b, q in zip(rows, frame["query"], strict=True)]
+        frame["key_token"] = [self.tokens[b][k] for b, k in zip(rows, keys, strict=True)]
+        frame["score"] = self.scores.detach().double().cpu().reshape(-1).numpy()
+        mask = self.mask.cpu().numpy()
+        real = mask[rows, keys] & mask[rows, frame["query"].to_numpy()]
+        return frame.loc[real].reset_index(drop=True)
+
+    def __sub__(self, other: "Attribution") -> "Attribution":
+        """Scores minus another's, of the same prompt, queries and weight processing.
+
+        Only logit differences are invariant to folding and centring, so mixed processing is refused.
+        """
+        if not isinstance(other, Attribution):
+            return NotImplemented
+        for name, mine, theirs in (
+            ("tokens", self.tokens, other.tokens),
+            ("axes", self.axes, other.axes),
+            ("queries", self.queries.tolist(), other.queries.tolist()),
+            ("weight processing", *(a.provenance.get("weight_processing") for a in (self, other))),
+        ):
+            if mine != theirs:
+                shown = f" ({mine!r} and {theirs!r})" if name == "weight processing" else ""
+                raise InvalidInputError(f"difference: the two differ in {name}{shown}; compare like with like.")
+
+        def difference(name: str) -> Tensor | None:
+            a, b = getattr(self, name), getattr(other, name)
+            return a - b if a is not None and b is not None else None
+
+        additive = self.additive and other.additive
+        return replace(
+            self,
+            scores=self.scores - other.scores,
+            layers=difference("layers"),
+            bias=difference("bias"),
+            total=difference("total") if additive else None,
+            residual=None,
+            stderr=None,
+            additive=additive,
+            target=f"{self.target} − {other.target}",
+            method=self.method if self.method == other.method else f"{self.method} − {other.method}",
+            options={"left": self.options, "right": other.options},
+        )
+
+
+def _check_fit(result: Attribution) -> None:
+    """Raise ValueError unless the parts of a result, made or read from a file, fit together."""
+    if not isinstance(result.scores, Tensor):
+        raise ValueError(f"scores are {type(result.scores).__name__}, not a tensor")
+    shape = tuple(result.scores.shape)
+    sizes = dict(zip(result.axes, shape, strict=False))
+    if not len(sizes) == len(result.axes) == len(shape) or [axis for axis in result.axes if axis in AXES] != list(AXES):
+        raise ValueError(f"scores have {len(shape)} axes {shape}; axes names {result.axes}, not {AXES} in this order")
+    if result.axes[0] != "batch":
+        raise ValueError(f"axes are {result.axes}; the first must be 'batch'")
+    batch, query, key = (sizes[axis] for axis in AXES)
+    if result.queries.shape == (batch, 1) and query == key > 1:
+        raise ValueError(
+            f"scores {shape} hold every query, queries one; pass query=None, or scores of that query alone"
+        )
+    wanted = dict.fromkeys(("queries", "bias", "total", "residual"), (batch, query)) | {
+        "mask": (batch, key),
+        "stderr": tuple(result.scores.shape),
+    }
+    for name, shape in wanted.items():
+        tensor = getattr(result, name)
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shape}")
+    if result.layers is not None and (*result.layers.shape[1:2], result.layers.shape[-1]) != (batch, key):
+        raise ValueError(f"layers is {tuple(result.layers.shape)}, not [layer, {batch}, …, {key}]")
+    counted = result.queries.dtype in (torch.int64, torch.int32)
+    numbers = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    if result.mask.dtype != torch.bool or not counted or result.scores.dtype not in numbers:
+        raise ValueError("mask, queries or scores are not of their kind")
+    if bool(((result.queries < 0) | (result.queries >= key)).any()):
+        raise ValueError("queries lie outside the prompt")
+    for lines in (result.tokens, result.tokens if result.word_starts is None else result.word_starts):
+        if len(lines) != batch or any(not isinstance(line, list | tuple) or len(line) != key for line in lines):
+            raise ValueError(f"tokens are not {key} for each of {batch} prompts")
+    if not all(isinstance(token, str) for line in result.tokens for token in line):
+        raise ValueError("tokens are not text")
+    if not all(isinstance(start, bool) for line in result.word_starts or () for start in line):
+        raise ValueError("word_starts are not yes or no")
+    if not isinstance(result.options, dict) or not isinstance(result.provenance, dict):
+        raise ValueError("options or provenance are not tables")

@@ -1,0 +1,86 @@
+"""One line of a result: what every `top()` returns; and which line of its query axis a result is asked for."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.passes.spans import find
+
+
+class Entry(NamedTuple):
+    """One part of a result and its score: a source token, a component, a path, a pair of tokens.
+
+    Attributes:
+        name: the token's text, or the part's name.
+        score: what it gives.
+        position: where the token stands; of a pair, both positions; None for a part of the model.
+    """
+
+    name: str
+    score: float
+    position: int | tuple[int, int] | None = None
+
+    @property
+    def token(self) -> str:
+        """The name, of an entry that is a token."""
+        return self.name
+
+
+def largest(
+    scores: Float[Tensor, "part"], names: Sequence[str], k: int, positions: Sequence[Any] | None = None
+) -> list[Entry]:
+    """The k parts of largest absolute score, equal ones in their order.
+
+    Raises:
+        InvalidInputError: k below 1.
+    """
+    if k < 1:
+        raise InvalidInputError(f"top: k={k}; ask for at least one.")
+    order = scores.abs().argsort(descending=True, stable=True)[:k].tolist()
+    return [Entry(names[i], float(scores[i]), None if positions is None else positions[i]) for i in order]
+
+
+def with_others(entries: Sequence[Entry], everything: float, count: int) -> list[tuple[str, float]]:
+    """Lines of a table that sum to everything: the entries shown, and all others in one."""
+    lines = [(entry.name, entry.score) for entry in entries]
+    left = count - len(entries)
+    return [*lines, (f"{left} others", everything - sum(score for _, score in lines))] if left else lines
+
+
+def query_row(
+    queries: Int[Tensor, "batch query"], mask: Bool[Tensor, "batch pos"], tokens: Sequence[Sequence[str]],
+    query: int | str, batch: int,
+) -> int:  # fmt: skip
+    """Where a query lies on a result's query axis: counted over the prompt's real queries, or named by its text.
+
+    Raises:
+        InvalidInputError: no such prompt, or not among the held queries.
+    """
+    check_batch(batch, tokens)
+    held = queries[batch].tolist()
+    real = [number for number, position in enumerate(held) if mask[batch, position]]
+    if isinstance(query, str):
+        last = find(tokens[batch], query)[-1][1] - 1
+        if last in held:
+            return held.index(last)
+    elif -len(real) <= query < len(real):
+        return real[query]
+    raise InvalidInputError(
+        f"query={query!r} is an index into the queries of prompt {batch}, or their text; this result holds those at "
+        f"positions {[held[number] for number in real]}. Ask for others where it is made, query=None for all."
+    )
+
+
+def check_batch(batch: int, prompts: Sequence[Any]) -> None:
+    """Raise `InvalidInputError` for a prompt that a result does not hold."""
+    if not -len(prompts) <= batch < len(prompts):
+        raise InvalidInputError(f"batch={batch}, but this result holds {len(prompts)} prompts.")
+
+
+def shown_query(queries: Int[Tensor, "batch query"], tokens: Sequence[Sequence[str]], row: int, batch: int) -> str:
+    """Which query is shown, where a result holds several."""
+    count, position = queries.shape[1], int(queries[batch, row])
+    return f"query {position} {tokens[batch][position]!r}, one of {count}" if count > 1 else ""

@@ -1,0 +1,287 @@
+"""One result for every evaluation: a value per metric, method and unit (a prompt, or a split), with its uncertainty."""
+
+from dataclasses import dataclass, field, replace
+from html import escape
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.drawing import charts, figure, page, terminal
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.statistics import bootstrap_interval, sign_flip_p
+from tensorlens_tl.results.storage import Stored
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_ENDS = ("mean", "low", "high")
+
+
+class Comparison(NamedTuple):
+    """Two methods on the same prompts: mean difference, its interval, and the p-value of a sign-flip test."""
+
+    difference: float
+    low: float
+    high: float
+    p: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Evaluation(Stored):
+    """What every evaluation returns.
+
+    Attributes:
+        kind: which evaluation.
+        values: `[metric, method, unit]`; NaN where a metric does not apply.
+        metrics: name → whether a higher value is better (None where neither is).
+        methods: labels.
+        units: what the last axis counts, such as prompts.
+        curves: `[metric, method, unit, step]` where values are areas under curves.
+        axis: `[step]`, what the curves run over (fractions perturbed, layers randomised), called `axis_name`.
+        settings: how it was run: model, prompts, options, seed.
+        skipped: methods left out because the model does not allow them, with their reasons.
+    """
+
+    TENSORS: ClassVar = ("values", "curves", "axis")
+    FACTS: ClassVar = ("kind", "metrics", "methods", "units", "axis_name", "settings", "skipped")
+
+    kind: str
+    values: Float[Tensor, "metric method unit"]
+    metrics: dict[str, bool | None]
+    methods: list[str]
+    units: list[str]
+    curves: Float[Tensor, "metric method unit step"] | None = None
+    axis: Float[Tensor, "step"] | None = None
+    axis_name: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            self._check_fit()
+        except ValueError as error:
+            raise InvalidInputError(f"Evaluation: {error}.") from None
+
+    def __repr__(self) -> str:
+        return (
+            f"Evaluation({self.kind!r}, metrics={list(self.metrics)}, methods={len(self.methods)}, "
+            f"units={len(self.units)})"
+        )
+
+    # ------------------------------------------------------------------ reading
+
+    def mean(self, metric: str, method: str) -> float:
+        """A method's mean over units.
+
+        Raises:
+            InvalidInputError: no such metric or method.
+        """
+        return float(self._row(metric, method).nanmean())
+
+    def _row(self, metric: str, method: str) -> Float[Tensor, "unit"]:
+        for name, known, what in (("metric", list(self.metrics), metric), ("method", self.methods, method)):
+            if what not in known:
+                raise InvalidInputError(f"{name}={what!r}: this {self.kind} has {', '.join(map(repr, known))}.")
+        return self.values[list(self.metrics).index(metric), self.methods.index(method)]
+
+    def table(self, metric: str | None = None, *, level: Any = 0.95) -> "pd.DataFrame":
+        """Means with bootstrap intervals, one row per method, best first by one metric (the first unless named).
+
+        Columns are ``(metric, "mean" | "low" | "high")``.
+
+        Raises:
+            InvalidInputError: no such metric, or a level outside (0, 1).
+        """
+        import pandas as pd
+
+        if not 0 < level < 1:
+            raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+        names = list(self.metrics)
+        by = names[0] if metric is None else metric
+        self._row(by, self.methods[0])
+        low, high = bootstrap_interval(self.values, level)
+        columns = {}
+        for number, name in enumerate(names):
+            columns[name, "mean"] = self.values[number].nanmean(-1).tolist()
+            columns[name, "low"], columns[name, "high"] = low[number].tolist(), high[number].tolist()
+        frame = pd.DataFrame(columns, index=pd.Index(self.methods, name="method"))
+        return frame.sort_values((by, "mean"), ascending=self.metrics[by] is False, kind="stable")
+
+    def compare(self, first: str, second: str, metric: str | None = None, *, level: Any = 0.95) -> Comparison:
+        """First minus second over the same units, by one metric (the first unless named).
+
+        Raises:
+            InvalidInputError: no such metric or method.
+        """
+        metric = metric or next(iter(self.metrics))
+        difference = self._row(metric, first) - self._row(metric, second)
+        low, high = bootstrap_interval(difference, level)
+        return Comparison(float(difference.nanmean()), float(low), float(high), sign_flip_p(difference))
+
+    def paired(self, reference: str, metric: str | None = None) -> "pd.DataFrame":
+        """Every other method minus `reference`: columns difference, low, high, p (of one test each, uncorrected)."""
+        import pandas as pd
+
+        rows = {m: self.compare(m, reference, metric)._asdict() for m in self.methods if m != reference}
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("method")
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One row per metric, method and unit; with curves, one per step too."""
+        import pandas as pd
+
+        if self.curves is None or self.axis is None:
+            index = pd.MultiIndex.from_product(
+                [list(self.metrics), self.methods, self.units], names=["metric", "method", "unit"]
+            )
+            return pd.DataFrame({"value": self.values.flatten().tolist()}, index=index).reset_index()
+        index = pd.MultiIndex.from_product(
+            [list(self.metrics), self.methods, self.units, self.axis.tolist()],
+            names=["metric", "method", "unit", self.axis_name],
+        )
+        return pd.DataFrame({"value": self.curves.flatten().tolist()}, index=index).reset_index()
+
+    def to_markdown(self, metric: str | None = None, digits: int = 3) -> str:
+        """The table as Markdown: ``mean [low, high]``, the best method of each metric in bold."""
+        frame = self.table(metric)
+        lines = [f"| method | {' | '.join(self.metrics)} |", f"| --- |{' --- |' * len(self.metrics)}"]
+        best = {}
+        for name, higher in self.metrics.items():
+            means = frame[name, "mean"].dropna()
+            if higher is not None and len(means):
+                best[name] = means.idxmax() if higher else means.idxmin()
+        for method in frame.index:
+            cells = []
+            for name in self.metrics:
+                mean, low, high = (float(frame.loc[method, (name, column)]) for column in ("mean", "low", "high"))
+                if mean != mean:
+                    cells.append("–")
+                    continue
+                cell = f"{mean:.{digits}g}"
+                cell = f"**{cell}**" if best.get(name) == method else cell
+                cells.append(f"{cell} [{low:.{digits}g}, {high:.{digits}g}]")
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def show(self) -> None:
+        """Print the table, best method first, and which methods were left out."""
+        frame = self.table()
+        arrows = {True: " ↑", False: " ↓", None: ""}
+        headings = ["method", *(name + arrows[higher] for name, higher in self.metrics.items())]
+        rows = []
+        for method in frame.index:
+            cells = []
+            for name in self.metrics:
+                mean, low, high = (float(frame.loc[method, (name, column)]) for column in ("mean", "low", "high"))
+                cells.append("–" if mean != mean else f"{mean:.3g} [{low:.3g}, {high:.3g}]")
+            rows.append((str(method), *cells))
+        title = f"{self.kind}: mean over {len(self.units)} with 95 % bootstrap intervals"
+        caption = "\n".join(
+            [
+                "↑ higher is better, ↓ lower is better",
+                *(f"left out: {name}: {why}" for name, why in self.skipped.items()),
+            ]
+        )
+        terminal.show_table(title, headings, rows, left=("method",), caption=caption)
+
+    def plot(self, metric: str | None = None, methods: list[str] | None = None, ax: Any = None) -> Any:
+        """Mean curves with intervals, or bars where there are none (install ``tensorlens-tl[plot]``); returns the axes.
+
+        Raises:
+            InvalidInputError: no such metric or method.
+            ImportError: matplotlib is not installed.
+        """
+        frame = self.table(metric)
+        metric = metric or next(iter(self.metrics))
+        chosen = [str(method) for method in (frame.index if methods is None else self.only(*methods).methods)]
+        if self.curves is not None and self.axis is not None:
+            lines = {}
+            for method in chosen:
+                values = self.curves[list(self.metrics).index(metric), self.methods.index(method)]
+                low, high = bootstrap_interval(values.T)
+                lines[method] = (values.nanmean(0).numpy(), low.numpy(), high.numpy())
+            labels = {"xlabel": self.axis_name, "ylabel": metric, "title": self.kind}
+            return figure.curves(self.axis.numpy(), lines, labels, ax)
+        frame = frame.where(np.isfinite(frame))
+        bars = {method: tuple(float(frame.loc[method, (metric, end)]) for end in _ENDS) for method in chosen}
+        return figure.bars(bars, {"xlabel": metric, "title": self.kind}, ax)
+
+    def to_html(self, *, style: bool = True) -> str:
+        """Curves and intervals, a part for each metric, the first one open; with what a page needs once.
+
+        Curves show the mean over units; of many methods the best few are coloured, all can be pointed at and read.
+        """
+        parts = []
+        for place, (metric, higher) in enumerate(self.metrics.items()):
+            better = {True: "higher is better", False: "lower is better", None: "neither is better"}[higher]
+            frame = self.table(metric)
+            names = [str(method) for method in frame.index]
+            drawn = charts.intervals(names, *(frame[metric, end].to_numpy() for end in _ENDS))
+            drawn = self._curves_html(metric, names) + drawn
+            opened = " open" if place == 0 else ""
+            parts.append(f"<details{opened}><summary><b>{escape(metric)}</b>, {better}</summary>{drawn}</details>")
+        if self.skipped:
+            reasons = page.table(("method", "why"), self.skipped.items(), "words")
+            parts.append(f"<details><summary>{len(self.skipped)} methods left out</summary>{reasons}</details>")
+        facts = " · ".join(
+            f"{name.replace('_', ' ')}: {f'{fact:.3g}' if isinstance(fact, float) else fact}"
+            for name, fact in self.settings.items()
+        )
+        title = f"{self.kind}: means over {len(self.units)}, with 95 % bootstrap intervals"
+        return (page.head() if style else "") + page.panel(title, *parts, notes=facts)
+
+    def _curves_html(self, metric: str, names: list[str]) -> str:
+        """The metric over the axis, a line per method that has values."""
+        if self.curves is None or self.axis is None:
+            return ""
+        row = list(self.metrics).index(metric)
+        names = [n for n in names if bool(self.values[row, self.methods.index(n)].isfinite().any())]
+        if not names:
+            return ""
+        values = self.curves[row, [self.methods.index(name) for name in names]].double()
+        means = torch.where(values.isfinite(), values, torch.nan).nanmean(1).numpy()
+        low, high = (end.numpy() for end in bootstrap_interval(values[: len(charts.LINES)].transpose(1, 2)))
+        steps = self.axis.double().numpy()
+        return charts.curves(names, steps, means, low, high, metric=metric, axis_name=self.axis_name)
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    # ------------------------------------------------------------------ parts
+
+    def _check_fit(self) -> None:
+        """Raise ValueError unless the parts fit together."""
+        if not all(isinstance(table, dict) for table in (self.metrics, self.settings, self.skipped)):
+            raise ValueError("metrics, settings or skipped are not tables")
+        if not self.metrics or any(better not in (True, False, None) for better in self.metrics.values()):
+            raise ValueError("metrics say neither True, False nor None")
+        for names in (self.methods, self.units, list(self.metrics), list(self.skipped.values()), [self.axis_name]):
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError("methods, units, metrics, reasons or axis_name are not text")
+        if not self.methods or not self.units or len(set(self.methods)) < len(self.methods):
+            raise ValueError("methods or units are none, or a method is there twice")
+        shape = (len(self.metrics), len(self.methods), len(self.units))
+        if tuple(self.values.shape) != shape:
+            raise ValueError(f"values is {tuple(self.values.shape)}, not {shape} of metrics, methods and units")
+        if (self.curves is None) != (self.axis is None):
+            raise ValueError("curves and axis go together")
+        if not all(t is None or t.is_floating_point() for t in (self.values, self.curves, self.axis)):
+            raise ValueError("values, curves or axis are not floating-point numbers")
+        if self.axis is not None and (self.axis.ndim != 1 or not len(self.axis)):
+            raise ValueError(f"axis is {tuple(self.axis.shape)}, not one row of steps")
+        if self.curves is not None and self.axis is not None and self.curves.shape != (*shape, *self.axis.shape):
+            raise ValueError(f"curves is {tuple(self.curves.shape)}, not {(*shape, *self.axis.shape)}")
+
+    def only(self, *methods: str) -> "Evaluation":
+        """Some of the methods.
+
+        Raises:
+            InvalidInputError: no such method.
+        """
+        for method in methods:
+            self._row(next(iter(self.metrics)), method)
+        rows = [self.methods.index(method) for method in methods]
+        curves = None if self.curves is None else self.curves[:, rows]
+        return replace(self, values=self.values[:, rows], curves=curves, methods=list(methods))

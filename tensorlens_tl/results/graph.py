@@ -1,0 +1,189 @@
+"""A logit as a weighted graph of heads, MLPs, embeddings and biases."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tensorlens_tl.drawing import graphs, page
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.entry import Entry, largest
+from tensorlens_tl.results.storage import Stored
+
+if TYPE_CHECKING:
+    import networkx
+    import pandas as pd
+
+SHOWN_EDGES = 60
+"""Edges of a graph that a picture shows: more are a thicket."""
+
+NUMBERS = {"nodes": ("layer", "pos", "weight", "bias", "entering"), "edges": ("source", "target", "weight")}
+WORDS = ("name", "kind", "token")
+
+
+@dataclass(frozen=True, eq=False)
+class ContributionGraph(Stored):
+    """A logit as a weighted graph. Made by `circuits.contribution_graph`.
+
+    Attributes:
+        nodes: one row per node: `name`, `kind` (embedding, head, mlp, bias, target), `layer` (-1 for none), `pos`,
+            `token`, `weight`, `bias` (what of the weight is the node's own bias) and `entering` (Σ abs of all its
+            incoming edges, kept or not). The last row is the target.
+        edges: `source`, `target` (row numbers of `nodes`) and `weight`.
+        target: what is explained, in words.
+        total: the model's own logit, before any final soft cap.
+        constant: b_U's part of it.
+        residual: how far the target's incoming edges and `constant`, and all sources, are from the total: the larger.
+        soft_cap: the cap that the model applies after it, or None.
+    """
+
+    TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
+    FACTS: ClassVar = ("target", "total", "constant", "residual", "soft_cap")
+
+    nodes: "pd.DataFrame"
+    edges: "pd.DataFrame"
+    target: str
+    total: float
+    constant: float
+    residual: float
+    soft_cap: float | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"ContributionGraph({self.target!r}: {len(self.nodes)} nodes, {len(self.edges)} edges, "
+            f"total={self.total:.4g}, completeness={self.completeness:.2f}, residual={self.residual:.1e})"
+        )
+
+    @property
+    def completeness(self) -> float:
+        """The share of what enters the kept nodes that the kept edges carry, weighted by the nodes' abs(weight).
+
+        1 with every edge; the measure by which a pruned graph is judged (cf. the completeness of attribution graphs).
+        """
+        entering, weight = (self.nodes[column].to_numpy(float) for column in ("entering", "weight"))
+        sizes = np.abs(self.edges["weight"].to_numpy(float))
+        kept = np.bincount(self.edges["target"].to_numpy(int), weights=sizes, minlength=len(entering))
+        inner = entering > 0
+        share, weight = np.minimum(kept[inner] / entering[inner], 1.0), np.abs(weight[inner])
+        return float((share * weight).sum() / weight.sum()) if weight.any() else 1.0
+
+    def prune(self, keep: float = 0.8) -> "ContributionGraph":
+        """The largest edges that together carry `keep` of this graph's edges, and what of them reaches the target.
+
+        Edges and nodes that no longer lead to the target go too; `completeness` says what is left.
+
+        Raises:
+            InvalidInputError: keep outside (0, 1].
+        """
+        if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
+            raise InvalidInputError(f"keep={keep!r}: the share of the edges' size to keep, above 0 and at most 1.")
+        sizes = np.abs(self.edges["weight"].to_numpy(float))
+        order = sizes.argsort()[::-1]
+        large = np.zeros(len(sizes), dtype=bool)
+        large[order] = sizes[order].cumsum() - sizes[order] < keep * sizes.sum()
+        source, target = (self.edges[column].to_numpy(int) for column in ("source", "target"))
+        reached = np.zeros(len(self.nodes), dtype=bool)
+        reached[-1] = True
+        count = 0
+        while count != reached.sum():  # one step backwards from all that is reached, as often as there is news
+            count = reached.sum()
+            reached[source[large & reached[target]]] = True
+        kept, number = large & reached[target], reached.cumsum() - 1
+        edges = self.edges[kept].assign(source=number[source[kept]], target=number[target[kept]])
+        return replace(self, nodes=self.nodes[reached].reset_index(drop=True), edges=edges.reset_index(drop=True))
+
+    def top(self, k: int = 10, *, kind: str | None = None) -> list[Entry]:
+        """The k nodes of largest absolute weight, the target aside.
+
+        Args:
+            k: how many.
+            kind: of one kind only: embedding, head, mlp or bias.
+
+        Raises:
+            InvalidInputError: k below 1.
+        """
+        nodes = self.nodes.iloc[:-1]
+        nodes = nodes if kind is None else nodes[nodes["kind"] == kind]
+        weights = torch.tensor(nodes["weight"].to_numpy(float))
+        return largest(weights, nodes["name"].tolist(), k, nodes["pos"].tolist())
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per edge, largest first: name, position and token of its source and its target, and its weight."""
+        import pandas as pd
+
+        weight = self.edges["weight"].to_numpy(float)
+        order = np.abs(weight).argsort()[::-1]
+        columns: dict[str, Any] = {}
+        for end in ("source", "target"):
+            rows = self.nodes.iloc[self.edges[end].to_numpy(int)[order]]
+            columns |= {end: rows["name"].tolist(), f"{end}_pos": rows["pos"].tolist()}
+            columns[f"{end}_token"] = rows["token"].tolist()
+        return pd.DataFrame(columns | {"weight": weight[order]})
+
+    def to_networkx(self) -> "networkx.DiGraph":
+        """The graph with every column of `nodes` and `edges` as attributes (networkx comes with torch)."""
+        import networkx
+
+        graph = networkx.DiGraph(target=self.target, total=self.total, constant=self.constant)
+        graph.add_nodes_from((number, dict(row)) for number, row in self.nodes.iterrows())
+        graph.add_weighted_edges_from(self.edges[["source", "target", "weight"]].itertuples(index=False, name=None))
+        return graph
+
+    def to_html(self, most: int = SHOWN_EDGES, *, title: str = "", style: bool = True) -> str:
+        """Positions side by side, layers upwards, the target on top; pruned until at most `most` edges are left."""
+        small, keep = self, 1.0
+        while len(small.edges) > most and keep > 0.01:
+            keep *= 0.9
+            small = self.prune(keep)
+        shown = f"{len(small.edges)} of {len(self.edges)} edges"
+        shown += f", which carry {small.completeness:.0%} of what enters the nodes shown"
+        nodes, edges = small.nodes, small.edges
+        picture = graphs.GraphPicture(
+            names=nodes["name"].tolist(),
+            kinds=nodes["kind"].tolist(),
+            tokens=nodes["token"].tolist(),
+            layers=nodes["layer"].tolist(),
+            positions=nodes["pos"].tolist(),
+            weights=nodes["weight"].tolist(),
+            sources=edges["source"].to_numpy(int).tolist(),
+            targets=edges["target"].to_numpy(int).tolist(),
+            strengths=edges["weight"].tolist(),
+        )
+        notes = f"{shown} · sums to the logit to {self.residual:.1e}"
+        drawn = page.panel(title or f"How {self.target} comes about", graphs.graph(picture), notes=notes)
+        return (page.head() if style else "") + drawn
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def _packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tables = {"nodes": self.nodes, "edges": self.edges}
+        tensors = {
+            f"{table}.{column}": torch.from_numpy(tables[table][column].to_numpy().copy())
+            for table, columns in NUMBERS.items()
+            for column in columns
+        }
+        words = {column: self.nodes[column].tolist() for column in WORDS}
+        return tensors, {name: getattr(self, name) for name in self.FACTS} | {"words": words}
+
+    @classmethod
+    def _unpacked(cls, tensors: dict[str, Tensor], facts: dict[str, Any]) -> "ContributionGraph":
+        import pandas as pd
+
+        nodes = {column: facts["words"][column] for column in WORDS}
+        nodes |= {column: tensors[f"nodes.{column}"].numpy() for column in NUMBERS["nodes"]}
+        edges = {column: tensors[f"edges.{column}"].numpy() for column in NUMBERS["edges"]}
+        order = ["name", "kind", "layer", "pos", "token", "weight", "bias", "entering"]
+        return cls(pd.DataFrame(nodes)[order], pd.DataFrame(edges), **{name: facts[name] for name in cls.FACTS})
+
+
+def head_of(name: str) -> tuple[int, str] | None:
+    """Layer and part of a head's or an MLP's name: ``"L3H1"`` is (3, "H1"), ``"MLP2"`` (2, "MLP"); None for others."""
+    match = re.fullmatch(r"L(\d+)(H\d+)|MLP(\d+)", name)
+    if match is None:
+        return None
+    layer, head, mlp = match.groups()
+    return int(layer or mlp), head or "MLP"

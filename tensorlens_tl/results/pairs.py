@@ -1,0 +1,104 @@
+"""An attention score as a sum over pairs of sources, one in the query and one in the key."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.numerics import relative_residual
+from tensorlens_tl.drawing import terminal
+from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.results.entry import Entry, largest, with_others
+from tensorlens_tl.results.storage import Stored
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreAttribution(Stored):
+    """An attention score as a sum over pairs of sources: tokens, components or heads. See `circuits.qk_attribution`.
+
+    ``pairs + query_sources + key_sources + bias``, all summed, are `total` up to `residual`.
+
+    Attributes:
+        names: what the sources are, one list per prompt: tokens, or components of the model.
+        pairs: `[batch, source_q, source_k]`: source a in the query with source b in the key.
+        query_sources: sources of the query with the key's bias, `[batch, source_q]`.
+        key_sources: sources of the key with the query's bias, `[batch, source_k]`.
+        bias: the two biases' own product, `[batch]`.
+        total: the score before soft cap and mask, ALiBi left out, computed from the captured stream, `[batch]`.
+        by: ``"token"``, ``"component"`` or ``"head"``.
+        alibi: what ALiBi adds to it, or None.
+        soft_cap: the cap the model puts on the score, or None.
+        rotary: whether queries and keys are rotated (the distance is in the pairs then).
+        reading_error: how far the softmax of all the layer's scores, so read, is from its own pattern.
+    """
+
+    TENSORS: ClassVar = ("pairs", "query_sources", "key_sources", "bias", "total", "alibi")
+    FACTS: ClassVar = ("names", "by", "soft_cap", "rotary", "reading_error")
+
+    names: list[list[str]]
+    pairs: Float[Tensor, "batch source_q source_k"]
+    query_sources: Float[Tensor, "batch source_q"]
+    key_sources: Float[Tensor, "batch source_k"]
+    bias: Float[Tensor, "batch"]
+    total: Float[Tensor, "batch"]
+    by: str
+    rotary: bool
+    reading_error: float
+    alibi: Float[Tensor, "batch"] | None = None
+    soft_cap: float | None = None
+
+    def __repr__(self) -> str:
+        total = ", ".join(f"{total:.4g}" for total in self.total.tolist())
+        residual = f"{float(self.residual.max()):.1e}"
+        return f"ScoreAttribution(by={self.by!r}, total={total}, residual={residual}, reading={self.reading_error:.1e})"
+
+    @property
+    def residual(self) -> Float[Tensor, "batch"]:
+        """abs(Σ − total) / Σ abs: how far the sum is from holding."""
+        parts = torch.cat([self.pairs.flatten(1), self.query_sources, self.key_sources], dim=1)
+        return relative_residual(parts, self.bias, self.total)
+
+    def _label(self, batch: int, source: int) -> str:
+        name = self.names[batch][source]
+        return f"{source} {name}" if self.by == "token" else name
+
+    def top(self, k: int = 10, batch: int = 0) -> list[Entry]:
+        """The k pairs of largest absolute score; positions are those of the two tokens, query first.
+
+        Raises:
+            InvalidInputError: k below 1.
+        """
+        pairs = self.pairs[batch]
+        places = [divmod(place, pairs.shape[1]) for place in range(pairs.numel())]
+        names = [f"{self._label(batch, i)} × {self._label(batch, j)}" for i, j in places]
+        return largest(pairs.flatten(), names, k, places if self.by == "token" else None)
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per pair: batch, query_source, key_source, score."""
+        import pandas as pd
+
+        batch, query, key = np.indices(self.pairs.shape).reshape(3, -1)
+        frame = pd.DataFrame({"batch": batch})
+        frame["query_source"] = [self._label(b, i) for b, i in zip(batch, query, strict=True)]
+        frame["key_source"] = [self._label(b, j) for b, j in zip(batch, key, strict=True)]
+        frame["score"] = self.pairs.detach().double().cpu().reshape(-1).numpy()
+        return frame
+
+    def show(self, k: int = 10, batch: int = 0) -> None:
+        """Print the k largest pairs, all others in one line, what one side's bias makes, and the total."""
+        pairs = self.pairs[batch].double()
+        lines = with_others(self.top(k, batch), float(pairs.sum()), pairs.numel())
+        sums = [
+            ("with the key's bias", float(self.query_sources[batch].double().sum())),
+            ("with the query's bias", float(self.key_sources[batch].double().sum())),
+            ("both biases", float(self.bias[batch])),
+            ("total", float(self.total[batch])),
+        ]
+        rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
+        terminal.show_table("attention score", ("query source × key source", "score"), rows, below)

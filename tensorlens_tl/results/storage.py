@@ -1,0 +1,144 @@
+"""How is a result kept in a file? Tensors and JSON in one safetensors file, with a digest; never anything that runs."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from tensorlens_tl.errors import FileFormatError, InvalidInputError
+
+FORMAT_VERSION = 1
+
+
+class Stored:
+    """A result that one safetensors file can hold: `save` writes it, `load` reads it back.
+
+    A class names the fields that are tensors and those that JSON holds; the others must have defaults.
+    """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ()
+    FACTS: ClassVar[tuple[str, ...]] = ()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write to one safetensors file (facts as JSON metadata, never pickle); replaces an old file in one step.
+
+        Raises:
+            InvalidInputError: no such folder.
+        """
+        return write(path, type(self).__name__, *self._packed())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file that `save` wrote.
+
+        Raises:
+            FileFormatError: not such a file, damaged or changed since, or from a newer version.
+            OSError: there is no such file.
+        """
+        tensors, facts = read(path, cls.__name__, cls.TENSORS)
+        try:
+            return cls._unpacked(tensors, facts)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileFormatError(
+                f"{path}: not a readable {cls.__name__} ({type(error).__name__}: {error})."
+            ) from error
+
+    def _packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {name: tensor for name in self.TENSORS if (tensor := getattr(self, name)) is not None}
+        return tensors, {name: getattr(self, name) for name in self.FACTS}
+
+    @classmethod
+    def _unpacked(cls, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Self:
+        return cls(**tensors, **{name: facts[name] for name in cls.FACTS})
+
+
+def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
+    """Write a file in one step: beside its place under another name first, so that no half of it is ever seen there.
+
+    Args:
+        path: where to.
+        kind: what it is, such as ``"Attribution"``.
+        tensors, facts: what it holds.
+
+    Raises:
+        InvalidInputError: there is no such folder, or the name is a page's.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    if path.suffix == ".html" or not path.parent.is_dir():
+        hint = "that is a page: use to_html()" if path.suffix == ".html" else f"there is no folder {path.parent}"
+        raise InvalidInputError(f"save: cannot write {path}, {hint}.")
+    # clones: safetensors refuses tensors that share memory
+    kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    text = json.dumps(facts, default=_plain)
+    metadata = {
+        "format": f"tensorlens_tl.{kind}", "version": str(FORMAT_VERSION), "facts": text, "digest": _digest(kept, text),
+    }  # fmt: skip
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(kept, temporary, metadata=metadata)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read(path: str | os.PathLike[str], kind: str, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts of a file of one kind that `write` wrote; it may hold tensors of these names and no others.
+
+    Raises:
+        FileFormatError: not such a file, damaged or changed since, or from a newer version.
+        OSError: no such file, or it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    with open(path, "rb"):  # a missing file, a folder or a forbidden one is the system's own error
+        pass
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata: Mapping[str, str] = file.metadata() or {}
+            if metadata.get("format") != f"tensorlens_tl.{kind}":
+                raise FileFormatError(f"{path}: a safetensors file, but no {kind} of this library.")
+            if int(metadata.get("version", "0")) > FORMAT_VERSION:
+                raise FileFormatError(f"{path}: format {metadata['version']} is newer than this library's; update it.")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if _digest(tensors, metadata["facts"]) != metadata["digest"]:
+            raise FileFormatError(
+                f"{path}: damaged, or changed after it was saved (its digest does not fit). Save anew."
+            )
+        facts = json.loads(metadata["facts"])
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, FileFormatError):
+            raise
+        raise FileFormatError(f"{path}: not a readable {kind} ({type(error).__name__}: {error}).") from error
+    strange = sorted(set(tensors) - set(names))
+    if strange:
+        raise FileFormatError(f"{path}: holds a tensor {strange[0]!r} that no {kind} has.")
+    return tensors, facts
+
+
+def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:
+    """SHA-256 of everything a file says: it finds damage, and is no signature."""
+    digest = hashlib.sha256(facts.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Options as JSON can hold them."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    return list(value) if isinstance(value, set | range | tuple) else repr(value)

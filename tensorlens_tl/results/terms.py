@@ -1,0 +1,203 @@
+"""Named parts of one number of the model: what each component, head, path or feature adds to it."""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.numerics import relative_residual
+from tensorlens_tl.drawing import graphs, page, terminal
+from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.entry import Entry, check_batch, largest, query_row, shown_query, with_others
+from tensorlens_tl.results.storage import Stored
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, eq=False)
+class Terms(Stored):
+    """Named parts of a logit before any final soft cap (or of a logit difference, or of any direction).
+
+    Where `additive`, ``scores.sum(-1) + remainder == total`` up to `residual`. Total effects are not: what goes
+    through two parts counts for both.
+
+    Attributes:
+        names: what the parts are, such as ``"embed"``, ``"L0H3"``, ``"L0H3 → L1H5"``, ``"MLP1.N7"``, ``"L0.b_O"``.
+        scores: `[batch, query, term]`.
+        total: the model's own number, `[batch, query]`.
+        remainder: what the named parts leave out, `[batch, query]`; None where they are not additive.
+        queries: the positions the query axis stands for, `[batch, query]`.
+        mask: True at real tokens, `[batch, pos]`.
+        tokens: readable tokens of each prompt.
+        target: what the scores explain, in words.
+        keys: for parts that read other tokens, each token's share, `[batch, query, term, key]`; None where not asked
+            for.
+        soft_cap: the cap that the model applies to its logits after `total`, or None.
+    """
+
+    TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys")
+    FACTS: ClassVar = ("names", "tokens", "target", "soft_cap")
+
+    names: list[str]
+    scores: Float[Tensor, "batch query term"]
+    total: Float[Tensor, "batch query"]
+    queries: Int[Tensor, "batch query"]
+    mask: Bool[Tensor, "batch pos"]
+    tokens: list[list[str]]
+    target: str
+    remainder: Float[Tensor, "batch query"] | None = None
+    keys: Float[Tensor, "batch query term key"] | None = None
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        shape = (*self.queries.shape, len(self.names))
+        if tuple(self.scores.shape) != shape:
+            raise InvalidInputError(f"{type(self).__name__}: scores are {tuple(self.scores.shape)}, not {shape}.")
+
+    @property
+    def additive(self) -> bool:
+        """Whether scores and remainder sum to the total."""
+        return self.remainder is not None
+
+    @property
+    def residual(self) -> Float[Tensor, "batch query"]:
+        """abs(Σ scores + remainder − total) / (Σ abs(scores) + abs(remainder)): how far the sum is from holding.
+
+        Raises:
+            InvalidInputError: the parts are not additive.
+        """
+        if self.remainder is None:
+            raise InvalidInputError(
+                f"residual: these {self.target} effects are not additive; there is no sum to check."
+            )
+        return relative_residual(self.scores, self.remainder, self.total)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        totals = ", ".join(f"{total:.4g}" for total in self.total.flatten().tolist()[:4])
+        residual = f", residual={float(self.residual.max()):.1e}" if self.additive else ", not additive"
+        return f"{type(self).__name__}({len(self)} of {self.target!r}, total={totals}{residual})"
+
+    def __getitem__(self, name: str) -> Float[Tensor, "batch query"]:
+        """One part's score for every prompt and query.
+
+        Raises:
+            InvalidInputError: no part of that name.
+        """
+        if name not in self.names:
+            raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, …")
+        return self.scores[..., self.names.index(name)]
+
+    def query_row(self, query: int | str = -1, batch: int = 0) -> int:
+        """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
+
+        Raises:
+            InvalidInputError: not among the held queries.
+        """
+        return query_row(self.queries, self.mask, self.tokens, query, batch)
+
+    def top(self, k: int = 10, query: int | str = -1, batch: int = 0, *, names: str = "*") -> list[Entry]:
+        """The k parts of largest absolute score for one query.
+
+        Args:
+            k: how many.
+            query: which of the held queries, counted over the prompt's real ones, or a text.
+            batch: the prompt.
+            names: of parts of such names only: ``"L*H*"`` are heads, ``"L3H*"`` those of one layer, ``"MLP*"`` MLPs.
+
+        Raises:
+            InvalidInputError: k below 1, or no such query.
+        """
+        kept = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
+        row = self.scores[batch, self.query_row(query, batch)]
+        return largest(row[kept], [self.names[i] for i in kept], k)
+
+    def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
+        """One line per score: batch, query, query_token, term, score; with `keys`, one per source token's share.
+
+        Raises:
+            InvalidInputError: shares were not asked for when these were made.
+        """
+        import pandas as pd
+
+        if keys and self.keys is None:
+            raise InvalidInputError("keys: no source tokens' shares here; logit_attribution(by='head_token') has them.")
+        values = self.scores if not keys or self.keys is None else self.keys
+        index = np.indices(values.shape).reshape(values.ndim, -1)
+        batch, positions = index[0], self.queries.cpu().numpy()[index[0], index[1]]
+        frame = pd.DataFrame({"batch": batch, "query": positions})
+        frame["query_token"] = [self.tokens[b][q] for b, q in zip(batch, positions, strict=True)]
+        frame["term"] = [self.names[i] for i in index[2]]
+        real = self.mask.cpu().numpy()[batch, positions]
+        if keys:
+            frame["key"] = index[3]
+            frame["key_token"] = [self.tokens[b][k] for b, k in zip(batch, index[3], strict=True)]
+            real = real & self.mask.cpu().numpy()[batch, index[3]]
+        frame["score"] = values.detach().double().cpu().reshape(-1).numpy()
+        return frame.loc[real].reset_index(drop=True)
+
+    # ------------------------------------------------------------------ showing
+
+    def _lines(
+        self, k: int, query: int | str, batch: int
+    ) -> tuple[str, list[tuple[str, float]], list[tuple[str, float]]]:
+        """Which query is shown, the k largest parts and all others, and what they sum to."""
+        check_batch(batch, self.tokens)
+        row = self.query_row(query, batch)
+        shown = self.top(k, query, batch)
+        everything = float(self.scores[batch, row].double().sum())
+        lines = with_others(shown, everything, len(self)) if self.additive else [(e.name, e.score) for e in shown]
+        if self.remainder is not None and bool(self.remainder[batch, row]):
+            lines.append(("everything not listed", float(self.remainder[batch, row])))
+        which = shown_query(self.queries, self.tokens, row, batch)
+        return which, lines, [("total", float(self.total[batch, row]))]
+
+    def to_html(
+        self, k: int = 15, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True
+    ) -> str:
+        """The k largest parts of one query as bars around zero; what they leave out, and their total, below."""
+        which, lines, sums = self._lines(k, query, batch)
+        notes = [which] if which else []
+        if self.additive:
+            residual = float(self.residual[batch, self.query_row(query, batch)])
+            notes.append(f"sums to the model's own number to {residual:.1e}")
+        heading = title or f"What adds to {self.target}"
+        return (page.head() if style else "") + page.panel(heading, graphs.bars(lines, sums), notes=" · ".join(notes))
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def show(self, k: int = 10, query: int | str = -1, batch: int = 0) -> None:
+        """Print the k largest parts of one query, all others in one line, and the total they sum to."""
+        which, lines, sums = self._lines(k, query, batch)
+        title = f"{self.target}" + (f" · {which}" if which else "")
+        rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
+        terminal.show_table(title, ("part", "score"), rows, below, left=("part",))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Paths(Terms):
+    """Path scores of one query, order by order.
+
+    Attributes:
+        nodes: each path's nodes, first to last; empty for the direct path.
+        orders: the sum of all paths of each order, listed or not, `[batch, order]`; the last is every longer one. They
+            come from a pull of their own, so `residual` measures the listed paths against them.
+    """
+
+    TENSORS: ClassVar = (*Terms.TENSORS, "orders")
+    FACTS: ClassVar = (*Terms.FACTS, "nodes")
+
+    nodes: tuple[tuple[str, ...], ...] = ()
+    orders: Float[Tensor, "batch order"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "nodes", tuple(map(tuple, self.nodes)))

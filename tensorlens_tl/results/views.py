@@ -1,0 +1,174 @@
+"""How an Attribution shows itself: which arrays and words of it a picture is made of."""
+
+import sys
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl.drawing import figure, heat_maps, page, terminal
+from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, with_others
+
+AXES = ("batch", "query", "key")
+
+MOST_PROMPTS = 8
+"""Prompts of a batch that one picture shows."""
+
+
+class Shown(ABC):
+    """The pictures of an Attribution, whose fields these are."""
+
+    scores: Float[Tensor, "..."]
+    tokens: list[list[str]]
+    queries: Int[Tensor, "batch query"]
+    mask: Bool[Tensor, "batch pos"]
+    method: str
+    axes: tuple[str, ...]
+    layers: Float[Tensor, "layer ..."] | None
+    bias: Float[Tensor, "batch query"] | None
+    total: Float[Tensor, "batch query"] | None
+    residual: Float[Tensor, "batch query"] | None
+    additive: bool
+    target: str
+    provenance: dict[str, str]
+
+    @abstractmethod
+    def top(self, k: int = 10, query: int | str = -1, batch: int = 0) -> list[Entry]:
+        """See `Attribution.top`."""
+
+    def describe(self) -> str:
+        """What the scores are, in one line."""
+        notes = [f"{self.method}" + (f": {self.target}" if self.target else "")]
+        if self.additive and self.residual is not None:
+            notes.append(f"complete to {float(self.residual.max()):.1e}")
+        return " · ".join(notes)
+
+    def plane(self, batch: int = 0) -> Float[Tensor, "query key"]:
+        """Scores of one prompt as they are shown: other axes (heads, say) averaged, vectors by their norm."""
+        check_batch(batch, self.tokens)
+        scores, axes = self.scores[batch].detach(), list(self.axes[1:])
+        for name in [axis for axis in axes if axis not in AXES]:
+            axis = axes.index(name)
+            scores = scores.norm(dim=axis) if name == "d_model" else scores.mean(dim=axis)
+            axes.remove(name)
+        return scores
+
+    def to_html(self, *, batch: int | None = None, style: bool = True) -> str:
+        """The heat maps as an HTML fragment: coloured text for one query, a matrix for several.
+
+        Args:
+            batch: one prompt, or None for the first few of them.
+            style: with the style and the script that a page needs once.
+        """
+        if batch is not None:
+            check_batch(batch, self.tokens)
+        count = len(self.tokens)
+        chosen = range(min(count, MOST_PROMPTS)) if batch is None else [batch]
+        parts = [self._prompt_html(one) for one in chosen]
+        if batch is None and count > MOST_PROMPTS:
+            parts.append(f'<div class="n">{count - MOST_PROMPTS} more prompts: to_html(batch={MOST_PROMPTS}) …</div>')
+        facts = " · ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in self.provenance.items())
+        return (page.head() if style else "") + page.panel(self.describe(), *parts, notes=facts)
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def show(self, k: int = 10, query: int | str = -1) -> None:
+        """Display the heat maps in a notebook, or a table of one query's top tokens in a terminal.
+
+        Args:
+            k: how many tokens the table names; all others are one line.
+            query: which of the held queries the table is about, as in `top`.
+        """
+        shell = sys.modules.get("IPython")
+        if shell is not None and shell.get_ipython() is not None:
+            shell.display.display(self)
+            return
+        for batch in range(len(self.tokens)):
+            self._print_table(k, query, batch)
+
+    def _print_table(self, k: int, query: int | str, batch: int) -> None:
+        row = query_row(self.queries, self.mask, self.tokens, query, batch)
+        entries = self.top(k, query, batch)
+        everything = float((self.plane(batch)[row] * self.mask[batch]).double().sum())
+        lines = with_others(entries, everything, int(self.mask[batch].sum()))
+        rows = [("", name, number(score)) for name, score in lines]
+        for place, entry in enumerate(entries):
+            rows[place] = (str(entry.position), repr(entry.name), number(entry.score))
+        sums = []
+        if self.bias is not None and self.total is not None:
+            sums = [("", "bias (no token)", number(float(self.bias[batch, row])))]
+            sums.append(("", "total", number(float(self.total[batch, row]))))
+        which = shown_query(self.queries, self.tokens, row, batch)
+        title = self.describe() + (f" · {which}; show(query=...) shows another" if which else "")
+        terminal.show_table(title, ("position", "token", "score"), rows, sums, left=("token",))
+
+    def plot(self, batch: int = 0, ax: Any = None, *, values: bool | None = None) -> Any:
+        """A matplotlib heat map of one prompt (install ``tensorlens-tl[plot]``); returns the axes.
+
+        Args:
+            batch: the prompt.
+            ax: draw here; None makes a figure of fitting size.
+            values: write numbers into the cells; None does so where they fit.
+
+        Raises:
+            InvalidInputError: no such prompt.
+            ImportError: matplotlib is not installed.
+        """
+        keys, rows = self._shown(batch)
+        plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
+        queries = [self.tokens[batch][int(self.queries[batch, row])] for row in rows]
+        return figure.heat_map(plane, queries, list(keys.values()), self.describe(), ax, values)
+
+    # ------------------------------------------------------------------ arrays
+
+    def _shown(self, batch: int) -> tuple[dict[int, str], list[int]]:
+        """Real source tokens by position, and the rows of real queries."""
+        check_batch(batch, self.tokens)
+        mask = self.mask[batch].tolist()
+        keys = {position: token for position, token in enumerate(self.tokens[batch]) if mask[position]}
+        return keys, [row for row, position in enumerate(self.queries[batch].tolist()) if mask[position]]
+
+    def _prompt_html(self, batch: int) -> str:
+        keys, rows = self._shown(batch)
+        positions = self.queries[batch].tolist()
+        queries = {positions[row]: self.tokens[batch][positions[row]] for row in rows}
+        note = ""
+        if self.additive and self.bias is not None and self.total is not None and len(rows) == 1:
+            bias, total = (float(t[batch, rows[0]]) for t in (self.bias, self.total))
+            note = f"bias, from no token: {number(bias)} · total: {number(total)}"
+        stacks = []
+        for name, planes in self._stacks(batch):
+            whole = planes.shape[1] != len(
+                positions
+            )  # a method's layers hold every query, also where one was asked for
+            chosen = list(keys) if whole else rows
+            labels = list(keys.values()) if whole else list(queries.values())
+            stacks.append(heat_maps.Stack(name, planes[:, chosen][:, :, list(keys)], labels))
+        plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
+        tokens, label = list(keys.values()), self.describe()
+        return heat_maps.prompt(tokens, list(keys), plane, queries, label=label, stacks=stacks, note=note)
+
+    def _stacks(self, batch: int) -> list[tuple[str, np.ndarray]]:
+        """What can be taken apart further, `[plane, query, key]` each: a head axis, and layers."""
+        stacks = []
+        for axis in self.axes:
+            if axis not in (*AXES, "d_model"):
+                scores = self.scores[batch].movedim(self.axes.index(axis) - 1, 0)
+                if scores.ndim == 3:
+                    stacks.append((axis, array(scores)))
+        if self.layers is not None:
+            layers = array(self.layers[:, batch])
+            while layers.ndim > 3:  # heads
+                layers = layers.mean(1)
+            if layers.shape[-1] == self.mask.shape[1]:
+                stacks.append(("layer", layers))
+        return stacks
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """A tensor as drawing takes it."""
+    return tensor.detach().double().cpu().numpy()
