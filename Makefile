@@ -16,9 +16,11 @@ test-tl4: .venv-tl4/.ready
 lint: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports
 
 types: .venv/.ready
 	.venv/bin/pyright --pythonpath .venv/bin/python
+	.venv/bin/pyright -p .ci/pyright-strict.json --pythonpath .venv/bin/python
 
 docs: .venv/.docs
 	.venv/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -24,9 +24,6 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
     return number
 
 
-def check_pass(frozen: Any) -> None:
-    """Raise `InvalidInputError` where a model, or anything else, was passed instead of a `FrozenPass`."""
-    if not hasattr(frozen, "view") or not hasattr(frozen, "points"):
-        raise InvalidInputError(
-            f"a frozen pass is needed, got {type(frozen).__name__}: make one with tlens.freeze(model, text)."
-        )
+def plain(value: Any) -> Any:
+    """Tensors and numpy's arrays and integers as Python's own; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value

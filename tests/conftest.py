@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import tensorlens_tl as tlens
+from tensorlens_tl.hooks import hooks_on
 from tensorlens_tl.testing import model_names, tiny_model
 
 settings.register_profile(
@@ -37,7 +38,7 @@ def model_named():
         return used[name]
 
     yield get
-    assert not {name: count for name, model in used.items() if (count := hooks_on(model))}
+    assert not {name: count for name, model in used.items() if (count := hooks_left(model))}
 
 
 @pytest.fixture(params=NAMES)
@@ -73,7 +74,6 @@ def close(made, expected, atol=1e-9):
     return float((made - expected).abs().max()) <= atol * max(1.0, float(expected.abs().max()))
 
 
-def hooks_on(model):
+def hooks_left(model):
     """How many hooks a user or we have put on the model (a Bridge of 4.x has a few permanent ones of its own)."""
-    points = {id(point): point for point in model.hook_dict.values()}.values()
-    return sum(not handle.is_permanent for point in points for handle in (*point.fwd_hooks, *point.bwd_hooks))
+    return sum(not hook.permanent for hook in hooks_on(model))

@@ -65,10 +65,10 @@ def test_top(frozen):
 
 def test_scores_of_a_text():
     result = made(["If", " the", " file", " is", " un", "readable", ",", " the"], [[1.0, 2, 3, 4, 5, 6, 7, 8]])
-    assert result["the"] == [(1, " the", 2.0), (7, " the", 8.0)]
-    assert result["unreadable"] == [(4, " unreadable", 11.0)]
-    assert result[" file is"] == [(2, " file is", 7.0)]
-    assert result[-1] == result[7] == [(7, " the", 8.0)]
+    assert result["the"] == [(" the", 2.0, 1), (" the", 8.0, 7)]
+    assert result["unreadable"] == [(" unreadable", 11.0, 4)]
+    assert result[" file is"] == [(" file is", 7.0, 2)]
+    assert result[-1] == result[7] == [(" the", 8.0, 7)]
     assert [entry.score for entry in result[1:3]] == [2.0, 3.0]
     assert "unreadable" not in result._ipython_key_completions_()
     assert {"If", "the", "un"} <= set(result._ipython_key_completions_())
@@ -82,7 +82,7 @@ def test_scores_of_a_text():
 
 def test_scores_of_word_pieces():
     result = made(["[CLS]", "un", "##believ", "##able", "end"], [[1.0, 2, 3, 4, 5]])
-    assert result["unbelievable"] == [(1, "un##believ##able", 9.0)]
+    assert result["unbelievable"] == [("un##believ##able", 9.0, 1)]
     with pytest.raises(tlens.InvalidInputError, match="whole tokens"):
         result["lievable"]
 
@@ -257,7 +257,7 @@ def test_register_and_call(frozen, clean_registry):
         (lambda f: tlens.attribute(f, colapse="norm"), tlens.InvalidInputError, "no option 'colapse'"),
         (lambda f: tlens.attribute(f, collapse="mean"), tlens.InvalidInputError, "'in_out', 'norm', 'target'"),
         (lambda f: tlens.attribute(f, collapse="target"), tlens.InvalidInputError, "missing"),
-        (lambda f: tlens.attribute(f, target=5), tlens.InvalidInputError, "belong to collapse='target'; add it"),
+        (lambda f: tlens.attribute(f, collapse="norm", target=5), tlens.InvalidInputError, "leave 'norm' out"),
         (lambda f: tlens.attribute(f, probes=5), tlens.InvalidInputError, "belong to collapse='norm'"),
         (lambda f: tlens.attribute(f, "text"), tlens.InvalidInputError, "has its input already"),
         (lambda f: tlens.attribute(f, verify=False), tlens.InvalidInputError, "has its input already"),

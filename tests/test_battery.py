@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import hooks_on, some_tokens
+from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import registry
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, Attention, Linear
+from tensorlens_tl.algebra import ZERO, AffineMap, Attention, Linear, MixingMap, PositionwiseMap, RowPositions
 from tensorlens_tl.testing import check_attribution, check_map, check_method, check_model, model_names, tiny_model
 from tensorlens_tl.testing.requirements import Untouched
 
@@ -19,7 +19,7 @@ LIVE_GQA = "hooked/gqa" if "hooked/gqa" in model_names() else LLAMA
 # ------------------------------------------------------------------------------------------ maps
 
 
-class Base(AffineMap):
+class Base(PositionwiseMap):
     """A right one: x·W + b. Each subclass below breaks one thing."""
 
     def __init__(self):
@@ -28,6 +28,12 @@ class Base(AffineMap):
     @property
     def bias(self):
         return self.b
+
+    def at(self, where):
+        return self
+
+    def norm_bound(self):
+        return float(torch.linalg.matrix_norm(self.W.double(), 2))
 
     def _forward(self, x, affine):
         return x @ self.W + (self.b if affine else 0)
@@ -131,7 +137,7 @@ class BiasedTranspose(Base):
         return Linear(self.W.T.contiguous(), self.b)
 
 
-class HeadsMixedUp(AffineMap):
+class HeadsMixedUp(MixingMap):
     """Grouped-query attention whose adjoint reads key-value head ``h % kv`` instead of ``h // group``."""
 
     def __init__(self):
@@ -143,11 +149,95 @@ class HeadsMixedUp(AffineMap):
     def bias(self):
         return ZERO
 
+    def at(self, where):
+        return self.right.at(where)
+
+    def norm_bound(self):
+        return self.right.norm_bound()
+
     def _forward(self, x, affine):
         return self.right._forward(x, affine)
 
     def _backward(self, g, biases):
         return self.wrong._backward(g, biases)
+
+
+class Shifts(Base):
+    """Says that it treats positions alone, and reads the one before."""
+
+    def _forward(self, x, affine):
+        return super()._forward(torch.nn.functional.pad(x, (0, 0, 1, 0))[..., :-1, :], affine)
+
+    def _backward(self, g, biases):
+        return torch.nn.functional.pad(super()._backward(g, biases), (0, 0, 0, 1))[..., 1:, :]
+
+
+class PerPosition(Base):
+    """A factor for each position, forgotten when it is cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.rand(3, 1, dtype=torch.float64)
+
+    def _forward(self, x, affine):
+        return super()._forward(x * self.factor[: x.shape[-2]], affine)
+
+    def _backward(self, g, biases):
+        return super()._backward(g, biases) * self.factor[: g.shape[-2]]
+
+    def norm_bound(self):
+        return super().norm_bound() * float(self.factor.max())
+
+
+class CutAtRowsOnly(Base):
+    """A cut to slices is right, a cut to one position per row forgets the bias."""
+
+    def at(self, where):
+        if isinstance(where, RowPositions):
+            other = Base()
+            other.W, other.b = self.W, 0 * self.b
+            return other
+        return self
+
+
+class TooSmallABound(Base):
+    def norm_bound(self):
+        return 0.9 * super().norm_bound()
+
+
+class NotCutAtAll(AffineMap):
+    """Mixes positions, and hands out its own first positions whatever it is cut to."""
+
+    def __init__(self):
+        self.right = Attention(torch.rand(2, 1, 3, 3, dtype=torch.float64).tril(), kv_heads=1)
+
+    bias, mixes = property(lambda self: ZERO), property(lambda self: True)
+
+    def at(self, where):
+        return self.right.at(slice(0, len(range(3)[where])))
+
+    def norm_bound(self):
+        return self.right.norm_bound()
+
+    def _forward(self, x, affine):
+        return self.right._forward(x, affine)
+
+    def _backward(self, g, biases):
+        return self.right._backward(g, biases)
+
+    def _pull(self, g, here, there, reach, biases):
+        return self.right._pull(g, here, there, reach, biases)
+
+
+class PullsAllOfItself(NotCutAtAll):
+    """Pulls to every position within reach, whatever is asked for."""
+
+    def at(self, where):
+        return self.right.at(where)
+
+    def _pull(self, g, here, there, reach, biases):
+        pulled = self.right._pull(g, here, reach, reach, biases)
+        return pulled if there == reach else pulled[:, :, : len(there)]
 
 
 BROKEN_MAPS = {
@@ -169,13 +259,26 @@ BROKEN_MAPS = {
     OneChannelShort: "pull maps",
     Infinite: "not finite",
     BiasedTranspose: "the transpose has a bias",
+    Shifts: "mixes says False",
+    PerPosition: "cut to some positions it pushes otherwise",
+    CutAtRowsOnly: "pull_between misses",
+    TooSmallABound: "norm_bound is",
+    NotCutAtAll: "cut to some positions it pushes otherwise",
+    PullsAllOfItself: "pull_between .keys=.* is not pull",
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN_MAPS)
 def test_broken_maps_are_caught(broken):
     with pytest.raises(tlens.ConformanceError, match=BROKEN_MAPS[broken]):
-        check_map(broken(), torch.zeros(2, 3, 6 if broken is not HeadsMixedUp else 4, dtype=torch.float64))
+        check_map(broken(), torch.zeros(2, 3, 4 if broken is HeadsMixedUp else 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("lacking", ["at", "norm_bound", "bias", "_forward", "_backward"])
+def test_a_map_that_lacks_a_rule_cannot_be_made(lacking):
+    rules = {name: member for name, member in vars(Base).items() if name != lacking}
+    with pytest.raises(TypeError, match=lacking):
+        type("Lacking", (PositionwiseMap,), rules)()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -244,7 +347,8 @@ def scores_ahead(frozen, *, query=None):
 def scores_padding(frozen, *, query=None):
     scores = scores_of(frozen, query)
     every = 0.1 * torch.ones(2, *frozen.mask.shape[1:] * 2, dtype=scores.dtype)[: len(scores)].tril()
-    return made(frozen, scores + (every if query is None else every[:, [query]]), query)
+    rows = slice(None) if query is None else query if isinstance(query, list) else [query]
+    return made(frozen, scores + every[:, rows], query)
 
 
 def mixes_the_batch(frozen, *, query=None):
@@ -275,7 +379,7 @@ def too_many_queries(frozen, *, query=None):
 
 
 def ignores_a_bad_query(frozen, *, query=None):
-    query = query if query is None else min(query, frozen.tokens.shape[1] - 1)
+    query = min(query, frozen.tokens.shape[1] - 1) if isinstance(query, int) else query
     return made(frozen, scores_of(frozen, query), query)
 
 
@@ -293,13 +397,13 @@ def other_queries_know_the_end(frozen, *, query=-1):
 
 
 def its_own_error(frozen, *, query=None):
-    if query is not None and query > 5:
+    if isinstance(query, int) and query > 5:
         raise IndexError("query")
     return made(frozen, scores_of(frozen, query), query)
 
 
 def no_words(frozen, *, query=None):
-    if query is not None and query > 5:
+    if isinstance(query, int) and query > 5:
         raise tlens.InvalidInputError("bad query")
     return made(frozen, scores_of(frozen, query), query)
 
@@ -417,12 +521,14 @@ def test_a_misread_model_is_caught_by_its_proof(name, broken, message, monkeypat
     broken(monkeypatch)
     with pytest.raises(tlens.UnsupportedModelError, match=message):
         check_model(model)
-    assert hooks_on(model) == 0
+    assert hooks_left(model) == 0
 
 
 def ignored_patterns(monkeypatch):
     """Patterns are replaced where the model only observes them: what our probe of the model is there to find."""
-    monkeypatch.setattr("tensorlens_tl.passes.frozen.patterns_take_effect", lambda model, inputs, blocks: [True] * len(blocks))
+    monkeypatch.setattr(
+        "tensorlens_tl.passes.frozen.patterns_take_effect", lambda model, inputs, blocks: [True] * len(blocks)
+    )
 
 
 def ignored_norms(monkeypatch):
@@ -444,8 +550,8 @@ def forgotten_bias(monkeypatch):
     monkeypatch.setattr(tlens.FrozenOperator, "bias", property(lambda self: torch.zeros_like(self.x)))
 
 
-def hooks_left(monkeypatch):
-    probe = tlens.FrozenPass.unembedding_error.func
+def a_hook_stays(monkeypatch):
+    probe = tlens.FrozenPass.unembedding_error.fget
 
     def leave(self):
         self.model.add_hook(self.points.blocks[0].resid_pre, lambda x, hook: x)
@@ -462,7 +568,7 @@ def hooks_left(monkeypatch):
         (LLAMA, ignored_rule, r"the model held by hooks is the operator \(ig\)"),
         (GPT2, wrong_adjoint, "pull is the adjoint of push"),
         (GPT2, forgotten_bias, "contributions and bias are the model's output"),
-        (GPT2, hooks_left, "hooks of the model are not what they were"),
+        (GPT2, a_hook_stays, "hooks of the model are not what they were"),
     ],
 )
 def test_what_the_proof_cannot_see_is_caught(name, broken, message, monkeypatch):
@@ -486,7 +592,7 @@ def test_padding_that_a_model_ignores_is_caught(monkeypatch):
 def test_every_model_passes(name, model):
     report = check_model(model)
     assert set(report.errors) >= {"blocks.0", "blocks.1", "autograd through the held model is pull"}
-    assert hooks_on(model) == 0
+    assert hooks_left(model) == 0
 
 
 def test_the_cause_of_an_error_stays_visible(model_named):

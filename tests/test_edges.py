@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import hooks_on, some_tokens
+from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import registry
@@ -41,7 +41,7 @@ def test_freezing_a_frozen_model_is_refused(model_named):
         for wrong in (lambda: tlens.freeze(model, some_tokens()), lambda: other.attached().__enter__()):
             with pytest.raises(tlens.FrozenModelError, match="attached to this model"):
                 wrong()
-    assert hooks_on(model) == 0
+    assert hooks_left(model) == 0
 
 
 def test_two_passes_do_not_interfere(model_named):
@@ -63,7 +63,7 @@ def test_one_token_prompts(model_named, name):
 
 
 def test_a_slice_is_of_one_query(model_named):
-    with pytest.raises(tlens.InvalidInputError, match="one query"):
+    with pytest.raises(tlens.InvalidInputError, match="about one"):
         tlens.freeze(model_named(GPT2), some_tokens()).operator().slice(None)
 
 

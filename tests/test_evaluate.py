@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import close, hooks_on, some_tokens, tolerance
+from conftest import close, hooks_left, some_tokens, tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +91,7 @@ def test_the_engine_against_a_computation_by_hand(family, replacement, model_nam
             assert close(result.values[number, 0, row], torch.tensor(area, dtype=torch.float64), tolerance(family)), (
                 metric
             )
-    assert hooks_on(model) == 0
+    assert hooks_left(model) == 0
 
 
 def test_negative_with_the_order_reversed_is_positive(model_named):
@@ -227,7 +227,7 @@ def test_bad_input(options, message, model_named):
     model = model_named("bridge/gpt2")
     with pytest.raises(tlens.TensorLensError, match=message):
         evaluate.perturbation(model, some_tokens(2, 6), **{"fractions": THIRDS, "methods": ["rollout"], **options})
-    assert hooks_on(model) == 0
+    assert hooks_left(model) == 0
 
 
 # ------------------------------------------------------------------------------------- known answers
@@ -470,13 +470,16 @@ def test_scrambled_weights_and_noise(demo_model):
         demo_model, prompts, methods, noise=1.0, draws=1
     ).mean("similarity", "norm")
     assert all(torch.equal(a, b) for a, b in zip(before, demo_model.parameters(), strict=True))
-    assert hooks_on(demo_model) == 0
+    assert hooks_left(demo_model) == 0
     with pytest.raises(tlens.InvalidInputError, match="noise=0"):
         evaluate.stability(demo_model, prompts, methods, noise=0)
 
 
 def test_agreement_is_a_rank_correlation(model_named):
-    table = evaluate.agreement(model_named("bridge/bert"), some_tokens(2, 6), ["rollout", "alti", "random"])
+    result = evaluate.agreement(model_named("bridge/bert"), some_tokens(2, 6), ["rollout", "alti", "random"])
+    assert result.methods == ["rollout", "alti", "random"]
+    assert len(result.units) == 2
+    table = evaluate.agreement_table(result)
     assert np.allclose(table, table.T)
     assert np.allclose(np.diag(table), 1)
     assert abs(table.loc["rollout", "alti"]) < 1

@@ -6,7 +6,7 @@ and differentiated by autograd.
 
 import pytest
 import torch
-from conftest import hooks_on, some_tokens, tolerance
+from conftest import hooks_left, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 
@@ -51,7 +51,7 @@ def perturbed(x, seed=0):
 def test_every_block_is_proved(frozen, name):
     assert set(frozen.errors) >= {f"blocks.{layer}" for layer in range(frozen.n_layers)}
     assert max(frozen.errors.values()) < tolerance(name)
-    assert hooks_on(frozen.model) == 0
+    assert hooks_left(frozen.model) == 0
 
 
 def test_contributions_sum_to_the_models_own_output(frozen, name):
@@ -77,7 +77,7 @@ def test_the_hook_frozen_model_is_the_same_affine_map(frozen, name, activation):
         with torch.no_grad():
             live = frozen_model_output(frozen, x, activation=activation)
         assert relative(op(x), live) < tolerance(name)
-    assert hooks_on(frozen.model) == 0
+    assert hooks_left(frozen.model) == 0
 
 
 def test_the_algebra_equals_autograd_through_the_hook_frozen_model(frozen, name):

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tensorlens_tl as tlens
-from tensorlens_tl import storage
 from tensorlens_tl.evaluate import Evaluation
+from tensorlens_tl.results import storage
 from tensorlens_tl.testing import tiny_model
 
 

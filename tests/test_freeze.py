@@ -4,11 +4,12 @@ import importlib
 
 import pytest
 import torch
-from conftest import hooks_on, some_tokens
+from conftest import hooks_left, some_tokens
 from torch import nn
 
 import tensorlens_tl as tlens
 from tensorlens_tl.models.layouts import LAYOUTS
+from tensorlens_tl.passes.proof import layout_error
 from tensorlens_tl.testing import model_names, tiny_model
 
 HOOKED = [name for name in model_names() if name.startswith("hooked/")]
@@ -23,7 +24,8 @@ GPT2 = "bridge/gpt2"
         (torch.zeros(0, 4, dtype=torch.long), {}, "not empty"),
         (torch.zeros(1, 2, 3, dtype=torch.long), {}, "batch, pos"),
         (torch.full((1, 25), 3), {}, "25 tokens, but the context of this model is 24"),
-        ([[1, 2], [3]], {}, "equal length"),
+        ([[1, 2], ["3"]], {}, "cannot read"),
+        ([[1, 2], []], {}, "not empty"),
         (object(), {}, "cannot read"),
         (torch.ones(1, 3), {}, "must be integers"),
         (torch.tensor([True, False]), {}, "must be integers"),
@@ -40,7 +42,7 @@ def test_bad_input(model_named, input, options, message):
     model = model_named(GPT2)
     with pytest.raises(tlens.InvalidInputError, match=message):
         tlens.freeze(model, input, **options)
-    assert hooks_on(model) == 0
+    assert hooks_left(model) == 0
 
 
 def test_something_that_is_no_model():
@@ -75,7 +77,7 @@ def test_weights_that_are_not_finite(bad):
         model.blocks[1].mlp.original_component.down_proj.weight[0, 0] = bad
     with pytest.raises(tlens.NumericalError, match=r"at blocks\.1\.hook_resid_post"):
         tlens.freeze(model, some_tokens())
-    assert hooks_on(model) == 0
+    assert hooks_left(model) == 0
 
 
 def test_a_cache_of_something_else(model_named):
@@ -181,7 +183,7 @@ def test_a_wrong_layout_misses_by_far(model_named, name):
     right = frozen.layouts[0]
     others = [layout for layout in LAYOUTS if layout != right and layout.norm_names(True) == right.norm_names(True)]
     assert len(others) >= 3
-    assert min(frozen.prove_block(0, layout) for layout in others) > 1e-2 > 1e4 * frozen.errors["blocks.0"]
+    assert min(layout_error(frozen, 0, layout) for layout in others) > 1e-2 > 1e4 * frozen.errors["blocks.0"]
 
 
 def test_without_verification_only_the_first_block_is_proved(model_named):

@@ -5,7 +5,7 @@ shrunk to the smallest model, shortest prompt and fewest options that still fail
 """
 
 import torch
-from conftest import hooks_on
+from conftest import hooks_left
 from hypothesis import event, given, note
 from hypothesis import strategies as st
 
@@ -148,4 +148,4 @@ def test_any_configuration_holds_everything_or_is_refused(configuration, prompt,
     else:
         event("holds, at best" if max(report.errors.values()) < 1e-9 else "holds, in float32")
         check_map(tlens.freeze(model, tokens, attention_mask=mask).operator())
-    assert hooks_on(model) == 0
+    assert hooks_left(model) == 0

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import hooks_on, some_tokens
+from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.hooks import patterns_take_effect
@@ -27,7 +27,7 @@ def test_frozen_hooks_reproduce_the_run(frozen):
     assert torch.allclose(held, own, rtol=1e-5, atol=1e-6)
     with frozen.attached() as model:
         assert torch.allclose(model(**frozen.inputs), own, rtol=1e-5, atol=1e-6)
-    assert hooks_on(frozen.model) == 0
+    assert hooks_left(frozen.model) == 0
 
 
 @pytest.mark.parametrize("switched_off", ["patterns", "activations", "norms"])
@@ -66,7 +66,7 @@ def test_another_length_or_batch_is_refused(frozen):
     for tokens in (some_tokens(2, 5), some_tokens(3, 6)):
         with pytest.raises(tlens.FrozenModelError, match="same length"), frozen.attached():
             frozen.model(tokens)
-        assert hooks_on(frozen.model) == 0
+        assert hooks_left(frozen.model) == 0
 
 
 def test_hooks_are_gone_after_an_exception(frozen):
@@ -75,7 +75,7 @@ def test_hooks_are_gone_after_an_exception(frozen):
 
     with pytest.raises(KeyboardInterrupt), frozen.attached():
         frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[(frozen.points.blocks[0].resid_pre, bad)])
-    assert hooks_on(frozen.model) == 0
+    assert hooks_left(frozen.model) == 0
 
 
 def test_other_hooks_are_left_alone(frozen):
@@ -83,11 +83,11 @@ def test_other_hooks_are_left_alone(frozen):
     name, calls = frozen.points.blocks[0].resid_pre, []
     frozen.model.add_hook(name, lambda t, hook: calls.append(1))
     try:
-        before = hooks_on(frozen.model)
+        before = hooks_left(frozen.model)
         again = tlens.freeze(frozen.model, frozen.tokens)
         with again.attached():
             frozen.model(**again.inputs)
-        assert hooks_on(frozen.model) == before == 1
+        assert hooks_left(frozen.model) == before == 1
         assert len(calls) >= 2
     finally:
         frozen.model.reset_hooks()

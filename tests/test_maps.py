@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorlens_tl.algebra.maps import ZERO, Attention, Chain, Diagonal, Identity, Linear, Norm, Transpose
+from tensorlens_tl.algebra import ZERO, Attention, Chain, Diagonal, Identity, Linear, Norm, Transpose
 from tensorlens_tl.testing import check_map
 
 BATCH, POS, WIDTH = 2, 3, 8

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import close, hooks_on, some_tokens
+from conftest import close, hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -119,7 +119,7 @@ def test_a_pass_older_than_the_weights_is_refused(model, frozen, change):
     for use in stale.values():
         with pytest.raises(tlens.FrozenModelError, match="Freeze again"):
             use()
-    assert hooks_on(model) == 0
+    assert hooks_left(model) == 0
 
 
 def test_a_pass_is_fresh_again_where_the_weights_are(model, frozen):
@@ -204,7 +204,7 @@ def test_other_peoples_hooks_are_respected_and_reported(model):
     assert close(frozen.operator().target(5).total[:, 0], model(some_tokens())[:, -1, 5])
     with frozen.attached():
         model(**frozen.inputs)
-    assert hooks_on(model) == 1
+    assert hooks_left(model) == 1
 
 
 def test_hooks_of_transformer_lens_itself_are_not_reported():
@@ -264,7 +264,7 @@ def test_an_error_inside_a_run_leaves_no_hook(model, frozen, run, error):
         run(model, frozen)
     model.reset_hooks()
     if run.__code__.co_names[:1] != ("attached",):  # entered by hand, never left: that one is the caller's
-        assert hooks_on(model) == 0
+        assert hooks_left(model) == 0
     tlens.freeze(model, some_tokens())
 
 
@@ -273,7 +273,7 @@ def test_an_error_leaves_other_peoples_hooks_where_they_were(model, frozen):
     for wrong in (lambda: tlens.freeze(model, [3, 99]), lambda: tlens.attribute(frozen, method="decompx", bias="no")):
         with pytest.raises(tlens.InvalidInputError):
             wrong()
-    assert hooks_on(model) == 1
+    assert hooks_left(model) == 1
 
 
 @pytest.mark.skipif(not any(name.startswith("hooked/") for name in model_names()), reason="TransformerLens 4")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import hooks_on, some_tokens
+from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import check_model, model_names, tiny_model
@@ -121,7 +121,7 @@ def test_exact_at_the_limits(kind, edge):
         op = frozen.operator(activation=rule)
         assert torch.isfinite(op.contributions()).all()
         assert torch.isfinite(op.norm(None).scores).all()
-    assert hooks_on(model) == 0
+    assert hooks_left(model) == 0
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gated silu"])
@@ -158,7 +158,7 @@ def test_overflow_names_its_place(kind, dtype, factor):
         )
     with pytest.raises(tlens.NumericalError, match=r"(NaN|Inf) at blocks\.[01]\..*wider dtype"):
         tlens.freeze(model, some_tokens())
-    assert hooks_on(model) == 0
+    assert hooks_left(model) == 0
 
 
 def test_scores_that_underflow_have_no_residual_of_their_own():

@@ -5,7 +5,7 @@ import torch
 from conftest import close, some_tokens
 
 import tensorlens_tl as tlens
-from tensorlens_tl import budget
+from tensorlens_tl.algebra import memory as budget
 from tensorlens_tl.testing import model_names
 
 
@@ -158,7 +158,9 @@ def test_source_tokens_can_be_chosen(frozen):
     assert close(op.contributions(0, keys=[3, 5]), op.contributions(0)[:, :, [3, 5]])
     part = frozen.operator(layers=[1], heads={1: []}, mlp=False)  # nothing mixes positions but a pattern of zeros
     assert close(part.slice(2, keys=[2, 4]), part.slice(2)[:, :, [2, 4]])
-    for wrong in ("all", [], [None], [6], 3):
+    assert close(op.norm(None, keys=slice(1, 3)).scores, op.norm(None).scores[..., 1:3])
+    assert close(op.norm(None, keys=3).scores, op.norm(None).scores[..., [3]])
+    for wrong in ("all", [], [None], [6], 6, slice(6, None)):
         with pytest.raises(tlens.InvalidInputError):
             op.norm(keys=wrong)
 

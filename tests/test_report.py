@@ -13,8 +13,11 @@ from conftest import some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, report
-from tensorlens_tl.report import circuits as circuit_pictures
-from tensorlens_tl.report import document, evaluations, marks, matrix, page, results
+from tensorlens_tl.drawing import charts, heat_maps, marks, matrix, page
+from tensorlens_tl.report import document
+from tensorlens_tl.report.prediction import predict
+from tensorlens_tl.results import views
+from tensorlens_tl.results.graph import SHOWN_EDGES
 
 NASTY = "<img src=x onerror=alert(1)> \"'></svg><script>alert(2)</script>"
 
@@ -152,7 +155,7 @@ def test_pooling_keeps_the_strongest():
 def test_many_prompts_are_cut_with_a_note():
     model = tlens.testing.tiny_model("bridge/gpt2")
     html = tlens.attribute(model, some_tokens(batch=11)).to_html(style=False)
-    assert html.count('class="line rove"') == results.MOST_PROMPTS
+    assert html.count('class="line rove"') == views.MOST_PROMPTS
     assert "3 more prompts" in html
 
 
@@ -176,13 +179,13 @@ def test_comparing_methods(frozen):
 
 def test_terms_are_shown_with_their_sum(frozen):
     found = circuits.logit_attribution(frozen, " the", by="head")
-    html = circuit_pictures.terms(found, 3)
+    html = found.to_html(3, style=False)
     numbers = [float(value) for value in re.findall(r"<td>([+-][\d.e+-]+)</td></tr>", html)]
     assert len(numbers) == 5
     assert sum(numbers[:4]) == pytest.approx(numbers[4], abs=2e-2)  # four digits each
     assert numbers[4] == pytest.approx(float(found.total), rel=1e-3)
     assert found._repr_html_().count("<tr>") == 16
-    grid = circuit_pictures.head_grid(found)
+    grid = found.heads_to_html(style=False)
     (packed,) = re.findall(r'data-values="([^"]+)"', grid)
     values = np.frombuffer(base64.b64decode(packed), "<f4").reshape(4, 5)
     assert values[1, 2] == pytest.approx(float(found["L1H2"]))
@@ -197,7 +200,7 @@ def test_a_graph_is_drawn_within_its_frame(frozen):
         assert float(r) <= float(x) <= width - float(r)
         assert float(r) <= float(y) <= height - float(r)
     drawn = html.count("<path")
-    assert 0 < drawn <= circuit_pictures.MOST_EDGES
+    assert 0 < drawn <= SHOWN_EDGES
     assert f"{drawn} of {len(graph.edges)} edges" in html
 
 
@@ -217,7 +220,7 @@ def test_the_report_says_what_was_measured(frozen):
 
 def test_every_method_is_in_the_report_or_named_with_its_reason(model_named):
     neox = tlens.freeze(model_named("bridge/neox"), some_tokens(batch=1))
-    found, refused = document.attributions(neox, document.predict(neox), tlens.list_methods())
+    found, refused = document.attributions(neox, predict(neox), tlens.list_methods())
     assert {"tensorlens (target)", "decompx (norm)", "integrated-gradients"} <= set(found)
     assert "parallel" in refused["globenc"]
     shown = {name.split(" (")[0] for name in (*found, *refused)}
@@ -315,7 +318,7 @@ def test_evaluations_without_curves_values_or_harm():
 def test_a_residual_that_is_none_is_pointed_out(frozen):
     sums = tlens.attribute(frozen, collapse="target", target=5)
     loose = tlens.attribute(frozen, method="integrated-gradients", target=5, steps=1)
-    assert float(loose.residual) > results.LOOSE
+    assert float(loose.residual) > heat_maps.LOOSE
     html = report.compare([sums, loose]).body
     assert html.count("class=loose") == 1
     assert "raise its steps" in html
@@ -329,15 +332,15 @@ def test_the_scale_of_scores_without_sign_starts_at_zero():
 
 
 def test_labels_of_lines_stand_apart():
-    placed = evaluations._apart(np.array([50.0, 50.0, 51.0, np.nan, 250.0]))
-    assert np.diff(np.sort(placed)).min() >= evaluations.LINE_HEIGHT - 1e-9
-    assert (evaluations._apart(np.full(5, 260.0)) <= evaluations.HEIGHT - evaluations.BOTTOM).all()
+    placed = charts._apart(np.array([50.0, 50.0, 51.0, np.nan, 250.0]))
+    assert np.diff(np.sort(placed)).min() >= charts.LINE_HEIGHT - 1e-9
+    assert (charts._apart(np.full(5, 260.0)) <= charts.HEIGHT - charts.BOTTOM).all()
 
 
 def test_positions_are_those_of_the_prompt_after_padding_on_the_left(frozen):
     two = tlens.freeze(frozen.model, ["If the file is not found", "Return it"], padding_side="left")
     result = tlens.attribute(two)
-    html = results.attribution(result, 1)
+    html = result.to_html(batch=1, style=False)
     for entry in result.top(20, batch=1):
         assert f"at {entry.position}: {marks.number(entry.score)}" in html
     assert re.findall(r'class="t q"[^>]*aria-label="[^"]* at (\d+):', html) == [str(int(result.queries[1, 0]))]

@@ -63,10 +63,11 @@ class Spread:
             weights = torch.zeros_like(reach, dtype=vectors.dtype)
             weights[self.first, torch.arange(len(self.first), device=reach.device)] = 1
         else:
+            reach = reach.to(vectors.dtype)
             weights = _AFFINITIES[self.rule](vectors, bias) * reach
             total = weights.sum(0, keepdim=True)
             even = reach / reach.sum(0, keepdim=True).clamp_min(1)
-            weights = torch.where(total == 0, even.to(weights.dtype), weights / torch.where(total == 0, 1, total))
+            weights = torch.where(total == 0, even, weights / torch.where(total == 0, 1, total))
         return vectors + weights[..., None] * bias
 
 

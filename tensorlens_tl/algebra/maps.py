@@ -85,6 +85,21 @@ class AffineMap(ABC):
         outside `reach`, which begins at 0. Defined by `PositionwiseMap` and `MixingMap`.
         """
 
+    def _pull_alone(self, g: Tensor, here: Where, biases: BiasTerms | None) -> Tensor:
+        """`_pull` of a map that treats positions alone: the adjoint of the map cut to where the vectors live."""
+        noted: list[Tensor] | None = None if biases is None else []
+        pulled = self.at(here)._backward(g, noted)
+        if biases is not None:
+            biases += [(term, here) for term in noted or ()]
+        return pulled
+
+    def _pull_among(
+        self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None
+    ) -> Tensor:
+        """`_pull` of any map: vectors are placed among all positions within reach, and what is asked for is taken."""
+        pulled = self._pull_alone(spread_to(g, here, reach), reach, biases)
+        return pulled if there == reach else pulled[:, :, there]
+
     # ------------------------------------------------------------------ what every map can do
 
     def push(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
@@ -126,7 +141,8 @@ class AffineMap(ABC):
             sources: the source tokens that are asked for, ascending, or None for all.
             length: the number of positions.
             causal: whether no part of the map looks forward: then nothing lives after the last query.
-            biases: takes ⟨vector, bias⟩ of every primitive, at the positions where the vector lived, if a list.
+            biases: takes ⟨vector, bias⟩ of every primitive, at the positions where the vector lived, if a list. With
+                `sources`, biases before the first stage that mixes positions are met at those alone.
 
         Returns:
             The pulled vectors at the source tokens, as far as the last query can reach: those after it are zero.
@@ -162,7 +178,7 @@ class PositionwiseMap(AffineMap):
         return False
 
     def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
-        return pull_positionwise(self, g, here, biases)
+        return self._pull_alone(g, here, biases)
 
 
 class MixingMap(AffineMap):
@@ -174,28 +190,7 @@ class MixingMap(AffineMap):
         return True
 
     def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
-        return pull_mixing(self, g, here, there, reach, biases)
-
-
-def pull_positionwise(m: AffineMap, g: Tensor, here: Where, biases: BiasTerms | None) -> Tensor:
-    """`_pull` of a map that treats positions alone: the adjoint of the map cut to where the vectors live."""
-    return _noted(m.at(here), g, here, biases)
-
-
-def pull_mixing(
-    m: AffineMap, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None
-) -> Tensor:
-    """`_pull` of any map: the vectors are placed among all positions within reach, and what is asked for is taken."""
-    pulled = _noted(m.at(reach), spread_to(g, here, reach), reach, biases)
-    return pulled if there == reach else pulled[:, :, there]
-
-
-def _noted(m: AffineMap, g: Tensor, where: Where, biases: BiasTerms | None) -> Tensor:
-    noted: list[Tensor] | None = None if biases is None else []
-    pulled = m._backward(g, noted)
-    if biases is not None:
-        biases += [(term, where) for term in noted or ()]
-    return pulled
+        return self._pull_among(g, here, there, reach, biases)
 
 
 def note_bias(g: Tensor, bias: Tensor, biases: list[Tensor] | None) -> None:
@@ -347,8 +342,8 @@ class Transpose(AffineMap):
 
     def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
         if self.mixes:
-            return pull_mixing(self, g, here, there, reach, biases)
-        return pull_positionwise(self, g, here, biases)
+            return self._pull_among(g, here, there, reach, biases)
+        return self._pull_alone(g, here, biases)
 
 
 def _with_positions(bias: Tensor) -> Tensor:

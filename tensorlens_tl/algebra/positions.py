@@ -44,10 +44,11 @@ def shared(where: Where) -> slice | list[int]:
     return where
 
 
-def at(tensor: Float[Tensor, "*rows batch pos d"], where: Where) -> Float[Tensor, "*rows batch live d"]:
-    """What a map holds for each position, cut to the positions where vectors live.
+def at(tensor: Float[Tensor, "*rows batch pos d"], where: Where) -> Float[Tensor, "..."]:
+    """What a map holds for each position, cut to the positions where vectors live, `[*rows, batch, live, d]`.
 
-    One vector for all positions (an axis of length 1) serves every one of them.
+    A position for each row gives `[row, batch, 1, d]`; one vector for all positions (an axis of length 1) serves every
+    one of them.
     """
     if tensor.shape[-2] == 1:
         return tensor

@@ -16,14 +16,14 @@ from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.results.terms import Terms
 
 BY = ("component", "head", "head_token", "neuron")
 
 
 def logit_attribution(
-    frozen: FrozenPass,
+    frozen: PassLike,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,

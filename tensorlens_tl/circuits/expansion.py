@@ -23,7 +23,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.results.terms import Paths
 
 MOST_PATHS = 100_000
@@ -49,7 +49,7 @@ class _Partial:
 
 
 def paths(
-    frozen: FrozenPass,
+    frozen: PassLike,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
@@ -115,7 +115,7 @@ def paths(
 
 
 def top_paths(
-    frozen: FrozenPass,
+    frozen: PassLike,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,

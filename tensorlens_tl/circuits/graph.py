@@ -26,7 +26,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import Pulled, StreamTarget, Sublayer, stream_target
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.results.graph import ContributionGraph
 
 MOST_EDGES = 2_000_000
@@ -37,7 +37,7 @@ EDGE_BYTES = 256 * 2**20
 
 
 def contribution_graph(
-    frozen: FrozenPass,
+    frozen: PassLike,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,

@@ -12,7 +12,7 @@ from tensorlens_tl.algebra import AffineMap, Attention, Chain, Linear, Norm
 from tensorlens_tl.algebra.memory import check_size
 from tensorlens_tl.circuits.stream import Stream, stream_target, token_pairs
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.record import check_pass
 from tensorlens_tl.passes.selection import chosen_head
@@ -116,7 +116,7 @@ class HeadMap:
 
 
 def head_map(
-    frozen: FrozenPass, layer: Any, head: Any, *, layers: LayerRange = None, activation: str = "ratio"
+    frozen: PassLike, layer: Any, head: Any, *, layers: LayerRange = None, activation: str = "ratio"
 ) -> HeadMap:
     """One head of a frozen pass, by itself.
 

@@ -22,7 +22,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.view import NormWeights
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.record import check_pass
 
 
@@ -65,7 +65,7 @@ class ScoreReading:
         return scores if self.alibi is None else scores + self.alibi
 
 
-def score_reading(frozen: FrozenPass, layer: int) -> ScoreReading:
+def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
     """The reading of one layer's scores that reproduces its pattern.
 
     Raises:

@@ -19,7 +19,7 @@ from tensorlens_tl.circuits.qk_reading import ScoreReading, score_reading
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.prompts import one_query
 from tensorlens_tl.passes.record import check_pass
 from tensorlens_tl.passes.selection import chosen_head
@@ -29,7 +29,7 @@ BY = ("token", "component", "head")
 
 
 def qk_attribution(
-    frozen: FrozenPass,
+    frozen: PassLike,
     layer: Any,
     head: Any,
     query: Query = -1,

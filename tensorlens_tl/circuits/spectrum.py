@@ -23,7 +23,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, refuse_attached, replace
 from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.prompts import one_query
 from tensorlens_tl.passes.record import check_pass
@@ -155,7 +155,7 @@ class ErrorBound:
     amplification: list[float]
 
 
-def error_bound(frozen: FrozenPass, x: Float[Tensor, "batch pos d_model"], *, activation: str = "ratio") -> ErrorBound:
+def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, activation: str = "ratio") -> ErrorBound:
     """How far the frozen operator is from the live model at the input `x`, and a bound of that, layer by layer.
 
     Args:

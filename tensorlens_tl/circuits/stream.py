@@ -32,7 +32,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.activations import check_rule
 from tensorlens_tl.models.layouts import Place
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.prompts import one_query, query_positions
 from tensorlens_tl.passes.record import check_pass
 from tensorlens_tl.passes.selection import chosen_layers
@@ -289,7 +289,7 @@ class StreamTarget:
 
 
 def stream_target(
-    frozen: FrozenPass,
+    frozen: PassLike,
     target: TokenLike,
     minus: TokenLike,
     direction: Any,

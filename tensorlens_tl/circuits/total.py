@@ -20,14 +20,14 @@ from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, refuse_attached
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.results.terms import Terms
 
 BY = ("component", "head")
 
 
 def total_effects(
-    frozen: FrozenPass,
+    frozen: PassLike,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,

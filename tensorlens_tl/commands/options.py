@@ -90,7 +90,7 @@ def load_model(name: str, kind: str | None = None, dtype: Any = None, device: st
     if name.partition(":")[0] == "demo":
         model = demo.load_demo_model(kind, dtype, name=name.partition(":")[2] or "language")
         return model if where is None else model.to(where)
-    placed = {} if where is None else {"device": where}
+    placed: dict[str, Any] = {} if where is None else {"device": where}
     try:
         if kind != "bridge" and not Path(name).exists():
             try:

@@ -24,7 +24,7 @@ def intervals(names: Sequence[str], means: np.ndarray, lows: np.ndarray, highs: 
     start, end = min(0.0, float(lows[shown].min())), max(0.0, float(highs[shown].max()))
     scale = 100 / ((end - start) or 1.0)
     lines = []
-    for place in np.flatnonzero(shown):
+    for place in map(int, np.flatnonzero(shown)):
         mean, low, high = float(means[place]), float(lows[place]), float(highs[place])
         left, width, mark = scale * (low - start), scale * (high - low), scale * (mean - start)
         bar = f'<i><b style="left:{left:.1f}%;width:{width:.1f}%"></b><s style="left:{mark:.1f}%"></s></i>'

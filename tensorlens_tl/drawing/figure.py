@@ -66,7 +66,7 @@ def curves(
     return ax
 
 
-def bars(lines: Mapping[str, tuple[float, float, float]], labels: Mapping[str, str], ax: Any) -> Any:
+def bars(lines: Mapping[str, Sequence[float]], labels: Mapping[str, str], ax: Any) -> Any:
     """Mean, low and high of each name as horizontal bars, the first on top."""
     ax = axes(ax)
     mean, low, high = np.array(list(lines.values())[::-1], dtype=float).T

@@ -50,12 +50,8 @@ BETA = 2.25
 class RelationDecoder:
     """The mean of the frozen operators of a few prompts, at their last position (TensorLens Eq. 26); see `fit`."""
 
+    frozen: FrozenPass
     operator: FrozenOperator
-
-    @property
-    def frozen(self) -> FrozenPass:
-        """The prompts it was made from."""
-        return self.operator.frozen
 
     def __repr__(self) -> str:
         prompts, pos = self.frozen.tokens.shape
@@ -90,7 +86,8 @@ class RelationDecoder:
         """
         m = whole_number("m", m, least=1)
         tokens = _example_tokens(model, examples, m, template, shots, length)
-        return cls(freeze(model, tokens).operator(activation=activation))
+        frozen = freeze(model, tokens)
+        return cls(frozen, frozen.operator(activation=activation))
 
     def states(self, prompts: Any) -> Float[Tensor, "prompt d_model"]:
         """What the mean operator makes of other prompts' embeddings: the predicted final state at their last token.

@@ -4,11 +4,11 @@ From it come the `FrozenOperator` (the algebra, which reads weights) and `fwd_ho
 independent ways to the same numbers.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -117,7 +117,7 @@ class FrozenPass(Record):
         return hooks
 
     @contextmanager
-    def attached(self, **options: Any) -> Iterator[Any]:
+    def attached(self, **options: Any) -> Generator[Any, None, None]:
         """``with frozen.attached(): ...`` runs the frozen model; takes the options of `fwd_hooks`.
 
         Only these hooks are removed at the end, also after an exception.
@@ -165,3 +165,10 @@ class FrozenPass(Record):
     def unembedding_error(self) -> float | None:
         """See `tensorlens_tl.passes.proof.unembedding_error`."""
         return unembedding_error(self)
+
+
+if TYPE_CHECKING:
+    PassLike = FrozenPass
+    """A pass, as a user passes it."""
+else:
+    PassLike = Any  # what is none is refused by `check_pass`, in our own words

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.models.view import ModelView
@@ -241,7 +241,7 @@ def query_positions(prompt: Prompt, query: Query = None, name: str = "query") ->
         return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     if isinstance(query, slice):
         return _equally_many([where[query] for where in _real_positions(mask)], mask, f"{name}={query}")
-    query = query.tolist() if hasattr(query, "tolist") else query  # numpy's and torch's
+    query = plain(query)
     if isinstance(query, str) or not isinstance(query, Sequence):
         return _position(prompt, query, name)
     if not query:
@@ -282,7 +282,7 @@ def _spans(prompt: Prompt, text: str) -> list[list[int]]:
     ]
 
 
-def _position(prompt: Prompt, query: int | str, name: str) -> Int[Tensor, "batch 1"]:
+def _position(prompt: Prompt, query: Any, name: str) -> Int[Tensor, "batch 1"]:
     mask = prompt.mask
     if isinstance(query, str):
         return torch.tensor([[span[-1]] for span in _spans(prompt, query)], device=mask.device)

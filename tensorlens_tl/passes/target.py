@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import plain
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.protocol import TokenLike
 from tensorlens_tl.models.view import ModelView
@@ -30,20 +31,18 @@ def token_ids(
     Raises:
         InvalidInputError: several tokens, none, out of the vocabulary, or not one per prompt or query.
     """
-    if hasattr(tokens, "tolist"):  # tensors and numpy's arrays and integers
-        tokens = tokens.tolist()
-    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
-        tokens = [tokens] * batch
-    if len(tokens) == queries != batch == 1:
-        tokens = [tokens]
-    if len(tokens) != batch:
+    asked = plain(tokens)
+    given: Sequence[Any] = asked if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked] * batch
+    if len(given) == queries != batch == 1:
+        given = [given]
+    if len(given) != batch:
         of_queries = f" (or one for each of its {queries} queries)" if batch == 1 < queries else ""
         raise InvalidInputError(
-            f"{name}: {len(tokens)} tokens for {batch} prompts; pass one, or one for each prompt{of_queries}. A "
+            f"{name}: {len(given)} tokens for {batch} prompts; pass one, or one for each prompt{of_queries}. A "
             "difference of two tokens takes the second as minus=, a vector goes in direction=."
         )
-    rows = []
-    for row in tokens:
+    rows: list[list[int]] = []
+    for row in given:
         if isinstance(row, str) or not isinstance(row, Sequence):
             rows.append([_token_id(view, row, name)] * queries)
         elif len(row) == queries:
@@ -84,7 +83,7 @@ def token_label(view: ModelView, token: int) -> str:
 
 def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> str:
     """What a token target explains, in words: ids are named by their text."""
-    asked = [token.tolist() if hasattr(token, "tolist") else token for token in (target, minus)]
+    asked = [plain(token) for token in (target, minus)]
     return "logit of " + " − ".join(
         repr(token_label(view, token)) if isinstance(token, int) else repr(token)
         for token in asked
@@ -106,7 +105,7 @@ class Target:
 
 
 def resolve_target(
-    frozen: Record,
+    frozen: Any,
     target: TokenLike = None,
     minus: TokenLike = None,
     direction: Any = None,

@@ -10,8 +10,7 @@ from tqdm.auto import tqdm
 
 from tensorlens_tl import circuits
 from tensorlens_tl.drawing.marks import visible
-from tensorlens_tl.drawing.matrix import head_grid
-from tensorlens_tl.drawing.page import Picture, panel, table
+from tensorlens_tl.drawing.page import Picture, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.models.protocol import ModelLike, Query, TokenLike
 from tensorlens_tl.passes.freezing import freeze
@@ -20,7 +19,6 @@ from tensorlens_tl.registry import attribute, get_method, list_methods
 from tensorlens_tl.report.compare import compare
 from tensorlens_tl.report.prediction import Prediction, predict
 from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.results.graph import head_of
 
 ASKED_IN_SEVERAL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "tensorlens": {"target": {"collapse": "target"}, "in+out": {"collapse": "in_out"}, "norm": {"collapse": "norm"}},
@@ -150,14 +148,12 @@ def _circuits(frozen: FrozenPass, prediction: Prediction) -> tuple[str, dict[str
     paths = circuits.top_paths(frozen, k=12, width=16, **asked)
     graph = circuits.contribution_graph(frozen, **asked)
     label = prediction.label
-    cells = {place: score for name, score, _ in heads.top(len(heads)) if (place := head_of(name))}
-    grid = f"Direct effects of heads and MLPs on the {label}"
     drawn = "".join(
         (
             "<h2>The components that made it</h2>",
             components.to_html(title=f"Direct effects on the {label}", style=False),
             "<h2>The heads</h2>",
-            panel(grid, head_grid(cells, grid)),
+            heads.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False),
             heads.to_html(12, title=f"The largest direct effects on the {label}", style=False),
             "<h2>The paths</h2>",
             paths.to_html(12, title=f"The largest paths to the {label}", style=False),

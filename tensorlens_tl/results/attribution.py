@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.prompts import query_positions
@@ -69,6 +70,8 @@ class Attribution(Shown, Stored):
     def of(cls, frozen: Record, scores: Tensor, *, method: str, query: Query = None, **fields: Any) -> "Attribution":
         """An Attribution of a frozen pass: tokens, mask, query positions and provenance are filled in.
 
+        Where a bias and a total are given, the residual is measured.
+
         Args:
             frozen: the pass the scores were made from.
             scores: `[batch, query, key]`.
@@ -83,10 +86,12 @@ class Attribution(Shown, Stored):
             "mask": frozen.mask,
             "provenance": frozen.provenance(),
         }
-        return cls(scores=scores, method=method, **(known | fields))
+        made = known | fields
+        if made.get("bias") is not None and made.get("total") is not None and made.get("residual") is None:
+            made["residual"] = relative_residual(scores, made["bias"], made["total"])
+        return cls(scores=scores, method=method, **made)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", tuple(self.axes))
         try:
             _check_fit(self)
         except ValueError as error:
@@ -224,6 +229,10 @@ class Attribution(Shown, Stored):
         mask = self.mask.cpu().numpy()
         real = mask[rows, keys] & mask[rows, frame["query"].to_numpy()]
         return frame.loc[real].reset_index(drop=True)
+
+    @classmethod
+    def _unpacked(cls, tensors: dict[str, Tensor], facts: dict[str, Any]) -> "Attribution":
+        return super()._unpacked(tensors, facts | {"axes": tuple(facts["axes"])})
 
     def __sub__(self, other: "Attribution") -> "Attribution":
         """Scores minus another's, of the same prompt, queries and weight processing.

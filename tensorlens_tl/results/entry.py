@@ -39,7 +39,7 @@ def largest(
     """
     if k < 1:
         raise InvalidInputError(f"top: k={k}; ask for at least one.")
-    order = scores.abs().argsort(descending=True, stable=True)[:k].tolist()
+    order: list[int] = scores.abs().argsort(descending=True, stable=True)[:k].tolist()
     return [Entry(names[i], float(scores[i]), None if positions is None else positions[i]) for i in order]
 
 

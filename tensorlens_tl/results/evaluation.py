@@ -205,7 +205,7 @@ class Evaluation(Stored):
             labels = {"xlabel": self.axis_name, "ylabel": metric, "title": self.kind}
             return figure.curves(self.axis.numpy(), lines, labels, ax)
         frame = frame.where(np.isfinite(frame))
-        bars = {method: tuple(float(frame.loc[method, (metric, end)]) for end in _ENDS) for method in chosen}
+        bars = {method: [float(frame.loc[method, (metric, end)]) for end in _ENDS] for method in chosen}
         return figure.bars(bars, {"xlabel": metric, "title": self.kind}, ax)
 
     def to_html(self, *, style: bool = True) -> str:

@@ -1,6 +1,5 @@
 """A logit as a weighted graph of heads, MLPs, embeddings and biases."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,7 +69,7 @@ class ContributionGraph(Stored):
         share, weight = np.minimum(kept[inner] / entering[inner], 1.0), np.abs(weight[inner])
         return float((share * weight).sum() / weight.sum()) if weight.any() else 1.0
 
-    def prune(self, keep: float = 0.8) -> "ContributionGraph":
+    def prune(self, keep: Any = 0.8) -> "ContributionGraph":
         """The largest edges that together carry `keep` of this graph's edges, and what of them reaches the target.
 
         Edges and nodes that no longer lead to the target go too; `completeness` says what is left.
@@ -177,13 +176,4 @@ class ContributionGraph(Stored):
         nodes |= {column: tensors[f"nodes.{column}"].numpy() for column in NUMBERS["nodes"]}
         edges = {column: tensors[f"edges.{column}"].numpy() for column in NUMBERS["edges"]}
         order = ["name", "kind", "layer", "pos", "token", "weight", "bias", "entering"]
-        return cls(pd.DataFrame(nodes)[order], pd.DataFrame(edges), **{name: facts[name] for name in cls.FACTS})
-
-
-def head_of(name: str) -> tuple[int, str] | None:
-    """Layer and part of a head's or an MLP's name: ``"L3H1"`` is (3, "H1"), ``"MLP2"`` (2, "MLP"); None for others."""
-    match = re.fullmatch(r"L(\d+)(H\d+)|MLP(\d+)", name)
-    if match is None:
-        return None
-    layer, head, mlp = match.groups()
-    return int(layer or mlp), head or "MLP"
+        return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **{name: facts[name] for name in cls.FACTS})

@@ -5,15 +5,15 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 
 FORMAT_VERSION = 1
+Result = TypeVar("Result", bound="Stored")
 
 
 class Stored:
@@ -34,7 +34,7 @@ class Stored:
         return write(path, type(self).__name__, *self._packed())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
+    def load(cls: type[Result], path: str | os.PathLike[str]) -> Result:
         """Read a file that `save` wrote.
 
         Raises:
@@ -54,7 +54,7 @@ class Stored:
         return tensors, {name: getattr(self, name) for name in self.FACTS}
 
     @classmethod
-    def _unpacked(cls, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Self:
+    def _unpacked(cls: type[Result], tensors: dict[str, Tensor], facts: dict[str, Any]) -> Result:
         return cls(**tensors, **{name: facts[name] for name in cls.FACTS})
 
 

@@ -1,5 +1,7 @@
 """Named parts of one number of the model: what each component, head, path or feature adds to it."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar
@@ -9,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_residual
-from tensorlens_tl.drawing import graphs, page, terminal
+from tensorlens_tl.drawing import graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import Entry, check_batch, largest, query_row, shown_query, with_others
@@ -171,6 +173,15 @@ class Terms(Stored):
         heading = title or f"What adds to {self.target}"
         return (page.head() if style else "") + page.panel(heading, graphs.bars(lines, sums), notes=" · ".join(notes))
 
+    def heads_to_html(self, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True) -> str:
+        """Terms of heads as a grid, a row per layer and a column per head, MLPs beside them; empty without any."""
+        scores = self.scores[batch, self.query_row(query, batch)].tolist()
+        cells = {place: score for name, score in zip(self.names, scores, strict=True) if (place := _place(name))}
+        if not cells:
+            return ""
+        heading = title or f"Heads and MLPs on {self.target}"
+        return (page.head() if style else "") + page.panel(heading, matrix.head_grid(cells, heading))
+
     def _repr_html_(self) -> str:
         return self.to_html()
 
@@ -180,6 +191,15 @@ class Terms(Stored):
         title = f"{self.target}" + (f" · {which}" if which else "")
         rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
         terminal.show_table(title, ("part", "score"), rows, below, left=("part",))
+
+
+def _place(name: str) -> tuple[int, str] | None:
+    """Layer and column of a head's or MLP's name: ``"L3H1"`` is (3, "H1"), ``"MLP2"`` (2, "MLP"); else None."""
+    match = re.fullmatch(r"L(\d+)(H\d+)|MLP(\d+)", name)
+    if match is None:
+        return None
+    layer, head, mlp = match.groups()
+    return int(layer or mlp), head or "MLP"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -195,7 +215,7 @@ class Paths(Terms):
     TENSORS: ClassVar = (*Terms.TENSORS, "orders")
     FACTS: ClassVar = (*Terms.FACTS, "nodes")
 
-    nodes: tuple[tuple[str, ...], ...] = ()
+    nodes: Sequence[Sequence[str]] = ()
     orders: Float[Tensor, "batch order"] | None = None
 
     def __post_init__(self) -> None:
