@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import tensorlens_tl as tlens
+from tensorlens_tl import registry
 from tensorlens_tl.hooks import hooks_on
 from tensorlens_tl.testing import model_names, tiny_model
 
@@ -39,6 +40,14 @@ def model_named():
 
     yield get
     assert not {name: count for name, model in used.items() if (count := hooks_left(model))}
+
+
+@pytest.fixture
+def clean_registry(monkeypatch):
+    """What a test registers is gone after it."""
+    tlens.list_methods()  # the built-in methods are registered when somebody asks
+    for table in ("_METHODS", "_LAYER_MAPS"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
 
 
 @pytest.fixture(params=NAMES)

@@ -7,7 +7,6 @@ import torch
 from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
-from tensorlens_tl import registry
 from tensorlens_tl.algebra import ZERO, AffineMap, Attention, Linear, MixingMap, PositionwiseMap, RowPositions
 from tensorlens_tl.testing import check_attribution, check_map, check_method, check_model, model_names, tiny_model
 from tensorlens_tl.testing.requirements import Untouched
@@ -434,11 +433,6 @@ BROKEN_METHODS = {
     no_words: "with no more than 'bad query'",
     axes_of_its_own: "axes names",
 }
-
-
-@pytest.fixture
-def clean_registry(monkeypatch):
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
 
 
 @pytest.mark.parametrize("broken", BROKEN_METHODS, ids=lambda function: function.__name__)

@@ -97,6 +97,111 @@ def test_the_embedding_is_told_apart_where_positions_are_added(frozen, name):
     assert not any(word in name for word in ("llama", "rotary", "neox")) or list(parts) == ["embed"]
 
 
+# ------------------------------------------------------------------ total effects
+
+
+def live_logit(frozen, hooks=(), token=5, minus=7):
+    """The live model's own number before any soft cap."""
+    seen = {}
+
+    def see(live, *, hook):
+        seen["x"] = live.detach()
+
+    with torch.no_grad():
+        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[*hooks, (frozen.points.unembed_in, see)])
+    asked = resolve_target(frozen, token, minus)
+    return ((seen["x"][:, -1:] * asked.vectors).sum(-1) + asked.constant)[:, 0]
+
+
+def silent_mlp(frozen, layer):
+    return frozen.points.blocks[layer].post, lambda post, *, hook: torch.zeros_like(post)
+
+
+def test_total_effects_are_what_ablation_costs(frozen, name):
+    """Of every head and MLP at once: on the frozen pass by one pull, on the live model by runs in one batch."""
+    has_mlp = frozen.view.blocks[0].has_mlp
+    for live, measured in ((False, token_logit), (True, live_logit)):
+        if not live and frozen.view.mlm_head is not None:
+            continue  # the hooks leave a prediction head live
+        effects = circuits.total_effects(frozen, 5, 7, live=live)
+        whole = measured(frozen)
+        for layer, head in ((0, 3), (1, 0)):
+            lost = whole - measured(frozen, [without(frozen, layer, head)])
+            assert close(effects[f"L{layer}H{head}"][:, 0], lost, atol=tolerance(name))
+        attention = circuits.total_effects(frozen, 5, 7, by="component", live=live)
+        lost = whole - measured(frozen, [without(frozen, 0, slice(None))])
+        assert close(attention["L0.attn"][:, 0], lost, atol=tolerance(name))
+        if has_mlp:
+            lost = whole - measured(frozen, [silent_mlp(frozen, 0)])
+            assert close(effects["MLP0"][:, 0], lost, atol=tolerance(name))
+        assert len(effects) == 8 + 2 * has_mlp
+        assert len(attention) == 2 + 2 * has_mlp
+        assert close(effects.total, circuits.logit_attribution(frozen, 5, 7).total)
+    assert hooks_left(frozen.model) == 0
+
+
+def test_live_effects_in_chunks_and_at_several_queries(model_named):
+    frozen = tlens.freeze(model_named("bridge/llama"), some_tokens())
+    whole = circuits.total_effects(frozen, 5, query=[2, -1], live=True)
+    assert whole.scores.shape == (2, 2, 10)
+    cut = circuits.total_effects(frozen, 5, query=[2, -1], live=True, memory="50KB")
+    assert close(whole.scores, cut.scores, atol=1e-6)
+    assert close(whole.scores[:, 1:], circuits.total_effects(frozen, 5, live=True).scores, atol=1e-6)
+    alone = tlens.freeze(model_named("bridge/llama"), some_tokens()[:, :3])
+    assert close(whole.scores[:, :1], circuits.total_effects(alone, 5, live=True).scores, atol=1e-6)
+    with frozen.attached(), pytest.raises(tlens.FrozenModelError, match="attached"):
+        circuits.total_effects(frozen, 5, live=True)
+
+
+# ------------------------------------------------------------------ any part of the stream
+
+
+def test_a_direction_in_the_middle_of_the_model(frozen, name):
+    """A probe on the stream between two blocks: direct effects, paths, one head and total effects of what is before."""
+    d, x = torch.linspace(-1, 1, 16, dtype=torch.float64), frozen.resid_pre(1)
+    for by in ("component", "head", "head_token", "neuron"):
+        terms = circuits.logit_attribution(frozen, direction=d, layers=[0], by=by, query=[2, -1])
+        assert close(terms.total, x[:, [2, -1]] @ d)
+        assert float(terms.residual.max()) < tolerance(name)
+    assert "L0.attn" in circuits.logit_attribution(frozen, direction=d, layers=[0]).names
+    assert terms.target == "direction at blocks.1 input"
+    found = circuits.paths(frozen, direction=d, layers=[0], max_order=2)
+    assert float(found.residual.max()) < tolerance(name)
+    assert close(found.total[:, 0], x[:, -1] @ d)
+    alone = circuits.head_map(frozen, 0, 1, layers=[0])
+    effects = circuits.total_effects(frozen, direction=d, layers=[0])
+    assert close(alone.target(direction=d).sum((1, 2)), effects["L0H1"][:, 0], atol=1e-9)
+    assert close(alone.effect[:, -1] @ d, effects["L0H1"][:, 0], atol=1e-9)
+    live = circuits.total_effects(frozen, direction=d, layers=[0], live=True)
+    seen = {}
+
+    def see(tensor, *, hook):
+        seen["x"] = tensor.detach()
+
+    at = frozen.output_name(0)
+    with torch.no_grad():
+        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[without(frozen, 0, 1), (at, see)])
+    assert close(live["L0H1"][:, 0], (x[:, -1] - seen["x"][:, -1]) @ d, atol=tolerance(name))
+
+
+def test_layers_from_the_middle_on(one, name):
+    later = circuits.logit_attribution(one, 5, 7, layers=[1])
+    assert later.names[0] == "blocks.1 input"
+    assert float(later.residual.max()) < tolerance(name)
+    assert close(later.total, circuits.logit_attribution(one, 5, 7).total)
+    found = circuits.paths(one, 5, 7, layers=slice(1, None), max_order=2)
+    assert float(found.residual.max()) < tolerance(name)
+    made = circuits.contribution_graph(one, 5, 7, layers=[1], threshold=0)
+    assert made.residual < tolerance(name)
+    assert not made.nodes["name"].str.startswith("L0").any()
+    top = circuits.top_paths(one, 5, 7, layers=[1], k=3, width=100)
+    assert float(top.residual.max()) < tolerance(name)
+    probe = torch.linspace(-1, 1, 16, dtype=torch.float64)
+    graph_of_probe = circuits.contribution_graph(one, direction=probe, layers=[0], threshold=0)
+    assert graph_of_probe.total == pytest.approx(float(one.resid_pre(1)[0, -1] @ probe))
+    assert graph_of_probe.residual < tolerance(name)
+
+
 # ------------------------------------------------------------------ paths and graphs
 
 
@@ -236,6 +341,23 @@ def test_source_pairs_sum_to_the_score_of_the_captured_queries_and_keys(frozen, 
         live = live_score(frozen, layer, 3)
         expected = reading.finished(ours)[:, 3, -1, 3]
         assert close(expected, live, atol=1e-5 if tolerance(name) > 1e-9 else 1e-9)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_pairs_of_components_and_heads_sum_to_the_score(frozen, name, layer):
+    by_token = circuits.qk_attribution(frozen, layer, 3, query=-1, key=3)
+    made = {by: circuits.qk_attribution(frozen, layer, 3, query=-1, key=3, by=by) for by in ("component", "head")}
+    for found in made.values():
+        assert float(found.residual.max()) < tolerance(name)
+        assert close(found.total, by_token.total)
+    if layer:
+        names = {by: found.names[0] for by, found in made.items()}
+        assert {"L0H0", "L0H3"} <= set(names["head"])
+        heads = [i for i, part in enumerate(names["head"]) if part.startswith("L0H")]
+        together = made["head"].pairs[:, heads][:, :, heads].sum((1, 2))
+        whole = names["component"].index("L0.attn")
+        assert close(together, made["component"].pairs[:, whole, whole], atol=1e-9)
+    assert made["head"].top(1)[0].position is None
 
 
 @pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama", "bridge/gptj", "bridge/neox", "bridge/phi3"])
@@ -416,6 +538,11 @@ def test_bad_input_is_refused_with_its_reason(model_named, monkeypatch):
         (lambda: logit(frozen, direction=torch.ones(3)), r"pass \[16\]"),
         (lambda: logit(frozen, direction="up"), "no vector of numbers"),
         (lambda: logit(frozen, 5)["L9H9"], "no term 'L9H9'"),
+        (lambda: logit(frozen, 5, layers=[0]), "before the final norm and the unembedding"),
+        (lambda: logit(frozen, 5, layers=[0, 2]), "use layers 0 to 1"),
+        (lambda: circuits.total_effects(frozen, 5, by="neuron"), "use one of component, head"),
+        (lambda: circuits.head_map(frozen, 1, 0, layers=[0]), "layer 1 is not among"),
+        (lambda: circuits.qk_attribution(frozen, 1, 0, by="neuron"), "use one of 'token'"),
         (lambda: circuits.head_map(model, 0, 0), "make one with tlens.freeze"),
         (lambda: circuits.head_map(frozen, 0, 9), "pass 0 to 3"),
         (lambda: circuits.head_map(frozen, 0, 0).contributions(9), "query"),

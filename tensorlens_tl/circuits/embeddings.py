@@ -11,7 +11,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import Norm
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models.view import norm_weights
+from tensorlens_tl.models.weights import norm_weights
 from tensorlens_tl.passes.frozen import FrozenPass
 
 PARTS: tuple[tuple[dict[str, str], str | None], ...] = (

@@ -21,7 +21,7 @@ from tensorlens_tl.algebra import Chain, Diagonal, Linear
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models.view import NormWeights
+from tensorlens_tl.models.weights import NormWeights
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.record import check_pass
 

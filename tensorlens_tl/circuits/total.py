@@ -8,10 +8,11 @@ induction head's *pattern*, which only the live model shows.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
@@ -91,9 +92,9 @@ def _live(asked: StreamTarget, by: str, memory: Memory) -> tuple[list[str], Floa
     frozen = asked.stream.frozen
     refuse_attached(frozen.model)
     components = list(_components(asked, by))
-    x = asked.stream.x[0]
+    x, heads = asked.stream.x[0], frozen.pattern(0).shape[1]
     widest = max(hidden.shape[-1] for held in asked.stream.hidden for hidden in held)
-    per_row = (8 * x.numel() + 4 * x.shape[0] * x.shape[1] * widest) * x.element_size()
+    per_row = 4 * x.shape[0] * x.shape[1] * (2 * x.shape[2] + widest + heads * x.shape[1]) * x.element_size()
     left = [
         _without(asked, components[rows.start : rows.stop])
         for rows in chunks(len(components), per_row, memory, "ablations")
@@ -124,22 +125,24 @@ def _without(asked: StreamTarget, components: Sequence[_Component]) -> Float[Ten
         name: value.repeat(copies, *(1,) * (value.ndim - 1)) if isinstance(value, Tensor) else value
         for name, value in frozen.inputs.items()
     }
-
-    def take_away(tensor: Tensor, *, hook: Any) -> Tensor:
-        kept = tensor.clone()
-        for copy, component in enumerate(components):
-            if component.point in names[id(hook)]:
-                # some bridges flatten batch and position, and heads may be side by side
-                rows = kept.view(copies, batch * pos, component.heads, -1)[copy]
-                rows[:, slice(None) if component.head is None else component.head] = 0
-        return kept
-
-    known = dict(frozen.model.hook_dict)
-    names: dict[int, set[str]] = {}
-    for name in dict.fromkeys(component.point for component in components):
-        names.setdefault(id(known[name]), set()).add(name)
-    hooks = [(name, take_away) for name in dict.fromkeys(component.point for component in components)]
+    hooks = []
+    for point in dict.fromkeys(component.point for component in components):
+        there = [(copy, component) for copy, component in enumerate(components) if component.point == point]
+        keep = torch.ones(copies, there[0][1].heads, dtype=torch.bool, device=frozen.tokens.device)
+        for copy, component in there:
+            keep[copy, slice(None) if component.head is None else component.head] = False
+        hooks.append((point, partial(_keep_only, keep=keep, positions=batch * pos)))
     kept, _ = capture(frozen.model, inputs, [asked.read_at], hooks=hooks, last=asked.read_at)
     own = upcast(kept[asked.read_at].to(asked.vectors.device).unflatten(0, (copies, batch)))
     own = torch.take_along_dim(own, asked.positions[None, ..., None], dim=2)
     return ((own * asked.vectors).sum(-1) + asked.constant).permute(2, 1, 0)
+
+
+def _keep_only(hidden: Tensor, *, hook: Any, keep: Bool[Tensor, "copy head"], positions: int) -> Tensor:
+    """Hidden vectors of copies of the prompts without some heads.
+
+    Some classes flatten batch and position, some have heads side by side; `positions` counts those of one copy.
+    """
+    copies, heads = keep.shape
+    split = hidden.reshape(copies, positions, heads, -1)
+    return (split * keep[:, None, :, None].to(split)).reshape(hidden.shape)

@@ -26,7 +26,8 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.qk_reading import ScoreReading, score_reading
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.view import ModelView, NormWeights
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models.weights import NormWeights
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.selection import chosen_head

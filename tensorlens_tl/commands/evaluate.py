@@ -29,6 +29,9 @@ EVALUATIONS = {
 }
 
 
+PROMPTS = 32
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command: an evaluation each has its own."""
     kinds = parser.add_subparsers(required=True, metavar="evaluation", dest="what")
@@ -45,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument(
             "--methods", nargs="+", metavar="METHOD", help="labels such as 'tensorlens in+out' (default: all)"
         )
-        sub.add_argument("-n", type=int, default=32, help="how many prompts where we make them (default: 32)")
+        sub.add_argument("-n", type=int, help=f"how many prompts where we make them (default: {PROMPTS})")
         if name == "known-answer":
             sub.add_argument("--task", choices=("recall", "brackets", "induction"), help="(default: the model's)")
             continue
@@ -76,9 +79,9 @@ def _known_answer(args: argparse.Namespace, model: Any) -> Any:
 
     name = args.task or args.model.partition(":")[2] or "induction"
     if name in ("recall", "brackets"):
-        task = getattr(evaluate, name)(args.n, seed=args.seed)
+        task = getattr(evaluate, name)(args.n or PROMPTS, seed=args.seed)
     else:
-        task = evaluate.induction(args.n, d_vocab=model.cfg.d_vocab, seed=args.seed)
+        task = evaluate.induction(args.n or PROMPTS, d_vocab=model.cfg.d_vocab, seed=args.seed)
     return evaluate.known_answer(model, task, args.methods, seed=args.seed)
 
 
@@ -117,7 +120,9 @@ def _prompts(args: argparse.Namespace, model: Any) -> Any:
             raise InvalidInputError(
                 f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
             )
-        return demo.held_out_prompts(model, args.n)
+        return demo.held_out_prompts(model, args.n or PROMPTS)
+    if args.n is not None:
+        raise InvalidInputError("-n: it counts prompts that we make; with --prompts every line of the file is one.")
     if not args.prompts.is_file():
         raise InvalidInputError(f"--prompts {args.prompts}: no such file.")
     lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]

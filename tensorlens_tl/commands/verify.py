@@ -17,13 +17,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print what each part and each claim measures; ends with an error that names what does not hold."""
     from tensorlens_tl.drawing.terminal import show_table
+    from tensorlens_tl.models import ModelView
     from tensorlens_tl.testing import check_model
 
     model = loaded_model(args)
-    has_tokenizer = getattr(model, "tokenizer", None) is not None
-    if not has_tokenizer and args.text is None:
+    text = args.text
+    if text is None and ModelView(model).tokenizer is not None:
+        text = TEXT
+    if text is None:
         print("This model has no tokenizer: verified on random tokens.")
-    report = check_model(model, (args.text or TEXT) if has_tokenizer or args.text else None)
+    report = check_model(model, text)
     rows = []
     for part, error in report.errors.items():
         layer = part.removeprefix("blocks.")

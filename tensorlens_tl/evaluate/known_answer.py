@@ -48,7 +48,8 @@ def known_answer(
         seed: of the random baseline and of the order of equal scores.
 
     Returns:
-        An Evaluation with `mrr`, `precision` and `mass` per prompt; ``settings["accuracy"]`` is the model's own.
+        An Evaluation with `mrr`, `precision` and `mass` per prompt; ``settings["accuracy"]`` is the model's own, and
+        ``settings["dropped"]`` counts the prompts that are left out for its wrong answers.
 
     Raises:
         InvalidInputError: no task, or no prompt that the model answers.
@@ -90,6 +91,7 @@ def known_answer(
             **first.view.provenance(),
             "task": task.name,
             "prompts": len(task),
+            "dropped": len(task) - len(kept),
             "tokens": pos,
             "accuracy": accuracy,
             "random_mrr": expected_mrr(pos, int(task.sources[0].sum())),

@@ -164,7 +164,7 @@ def rank(
 
 def perturbable(view: ModelView, prompt: Prompt) -> Bool[Tensor, "prompt pos"]:
     """True at tokens that may be replaced: neither padding nor special tokens of the tokenizer."""
-    tokenizer = getattr(view.model, "tokenizer", None)
+    tokenizer = view.tokenizer
     special = torch.tensor(sorted(getattr(tokenizer, "all_special_ids", None) or []), dtype=torch.long)
     return (prompt.mask.cpu() & ~torch.isin(prompt.tokens.cpu(), special)).clone()
 
@@ -238,7 +238,7 @@ class _Replacement:
 
     @classmethod
     def of(cls, view: ModelView, prompt: Prompt, replacement: Any) -> "_Replacement":
-        tokenizer = getattr(view.model, "tokenizer", None)
+        tokenizer = view.tokenizer
         if replacement is None:
             replacement = "mask" if getattr(tokenizer, "mask_token_id", None) is not None else "mean"
         if replacement in ("mask", "pad"):

@@ -60,9 +60,15 @@ def capture(
     if silent and not optional:
         raise UnsupportedModelError(
             f"the hook point {silent[0]!r} exists but did not fire in a forward pass of this {type(model).__name__}; "
-            "a frozen pass needs it."
+            f"a frozen pass needs it.{_EAGER * silent[0].endswith('hook_pattern')}"
         )
     return kept, output
+
+
+_EAGER = (
+    " Fused attention makes no pattern: load the Hugging Face model with attn_implementation='eager', as "
+    "TransformerBridge.boot_transformers(name) does by itself."
+)
 
 
 class _ReachedError(Exception):

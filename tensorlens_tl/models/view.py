@@ -5,82 +5,30 @@ structural: nothing here imports a model class, because HookedTransformer does n
 TransformerLens 4. Whether the reading is right is decided by the block proof (`tensorlens_tl.passes.proof`).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from einops import rearrange
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.activations import Activation, is_elementwise
+from tensorlens_tl.models.weights import (
+    AttentionWeights,
+    MLMHead,
+    MLPWeights,
+    NormWeights,
+    QueryKeyWeights,
+    detached,
+    find_activation,
+    is_bridge_component,
+    is_norm,
+    norm_weights,
+)
 
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
-
-
-@dataclass(frozen=True)
-class NormWeights:
-    """Gain and shift of a norm (None where it has none); `centre` is True for LayerNorm, False for RMSNorm."""
-
-    gain: Float[Tensor, "d"] | None
-    shift: Float[Tensor, "d"] | None
-    centre: bool
-
-
-@dataclass(frozen=True)
-class AttentionWeights:
-    """Value and output weights with heads side by side; values keep the key-value heads of grouped attention."""
-
-    W_V: Float[Tensor, "d_model kv_width"]
-    b_V: Float[Tensor, "kv_width"] | None
-    W_O: Float[Tensor, "width d_model"]
-    b_O: Float[Tensor, "d_model"] | None
-    heads: int
-    kv_heads: int
-
-
-@dataclass(frozen=True)
-class QueryKeyWeights:
-    """Query and key weights with heads side by side, and the norms of queries and keys where there are any.
-
-    `epsilon` is those norms'. Keys keep the key-value heads of grouped attention.
-    """
-
-    W_Q: Float[Tensor, "d_model width"]
-    b_Q: Float[Tensor, "width"] | None
-    W_K: Float[Tensor, "d_model kv_width"]
-    b_K: Float[Tensor, "kv_width"] | None
-    q_norm: NormWeights | None
-    k_norm: NormWeights | None
-    epsilon: float
-
-
-@dataclass(frozen=True)
-class MLPWeights:
-    """``out(φ(in))`` or gated ``out(φ(gate)·in + b_post)``; `W_gate` is None for a plain MLP."""
-
-    W_in: Float[Tensor, "d_model d_mlp"]
-    b_in: Float[Tensor, "d_mlp"] | None
-    W_gate: Float[Tensor, "d_model d_mlp"] | None
-    b_gate: Float[Tensor, "d_mlp"] | None
-    b_post: Float[Tensor, "d_mlp"] | None
-    W_out: Float[Tensor, "d_mlp d_model"]
-    b_out: Float[Tensor, "d_model"] | None
-    activation: Activation
-
-
-@dataclass(frozen=True)
-class MLMHead:
-    """The transform between a masked language model's encoder and its unembedding: norm(φ(x·W + b))."""
-
-    W: Float[Tensor, "d_model d_model"]
-    b: Float[Tensor, "d_model"] | None
-    activation: Activation
-    norm: NormWeights
-    scale_name: str
 
 
 class BlockView:
@@ -102,11 +50,7 @@ class BlockView:
         """
         names = NORMS if self.has_mlp else NORMS[:2]
         found = {name: getattr(self.module, name, None) for name in names}
-        return {
-            name: norm_weights(norm, self.model.cfg)
-            for name, norm in found.items()
-            if norm is not None and not isinstance(norm, nn.Identity)
-        }
+        return {name: norm_weights(norm, self.model.cfg) for name, norm in found.items() if is_norm(norm)}
 
     @cached_property
     def attention(self) -> AttentionWeights:
@@ -131,7 +75,7 @@ class BlockView:
             W_V=rearrange(W_V, "kv d_model d_head -> d_model (kv d_head)"),
             b_V=None if b_V is None else b_V.detach().reshape(-1),
             W_O=rearrange(W_O, "head d_head d_model -> (head d_head) d_model"),
-            b_O=_detached(getattr(attn, "b_O", None)),
+            b_O=detached(getattr(attn, "b_O", None)),
             heads=W_O.shape[0],
             kv_heads=W_V.shape[0],
         )
@@ -176,17 +120,17 @@ class BlockView:
                 f"mlp ({type(mlp).__name__}) has no readable W_in and W_out [d_model, d_mlp] "
                 "(mixture of experts?). Only plain and gated MLPs can be frozen."
             )
-        W_gate, b_in = getattr(mlp, "W_gate", None), _detached(getattr(mlp, "b_in", None))
+        W_gate, b_in = getattr(mlp, "W_gate", None), detached(getattr(mlp, "b_in", None))
         gated = isinstance(W_gate, Tensor)
-        added_after = gated and not _is_bridge_component(mlp)  # HookedTransformer: φ(g)·u + b_in
+        added_after = gated and not is_bridge_component(mlp)  # HookedTransformer: φ(g)·u + b_in
         return MLPWeights(
             W_in=self._floating(W_in, "mlp.W_in"),
             b_in=None if added_after else b_in,
             W_gate=self._floating(W_gate, "mlp.W_gate") if gated else None,
-            b_gate=_detached(getattr(mlp, "b_gate", None)) if gated else None,
+            b_gate=detached(getattr(mlp, "b_gate", None)) if gated else None,
             b_post=b_in if added_after else None,
             W_out=self._floating(W_out, "mlp.W_out"),
-            b_out=_detached(getattr(mlp, "b_out", None)),
+            b_out=detached(getattr(mlp, "b_out", None)),
             activation=self._activation(mlp),
         )
 
@@ -227,6 +171,11 @@ class ModelView:
         self.class_name = type(model).__name__
         self.is_bridge = hasattr(model, "original_model")
         self.is_hooked_encoder = not self.is_bridge and hasattr(model, "encoder_output")
+        if self.d_vocab < 1:
+            raise UnsupportedModelError(
+                f"{self.description} reads no tokens (a model of images or sound?); only models of token sequences are "
+                "supported."
+            )
         self.blocks = [BlockView(self, layer) for layer in range(len(model.blocks))]
         if getattr(self.cfg, "use_split_qkv_input", False) or getattr(self.cfg, "use_attn_in", False):
             raise UnsupportedModelError(
@@ -237,10 +186,29 @@ class ModelView:
     def __repr__(self) -> str:
         return f"ModelView({self.description}, layers={self.n_layers})"
 
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None where it has none that can read a text.
+
+        Of a folder without one transformers makes an empty placeholder, which knows nothing but special tokens.
+        """
+        tokenizer = getattr(self.model, "tokenizer", None)
+        if tokenizer is None or len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+            return None
+        return tokenizer
+
+    @cached_property
+    def wrapped_twice(self) -> bool:
+        """Whether a Bridge wraps parts that another Bridge has wrapped already."""
+        modules = self.model.modules() if self.is_bridge else ()
+        return any(is_bridge_component(getattr(m, "original_component", None)) for m in modules)
+
     @property
     def description(self) -> str:
-        """Class and name, for messages."""
-        return f"{self.class_name} ({getattr(self.cfg, 'model_name', 'custom')})"
+        """Class and name, for messages; the architecture where the name says nothing."""
+        name = getattr(self.cfg, "model_name", "custom")
+        architecture = getattr(self.cfg, "architecture", None)
+        return f"{self.class_name} ({architecture if architecture and name in ('custom', 'external') else name})"
 
     @property
     def n_layers(self) -> int:
@@ -261,7 +229,7 @@ class ModelView:
     def final_norm(self) -> NormWeights | None:
         """The norm after the last block, or None (in a masked language model `ln_final` belongs to the head)."""
         norm = getattr(self.model, "ln_final", None)
-        if norm is None or isinstance(norm, nn.Identity) or hasattr(self.model, "mlm_head"):
+        if not is_norm(norm) or hasattr(self.model, "mlm_head"):
             return None
         return norm_weights(norm, self.cfg)
 
@@ -274,12 +242,12 @@ class ModelView:
         phi = find_activation(head, self.cfg)
         if phi is None:
             raise UnsupportedModelError(f"mlm_head of {self.description}: unknown activation {self.cfg.act_fn!r}.")
-        if _is_bridge_component(head):
+        if is_bridge_component(head):
             linear, norm, scale = head.original_component, self.model.ln_final, "ln_final.hook_scale"
             weight, bias = linear.weight.T, linear.bias
         else:
             weight, bias, norm, scale = head.W, head.b, head.ln, "mlm_head.ln.hook_scale"
-        return MLMHead(weight.detach(), _detached(bias), phi, norm_weights(norm, self.cfg), scale)
+        return MLMHead(weight.detach(), detached(bias), phi, norm_weights(norm, self.cfg), scale)
 
     @cached_property
     def unembedding(self) -> tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, "d_vocab"] | None] | None:
@@ -287,7 +255,7 @@ class ModelView:
         unembed = getattr(self.model, "unembed", None)
         if unembed is None:
             return None
-        return unembed.W_U.detach(), _detached(getattr(unembed, "b_U", None))
+        return unembed.W_U.detach(), detached(getattr(unembed, "b_U", None))
 
     def logits(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_vocab"]:
         """``cap(x·W_U + b_U)`` of the stream that is unembedded (in a masked model, what its prediction head gives).
@@ -350,45 +318,5 @@ class ModelView:
         return ", ".join(name for name, present in found.items() if present) or "raw"
 
 
-def norm_weights(norm: Any, cfg: Any) -> NormWeights:
-    """Read a norm of either class; gains stored as an offset from 1 (Gemma) come back whole."""
-    if not _is_bridge_component(norm):
-        gain, shift = getattr(norm, "w", None), getattr(norm, "b", None)
-        return NormWeights(_detached(gain), _detached(shift), centre="RMS" not in type(norm).__name__)
-    inner = norm.original_component
-    gain, shift = getattr(inner, "weight", None), getattr(inner, "bias", None)
-    centre = not norm.uses_rms_norm
-    offset = getattr(norm, "uses_weight_offset", not centre and bool(getattr(cfg, "rmsnorm_uses_offset", False)))
-    gain = _detached(gain)
-    return NormWeights(1 + gain if gain is not None and offset else gain, _detached(shift), centre)
-
-
-def find_activation(component: Any, cfg: Any) -> Activation | None:
-    """The activation function of an MLP or head: its own module where it has one, else the one the config names."""
-    owners = (component, getattr(component, "original_component", None))
-    for owner in owners:
-        for name in ("act_fn", "act", "activation_fn"):
-            phi = getattr(owner, name, None) if owner is not None else None
-            if callable(phi):
-                return _unhooked(phi)
-    from transformers.activations import ACT2FN
-
-    name = getattr(cfg, "act_fn", None)
-    return ACT2FN[name] if isinstance(name, str) and name in ACT2FN else None
-
-
-def _unhooked(phi: Callable[..., Any]) -> Activation:
-    """A Bridge may wrap the activation in a component with hooks of its own; take what it wraps."""
-    return getattr(phi, "original_component", None) or phi
-
-
 def _zero_mean(rows: Tensor) -> bool:
     return bool((rows.mean(-1).abs() <= 1e-4 * rows.std(-1)).all())
-
-
-def _is_bridge_component(module: Any) -> bool:
-    return hasattr(module, "original_component")
-
-
-def _detached(tensor: Any) -> Tensor | None:
-    return tensor.detach() if isinstance(tensor, Tensor) else None

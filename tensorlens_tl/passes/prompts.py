@@ -132,8 +132,10 @@ def _tokenize(view: ModelView, text: str, number: int, prepend_bos: bool | None)
     model = view.model
     if not text:
         raise InvalidInputError(f"input: text number {number} is empty; pass at least one token.")
-    if getattr(model, "tokenizer", None) is None:
-        raise InvalidInputError("input: this model has no tokenizer; pass token ids, or call model.set_tokenizer(...).")
+    if view.tokenizer is None:
+        raise InvalidInputError(
+            "input: this model has no tokenizer that knows any text; pass token ids, or call model.set_tokenizer(...)."
+        )
     if view.is_hooked_encoder:
         return model.to_tokens(text, truncate=False)[0][0]
     options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
@@ -144,7 +146,7 @@ def _tokenize(view: ModelView, text: str, number: int, prepend_bos: bool | None)
 
 
 def _pad(view: ModelView, rows: list[Tensor], padding_side: str | None) -> tuple[Tensor, Tensor]:
-    tokenizer = getattr(view.model, "tokenizer", None)
+    tokenizer = view.tokenizer
     side = padding_side or "right"
     if side not in ("left", "right"):
         raise InvalidInputError(f"padding_side={side!r}; use 'left' or 'right'.")
@@ -175,7 +177,7 @@ def _as_ids(input: Any) -> Tensor:
 
 def _ends_in_padding(view: ModelView, tokens: Tensor) -> bool:
     """Whether a prompt begins or ends with two padding tokens or more; one may well be a BOS or EOS of the same id."""
-    pad = getattr(getattr(view.model, "tokenizer", None), "pad_token_id", None)
+    pad = getattr(view.tokenizer, "pad_token_id", None)
     if pad is None or tokens.shape[1] < 3:
         return False
     ends = torch.stack([tokens[:, :2], tokens[:, -2:]])
@@ -201,19 +203,19 @@ def _check(view: ModelView, tokens: Tensor, mask: Tensor) -> None:
 
 def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[list[bool]] | None]:
     """Tokens as text, and which begin a word, as the tokenizer itself marks it (Ġ, ▁, or ## for what continues)."""
-    tokenizer = getattr(view.model, "tokenizer", None)
+    tokenizer = view.tokenizer
     if tokenizer is None:
         return [[f" {int(token)}" for token in row] for row in tokens], None  # ids are words: they do not run together
     word_pieces = tokenizer.convert_tokens_to_ids("##s") not in (None, getattr(tokenizer, "unk_token_id", None))
     special = set(tokenizer.all_special_ids)
     texts, starts = [], []
     for row in tokens.tolist():
-        pieces = tokenizer.convert_ids_to_tokens(row)
+        known = len(tokenizer)
+        pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(row)]
         decoded = tokenizer.batch_decode([[token] for token in row], clean_up_tokenization_spaces=False)
         # decoding one token drops the space that SentencePiece writes as ▁
-        texts.append(
-            [f" {t}" if p.startswith("▁") and t[:1] != " " else t for p, t in zip(pieces, decoded, strict=True)]
-        )
+        shown = [f" {t}" if p.startswith("▁") and t[:1] != " " else t for p, t in zip(pieces, decoded, strict=True)]
+        texts.append([t if token < known else f" {token}" for token, t in zip(row, shown, strict=True)])
         after_gap, begins = True, []
         for token, piece, text in zip(row, pieces, texts[-1], strict=True):
             starting = not piece.startswith("##") if word_pieces else text[:1].isspace()

@@ -139,8 +139,12 @@ def _refusal(record: Record, layer: int, errors: Mapping[Layout, float]) -> str:
     tried = ", ".join(f"{layout.name} {error:.1e}" for layout, error in errors.items())
     return (
         start + f"composed from its weights it misses its own output (relative error: {tried}; allowed "
-        f"{record.tolerance:.0e}). {_first_difference(record, layer, best)} Other hooks on the model, or a part that "
-        "is not attention, norm or MLP, would explain it."
+        f"{record.tolerance:.0e}). {_first_difference(record, layer, best)} "
+        + (
+            "This Hugging Face model was wrapped by a Bridge before: load it anew, and wrap it once."
+            if record.view.wrapped_twice
+            else "Other hooks on the model, or a part that is not attention, norm or MLP, would explain it."
+        )
     )
 
 

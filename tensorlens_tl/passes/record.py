@@ -21,7 +21,8 @@ from tensorlens_tl.models.activations import Coefficients, coefficients
 from tensorlens_tl.models.layouts import Layout, compose
 from tensorlens_tl.models.protocol import HookedModel
 from tensorlens_tl.models.state import WeightState
-from tensorlens_tl.models.view import ModelView, NormWeights
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models.weights import NormWeights
 from tensorlens_tl.passes.prompts import Prompt
 
 

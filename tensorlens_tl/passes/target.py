@@ -55,7 +55,7 @@ def token_ids(
 def _token_id(view: ModelView, token: Any, name: str) -> int:
     vocabulary = view.d_vocab if view.unembedding is None else view.unembedding[0].shape[1]
     if isinstance(token, str):
-        tokenizer = getattr(view.model, "tokenizer", None)
+        tokenizer = view.tokenizer
         if tokenizer is None:
             raise InvalidInputError(f"{name}={token!r}: this model has no tokenizer; pass a token id.")
         ids = tokenizer(token, add_special_tokens=False)["input_ids"]
@@ -77,7 +77,7 @@ def _token_id(view: ModelView, token: Any, name: str) -> int:
 
 def token_label(view: ModelView, token: int) -> str:
     """A token id as readable text."""
-    tokenizer = getattr(view.model, "tokenizer", None)
+    tokenizer = view.tokenizer
     return str(token) if tokenizer is None else tokenizer.decode([token])
 
 

@@ -67,6 +67,6 @@ def predict(frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = Non
 
 
 def _default_query(frozen: FrozenPass) -> int:
-    mask = getattr(getattr(frozen.model, "tokenizer", None), "mask_token_id", None)
+    mask = getattr(frozen.view.tokenizer, "mask_token_id", None)
     real = frozen.tokens[0][frozen.mask[0]].tolist()
     return real.index(mask) if frozen.view.mlm_head is not None and mask in real else -1

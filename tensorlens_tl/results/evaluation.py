@@ -178,12 +178,11 @@ class Evaluation(Stored):
                 cells.append("–" if mean != mean else f"{mean:.3g} [{low:.3g}, {high:.3g}]")
             rows.append((str(method), *cells))
         title = f"{self.kind}: mean over {len(self.units)} with 95 % bootstrap intervals"
-        caption = "\n".join(
-            [
-                "↑ higher is better, ↓ lower is better",
-                *(f"left out: {name}: {why}" for name, why in self.skipped.items()),
-            ]
-        )
+        notes = ["↑ higher is better, ↓ lower is better"]
+        if self.settings.get("dropped"):
+            notes.append(f"{self.settings['dropped']} prompts dropped, which the model answers wrongly")
+        notes += [f"left out: {name}: {why}" for name, why in self.skipped.items()]
+        caption = "\n".join(notes)
         terminal.show_table(title, headings, rows, left=("method",), caption=caption)
 
     def plot(self, metric: str | None = None, methods: list[str] | None = None, ax: Any = None) -> Any:

@@ -83,7 +83,7 @@ class ScoreAttribution(Stored):
         """One line per pair: batch, query_source, key_source, score."""
         import pandas as pd
 
-        batch, query, key = np.indices(self.pairs.shape).reshape(3, -1)
+        batch, query, key = np.indices(self.pairs.shape).reshape(3, -1).tolist()
         frame = pd.DataFrame({"batch": batch})
         frame["query_source"] = [self._label(b, i) for b, i in zip(batch, query, strict=True)]
         frame["key_source"] = [self._label(b, j) for b, j in zip(batch, key, strict=True)]

@@ -1,0 +1,330 @@
+"""One surface: queries, targets, many prompts, tables and files mean the same everywhere."""
+
+import inspect
+
+import pytest
+import torch
+from conftest import close, some_tokens
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits
+from tensorlens_tl.passes.prompts import query_positions
+
+TEXT = "If the file is not found, a FileNotFoundError is"
+ABOUT_A_PREDICTION = {"tensorlens", "input-x-gradient", "integrated-gradients"}
+METHODS = tlens.list_methods()
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    return tlens.freeze(tlens.load_demo_model(dtype=torch.float64), TEXT)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model = tlens.load_demo_model(dtype=torch.float64)
+    return tlens.freeze(model, ["Return the value of the file", "Raise an exception if the file"], padding_side="left")
+
+
+def options(method):
+    return {"target": " the"} if method in ABOUT_A_PREDICTION - {"tensorlens"} else {}
+
+
+# ------------------------------------------------------------------ queries
+
+
+def test_what_a_query_stands_for(frozen, pair):
+    last = frozen.tokens.shape[1] - 1
+    for query, expected in (
+        (-1, [last]), (2, [2]), ([0, -1], [0, last]), (slice(1, 3), [1, 2]), (" file", [3]), ("file", [3]),
+        ("FileNotFoundError", [15]), (["file", 1], [3, 1]), (torch.tensor([4, 2]), [4, 2]), (range(2), [0, 1]),
+        (None, list(range(last + 1))),
+    ):  # fmt: skip
+        assert query_positions(frozen.prompt, query).tolist() == [expected], query
+    first = int(pair.mask[0].long().argmax())
+    assert query_positions(pair.prompt, 0).tolist()[0] == [first]
+    words = query_positions(pair.prompt, "file")
+    assert [pair.str_tokens[row][at] for row, (at,) in enumerate(words.tolist())] == [" file", " file"]
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        (99, "out of range"), ([0, 99], "out of range"), ([], "at least one"), (slice(50, None), "at least one"),
+        ("nowhere", "whole tokens"), (1.5, "a position, a list or a slice"), ([None], "a position, a list or a slice"),
+        (True, "a position, a list or a slice"),
+    ],
+)  # fmt: skip
+def test_queries_that_stand_for_nothing(frozen, query, message):
+    for ask in (frozen.operator().in_out, lambda q: tlens.attribute(frozen, method="rollout", query=q)):
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            ask(query)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_takes_every_kind_of_query(frozen, method):
+    whole = tlens.attribute(frozen, method=method, query=None, **options(method))
+    for query in ([3, 15], slice(3, 5), "file", "FileNotFoundError", -1):
+        made = tlens.attribute(frozen, method=method, query=query, **options(method))
+        rows = query_positions(frozen.prompt, query)[0].tolist()
+        assert made.queries.tolist() == [rows]
+        assert close(made.scores, whole.scores[:, rows], atol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_default_query_follows_one_rule(method):
+    """Questions about a prediction ask at the last token; maps of token pairs hold every query."""
+    default = tlens.get_method(method).options["query"]
+    assert default == (-1 if method in ABOUT_A_PREDICTION else None)
+
+
+def test_circuits_and_collapses_ask_at_the_last_token():
+    about = (
+        circuits.logit_attribution, circuits.total_effects, circuits.paths, circuits.top_paths,
+        circuits.contribution_graph, circuits.qk_attribution, circuits.HeadMap.target, tlens.FrozenOperator.target,
+        tlens.FrozenOperator.in_out, tlens.FrozenOperator.norm, tlens.FrozenOperator.slice,
+    )  # fmt: skip
+    for function in about:
+        assert inspect.signature(function).parameters["query"].default == -1, function
+
+
+def test_target_and_minus_come_in_one_order():
+    for function in (
+        circuits.logit_attribution, circuits.total_effects, circuits.paths, circuits.top_paths,
+        circuits.contribution_graph, circuits.HeadMap.target, tlens.FrozenOperator.target,
+    ):  # fmt: skip
+        parameters = list(inspect.signature(function).parameters.values())
+        assert [p.name for p in parameters[1:3]] == ["target", "minus"], function
+        assert all(p.kind is p.KEYWORD_ONLY for p in parameters[3:]), function
+
+
+# ------------------------------------------------------------------ targets
+
+
+def test_a_target_for_each_query(frozen, pair):
+    tokens, others = [" the", " not"], [" a", " is"]
+    for method, more in (("tensorlens", {}), ("decompx", {}), ("input-x-gradient", {})):
+        made = tlens.attribute(frozen, method=method, target=tokens, minus=others, query=[3, -1], **more)
+        for row, query in enumerate((3, -1)):
+            alone = tlens.attribute(frozen, method=method, target=tokens[row], minus=others[row], query=query, **more)
+            assert close(made.scores[:, row], alone.scores[:, 0]), method
+    nested = [[" the", " a"], [" not", " is"]]
+    made = pair.operator().target(nested, query=[1, 2])
+    for row in range(2):
+        for column in range(2):
+            alone = pair.operator().target([tokens[column] for tokens in nested], query=[1, 2][column])
+            assert close(made.scores[row, column], alone.scores[row, 0])
+    directions = torch.randn(1, 2, 128, dtype=torch.float64)
+    made = frozen.operator().target(direction=directions, query=[3, -1])
+    assert close(made.scores[:, 1], frozen.operator().target(direction=directions[0, 1]).scores[:, 0])
+    effects = circuits.logit_attribution(frozen, tokens, query=[3, -1])
+    assert close(effects.scores[:, 1], circuits.logit_attribution(frozen, " not").scores[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("target", "query", "message"),
+    [
+        ([" the", " a", " not"], [3, -1], "one for each of its 2 queries"),
+        ([[" the", " a", " not"]], [3, -1], "3 tokens for 2 queries"),
+        ([" the", " a"], -1, "2 tokens for 1 prompts"),
+    ],
+)
+def test_targets_that_fit_no_query(frozen, target, query, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        frozen.operator().target(target, query=query)
+
+
+def test_a_token_held_against_itself_is_refused(frozen):
+    for ask in (
+        lambda: frozen.operator().target(" the", " the"),
+        lambda: tlens.attribute(frozen, method="input-x-gradient", target=" the", minus=" the"),
+        lambda: tlens.attribute(frozen, method="decompx", target=" the", minus=" the"),
+        lambda: circuits.logit_attribution(frozen, [" the", " a"], [" not", " a"], query=[3, 4]),
+        lambda: tlens.report.explain(frozen, target=" the", minus=" the"),
+    ):
+        with pytest.raises(tlens.InvalidInputError, match="same token"):
+            ask()
+
+
+def test_a_target_implies_what_explains_it(frozen):
+    for method, name, implied in (("tensorlens", "collapse", "target"), ("decompx", "aggregate", "target")):
+        made = tlens.attribute(frozen, method=method, target=" the", query=-1)
+        said = tlens.attribute(frozen, method=method, target=" the", query=-1, **{name: implied})
+        assert made.options[name] == implied
+        assert torch.equal(made.scores, said.scores)
+    assert tlens.attribute(frozen).options["collapse"] == "in_out"
+    assert tlens.attribute(frozen, direction=torch.ones(128)).options["collapse"] == "target"
+
+
+# ------------------------------------------------------------------ many prompts
+
+
+PROMPTS = [TEXT[:length] for length in (12, 48, 20, 35, 8, 48, 30, 16)]
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("tensorlens", {}), ("tensorlens", {"query": None}), ("rollout", {}), ("decompx", {"query": None}),
+        ("attention", {"head_reduction": None}), ("tensorlens", {"collapse": "norm", "probes": 4}),
+        ("tensorlens", {"target": " the"}), ("decompx", {"bias": "token"}), ("alti", {"query": [0, -1]}),
+    ],
+)  # fmt: skip
+def test_prompts_in_batches_are_what_each_is_alone(method, more, demo_model):
+    together = tlens.attribute(demo_model, PROMPTS, method=method, memory="2MB", **more)
+    assert together.scores.shape[0] == len(PROMPTS)
+    for row, prompt in enumerate(PROMPTS):
+        alone = tlens.attribute(demo_model, prompt, method=method, **more)
+        real, queries = together.mask[row].nonzero()[:, 0], slice(0, alone.queries.shape[1])
+        assert [together.tokens[row][i] for i in real] == alone.tokens[0]
+        assert together.queries[row, queries].tolist() == alone.queries[0].tolist()
+        mine = together.scores[row][..., queries, :][..., real]
+        if "probes" not in more:  # each batch draws its own
+            assert close(mine, alone.scores[0], atol=1e-9)
+        assert float(together.scores[row].abs().sum()) == pytest.approx(float(mine.abs().sum()))  # none at padding
+        for part in ("bias", "total"):
+            mine, theirs = getattr(together, part), getattr(alone, part)
+            assert (mine is None) is (theirs is None)
+            assert theirs is None or close(mine[row, queries], theirs[0])
+        assert (together.layers is None) is (alone.layers is None)
+        if alone.layers is not None:
+            size = alone.layers.shape[-1]
+            assert close(together.layers[:, row][..., :size, :size], alone.layers[:, 0])
+
+
+def test_targets_and_ids_of_many_prompts(demo_model):
+    rows = [list(range(3, 3 + length)) for length in (4, 9, 6)]
+    targets = [5, 6, 7]
+    together = tlens.attribute(demo_model, rows, target=targets, memory="300KB")
+    assert together.options["target"] == targets
+    assert together.target == "a target of its own for each prompt"
+    for row, target in enumerate(targets):
+        alone = tlens.attribute(demo_model, [rows[row]], target=target)
+        assert close(together.scores[row, 0, : len(rows[row])], alone.scores[0, 0])
+    assert "batch=3" in repr(together)
+    with pytest.raises(tlens.InvalidInputError, match="5 tokens for"):
+        tlens.attribute(demo_model, rows, target=[1, 2, 3, 4, 5], memory="300KB")
+
+
+def test_batches_keep_within_their_bound():
+    from tensorlens_tl.models import ModelView
+    from tensorlens_tl.passes.batches import captured_bytes, memory_batches
+
+    view = ModelView(tlens.load_demo_model())
+    lengths = [3, 250, 7, 8, 250, 249, 30, 31, 200, *[5] * 50]
+    batches = memory_batches(view, lengths, "8MB")
+    assert sorted(number for batch in batches for number in batch) == list(range(len(lengths)))
+    for batch in batches:
+        longest = max(lengths[number] for number in batch)
+        assert len(batch) == 1 or len(batch) * captured_bytes(view, longest) <= 8 * 10**6
+    assert len(memory_batches(view, [10, 11, 12])) == 1
+
+
+# ------------------------------------------------------------------ tables and files
+
+
+def test_every_top_gives_the_same_kind_of_entry(frozen):
+    from tensorlens_tl import contextualisation
+
+    attribution = tlens.attribute(frozen)
+    found = [
+        attribution.top(2), attribution["file"], circuits.logit_attribution(frozen, " the").top(2),
+        circuits.top_paths(frozen, " the", k=3).top(2), circuits.contribution_graph(frozen, " the").top(2, kind="head"),
+        circuits.qk_attribution(frozen, 1, 0).top(2), circuits.total_effects(frozen, " the").top(2),
+        contextualisation.top_pairs(frozen, contextualisation.ff_amp(frozen, "atb", "atb_ln"), 2),
+    ]  # fmt: skip
+    for entries in found:
+        assert entries
+        assert all(type(entry) is tlens.Entry for entry in entries)
+        assert all(isinstance(entry.name, str) and isinstance(entry.score, float) for entry in entries)
+    assert [type(entries[0].position) for entries in found] == [
+        int,
+        int,
+        *[type(None)] * 2,
+        int,
+        tuple,
+        type(None),
+        tuple,
+    ]
+
+
+def shown(capsys, result, **options):
+    result.show(**options)
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    return {cells[-3].strip(): float(cells[-2].strip()) for cells in lines}
+
+
+def test_tables_end_in_a_line_for_all_others(frozen, capsys):
+    for result, k in ((tlens.attribute(frozen), 3), (circuits.logit_attribution(frozen, " the"), 4)):
+        lines = shown(capsys, result, k=k)
+        (others,) = [name for name in lines if name.endswith("others")]
+        assert others == f"{(len(result.tokens[0]) if k == 3 else len(result)) - k} others"
+        total = lines.pop("total")
+        assert sum(lines.values()) == pytest.approx(total, rel=2e-3, abs=2e-2)  # four digits each
+    score = circuits.qk_attribution(frozen, 1, 0)
+    lines = shown(capsys, score, k=3)
+    assert sum(value for name, value in lines.items() if name != "total") == pytest.approx(lines["total"], abs=2e-2)
+
+
+def test_a_table_of_many_queries_says_which_it_shows(frozen, capsys):
+    tlens.attribute(frozen, method="rollout").show(query="file")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "query 3 ' file', one of 17" in printed
+    circuits.logit_attribution(frozen, " the", query=[2, 3]).show(query=0)
+    assert "query 2 ' the', one of 2" in " ".join(capsys.readouterr().out.split())
+
+
+def test_terms_graphs_and_scores_can_be_kept(frozen, tmp_path):
+    for number, result in enumerate(
+        (
+            circuits.logit_attribution(frozen, " the", by="head_token", query=[2, -1]),
+            circuits.paths(frozen, " the", max_order=1),
+            circuits.total_effects(frozen, " the"),
+            circuits.contribution_graph(frozen, " the", threshold=0.1),
+            circuits.qk_attribution(frozen, 1, 0, by="component"),
+        )
+    ):
+        path = result.save(tmp_path / f"{number}.safetensors")
+        again = type(result).load(path)
+        assert repr(again) == repr(result)
+        assert [e.name for e in again.top(3)] == [e.name for e in result.top(3)]
+        assert again.to_dataframe().equals(result.to_dataframe())
+        with pytest.raises(tlens.FileFormatError, match="no Attribution"):
+            tlens.Attribution.load(path)
+
+
+def test_frames_are_long(frozen):
+    terms = circuits.logit_attribution(frozen, " the", by="head_token", query=[2, -1])
+    frame = terms.to_dataframe()
+    assert list(frame) == ["batch", "query", "query_token", "term", "score"]
+    assert len(frame) == 2 * len(terms)
+    keys = terms.to_dataframe(keys=True)
+    assert len(keys) == 2 * len(terms) * 17
+    assert keys.groupby(["query", "term"])["score"].sum().sum() == pytest.approx(frame["score"].sum())
+    with pytest.raises(tlens.InvalidInputError, match="head_token"):
+        circuits.logit_attribution(frozen, " the").to_dataframe(keys=True)
+    assert list(circuits.qk_attribution(frozen, 1, 0).to_dataframe()) == [
+        "batch", "query_source", "key_source", "score",
+    ]  # fmt: skip
+
+
+def test_total_effects_claim_no_sum(frozen):
+    effects = circuits.total_effects(frozen, " the")
+    assert not effects.additive
+    assert "not additive" in repr(effects)
+    with pytest.raises(tlens.InvalidInputError, match="not additive"):
+        _ = effects.residual
+
+
+def test_public_names_come_from_where_they_are_listed():
+    assert set(dir(tlens)) == {*tlens.__all__, "__version__"}
+    for name in tlens.__all__:
+        assert getattr(tlens, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = tlens.nothing
+
+
+def test_a_model_is_what_it_can_do(model_named):
+    assert isinstance(model_named("bridge/gpt2"), tlens.HookedModel)
+    assert not isinstance("gpt2", tlens.HookedModel)
+    assert some_tokens().shape == (2, 6)
