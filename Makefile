@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 lint types docs bench evaluation support package clean
+.PHONY: demo test test-tl4 test-whole test-cpus test-pythons lint types docs bench evaluation support package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -12,6 +12,22 @@ test: .venv/.ready
 
 test-tl4: .venv-tl4/.ready
 	.venv-tl4/bin/python -m pytest
+
+# the models that the default run leaves to its representatives, on both lines
+test-whole: .venv/.ready .venv-tl4/.ready
+	.venv/bin/python -m pytest -m whole
+	.venv-tl4/bin/python -m pytest -m whole
+
+# numbers on other processors than this one, and with another number of threads
+NUMERIC = .venv/bin/python -m pytest -m "numeric and not whole"
+test-cpus: .venv/.ready
+	ATEN_CPU_CAPABILITY=default $(NUMERIC)
+	ATEN_CPU_CAPABILITY=avx2 $(NUMERIC)
+	TENSORLENS_TEST_THREADS=2 $(NUMERIC) -n 1 -k "golden or bridge/gpt2 or bridge/opt"
+
+# on every other Python that this machine has
+test-pythons:
+	.ci/pythons
 
 lint: .venv/.ready
 	.venv/bin/ruff check .

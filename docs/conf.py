@@ -1,7 +1,13 @@
 """Sphinx settings: `make docs` builds the site into docs/_build/html."""
 
+import ast
+import importlib
 import importlib.metadata
+import inspect
 import re
+from itertools import groupby
+
+from sphinx.pycode import ModuleAnalyzer
 
 project = "tensorlens_tl"
 release = importlib.metadata.version("tensorlens-tl")
@@ -28,26 +34,91 @@ default_role = "code"  # docstrings write `names` as Markdown does
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_inherit_docstrings = False  # a subclass shows what it does otherwise than its base
+autodoc_default_options = {"members": True}
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # the text says what an attribute is
 
 
 def as_written(app, what, name, obj, options, lines):
-    """Let docstrings look as they do in the source: tables and indented formulas verbatim, ``|x|`` a size."""
-    if what in ("data", "attribute") and lines:
-        lines[0] = lines[0].replace(": ", " - ", 1)  # napoleon would take what stands before a colon for a type
-    made, verbatim = [], False
-    for line in lines:
-        block = line.startswith("| ") or (what == "module" and line.startswith("    "))
-        if block and not verbatim and not (made and made[-1].rstrip().endswith("::")):
-            made += [*([""] if made and made[-1] else []), "::", ""]
-        verbatim = block or (verbatim and not line)
-        bars = re.sub(r"(?<![`|\\])\|(?!`)", r"\|", line)
-        made.append(f"   {line}" if block else bars)
-    lines[:] = made
+    """Let docstrings look as they do in the source: tables as tables, formulas verbatim, ``|x|`` a size."""
+    if what == "data":
+        lines[:] = comment_of(name)
+    if what in ("data", "property") and lines:
+        lines[0] = lines[0].replace(": ", " – ", 1)  # napoleon would take what stands before a colon for a type
+    if what == "class" and "Attributes:" not in lines:
+        lines += attributes_of_base(obj)
+    made = []
+    for kind, group in groupby(lines, lambda line: kind_of(line, what)):
+        if kind == "table":
+            made += table(list(group))
+        elif kind == "formula":
+            introduced = any(line.rstrip().endswith("::") for line in made[-2:])
+            made += [*([] if introduced else ["", "::", ""]), *(f"   {line}" for line in group), ""]
+        else:
+            made += [re.sub(r"(``.*?``|`[^`]*`)|\|", lambda found: found[1] or r"\|", line) for line in group]
+    lines[:] = one_each(made)
+
+
+def kind_of(line, what):
+    """Text, a row of a table, or a formula (indented, in a module's docstring)."""
+    return "table" if line.startswith("| ") else "formula" if what == "module" and line.startswith("    ") else "text"
+
+
+def table(rows):
+    """A Markdown table in reStructuredText; the list of a package's own modules is for those who read the source."""
+    header, _, *others = ([cell.strip() for cell in row.strip(" |").split(" | ")] for row in rows)
+    if header[0] == "module":
+        return []
+    cells = [f"   {'  -' if column else '* -'} {cell}" for row in (header, *others) for column, cell in enumerate(row)]
+    return ["", ".. list-table::", "   :header-rows: 1", "", *cells, ""]
+
+
+def one_each(lines):
+    """Attributes that share a line, each on its own: napoleon does so for arguments only."""
+    text = "\n".join(lines)
+    before, found, after = text.partition("\nAttributes:\n")
+    shared = re.compile(r"^    ([a-z_]\w*(?:, [a-z_]\w*)+)(:.*(?:\n     .*)*)", flags=re.M)
+    after = shared.sub(lambda m: "\n".join(f"    {name}{m[2]}" for name in m[1].split(", ")), after)
+    return (before + found + after).split("\n")
+
+
+def comment_of(name):
+    """The string below a constant, where it is defined: a package that passes it on has none."""
+    package, _, constant = name.rpartition(".")
+    module = importlib.import_module(package)
+    homes = [
+        node.module
+        for node in ast.parse(inspect.getsource(module)).body
+        if isinstance(node, ast.ImportFrom) and constant in [alias.name for alias in node.names]
+    ]
+    analyzer = ModuleAnalyzer.for_module(homes[0] if homes else package)
+    analyzer.analyze()
+    return list(analyzer.attr_docs.get(("", constant), []))
+
+
+def attributes_of_base(cls):
+    """The attributes that a base class describes, for one that adds none."""
+    for base in cls.__mro__[1:]:
+        text = inspect.cleandoc(base.__doc__ or "")
+        if base.__module__.startswith("tensorlens_tl") and "Attributes:" in text:
+            return ["", *text[text.index("Attributes:") :].splitlines(), ""]
+    return []
+
+
+def constructor(app, what, name, obj, options, signature, returns):
+    """Classes that a function makes, and whose fields are in part private, show none."""
+    return ("", None) if what == "class" and re.search(r"\b_\w+:", signature or "") else None
+
+
+def skipped(app, what, name, obj, skip, options):
+    """Fields of a named tuple are described in its own docstring."""
+    return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field number") else None
 
 
 def setup(app):
     """Sphinx calls this."""
     app.connect("autodoc-process-docstring", as_written, priority=400)  # before napoleon reads sections
+    app.connect("autodoc-process-signature", constructor)
+    app.connect("autodoc-skip-member", skipped)

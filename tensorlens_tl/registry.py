@@ -16,8 +16,9 @@ A layer map is a function of a `FrozenPass` that returns one map of token pairs 
 
     >>> @tlens.register_layer_map("last-head", holds_residual=False)
     ... def last_head(frozen):
-    ...     \"\"\"The pattern of each layer's last head.\"\"\"
-    ...     return torch.stack([frozen.pattern(layer)[:, -1] for layer in range(frozen.n_layers)])
+    ...     \"\"\"The pattern of each layer's last head, between real tokens.\"\"\"
+    ...     real = frozen.mask[:, :, None] & frozen.mask[:, None]
+    ...     return torch.stack([frozen.pattern(layer)[:, -1] * real for layer in range(frozen.n_layers)])
     >>> frozen = tlens.freeze(tlens.load_demo_model(), "Return the value of the")
     >>> tlens.attribute(frozen, method="rollout", layer_map="last-head", query=-1)
     Attribution('rollout', batch=1, query=1, key=6)
@@ -47,6 +48,18 @@ from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.joining import joined
+
+__all__ = [
+    "LayerMap",
+    "Method",
+    "attribute",
+    "get_layer_map",
+    "get_method",
+    "list_layer_maps",
+    "list_methods",
+    "register_layer_map",
+    "register_method",
+]
 
 ENTRY_POINTS = "tensorlens_tl.methods"
 MethodFunction = TypeVar("MethodFunction", bound=Callable[..., Attribution])

@@ -1,3 +1,4 @@
+import os
 import random
 
 import pytest
@@ -15,9 +16,33 @@ settings.register_profile(
 settings.register_profile("nightly", max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("default")
 
-torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other, and every core has a process of its own
+# tiny tensors: more threads only wait for each other, and every core has a process of its own
+torch.set_num_threads(int(os.environ.get("TENSORLENS_TEST_THREADS", "1")))
 NAMES = model_names()
 _models: dict = {}
+
+
+REPRESENTATIVES = {
+    "hooked/ln", "hooked/rmspre", "hooked/attn-only-no-norm", "hooked/gated", "hooked/gqa-ungrouped", "hooked/alibi",
+    "hooked/shortformer", "hooked/sandwich", "hooked/post-only", "hooked/soft-caps", "hooked/sinks",
+    "hooked/parallel-processed", "encoder/bert", "bridge/gpt2", "bridge/neox", "bridge/llama", "bridge/gemma2",
+    "bridge/phi", "bridge/opt", "bridge/bert", "bridge/llama-compatibility", "bridge/native-rms",
+}  # fmt: skip
+"""One model at least of every class, block layout, norm, activation, position encoding and way to make attention; the
+others belong to the marked set `whole`."""
+
+FEW = 12
+"""A list of models that a test names itself runs as it stands, up to so many."""
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of every model run on the representatives by default, on the whole table where `whole` is asked for."""
+    for item in items:
+        params = (getattr(item, "callspec", None) and item.callspec.params) or {}
+        asked = params.get("name") or getattr(params.get("check"), "of", None)
+        named = [mark.args[1] for mark in item.iter_markers("parametrize") if mark.args[0] == "name"]
+        if asked in NAMES and asked not in REPRESENTATIVES and not (named and len(named[0]) <= FEW):
+            item.add_marker(pytest.mark.whole)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 import tensorlens_tl as tlens
 from tensorlens_tl.models.activations import coefficients, derivative, is_elementwise, path_mean, ratio
 
+pytestmark = pytest.mark.numeric
+
 ACTIVATIONS = {
     "gelu": torch.nn.functional.gelu,
     "gelu_new": lambda z: torch.nn.functional.gelu(z, approximate="tanh"),

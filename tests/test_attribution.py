@@ -1,5 +1,7 @@
 """The result object: reading, merging, comparing, saving, showing; and the registry that makes it."""
 
+import importlib
+
 import pytest
 import torch
 from conftest import some_tokens
@@ -54,6 +56,12 @@ def test_attribute_from_model_and_from_pass_agree(frozen):
     assert torch.equal(direct.scores, tlens.attribute(frozen, collapse="in_out").scores)
 
 
+def test_a_part_of_the_model_says_so(frozen):
+    assert "part of the model" not in tlens.attribute(frozen).target
+    for options in ({"mlp": False}, {"layers": slice(1, None)}, {"heads": {0: [1]}}):
+        assert "part of the model" in tlens.attribute(frozen, **options).target
+
+
 def test_top(frozen):
     result = made(["a", "b", "c", "<pad>"], [[1.0, -3.0, 2.0, 9.0]], [True, True, True, False])
     assert [(e.position, e.token, e.score) for e in result.top(2)] == [(1, "b", -3.0), (2, "c", 2.0)]
@@ -61,6 +69,19 @@ def test_top(frozen):
     for bad in ({"query": 1}, {"query": -2}, {"batch": 1}):
         with pytest.raises(tlens.InvalidInputError):
             result.top(**bad)
+
+
+def test_top_skips_the_queries_of_padding(model_named):
+    tokens, mask = some_tokens(), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 3:] = 0
+    result = tlens.attribute(model_named("bridge/gpt2"), tokens, attention_mask=mask, query=None)
+    assert abs(result.top(1, batch=1)[0].score) == float(result.scores[1, 2].abs().max())
+    assert len(result.top(10, query=-3, batch=1)) == 3
+
+
+def test_top_shows_at_least_one(frozen):
+    with pytest.raises(tlens.InvalidInputError, match="at least one"):
+        tlens.attribute(frozen).top(0)
 
 
 def test_scores_of_a_text():
@@ -119,6 +140,39 @@ def test_merge_word_pieces():
     words = made(["[CLS]", "un", "##believ", "##able", "end", "[SEP]"], [[1, 2, 3, 4, 5, 6]]).merge_words()
     assert words.tokens == [["[CLS]", "unbelievable", "end", "[SEP]"]]
     assert words.scores.tolist() == [[[1, 9, 5, 6]]]
+
+
+def word_tokenizer(kind):
+    tokenizers = importlib.import_module("tokenizers")
+    transformers = importlib.import_module("transformers")
+    words = ["[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat"]
+    if kind == "wordpiece":
+        vocabulary = {t: i for i, t in enumerate([*words, "##s", "##ting"])}
+        inner = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        inner.decoder = tokenizers.decoders.WordPiece()
+    else:
+        vocabulary = {t: i for i, t in enumerate([*words[:3], "▁the", "▁cat", "s", "▁sat"])}
+        inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+        inner.decoder = tokenizers.decoders.Metaspace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "words"),
+    [
+        ("wordpiece", [1, 3, 4, 6, 5, 2], ["[CLS]", "the", "cats", "sat", "[SEP]"]),
+        ("wordpiece", [1, 3, 4, 5, 2], ["[CLS]", "the", "cat", "sat", "[SEP]"]),
+        ("sentencepiece", [1, 3, 4, 5, 6, 2], ["[CLS]", " the", " cats", " sat", "[SEP]"]),
+    ],
+)
+def test_words_are_the_tokenizers_own(kind, ids, words):
+    model = tiny_model("bridge/gpt2")
+    model.tokenizer = word_tokenizer(kind)
+    merged = tlens.attribute(model, ids).merge_words()
+    assert merged.tokens == [words]
 
 
 def test_merge_ignores_padding():

@@ -1,33 +1,77 @@
-"""The documentation: its code runs, its links lead to what they name, and nothing public is left out."""
+"""The documentation: its code runs, its links lead to what they name, and the reference shows what is public."""
 
+import contextlib
 import importlib
+import inspect
 import pkgutil
 import re
+from functools import cached_property, reduce
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 
 import tensorlens_tl as tlens
 
 DOCS = Path(__file__).parent.parent / "docs"
+API = sorted((DOCS / "api").glob("*.md"))
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts and "tutorial" not in path.parts)
 HOW_TO = sorted((DOCS / "howto").glob("*.md"))
 SECTIONS = ["Definition", "Source", "Cost", "When to trust it", "Deviations from the original"]
-NOT_REFERENCE = {"demo.train", "demo.train_small", "testing.allocations", "__main__"}
+PACKAGES = [found.name for found in pkgutil.iter_modules(tlens.__path__, "tensorlens_tl.") if found.ispkg]
+DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+)\n((?: {3}:.*\n)*)", flags=re.M)
+EXCLUDED = re.compile(r":exclude-members:(.*)")
 
 
 def resolve(name):
-    """The object of a dotted name; attributes of a dataclass are looked up among its fields."""
-    parts = name.split(".")
-    for cut in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[cut:]:
-            found = getattr(found, part)
-        return found
-    raise AssertionError(name)
+    """The object of a dotted name; where a function is called as its module, the function."""
+    first, *parts = name.split(".")
+    with contextlib.suppress(AttributeError):
+        return reduce(getattr, parts, importlib.import_module(first))
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.import_module(name)
+    module, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+def reference():
+    """Every name that the pages of the reference show, as autodoc reads their directives."""
+    shown = []
+    for kind, name, options in DIRECTIVE.findall("".join(path.read_text(encoding="utf-8") for path in API)):
+        shown += [] if ":no-index:" in options else [name]
+        if kind == "module" and ":no-members:" not in options:
+            module, left_out = importlib.import_module(name), re.findall(r"\w+", "".join(EXCLUDED.findall(options)))
+            listed = getattr(module, "__all__", [n for n, o in vars(module).items() if here(o, name)])
+            # a constant has no docstring that autodoc finds: each needs a directive of its own
+            listed = {n: getattr(module, n) for n in listed if n not in left_out}
+            classes = {f"{name}.{n}": o for n, o in listed.items() if inspect.isclass(o)}
+            shown += [*classes, *(f"{name}.{n}" for n, o in listed.items() if inspect.isroutine(o))]
+        else:
+            classes = {name: resolve(name)} if kind == "class" else {}
+        for each, cls in classes.items():
+            bases = [base for base in cls.__mro__ if base.__module__.startswith("tensorlens_tl")]
+            shown += {
+                f"{each}.{n}" for base in bases if base is cls or ":inherited" in options for n in described(base)
+            }
+    return shown
+
+
+def described(cls):
+    """The public methods and properties that a class itself defines, with a docstring."""
+    kinds = (property, cached_property, classmethod, staticmethod, FunctionType)
+    return [
+        name for name, member in vars(cls).items() if name[0] != "_" and isinstance(member, kinds) and member.__doc__
+    ]
+
+
+def here(thing, module):
+    """Whether it is public in a module that has no `__all__`."""
+    return getattr(thing, "__module__", None) == module and getattr(thing, "__name__", "_")[0] != "_"
+
+
+@pytest.fixture(scope="module")
+def shown():
+    return reference()
 
 
 @pytest.mark.parametrize("path", HOW_TO, ids=lambda path: path.stem)
@@ -42,10 +86,11 @@ def test_how_to_pages_run(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
-def test_links_lead_to_what_they_name(path):
+def test_links_lead_to_what_they_name(path, shown):
     text = path.read_text(encoding="utf-8")
-    for shown, target in re.findall(r"\[([^\]]+)\]\(#(tensorlens_tl[\w.]*)\)", text):
-        assert resolve(target) is not None, shown
+    for target in re.findall(r"\]\(#(tensorlens_tl[\w.]*)\)", text):
+        assert resolve(target) is not None
+        assert target in shown, "no page of the reference shows it"
     for target in re.findall(r"\]\(([\w/.-]+\.(?:md|ipynb))\)", text):
         assert (path.parent / target).exists(), target
 
@@ -77,13 +122,31 @@ def test_every_method_has_its_page(method):
     assert f"methods/{method}.md" in (DOCS / "methods.md").read_text(encoding="utf-8")
 
 
-def test_every_module_is_in_the_reference():
-    reference = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md"))
-    listed = set(re.findall(r"automodule:: tensorlens_tl\.([\w.]+)", reference))
-    modules = {m.name.removeprefix("tensorlens_tl.") for m in pkgutil.walk_packages(tlens.__path__, "tensorlens_tl.")}
-    rooms = {name for name in modules if any(other.startswith(f"{name}.") for other in modules)}
-    helpers = {
-        "arguments", "budget", "model_state", "probes", "selection", "storage", "circuits.embeddings",
-        "report.terminal", "testing.requirements",
-    }  # fmt: skip
-    assert modules - rooms - helpers - NOT_REFERENCE <= listed
+@pytest.mark.parametrize("package", ["tensorlens_tl", *PACKAGES])
+def test_every_public_name_is_in_the_reference(package, shown):
+    """Each once at least, where it is defined or where it is passed on."""
+    module = importlib.import_module(package)
+    objects = [resolve(name) for name in shown]
+    for name in getattr(module, "__all__", []):
+        assert any(getattr(module, name) is found for found in objects), f"{package}.{name}"
+
+
+def test_every_top_level_name_is_on_its_page():
+    text = API[0].read_text(encoding="utf-8")
+    for name in vars(tlens)["__all__"]:
+        found = getattr(tlens, name)
+        error = inspect.isclass(found) and issubclass(found, tlens.TensorLensError)
+        assert error or f"[`tlens.{name}`](#" in text, name
+    for name, target in re.findall(r"\[`tlens\.(\w+)`\]\(#([\w.]+)\)", text):
+        assert resolve(target) is getattr(tlens, name)
+
+
+def test_the_reference_shows_each_name_once(shown):
+    assert len(shown) == len(set(shown))
+
+
+def test_nothing_private_is_in_the_reference(shown):
+    for name in shown:
+        assert not any(part.startswith("_") for part in name.split(".")), name
+    for name in [name for name in shown if isinstance(resolve(name), ModuleType)]:
+        assert importlib.import_module(name).__doc__, f"{name} is shown for its docstring"

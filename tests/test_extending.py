@@ -13,6 +13,8 @@ from tensorlens_tl.algebra import ZERO, Chain, Linear, MixingMap, RowPositions, 
 from tensorlens_tl.algebra.bias_spreading import Spread, source_vectors, walk
 from tensorlens_tl.testing import check_map, map_checks, method_checks, model_checks, parametrize_with_checks
 
+pytestmark = pytest.mark.numeric
+
 BATCH, POS, WIDTH = 2, 6, 16
 
 

@@ -10,6 +10,8 @@ from conftest import hooks_left, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 
+pytestmark = pytest.mark.numeric
+
 
 def relative(made, own):
     return float((made - own).norm() / own.norm())

@@ -1,4 +1,4 @@
-"""What freezing refuses, with which words, and that the model is clean afterwards."""
+"""What freezing refuses, with which words, what it proves, and that the model is clean afterwards."""
 
 import importlib
 
@@ -10,7 +10,8 @@ from torch import nn
 import tensorlens_tl as tlens
 from tensorlens_tl.models.layouts import LAYOUTS
 from tensorlens_tl.passes.proof import layout_error
-from tensorlens_tl.testing import model_names, tiny_model
+from tensorlens_tl.testing import check_model, model_names, tiny_model
+from tensorlens_tl.testing.models import randomise
 
 HOOKED = [name for name in model_names() if name.startswith("hooked/")]
 needs_hooked = pytest.mark.skipif(not HOOKED, reason="HookedTransformer exists up to TransformerLens 3.9")
@@ -50,6 +51,15 @@ def test_something_that_is_no_model():
         tlens.freeze(nn.Linear(2, 2), [1, 2])
 
 
+def test_what_is_no_model_is_told_what_to_do():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with pytest.raises(tlens.UnsupportedModelError, match="boot_transformers"):
+        tlens.freeze(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=5)), [[1]])
+    with pytest.raises(tlens.UnsupportedModelError, match="comes first"):
+        tlens.freeze("gpt2", tiny_model(GPT2))
+
+
 def test_train_mode_matters_only_with_dropout():
     model = tiny_model(GPT2)
     model.train()
@@ -66,6 +76,14 @@ def test_functional_dropout_is_seen_too():
     attention = next(m for m in model.modules() if hasattr(m, "attention_dropout"))
     attention.attention_dropout = 0.2
     model.train()
+    with pytest.raises(tlens.InvalidInputError, match="probability"):
+        tlens.freeze(model, some_tokens())
+
+
+def test_dropout_inside_is_seen_whatever_the_outer_mode():
+    model = tiny_model(GPT2)
+    next(m for m in model.original_model.modules() if isinstance(m, nn.Dropout)).p = 0.3
+    model.original_model.train()
     with pytest.raises(tlens.InvalidInputError, match="probability"):
         tlens.freeze(model, some_tokens())
 
@@ -102,6 +120,17 @@ def test_a_cache_of_something_else(model_named):
         tlens.freeze(model, some_tokens(), cache=later)
 
 
+def test_freezing_a_frozen_model_is_refused(model_named):
+    model = model_named(GPT2)
+    frozen = tlens.freeze(model, some_tokens())
+    other = tlens.freeze(model, some_tokens(seed=4))
+    with frozen.attached():
+        for wrong in (lambda: tlens.freeze(model, some_tokens()), lambda: other.attached().__enter__()):
+            with pytest.raises(tlens.FrozenModelError, match="attached to this model"):
+                wrong()
+    assert hooks_left(model) == 0
+
+
 def test_mixture_of_experts_is_refused_by_name():
     transformers = importlib.import_module("transformers")
     builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
@@ -133,6 +162,33 @@ def test_encoder_decoders_are_refused():
     module = transformers.T5ForConditionalGeneration(config).eval()
     model = builder.build_bridge_from_module(module, "T5ForConditionalGeneration", hf_config=config)
     with pytest.raises(tlens.UnsupportedModelError):
+        tlens.freeze(model, some_tokens())
+
+
+def test_logits_scaled_after_the_unembedding_are_noticed(model_named):
+    """Then a token's logit is not W_U·x + b_U, also when the pass came from a cache and nothing was proved yet."""
+    transformers = importlib.import_module("transformers")
+    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
+    config = transformers.CohereConfig(
+        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=24, logit_scale=0.25, pad_token_id=0,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    module = transformers.CohereForCausalLM(config).double().eval()
+    torch.manual_seed(0)
+    randomise(module)
+    model = builder.build_bridge_from_module(module, "CohereForCausalLM", hf_config=config)
+    _, cache = model.run_with_cache(some_tokens())
+    for frozen in (tlens.freeze(model, some_tokens()), tlens.freeze(model, some_tokens(), cache=cache)):
+        assert frozen.operator().in_out().residual.max() < 1e-6
+        with pytest.raises(tlens.UnsupportedModelError, match=r"not cap\(W_U"):
+            frozen.operator().target(5)
+
+
+def test_a_model_split_over_devices_is_refused():
+    model = tiny_model(GPT2)
+    model.blocks[1].mlp.to("meta")
+    with pytest.raises(tlens.UnsupportedModelError, match="meta"):
         tlens.freeze(model, some_tokens())
 
 
@@ -184,6 +240,26 @@ def test_a_wrong_layout_misses_by_far(model_named, name):
     others = [layout for layout in LAYOUTS if layout != right and layout.norm_names(True) == right.norm_names(True)]
     assert len(others) >= 3
     assert min(layout_error(frozen, 0, layout) for layout in others) > 1e-2 > 1e4 * frozen.errors["blocks.0"]
+
+
+def test_sublayers_that_write_nothing_have_any_layout():
+    model = tiny_model(GPT2)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.original_component.c_proj.weight.zero_()
+            block.mlp.original_component.c_proj.bias.zero_()
+    assert tlens.freeze(model, some_tokens()).operator().in_out().residual.max() < 1e-9
+
+
+def test_one_token_with_folded_norms_keeps_its_layout():
+    """There a norm before a gated MLP and one after it are one map under the ratio rule, but not under the tangent."""
+    models = importlib.import_module("tensorlens_tl.testing.models")
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = models._bridge("llama", compatibility=True, hidden_act="relu", intermediate_size=3)
+        frozen = tlens.freeze(model, [[5]])
+        assert {layout.name for layout in frozen.layouts} == {"pre"}
+        assert max(check_model(model, [[5]]).errors.values()) < 1e-5
 
 
 def test_without_verification_only_the_first_block_is_proved(model_named):

@@ -16,6 +16,8 @@ from tensorlens_tl.methods.decompx import source_to_output
 from tensorlens_tl.methods.norm import head_norms, mixing_ratio
 from tensorlens_tl.models.activations import Coefficients
 
+pytestmark = pytest.mark.numeric
+
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -78,6 +78,12 @@ def test_hooks_are_gone_after_an_exception(frozen):
     assert hooks_left(frozen.model) == 0
 
 
+def test_hooks_taken_off_inside_are_noticed(model_named):
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
+    with pytest.raises(tlens.FrozenModelError, match="removed inside"), frozen.attached() as model:
+        model.reset_hooks()
+
+
 def test_other_hooks_are_left_alone(frozen):
     """Somebody else's hook stays on, before and after."""
     name, calls = frozen.points.blocks[0].resid_pre, []
@@ -144,3 +150,21 @@ def test_a_point_that_never_fires_is_not_passed_over(model_named, name):
     hooks = [(point, hook) for point, hook in frozen.fwd_hooks() if point not in recording]
     with pytest.raises(tlens.FrozenModelError, match="did not fire"):
         frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
+
+
+def test_a_target_can_be_asked_while_attached(model_named):
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
+    with frozen.attached():
+        inside = frozen.operator().target(5)
+    outside = tlens.freeze(model_named("bridge/gpt2"), some_tokens()).operator().target(5)
+    assert torch.equal(inside.scores, outside.scores)
+    assert frozen.errors["unembed"] < 1e-9
+
+
+def test_no_graph_is_kept_alive(model_named):
+    frozen = tlens.freeze(model_named("bridge/opt"), some_tokens())
+    hooks = frozen.fwd_hooks()
+    frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks).sum().backward()
+    held = [cell.cell_contents for _, hook in hooks for cell in hook.__closure__ or ()]
+    live = [value for thing in held if isinstance(thing, dict) for value in thing.values()]
+    assert not live

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from tensorlens_tl.algebra import ZERO, Attention, Chain, Diagonal, Identity, Linear, Norm, Transpose
 from tensorlens_tl.testing import check_map
 
+pytestmark = pytest.mark.numeric
+
 BATCH, POS, WIDTH = 2, 3, 8
 
 

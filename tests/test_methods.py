@@ -1,12 +1,14 @@
 """Every method on every family, by the shipped battery: it holds, or it refuses and says why."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import FLOAT32_INSIDE, hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import contextualisation
-from tensorlens_tl.testing import check_attribution, check_method, model_names, tiny_model
+from tensorlens_tl.testing import check_attribution, method_checks, model_names, parametrize_with_checks, tiny_model
 
 CASES = {
     "attention": ("attention", {}),
@@ -53,12 +55,16 @@ def tolerance(name):
     return 1e-5 if any(family in name for family in FLOAT32_INSIDE) else 1e-9
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FULLY)
-def test_battery(case, family, model_named):
-    method, options = CASES[case]
-    refusal = check_method(method, model_named(family), options=options)
-    assert bool(refusal) == refuses(method, family), refusal
+def battery():
+    for case, (method, options) in CASES.items():
+        for check in method_checks(method, FULLY, options=options):
+            yield replace(check, name=f"{case} on {check.name}")
+
+
+@pytest.mark.numeric
+@parametrize_with_checks(battery())
+def test_battery(check):
+    check()
 
 
 def test_every_method_on_every_family(name, model):

@@ -122,6 +122,23 @@ def test_a_pass_older_than_the_weights_is_refused(model, frozen, change):
     assert hooks_left(model) == 0
 
 
+@pytest.mark.parametrize("change", ["in place", "cast", "loaded"])
+def test_a_pass_and_its_operator_older_than_the_weights_are_refused(change):
+    model = tiny_model(GPT2)
+    frozen = tlens.freeze(model, some_tokens())
+    operator = frozen.operator()
+    if change == "in place":
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(1.1)
+    elif change == "cast":
+        model.to(torch.float32)
+    else:
+        model.load_state_dict(tiny_model(GPT2, seed=1).state_dict())
+    for stale in (frozen.operator, operator.in_out, operator.norm, operator.contributions, frozen.fwd_hooks):
+        with pytest.raises(tlens.FrozenModelError, match="Freeze again"):
+            stale()
+
+
 def test_a_pass_is_fresh_again_where_the_weights_are(model, frozen):
     scores = frozen.operator().in_out().scores
     model.blocks[1].attn.original_component.c_proj.weight.data.mul_(2)
@@ -184,6 +201,15 @@ def test_passes_of_two_prompts_and_lengths_interleave(model):
     assert torch.equal(a.operator().in_out(None).scores, alone[0])
     assert torch.equal(b.operator().in_out(None).scores, inside)
     assert torch.equal(inside, alone[1])
+
+
+def test_two_passes_do_not_interfere(model_named):
+    model = model_named(GPT2)
+    a, b = (tlens.freeze(model, some_tokens(seed=seed)) for seed in (0, 1))
+    first = a.operator().in_out().scores
+    with b.attached():
+        model(**b.inputs)
+    assert torch.equal(a.operator().in_out().scores, first)
 
 
 # ------------------------------------------------------------------------------- other people's hooks

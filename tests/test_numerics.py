@@ -171,3 +171,15 @@ def test_scores_that_underflow_have_no_residual_of_their_own():
     in_out = tlens.freeze(model, some_tokens()).operator().in_out()
     assert not in_out.scores.any()
     assert float(in_out.residual.max()) == 0
+
+
+def test_float16_overflow_is_an_error_or_right():
+    model = tiny_model("bridge/gpt2").to(torch.float16)
+    with torch.no_grad():
+        model.blocks[1].mlp.original_component.c_proj.weight.mul_(400)
+        model.ln_final.original_component.weight.mul_(400)
+    op = tlens.freeze(model, some_tokens(), tolerance=0.1).operator()
+    assert float(op.output.float().square().sum(-1).max()) > 65504  # float16's largest number
+    with pytest.raises(tlens.NumericalError, match="overflow float16"):
+        op.in_out()
+    assert torch.isfinite(op.target(5).scores).all()

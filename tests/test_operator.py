@@ -189,6 +189,20 @@ def test_query_counts_real_tokens(frozen):
         op.norm(query=True)
 
 
+def test_a_slice_is_of_one_query(model_named):
+    with pytest.raises(tlens.InvalidInputError, match="about one"):
+        tlens.freeze(model_named("bridge/gpt2"), some_tokens()).operator().slice(None)
+
+
+def test_contributions_of_one_query(model_named):
+    tokens, mask = some_tokens(), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    op = tlens.freeze(model_named("bridge/gpt2"), tokens, attention_mask=mask).operator()
+    every = op.contributions()
+    assert torch.allclose(op.contributions(-1)[:, 0], torch.stack([every[0, 5], every[1, 3]]))
+    assert not op.contributions(-1)[1, 0, 4:].any()
+
+
 def test_a_direction_is_as_good_as_a_token(frozen):
     op = frozen.operator()
     direction = torch.randn(16, dtype=op.x.dtype)
@@ -204,6 +218,13 @@ def test_one_target_for_each_prompt(frozen):
     both = op.target([5, 9])
     assert torch.allclose(both.scores[0], op.target(5).scores[0])
     assert torch.allclose(both.scores[1], op.target(9).scores[1])
+
+
+def test_numpy_numbers_are_tokens_too(model_named):
+    numpy = pytest.importorskip("numpy")
+    op = tlens.freeze(model_named("bridge/gpt2"), some_tokens()).operator()
+    assert torch.equal(op.target(numpy.int64(5)).scores, op.target(5).scores)
+    assert torch.equal(op.target(numpy.array([5, 6])).scores, op.target([5, 6]).scores)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +258,40 @@ def test_one_target_for_each_prompt(frozen):
 def test_bad_input(frozen, call, message):
     with pytest.raises(tlens.InvalidInputError, match=message):
         call(frozen.operator())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f: f.operator(layers=1), "slice"),
+        (lambda f: f.operator(heads={0: 1}), "collection"),
+        (lambda f: f.operator(mlp=None), "True, False"),
+        (lambda f: tlens.freeze(f.model, f.tokens, store="gpu"), "store='gpu'"),
+    ],
+)
+def test_wrong_kinds_of_argument(model_named, call, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        call(tlens.freeze(model_named("bridge/gpt2"), some_tokens()))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f: f.operator(mlp={1: [3]}), "each whole"),
+        (lambda f: f.operator(heads=[0, 3]), "layer -> heads"),
+        (lambda f: f.operator().target(minus=5), "minus alone"),
+        (lambda f: f.operator().target([1, 2, 3]), "minus="),
+    ],
+)
+def test_a_refusal_says_what_to_write_instead(model_named, call, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        call(tlens.freeze(model_named("bridge/gpt2"), some_tokens()))
+
+
+def test_a_direction_that_is_not_finite_is_named(model_named):
+    operator = tlens.freeze(model_named("bridge/gpt2"), some_tokens()).operator()
+    with pytest.raises(tlens.InvalidInputError, match="direction has values that are not finite"):
+        operator.target(direction=torch.full((16,), torch.nan))
 
 
 def test_a_tensor_too_large_is_refused_before_work(frozen, monkeypatch):
@@ -317,3 +372,13 @@ def test_biases_of_no_known_kind(model_named):
             call()
     with pytest.raises(tlens.InvalidInputError, match="norm of T has no biases"):
         tlens.attribute(operator.frozen, collapse="norm", bias="position")
+
+
+def test_inference_mode_is_no_obstacle(model_named):
+    with torch.inference_mode():
+        frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
+        frozen.operator(activation="tangent").in_out()
+    op = frozen.operator()
+    x = op.x.clone().requires_grad_(True)
+    op(x).sum().backward()
+    assert x.grad is not None

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
 
+__all__ = ["FOLDERS", "PROMPT", "held_out_prompts", "held_out_text", "load_demo_model"]
+
 MODEL_FOLDER = Path(__file__).parent / "model"
 FOLDERS = {"language": MODEL_FOLDER} | {
     name: Path(__file__).parent / "models" / name for name in ("recall", "brackets", "relations", "encoder")
@@ -66,7 +68,9 @@ def load_demo_model(
     name: str = "language",
     folder: Path | str | None = None,
 ) -> Any:
-    """An embedded model, with its raw (unfolded, uncentred) weights, in eval mode.
+    """An embedded model in eval mode, its norms unfolded and its weights uncentred.
+
+    A HookedTransformer's loader folds the value biases into b_O: no token's score depends on it, single heads' do.
 
     Args:
         kind: ``"hooked"`` for a HookedTransformer (TransformerLens 3.9), ``"bridge"`` for a TransformerBridge (3.9 and

@@ -18,6 +18,7 @@ from tensorlens_tl.hooks.points import BlockPoints
 from tensorlens_tl.models.activations import Coefficients
 
 FwdHook = tuple[str, Callable[..., Tensor | None]]
+"""A hook point's name and what is called there, as TransformerLens takes them in ``fwd_hooks=``."""
 
 
 def replace(name: str, value: Tensor) -> FwdHook:

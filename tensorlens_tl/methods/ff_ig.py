@@ -112,8 +112,10 @@ def ff_ig(frozen: FrozenPass, *, scope: str | None = None, query: Query = None) 
 
     Args:
         frozen: the pass.
-        scope: how far through the block, see the module; None goes to its end.
-        query: one query counted over real tokens, or None for all.
+        scope: how far through the block; None goes to its end. Post-LN blocks have `"atb"`, `"atb_ff"`, `"atb_ff_res"`
+            and `"atb_ff_res_ln"`, others `"atb"`, `"atb_ln"`, `"atb_ln_ff"`, `"atb_ln_ff_res"` and
+            `"atb_ln_ff_res_nextln"`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
 
     Raises:
         InvalidInputError: a scope that this kind of block does not have, or a query out of range.

@@ -52,7 +52,7 @@ def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = None)
     Args:
         frozen: the pass.
         normalize: whether the rows of each layer are divided by their sum (the original does not).
-        query: one query counted over real tokens, or None for all.
+        query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
 
     Raises:
         UnsupportedModelError: parallel blocks, or no norm that reads attention plus residual.

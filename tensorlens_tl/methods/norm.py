@@ -58,8 +58,9 @@ def norm(frozen: FrozenPass, *, scope: str = "attn", query: Query = None) -> Att
 
     Args:
         frozen: the pass.
-        scope: `"attn"`, `"attn_res"` or `"attn_res_ln"`, see the module.
-        query: one query counted over real tokens, or None for all.
+        scope: `"attn"` (attention alone), `"attn_res"` (with the residual connection) or `"attn_res_ln"` (with the norm
+            around both).
+        query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
 
     Raises:
         InvalidInputError: an unknown scope, or a query out of range.

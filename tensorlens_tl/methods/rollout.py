@@ -1,5 +1,7 @@
 """Aggregating a per-layer map over layers: attention rollout (Abnar & Zuidema 2020), and the plain mean."""
 
+from typing import Any
+
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import add_residual, normalize_rows, product, select_query
 from tensorlens_tl.models.protocol import Query
@@ -7,16 +9,13 @@ from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import get_layer_map, register_method
 from tensorlens_tl.results.attribution import Attribution
 
-DEFAULT = object()
-"""Stands for: 0.5 where the map does not hold the residual connection yet, none where it does."""
-
 
 @register_method("rollout")
 def rollout(
     frozen: FrozenPass,
     *,
     layer_map: str = "attention",
-    residual: float | object | None = DEFAULT,
+    residual: Any = "auto",
     normalize: bool = True,
     query: Query = None,
 ) -> Attribution:
@@ -28,20 +27,20 @@ def rollout(
         frozen: the pass.
         layer_map: one of `list_layer_maps()`: `attention`, `norm:attn`, `norm:attn_res`, `norm:attn_res_ln`, `globenc`,
             `alti`, `ff-ig`, and those that are registered.
-        residual: the share of the residual connection, None for none. By default 0.5, and none for maps that hold the
-            residual connection already.
+        residual: the share of the residual connection, or None for none. ``"auto"`` is 0.5, and none for maps that hold
+            the residual connection already.
         normalize: whether rows are divided by their sum first.
-        query: one query counted over real tokens, or None for all.
+        query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
 
     Raises:
         InvalidInputError: an unknown map, a residual outside [0, 1], or a query out of range.
         UnsupportedModelError: the map is undefined for this model.
     """
     chosen, share = get_layer_map(layer_map), residual
-    if share is DEFAULT:
+    if share == "auto":
         share = None if chosen.holds_residual else 0.5
     if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
-        raise InvalidInputError(f"residual={share!r}; use a share between 0 and 1, or None.")
+        raise InvalidInputError(f"residual={share!r}; use a share between 0 and 1, None or 'auto'.")
     maps = chosen(frozen)
     maps = normalize_rows(maps) if normalize else maps
     maps = add_residual(maps, float(share), frozen.mask) if isinstance(share, int | float) else maps
@@ -65,7 +64,7 @@ def mean(
         frozen: the pass.
         layer_map: as for `rollout`.
         normalize: whether rows are divided by their sum first.
-        query: one query counted over real tokens, or None for all.
+        query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
 
     Raises:
         InvalidInputError: an unknown map, or a query out of range.

@@ -62,6 +62,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("pre", Place(), Place()),
     Layout("parallel", Place(), Place(), parallel=True),
 )
+"""Every known layout."""
 
 
 def candidates(norms: set[str], has_mlp: bool) -> list[Layout]:

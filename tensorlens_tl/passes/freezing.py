@@ -54,19 +54,21 @@ def freeze(
 
     Args:
         model: a HookedTransformer, HookedEncoder (TransformerLens 3.9) or TransformerBridge (3.9 and 4.x).
-        input: a string, a list of strings, or token ids.
-        attention_mask: 1 at real tokens, `[batch, pos]`; with token ids only.
+        input: a string or a list of strings; or token ids, as a tensor `[batch, pos]` or `[pos]`, or as lists, which
+            may differ in length.
+        attention_mask: 1 at real tokens, `[batch, pos]`; with token ids of equal length only.
         token_type_ids: segment ids for BERT-like models.
         prepend_bos: as in TransformerLens.
-        padding_side: where several prompts differ in length.
+        padding_side: ``"left"`` or ``"right"`` (the default, whatever the tokenizer says), where prompts differ in
+            length.
         cache: the ActivationCache of an earlier ``run_with_cache`` on the same input, instead of a forward pass.
         store: ``"cpu"`` keeps the captured activations off the model's device.
         verify: prove every block against the model's own output; False proves only the first.
         tolerance: largest relative error a block may show; None takes `TOLERANCE` for the model's dtype.
 
     Raises:
-        InvalidInputError: see `tensorlens_tl.passes.prompts.prepare`; also a model in train mode whose dropout is
-            active, and a cache of another prompt.
+        InvalidInputError: an input that is empty, longer than the context or outside the vocabulary, or shapes that
+            differ; a model in train mode whose dropout is active; a cache of another prompt.
         FrozenModelError: inside ``with frozen.attached()``, where the run would not be the model's own.
         UnsupportedModelError: the model has a part that no known map reproduces, or a block's proof fails.
         NumericalError: NaN or Inf in an activation.

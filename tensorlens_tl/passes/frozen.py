@@ -41,6 +41,17 @@ class FrozenPass(Record):
 
     What was captured and the maps of the model's parts are those of a `Record`; here are the operator, and the hooks
     that hold the live model.
+
+    Attributes:
+        model: the model the pass was taken from.
+        view: the reading of its weights.
+        prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
+        cache: the captured activations by hook-point name (listed in `tensorlens_tl.hooks.points`).
+        other_hooks: the hook points where other people's hooks were during the pass.
+        layouts: how each block is put together.
+        errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
+            ``"head"``, and ``"unembed"`` once a token target has asked for it.
+        tolerance: the largest error a proof may show.
     """
 
     def __repr__(self) -> str:

@@ -145,8 +145,9 @@ class FrozenOperator:
         triangle is skipped.
 
         Args:
-            query: one query counted over each row's real tokens, or None for all.
-            keys: source tokens, counted likewise, or None for all; the others cost nothing.
+            query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+            keys: source tokens, counted likewise (a text stands for all its tokens), or None for all; the others cost
+                nothing.
             memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
         Raises:
@@ -177,7 +178,7 @@ class FrozenOperator:
         """``T[i,:,j,:]`` for one query i and every key j, or some.
 
         Args:
-            query: counted over each row's real tokens.
+            query: one position, the last real token unless said.
             keys, memory: as in `contributions`.
 
         Raises:
@@ -229,7 +230,7 @@ class FrozenOperator:
         `d_model` rows on the exact norm is the cheaper one, and is what you get.
 
         Args:
-            query: one query, counted over each row's real tokens, or None for all.
+            query: positions, the last real token unless said; see `contributions`.
             probes: how many random rows.
             tol: pull as many as it takes until every pair's standard error is at most this share of its norm (pairs
                 below a hundredth of their query's largest aside).
@@ -275,7 +276,7 @@ class FrozenOperator:
         One pull per query. The total is ‖x^N_i‖².
 
         Args:
-            query: one query counted over each row's real tokens, or None for all.
+            query: positions, the last real token unless said; see `contributions`.
             bias: ``"apart"`` from the scores, as in the paper, or by ``"position"`` (ours): each bias of the model
                 counts for the position it is added at, b_V for the source token.
             memory: as in `contributions`.
@@ -306,7 +307,7 @@ class FrozenOperator:
         Args:
             target: a token (string or id), one per prompt, or one per query (``[batch][query]``).
             minus: another token, for ``logit(target) − logit(minus)``.
-            query: the positions whose predictions are explained; see `contributions`.
+            query: the positions whose predictions are explained, the last real token unless said.
             direction: instead of a token, a vector at the operator's output (a probe, a feature, a classifier column):
                 `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]`.
             bias: as in `in_out`; b_U stays apart.

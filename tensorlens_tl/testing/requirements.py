@@ -23,10 +23,11 @@ ROUNDING = 10
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must hold: call it. Its name is a test's id."""
+    """One thing that must hold: call it. Its name is a test's id, `of` says of which model, where it is of one."""
 
     name: str
     run: Callable[[], Any]
+    of: str = ""
 
     def __call__(self) -> Any:
         """Raises `ConformanceError` unless it holds."""
@@ -134,4 +135,4 @@ def checks_of(functions: Sequence[Callable[[Any], Any]], case: Callable[[], Any]
         return function(held[0])
 
     prefix = f"{label}: " if label else ""
-    return [Check(f"{prefix}{named(f)}", lambda f=f: run(f)) for f in functions]
+    return [Check(f"{prefix}{named(f)}", lambda f=f: run(f), of=label) for f in functions]

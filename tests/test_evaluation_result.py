@@ -1,0 +1,128 @@
+"""The result of an evaluation: statistics, tables, files, plots, the methods it names, and the command line."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import some_tokens
+from evaluation_cases import THIRDS
+
+import tensorlens_tl as tlens
+from tensorlens_tl import demo, evaluate
+from tensorlens_tl.commands import main
+from tensorlens_tl.evaluate.scorers import random_scores, scorers_of
+from tensorlens_tl.results.statistics import bootstrap_interval, sign_flip_p
+
+
+@pytest.fixture
+def result():
+    values = torch.tensor([[[1.0, 2, 3, 4], [2.0, 3, 4, 5.5], [9.0, 9, 9, float("nan")]]])
+    return evaluate.Evaluation(
+        "test", values, {"score": True}, ["a", "b", "c"], ["p", "q", "r", "s"], settings={"seed": 1}
+    )
+
+
+def test_tables_and_comparisons(result):
+    table = result.table()
+    assert list(table.index) == ["c", "b", "a"]
+    assert table.loc["a", ("score", "mean")] == 2.5
+    assert table.loc["a", ("score", "low")] < 2.5 < table.loc["a", ("score", "high")]
+    assert table.loc["c", ("score", "low")] == table.loc["c", ("score", "high")] == 9
+    compared = result.compare("b", "a")
+    assert compared.difference == pytest.approx(1.125)
+    assert 1 <= compared.low < 1.125 < compared.high
+    assert compared.p == pytest.approx(2 / 16, rel=0.1)  # two of the sixteen sign patterns are as large
+    assert list(result.paired("a").index) == ["b", "c"]
+    assert "**9** [9, 9]" in result.to_markdown()
+    assert len(result.to_dataframe()) == 12
+    assert result.only("b").methods == ["b"]
+    for call in (lambda: result.table("other"), lambda: result.compare("a", "z"), lambda: result.table(level=1)):
+        with pytest.raises(tlens.InvalidInputError):
+            call()
+
+
+def test_bootstrap_covers():
+    """95 % intervals of means of 40 normal numbers hold the truth about as often as they say."""
+    values = torch.randn(400, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    low, high = bootstrap_interval(values)
+    assert 0.90 < float(((low < 0) & (high > 0)).double().mean()) < 0.97
+    p = [sign_flip_p(row) for row in values[:100]]
+    assert np.mean(np.array(p) < 0.1) == pytest.approx(0.1, abs=0.08)
+
+
+def test_nothing_known_is_not_significant():
+    assert np.isnan(sign_flip_p(torch.full((4,), torch.nan)))
+    assert np.isnan(sign_flip_p(torch.zeros(0)))
+
+
+def test_files(result, tmp_path):
+    path = result.save(tmp_path / "result")
+    loaded = evaluate.Evaluation.load(path)
+    assert torch.equal(loaded.values, result.values) or torch.equal(loaded.values.isnan(), result.values.isnan())
+    assert (loaded.metrics, loaded.methods, loaded.settings) == (result.metrics, result.methods, {"seed": 1})
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(tlens.FileFormatError, match="not a readable"):
+        evaluate.Evaluation.load(path)
+    with pytest.raises(tlens.InvalidInputError, match="no folder"):
+        result.save(tmp_path / "none" / "result")
+    attribution = tlens.attribute(demo.load_demo_model(), "Return the").save(tmp_path / "attribution")
+    with pytest.raises(tlens.FileFormatError, match="no Evaluation of this library"):
+        evaluate.Evaluation.load(attribution)
+
+
+def test_plots(result, model_named):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    assert len(result.plot().patches) == 3
+    curves = evaluate.perturbation(model_named("bridge/gpt2"), some_tokens(2, 6), ["rollout", "alti"], fractions=THIRDS)
+    assert len(curves.plot("logit", ["alti"]).lines) == 1
+    assert len(curves.to_dataframe()) == 3 * 2 * 2 * 4
+
+
+def test_methods_may_be_given_in_many_ways(model_named):
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens(2, 6))
+    for query in (-1, 2, None):
+        made = scorers_of(
+            {"a": "rollout", "b": ("rollout", {"query": None}), "c": lambda f: tlens.attribute(f, method="rollout")}
+        )
+        if query is None:
+            made = [made[0], made[2]]
+        scores = [scorer(frozen, query) for scorer in made if scorer.label != "b"]
+        assert torch.equal(scores[0], scores[1])
+    assert torch.equal(random_scores(3)(frozen), random_scores(3)(frozen))
+    assert not torch.equal(random_scores(3)(frozen), random_scores(4)(frozen))
+
+
+# ------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["perturbation", "-n", "2", "--methods", "rollout", "random"],
+        ["known-answer", "--model", "demo:recall", "-n", "3", "--methods", "tensorlens target"],
+        ["stability", "-n", "2", "--methods", "rollout", "random"],
+        ["agreement", "-n", "2", "--methods", "rollout", "random"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_evaluate_from_the_command_line(command, tmp_path, capsys):
+    output = tmp_path / ("result.csv" if command[0] == "agreement" else "result")
+    assert main(["evaluate", *command, "-o", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert command[-1].split(" ")[0] in printed
+    assert "saved to" in printed
+    assert output.exists()
+
+
+def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
+    (tmp_path / "empty").write_text("\n")
+    for command, message in [
+        (["perturbation", "--model", "demo:recall"], "--prompts"),
+        (["perturbation", "--prompts", str(tmp_path / "none")], "no such file"),
+        (["perturbation", "--prompts", str(tmp_path / "empty")], "is empty"),
+        (["perturbation", "-n", "2", "--methods", "nothing"], "no method called"),
+        (["relations", "--model", "demo:relations", "--relations", str(tmp_path / "none")], "not a relation"),
+        (["known-answer", "--model", "demo:poems"], "name='poems'"),
+    ]:
+        assert main(["evaluate", *command]) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
