@@ -98,7 +98,7 @@ def page() -> str:
     for run in (evaluate.completeness, evaluate.randomisation, evaluate.stability):
         result = run(language, few)
         parts += [f"### {result.kind.capitalize()}", "", f"{len(few)} prompts.", "", result.to_markdown(), ""]
-    table = evaluate.agreement(language, few).round(2)
+    table = evaluate.agreement_table(evaluate.agreement(language, few)).round(2)
     heads = [str(n) for n in range(1, len(table) + 1)]
     parts += [
         "### Agreement (Spearman)",

@@ -25,7 +25,8 @@ from timing import LEAST_SHARE, beside_a_product, interleaved
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.algebra.positions import place
+from tensorlens_tl.algebra.memory import in_bytes
+from tensorlens_tl.algebra.positions import RowPositions, place
 from tensorlens_tl.testing import Allocations
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
@@ -166,7 +167,7 @@ def norm_slice() -> Lines:
 
             def sliced(op: Any = op, basis: torch.Tensor = basis) -> None:
                 for part in basis.split(32):
-                    pulled = op._pull(op.map, part[:, None], tlens.positions.Points(torch.tensor([[length - 1]])))
+                    pulled = op._pull(op.map, part[:, None], RowPositions(torch.tensor([[length - 1]])))
                     torch.linalg.vector_norm(pulled, dim=(0, -1))
 
             def autograd(
@@ -268,7 +269,7 @@ def bounded() -> Lines:
         ):
             with Allocations() as memory:
                 made = call(bound)
-            cells.append((memory.peak - made.numel() * made.element_size()) / tlens.budget.in_bytes(bound))
+            cells.append((memory.peak - made.numel() * made.element_size()) / in_bytes(bound))
             results.append(made)
         first = first or results
         off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(results, first, strict=True))
@@ -392,7 +393,7 @@ def graphs() -> Lines:
         "`contribution_graph(threshold=0)`, every edge": lambda: circuits.contribution_graph(frozen, 5, threshold=0),
         '`logit_attribution(by="head")`': lambda: circuits.logit_attribution(frozen, 5, by="head"),
         "`paths(max_order=2)`": lambda: circuits.paths(frozen, 5, max_order=2),
-        "`top_paths(10)`": lambda: circuits.top_paths(frozen, 10, 5),
+        "`top_paths(10)`": lambda: circuits.top_paths(frozen, 5, k=10),
         "`qk_attribution` of layer 1": lambda: circuits.qk_attribution(frozen, 1, 0),
     }
     seconds = interleaved({"forward": lambda: shape.forward(ids), **calls}, 10)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import tensorlens_tl as tlens
 from tensorlens_tl.models.activations import coefficients, derivative, is_elementwise, path_mean, ratio

@@ -282,11 +282,6 @@ def test_further_axes_are_reduced_for_showing():
 # ------------------------------------------------------------------------------------------ registry
 
 
-@pytest.fixture
-def clean_registry(monkeypatch):
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-
-
 def test_register_and_call(frozen, clean_registry):
     @tlens.register_method("length")
     def length(frozen, *, scale=1.0):

@@ -5,8 +5,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import close, hooks_left, some_tokens
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate

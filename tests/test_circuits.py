@@ -1,7 +1,7 @@
 """Circuits on every family: what is claimed to sum sums, and what a part is worth is what its removal costs.
 
-The second road is the live model, held fixed by hooks: taking a head's output away there must cost exactly its
-effect, and attention scores must be those of the captured queries and keys.
+The independent computation is the live model, held fixed by hooks: taking a head's output away there must cost
+exactly its effect, and attention scores must be those of the captured queries and keys.
 """
 
 from functools import partial
@@ -13,8 +13,7 @@ from conftest import close, hooks_left, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits import composition, expansion, graph, weights
-from tensorlens_tl.circuits import qk_reading as scores
+from tensorlens_tl.circuits import composition, expansion, graph, qk_reading as scores, weights
 from tensorlens_tl.passes.target import resolve_target
 from tensorlens_tl.testing import model_names, tiny_model
 

@@ -87,3 +87,98 @@ def test_errors_are_printed_without_a_traceback(capsys, arguments, message):
     printed = " ".join(capsys.readouterr().err.split())
     assert message in printed
     assert "Traceback" not in printed
+
+
+# ------------------------------------------------------------------------------------------ the shape of the commands
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from tensorlens_tl.commands import parser; parser().format_help();"
+        "print([name for name in ('torch', 'transformer_lens', 'numpy', 'pandas') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_a_text_by_itself_is_explained(capsys):
+    assert main(["If the file is not found, a FileNotFoundError is"]) == 0
+    printed = capsys.readouterr().out
+    assert "raised" in printed  # what the model predicts
+    assert "score" in printed
+
+
+def test_a_word_that_is_no_command_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["verfy"])
+    assert "verfy" in capsys.readouterr().err
+
+
+METHOD = '''
+import tensorlens_tl as tlens
+
+
+@tlens.register_method("pushed-norm")
+def pushed_norm(frozen, *, query=-1):
+    """The length of what each source token adds."""
+    scores = frozen.operator().contributions(query).norm(dim=-1)
+    return tlens.Attribution.of(frozen, scores, method="pushed-norm", query=query)
+'''
+
+
+def test_methods_of_ones_own(tmp_path, capsys, clean_registry):
+    file = tmp_path / "my_methods.py"
+    file.write_text(METHOD, encoding="utf-8")
+    assert main(["attribute", "Return the value of", "--import", str(file), "--method", "pushed-norm"]) == 0
+    assert main(["methods", "--import", str(file)]) == 0
+    assert "pushed-norm" in capsys.readouterr().out
+    asked = ["evaluate", "known-answer", "--model", "demo:recall", "-n", "4", "--methods", "pushed-norm", "random"]
+    assert main([*asked, "--import", str(file)]) == 0
+    assert "pushed-norm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attribute", "the", "--import", "no_such_file.py"], "--import no_such_file.py: FileNotFoundError"),
+        (["attribute", "the", "--device", "nowhere"], "--device nowhere"),
+        (["attribute", "the", "-o", "no/such/folder/a.html"], "there is no folder"),
+        (["evaluate", "stability", "-n", "3", "--prompts", "some.txt"], "it counts prompts that we make"),
+        (["evaluate", "stability", "--model", "demo:recall"], "has no text of its own"),
+    ],
+)
+def test_options_that_do_not_fit_are_told(capsys, arguments, message):
+    assert main(arguments) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["evaluate", "known-answer", "--prompts", "a.txt"],
+        ["evaluate", "completeness", "--task", "recall"],
+        ["evaluate", "relations", "--order", "ascending"],
+        ["methods", "--device", "cpu"],
+    ],
+    ids=" ".join,
+)
+def test_options_belong_to_their_command(capsys, arguments):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_the_device_is_the_models(capsys):
+    assert main(["attribute", "Return the value of", "--device", "cpu"]) == 0
+
+
+def test_verify_without_a_tokenizer(tmp_path, capsys):
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    config.architectures = ["GPT2LMHeadModel"]
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    assert main(["verify", "--model", str(tmp_path)]) == 0
+    assert "verified on random tokens" in capsys.readouterr().out
+    assert main(["attribute", "a text", "--model", str(tmp_path)]) == 1
+    assert "no tokenizer that knows any text" in " ".join(capsys.readouterr().err.split())

@@ -1,6 +1,6 @@
 """The table of the library: every claim on every model class and family, in float64.
 
-Two independent roads must agree: the algebra that reads weights, and the live model held fixed by hooks
+Two independent computations must agree: the algebra that reads weights, and the live model held fixed by hooks
 and differentiated by autograd.
 """
 
@@ -83,7 +83,7 @@ def test_the_hook_frozen_model_is_the_same_affine_map(frozen, name, activation):
 
 
 def test_the_algebra_equals_autograd_through_the_hook_frozen_model(frozen, name):
-    """All of the dense tensor, both roads."""
+    """All of the dense tensor, by both computations."""
     op = frozen.operator()
     x = op.x.clone().requires_grad_(True)
     output = frozen_model_output(frozen, x)

@@ -9,8 +9,7 @@ import subprocess
 import pytest
 import torch
 from conftest import some_tokens
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 

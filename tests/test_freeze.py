@@ -11,7 +11,6 @@ import tensorlens_tl as tlens
 from tensorlens_tl.models.layouts import LAYOUTS
 from tensorlens_tl.passes.proof import layout_error
 from tensorlens_tl.testing import check_model, model_names, tiny_model
-from tensorlens_tl.testing.models import randomise
 
 HOOKED = [name for name in model_names() if name.startswith("hooked/")]
 needs_hooked = pytest.mark.skipif(not HOOKED, reason="HookedTransformer exists up to TransformerLens 3.9")
@@ -129,60 +128,6 @@ def test_freezing_a_frozen_model_is_refused(model_named):
             with pytest.raises(tlens.FrozenModelError, match="attached to this model"):
                 wrong()
     assert hooks_left(model) == 0
-
-
-def test_mixture_of_experts_is_refused_by_name():
-    transformers = importlib.import_module("transformers")
-    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
-    config = transformers.MixtralConfig(
-        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=2, max_position_embeddings=24,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    module = transformers.MixtralForCausalLM(config).eval()
-    model = builder.build_bridge_from_module(module, "MixtralForCausalLM", hf_config=config)
-    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 .*mlp .*mixture of experts"):
-        tlens.freeze(model, some_tokens())
-
-
-def test_state_space_models_are_refused():
-    transformers = importlib.import_module("transformers")
-    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
-    config = transformers.MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=2, state_size=4)
-    module = transformers.MambaForCausalLM(config).eval()
-    model = builder.build_bridge_from_module(module, "MambaForCausalLM", hf_config=config)
-    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0"):
-        tlens.freeze(model, some_tokens())
-
-
-def test_encoder_decoders_are_refused():
-    transformers = importlib.import_module("transformers")
-    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
-    config = transformers.T5Config(vocab_size=48, d_model=16, d_ff=24, num_layers=2, num_heads=4, d_kv=4)
-    module = transformers.T5ForConditionalGeneration(config).eval()
-    model = builder.build_bridge_from_module(module, "T5ForConditionalGeneration", hf_config=config)
-    with pytest.raises(tlens.UnsupportedModelError):
-        tlens.freeze(model, some_tokens())
-
-
-def test_logits_scaled_after_the_unembedding_are_noticed(model_named):
-    """Then a token's logit is not W_U·x + b_U, also when the pass came from a cache and nothing was proved yet."""
-    transformers = importlib.import_module("transformers")
-    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
-    config = transformers.CohereConfig(
-        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=24, logit_scale=0.25, pad_token_id=0,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    module = transformers.CohereForCausalLM(config).double().eval()
-    torch.manual_seed(0)
-    randomise(module)
-    model = builder.build_bridge_from_module(module, "CohereForCausalLM", hf_config=config)
-    _, cache = model.run_with_cache(some_tokens())
-    for frozen in (tlens.freeze(model, some_tokens()), tlens.freeze(model, some_tokens(), cache=cache)):
-        assert frozen.operator().in_out().residual.max() < 1e-6
-        with pytest.raises(tlens.UnsupportedModelError, match=r"not cap\(W_U"):
-            frozen.operator().target(5)
 
 
 def test_a_model_split_over_devices_is_refused():

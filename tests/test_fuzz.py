@@ -6,8 +6,7 @@ shrunk to the smallest model, shortest prompt and fewest options that still fail
 
 import torch
 from conftest import hooks_left
-from hypothesis import event, given, note
-from hypothesis import strategies as st
+from hypothesis import event, given, note, strategies as st
 
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import check_map, check_model, model_names

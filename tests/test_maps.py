@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tensorlens_tl.algebra import ZERO, Attention, Chain, Diagonal, Identity, Linear, Norm, Transpose
 from tensorlens_tl.testing import check_map

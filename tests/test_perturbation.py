@@ -6,8 +6,7 @@ import pytest
 import torch
 from conftest import close, hooks_left, some_tokens, tolerance
 from evaluation_cases import THIRDS, recall_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate

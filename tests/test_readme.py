@@ -30,5 +30,5 @@ def test_commands_named_in_the_readme_exist():
 
 
 @pytest.mark.parametrize("link", ["hooks", "methods"])
-def test_the_two_doors_open(link):
+def test_the_two_links_of_the_repository_resolve(link):
     assert (ROOT / link).resolve() == ROOT / "tensorlens_tl" / link
