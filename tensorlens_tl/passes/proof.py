@@ -82,10 +82,10 @@ def unembedding_error(record: Record) -> float | None:
     Measured once, when a token target first asks for it, since logits can cost as much as several blocks. None for a
     model that predicts no tokens.
     """
-    record.check_fresh()
     if record.view.unembedding is None or record.points.unembed_in is None:
         return None
     if "unembed" not in record.errors:
+        record.check_fresh()
         # while this pass is attached, its hooks fit its own prompt alone
         inputs = record.inputs if is_attached(record.model) else {"input": record.tokens[:1, :2]}
         kept, logits = capture(record.model, inputs, [record.points.unembed_in])
