@@ -321,7 +321,7 @@ def stream_target(
             "direction=, or layers up to the last."
         )
     positions = (one_query if one else query_positions)(frozen.prompt, query)
-    asked = resolve_target(frozen, target, minus, direction, positions.shape[1])
+    asked = resolve_target(frozen, target, minus, direction, positions)
     stream = Stream.of(frozen, activation, layers=layers, to_tokens=asked.of_tokens)
     if asked.of_tokens:
         read_at = frozen.points.unembed_in

@@ -22,6 +22,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, refuse_attached
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
 from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.passes.holding import prove_obedience
 from tensorlens_tl.results.terms import Terms
 
 BY = ("component", "head")
@@ -58,6 +59,7 @@ def total_effects(
     Raises:
         InvalidInputError: no such `by`, and what `logit_attribution` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+            Live effects where the model ignores hooks.
         FrozenModelError: live effects asked for while a frozen pass is attached.
     """
     if by not in BY:
@@ -91,6 +93,7 @@ class _Component(NamedTuple):
 def _live(asked: StreamTarget, by: str, memory: Memory) -> tuple[list[str], Float[Tensor, "query batch term"]]:
     frozen = asked.stream.frozen
     refuse_attached(frozen.model)
+    prove_obedience(frozen)
     components = list(_components(asked, by))
     x, heads = asked.stream.x[0], frozen.pattern(0).shape[1]
     widest = max(hidden.shape[-1] for held in asked.stream.hidden for hidden in held)

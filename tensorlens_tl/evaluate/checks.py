@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.scorers import Scorer, query_rows, scorers_of, usable
+from tensorlens_tl.hooks import lock_of
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.results.attribution import Attribution
@@ -153,7 +154,7 @@ def stability(
     for _ in range(draws):
         added = torch.randn(x.shape, generator=generator).to(x) * x.norm(dim=-1, keepdim=True)
         noisy = x + noise * added / x.shape[-1] ** 0.5
-        with model.hooks(fwd_hooks=[(frozen.points.blocks[0].resid_pre, _replaced_by(noisy))]):
+        with lock_of(model), model.hooks(fwd_hooks=[(frozen.points.blocks[0].resid_pre, _replaced_by(noisy))]):
             again = freeze(model, frozen.tokens, **_as_given(frozen), verify=False)
             after = torch.stack([scorer(again) for scorer in scorers])
         total += spearman(before, after, frozen.mask)

@@ -33,6 +33,7 @@ from tensorlens_tl.evaluate.few_shot import (
 )
 from tensorlens_tl.evaluate.relations import Relation, Sample, shipped_relations
 from tensorlens_tl.evaluate.scorers import RANDOM, predictions
+from tensorlens_tl.hooks import in_this_thread, run
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -226,7 +227,8 @@ def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tenso
             output.append(live[:, -1])
 
         at = frozen.points.unembed_in or frozen.points.last_output
-        frozen.model.run_with_hooks(**inputs, fwd_hooks=[(frozen.points.blocks[layer].resid_pre, put), (at, keep)])
+        hooks = [(frozen.points.blocks[layer].resid_pre, in_this_thread(put)), (at, in_this_thread(keep))]
+        run(frozen.model, inputs, hooks)
         (gradient,) = torch.autograd.grad(output[0].diagonal().sum(), leaf)
     return gradient[:, end], x[end], output[0][0].detach()
 

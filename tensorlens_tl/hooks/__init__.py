@@ -1,9 +1,18 @@
 """Where TransformerLens lets us look and hold on: hook points, capture, freezing, and which hooks are on a model."""
 
-from tensorlens_tl.hooks.capture import capture, check_finite, from_cache, only_at
-from tensorlens_tl.hooks.freeze import FwdHook, attention_hooks, mlp_hooks, patterns_take_effect, replace
+from tensorlens_tl.hooks.capture import (
+    capture,
+    check_finite,
+    from_cache,
+    logit_hooks,
+    logits_at,
+    observe,
+    own_logits,
+)
+from tensorlens_tl.hooks.freeze import attention_hooks, mlp_hooks, patterns_take_effect, replace
 from tensorlens_tl.hooks.inspection import PlacedHook, hooks_on, is_attached, other_hooks, refuse_attached
 from tensorlens_tl.hooks.points import BlockPoints, ModelPoints, model_points
+from tensorlens_tl.hooks.running import FwdHook, in_this_thread, lock_of, own_run, run
 
 __all__ = [
     "BlockPoints",
@@ -15,12 +24,19 @@ __all__ = [
     "check_finite",
     "from_cache",
     "hooks_on",
+    "in_this_thread",
     "is_attached",
+    "lock_of",
+    "logit_hooks",
+    "logits_at",
     "mlp_hooks",
     "model_points",
-    "only_at",
+    "observe",
     "other_hooks",
+    "own_logits",
+    "own_run",
     "patterns_take_effect",
     "refuse_attached",
     "replace",
+    "run",
 ]

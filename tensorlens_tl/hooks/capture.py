@@ -1,7 +1,9 @@
 """One forward pass, and what it leaves behind."""
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +11,74 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.hooks.inspection import other_hooks
+from tensorlens_tl.hooks.running import FwdHook, in_this_thread, run
 from tensorlens_tl.models.protocol import HookedModel
+
+
+def observe(
+    model: HookedModel,
+    inputs: Mapping[str, Any],
+    names: Iterable[str],
+    see: Callable[[str, Tensor], None],
+    *,
+    hooks: Sequence[FwdHook] = (),
+    last: str | None = None,
+    optional: bool = False,
+) -> Any:
+    """Run the model once and show `see` the activation at each of `names`, in the order of the forward pass.
+
+    Args:
+        model: any TransformerLens model.
+        inputs: keyword arguments of its forward.
+        names: hook points to look at.
+        see: called with a name and its activation, detached, once for each name.
+        hooks: further hooks of the run; what they change is seen after them, except at their own point.
+        last: a hook point to end the run at; there is no output then.
+        optional: whether a hook point that does not fire is left out instead of refused.
+
+    Returns:
+        The model's output, or None where the run ended before it. Hooks are gone afterwards, also on an exception.
+
+    Raises:
+        UnsupportedModelError: a hook point did not fire, or fired again with another activation.
+    """
+    points = dict(model.hook_dict)
+    wanted: dict[int, list[str]] = {}
+    for name in names:
+        wanted.setdefault(id(points[name]), []).append(name)
+    called = {name for name, point in points.items() if id(point) in wanted}  # every name of a wanted point
+    met: dict[int, Callable[[], Tensor | None]] = {}
+    again: list[str] = []
+
+    def meet(tensor: Tensor, *, hook: Any) -> None:
+        point = id(hook)
+        if point in met:
+            again.extend(() if _same(met[point](), tensor) else wanted[point])
+            return
+        # nothing large is kept alive by looking at it
+        met[point] = partial(_itself, tensor.detach()) if tensor.shape[-1] == 1 else weakref.ref(tensor)
+        for name in wanted[point]:
+            see(name, tensor.detach())
+
+    # one filter instead of a hook for each name: a Bridge lists all its hook points again for every name
+    ends = [] if last is None else [(last, in_this_thread(_stop))]
+    output = None
+    with torch.no_grad(), suppress(_ReachedError):
+        output = run(model, inputs, [(called.__contains__, in_this_thread(meet)), *hooks, *ends])
+    silent = [name for point, wished in wanted.items() if point not in met for name in wished]
+    if silent and not optional:
+        raise UnsupportedModelError(
+            f"the hook point {silent[0]!r} exists but did not fire in a forward pass of this {type(model).__name__}; "
+            f"a frozen pass needs it.{_EAGER * silent[0].endswith('hook_pattern')}"
+        )
+    if again:
+        raise UnsupportedModelError(
+            f"{again[0]!r} fires several times in one forward pass of this {type(model).__name__}, with another "
+            "activation each time: its blocks run in a loop (a looped or recurrent-depth transformer), and one "
+            "activation for each block does not describe it. Such models cannot be frozen."
+        )
+    return output
 
 
 def capture(
@@ -18,51 +87,39 @@ def capture(
     names: Sequence[str],
     *,
     store: str = "model",
-    hooks: Sequence[tuple[str, Callable[..., Any]]] = (),
+    hooks: Sequence[FwdHook] = (),
     last: str | None = None,
     optional: bool = False,
 ) -> tuple[dict[str, Tensor], Any]:
     """Run the model once and keep the activations at `names`.
 
     Args:
-        model: any TransformerLens model.
-        inputs: keyword arguments of its forward.
-        names: hook points to keep.
         store: ``"model"`` leaves activations where they are computed, ``"cpu"`` keeps them off the device.
-        hooks: further hooks of the run; what they change is captured after them, except at their own point.
-        last: a hook point to end the run at; there is no output then.
-        optional: whether a hook point that does not fire is left out instead of refused.
+        model, inputs, names, hooks, last, optional: see `observe`, also for errors.
 
     Returns:
-        The activations by name, and the model's output (None where the run ended before it). Hooks are gone
-        afterwards, also on an exception.
-
-    Raises:
-        UnsupportedModelError: a hook point did not fire.
+        The activations by name, and the model's output (None where the run ended before it).
     """
     kept: dict[str, Tensor] = {}
-    points = dict(model.hook_dict)
-    wanted: dict[int, list[str]] = {}
-    for name in names:
-        wanted.setdefault(id(points[name]), []).append(name)
-    called = {name for name, point in points.items() if id(point) in wanted}  # every name of a wanted point
 
-    def keep(tensor: Tensor, *, hook: Any) -> None:
-        for name in wanted[id(hook)]:
-            kept[name] = tensor.detach().cpu() if store == "cpu" else tensor.detach()
+    def keep(name: str, activation: Tensor) -> None:
+        kept[name] = activation.cpu() if store == "cpu" else activation
 
-    # one filter instead of a hook for each name: a Bridge lists all its hook points again for every name
-    ends = [] if last is None else [(last, _stop)]
-    output = None
-    with torch.no_grad(), suppress(_ReachedError):
-        output = model.run_with_hooks(**inputs, fwd_hooks=[(called.__contains__, keep), *hooks, *ends])
-    silent = [name for name in names if name not in kept]
-    if silent and not optional:
-        raise UnsupportedModelError(
-            f"the hook point {silent[0]!r} exists but did not fire in a forward pass of this {type(model).__name__}; "
-            f"a frozen pass needs it.{_EAGER * silent[0].endswith('hook_pattern')}"
-        )
+    output = observe(model, inputs, names, keep, hooks=hooks, last=last, optional=optional)
     return kept, output
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _same(before: Tensor | None, tensor: Tensor) -> bool:
+    """Whether a point that fires again shows what it showed before.
+
+    A Bridge in compatibility mode calls a hook once for each of its point's names, with the same tensor; a
+    HookedTransformer computes a norm's scale for queries, keys and values each.
+    """
+    return before is tensor or (before is not None and tensor.shape[-1] == 1 and torch.equal(before, tensor))
 
 
 _EAGER = (
@@ -79,15 +136,41 @@ def _stop(tensor: Tensor, *, hook: Any) -> None:
     raise _ReachedError
 
 
-def only_at(name: str, positions: Int[Tensor, "batch 1"]) -> tuple[str, Callable[..., Tensor]]:
-    """A hook that lets one position per prompt through: logits of all tokens can cost as much as several blocks."""
+def own_logits(
+    model: HookedModel, inputs: Mapping[str, Any], unembed_in: str, positions: Int[Tensor, "batch query"]
+) -> tuple[Tensor, Any]:
+    """One run: the stream that is unembedded, `[batch, pos, d_model]`, and the logits at some positions.
 
-    def hook(tensor: Tensor, *, hook: Any) -> Tensor:
+    Logits that are no tensor `[batch, pos, d_vocab]` are handed back as they are.
+    """
+    kept, logits = capture(model, inputs, [unembed_in], hooks=logit_hooks(model, unembed_in, positions))
+    return kept[unembed_in], logits_at(logits, positions)
+
+
+def logit_hooks(model: HookedModel, unembed_in: str | None, positions: Int[Tensor, "batch query"]) -> list[FwdHook]:
+    """What makes a run unembed one position per prompt only, where logits of the others are not asked for.
+
+    They can cost as much as several blocks. With anybody's hooks on the model, all are made: such a hook may count
+    positions.
+    """
+    spared = unembed_in is not None and positions.shape[1] == 1 and not other_hooks(model)
+    return [_only_at(unembed_in, positions)] if spared and unembed_in is not None else []
+
+
+def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
+    """The logits at some positions, whether a run made all of them or, by `logit_hooks`, only those."""
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] == positions.shape[1] == 1:
+        return logits
+    return torch.take_along_dim(logits, positions[..., None].to(logits.device), dim=1)
+
+
+def _only_at(name: str, positions: Int[Tensor, "batch 1"]) -> FwdHook:
+    def pick(tensor: Tensor, *, hook: Any) -> Tensor:
         if tensor.shape[1] == 1:
             return tensor
         return torch.take_along_dim(tensor, positions[..., None].to(tensor.device), dim=1)
 
-    return name, hook
+    return name, in_this_thread(pick)
 
 
 def from_cache(cache: Any, names: Sequence[str], batch: int, pos: int) -> dict[str, Tensor]:

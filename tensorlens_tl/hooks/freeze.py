@@ -15,10 +15,8 @@ from torch import Tensor
 
 from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks.points import BlockPoints
+from tensorlens_tl.hooks.running import FwdHook, in_this_thread, is_own_run, run
 from tensorlens_tl.models.activations import Coefficients
-
-FwdHook = tuple[str, Callable[..., Tensor | None]]
-"""A hook point's name and what is called there, as TransformerLens takes them in ``fwd_hooks=``."""
 
 
 def replace(name: str, value: Tensor) -> FwdHook:
@@ -51,7 +49,7 @@ def attention_hooks(points: BlockPoints, pattern: Tensor, takes_effect: bool) ->
         mixed = torch.einsum("bcgqk,bkcd->bqcgd", grouped, v)
         return mixed.reshape(z.shape)
 
-    return [(points.value, record), (points.z, _marked(mix))]
+    return [(points.value, _marked(record)), (points.z, _marked(mix))]
 
 
 def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> list[FwdHook]:
@@ -70,7 +68,7 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
             live[name] = tensor
             fired.add(name)
 
-        return name, hook
+        return name, _marked(hook)
 
     def post(tensor: Tensor, *, hook: Any) -> Tensor | None:
         u, g = live.get(through_name), live.get(gate_name)
@@ -97,8 +95,12 @@ def _check_fired(name: str, fired: set[str]) -> None:
         raise FrozenModelError(f"{name} did not fire in this run, so what it feeds cannot be held fixed.")
 
 
-def _marked(hook: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Recognised by `tensorlens_tl.hooks.inspection`."""
+def _marked(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Recognised by `tensorlens_tl.hooks.inspection`; idle in a run that is to be the model's own."""
+
+    def hook(tensor: Tensor, *, hook: Any) -> Tensor | None:
+        return None if is_own_run() else function(tensor, hook=hook)
+
     hook.holds_fixed = True  # pyright: ignore[reportFunctionMemberAccess]
     return hook
 
@@ -111,12 +113,16 @@ def patterns_take_effect(model: Any, inputs: Mapping[str, Any], blocks: list[Blo
         def hook(z: Tensor, *, hook: Any) -> None:
             reached[layer] = not bool(z.any())
 
-        return blocks[layer].z, hook
+        return blocks[layer].z, in_this_thread(hook)
 
-    hooks: list[FwdHook] = [(block.pattern, lambda p, *, hook: torch.zeros_like(p)) for block in blocks]
+    hooks: list[FwdHook] = [(block.pattern, in_this_thread(_zeroed)) for block in blocks]
     with torch.no_grad():
-        model.run_with_hooks(**inputs, fwd_hooks=hooks + [watch(layer) for layer in range(len(blocks))])
+        run(model, inputs, hooks + [watch(layer) for layer in range(len(blocks))])
     return reached
+
+
+def _zeroed(pattern: Tensor, *, hook: Any) -> Tensor:
+    return torch.zeros_like(pattern)
 
 
 def _like(value: Tensor, live: Tensor, name: str, *, batch_only: bool = False) -> Tensor:

@@ -67,7 +67,7 @@ def decompx(
     fields: dict[str, Any] = {}
     if aggregate == "target":
         positions = query_positions(frozen.prompt, query)
-        direction, constant = unembedding_rows(frozen, target, minus, positions.shape[1])
+        direction, constant = unembedding_rows(frozen, positions, target, minus)
         vectors = source_to_output(frozen, rule, activation, through_head=True)
         vectors = torch.take_along_dim(vectors, positions[None, ..., None], dim=2)
         scores = torch.einsum("kbqd,bqd->bqk", vectors, direction)

@@ -13,6 +13,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.hooks import in_this_thread, run
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.prompts import query_positions
@@ -144,8 +145,8 @@ class _Logit:
         rows = torch.arange(batch * copies, device=x.device)
         with torch.enable_grad():
             leaf = x.detach().repeat_interleave(copies, dim=0).requires_grad_(True)
-            hooks = [(frozen.points.blocks[0].resid_pre, lambda live, *, hook: leaf)]
-            made = frozen.model.run_with_hooks(**repeated, fwd_hooks=hooks)
+            hooks = [(frozen.points.blocks[0].resid_pre, in_this_thread(lambda live, *, hook: leaf))]
+            made = run(frozen.model, repeated, hooks)
             assert self.ids is not None
             logit = made[rows, positions.flatten(), self.ids[:, chosen].flatten()]
             if self.others is not None:

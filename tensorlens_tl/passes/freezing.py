@@ -13,20 +13,25 @@ from torch import Tensor
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import (
+    FwdHook,
     ModelPoints,
     capture,
     check_finite,
     from_cache,
+    logit_hooks,
+    logits_at,
     model_points,
+    observe,
     other_hooks,
+    own_run,
     refuse_attached,
 )
 from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.state import WeightState, refuse_devices, refuse_dropout
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.prompts import Prompt, prepare
-from tensorlens_tl.passes.proof import prove
+from tensorlens_tl.passes.prompts import Prompt, prepare, query_positions
+from tensorlens_tl.passes.proof import compare_logits, prove
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -61,59 +66,84 @@ def freeze(
         prepend_bos: as in TransformerLens.
         padding_side: ``"left"`` or ``"right"`` (the default, whatever the tokenizer says), where prompts differ in
             length.
-        cache: the ActivationCache of an earlier ``run_with_cache`` on the same input, instead of a forward pass.
+        cache: the ActivationCache of an earlier ``run_with_cache`` on the same input, kept instead of this run's
+            activations; each of them is compared with this run's.
         store: ``"cpu"`` keeps the captured activations off the model's device.
         verify: prove every block against the model's own output; False proves only the first.
         tolerance: largest relative error a block may show; None takes `TOLERANCE` for the model's dtype.
 
     Raises:
         InvalidInputError: an input that is empty, longer than the context or outside the vocabulary, or shapes that
-            differ; a model in train mode whose dropout is active; a cache of another prompt.
+            differ; a model in train mode whose dropout is active; a cache of another prompt, of other weights, or made
+            under other hooks.
         FrozenModelError: inside ``with frozen.attached()``, where the run would not be the model's own.
-        UnsupportedModelError: the model has a part that no known map reproduces, or a block's proof fails.
+        UnsupportedModelError: the model has a part that no known map reproduces, a block's proof fails, or its blocks
+            run in a loop.
         NumericalError: NaN or Inf in an activation.
     """
     if store not in ("model", "cpu"):
         raise InvalidInputError(f"store={store!r}; use 'model' or 'cpu'.")
     view = ModelView(model)
-    refuse_dropout(view.model)
-    refuse_devices(view.model)
-    refuse_attached(view.model)
-    prompt = prepare(
-        view,
-        input,
-        attention_mask=attention_mask,
-        token_type_ids=token_type_ids,
-        prepend_bos=prepend_bos,
-        padding_side=padding_side,
-    )
-    points = model_points(view)
     # captured activations must be usable with gradients later, also when the caller is in inference mode
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), own_run(view.model):
+        refuse_dropout(view.model)
+        refuse_devices(view.model)
+        refuse_attached(view.model)
+        prompt = prepare(
+            view,
+            input,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            prepend_bos=prepend_bos,
+            padding_side=padding_side,
+        )
+        points, last = model_points(view), query_positions(prompt, -1)
+        logits = logit_hooks(view.model, points.unembed_in, last)
         if cache is None:
-            # logits are not needed, and can cost as much as several blocks
-            kept, _ = capture(view.model, prompt.kwargs, points.captured, store=store, last=points.unembed_in)
+            kept, made = capture(view.model, prompt.kwargs, points.captured, store=store, hooks=logits)
         else:
-            kept = from_cache(cache, points.captured, *prompt.tokens.shape)
+            kept, made = from_cache(cache, points.captured, *prompt.tokens.shape), None
         frozen = FrozenPass(view, points, prompt, kept, WeightState.of(view.model), other_hooks(view.model))
+        _check_width(frozen)
         frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
         if cache is not None:
-            _check_same_prompt(frozen)
+            made = _compare_with_own_run(frozen, logits)
         _check_padding(prompt, points, kept)
         check_finite({name: kept[name] for name in points.captured})
         prove(frozen, verify)
+        if points.unembed_in is not None:
+            compare_logits(frozen, frozen.unembedded(), logits_at(made, last), last)
     return frozen
 
 
-def _check_same_prompt(frozen: FrozenPass) -> None:
-    """Refuse a cache whose stream enters the first block otherwise than this prompt's does."""
-    name = frozen.points.blocks[0].resid_pre
-    own = capture(frozen.model, frozen.inputs, [name], last=name)[0][name]
-    error = relative_error(frozen.resid_pre(0), own.to(frozen.tokens.device), frozen.mask)
-    if not error <= frozen.tolerance:
-        raise InvalidInputError(
-            f"cache: it was made from another input (the first block's input differs by {error:.1e}). Pass the same "
-            "tokens, in the same order and padding, that made the cache."
+def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:
+    """Refuse a cache with an activation that the model itself does not have on this prompt; hands back its logits."""
+    errors: dict[str, float] = {}
+
+    def see(name: str, activation: Tensor) -> None:
+        mine = frozen.captured(name)
+        own = activation.to(mine).reshape(mine.shape)
+        by_query = (mine.transpose(1, 2), own.transpose(1, 2)) if mine.ndim == 4 else (mine, own)
+        errors[name] = relative_error(*by_query, frozen.mask)
+
+    logits = observe(frozen.model, frozen.inputs, frozen.points.captured, see, hooks=hooks)
+    for name, error in errors.items():
+        if not error <= frozen.tolerance:
+            raise InvalidInputError(
+                f"cache: it was made from another input, under other hooks, or with other weights: {name} differs from "
+                f"the model's own run of this prompt by {error:.1e}. Pass the same tokens, in the same order and "
+                "padding, that made the cache, or leave `cache` out."
+            )
+    return logits
+
+
+def _check_width(frozen: FrozenPass) -> None:
+    """Refuse a model that makes another number of positions than there are tokens."""
+    found, given = frozen.resid_pre(0).shape[:2], frozen.tokens.shape
+    if found != given:
+        raise UnsupportedModelError(
+            f"{frozen.view.description} makes {found[1]} positions of {given[1]} tokens (virtual tokens of a prompt or "
+            "prefix adapter, or a hook?); only models with one position for each token can be frozen."
         )
 
 

@@ -10,25 +10,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks import (
     FwdHook,
-    attention_hooks,
-    capture,
     is_attached,
-    mlp_hooks,
-    only_at,
-    patterns_take_effect,
+    lock_of,
+    own_logits,
     refuse_attached,
-    replace,
 )
 from tensorlens_tl.models.activations import check_rule
 from tensorlens_tl.models.protocol import LayerRange
 from tensorlens_tl.models.state import refuse_dropout
+from tensorlens_tl.passes.holding import holding_hooks
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.proof import unembedding_error
@@ -50,7 +46,8 @@ class FrozenPass(Record):
         other_hooks: the hook points where other people's hooks were during the pass.
         layouts: how each block is put together.
         errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
-            ``"head"``, and ``"unembed"`` once a token target has asked for it.
+            ``"head"``, and ``"unembed"`` (of the tokens whose logits were compared: the last ones, and those asked
+            about since).
         tolerance: the largest error a proof may show.
     """
 
@@ -86,11 +83,6 @@ class FrozenPass(Record):
 
     # ------------------------------------------------------------------ the live model, held
 
-    @cached_property
-    def _patterns_take_effect(self) -> list[bool]:
-        short = {"input": self.tokens[:1, :2]}
-        return patterns_take_effect(self.model, short, self.points.blocks)
-
     def fwd_hooks(
         self,
         patterns: bool = True,
@@ -108,35 +100,26 @@ class FrozenPass(Record):
             InvalidInputError: no such rule.
             InvalidInputError: the model was put in train mode since, and drops activations there.
             FrozenModelError: the weights changed since the pass, or another frozen pass is attached.
+            UnsupportedModelError: a hook point of this model only observes (tried once per model, on other tokens).
         """
         check_rule(activation)
         self.check_fresh()
         refuse_dropout(self.view.model)
         refuse_attached(self.model)
-        hooks: list[FwdHook] = []
-        for layer, points in enumerate(self.points.blocks):
-            if patterns:
-                hooks += attention_hooks(points, self.pattern(layer), self._patterns_take_effect[layer])
-            if norms:
-                hooks += [replace(name, self.captured(name)) for name in points.scales.values()]
-            held = self.mlp_coefficients(layer, activation) if activations else None
-            weights = self.view.blocks[layer].mlp
-            if held is not None and weights is not None:
-                hooks += mlp_hooks(points, held, weights.b_post)
-        if norms and self.points.final_scale is not None:
-            hooks.append(replace(self.points.final_scale, self.captured(self.points.final_scale)))
-        return hooks
+        with lock_of(self.model):
+            return holding_hooks(self, patterns, activations, norms, activation)
 
     @contextmanager
     def attached(self, **options: Any) -> Generator[Any, None, None]:
         """``with frozen.attached(): ...`` runs the frozen model; takes the options of `fwd_hooks`.
 
-        Only these hooks are removed at the end, also after an exception.
+        Only these hooks are removed at the end, also after an exception. Other threads wait with their own passes of
+        this model until then.
 
         Raises:
             FrozenModelError: the hooks were taken off inside, as ``model.reset_hooks()`` does.
         """
-        with self.model.hooks(fwd_hooks=self.fwd_hooks(**options)):
+        with lock_of(self.model), self.model.hooks(fwd_hooks=self.fwd_hooks(**options)):
             yield self.model
             if not is_attached(self.model):
                 raise FrozenModelError(
@@ -165,16 +148,12 @@ class FrozenPass(Record):
         if self.view.unembedding is None or self.points.unembed_in is None:
             return None
         positions = query_positions(self.prompt, query)
-        hooks = [only_at(self.points.unembed_in, positions)] if positions.shape[1] == 1 else []
-        _, logits = capture(self.model, self.inputs, [], hooks=hooks)
-        if not isinstance(logits, Tensor) or logits.ndim != 3:
-            return None
-        picked = logits.shape[1] == positions.shape[1] == 1
-        return (logits if picked else torch.take_along_dim(logits, positions[..., None], dim=1)).detach()
+        _, logits = own_logits(self.model, self.inputs, self.points.unembed_in, positions)
+        return logits.detach() if isinstance(logits, Tensor) and logits.ndim == 3 else None
 
     @property
     def unembedding_error(self) -> float | None:
-        """See `tensorlens_tl.passes.proof.unembedding_error`."""
+        """How far the logits that were compared are from the weights'; see `proof.unembedding_error`."""
         return unembedding_error(self)
 
 

@@ -324,7 +324,7 @@ class FrozenOperator:
                 f"target: this operator ends at blocks.{self.last} input, before the final norm and the unembedding; "
                 "use direction=, or layers up to the last."
             )
-        asked = resolve_target(self.frozen, target, minus, direction, positions.shape[1])
+        asked = resolve_target(self.frozen, target, minus, direction, positions)
         whole_map, explained, cap = self.map, self.output, None
         if asked.of_tokens:
             head = self.frozen.prediction_head(self.activation)

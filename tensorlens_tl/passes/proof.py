@@ -2,19 +2,22 @@
 
 Every block is composed from its weights in each way its norms allow; the one that reproduces the block's own output on
 its own input is its layout. A block that none reproduces is refused, with the first component that differs. What
-follows the last block is proved the same way, and the unembedding when a token target first asks for it.
+follows the last block is proved the same way, and the unembedding at every token whose logit is asked about.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Identity
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import capture, is_attached
+from tensorlens_tl.hooks import capture, own_logits
 from tensorlens_tl.models.layouts import Layout, candidates, compose
+from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.record import Record
 
 
@@ -76,23 +79,44 @@ def head_error(record: Record) -> float | None:
     return relative_error(after(record.resid_pre(record.n_layers)), record.unembedded(), record.mask)
 
 
-def unembedding_error(record: Record) -> float | None:
-    """Relative error of ``cap(W_U·x + b_U)`` against the model's own logits, on the prompt's first two tokens.
+def unembedding_error(record: Record, positions: Int[Tensor, "batch query"] | None = None) -> float | None:
+    """How far ``cap(W_U·x + b_U)`` is from the model's own logits, at some positions.
 
-    Measured once, when a token target first asks for it, since logits can cost as much as several blocks. None for a
-    model that predicts no tokens.
+    Each prompt's last real token was compared when the pass was frozen. Others are compared, by one more run of the
+    model, when they are first asked about.
+
+    Args:
+        record: the pass.
+        positions: which; None for each prompt's last real token.
+
+    Returns:
+        The largest ``max abs(made − own) / max abs(own)`` of all the tokens compared so far, padding left out; None for
+        a model that predicts no tokens.
     """
     if record.view.unembedding is None or record.points.unembed_in is None:
         return None
-    if "unembed" not in record.errors:
+    positions = query_positions(record.prompt, -1) if positions is None else positions
+    compared = record.logits_compared
+    if compared is None or not bool(torch.take_along_dim(compared, positions, dim=1).all()):
         record.check_fresh()
-        # while this pass is attached, its hooks fit its own prompt alone
-        inputs = record.inputs if is_attached(record.model) else {"input": record.tokens[:1, :2]}
-        kept, logits = capture(record.model, inputs, [record.points.unembed_in])
-        made = record.view.logits(kept[record.points.unembed_in])
-        own = logits if isinstance(logits, Tensor) else made.new_zeros(0)
-        record.errors["unembed"] = relative_error(made, own.to(made))
+        states, logits = own_logits(record.model, record.inputs, record.points.unembed_in, positions)
+        compare_logits(record, states, logits, positions)
     return record.errors["unembed"]
+
+
+def compare_logits(record: Record, states: Tensor, logits: Any, positions: Int[Tensor, "batch query"]) -> None:
+    """Note in the record how far the weights' logits of `states` are from the model's own, at some positions."""
+    made = record.view.logits(torch.take_along_dim(states, positions[..., None], dim=1))
+    own = logits.to(made) if isinstance(logits, Tensor) else made.new_zeros(0)
+    error = float("inf")
+    if own.shape == made.shape:
+        scale = own.abs().amax(-1).clamp_min(torch.finfo(own.dtype).tiny)
+        real = torch.take_along_dim(record.mask, positions, dim=1)
+        errors = ((made - own).abs().amax(-1) / scale)[real]
+        error = float(errors.max()) if errors.numel() else 0.0
+    compared = torch.zeros_like(record.mask) if record.logits_compared is None else record.logits_compared
+    record.logits_compared = compared.scatter(1, positions, True)
+    record.errors["unembed"] = max(error, record.errors.get("unembed", 0.0))
 
 
 def _choose(record: Record, layer: int, options: Sequence[Layout]) -> Layout | None:

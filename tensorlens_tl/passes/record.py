@@ -39,7 +39,8 @@ class Record:
         other_hooks: the hook points where other people's hooks were during the pass.
         layouts: how each block is put together.
         errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
-            ``"head"``, and ``"unembed"`` once a token target has asked for it.
+            ``"head"``, and ``"unembed"`` (of the tokens whose logits were compared: the last ones, and those asked
+            about since).
         tolerance: the largest error a proof may show.
     """
 
@@ -52,6 +53,7 @@ class Record:
     layouts: list[Layout] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     tolerance: float = 1e-4
+    logits_compared: Tensor | None = None
     _ratios: dict[int, Coefficients] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ the model and the prompt

@@ -12,6 +12,7 @@ from tensorlens_tl._arguments import plain
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.protocol import TokenLike
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.proof import unembedding_error
 from tensorlens_tl.passes.record import Record, check_pass
 
@@ -109,7 +110,7 @@ def resolve_target(
     target: TokenLike = None,
     minus: TokenLike = None,
     direction: Any = None,
-    queries: int = 1,
+    positions: Int[Tensor, "batch query"] | None = None,
 ) -> Target:
     """What `target`, `minus` and `direction` ask, checked.
 
@@ -119,7 +120,7 @@ def resolve_target(
         minus: another token, for ``logit(target) − logit(minus)``.
         direction: instead of a token, a vector `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]` at the
             operator's output.
-        queries: how many queries are asked about.
+        positions: which queries are asked about, None for each prompt's last real token.
 
     Raises:
         InvalidInputError: no target, both kinds, target and minus the same, several tokens, out of the vocabulary, or
@@ -127,15 +128,16 @@ def resolve_target(
         UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
     """
     check_pass(frozen)
+    positions = query_positions(frozen.prompt, -1) if positions is None else positions
     if direction is not None:
         if target is not None or minus is not None:
             raise InvalidInputError("target: pass either tokens or direction=, not both.")
-        vectors = _directions(frozen, direction, queries)
+        vectors = _directions(frozen, direction, positions.shape[1])
         return Target(vectors, vectors.new_zeros(vectors.shape[:2]), False, "direction")
     if target is None:
         also = " (minus alone is no target)" if minus is not None else ""
         raise InvalidInputError(f"target: missing{also}. Pass a token (target=' Paris'), or direction=Tensor[d_model].")
-    vectors, constant = unembedding_rows(frozen, target, minus, queries)
+    vectors, constant = unembedding_rows(frozen, positions, target, minus)
     return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
 
 
@@ -176,23 +178,23 @@ def target_ids(
 
 
 def unembedding_rows(
-    frozen: Record, target: TokenLike, minus: TokenLike = None, queries: int = 1
+    frozen: Record, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
 ) -> tuple[Float[Tensor, "batch query d"], Float[Tensor, "batch query"]]:
     """Per prompt and query: the direction of a token's logit (or a difference of two), and its constant b_U.
 
     Raises:
         InvalidInputError: see `target_ids`.
-        UnsupportedModelError: the model's logits are not ``cap(W_U·x + b_U)``, measured.
+        UnsupportedModelError: the model's logits at one of the positions are not ``cap(W_U·x + b_U)``, measured.
     """
     if frozen.view.unembedding is None:
         raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens; use direction=.")
     W_U, b_U = frozen.view.unembedding
-    ids, others = target_ids(frozen.view, target, minus, len(frozen.tokens), queries)
-    error = unembedding_error(frozen)
+    ids, others = target_ids(frozen.view, target, minus, *positions.shape)
+    error = unembedding_error(frozen, positions)
     if error is None or not error <= frozen.tolerance:
         raise UnsupportedModelError(
             f"target: the logits of {frozen.view.description} are not cap(W_U·x + b_U) as read from its weights "
-            f"(relative error {error:.1e}; scaled logits?). Use direction=."
+            f"(relative error {error:.1e}; scaled logits, or a hook after the unembedding?). Use direction=."
         )
 
     def rows(tokens: Int[Tensor, "batch query"]) -> tuple[Tensor, Tensor]:

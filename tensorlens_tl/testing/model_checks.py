@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
+from tensorlens_tl.hooks import run
 from tensorlens_tl.models.activations import RULES
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -270,5 +271,5 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
         seen["output"] = live
 
     hooks = [(points.blocks[0].resid_pre, put), *frozen.fwd_hooks(**options), (end, see)]
-    frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
+    run(frozen.model, frozen.inputs, hooks)
     return seen["output"]

@@ -1,0 +1,63 @@
+"""Running a model: one thread at a time, and nobody else's hooks taken for our own.
+
+Hooks live on the model, so two runs of one model at once would see each other's. Whatever the library runs holds the
+model's lock; its observing hooks ignore runs of other threads, and hooks that hold activations fixed ignore a run that
+is to be the model's own. What a user runs in another thread is outside this lock: use ``frozen.attached()`` there,
+which holds it.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from tensorlens_tl.models.protocol import HookedModel
+
+FwdHook = tuple[Any, Callable[..., Any]]
+"""A hook point's name (or a filter of names) and what is called there, as TransformerLens takes them."""
+
+_locks: "WeakKeyDictionary[nn.Module, threading._RLock]" = WeakKeyDictionary()
+_guard = threading.Lock()
+_unheld: ContextVar[bool] = ContextVar("unheld", default=False)
+
+
+def lock_of(model: HookedModel) -> Any:
+    """The lock of one model; a thread that holds it may take it again."""
+    with _guard:
+        return _locks.setdefault(model, threading.RLock())
+
+
+def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook]) -> Any:
+    """The model's output with these hooks on, which are gone afterwards, also on an exception."""
+    with lock_of(model):
+        return model.run_with_hooks(**inputs, fwd_hooks=list(hooks))
+
+
+@contextmanager
+def own_run(model: HookedModel) -> Generator[None, None, None]:
+    """Runs inside are the model's own: this thread holds its lock, and a frozen pass's hooks do nothing."""
+    with lock_of(model):
+        token = _unheld.set(True)
+        try:
+            yield
+        finally:
+            _unheld.reset(token)
+
+
+def is_own_run() -> bool:
+    """Whether this thread is inside `own_run`."""
+    return _unheld.get()
+
+
+def in_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that does nothing in other threads."""
+    home = threading.get_ident()
+
+    def hook(tensor: Any, *, hook: Any) -> Any:
+        return function(tensor, hook=hook) if threading.get_ident() == home else None
+
+    return hook

@@ -1,0 +1,115 @@
+"""Holding the live model fixed: which hooks, and whether the model obeys them.
+
+On some models a hook point only observes: what a hook returns there is ignored, and the model would run unfrozen
+without a word. Patterns have another way (`tensorlens_tl.hooks.freeze`); anything else that is ignored is refused. Both
+are found by trying, once per model: the model runs on other tokens, held, and every block must do what its map says.
+"""
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from tensorlens_tl.algebra import Identity
+from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks import (
+    FwdHook,
+    attention_hooks,
+    capture,
+    mlp_hooks,
+    other_hooks,
+    own_run,
+    patterns_take_effect,
+    replace,
+)
+from tensorlens_tl.passes.record import Record
+
+
+class _Proved(NamedTuple):
+    """What trying showed of a model, and the versions its weights had (weight processing may rewire hook points)."""
+
+    versions: list[tuple[int, int]] | None
+    patterns: list[bool]
+
+
+_proved: "WeakKeyDictionary[nn.Module, _Proved]" = WeakKeyDictionary()
+
+
+def prove_obedience(record: Record) -> list[bool]:
+    """Try, once per model, whether it obeys hooks; tells for each layer whether it obeys them at `hook_pattern`.
+
+    Raises:
+        UnsupportedModelError: it ignores what a hook returns at `hook_z`, `mlp.hook_post` or a norm's `hook_scale`.
+    """
+    known = _proved.get(record.model)
+    if known is None or known.versions != record.weights.versions or other_hooks(record.model):
+        known = _prove(record)
+    return known.patterns
+
+
+def holding_hooks(
+    record: Record,
+    patterns: bool = True,
+    activations: bool = True,
+    norms: bool = True,
+    activation: str = "ratio",
+) -> list[FwdHook]:
+    """The hooks that hold a pass's patterns, activations and norm scales; see `FrozenPass.fwd_hooks`.
+
+    Raises:
+        UnsupportedModelError: the model ignores what a hook returns.
+    """
+    return _hooks(record, prove_obedience(record), patterns, activations, norms, activation)
+
+
+def _hooks(
+    record: Record,
+    taken: list[bool],
+    patterns: bool = True,
+    activations: bool = True,
+    norms: bool = True,
+    activation: str = "ratio",
+) -> list[FwdHook]:
+    hooks: list[FwdHook] = []
+    for layer, points in enumerate(record.points.blocks):
+        if patterns:
+            hooks += attention_hooks(points, record.pattern(layer), taken[layer])
+        if norms:
+            hooks += [replace(name, record.captured(name)) for name in points.scales.values()]
+        held = record.mlp_coefficients(layer, activation) if activations else None
+        weights = record.view.blocks[layer].mlp
+        if held is not None and weights is not None:
+            hooks += mlp_hooks(points, held, weights.b_post)
+    if norms and record.points.final_scale is not None:
+        hooks.append(replace(record.points.final_scale, record.captured(record.points.final_scale)))
+    return hooks
+
+
+def _prove(record: Record) -> _Proved:
+    """Run the model, held, on other tokens, and compare every block with its map there."""
+    model, points = record.model, record.points
+    with own_run(model):
+        proved = _Proved(record.weights.versions, patterns_take_effect(model, record.inputs, points.blocks))
+    other = {**record.inputs, "input": (record.tokens + 1) % record.view.d_vocab}
+    names = [points.blocks[0].resid_pre, *map(record.output_name, range(record.n_layers))]
+    after = record.final_norm() or Identity()
+    ends = [] if record.final_norm() is None or points.unembed_in is None else [points.unembed_in]
+    # patterns by way of hook_z: live ablations take heads away there, and hook_pattern was tried above
+    hooks = _hooks(record, [False] * record.n_layers)
+    seen, _ = capture(model, other, names + ends, hooks=hooks, last=(names + ends)[-1])
+    streams = [seen[name].to(record.tokens.device).reshape(record.output.shape) for name in names + ends]
+    maps = [*map(record.block, range(record.n_layers)), after]
+    for layer, (step, before, own) in enumerate(zip(maps, streams, streams[1:], strict=False)):
+        error = relative_error(step(before), own, record.mask)
+        if not error <= record.tolerance:
+            where = f"blocks.{layer}" if layer < record.n_layers else "ln_final"
+            raise UnsupportedModelError(
+                f"{where} of this {record.view.description} does not obey the hooks that should hold it fixed: held, "
+                f"and on other tokens, it differs from its map by {error:.1e} (allowed {record.tolerance:.0e}). One of "
+                "its hook points only observes, or another hook undoes it. What reads the weights works (operator, most "
+                "methods and circuits); fwd_hooks, attached and live ablations do not."
+            )
+    if not other_hooks(model):
+        _proved[model] = proved
+    return proved
