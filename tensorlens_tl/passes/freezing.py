@@ -48,7 +48,7 @@ def freeze(
 ) -> FrozenPass:
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
 
-    Hooks of other people on the model take part in the run, and so does what they change: where the algebra cannot
+    Hooks of other people on the model run as well, and what they change is part of the pass: where the algebra cannot
     follow, the proof fails and says so. They are left on, and named in the pass's `other_hooks` and in every result's
     provenance. Hooks put on or taken off later do not change a pass; ``attached()`` runs with those that are there.
 
@@ -75,21 +75,21 @@ def freeze(
     """
     if store not in ("model", "cpu"):
         raise InvalidInputError(f"store={store!r}; use 'model' or 'cpu'.")
-    view = ModelView(model)
-    refuse_dropout(view.model)
-    refuse_devices(view.model)
-    refuse_attached(view.model)
-    prompt = prepare(
-        view,
-        input,
-        attention_mask=attention_mask,
-        token_type_ids=token_type_ids,
-        prepend_bos=prepend_bos,
-        padding_side=padding_side,
-    )
-    points = model_points(view)
-    # captured activations must be usable with gradients later, also when the caller is in inference mode
+    # what is kept must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
+        view = ModelView(model)
+        refuse_dropout(view.model)
+        refuse_devices(view.model)
+        refuse_attached(view.model)
+        prompt = prepare(
+            view,
+            input,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            prepend_bos=prepend_bos,
+            padding_side=padding_side,
+        )
+        points = model_points(view)
         if cache is None:
             # logits are not needed, and can cost as much as several blocks
             kept, _ = capture(view.model, prompt.kwargs, points.captured, store=store, last=points.unembed_in)
