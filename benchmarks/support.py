@@ -27,7 +27,7 @@ goes through `check_model`, every method through `check_method`, and one head's 
 * **proof**: the largest relative error of a block composed from weights against the model's own; **whole**: the largest of the claims about the
   whole (contributions and bias are the output, the model held by hooks is the operator, autograd through it is its pull, batches are their prompts).
   Errors around 1e-7 are of families whose own norms compute in float32 whatever the dtype.
-* **padding**: the sides on which padding changes nothing. What is missing is the model's own doing, and is refused when it is frozen.
+* **padding**: the sides on which padding changes nothing. Where a side is missing, the model itself computes something else when padded there, and such a batch is refused.
 * **QK**: whether attention scores can be read from weights (`circuits.qk_attribution`).
 * ✓ holds everything, a number is why it is refused. Nothing is ever silently wrong: a model that is in no row is proved or refused when it is frozen,
   and `tensorlens-tl verify --model NAME` runs the same proof on yours.

@@ -14,6 +14,7 @@ A method is a function of a `FrozenPass` and keyword options that returns an `At
 A layer map is a function of a `FrozenPass` that returns one map of token pairs per layer,
 `[layer, batch, query, key]`. `mean` and `rollout` aggregate it by its name:
 
+    >>> import torch
     >>> @tlens.register_layer_map("last-head", holds_residual=False)
     ... def last_head(frozen):
     ...     \"\"\"The pattern of each layer's last head, between real tokens.\"\"\"
@@ -30,20 +31,19 @@ that registers them when it is imported. The built-in ones are published and reg
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, RegistryError
 from tensorlens_tl.layerwise import Maps
 from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.batches import memory_batches, tokenized
+from tensorlens_tl.passes.batches import check_slice, memory_batches, numbered, one_per_prompt, taken, tokenized
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.results.attribution import Attribution
@@ -139,6 +139,7 @@ def register_method(name: Any) -> Callable[[MethodFunction], MethodFunction]:
     _check_name(name, "register_method('my-method')")
 
     def decorate(function: MethodFunction) -> MethodFunction:
+        _load_built_in(function)
         _check_free(_METHODS.get(name), function, f"register_method: {name!r}", name)
         _METHODS[name] = Method(name, function)
         return function
@@ -159,6 +160,7 @@ def register_layer_map(name: Any, *, holds_residual: bool) -> Callable[[MapFunct
     _check_name(name, "register_layer_map('my-map', holds_residual=False)")
 
     def decorate(function: MapFunction) -> MapFunction:
+        _load_built_in(function)
         _check_free(_LAYER_MAPS.get(name), function, f"register_layer_map: {name!r}", name)
         _LAYER_MAPS[name] = LayerMap(name, function, holds_residual)
         return function
@@ -223,32 +225,43 @@ def get_layer_map(name: str) -> LayerMap:
 def unknown_method(name: Any, known: Iterable[str]) -> str:
     """What to say about a name that is none of the known ones: the nearest, and all of them."""
     known = list(known)
-    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.6)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"no method called {name!r}.{hint} There are {', '.join(map(repr, known))}."
+    return f"no method called {name!r}.{_nearest(name, known)} There are {', '.join(map(repr, known))}."
 
 
-def _load_published() -> None:
+def _nearest(name: Any, known: Iterable[str]) -> str:
+    """A question, where a name is nearly one of the known ones."""
+    near = difflib.get_close_matches(str(name).lower(), list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _load_built_in(function: Callable[..., Any]) -> None:
+    """Before somebody else's function takes a name: the built-in ones have theirs first."""
+    if not _is_ours(str(function.__module__)):
+        _load_published(built_in=True)
+
+
+def _load_published(built_in: bool = False) -> None:
     """Load what is published once; it may register itself, or is registered under its entry point's name."""
     points = sorted(entry_points(group=ENTRY_POINTS), key=lambda point: not _is_ours(point.value))
     for point in points:
-        if point.value in _LOADED:
+        ours = _is_ours(point.value)
+        if point.value in _LOADED or (built_in and not ours):
             continue
         _LOADED.add(point.value)
-        if _is_ours(point.value):  # a defect of our own is no warning
-            point.load()
-            continue
         try:
             loaded: Any = point.load()
-        except Exception as error:  # somebody else's package must not take ours down
-            warnings.warn(
+            known = [entry.function for entry in (*_METHODS.values(), *_LAYER_MAPS.values())]
+            if not ours and callable(loaded) and all(function is not loaded for function in known):
+                register_method(point.name)(cast(Callable[..., Attribution], loaded))
+        except Exception as error:
+            if ours:  # a defect of our own is no warning
+                _LOADED.discard(point.value)
+                raise
+            warnings.warn(  # somebody else's package must not take ours down
                 f"the published method {point.name!r} ({point.value}) cannot be loaded: {error!r}. Update or uninstall "
                 "the package that publishes it; everything else works.",
                 stacklevel=3,
             )
-            continue
-        if callable(loaded) and all(method.function is not loaded for method in _METHODS.values()):
-            register_method(point.name)(cast(Callable[..., Attribution], loaded))
 
 
 def _is_ours(value: str) -> bool:
@@ -276,7 +289,8 @@ def attribute(
             the batches, and whatever the method itself bounds by it.
         options: the method's options (``help(tlens.get_method(name).function)`` describes them; the default method
             takes `collapse`, `query`, `target`, `minus`, `direction`, `layers`, `heads`, `mlp`, `activation`,
-            `probes`); those of `freeze` (`attention_mask`, `prepend_bos`, `verify` …) go there.
+            `probes`); options of `freeze` (`attention_mask`, `prepend_bos`, `verify` …) are passed to
+            it.
 
     Raises:
         RegistryError: unknown method.
@@ -284,6 +298,7 @@ def attribute(
         FrozenModelError: the model's weights were changed after the frozen pass was made.
     """
     chosen = get_method(method)
+    in_bytes(memory)
     if memory is not None and "memory" in chosen.options:
         options = {**options, "memory": memory}
     freezing = {k: v for k, v in inspect.signature(freeze).parameters.items() if v.kind is v.KEYWORD_ONLY}
@@ -292,8 +307,8 @@ def attribute(
     unknown = [name for name in for_method if name not in chosen.options and not chosen.takes_any_option]
     if unknown:
         raise InvalidInputError(
-            f"attribute: method {method!r} has no option {unknown[0]!r}. It takes "
-            f"{', '.join(chosen.options) or 'none'}; freezing takes {', '.join(freezing)}."
+            f"attribute: method {method!r} has no option {unknown[0]!r}.{_nearest(unknown[0], chosen.options)} It "
+            f"takes {', '.join(chosen.options) or 'none'}; freezing takes {', '.join(freezing)}."
         )
     if isinstance(model, FrozenPass):
         if input is not None or for_freeze:
@@ -308,11 +323,16 @@ def attribute(
     if len(batches) < 2:
         return _checked(method, chosen.function(freeze(model, input, **for_freeze), **for_method))
     for_freeze.pop("prepend_bos", None)  # the rows are token ids now
+    split = {name: one_per_prompt(name, for_method[name], len(rows)) for name in PER_PROMPT if name in for_method}
+    check_slice(for_method.get("query"), [len(row) for row in rows])
     parts = []
     for batch in batches:
-        frozen = freeze(model, [rows[i] for i in batch], **for_freeze)
-        own = {name: _of_prompts(name, value, batch, len(rows)) for name, value in for_method.items()}
-        parts.append(_checked(method, chosen.function(frozen, **own)))
+        own = {name: taken(values, batch) for name, values in split.items() if values is not None}
+        try:
+            frozen = freeze(model, [rows[i] for i in batch], **for_freeze)
+            parts.append(_checked(method, chosen.function(frozen, **for_method | own)))
+        except InvalidInputError as error:
+            raise InvalidInputError(numbered(str(error), batch)) from error
     given = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
     return joined(parts, batches, given)
 
@@ -327,13 +347,6 @@ def _batches(
     view = ModelView(model)
     rows = tokenized(view, input, for_freeze.get("prepend_bos"))
     return rows, memory_batches(view, [len(row) for row in rows], memory)
-
-
-def _of_prompts(name: str, value: Any, batch: Sequence[int], prompts: int) -> Any:
-    """An option's share of a batch, where it names one thing for each prompt."""
-    if name not in PER_PROMPT or isinstance(value, str) or not hasattr(value, "__len__") or len(value) != prompts:
-        return value
-    return value[torch.tensor(batch)] if isinstance(value, Tensor) else [value[i] for i in batch]
 
 
 def _checked(method: str, result: Any) -> Attribution:

@@ -57,9 +57,16 @@ def test_attribute_from_model_and_from_pass_agree(frozen):
 
 
 def test_a_part_of_the_model_says_so(frozen):
-    assert "part of the model" not in tlens.attribute(frozen).target
-    for options in ({"mlp": False}, {"layers": slice(1, None)}, {"heads": {0: [1]}}):
-        assert "part of the model" in tlens.attribute(frozen, **options).target
+    assert tlens.attribute(frozen).target == "squared norm of the output"
+    for options, words in (
+        ({"mlp": False}, "heads or MLPs left out"),
+        ({"heads": {0: [1]}}, "heads or MLPs left out"),
+        ({"layers": slice(1, None)}, "from blocks.1 input"),
+        ({"layers": slice(0, 1)}, "at blocks.1 input"),
+        ({"final_norm": False}, "at the last block's output"),
+        ({"direction": torch.ones(16)}, "a direction at the final norm's output"),
+    ):
+        assert words in tlens.attribute(frozen, **options).target
 
 
 def test_top(frozen):
@@ -236,7 +243,7 @@ def test_html_escapes_every_token():
 
 def test_html_shows_values_and_the_proof(frozen):
     page = tlens.attribute(frozen)._repr_html_()
-    assert "complete to" in page
+    assert "residual" in page
     assert page.count('class="t') - page.count('class="tlens"') - page.count('class="title"') == 12
     assert f"{float(tlens.attribute(frozen).scores[0, 0, 0]):+.4g}" in page
     assert tlens.attribute(frozen, query=None).to_html(batch=1).count('class="grid"') == 1
@@ -260,7 +267,7 @@ def test_plot(every, frozen):
 
 
 def test_axes_must_name_the_scores():
-    with pytest.raises(tlens.InvalidInputError, match="axes names"):
+    with pytest.raises(tlens.InvalidInputError, match=r"scores have 2 axes.* but 3 are named"):
         tlens.Attribution(torch.zeros(1, 2), [["a"]], torch.zeros(1, 1).long(), torch.ones(1, 1).bool(), "x")
 
 
@@ -356,7 +363,7 @@ def test_parts_that_do_not_fit_are_refused():
     """A full matrix under one query would show the first query's scores as the last one's."""
     frozen = tlens.freeze(tiny_model("bridge/gpt2"), some_tokens())
     every = frozen.pattern(1).mean(1)
-    with pytest.raises(tlens.InvalidInputError, match="hold every query, queries one; pass query=None"):
+    with pytest.raises(tlens.InvalidInputError, match="one query was named; name query=None"):
         tlens.Attribution.of(frozen, every, method="x", query=-1)
     assert tlens.Attribution.of(frozen, every, method="x").queries.shape == (2, 6)
     assert tlens.Attribution.of(frozen, every[:, -1:], method="x", query=-1).queries.tolist() == [[5], [5]]

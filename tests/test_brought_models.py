@@ -115,7 +115,7 @@ def test_an_empty_tokenizer_counts_as_none():
     model = wrapped(made("GPT2LMHeadModel", **GPT2))
     model.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=empty_vocabulary())
     assert len(tlens.freeze(model, [[3, 4, 5]]).str_tokens[0]) == 3
-    with pytest.raises(tlens.InvalidInputError, match="no tokenizer that knows any text"):
+    with pytest.raises(tlens.InvalidInputError, match="no tokenizer, or an empty one"):
         tlens.freeze(model, "a text")
 
 

@@ -79,7 +79,7 @@ def test_attribute_saves(tmp_path):
         (["attribute", "the", "--method", "tensorlns"], "Did you mean 'tensorlens'"),
         (["attribute", "the", "--target", "two words"], "a target is one token"),
         (["attribute", ""], "empty"),
-        (["verify", "--model", "no/such/folder"], "cannot be loaded"),
+        (["verify", "--model", "no/such/folder"], "no such folder, and the hub gives no model"),
     ],
 )
 def test_errors_are_printed_without_a_traceback(capsys, arguments, message):
@@ -145,9 +145,14 @@ def test_methods_of_ones_own(tmp_path, capsys, clean_registry):
         (["attribute", "the", "-o", "no/such/folder/a.html"], "there is no folder"),
         (["evaluate", "stability", "-n", "3", "--prompts", "some.txt"], "it counts prompts that we make"),
         (["evaluate", "stability", "--model", "demo:recall"], "has no text of its own"),
+        (["attribute", "the", "-o", "."], "that is a folder"),
+        (["attribute", "the", "--method", "unasked", "--query", "1"], "--query: 'unasked' has no such option"),
+        (["attribute", "the", "--kind", "hooked", "--model", "tests"], "a folder is loaded as a TransformerBridge"),
+        (["verify", "--model", "tests"], "the model in this folder cannot be loaded"),
     ],
 )
-def test_options_that_do_not_fit_are_told(capsys, arguments, message):
+def test_options_that_do_not_fit_are_told(capsys, arguments, message, clean_registry):
+    tlens.register_method("unasked")(lambda frozen: tlens.attribute(frozen, method="alti"))
     assert main(arguments) == 1
     assert message in " ".join(capsys.readouterr().err.split())
 
@@ -159,13 +164,47 @@ def test_options_that_do_not_fit_are_told(capsys, arguments, message):
         ["evaluate", "completeness", "--task", "recall"],
         ["evaluate", "relations", "--order", "ascending"],
         ["methods", "--device", "cpu"],
+        ["evaluate", "stability", "-n", "0"],
     ],
     ids=" ".join,
 )
 def test_options_belong_to_their_command(capsys, arguments):
     with pytest.raises(SystemExit):
         main(arguments)
-    assert "unrecognized arguments" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "unrecognized arguments" in said or "no number of at least 1" in said
+
+
+def test_methods_with_options_of_any_name_get_them(capsys, clean_registry):
+    given = {}
+
+    def any_option(frozen, **options):
+        given.update(options)
+        return tlens.attribute(frozen, method="alti", query=options["query"])
+
+    tlens.register_method("any-option")(any_option)
+    assert main(["attribute", "Return the value", "--method", "any-option", "--query", "1", "--target", " the"]) == 0
+    assert given["query"] == 1
+    assert "target" in given
+
+
+def test_a_single_word_is_a_text(capsys):
+    assert main(["Return"]) == 0
+    assert "the model predicts" in capsys.readouterr().out
+
+
+def test_a_model_that_only_a_bridge_knows_is_tried_as_one(monkeypatch):
+    from transformer_lens import model_bridge
+
+    tried = []
+
+    def boot(name, **options):
+        tried.append(name)
+        raise ValueError("offline")
+
+    monkeypatch.setattr(model_bridge.TransformerBridge, "boot_transformers", boot)
+    assert main(["verify", "--model", "somebody/a-new-model"]) == 1
+    assert tried == ["somebody/a-new-model"]
 
 
 def test_the_device_is_the_models(capsys):
@@ -181,4 +220,4 @@ def test_verify_without_a_tokenizer(tmp_path, capsys):
     assert main(["verify", "--model", str(tmp_path)]) == 0
     assert "verified on random tokens" in capsys.readouterr().out
     assert main(["attribute", "a text", "--model", str(tmp_path)]) == 1
-    assert "no tokenizer that knows any text" in " ".join(capsys.readouterr().err.split())
+    assert "no tokenizer, or an empty one" in " ".join(capsys.readouterr().err.split())

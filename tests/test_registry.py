@@ -1,5 +1,8 @@
 """The registry and the namespace: near names are suggested, what is no method refused, broken plug-ins harmless."""
 
+import subprocess
+import sys
+
 import pytest
 from conftest import some_tokens
 
@@ -49,3 +52,42 @@ def test_a_broken_plug_in_takes_nothing_down(clean_registry, monkeypatch):
     monkeypatch.setattr(registry, "_LOADED", set())
     with pytest.warns(UserWarning, match="'broken'"):
         assert "tensorlens" in tlens.list_methods()
+
+
+class Published:
+    """An entry point of somebody else's package."""
+
+    def __init__(self, name, load):
+        self.name, self.value, self.load = name, f"theirs:{name}", load
+
+
+def test_published_functions_keep_to_their_own_registry(clean_registry, monkeypatch):
+    def their_map(frozen):
+        return frozen.pattern(0)[None].mean(2)
+
+    def publish():
+        return tlens.register_layer_map("their-map", holds_residual=False)(their_map)
+
+    points = [Published("their-map", publish), Published("rollout", lambda: lambda frozen: None)]
+    real = registry.entry_points
+    monkeypatch.setattr(registry, "entry_points", lambda group: [*real(group=group), *points])
+    with pytest.warns(UserWarning, match="'rollout' .* cannot be loaded"):
+        names = tlens.list_methods()
+    assert "their-map" not in names
+    assert "their-map" in tlens.list_layer_maps()
+    assert tlens.get_method("rollout").function.__module__.startswith("tensorlens_tl")
+
+
+def test_a_built_in_name_cannot_be_taken_before_anything_is_loaded():
+    """In a process of its own: registering is the first thing done there."""
+    code = (
+        "import tensorlens_tl as tlens\n"
+        "try:\n"
+        "    tlens.register_method('norm')(lambda frozen: None)\n"
+        "except tlens.RegistryError as error:\n"
+        "    print(error)\n"
+        "print(*tlens.list_methods())"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "'norm' is already tensorlens_tl.methods.norm" in printed
+    assert "rollout" in printed

@@ -9,6 +9,7 @@ from conftest import close, some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.passes.prompts import query_positions
+from tensorlens_tl.testing import tiny_model
 
 TEXT = "If the file is not found, a FileNotFoundError is"
 ABOUT_A_PREDICTION = {"tensorlens", "input-x-gradient", "integrated-gradients"}
@@ -202,8 +203,76 @@ def test_targets_and_ids_of_many_prompts(demo_model):
         alone = tlens.attribute(demo_model, [rows[row]], target=target)
         assert close(together.scores[row, 0, : len(rows[row])], alone.scores[0, 0])
     assert "batch=3" in repr(together)
-    with pytest.raises(tlens.InvalidInputError, match="5 tokens for"):
+    with pytest.raises(tlens.InvalidInputError, match="target: 5 for 3 prompts"):
         tlens.attribute(demo_model, rows, target=[1, 2, 3, 4, 5], memory="300KB")
+
+
+SIXTEEN = [list(range(5 + i, 25 + i)) for i in range(8)] + [list(range(50 + i, 60 + i)) for i in range(8)]
+
+
+def test_what_is_named_for_each_prompt_is_counted_over_all_of_them(demo_model):
+    """Prompts run in two batches of eight: eight targets must not be taken for one of each batch's prompts."""
+    run = lambda **options: tlens.attribute(demo_model, SIXTEEN, **options)  # noqa: E731
+    wide = torch.eye(128)[:, : demo_model.cfg.d_model]
+    for options in ({"target": list(range(8))}, {"target": 5, "minus": [6] * 8}, {"direction": wide[:8]}):
+        with pytest.raises(tlens.InvalidInputError, match="8 for 16 prompts"):
+            run(**options)
+    named = run(target=list(range(3, 19)))
+    assert close(run(target=torch.arange(3, 19)).scores, named.scores)
+    assert close(run(target=torch.arange(3, 19).numpy()).scores, named.scores)
+    assert close(named.scores[9:10, :, :10], tlens.attribute(demo_model, SIXTEEN[9:10], target=12).scores)
+    assert close(run(target=torch.tensor(5)).scores, run(target=5).scores)
+
+
+def test_one_direction_serves_as_many_prompts_as_it_has_channels():
+    model = tiny_model("bridge/gpt2")
+    prompts = [list(range(3, 8 + i % 2)) for i in range(model.cfg.d_model)]
+    direction = torch.randn(model.cfg.d_model, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    together = tlens.attribute(model, prompts, direction=direction, memory="20KB")
+    assert close(
+        together.scores[3:4, :, : len(prompts[3])], tlens.attribute(model, prompts[3:4], direction=direction).scores
+    )
+
+
+def test_a_slice_of_unequal_lengths_is_refused_in_batches_too(demo_model):
+    with pytest.raises(tlens.InvalidInputError, match="same number in each"):
+        tlens.attribute(demo_model, SIXTEEN, query=slice(1, None), target=7)
+    three = tlens.attribute(demo_model, SIXTEEN, query=slice(-3, None), target=7)
+    assert three.queries[0].tolist() == [17, 18, 19]
+    assert three.queries[15].tolist() == [7, 8, 9]
+
+
+def test_messages_count_all_prompts(demo_model):
+    with pytest.raises(tlens.InvalidInputError, match=r"query=15 is out of range: prompt (8|9|1\d) has 10 real tokens"):
+        tlens.attribute(demo_model, SIXTEEN, query=15, target=7)
+    texts = ["Return the value of the file", "Raise an exception"]
+    with pytest.raises(tlens.InvalidInputError, match=r"query, prompt 1: 'file' does not occur") as caught:
+        tlens.attribute(demo_model, texts, query="file", target=7)
+    assert str(caught.value).count("<|bos|>") == 1  # its own tokens, no padding
+    with pytest.raises(tlens.InvalidInputError, match="memory"):
+        tlens.attribute(demo_model, texts, method="alti", memory="banana")
+    with pytest.raises(tlens.InvalidInputError, match="Did you mean 'layers'"):
+        tlens.attribute(demo_model, texts, layer=slice(0, 2))
+
+
+def test_nothing_is_found_or_said_at_padding(demo_model):
+    """The padding token's text is also the first token's."""
+    frozen = tlens.freeze(demo_model, ["Return the value of the file", "Return it"])
+    terms = circuits.logit_attribution(frozen, " the", query=None)
+    assert terms.query_row("<|bos|>", batch=1) == 0
+    every = tlens.attribute(frozen, method="rollout")
+    assert [entry.position for entry in every.score("<|bos|>", batch=1)] == [0]
+    assert every.score(-1, batch=1)[0].name == " it"
+    with pytest.raises(tlens.InvalidInputError, match="is padding in this prompt"):
+        every.score(5, batch=1)
+    padded = ~frozen.mask
+    for found in (
+        terms, circuits.total_effects(frozen, " the", query=None),
+        circuits.total_effects(frozen, " the", query=None, live=True),
+    ):  # fmt: skip
+        assert not found.scores[padded].any()
+        assert not found.total[padded].any()
+    assert torch.equal(terms.total, tlens.attribute(frozen, target=" the", query=None).total)
 
 
 def test_batches_keep_within_their_bound():
@@ -328,3 +397,117 @@ def test_a_model_is_what_it_can_do(model_named):
     assert isinstance(model_named("bridge/gpt2"), tlens.HookedModel)
     assert not isinstance("gpt2", tlens.HookedModel)
     assert some_tokens().shape == (2, 6)
+
+
+# ------------------------------------------------------------------ any part of the stream, the live model
+
+
+def test_the_last_blocks_output_before_the_final_norm(frozen):
+    """A probe of ``hook_resid_post``: what the final norm gives is another stream."""
+    probe = torch.randn(frozen.output.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    own = frozen.resid_pre(frozen.n_layers)[0, -1] @ probe
+    assert abs(own - frozen.output[0, -1] @ probe) > 1e-2
+    asked = {"direction": probe, "final_norm": False}
+    op = frozen.operator(final_norm=False)
+    found = [
+        tlens.attribute(frozen, **asked), circuits.logit_attribution(frozen, by="head", **asked),
+        circuits.paths(frozen, max_order=1, **asked), circuits.top_paths(frozen, k=3, **asked),
+        circuits.total_effects(frozen, live=True, **asked),
+    ]  # fmt: skip
+    for result in found:
+        assert close(result.total[0, 0], own)
+    assert all(float(result.residual.max()) < 1e-9 for result in found[:-1])
+    assert circuits.contribution_graph(frozen, **asked).total == pytest.approx(float(own), rel=1e-12)
+    assert close(op(op.x), frozen.resid_pre(frozen.n_layers))
+    with pytest.raises(tlens.InvalidInputError, match="before the unembedding"):
+        op.target(" the")
+    head = circuits.head_map(frozen, 1, 0, final_norm=False)
+    effect = circuits.total_effects(frozen, **asked)["L1H0"]
+    assert close(head.target(direction=probe).sum((-2, -1)), effect[0])
+
+
+def test_what_asks_the_live_model_wants_it_free_and_unchanged(frozen):
+    with frozen.attached():
+        for ask in (
+            lambda: circuits.total_effects(frozen, " the", live=True),
+            lambda: tlens.attribute(frozen, method="input-x-gradient", target=" the"),
+            lambda: tlens.attribute(frozen, method="integrated-gradients", target=" the", steps=2),
+        ):
+            with pytest.raises(tlens.FrozenModelError, match="attached"):
+                ask()
+    model = frozen.model
+    model.add_hook("blocks.1.attn.hook_pattern", lambda pattern, hook: torch.zeros_like(pattern))
+    try:
+        with pytest.raises(tlens.FrozenModelError, match="put on it or taken off since"):
+            circuits.total_effects(frozen, " the", live=True)
+    finally:
+        model.reset_hooks()
+
+
+def test_dropout_switched_on_later_is_noticed():
+    model = tiny_model("bridge/gpt2")
+    for module in model.original_model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    frozen = tlens.freeze(model, some_tokens())
+    model.train()
+    for ask in (
+        lambda: circuits.total_effects(frozen, 5, live=True),
+        lambda: tlens.attribute(frozen, method="input-x-gradient", target=5),
+    ):
+        with pytest.raises(tlens.InvalidInputError, match="train mode"):
+            ask()
+
+
+def test_gradients_in_inference_mode(frozen):
+    outside = tlens.attribute(frozen, method="input-x-gradient", target=" the")
+    with torch.inference_mode():
+        again = tlens.freeze(frozen.model, TEXT)
+        for one in (frozen, again):
+            assert close(tlens.attribute(one, method="input-x-gradient", target=" the").scores, outside.scores)
+
+
+def test_a_key_after_its_query_is_refused(frozen):
+    with pytest.raises(tlens.InvalidInputError, match="attends to no later token"):
+        circuits.qk_attribution(frozen, 1, 0, query="file", key="Error")
+
+
+def test_options_come_back_from_a_file_as_they_were(frozen, tmp_path):
+    asked = {
+        "layers": slice(0, 2),
+        "heads": {1: [0]},
+        "direction": torch.eye(frozen.output.shape[-1])[3],
+        "query": (1, 2),
+    }
+    result = tlens.attribute(frozen, **asked)
+    loaded = tlens.Attribution.load(result.save(tmp_path / "a"))
+    assert loaded.options["layers"] == slice(0, 2)
+    assert loaded.options["heads"] == {1: [0]}
+    assert loaded.options["query"] == (1, 2)
+    again = tlens.attribute(frozen, **loaded.options)
+    assert torch.equal(again.scores, result.scores)
+
+
+def test_decompx_in_half_precision_measures_what_it_returns():
+    frozen = tlens.freeze(tlens.load_demo_model(dtype=torch.bfloat16), "Return the value of the")
+    result = tlens.attribute(frozen, method="decompx", target=" the", query=None)
+    size = result.scores.double().abs().sum(-1) + result.bias.double().abs()
+    off = (result.scores.double().sum(-1) + result.bias.double() - result.total.double()).abs() / size
+    assert result.scores.dtype == torch.float32
+    assert torch.allclose(off, result.residual.double(), atol=1e-6)
+
+
+def test_tables_say_which_and_whether_they_add_up(frozen, pair, capsys):
+    circuits.total_effects(frozen, " the").show(3)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "which do not add up" in printed
+    assert "│ total" not in printed
+    for result in (circuits.logit_attribution(pair, " the"), tlens.attribute(pair, target=" the")):
+        result.show(batch=1)
+        assert "prompt 1 of 2" in " ".join(capsys.readouterr().out.split())
+    circuits.contribution_graph(frozen, " the").show(4)
+    assert "node" in capsys.readouterr().out
+    with pytest.raises(tlens.InvalidInputError, match="use one of embedding, head"):
+        circuits.contribution_graph(frozen, " the").top(kind="heads")
+    with pytest.raises(tlens.InvalidInputError, match="batch=9"):
+        circuits.qk_attribution(frozen, 1, 0).top(batch=9)

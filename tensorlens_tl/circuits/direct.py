@@ -31,6 +31,7 @@ def logit_attribution(
     query: Query = -1,
     direction: Any = None,
     layers: LayerRange = None,
+    final_norm: bool = True,
     activation: str = "ratio",
     memory: Memory = None,
 ) -> Terms:
@@ -47,6 +48,7 @@ def logit_attribution(
         query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
         layers: consecutive layers: a direction then reads the stream where they end (a probe, a feature in the
             middle of the model), and what comes before them is one term.
+        final_norm: False ends before the norm that follows the last layer: for a direction of ``hook_resid_post``.
         activation: the rule; it matters where a prediction head's activation lies on the way (masked models): direct
             effects pass every MLP by.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
@@ -57,7 +59,7 @@ def logit_attribution(
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
-    asked = stream_target(frozen, target, minus, direction, query, activation, layers, one=False)
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
     stream = asked.stream
     per_row = (2 * len(stream.steps) + 2) * stream.x[0].numel() * stream.x[0].element_size()
     queries = len(asked.seed)

@@ -57,13 +57,14 @@ def paths(
     query: Query = -1,
     direction: Any = None,
     layers: LayerRange = None,
+    final_norm: bool = True,
     activation: str = "ratio",
 ) -> Paths:
     """Every path through at most `max_order` heads and MLPs, and the sum of the longer ones.
 
     Args:
         frozen: the pass.
-        target, minus, direction, layers: as in `logit_attribution`.
+        target, minus, direction, layers, final_norm: as in `logit_attribution`.
         max_order: the most nodes a listed path has; the longer ones are the remainder, summed by a pull of their own.
         query: one position; see `tensorlens_tl.passes.prompts.query_positions`.
         activation: the rule for MLPs.
@@ -76,7 +77,7 @@ def paths(
         SizeError: more than `MOST_PATHS` paths.
     """
     max_order = whole_number("max_order", max_order, 0, why="0 is the direct path")
-    asked = stream_target(frozen, target, minus, direction, query, activation, layers)
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
     stream, max_order = asked.stream, min(max_order, len(asked.stream.steps))
     count = _count(stream, max_order)
     if count > MOST_PATHS:
@@ -124,6 +125,7 @@ def top_paths(
     query: Query = -1,
     direction: Any = None,
     layers: LayerRange = None,
+    final_norm: bool = True,
     activation: str = "ratio",
 ) -> Paths:
     """The k largest paths that a beam search finds, of any length, for one prompt.
@@ -142,7 +144,7 @@ def top_paths(
         InvalidInputError: k or width below 1, several prompts, and what `paths` refuses.
     """
     k, width = whole_number("k", k, 1), whole_number("width", width, 1)
-    asked = stream_target(frozen, target, minus, direction, query, activation, layers)
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(
             f"top_paths: the pass has {len(frozen.tokens)} prompts, each with its own paths; freeze one."

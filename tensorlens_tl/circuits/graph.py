@@ -45,13 +45,14 @@ def contribution_graph(
     query: Query = -1,
     direction: Any = None,
     layers: LayerRange = None,
+    final_norm: bool = True,
     activation: str = "ratio",
 ) -> ContributionGraph:
     """The contribution graph of one logit of one prompt.
 
     Args:
         frozen: a pass of one prompt.
-        target, minus, direction, layers: as in `logit_attribution`.
+        target, minus, direction, layers, final_norm: as in `logit_attribution`.
         threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
             keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
         query: one position; see `tensorlens_tl.passes.prompts.query_positions`.
@@ -63,7 +64,7 @@ def contribution_graph(
     """
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
-    asked = stream_target(frozen, target, minus, direction, query, activation, layers)
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
     return _Builder(asked, asked.stream.pull(asked.seed), float(threshold)).graph()

@@ -108,7 +108,8 @@ class HeadMap:
             Scores whose sum is ⟨output, pulled-back target⟩, the head's total (or direct) effect on the logit.
         """
         layers = self._stream.layers
-        asked = stream_target(self.frozen, target, minus, direction, query, self._activation, layers)
+        norm = self._stream.final_norm
+        asked = stream_target(self.frozen, target, minus, direction, query, self._activation, layers, norm)
         pulled = asked.stream.pull(asked.seed, sublayers=not direct)
         number, sublayer = asked.stream.at(self.layer)
         met = sublayer.write.pull(pulled.sums[number][0])
@@ -116,7 +117,13 @@ class HeadMap:
 
 
 def head_map(
-    frozen: PassLike, layer: Any, head: Any, *, layers: LayerRange = None, activation: str = "ratio"
+    frozen: PassLike,
+    layer: Any,
+    head: Any,
+    *,
+    layers: LayerRange = None,
+    final_norm: bool = True,
+    activation: str = "ratio",
 ) -> HeadMap:
     """One head of a frozen pass, by itself.
 
@@ -124,6 +131,7 @@ def head_map(
         frozen: the pass.
         layer, head: which one; with grouped-query attention the head is a query head.
         layers: consecutive layers that its effect goes through, its own among them; None for all.
+        final_norm: whether its effect goes through the norm after the last layer.
         activation: the rule for the MLPs that its effect goes through.
 
     Raises:
@@ -131,7 +139,8 @@ def head_map(
     """
     check_pass(frozen)
     layer, head = chosen_head(frozen.view, layer, head)
-    stream = Stream.of(frozen, activation, layers=layers, to_tokens=frozen.view.unembedding is not None)
+    to_tokens = final_norm and frozen.view.unembedding is not None
+    stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=to_tokens)
     number, sublayer = stream.at(layer)
     read = sublayer.read_of(head)
     output, *after = sublayer.write.stages

@@ -52,7 +52,7 @@ def qk_attribution(
         activation: the rule for the MLPs before.
 
     Raises:
-        InvalidInputError: no such layer, head, position or `by`.
+        InvalidInputError: no such layer, head, position or `by`, or a key that the query cannot attend to.
         UnsupportedModelError: the layer's scores cannot be read.
     """
     check_pass(frozen)
@@ -60,6 +60,10 @@ def qk_attribution(
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
     layer, head = chosen_head(frozen.view, layer, head)
     positions = {name: one_query(frozen.prompt, at, name)[:, 0] for name, at in (("query", query), ("key", key))}
+    if frozen.causal and bool((positions["key"] > positions["query"]).any()):
+        raise InvalidInputError(
+            f"query={query!r}, key={key!r}: the key comes after the query, and this model attends to no later token."
+        )
     frozen.check_fresh()
     reading = score_reading(frozen, layer)
     kv_head = head // (reading.heads // reading.kv_heads)

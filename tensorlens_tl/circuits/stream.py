@@ -35,7 +35,7 @@ from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.prompts import one_query, query_positions
 from tensorlens_tl.passes.record import check_pass
-from tensorlens_tl.passes.selection import chosen_layers
+from tensorlens_tl.passes.selection import chosen_layers, end_of
 from tensorlens_tl.passes.target import resolve_target
 
 
@@ -153,12 +153,14 @@ class Stream:
 
     Attributes:
         layers: which of them.
+        final_norm: whether the norm after the last layer belongs to it, where the layers reach it.
         x: the stream before each step, and after the last, `[batch, pos, d_model]`.
         hidden: each sublayer's hidden vector, by step and sublayer, `[batch, pos, width]`.
     """
 
     frozen: FrozenPass
     layers: range
+    final_norm: bool
     steps: tuple[Step, ...]
     x: list[Tensor] = field(default_factory=list)
     hidden: list[tuple[Tensor, ...]] = field(default_factory=list)
@@ -170,6 +172,7 @@ class Stream:
         activation: str = "ratio",
         *,
         layers: LayerRange = None,
+        final_norm: bool = True,
         to_tokens: bool = True,
     ) -> "Stream":
         """The stream up to what is unembedded, or (``to_tokens=False``) to the operator's output.
@@ -178,6 +181,7 @@ class Stream:
             frozen: the pass.
             activation: the rule for MLPs.
             layers: consecutive layers; a range that ends before the last ends at the next block's input.
+            final_norm: whether the norm after the last layer is part of it.
             to_tokens: whether a prediction head is part of it.
 
         Raises:
@@ -188,11 +192,12 @@ class Stream:
         frozen.check_fresh()
         steps = [step for layer in chosen for step in _block_steps(frozen, layer, rule)]
         if chosen.stop == frozen.n_layers:
-            final, head = frozen.final_norm(), frozen.prediction_head(rule) if to_tokens else None
+            final = frozen.final_norm() if final_norm else None
+            head = frozen.prediction_head(rule) if to_tokens else None
             for end, name in ((final, "ln_final.b"), (head, "prediction head b")):
                 if end is not None:
                     steps.append(Step(-1, (), end, name))
-        stream = cls(frozen, chosen, tuple(steps))
+        stream = cls(frozen, chosen, final_norm, tuple(steps))
         x = frozen.resid_pre(chosen.start)
         for step in steps:
             hidden = tuple(sublayer.read(x) for sublayer in step.sublayers)
@@ -296,6 +301,7 @@ def stream_target(
     query: Query,
     activation: str,
     layers: LayerRange = None,
+    final_norm: bool = True,
     *,
     one: bool = True,
 ) -> StreamTarget:
@@ -307,6 +313,7 @@ def stream_target(
         query: the queries, or with `one` a single one.
         activation: the rule for MLPs.
         layers: consecutive layers, None for all.
+        final_norm: whether the norm after the last layer is part of it.
 
     Raises:
         InvalidInputError: no frozen pass, a query out of range, several where one is asked, a token target before the
@@ -315,32 +322,35 @@ def stream_target(
     """
     check_pass(frozen)
     chosen = chosen_layers(frozen.n_layers, layers)
-    if direction is None and target is not None and chosen.stop < frozen.n_layers:
+    normed = final_norm or frozen.view.final_norm is None
+    if direction is None and target is not None and not (chosen.stop == frozen.n_layers and normed):
         raise InvalidInputError(
-            f"target: these layers end at blocks.{chosen.stop} input, before the final norm and the unembedding; use "
-            "direction=, or layers up to the last."
+            f"target: what is asked about ends at {end_of(frozen, chosen.stop, normed)}, before the unembedding; use "
+            "direction=, or all layers with their final norm."
         )
     positions = (one_query if one else query_positions)(frozen.prompt, query)
     asked = resolve_target(frozen, target, minus, direction, positions)
-    stream = Stream.of(frozen, activation, layers=layers, to_tokens=asked.of_tokens)
+    stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=asked.of_tokens)
     if asked.of_tokens:
         read_at = frozen.points.unembed_in
-    elif chosen.stop < frozen.n_layers or frozen.view.final_norm is None:
+    elif chosen.stop < frozen.n_layers or not final_norm or frozen.view.final_norm is None:
         read_at = frozen.output_name(chosen.stop - 1)
     else:
         read_at = frozen.points.unembed_in
     assert read_at is not None  # a final norm and a token both need an unembedding
     own = upcast(torch.take_along_dim(frozen.captured(read_at), positions[..., None], dim=1))
+    real = torch.take_along_dim(frozen.mask, positions, dim=1)  # nothing is asked at padding
+    vectors, constant = asked.vectors * real[..., None], asked.constant.to(own) * real
     return StreamTarget(
         stream,
         read_at,
-        vectors=asked.vectors,
-        seed=place(asked.vectors.transpose(0, 1), positions.T, stream.x[-1]),
-        constant=asked.constant.to(own),
-        total=(own * asked.vectors).sum(-1) + asked.constant,
+        vectors=vectors,
+        seed=place(vectors.transpose(0, 1), positions.T, stream.x[-1]),
+        constant=constant,
+        total=(own * vectors).sum(-1) + constant,
         positions=positions,
         soft_cap=frozen.view.soft_cap if asked.of_tokens else None,
-        label=asked.label if chosen.stop == frozen.n_layers else f"{asked.label} at blocks.{chosen.stop} input",
+        label=asked.label if asked.of_tokens else f"{asked.label} at {end_of(frozen, chosen.stop, normed)}",
     )
 
 

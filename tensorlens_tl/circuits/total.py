@@ -18,9 +18,10 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError
 from tensorlens_tl.hooks import capture, refuse_attached
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.passes.holding import prove_obedience
 from tensorlens_tl.results.terms import Terms
@@ -37,6 +38,7 @@ def total_effects(
     query: Query = -1,
     direction: Any = None,
     layers: LayerRange = None,
+    final_norm: bool = True,
     activation: str = "ratio",
     live: bool = False,
     memory: Memory = None,
@@ -49,6 +51,7 @@ def total_effects(
         by: ``"head"`` (heads one by one, MLPs whole) or ``"component"`` (each layer's attention whole).
         query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
         layers: consecutive layers: their components are ablated, and a direction reads the stream where they end.
+        final_norm: as in `logit_attribution`.
         activation: the rule for the MLPs that effects go through, frozen.
         live: ablate in the live model, patterns, activations and norms responding, instead of the frozen one.
         memory: what the runs of ``live=True`` may allocate at once, as ``"512MB"`` or bytes.
@@ -60,11 +63,12 @@ def total_effects(
         InvalidInputError: no such `by`, and what `logit_attribution` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
             Live effects where the model ignores hooks.
-        FrozenModelError: live effects asked for while a frozen pass is attached.
+        FrozenModelError: live effects asked for while a frozen pass is attached, or where the live model no longer
+            gives the number that the pass holds.
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
-    asked = stream_target(frozen, target, minus, direction, query, activation, layers, one=False)
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
     names, scores = _live(asked, by, memory) if live else _frozen(asked, by)
     return Terms(names=names, scores=scores.permute(1, 0, 2), **asked.fields())
 
@@ -93,7 +97,9 @@ class _Component(NamedTuple):
 def _live(asked: StreamTarget, by: str, memory: Memory) -> tuple[list[str], Float[Tensor, "query batch term"]]:
     frozen = asked.stream.frozen
     refuse_attached(frozen.model)
+    refuse_dropout(frozen.view.model)
     prove_obedience(frozen)
+    _check_live(asked)
     components = list(_components(asked, by))
     x, heads = asked.stream.x[0], frozen.pattern(0).shape[1]
     widest = max(hidden.shape[-1] for held in asked.stream.hidden for hidden in held)
@@ -103,6 +109,17 @@ def _live(asked: StreamTarget, by: str, memory: Memory) -> tuple[list[str], Floa
         for rows in chunks(len(components), per_row, memory, "ablations")
     ]
     return [component.name for component in components], asked.total.T[..., None] - torch.cat(left, dim=-1)
+
+
+def _check_live(asked: StreamTarget) -> None:
+    """Refuse a model that, with nothing ablated, no longer gives the number that the pass holds."""
+    now, held = _without(asked, [None])[..., 0].T, asked.total
+    off = float((now - held).abs().max() / held.abs().max().clamp_min(torch.finfo(held.dtype).tiny))
+    if not off <= asked.stream.frozen.tolerance:
+        raise FrozenModelError(
+            f"total_effects: the live model gives another number than this pass holds (they differ by {off:.1e}): "
+            "hooks were put on it or taken off since. Freeze again."
+        )
 
 
 def _components(asked: StreamTarget, by: str) -> Iterator[_Component]:
@@ -120,8 +137,8 @@ def _components(asked: StreamTarget, by: str) -> Iterator[_Component]:
                 yield from (_Component(name, at.z, head, heads) for head, name in enumerate(sublayer.nodes))
 
 
-def _without(asked: StreamTarget, components: Sequence[_Component]) -> Float[Tensor, "query batch term"]:
-    """The number asked about, with each component taken away in a copy of its own of every prompt."""
+def _without(asked: StreamTarget, components: Sequence[_Component | None]) -> Float[Tensor, "query batch term"]:
+    """The number asked about, with each component (or, None, nothing) taken away in a copy of every prompt."""
     frozen, copies = asked.stream.frozen, len(components)
     batch, pos = frozen.tokens.shape
     inputs = {
@@ -129,8 +146,9 @@ def _without(asked: StreamTarget, components: Sequence[_Component]) -> Float[Ten
         for name, value in frozen.inputs.items()
     }
     hooks = []
-    for point in dict.fromkeys(component.point for component in components):
-        there = [(copy, component) for copy, component in enumerate(components) if component.point == point]
+    removed = [(copy, component) for copy, component in enumerate(components) if component is not None]
+    for point in dict.fromkeys(component.point for _, component in removed):
+        there = [(copy, component) for copy, component in removed if component.point == point]
         keep = torch.ones(copies, there[0][1].heads, dtype=torch.bool, device=frozen.tokens.device)
         for copy, component in there:
             keep[copy, slice(None) if component.head is None else component.head] = False

@@ -5,6 +5,7 @@ within a second.
 """
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ COMMANDS = ("attribute", "report", "methods", "evaluate", "verify", "demo")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (1 for our own errors, which are printed without a traceback).
 
-    A text that is no command is attributed: ``tensorlens-tl "The Eiffel Tower is in"``.
+    A text that is no command, nor nearly one, is attributed: ``tensorlens-tl "The Eiffel Tower is in"``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] not in COMMANDS and " " in words[0]:
+    if words and not words[0].startswith("-") and not difflib.get_close_matches(words[0], COMMANDS, n=1, cutoff=0.7):
         words.insert(0, "attribute")
     args = parser().parse_args(words)
     from tensorlens_tl.errors import TensorLensError
@@ -37,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     whole = argparse.ArgumentParser(
         prog="tensorlens-tl",
-        description="Exact attribution on frozen transformers. A text by itself is attributed.",
+        usage="tensorlens-tl [-h] [--version] TEXT | command ...",
+        description="Exact attribution on frozen transformers. A text by itself is attributed: "
+        "tensorlens-tl 'The Eiffel Tower is in'",
     )
     whole.add_argument("--version", action="version", version=__version__)
     commands = whole.add_subparsers(required=True, metavar="command")

@@ -8,6 +8,7 @@ from tensorlens_tl.commands.options import (
     add_import_argument,
     add_model_arguments,
     check_output,
+    count,
     loaded_model,
     position,
     run_imports,
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=position,
         help="a position, counted over the prompt's tokens, or a text of it (default: the last)",
     )
-    parser.add_argument("--top", type=int, default=10, help="how many tokens to print")
+    parser.add_argument("--top", type=count, default=10, help="how many tokens to print")
     parser.add_argument(
         "-o", "--output", type=Path, help="also save: .html for a page, .csv, anything else for Attribution.load"
     )
@@ -49,9 +50,12 @@ def run(args: argparse.Namespace) -> None:
         raise tlens.InvalidInputError(f"--collapse: method {args.method!r} has none; it belongs to tensorlens.")
     frozen = tlens.freeze(loaded_model(args), args.text)
     prediction = predict(frozen, args.target, args.minus, args.query)
-    about_target = "target" in method.options and args.collapse in (None, "target") and bool(prediction.options)
+    takes = {name: name in method.options or method.takes_any_option for name in ("target", "query")}
+    about_target = takes["target"] and args.collapse in (None, "target") and bool(prediction.options)
     if not about_target and (args.target is not None or args.minus is not None):
-        raise tlens.InvalidInputError(f"--target, --minus: {args.method!r} so asked explains no token; leave them out.")
+        raise tlens.InvalidInputError(f"--target, --minus: {args.method!r} explains no token; leave them out.")
+    if args.query is not None and not takes["query"]:
+        raise tlens.InvalidInputError(f"--query: {args.method!r} has no such option; leave it out.")
     if prediction.best:
         token = frozen.str_tokens[0][prediction.position]
         choices = ", ".join(f"{token!r} {chance:.1%}" for token, chance in prediction.best)
@@ -59,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     options: dict[str, Any] = prediction.options if about_target else {}
     if args.collapse is not None:
         options |= {"collapse": args.collapse}
-    if "query" in method.options:
+    if takes["query"]:
         options |= {"query": prediction.query}
     result = tlens.attribute(frozen, method=args.method, **options)
     result.show(args.top)

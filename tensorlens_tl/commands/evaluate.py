@@ -9,6 +9,7 @@ from tensorlens_tl.commands.options import (
     add_import_argument,
     add_model_arguments,
     check_output,
+    count,
     loaded_model,
     position,
     run_imports,
@@ -42,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("-o", "--output", type=Path, help="save: .html, .csv, or for Evaluation.load")
         if name == "relations":
             sub.add_argument("--relations", nargs="+", type=Path, help="JSON files (default: the shipped ones)")
-            sub.add_argument("--splits", type=int, default=6, help="draws of examples")
+            sub.add_argument("--splits", type=count, default=6, help="draws of examples")
             continue
         add_import_argument(sub)
         sub.add_argument(
             "--methods", nargs="+", metavar="METHOD", help="labels such as 'tensorlens in+out' (default: all)"
         )
-        sub.add_argument("-n", type=int, help=f"how many prompts where we make them (default: {PROMPTS})")
+        sub.add_argument("-n", type=count, help=f"how many prompts where we make them (default: {PROMPTS})")
         if name == "known-answer":
             sub.add_argument("--task", choices=("recall", "brackets", "induction"), help="(default: the model's)")
             continue

@@ -38,6 +38,13 @@ def position(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
+def count(text: str) -> int:
+    """A number of things, at least one."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
 def run_imports(args: argparse.Namespace) -> None:
     """Run what ``--import`` names.
 
@@ -59,6 +66,8 @@ def run_imports(args: argparse.Namespace) -> None:
 
 def check_output(path: Path | None) -> None:
     """Raise `InvalidInputError` before work starts where the output cannot be written."""
+    if path is not None and path.is_dir():
+        raise InvalidInputError(f"--output {path}: that is a folder; name a file in it.")
     if path is not None and not path.parent.is_dir():
         raise InvalidInputError(f"--output {path}: there is no folder {path.parent}.")
 
@@ -90,24 +99,27 @@ def load_model(name: str, kind: str | None = None, dtype: Any = None, device: st
     if name.partition(":")[0] == "demo":
         model = demo.load_demo_model(kind, dtype, name=name.partition(":")[2] or "language")
         return model if where is None else model.to(where)
-    placed: dict[str, Any] = {} if where is None else {"device": where}
+    placed: dict[str, Any] = {"dtype": dtype} if where is None else {"dtype": dtype, "device": where}
+    folder = Path(name).is_dir()
+    if folder and kind == "hooked":
+        raise InvalidInputError("--kind hooked: a folder is loaded as a TransformerBridge; leave --kind out.")
     try:
-        if kind != "bridge" and not Path(name).exists():
+        if kind != "bridge" and not folder:
             try:
                 from transformer_lens import HookedTransformer
 
-                return HookedTransformer.from_pretrained(name, dtype=dtype, **placed)
-            except ImportError:
+                return HookedTransformer.from_pretrained(name, **placed)
+            except (ImportError, ValueError):  # TransformerLens 4, or a model that only a Bridge knows
                 if kind == "hooked":
                     raise
         from transformer_lens.model_bridge import TransformerBridge
 
-        return TransformerBridge.boot_transformers(name, dtype=dtype, **placed)
+        return TransformerBridge.boot_transformers(name, **placed)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        why = str(error).strip().split("\n", 1)[0][:200]
-        raise InvalidInputError(
-            f"--model {name}: no such folder, and it cannot be loaded from the hub ({type(error).__name__}: {why})."
-        ) from error
+        why = " ".join(str(error).split())
+        why = why if len(why) <= 300 else f"{why[:300]} …"
+        tried = "the model in this folder cannot be loaded" if folder else "no such folder, and the hub gives no model"
+        raise InvalidInputError(f"--model {name}: {tried} ({type(error).__name__}: {why}).") from error
 
 
 def write_result(result: Any, title: str, path: Path | None) -> None:

@@ -89,7 +89,8 @@ def load_demo_model(
     except ImportError:
         HookedTransformer = None
     if kind not in (None, "hooked", "bridge"):
-        raise InvalidInputError(f"load_demo_model: kind={kind!r}; use 'hooked' or 'bridge'.")
+        named = f", or name={kind!r} for that model" if kind in FOLDERS else ""
+        raise InvalidInputError(f"load_demo_model: kind={kind!r}; use 'hooked' or 'bridge'{named}.")
     if kind == "hooked" and HookedTransformer is None:
         raise InvalidInputError(
             "load_demo_model: TransformerLens 4 has no HookedTransformer; use kind='bridge', or transformer-lens 3.9."

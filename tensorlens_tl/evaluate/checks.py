@@ -157,7 +157,7 @@ def stability(
         with lock_of(model), model.hooks(fwd_hooks=[(frozen.points.blocks[0].resid_pre, _replaced_by(noisy))]):
             again = freeze(model, frozen.tokens, **_as_given(frozen), verify=False)
             after = torch.stack([scorer(again) for scorer in scorers])
-        total += spearman(before, after, frozen.mask)
+        total += spearman(before, after, frozen.mask).to(total)
     return Evaluation(
         kind="stability under noise",
         values=(total / draws)[None],

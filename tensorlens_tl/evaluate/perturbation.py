@@ -65,8 +65,8 @@ def perturbation(
     Args:
         model: a TransformerLens model.
         prompts: strings, or token ids `[prompt, pos]`.
-        methods: see `tensorlens_tl.evaluate.scorers`; None is all of them and a random order. Methods of your own
-            naming must fit the model, of None those that do are run.
+        methods: see `tensorlens_tl.evaluate.scorers`; None is all that fit the model, and a random order. Methods that
+            you name must fit the model.
         query: ``"last"``, ``"cls"`` (the first token), a position counted over real tokens, or ``"mean"``: scores and
             final hidden states averaged over all positions (metric `hs_mse` alone).
         fractions: shares of a prompt's tokens to replace, ascending, the first 0.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Identity, Sum
 from tensorlens_tl.algebra.bias_spreading import Spread, check_bias_rule, source_vectors, walk
-from tensorlens_tl.algebra.numerics import relative_residual
+from tensorlens_tl.algebra.numerics import relative_residual, upcast
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import LocalLayer, select_query
 from tensorlens_tl.models.protocol import Query, TokenLike
@@ -69,9 +69,10 @@ def decompx(
         positions = query_positions(frozen.prompt, query)
         direction, constant = unembedding_rows(frozen, positions, target, minus)
         vectors = source_to_output(frozen, rule, activation, through_head=True)
-        vectors = torch.take_along_dim(vectors, positions[None, ..., None], dim=2)
+        vectors = upcast(torch.take_along_dim(vectors, positions[None, ..., None], dim=2))
+        direction, constant = upcast(direction), upcast(constant)
         scores = torch.einsum("kbqd,bqd->bqk", vectors, direction)
-        own = torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1)
+        own = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
         total, real = (own * direction).sum(-1) + constant, torch.take_along_dim(frozen.mask, positions, dim=1)
         bias_u, total = constant * real, total * real
         fields = {"bias": bias_u, "total": total, "residual": relative_residual(scores, bias_u, total)}

@@ -10,11 +10,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
-from tensorlens_tl.hooks import in_this_thread, run
+from tensorlens_tl.hooks import in_this_thread, refuse_attached, run
 from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.target import logit_label, target_ids
@@ -81,8 +83,7 @@ def integrated_gradients(
         UnsupportedModelError: the model predicts no tokens.
         NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
     """
-    if steps < 1:
-        raise InvalidInputError(f"steps={steps}; use at least 1.")
+    steps = whole_number("steps", steps, least=1)
     logit = _Logit(frozen, target, minus, query, memory)
     mean = sum((logit.at((step + 0.5) / steps)[1] / steps for step in range(steps)), start=torch.zeros(()))
     scores = logit.scores(mean)
@@ -108,11 +109,14 @@ class _Logit:
             raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
         if frozen.view.unembedding is None:
             raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens.")
+        refuse_attached(frozen.model)
+        refuse_dropout(frozen.view.model)
         self.frozen, self.memory = frozen, memory
         self.positions = query_positions(frozen.prompt, query)
         batch, queries = self.positions.shape
-        ids = target_ids(frozen.view, target, minus, batch, queries)
-        self.ids, self.others = (None if t is None else t.to(self.positions.device) for t in ids)
+        ids, others = target_ids(frozen.view, target, minus, batch, queries)
+        self.ids = ids.to(self.positions.device)
+        self.others = None if others is None else others.to(self.positions.device)
         self.real = torch.take_along_dim(frozen.mask, self.positions, dim=1)
 
     def scores(self, gradient: Float[Tensor, "batch query pos d"]) -> Float[Tensor, "batch query pos"]:
@@ -138,19 +142,19 @@ class _Logit:
         self, x: Float[Tensor, "batch pos d"], positions: Int[Tensor, "batch query"], chosen: slice
     ) -> tuple[Tensor, Tensor]:
         frozen, (batch, copies) = self.frozen, positions.shape
-        repeated: dict[str, Any] = {
-            name: value.repeat_interleave(copies, dim=0) if isinstance(value, Tensor) else value
-            for name, value in frozen.inputs.items()
-        }
-        rows = torch.arange(batch * copies, device=x.device)
-        with torch.enable_grad():
+        # what autograd keeps must not have been made in somebody's inference mode
+        with torch.inference_mode(False), torch.enable_grad():
+            repeated: dict[str, Any] = {
+                name: value.repeat_interleave(copies, dim=0) if isinstance(value, Tensor) else value
+                for name, value in frozen.inputs.items()
+            }
             leaf = x.detach().repeat_interleave(copies, dim=0).requires_grad_(True)
             hooks = [(frozen.points.blocks[0].resid_pre, in_this_thread(lambda live, *, hook: leaf))]
             made = run(frozen.model, repeated, hooks)
-            assert self.ids is not None
-            logit = made[rows, positions.flatten(), self.ids[:, chosen].flatten()]
+            rows, at = torch.arange(batch * copies, device=x.device), positions.flatten().clone()
+            logit = made[rows, at, self.ids[:, chosen].flatten().clone()]
             if self.others is not None:
-                logit = logit - made[rows, positions.flatten(), self.others[:, chosen].flatten()]
+                logit = logit - made[rows, at, self.others[:, chosen].flatten().clone()]
             (gradient,) = torch.autograd.grad(logit.sum(), leaf)
         if not bool(torch.isfinite(gradient).all()):
             hint = "use float32 or float64"

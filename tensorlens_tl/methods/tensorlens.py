@@ -28,6 +28,7 @@ def tensorlens(
     layers: LayerRange = None,
     heads: Mapping[int, Collection[int]] | None = None,
     mlp: bool | Collection[int] = True,
+    final_norm: bool = True,
     activation: str = "ratio",
     bias: str = "apart",
     probes: Any = None,
@@ -44,7 +45,7 @@ def tensorlens(
             where one is given, else `"in_out"`.
         query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
         target, minus, direction: what `"target"` explains; see `FrozenOperator.target`.
-        layers, heads, mlp, activation: which operator; see `FrozenPass.operator`.
+        layers, heads, mlp, final_norm, activation: which operator; see `FrozenPass.operator`.
         bias: of the additive collapses: ``"apart"`` from the scores, as in the paper, or by ``"position"``; see
             `FrozenOperator.in_out`.
         probes, tol, rows, seed: estimate the norm; see `FrozenOperator.norm`.
@@ -64,7 +65,7 @@ def tensorlens(
         raise InvalidInputError(f"bias={bias!r}: the norm of T has no biases; use collapse='in_out' or 'target'.")
     if collapse != "norm" and (probes is not None or tol is not None):
         raise InvalidInputError(f"probes and tol belong to collapse='norm', not {collapse!r}.")
-    operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, activation=activation)
+    operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, activation=activation)
     if collapse == "norm":
         result = operator.norm(query, probes=probes, tol=tol, rows=rows, seed=seed, memory=memory)
         what = "norm of T"
@@ -73,12 +74,12 @@ def tensorlens(
     else:
         result = operator.target(target, minus, query=query, direction=direction, bias=bias, memory=memory)
         what = "a direction" if direction is not None else logit_label(frozen.view, target, minus)
-    whole = operator.whole and operator.first == 0 and operator.last == frozen.n_layers
-    what += "" if whole else f", of a part of the model (blocks {operator.first} to {operator.last - 1}"
-    what += "" if whole else (")" if operator.whole else ", heads or MLPs left out)")
+    what += "" if operator.reaches_end and direction is None else f" at {operator.end}"
+    what += f", from blocks.{operator.first} input" if operator.first else ""
+    what += "" if operator.whole else ", heads or MLPs left out"
     options = {"collapse": collapse, "query": query, "target": target, "minus": minus, "direction": direction} | {
-        "layers": layers, "heads": heads, "mlp": mlp, "activation": activation, "bias": bias, "probes": probes,
-        "tol": tol,
+        "layers": layers, "heads": heads, "mlp": mlp, "final_norm": None if final_norm else False,
+        "activation": activation, "bias": bias, "probes": probes, "tol": tol,
         "rows": rows if probes or tol else None, "seed": seed if probes or tol else None,
     }  # fmt: skip
     return Attribution.of(

@@ -1,7 +1,7 @@
 """Is a model in a state to be frozen, and still in the one its pass was taken in?"""
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 
 import torch
 from jaxtyping import Float
@@ -52,11 +52,16 @@ def _sample(parameters: list[nn.Parameter]) -> Tensor:
 
 def _diagonal(weight: Tensor) -> Tensor:
     """Down the diagonal, starting again at the other edge: every row and column of a matrix, of each head, is met."""
-    if weight.ndim < 2:
-        return weight.reshape(-1)
-    rows, columns = weight.shape[-2:]
-    steps = torch.arange(max(rows, columns), device=weight.device)
-    return weight[..., steps % rows, steps % columns].reshape(-1)
+    return weight.reshape(-1) if weight.ndim < 2 else weight.reshape(-1)[_places(weight.shape, weight.device)]
+
+
+@lru_cache(maxsize=512)
+def _places(shape: torch.Size, device: torch.device) -> Tensor:
+    """Where that diagonal lies among a weight's numbers; made once a shape, as every question asks."""
+    rows, columns = shape[-2:]
+    steps = torch.arange(max(rows, columns), device=device)
+    starts = torch.arange(shape[:-2].numel(), device=device) * rows * columns
+    return (starts[:, None] + steps % rows * columns + steps % columns).reshape(-1)
 
 
 def refuse_devices(model: nn.Module) -> None:

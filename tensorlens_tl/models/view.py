@@ -159,7 +159,8 @@ class ModelView:
                 hint = " The model comes first, then the input; load one by its name first." * isinstance(model, str)
                 if hasattr(model, "from_pretrained"):
                     hint = (
-                        " A Hugging Face model is wrapped by TransformerBridge.boot_transformers(name, hf_model=model)."
+                        " Wrap a Hugging Face model with TransformerBridge.boot_transformers(name, hf_model=model), "
+                        "name being its name on the hub or a folder with its config (model.save_pretrained(folder))."
                     )
                 raise UnsupportedModelError(
                     f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder or a "

@@ -1,9 +1,15 @@
 """Many prompts: how long is each, and which of them are frozen together?"""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from tensorlens_tl._arguments import plain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.prompts import token_rows
 
@@ -38,6 +44,42 @@ def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = Non
             longest = lengths[number]
         batches[-1].append(number)
     return batches
+
+
+def one_per_prompt(name: str, value: Any, prompts: int) -> list[Any] | Tensor | None:
+    """What an option (a token or a direction) names for each prompt, or None where one value serves them all.
+
+    Raises:
+        InvalidInputError: it names several, but not one for each prompt.
+    """
+    if name == "direction":
+        vectors = None if value is None else torch.as_tensor(value)
+        several = None if vectors is None or vectors.ndim < 2 else vectors
+    else:
+        value = plain(value)
+        several = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+    if several is not None and len(several) != prompts:
+        raise InvalidInputError(f"{name}: {len(several)} for {prompts} prompts; pass one, or one for each prompt.")
+    return several
+
+
+def taken(values: list[Any] | Tensor, batch: Sequence[int]) -> list[Any] | Tensor:
+    """The values of a batch's prompts."""
+    return values[torch.tensor(batch)] if isinstance(values, Tensor) else [values[number] for number in batch]
+
+
+def numbered(message: str, batch: Sequence[int]) -> str:
+    """A message about one of the prompts that were run together, with the number it has among all."""
+    return re.sub(r"\b(?:row|prompt) (\d+)\b", lambda match: f"prompt {batch[int(match[1])]}", message)
+
+
+def check_slice(query: Any, lengths: Sequence[int]) -> None:
+    """Refuse a slice that stands for more positions in one prompt than in another, as a single pass does."""
+    counts = {len(range(length)[query]) for length in lengths} if isinstance(query, slice) else set()
+    if len(counts) > 1:
+        raise InvalidInputError(
+            f"query={query} stands for {sorted(counts)} tokens of these prompts; it must be the same number in each."
+        )
 
 
 def captured_bytes(view: ModelView, length: int) -> int:

@@ -53,7 +53,7 @@ def freeze(
 ) -> FrozenPass:
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
 
-    Hooks of other people on the model take part in the run, and so does what they change: where the algebra cannot
+    Hooks of other people on the model run as well, and what they change is part of the pass: where the algebra cannot
     follow, the proof fails and says so. They are left on, and named in the pass's `other_hooks` and in every result's
     provenance. Hooks put on or taken off later do not change a pass; ``attached()`` runs with those that are there.
 
@@ -83,36 +83,37 @@ def freeze(
     """
     if store not in ("model", "cpu"):
         raise InvalidInputError(f"store={store!r}; use 'model' or 'cpu'.")
-    view = ModelView(model)
-    # captured activations must be usable with gradients later, also when the caller is in inference mode
-    with torch.inference_mode(False), torch.no_grad(), own_run(view.model):
-        refuse_dropout(view.model)
-        refuse_devices(view.model)
-        refuse_attached(view.model)
-        prompt = prepare(
-            view,
-            input,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            prepend_bos=prepend_bos,
-            padding_side=padding_side,
-        )
-        points, last = model_points(view), query_positions(prompt, -1)
-        logits = logit_hooks(view.model, points.unembed_in, last)
-        if cache is None:
-            kept, made = capture(view.model, prompt.kwargs, points.captured, store=store, hooks=logits)
-        else:
-            kept, made = from_cache(cache, points.captured, *prompt.tokens.shape), None
-        frozen = FrozenPass(view, points, prompt, kept, WeightState.of(view.model), other_hooks(view.model))
-        _check_width(frozen)
-        frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
-        if cache is not None:
-            made = _compare_with_own_run(frozen, logits)
-        _check_padding(prompt, points, kept)
-        check_finite({name: kept[name] for name in points.captured})
-        prove(frozen, verify)
-        if points.unembed_in is not None:
-            compare_logits(frozen, frozen.unembedded(), logits_at(made, last), last)
+    # what is kept must be usable with gradients later, also when the caller is in inference mode
+    with torch.inference_mode(False), torch.no_grad():
+        view = ModelView(model)
+        with own_run(view.model):
+            refuse_dropout(view.model)
+            refuse_devices(view.model)
+            refuse_attached(view.model)
+            prompt = prepare(
+                view,
+                input,
+                attention_mask=attention_mask,
+                token_type_ids=token_type_ids,
+                prepend_bos=prepend_bos,
+                padding_side=padding_side,
+            )
+            points, last = model_points(view), query_positions(prompt, -1)
+            logits = logit_hooks(view.model, points.unembed_in, last)
+            if cache is None:
+                kept, made = capture(view.model, prompt.kwargs, points.captured, store=store, hooks=logits)
+            else:
+                kept, made = from_cache(cache, points.captured, *prompt.tokens.shape), None
+            frozen = FrozenPass(view, points, prompt, kept, WeightState.of(view.model), other_hooks(view.model))
+            _check_width(frozen)
+            frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
+            if cache is not None:
+                made = _compare_with_own_run(frozen, logits)
+            _check_padding(prompt, points, kept)
+            check_finite({name: kept[name] for name in points.captured})
+            prove(frozen, verify)
+            if points.unembed_in is not None:
+                compare_logits(frozen, frozen.unembedded(), logits_at(made, last), last)
     return frozen
 
 

@@ -66,6 +66,7 @@ class FrozenPass(Record):
         layers: LayerRange = None,
         heads: Mapping[int, Collection[int]] | Any = None,
         mlp: bool | Collection[int] | Any = True,
+        final_norm: bool = True,
         activation: str = "ratio",
     ) -> FrozenOperator:
         """The frozen pass as one affine map, from ``blocks.0`` input to the final norm's output (or the last block's).
@@ -74,12 +75,15 @@ class FrozenPass(Record):
             layers: a contiguous range; one that ends at the last layer includes the final norm.
             heads: layer → heads to keep. Unnamed layers keep all. A dropped head drops its b_V share; b_O stays.
             mlp: False leaves every MLP out, a collection of layers keeps only theirs.
+            final_norm: False ends at the last block's output.
             activation: `"ratio"`, `"ig"`, `"split"` or `"tangent"` (see `tensorlens_tl.models.activations`).
 
         Raises:
             InvalidInputError: a layer or head out of range, a gap in the layers, or no such rule.
         """
-        return FrozenOperator.of(self, layers=layers, heads=heads, mlp=mlp, activation=activation)
+        return FrozenOperator.of(
+            self, layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, activation=activation
+        )
 
     # ------------------------------------------------------------------ the live model, held
 

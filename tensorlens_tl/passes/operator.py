@@ -25,7 +25,7 @@ from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.collapse import Collapse
 from tensorlens_tl.passes.prompts import one_query, query_positions
 from tensorlens_tl.passes.record import Record
-from tensorlens_tl.passes.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps
+from tensorlens_tl.passes.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps, end_of
 from tensorlens_tl.passes.target import resolve_target
 
 CAUSAL_PARTS = 16
@@ -42,6 +42,7 @@ class FrozenOperator:
         x: the pass's residual stream at the map's input, `[batch, pos, d_model]`.
         first, last: the first layer inside, and the first one after.
         whole: whether the range is complete (no head or MLP left out), so that the model's own output is reproduced.
+        reaches_end: whether it ends at the model's own output, the final norm included where there is one.
     """
 
     frozen: Record
@@ -49,6 +50,7 @@ class FrozenOperator:
     first: int
     last: int
     whole: bool
+    reaches_end: bool
     activation: Rule
 
     @classmethod
@@ -59,6 +61,7 @@ class FrozenOperator:
         layers: Any = None,
         heads: Any = None,
         mlp: Any = True,
+        final_norm: bool = True,
         activation: str = "ratio",
     ) -> "FrozenOperator":
         """See `FrozenPass.operator`."""
@@ -72,17 +75,17 @@ class FrozenOperator:
         stages = tuple(
             frozen.block(layer, activation=rule, heads=kept.get(layer), mlp=layer in with_mlp) for layer in chosen
         )
-        final = frozen.final_norm() if chosen.stop == frozen.n_layers else None
+        final = frozen.final_norm() if final_norm and chosen.stop == frozen.n_layers else None
         stages = stages if final is None else (*stages, final)
         whole = not kept and all(layer in with_mlp or not frozen.view.blocks[layer].has_mlp for layer in chosen)
-        return cls(frozen, Chain(stages), chosen.start, chosen.stop, whole, rule)
+        ends = chosen.stop == frozen.n_layers and (final_norm or frozen.view.final_norm is None)
+        return cls(frozen, Chain(stages), chosen.start, chosen.stop, whole, ends, rule)
 
     def __repr__(self) -> str:
         batch, pos = self.frozen.tokens.shape
         parts = "" if self.whole else ", with parts left out"
-        end = "final norm" if self._reaches_end else f"blocks.{self.last} input"
         return (
-            f"FrozenOperator(blocks.{self.first} input -> {end}{parts}, activation={self.activation!r}, "
+            f"FrozenOperator(blocks.{self.first} input -> {self.end}{parts}, activation={self.activation!r}, "
             f"batch={batch}, pos={pos}, d_model={self.x.shape[-1]})"
         )
 
@@ -128,11 +131,12 @@ class FrozenOperator:
         """What the operator reproduces: the model's own activation where it is whole, else its own value at `x`."""
         if not self.whole:
             return self(self.x)
-        return self.frozen.output if self._reaches_end else self.frozen.resid_pre(self.last)
+        return self.frozen.output if self.reaches_end else self.frozen.resid_pre(self.last)
 
     @property
-    def _reaches_end(self) -> bool:
-        return self.last == self.frozen.n_layers
+    def end(self) -> str:
+        """Where it ends, in words."""
+        return end_of(self.frozen, self.last, self.reaches_end)
 
     # ------------------------------------------------------------------ tensors
 
@@ -319,10 +323,10 @@ class FrozenOperator:
             UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
         """
         positions, place_bias = self._positions(query), _placed(bias)
-        if target is not None and direction is None and not self._reaches_end:
+        if target is not None and direction is None and not self.reaches_end:
             raise InvalidInputError(
-                f"target: this operator ends at blocks.{self.last} input, before the final norm and the unembedding; "
-                "use direction=, or layers up to the last."
+                f"target: this operator ends at {self.end}, before the unembedding; use direction=, or all layers "
+                "with their final norm."
             )
         asked = resolve_target(self.frozen, target, minus, direction, positions)
         whole_map, explained, cap = self.map, self.output, None

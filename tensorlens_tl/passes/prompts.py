@@ -13,7 +13,7 @@ from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.spans import find
+from tensorlens_tl.passes.spans import find_real
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,7 +134,7 @@ def _tokenize(view: ModelView, text: str, number: int, prepend_bos: bool | None)
         raise InvalidInputError(f"input: text number {number} is empty; pass at least one token.")
     if view.tokenizer is None:
         raise InvalidInputError(
-            "input: this model has no tokenizer that knows any text; pass token ids, or call model.set_tokenizer(...)."
+            "input: this model has no tokenizer, or an empty one; pass token ids, or call model.set_tokenizer(...)."
         )
     if view.is_hooked_encoder:
         return model.to_tokens(text, truncate=False)[0][0]
@@ -172,7 +172,7 @@ def _as_ids(input: Any) -> Tensor:
         raise InvalidInputError(f"input: token ids must be [batch, pos] and not empty, got {tuple(tokens.shape)}.")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise InvalidInputError(f"input: token ids must be integers, got {tokens.dtype}.")
-    return tokens.long()
+    return tokens.long().clone()  # an inference tensor would not do where gradients are wanted
 
 
 def _ends_in_padding(view: ModelView, tokens: Tensor) -> bool:
@@ -273,21 +273,24 @@ def span_positions(prompt: Prompt, keys: Query, name: str = "keys") -> Int[Tenso
     """
     if not isinstance(keys, str):
         return query_positions(prompt, keys, name)
-    return _equally_many(_spans(prompt, keys), prompt.mask, f"{name}={keys!r}")
+    return _equally_many(_spans(prompt, keys, name), prompt.mask, f"{name}={keys!r}")
 
 
-def _spans(prompt: Prompt, text: str) -> list[list[int]]:
+def _spans(prompt: Prompt, text: str, name: str) -> list[list[int]]:
     """The positions of each prompt's last occurrence of a text."""
-    return [
-        where[slice(*find([tokens[i] for i in where], text)[-1])]
-        for where, tokens in zip(_real_positions(prompt.mask), prompt.str_tokens, strict=True)
-    ]
+    places = []
+    for row, (tokens, mask) in enumerate(zip(prompt.str_tokens, prompt.mask.tolist(), strict=True)):
+        try:
+            places.append(find_real(tokens, mask, text)[-1])
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{name}, prompt {row}: {error}") from None
+    return places
 
 
 def _position(prompt: Prompt, query: Any, name: str) -> Int[Tensor, "batch 1"]:
     mask = prompt.mask
     if isinstance(query, str):
-        return torch.tensor([[span[-1]] for span in _spans(prompt, query)], device=mask.device)
+        return torch.tensor([[span[-1]] for span in _spans(prompt, query, name)], device=mask.device)
     query = whole_number(name, query, why="a position, a list or a slice of them, a text, or None for all")
     counts = mask.sum(1)
     shortest = int(counts.min())

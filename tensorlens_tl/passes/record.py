@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Linear, Norm, Sum
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
@@ -117,7 +118,12 @@ class Record:
         return blocks[layer + 1].resid_pre if layer + 1 < len(blocks) else self.points.last_output
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream entering a block; ``layer == n_layers`` is the last block's output."""
+        """The residual stream entering a block; ``layer == n_layers`` is the last block's output.
+
+        Raises:
+            InvalidInputError: no such layer.
+        """
+        layer = whole_number("layer", layer, 0, self.n_layers, why="a layer, or their number for the last one's output")
         return self.captured(self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1))
 
     @property
@@ -134,7 +140,12 @@ class Record:
         return self.captured(self.points.unembed_in)
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The attention probabilities of one layer."""
+        """The attention probabilities of one layer.
+
+        Raises:
+            InvalidInputError: no such layer.
+        """
+        layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
         return self.captured(self.points.blocks[layer].pattern)
 
     @cached_property
@@ -229,7 +240,12 @@ class Record:
         mlp: bool = True,
         layout: Layout | None = None,
     ) -> AffineMap:
-        """One block as a map; `heads` keeps only those heads, ``mlp=False`` leaves the MLP's branch out."""
+        """One block as a map; `heads` keeps only those heads, ``mlp=False`` leaves the MLP's branch out.
+
+        Raises:
+            InvalidInputError: no such layer.
+        """
+        layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
         return compose(layout or self.layouts[layer], *self.parts(layer, activation, heads, mlp))
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:

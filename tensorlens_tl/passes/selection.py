@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import LayerRange, Query
 from tensorlens_tl.models.view import ModelView
@@ -20,20 +20,31 @@ def chosen_layers(n_layers: int, layers: LayerRange) -> range:
     """A contiguous range out of a slice, a sequence, or None for all."""
     if layers is None:
         return range(n_layers)
+    layers = layers if isinstance(layers, slice) else plain(layers)
     if not isinstance(layers, slice | Sequence):
-        raise InvalidInputError(f"layers={layers!r}: use a slice or consecutive layers, such as slice({layers}, None).")
+        raise InvalidInputError(
+            f"layers={layers!r}: use a slice or consecutive layers, such as slice(0, {layers}) for those before the "
+            f"input of blocks.{layers}."
+        )
     if isinstance(layers, slice):
         start, stop, step = layers.indices(n_layers)
         wanted = [bound for bound in (layers.start, layers.stop) if bound is not None]
         if step != 1 or start >= stop or any(not -n_layers <= bound <= n_layers for bound in wanted):
             raise InvalidInputError(f"layers={layers}: no such range in a model of {n_layers} layers.")
         return range(start, stop)
-    chosen = list(layers)
-    if not chosen or any(not isinstance(i, int) or not 0 <= i < n_layers for i in chosen):
-        raise InvalidInputError(f"layers={chosen}: use layers 0 to {n_layers - 1}.")
+    chosen = [whole_number("layers", layer, 0, n_layers - 1, why="layers of this model") for layer in layers]
+    if not chosen:
+        raise InvalidInputError(f"layers=[]: use layers 0 to {n_layers - 1}.")
     if chosen != list(range(chosen[0], chosen[0] + len(chosen))):
         raise InvalidInputError(f"layers={chosen}: an operator needs consecutive layers without a gap.")
     return range(chosen[0], chosen[-1] + 1)
+
+
+def end_of(frozen: Record, last: int, final_norm: bool) -> str:
+    """Where some layers end, in words; `last` is the first layer after them."""
+    if last < frozen.n_layers:
+        return f"blocks.{last} input"
+    return "the final norm's output" if final_norm and frozen.view.final_norm is not None else "the last block's output"
 
 
 def chosen_heads(frozen: Record, layer: int, chosen: range, ids: Any) -> list[int]:
@@ -43,9 +54,7 @@ def chosen_heads(frozen: Record, layer: int, chosen: range, ids: Any) -> list[in
     count = frozen.view.blocks[layer].attention.heads
     if not isinstance(ids, Collection):
         raise InvalidInputError(f"heads: pass a collection of heads for layer {layer}, such as {{{layer}: [0, 2]}}.")
-    if any(not isinstance(head, int) or not 0 <= head < count for head in ids):
-        raise InvalidInputError(f"heads: layer {layer} has heads 0 to {count - 1}, got {list(ids)}.")
-    return list(ids)
+    return [whole_number(f"heads[{layer}]", head, 0, count - 1, why=f"heads of layer {layer}") for head in ids]
 
 
 def chosen_head(view: ModelView, layer: Any, head: Any) -> tuple[int, int]:

@@ -42,6 +42,16 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
     raise InvalidInputError(f"{text!r} does not occur as whole tokens; the prompt's tokens are {list(tokens)}.")
 
 
+def find_real(tokens: Sequence[str], mask: Sequence[bool], text: str) -> list[list[int]]:
+    """The same among a prompt's real tokens: the positions of every occurrence.
+
+    Raises:
+        InvalidInputError: no such occurrence.
+    """
+    real = [position for position, kept in enumerate(mask) if kept]
+    return [real[first:last] for first, last in find([tokens[position] for position in real], text)]
+
+
 def _bare(text: str) -> str:
     """A text without white space and punctuation at its ends."""
     return text.strip(string.whitespace + string.punctuation)

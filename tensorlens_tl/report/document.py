@@ -53,7 +53,8 @@ def explain(
         InvalidInputError: several prompts, no input, an unknown token, a query out of range.
         RegistryError: an unknown method.
     """
-    chosen = [get_method(name).name for name in (list_methods() if methods is None else methods)]
+    named = [methods] if isinstance(methods, str) else methods
+    chosen = [get_method(name).name for name in (list_methods() if named is None else named)]
     if not isinstance(model, FrozenPass):
         if input is None:
             raise InvalidInputError("explain: `input` is missing; pass a string or token ids.")

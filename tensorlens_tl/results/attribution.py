@@ -13,7 +13,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.record import Record
-from tensorlens_tl.passes.spans import find, without_mark, word_ids, word_starts
+from tensorlens_tl.passes.spans import find_real, without_mark, word_ids, word_starts
 from tensorlens_tl.results.entry import Entry, largest, query_row
 from tensorlens_tl.results.storage import Stored
 from tensorlens_tl.results.views import AXES, Shown
@@ -134,7 +134,8 @@ class Attribution(Shown, Stored):
         """What some source tokens gave to one query.
 
         Args:
-            where: a text of one token or several (outer spaces do not count), a position, or a slice of positions.
+            where: a text of one token or several (outer spaces do not count), a position (a negative one counts from
+                the last token), or a slice of positions.
             query, batch: as in `top`.
 
         Returns:
@@ -144,15 +145,23 @@ class Attribution(Shown, Stored):
             InvalidInputError: the text does not occur, or a position out of range.
         """
         row, tokens = self._row(query, batch), self.tokens[batch]
+        mask = self.mask[batch].tolist()
         if isinstance(where, str):
-            spans = find(tokens, where)
+            spans = find_real(tokens, mask, where)
+        elif isinstance(where, slice):
+            spans = [[place] for place in range(len(tokens))[where] if mask[place]]
         else:
-            places = range(len(tokens))[where if isinstance(where, slice) else slice(None)]
-            if not isinstance(where, slice):
-                where = whole_number("position", where, -len(tokens), len(tokens) - 1)
-                places = [where % len(tokens)]
-            spans = [(place, place + 1) for place in places]
-        return [Entry("".join(tokens[a:b]), float(row[a:b].sum()), a) for a, b in spans]
+            spans = [[self._position(where, mask)]]
+        return [Entry("".join(tokens[i] for i in span), float(row[span].sum()), span[0]) for span in spans]
+
+    @staticmethod
+    def _position(where: Any, mask: list[bool]) -> int:
+        """A real token's position; a negative one counts from the last real token."""
+        place = whole_number("position", where, -sum(mask), len(mask) - 1)
+        place = [i for i, real in enumerate(mask) if real][place] if place < 0 else place
+        if not mask[place]:
+            raise InvalidInputError(f"position={place} is padding in this prompt, which has {sum(mask)} real tokens.")
+        return place
 
     def _ipython_key_completions_(self) -> list[str]:
         """The tokens of the first prompt, for ``attribution["<tab>``."""
@@ -277,14 +286,16 @@ def _check_fit(result: Attribution) -> None:
         raise ValueError(f"scores are {type(result.scores).__name__}, not a tensor")
     shape = tuple(result.scores.shape)
     sizes = dict(zip(result.axes, shape, strict=False))
-    if not len(sizes) == len(result.axes) == len(shape) or [axis for axis in result.axes if axis in AXES] != list(AXES):
-        raise ValueError(f"scores have {len(shape)} axes {shape}; axes names {result.axes}, not {AXES} in this order")
+    if len(result.axes) != len(shape):
+        raise ValueError(f"scores have {len(shape)} axes, {shape}, but {len(result.axes)} are named, {result.axes}")
+    if len(sizes) != len(shape) or [axis for axis in result.axes if axis in AXES] != list(AXES):
+        raise ValueError(f"axes are {result.axes}; they must hold {', '.join(AXES)} once each, in this order")
     if result.axes[0] != "batch":
         raise ValueError(f"axes are {result.axes}; the first must be 'batch'")
     batch, query, key = (sizes[axis] for axis in AXES)
     if result.queries.shape == (batch, 1) and query == key > 1:
         raise ValueError(
-            f"scores {shape} hold every query, queries one; pass query=None, or scores of that query alone"
+            f"scores {shape} are of every query, but one query was named; name query=None, or pass that query's scores"
         )
     wanted = dict.fromkeys(("queries", "bias", "total", "residual"), (batch, query)) | {
         "mask": (batch, key),

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.passes.spans import find
+from tensorlens_tl.passes.spans import find_real
 
 
 class Entry(NamedTuple):
@@ -47,7 +47,9 @@ def with_others(entries: Sequence[Entry], everything: float, count: int) -> list
     """Lines of a table that sum to everything: the entries shown, and all others in one."""
     lines = [(entry.name, entry.score) for entry in entries]
     left = count - len(entries)
-    return [*lines, (f"{left} others", everything - sum(score for _, score in lines))] if left else lines
+    return (
+        [*lines, (f"{left} other{'s' * (left > 1)}", everything - sum(score for _, score in lines))] if left else lines
+    )
 
 
 def query_row(
@@ -63,7 +65,7 @@ def query_row(
     held = queries[batch].tolist()
     real = [number for number, position in enumerate(held) if mask[batch, position]]
     if isinstance(query, str):
-        last = find(tokens[batch], query)[-1][1] - 1
+        last = find_real(tokens[batch], mask[batch].tolist(), query)[-1][-1]
         if last in held:
             return held.index(last)
     elif -len(real) <= query < len(real):
@@ -81,6 +83,9 @@ def check_batch(batch: int, prompts: Sequence[Any]) -> None:
 
 
 def shown_query(queries: Int[Tensor, "batch query"], tokens: Sequence[Sequence[str]], row: int, batch: int) -> str:
-    """Which query is shown, where a result holds several."""
-    count, position = queries.shape[1], int(queries[batch, row])
-    return f"query {position} {tokens[batch][position]!r}, one of {count}" if count > 1 else ""
+    """Which query and which prompt are shown, where a result holds several."""
+    prompts, count, position = *queries.shape, int(queries[batch, row])
+    parts = [f"prompt {batch % prompts} of {prompts}"] if prompts > 1 else []
+    if count > 1:
+        parts.append(f"query {position} {tokens[batch][position]!r}, one of {count}")
+    return ", ".join(parts)

@@ -60,6 +60,9 @@ class Evaluation(Stored):
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in self.TENSORS:  # small, and read by people: wherever they were computed
+            value = getattr(self, name)
+            object.__setattr__(self, name, value.cpu() if isinstance(value, Tensor) else value)
         try:
             self._check_fit()
         except ValueError as error:

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorlens_tl.drawing import graphs, page
+from tensorlens_tl.drawing import graphs, page, terminal
+from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import Entry, largest
 from tensorlens_tl.results.storage import Stored
@@ -21,6 +22,7 @@ SHOWN_EDGES = 60
 
 NUMBERS = {"nodes": ("layer", "pos", "weight", "bias", "entering"), "edges": ("source", "target", "weight")}
 WORDS = ("name", "kind", "token")
+KINDS = ("embedding", "head", "mlp", "bias")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,12 +104,22 @@ class ContributionGraph(Stored):
             kind: of one kind only: embedding, head, mlp or bias.
 
         Raises:
-            InvalidInputError: k below 1.
+            InvalidInputError: k below 1, or no such kind.
         """
         nodes = self.nodes.iloc[:-1]
+        if kind is not None and kind not in KINDS:
+            raise InvalidInputError(f"top: kind={kind!r}; use one of {', '.join(KINDS)}.")
         nodes = nodes if kind is None else nodes[nodes["kind"] == kind]
         weights = torch.tensor(nodes["weight"].to_numpy(float))
         return largest(weights, nodes["name"].tolist(), k, nodes["pos"].tolist())
+
+    def show(self, k: int = 10, *, kind: str | None = None) -> None:
+        """Print the k largest nodes; a notebook draws the graph by itself, and `to_html` does so elsewhere."""
+        rows = [
+            (e.name, "" if e.position is None else str(e.position), number(e.score)) for e in self.top(k, kind=kind)
+        ]
+        title = f"nodes of {self.target} = {number(self.total)}, {len(rows)} of {len(self.nodes) - 1} shown"
+        terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per edge, largest first: name, position and token of its source and its target, and its weight."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.drawing import terminal
 from tensorlens_tl.drawing.marks import number
-from tensorlens_tl.results.entry import Entry, largest, with_others
+from tensorlens_tl.results.entry import Entry, check_batch, largest, with_others
 from tensorlens_tl.results.storage import Stored
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class ScoreAttribution(Stored):
         Raises:
             InvalidInputError: k below 1.
         """
+        check_batch(batch, self.names)
         pairs = self.pairs[batch]
         places = [divmod(place, pairs.shape[1]) for place in range(pairs.numel())]
         names = [f"{self._label(batch, i)} × {self._label(batch, j)}" for i, j in places]

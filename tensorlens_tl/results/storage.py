@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -77,7 +77,7 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
         raise InvalidInputError(f"save: cannot write {path}, {hint}.")
     # clones: safetensors refuses tensors that share memory
     kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    text = json.dumps(facts, default=_plain)
+    text = json.dumps(_tagged(facts))
     metadata = {
         "format": f"tensorlens_tl.{kind}", "version": str(FORMAT_VERSION), "facts": text, "digest": _digest(kept, text),
     }  # fmt: skip
@@ -114,7 +114,7 @@ def read(path: str | os.PathLike[str], kind: str, names: Sequence[str]) -> tuple
             raise FileFormatError(
                 f"{path}: damaged, or changed after it was saved (its digest does not fit). Save anew."
             )
-        facts = json.loads(metadata["facts"])
+        facts = _untagged(json.loads(metadata["facts"]))
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, FileFormatError):
             raise
@@ -135,10 +135,42 @@ def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:
     return digest.hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    """Options as JSON can hold them."""
+def _tagged(value: Any) -> Any:
+    """Options as JSON can hold them; what JSON has no kind for is a table with one key that names it."""
     if isinstance(value, Tensor):
-        return value.tolist()
+        return {"$tensor": value.detach().double().tolist() if value.is_floating_point() else value.tolist()}
     if isinstance(value, slice):
-        return [value.start, value.stop, value.step]
-    return list(value) if isinstance(value, set | range | tuple) else repr(value)
+        return {"$slice": [value.start, value.stop, value.step]}
+    if isinstance(value, range):
+        return {"$range": [value.start, value.stop, value.step]}
+    if isinstance(value, tuple | set | frozenset):
+        return {"$tuple" if isinstance(value, tuple) else "$set": [_tagged(item) for item in value]}
+    if isinstance(value, list):
+        return [_tagged(item) for item in value]
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _tagged(item) for key, item in value.items()}
+        return {"$pairs": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    return _tagged(value.tolist()) if hasattr(value, "tolist") else repr(value)  # numpy's
+
+
+_KINDS: Mapping[str, Callable[[Any], Any]] = {
+    "$tensor": torch.tensor,
+    "$slice": lambda bounds: slice(*bounds),
+    "$range": lambda bounds: range(*bounds),
+    "$tuple": tuple,
+    "$set": set,
+    "$pairs": dict,
+}
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _untagged(item) for key, item in value.items()}
+    kind = next(iter(inner), "")
+    return _KINDS[kind](inner[kind]) if len(inner) == 1 and kind in _KINDS else inner

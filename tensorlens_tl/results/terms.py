@@ -159,7 +159,12 @@ class Terms(Stored):
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
         which = shown_query(self.queries, self.tokens, row, batch)
-        return which, lines, [("total", float(self.total[batch, row]))]
+        total = float(self.total[batch, row])
+        if not self.additive:  # a rule with a total below would look like a sum
+            left = len(self) - len(shown)
+            apart = f"effects on {number(total)}, which do not add up" + (f"; {left} more" if left else "")
+            return " · ".join(filter(None, (which, apart))), lines, []
+        return which, lines, [("total", total)]
 
     def to_html(
         self, k: int = 15, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True

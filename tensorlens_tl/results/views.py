@@ -43,7 +43,7 @@ class Shown(ABC):
         """What the scores are, in one line."""
         notes = [f"{self.method}" + (f": {self.target}" if self.target else "")]
         if self.additive and self.residual is not None:
-            notes.append(f"complete to {float(self.residual.max()):.1e}")
+            notes.append(f"residual {float(self.residual.max()):.1e}")
         return " · ".join(notes)
 
     def plane(self, batch: int = 0) -> Float[Tensor, "query key"]:
@@ -76,19 +76,23 @@ class Shown(ABC):
     def _repr_html_(self) -> str:
         return self.to_html()
 
-    def show(self, k: int = 10, query: int | str = -1) -> None:
+    def show(self, k: int = 10, query: int | str = -1, batch: int | None = None) -> None:
         """Display the heat maps in a notebook, or a table of one query's top tokens in a terminal.
 
         Args:
             k: how many tokens the table names; all others are one line.
             query: which of the held queries the table is about, as in `top`.
+            batch: one prompt, or None for the first few of them.
         """
         shell = sys.modules.get("IPython")
         if shell is not None and shell.get_ipython() is not None:
-            shell.display.display(self)
+            shell.display.display(shell.display.HTML(self.to_html(batch=batch)))
             return
-        for batch in range(len(self.tokens)):
-            self._print_table(k, query, batch)
+        count = len(self.tokens)
+        for one in range(min(count, MOST_PROMPTS)) if batch is None else [batch]:
+            self._print_table(k, query, one)
+        if batch is None and count > MOST_PROMPTS:
+            print(f"{count - MOST_PROMPTS} more prompts: show(batch={MOST_PROMPTS}) …")
 
     def _print_table(self, k: int, query: int | str, batch: int) -> None:
         row = query_row(self.queries, self.mask, self.tokens, query, batch)
@@ -103,7 +107,8 @@ class Shown(ABC):
             sums = [("", "bias (no token)", number(float(self.bias[batch, row])))]
             sums.append(("", "total", number(float(self.total[batch, row]))))
         which = shown_query(self.queries, self.tokens, row, batch)
-        title = self.describe() + (f" · {which}; show(query=...) shows another" if which else "")
+        hint = "; show(query=...) shows another" if self.queries.shape[1] > 1 else ""
+        title = self.describe() + (f" · {which}{hint}" if which else "")
         terminal.show_table(title, ("position", "token", "score"), rows, sums, left=("token",))
 
     def plot(self, batch: int = 0, ax: Any = None, *, values: bool | None = None) -> Any:

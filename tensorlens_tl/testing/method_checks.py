@@ -21,6 +21,7 @@ from tensorlens_tl.errors import (
     FrozenModelError,
     InvalidInputError,
     NumericalError,
+    TensorLensError,
     UnsupportedModelError,
 )
 from tensorlens_tl.models.state import WeightState
@@ -118,8 +119,13 @@ class _Guarded:
 
 def _on(check: Any, case: "MethodCase") -> None:
     with Untouched(case.model, case.who):
-        if case.refusal is None:
-            check(case)
+        try:
+            if case.refusal is None:
+                check(case)
+        except TensorLensError:
+            raise
+        except Exception as error:
+            raise ConformanceError(f"{case.who}: {type(error).__name__}: {error}") from error
 
 
 def _labelled(models: Any) -> Iterator[tuple[str, Any]]:
