@@ -115,7 +115,7 @@ def test_a_cache_of_something_else(model_named):
     with pytest.raises(tlens.InvalidInputError, match="no batch axis"):
         tlens.freeze(model, some_tokens(1), cache=one)
     later = {**dict(cache.items()), "blocks.1.hook_resid_pre": other["blocks.1.hook_resid_pre"]}
-    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0"):
+    with pytest.raises(tlens.InvalidInputError, match=r"blocks\.1\.hook_resid_pre differs"):
         tlens.freeze(model, some_tokens(), cache=later)
 
 

@@ -60,8 +60,8 @@ class Spread:
             return vectors
         reach = self.reach[rows, :, queries]
         if self.rule == "cls":
-            weights = torch.zeros_like(reach, dtype=vectors.dtype)
-            weights[self.first, torch.arange(len(self.first), device=reach.device)] = 1
+            keys = torch.arange(len(self.reach), device=reach.device)[rows, None]
+            weights = (keys == self.first).to(vectors.dtype)[..., None].expand_as(reach)
         else:
             reach = reach.to(vectors.dtype)
             weights = _AFFINITIES[self.rule](vectors, bias) * reach

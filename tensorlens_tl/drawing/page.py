@@ -78,5 +78,6 @@ class Picture:
         path = Path(path)
         if not path.parent.is_dir():
             raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
-        path.write_text(page(self.title, self.body), encoding="utf-8")
+        written = page(self.title, self.body).encode()  # before an older file is emptied
+        path.write_bytes(written)
         return path

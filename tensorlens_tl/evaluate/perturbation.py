@@ -28,7 +28,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.scorers import scorers_of, usable
-from tensorlens_tl.hooks import ModelPoints, capture, model_points, only_at
+from tensorlens_tl.hooks import ModelPoints, capture, logit_hooks, logits_at, model_points
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -343,10 +343,9 @@ class _Engine:
         if not self.predicts:
             kept, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
             return torch.take_along_dim(kept[self.hidden_at], at[..., None], dim=1)[:, 0], None
-        hooks.append(only_at(self.hidden_at, at))
+        hooks += logit_hooks(self.model, self.hidden_at, at)
         kept, logits = capture(self.model, inputs, [self.hidden_at], hooks=hooks)
-        pick = lambda t: t[:, 0] if t.shape[1] == 1 else torch.take_along_dim(t, at[..., None], dim=1)[:, 0]  # noqa: E731
-        return pick(kept[self.hidden_at]), pick(logits)
+        return torch.take_along_dim(kept[self.hidden_at], at[..., None], dim=1)[:, 0], logits_at(logits, at)[:, 0]
 
 
 def _inputs(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:

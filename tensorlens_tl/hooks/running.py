@@ -13,14 +13,12 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
-
 from tensorlens_tl.models.protocol import HookedModel
 
 FwdHook = tuple[Any, Callable[..., Any]]
 """A hook point's name (or a filter of names) and what is called there, as TransformerLens takes them."""
 
-_locks: "WeakKeyDictionary[nn.Module, threading._RLock]" = WeakKeyDictionary()
+_locks: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by model
 _guard = threading.Lock()
 _unheld: ContextVar[bool] = ContextVar("unheld", default=False)
 

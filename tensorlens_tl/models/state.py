@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,11 +18,15 @@ class WeightState:
     `versions` (storage and torch's own count of writes) change when a weight is replaced, moved, cast, or written to in
     place. Writes through ``.data`` are not counted by torch, so some numbers are kept as well: one or more of every row
     and every column of each matrix of each attention head. A head, neuron, channel or token embedding that was changed
-    is seen; a lone number that was changed through ``.data``, or a buffer, may not be.
+    is seen; a lone number that was changed through ``.data``, or a buffer, may not be. A copy, or what a pickle gives
+    back, knows no versions: it takes those of its own model when it is first asked, if the numbers agree.
     """
 
-    versions: list[tuple[int, int]]
+    versions: list[tuple[int, int]] | None
     sample: Float[Tensor, "n"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"versions": None, "sample": self.sample}  # a copy's weights lie elsewhere
 
     @classmethod
     def of(cls, model: nn.Module) -> "WeightState":
@@ -32,7 +37,10 @@ class WeightState:
     def holds(self, model: nn.Module) -> bool:
         """Whether the model's weights are still these."""
         parameters = list(model.parameters())
-        if _versions(parameters) != self.versions:
+        versions = _versions(parameters)
+        if self.versions is None:  # a copied or pickled pass, with its own copy of the model
+            object.__setattr__(self, "versions", versions)
+        if versions != self.versions:
             return False
         return bool(torch.allclose(_sample(parameters), self.sample, rtol=0, atol=0, equal_nan=True))
 

@@ -5,10 +5,8 @@ without a word. Patterns have another way (`tensorlens_tl.hooks.freeze`); anythi
 are found by trying, once per model: the model runs on other tokens, held, and every block must do what its map says.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from tensorlens_tl.algebra import Identity
 from tensorlens_tl.algebra.numerics import relative_error
@@ -33,7 +31,7 @@ class _Proved(NamedTuple):
     patterns: list[bool]
 
 
-_proved: "WeakKeyDictionary[nn.Module, _Proved]" = WeakKeyDictionary()
+_proved: "WeakKeyDictionary[Any, _Proved]" = WeakKeyDictionary()  # by model
 
 
 def prove_obedience(record: Record) -> list[bool]:
@@ -107,8 +105,8 @@ def _prove(record: Record) -> _Proved:
             raise UnsupportedModelError(
                 f"{where} of this {record.view.description} does not obey the hooks that should hold it fixed: held, "
                 f"and on other tokens, it differs from its map by {error:.1e} (allowed {record.tolerance:.0e}). One of "
-                "its hook points only observes, or another hook undoes it. What reads the weights works (operator, most "
-                "methods and circuits); fwd_hooks, attached and live ablations do not."
+                "its hook points only observes, or another hook undoes it. What reads the weights works (operator, "
+                "most methods and circuits); fwd_hooks, attached and live ablations do not."
             )
     if not other_hooks(model):
         _proved[model] = proved

@@ -81,10 +81,11 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
     metadata = {
         "format": f"tensorlens_tl.{kind}", "version": str(FORMAT_VERSION), "facts": text, "digest": _digest(kept, text),
     }  # fmt: skip
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    place = path.resolve()  # a link stays one: what it points to is replaced
+    temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
         save_file(kept, temporary, metadata=metadata)
-        os.replace(temporary, path)
+        os.replace(temporary, place)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

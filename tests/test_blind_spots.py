@@ -1,0 +1,296 @@
+"""What a proof on the prompt alone would not see: each situation is built, and refused or right."""
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import close, hooks_left, some_tokens
+from transformer_lens.hook_points import HookPoint
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits
+from tensorlens_tl.testing import check_model, model_names, tiny_model
+
+MODELS = [name for name in ("hooked/ln", "bridge/gpt2", "bridge/llama", "bridge/opt") if name in model_names()]
+every_class = pytest.mark.parametrize("name", MODELS)
+
+
+# ------------------------------------------------------------------ looped models
+
+
+@every_class
+@pytest.mark.parametrize("store", ["model", "cpu"])
+def test_a_block_that_runs_twice_is_refused(name, store):
+    model = tiny_model(name)
+    block = model.blocks[1]
+
+    class Looped(type(block)):
+        def forward(self, x, *args, **options):
+            args = [None if hasattr(value, "get_seq_length") else value for value in args]  # no key-value cache
+            options = {key: None if "past" in key else value for key, value in options.items()}
+            first = super().forward(x, *args, **options)
+            return super().forward(first[0] if isinstance(first, tuple) else first, *args, **options)
+
+    block.__class__ = Looped
+    with pytest.raises(tlens.UnsupportedModelError, match=r"fires several times .* run in a loop"):
+        tlens.freeze(model, some_tokens(), store=store)
+    assert hooks_left(model) == 0
+
+
+def test_a_point_that_shows_the_same_again_is_no_loop():
+    """A HookedTransformer computes its norm for queries, keys and values each, a Bridge calls a hook for every name."""
+    for name in {"hooked/ln", "bridge/gpt2-compatibility"} & set(model_names()):
+        tlens.freeze(tiny_model(name), some_tokens(), store="cpu")
+
+
+# ------------------------------------------------------------------ caches
+
+
+@every_class
+def test_a_cache_from_under_a_hook_is_refused(name):
+    model = tiny_model(name)
+    point = tlens.freeze(model, some_tokens()).points.blocks[1]
+    for hooked in (point.z, point.resid_pre):
+        with model.hooks(fwd_hooks=[(hooked, lambda x, hook: 1.5 * x)]):
+            _, cache = model.run_with_cache(some_tokens())
+        with pytest.raises(tlens.InvalidInputError, match=r"under other hooks, or with other weights: .* differs"):
+            tlens.freeze(model, some_tokens(), cache=cache)
+    _, cache = model.run_with_cache(some_tokens())
+    with torch.no_grad():
+        model.blocks[1].mlp.W_out.mul_(1.1) if name.startswith("hooked") else _scale_a_weight(model)
+    with pytest.raises(tlens.InvalidInputError, match="with other weights"):
+        tlens.freeze(model, some_tokens(), cache=cache)
+
+
+def _scale_a_weight(model):
+    weights = [weight for name, weight in model.original_model.named_parameters() if ".1." in name and weight.ndim == 2]
+    weights[-1].mul_(1.1)
+
+
+@every_class
+def test_its_own_cache_is_taken(name):
+    model = tiny_model(name)
+    _, cache = model.run_with_cache(some_tokens())
+    taken, own = tlens.freeze(model, some_tokens(), cache=cache), tlens.freeze(model, some_tokens())
+    assert close(tlens.attribute(taken, target=5).scores, tlens.attribute(own, target=5).scores)
+
+
+# ------------------------------------------------------------------ logits
+
+
+@every_class
+def test_a_hook_after_the_unembedding_is_noticed_where_it_acts(name):
+    model = tiny_model(name)
+    where = "unembed.hook_out"
+
+    def late(logits, hook):
+        logits = logits.clone()
+        logits[:, 3:5, 5] -= 3
+        return logits
+
+    with model.hooks(fwd_hooks=[(where, late)]):
+        frozen = tlens.freeze(model, some_tokens())
+        for query in (0, 2, 5):
+            own = model(**frozen.inputs)[:, query, 5]
+            assert close(frozen.operator().target(5, query=query).total[:, 0], own)
+        for query in (3, [0, 4], None):
+            with pytest.raises(tlens.UnsupportedModelError, match="a hook after the unembedding"):
+                tlens.freeze(model, some_tokens()).operator().target(5, query=query)
+    assert hooks_left(model) == 0
+
+
+def test_logits_are_compared_once_for_each_position():
+    model = tiny_model("bridge/gpt2")
+    frozen, runs = tlens.freeze(model, some_tokens()), []
+    with model.hooks(fwd_hooks=[(frozen.points.blocks[0].resid_pre, lambda x, hook: runs.append(1))]):
+        for query in (-1, 5, 2, 2, [2, -1]):
+            frozen.operator().target(5, query=query)
+    assert len(runs) == 1  # position 2; the last was compared when it was frozen
+    assert frozen.errors["unembed"] < 1e-12
+
+
+# ------------------------------------------------------------------ threads
+
+
+@every_class
+def test_two_threads_freeze_their_own_prompts(name):
+    model, prompts = tiny_model(name), [some_tokens(1, 6, seed=seed) for seed in range(2)]
+    alone = [tlens.attribute(model, tokens, target=5).scores for tokens in prompts]
+    start = threading.Barrier(2)
+
+    def work(tokens):
+        start.wait()
+        return [tlens.attribute(model, tokens, target=5).scores for _ in range(50 if name != MODELS[0] else 200)]
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(work, prompts))
+    for mine, expected in zip(results, alone, strict=True):
+        assert all(close(scores, expected) for scores in mine)
+    assert hooks_left(model) == 0
+
+
+def test_a_thread_with_an_attached_pass_keeps_others_waiting():
+    model = tiny_model("bridge/gpt2")
+    frozen, other = tlens.freeze(model, some_tokens()), some_tokens(seed=3)
+    expected = tlens.attribute(model, other, target=5).scores
+    with ThreadPoolExecutor(1) as pool:
+        with frozen.attached():
+            waiting = pool.submit(lambda: tlens.attribute(model, other, target=5).scores)
+            held = frozen.model(**{**frozen.inputs, "input": other})
+            assert not waiting.done()
+        assert close(waiting.result(timeout=60), expected)
+    assert not close(held, model(other))
+
+
+def test_plain_runs_of_another_thread_are_not_taken_for_our_own():
+    """Nobody locks what a user runs: its activations must not end in our pass, nor our early stop in its run."""
+    model = tiny_model("bridge/gpt2")
+    tokens, other = some_tokens(1, 6), some_tokens(1, 6, seed=9)
+    expected, plain, stop = tlens.attribute(model, tokens, target=5).scores, model(other), threading.Event()
+
+    def run():
+        outputs = []
+        while not stop.is_set():
+            outputs.append(model(other))
+        return outputs
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        mine = [tlens.attribute(model, tokens, target=5).scores for _ in range(40)]
+        stop.set()
+        assert all(close(output, plain) for output in running.result())
+    assert all(close(scores, expected) for scores in mine)
+
+
+# ------------------------------------------------------------------ hook points that only observe
+
+
+class Observing(HookPoint):
+    """A hook point that ignores what its hooks return."""
+
+    def __call__(self, x):
+        super().__call__(x)
+        return x
+
+
+@pytest.mark.skipif("hooked/ln" not in model_names(), reason="needs TransformerLens 3.9")
+@pytest.mark.parametrize(
+    "point", ["blocks.1.mlp.hook_post", "blocks.0.ln1.hook_scale", "ln_final.hook_scale", "attn.hook_z"]
+)
+def test_a_hook_point_that_only_observes_is_refused(point):
+    model = tiny_model("hooked/ln")
+    model.hook_dict[f"blocks.0.{point}" if point.startswith("attn") else point].__class__ = Observing
+    frozen = tlens.freeze(model, some_tokens())
+    part = "ln_final" if "final" in point else "blocks.1" if "blocks.1" in point else "blocks.0"
+    for hold in (frozen.fwd_hooks, lambda: frozen.attached().__enter__()):
+        with pytest.raises(tlens.UnsupportedModelError, match=rf"{part} of this .* does not obey the hooks"):
+            hold()
+    with pytest.raises(tlens.UnsupportedModelError, match="does not obey"):
+        circuits.total_effects(frozen, 5, live=True)
+    with pytest.raises(tlens.UnsupportedModelError, match="does not obey"):
+        check_model(model)
+    assert float(tlens.attribute(frozen, target=5).residual.max()) < 1e-9  # what reads weights is right
+    assert hooks_left(model) == 0
+
+
+@pytest.mark.skipif("hooked/ln" not in model_names(), reason="needs TransformerLens 3.9")
+def test_a_pattern_that_only_observes_is_held_at_z():
+    model = tiny_model("hooked/ln")
+    model.hook_dict["blocks.0.attn.hook_pattern"].__class__ = Observing
+    check_model(model)
+
+
+def test_what_a_model_obeys_is_tried_once(monkeypatch):
+    from tensorlens_tl.passes import holding
+
+    model, tried = tiny_model("bridge/gpt2"), []
+    prove = holding._prove
+    monkeypatch.setattr(holding, "_prove", lambda record: tried.append(1) or prove(record))
+    for seed in range(3):
+        tlens.freeze(model, some_tokens(seed=seed)).fwd_hooks()
+    assert len(tried) == 1
+    with torch.no_grad():
+        next(model.parameters()).mul_(1)  # written to: processing weights may rewire hook points
+    tlens.freeze(model, some_tokens()).fwd_hooks()
+    assert len(tried) == 2
+
+
+# ------------------------------------------------------------------ crashes
+
+
+@every_class
+def test_a_users_patch_at_a_late_position_is_part_of_the_pass(name):
+    model = tiny_model(name)
+    vector = torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def patch(x, hook):
+        x = x.clone()
+        x[:, 4] = vector
+        return x
+
+    with model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", patch)]):
+        frozen = tlens.freeze(model, some_tokens())
+        assert close(frozen.operator().target(5).total[:, 0], model(**frozen.inputs)[:, -1, 5])
+        with frozen.attached():
+            assert close(model(**frozen.inputs), model(**frozen.inputs))
+    assert hooks_left(model) == 0
+
+
+def test_decompx_gives_biases_to_the_first_real_token_where_padding_is_left(demo_model):
+    texts = ["Return the value of the file", "Return the"]
+    padded = tlens.freeze(demo_model, texts, padding_side="left")
+    alone = tlens.freeze(demo_model, texts[1])
+    result = tlens.attribute(padded, method="decompx", bias="cls", target=" the", query=-1)
+    own = tlens.attribute(alone, method="decompx", bias="cls", target=" the", query=-1)
+    length = alone.tokens.shape[1]
+    assert close(result.scores[1, 0, -length:], own.scores[0, 0])
+    assert not result.scores[1, 0, :-length].any()
+
+
+@every_class
+def test_a_copied_pass_belongs_to_its_copied_model(name):
+    frozen = tlens.freeze(tiny_model(name), some_tokens())
+    expected = tlens.attribute(frozen, target=5).scores
+    copied = copy.deepcopy(frozen)
+    assert copied.model is not frozen.model
+    assert torch.equal(tlens.attribute(copied, target=5).scores, expected)
+    with torch.no_grad():
+        next(copied.model.parameters()).mul_(1.5)
+    with pytest.raises(tlens.FrozenModelError, match="changed"):
+        tlens.attribute(copied, target=5)
+    assert torch.equal(tlens.attribute(frozen, target=5).scores, expected)
+
+
+def test_saving_through_a_link_replaces_what_it_points_to(demo_model, tmp_path):
+    result = tlens.attribute(demo_model, "Return the value", target=" of")
+    (tmp_path / "there").mkdir()
+    place, link = tmp_path / "there" / "result", tmp_path / "link"
+    link.symlink_to(place)
+    for _ in range(2):
+        result.save(link)
+        assert link.is_symlink()
+        assert torch.equal(tlens.Attribution.load(place).scores, result.scores)
+
+
+def test_a_page_that_cannot_be_encoded_leaves_the_old_one(demo_model, tmp_path):
+    from tensorlens_tl.drawing import Picture
+
+    place = tmp_path / "page.html"
+    Picture("a title", "<p>body</p>").save(place)
+    before = place.read_bytes()
+    with pytest.raises(UnicodeEncodeError):
+        Picture("a title", "\ud800").save(place)
+    assert place.read_bytes() == before
+
+
+def test_positions_that_are_no_tokens_are_refused(monkeypatch):
+    """Virtual tokens of a prompt adapter: the stream has more positions than there are tokens."""
+    model = tiny_model("bridge/gpt2")
+    wider = lambda x, hook: torch.cat([x[:, :1], x], dim=1)  # noqa: E731
+    with (
+        model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", wider)]),
+        pytest.raises((tlens.UnsupportedModelError, RuntimeError), match=r"positions of 6 tokens|size"),
+    ):
+        tlens.freeze(model, some_tokens())
