@@ -181,7 +181,8 @@ def _check_free(taken: Method | LayerMap | None, function: Callable[..., Any], w
 
 
 def _identity(function: Callable[..., Any]) -> tuple[str, str]:
-    return function.__module__, getattr(function, "__qualname__", repr(function))
+    # what exec defines has no module
+    return str(function.__module__), getattr(function, "__qualname__", repr(function))
 
 
 def list_methods() -> list[str]:

@@ -91,3 +91,9 @@ def test_a_built_in_name_cannot_be_taken_before_anything_is_loaded():
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "'norm' is already tensorlens_tl.methods.norm" in printed
     assert "rollout" in printed
+
+
+def test_what_exec_defines_may_register_again(clean_registry):
+    code = "@tlens.register_layer_map('executed', holds_residual=False)\ndef executed(frozen):\n    pass"
+    for _ in range(2):
+        exec(code, {"tlens": tlens, "__name__": None})
