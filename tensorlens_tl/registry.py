@@ -15,13 +15,13 @@ A layer map is a function of a `FrozenPass` that returns one map of token pairs 
 `[layer, batch, query, key]`. `mean` and `rollout` aggregate it by its name:
 
     >>> import torch
-    >>> @tlens.register_layer_map("last-head", holds_residual=False)
-    ... def last_head(frozen):
-    ...     \"\"\"The pattern of each layer's last head, between real tokens.\"\"\"
+    >>> @tlens.register_layer_map("first-head", holds_residual=False)
+    ... def first_head(frozen):
+    ...     \"\"\"The pattern of each layer's first head, between real tokens.\"\"\"
     ...     real = frozen.mask[:, :, None] & frozen.mask[:, None]
-    ...     return torch.stack([frozen.pattern(layer)[:, -1] * real for layer in range(frozen.n_layers)])
+    ...     return torch.stack([frozen.pattern(layer)[:, 0] * real for layer in range(frozen.n_layers)])
     >>> frozen = tlens.freeze(tlens.load_demo_model(), "Return the value of the")
-    >>> tlens.attribute(frozen, method="rollout", layer_map="last-head", query=-1)
+    >>> tlens.attribute(frozen, method="rollout", layer_map="first-head", query=-1)
     Attribution('rollout', batch=1, query=1, key=6)
 
 Packages publish methods and layer maps through the entry-point group ``tensorlens_tl.methods``: a function, or a module
