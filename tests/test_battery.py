@@ -1,6 +1,7 @@
 """The shipped batteries catch what is broken, by name, and pass what is not."""
 
 import dataclasses
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -529,9 +530,10 @@ def test_a_misread_model_is_caught_by_its_proof(name, broken, message, monkeypat
 
 def ignored_patterns(monkeypatch):
     """Patterns are replaced where the model only observes them: what our probe of the model is there to find."""
-    monkeypatch.setattr(
-        "tensorlens_tl.passes.frozen.patterns_take_effect", lambda model, inputs, blocks: [True] * len(blocks)
-    )
+    from tensorlens_tl.passes import holding
+
+    monkeypatch.setattr(holding, "patterns_take_effect", lambda model, inputs, blocks: [True] * len(blocks))
+    monkeypatch.setattr(holding, "_proved", WeakKeyDictionary())
 
 
 def ignored_norms(monkeypatch):

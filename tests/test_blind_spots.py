@@ -217,6 +217,22 @@ def test_what_a_model_obeys_is_tried_once(monkeypatch):
     assert len(tried) == 2
 
 
+@pytest.mark.parametrize("where", ["pattern", "values"])
+def test_dropout_that_is_on_in_eval_mode_is_noticed(where):
+    """Before the pattern's hook point the proof of the block agrees with what it sees: only a second run does not."""
+    model = tiny_model("bridge/gpt2")
+    point = model.hook_dict["blocks.0.attn.hook_pattern" if where == "pattern" else "blocks.0.hook_resid_pre"]
+
+    class Dropping(type(point)):
+        def __call__(self, x):
+            return super().__call__(torch.nn.functional.dropout(x, 0.3, training=True))
+
+    point.__class__ = Dropping
+    with pytest.raises(tlens.UnsupportedModelError, match=r"two runs of this .* differ|cannot be frozen"):
+        tlens.freeze(model, some_tokens())
+    assert hooks_left(model) == 0
+
+
 # ------------------------------------------------------------------ crashes
 
 

@@ -274,10 +274,11 @@ ERRORS = [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError, 
         lambda m, f: tlens.attribute(f, method="input-x-gradient", target=5),
         lambda m, f: tlens.attribute(f, method="integrated-gradients", target=5, steps=2),
         lambda m, f: f.last_logits,
-        lambda m, f: f.unembedding_error,
-        lambda m, f: circuits.logit_attribution(f, 5),
+        lambda m, f: f.operator().target(5, query=0),
+        lambda m, f: circuits.logit_attribution(f, 5, query=0),
+        lambda m, f: circuits.total_effects(f, 5, live=True),
     ],
-    ids=["freeze", "rollout", "fwd_hooks", "attached", "ixg", "ig", "last_logits", "unembedding", "circuits"],
+    ids=["freeze", "rollout", "fwd_hooks", "attached", "ixg", "ig", "last_logits", "unembedding", "circuits", "total"],
 )
 def test_an_error_inside_a_run_leaves_no_hook(model, frozen, run, error):
     """Raised by a hook in the last block, after ours are on."""

@@ -1,11 +1,15 @@
 """The operator: subsets of layers, heads and MLPs, chunking, probes, targets, and what it refuses."""
 
+import math
+
 import pytest
 import torch
 from conftest import close, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra import memory as budget
+from tensorlens_tl.algebra.probes import chi_square_quantile, probed
+from tensorlens_tl.passes.collapse import Collapse
 from tensorlens_tl.testing import model_names
 
 
@@ -122,6 +126,38 @@ def test_a_tolerance_is_reached_with_the_rows_it_takes(demo_model):
     for found, tol in ((loose, 0.2), (tight, 0.06)):
         relevant = found.scores > 0.01 * found.scores.amax(-1, keepdim=True)
         assert float((found.stderr / found.scores)[relevant].max()) <= tol
+
+
+@pytest.mark.parametrize("rows", ["gaussian", "orthonormal"])
+@pytest.mark.parametrize("rank", [1, 2, 8, 24])
+@pytest.mark.parametrize("spectrum", ["flat", "falling"])
+def test_intervals_cover_what_they_say_with_few_probes(rank, spectrum, rows):
+    """A thousand estimates of one block at once, as prompts of a batch."""
+    width, draws = 64, 1000
+    values = torch.ones(rank) if spectrum == "flat" else 1 / torch.arange(1, rank + 1)
+    generator = torch.Generator().manual_seed(rank)
+    Q = torch.linalg.qr(torch.randn(width, rank, generator=generator, dtype=torch.float64))[0]
+    block = Q * values.double()
+    truth = block.norm()
+
+    def pull(vectors, kept):
+        pulled = (vectors.double() @ block)[:, :, None]
+        return pulled.square().sum(-1), pulled[:kept]
+
+    few = 0.92 if (spectrum, rows) == ("flat", "gaussian") else 0.90  # the standard error of a share is 0.01 here
+    for probes, least in ((2, 0.74), (4, few), (16, 0.92), (48, 0.92)):
+        found = probed(pull, (draws, width), generator, probes=probes, tol=None, rows=rows, kept=64)
+        low, high = Collapse(found.norm[:, None], freedom=found.freedom[:, None]).interval()
+        covered = float(((low <= truth) & (truth <= high)).double().mean())
+        assert least <= covered <= (0.98 if probes > 4 or rows == "gaussian" else 1), (probes, covered)
+
+
+@pytest.mark.parametrize("level", [0.025, 0.5, 0.975])
+def test_chi_square_quantiles(level):
+    freedom = torch.tensor([0.5, 1.0, 2.0, 7.3, 100.0, 5e4], dtype=torch.float64)
+    found = chi_square_quantile(freedom, level)
+    assert torch.allclose(torch.special.gammainc(freedom / 2, found / 2), torch.full_like(found, level), rtol=1e-9)
+    assert float(chi_square_quantile(torch.tensor([2.0]), 0.5)) == pytest.approx(2 * math.log(2), rel=1e-12)
 
 
 def test_probes_of_the_embedded_model(demo_model):

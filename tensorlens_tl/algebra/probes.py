@@ -1,14 +1,19 @@
 """Norms of the tensor's blocks from random rows, with their standard error.
 
-For a random row r with E rᵀr = 1, E‖r·T‖² = ‖T‖²_F. Gaussian rows are independent. Orthonormal ones, a random frame of
-k directions stretched by √d, are unbiased too; d of them give the norm exactly, so the variance of their mean carries
-the finite-population factor (d − k)/d. The norm is the root of the mean; to first order se(‖·‖) = se(‖·‖²) / (2‖·‖).
+For a random row r with E rᵀr = 1, s = ‖r·T‖² has mean ‖T‖²_F. Gaussian rows are independent. Orthonormal ones, a random
+frame of k directions stretched by √d, are unbiased too; d of them give the norm exactly.
+
+With A = TTᵀ, Var s = 2 tr A² for Gaussian rows: the mean of k of them is distributed as a χ² of k·ν degrees of freedom,
+nearly, where ν = (tr A)² / tr A² is the tensor's effective rank (Satterthwaite 1946). Inner products of different
+pulled rows tell it: E (r₁A r₂ᵀ)² = tr A², and E s₁s₂ = (tr A)². A tensor of rank one, whose samples scatter most and
+say least about their own scatter, is so found exactly.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
@@ -17,6 +22,12 @@ ROWS = ("gaussian", "orthonormal")
 
 FIRST = 16
 """Rows that an estimate to a tolerance begins with; each further round takes half as many again as there are."""
+
+CAUTION = 3
+"""Over the number of rows kept: by how much more intervals take the spread to be. Measured; see the tests."""
+
+KEPT = 64
+"""Rows whose products with each other are taken at most."""
 
 NEGLIGIBLE = 0.01
 """Pairs below this share of their query's largest norm need not reach the tolerance."""
@@ -34,43 +45,65 @@ def check_probes(probes: Any, tol: Any, rows: Any) -> None:
         raise InvalidInputError(f"tol={tol!r}: the relative standard error to reach, such as 0.05.")
 
 
+class Estimate(NamedTuple):
+    """Norms from random rows, `[batch, key]` each.
+
+    Attributes:
+        norm: the root of the mean square.
+        stderr: its standard error.
+        freedom: degrees of freedom of the mean square, for intervals.
+        rows: how many rows were taken.
+    """
+
+    norm: Tensor
+    stderr: Tensor
+    freedom: Tensor
+    rows: int
+
+
 def probed(
-    squares: Callable[[Tensor], Tensor],
+    pull: Callable[[Tensor, int], tuple[Tensor, Tensor]],
     shape: tuple[int, int],
     generator: torch.Generator,
     *,
     probes: int | None,
     tol: float | None,
     rows: str,
-) -> tuple[Tensor, Tensor, int] | None:
+    kept: int,
+) -> Estimate | None:
     """Norms for one query from random rows.
 
     Args:
-        squares: vectors `[row, batch, d]` -> ‖vector·T_ij‖², `[row, batch, key]`.
+        pull: vectors `[row, batch, d]` and a number -> ‖vector·T_ij‖², `[row, batch, key]`, and vector·T_ij of so many
+            of the first of them, `[row, batch, key, d]`.
         shape: batch and d.
         generator: of the rows.
         probes: how many, or
         tol: until this relative standard error is reached.
         rows: one of `ROWS`.
+        kept: of how many rows the products with each other are taken.
 
     Returns:
-        Norm and standard error, `[batch, key]` each, and the rows taken; None if `tol` needs d rows or more.
+        The estimate; None if `tol` needs d rows or more.
     """
     batch, width = shape
     frame = _frame(batch, width, probes or width, generator) if rows == "orthonormal" else None
     samples: list[Tensor] = []
+    pulled: list[Tensor] = []
     taken, wanted = 0, probes or FIRST
     while tol is None or wanted < width:
         if frame is not None:
             vectors = frame[taken:wanted]
         else:
             vectors = torch.randn(wanted - taken, batch, width, generator=generator, dtype=torch.float32)
-        samples.append(squares(vectors))
+        squares, first = pull(vectors, min(max(0, kept - taken), len(vectors)))
+        samples.append(squares)
+        pulled.append(first)
         taken = wanted
-        norm, stderr = _estimate(torch.cat(samples), width if frame is not None else None)
-        relevant = norm > NEGLIGIBLE * norm.amax(-1, keepdim=True)
-        if tol is None or not bool((stderr > tol * norm)[relevant].any()):
-            return norm, stderr, taken
+        found = _estimate(torch.cat(samples), torch.cat(pulled), width if frame is not None else None)
+        relevant = found.norm > NEGLIGIBLE * found.norm.amax(-1, keepdim=True)
+        if tol is None or not bool((found.stderr > tol * found.norm)[relevant].any()):
+            return found
         wanted += -(-taken // 2)
     return None
 
@@ -83,11 +116,43 @@ def _frame(batch: int, width: int, rows: int, generator: torch.Generator) -> Ten
     return (width**0.5 * Q).permute(2, 0, 1).float()
 
 
-def _estimate(samples: Tensor, width: int | None) -> tuple[Tensor, Tensor]:
-    """Root of the mean and its standard error by the delta method; `width` where the rows are a frame of so many."""
-    count = len(samples)
+def _estimate(samples: Tensor, pulled: Tensor, width: int | None) -> Estimate:
+    """From the squares of all rows and the first few rows themselves; `width` where they are a frame of so many."""
+    count, tiny = len(samples), torch.finfo(samples.dtype).tiny
     norm = samples.mean(0).sqrt()
-    error = samples.std(0) / count**0.5
-    if width is not None:
-        error = error * ((width - count) / width) ** 0.5
-    return norm, error / (2 * norm).clamp_min(torch.finfo(norm.dtype).tiny)
+    spread = _inverse_rank(pulled, width)
+    # a few products say little, and too small a spread makes intervals that miss; one is a rank of one
+    cautious = (spread * (1 + CAUTION / len(pulled))).clamp(max=1.0)
+    variance, wide = (_relative_variance(inverse, count, width) for inverse in (spread, cautious))
+    return Estimate(norm, norm * variance.sqrt() / 2, 2 / wide.clamp_min(tiny), count)
+
+
+def _inverse_rank(pulled: Float[Tensor, "row batch key d"], width: int | None) -> Float[Tensor, "batch key"]:
+    """tr A² / (tr A)², one over the effective rank, from the rows' products with each other."""
+    products = torch.einsum("ibkd,jbkd->ijbk", pulled, pulled).double()
+    squares = products.diagonal().permute(2, 0, 1)
+    pairs = torch.triu_indices(len(pulled), len(pulled), 1, device=pulled.device).unbind(0)
+    both = (squares[pairs[0]] * squares[pairs[1]]).sum(0)
+    ratio = products[pairs].square().sum(0) / both.clamp_min(torch.finfo(both.dtype).tiny)
+    if width is not None:  # rows of a frame are at right angles, which makes both smaller
+        ratio = ((width + 1) * ratio + 1) / (width + 2 * ratio)
+    return ratio.clamp(max=1.0)
+
+
+def _relative_variance(inverse_rank: Tensor, count: int, width: int | None) -> Tensor:
+    """Var / mean² of the mean square of so many rows."""
+    if width is None:
+        return 2 * inverse_rank / count
+    of_one = 2 * (width * inverse_rank - 1).clamp_min(0) / (width + 2)
+    return of_one / count * (width - count) / (width - 1)
+
+
+def chi_square_quantile(freedom: Float[Tensor, "..."], level: float) -> Float[Tensor, "..."]:
+    """The χ² quantile of any positive degrees of freedom: the incomplete gamma function bisected, to rounding."""
+    half = freedom.double() / 2
+    low, high = torch.zeros_like(half), half + 20 * (half.sqrt() + 1)
+    for _ in range(200):
+        middle = (low + high) / 2
+        below = torch.special.gammainc(half, middle) < level
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return low + high

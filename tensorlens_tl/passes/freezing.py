@@ -6,6 +6,7 @@ numbers; at the end come the proofs (`tensorlens_tl.passes.proof`).
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -114,6 +115,8 @@ def freeze(
             prove(frozen, verify)
             if points.unembed_in is not None:
                 compare_logits(frozen, frozen.unembedded(), logits_at(made, last), last)
+            if cache is None:
+                _check_repeats(frozen)
     return frozen
 
 
@@ -136,6 +139,25 @@ def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:
                 "padding, that made the cache, or leave `cache` out."
             )
     return logits
+
+
+_repeats: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by model, the versions its weights had
+
+
+def _check_repeats(frozen: FrozenPass) -> None:
+    """Refuse a model that makes something else of the same prompt when it runs again; tried once per model."""
+    versions = frozen.weights.versions
+    if frozen.other_hooks or _repeats.get(frozen.model) == versions:
+        return
+    name = frozen.points.last_output
+    again, _ = capture(frozen.model, frozen.inputs, [name], last=name)
+    error = relative_error(again[name].to(frozen.tokens.device), frozen.resid_pre(frozen.n_layers), frozen.mask)
+    if not error <= frozen.tolerance:
+        raise UnsupportedModelError(
+            f"two runs of this {frozen.view.description} on the same prompt differ by {error:.1e} in the last block's "
+            "output: something in it is random (dropout that is on in eval mode?). Switch it off."
+        )
+    _repeats[frozen.model] = versions
 
 
 def _check_width(frozen: FrozenPass) -> None:

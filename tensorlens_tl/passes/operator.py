@@ -15,10 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
-from tensorlens_tl.algebra.memory import Memory, check_size, chunks
+from tensorlens_tl.algebra.memory import Memory, check_size, chunks, in_bytes
 from tensorlens_tl.algebra.numerics import relative_residual, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, by_position, in_total
-from tensorlens_tl.algebra.probes import check_probes, probed
+from tensorlens_tl.algebra.probes import KEPT, check_probes, probed
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.activations import Rule, check_rule
 from tensorlens_tl.models.protocol import Query, TokenLike
@@ -252,27 +252,33 @@ class FrozenOperator:
         positions, sources = self._positions(query), chosen_keys(self.frozen.prompt, keys)
         scores = upcast(self.x[:0]).new_zeros(len(self.x), positions.shape[1], len(sources.places))
         estimate = probes is not None or tol is not None
-        stderr, used = torch.zeros_like(scores) if estimate else None, 0
+        stderr = torch.zeros_like(scores) if estimate else None
+        freedom, used = torch.full_like(scores, torch.inf) if estimate else None, 0
         generator = torch.Generator().manual_seed(seed)
         for number in range(positions.shape[1]):
             at = positions[:, number]
             found = None
-            if stderr is not None and (probes or 0) < width:
-                squares = partial(self._squares, at=at, sources=sources, memory=memory)
-                found = probed(squares, (len(self.x), width), generator, probes=probes, tol=tol, rows=rows)
-            if found is None or stderr is None:  # exact; or the tolerance asks for so many rows that exact is cheaper
+            if estimate and (probes or 0) < width:
+                kept, left = self._kept_rows(sources, memory)
+                pull = partial(self._pulled_rows, at=at, sources=sources, memory=left)
+                shape = len(self.x), width
+                found = probed(pull, shape, generator, probes=probes, tol=tol, rows=rows, kept=kept)
+            if (
+                found is None or stderr is None or freedom is None
+            ):  # exact; or the tolerance asks for so many rows that exact is cheaper
                 for _, pulled in self._basis_rows(at, sources, "norm", memory):
                     norms = torch.linalg.vector_norm(upcast(pulled), dim=(0, -1))
                     scores[:, number, : norms.shape[-1]] += norms.square()
                 scores[:, number].sqrt_()
                 used = width
             else:
-                scores[:, number], stderr[:, number], taken = found
+                scores[:, number], stderr[:, number], freedom[:, number], taken = found
                 used = max(used, taken)
         scores = sources.asked(self._masked(scores, positions, sources), dim=2)
-        if stderr is not None:
+        if stderr is not None and freedom is not None:
             stderr = sources.asked(self._masked(stderr, positions, sources), dim=2)
-        return Collapse(scores, stderr=stderr, probes=used if estimate else None)
+            freedom = sources.asked(freedom, dim=2)
+        return Collapse(scores, stderr=stderr, freedom=freedom, probes=used if estimate else None)
 
     def in_out(self, query: Query = -1, *, bias: str = "apart", memory: Memory = None) -> Collapse:
         """``x^N_i · T[i,:,j,:] · x^0_j`` (TensorLens Eq. 22), with the operator's own output x^N.
@@ -412,17 +418,34 @@ class FrozenOperator:
             vectors = basis[:, None].expand(-1, batch, -1)
             yield rows, self._pull(self.map, vectors, RowPositions(positions[None]), sources.chosen)
 
-    def _squares(
-        self, vectors: Float[Tensor, "row batch d"], *, at: Int[Tensor, "batch"], sources: Keys, memory: Memory
-    ) -> Float[Tensor, "row batch key"]:
-        """‖vector·T_ij‖² of vectors at one position per prompt."""
-        result = upcast(self.x[:0]).new_zeros(*vectors.shape[:2], len(sources.places))
+    def _kept_rows(self, sources: Keys, memory: Memory) -> tuple[int, Memory]:
+        """How many pulled rows an estimate may keep, at least two, and what that leaves of the memory."""
+        bound = in_bytes(memory)
+        per_row = len(self.x) * len(sources.places) * self.x.shape[-1] * upcast(self.x[:0]).element_size()
+        kept = max(2, min(KEPT, bound // (4 * per_row)))
+        return kept, None if memory is None else max(1, bound - 2 * kept * per_row)
+
+    def _pulled_rows(
+        self,
+        vectors: Float[Tensor, "row batch d"],
+        kept: int,
+        *,
+        at: Int[Tensor, "batch"],
+        sources: Keys,
+        memory: Memory,
+    ) -> tuple[Float[Tensor, "row batch key"], Float[Tensor, "kept batch key d"]]:
+        """‖vector·T_ij‖² of vectors at one position per prompt, and the first few vector·T_ij."""
+        shape = *vectors.shape[:2], len(sources.places)
+        squares = upcast(self.x[:0]).new_zeros(shape)
+        first = squares.new_zeros(kept, *shape[1:], self.x.shape[-1])
         for rows in self._chunks(len(vectors), "probes", memory):
             part = vectors[rows.start : rows.stop].to(self.x)
-            pulled = self._pull(self.map, part, RowPositions(at[None]), sources.chosen)
-            norms = torch.linalg.vector_norm(upcast(pulled), dim=-1)
-            result[rows.start : rows.stop, :, : norms.shape[-1]] = norms.square()
-        return result
+            pulled = upcast(self._pull(self.map, part, RowPositions(at[None]), sources.chosen))
+            live = pulled.shape[2]
+            squares[rows.start : rows.stop, :, :live] = torch.linalg.vector_norm(pulled, dim=-1).square()
+            some = pulled[: max(0, kept - rows.start)]
+            first[rows.start : rows.start + len(some), :, :live] = some
+        return squares, first
 
     def _chunks(
         self, rows: int, what: str, memory: Memory = None, *, parts: int = 1, streams: int = 0

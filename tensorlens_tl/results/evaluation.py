@@ -93,6 +93,8 @@ class Evaluation(Stored):
     def table(self, metric: str | None = None, *, level: Any = 0.95) -> "pd.DataFrame":
         """Means with bootstrap intervals, one row per method, best first by one metric (the first unless named).
 
+        A single unit has no interval: its ends are NaN.
+
         Columns are ``(metric, "mean" | "low" | "high")``.
 
         Raises:
@@ -164,7 +166,7 @@ class Evaluation(Stored):
                     continue
                 cell = f"{mean:.{digits}g}"
                 cell = f"**{cell}**" if best.get(name) == method else cell
-                cells.append(f"{cell} [{low:.{digits}g}, {high:.{digits}g}]")
+                cells.append(cell + (f" [{low:.{digits}g}, {high:.{digits}g}]" if low == low else ""))
             lines.append(f"| {method} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
@@ -178,9 +180,11 @@ class Evaluation(Stored):
             cells = []
             for name in self.metrics:
                 mean, low, high = (float(frame.loc[method, (name, column)]) for column in ("mean", "low", "high"))
-                cells.append("–" if mean != mean else f"{mean:.3g} [{low:.3g}, {high:.3g}]")
+                ends = f" [{low:.3g}, {high:.3g}]" if low == low else ""  # none of a single prompt
+                cells.append("–" if mean != mean else f"{mean:.3g}{ends}")
             rows.append((str(method), *cells))
-        title = f"{self.kind}: mean over {len(self.units)} with 95 % bootstrap intervals"
+        one = len(self.units) == 1
+        title = f"{self.kind}: " + ("one unit" if one else f"mean over {len(self.units)} with 95 % bootstrap intervals")
         notes = ["↑ higher is better, ↓ lower is better"]
         if self.settings.get("dropped"):
             notes.append(f"{self.settings['dropped']} prompts dropped, which the model answers wrongly")

@@ -15,7 +15,7 @@ def bootstrap_interval(
     Missing values (NaN) are left out of each resample's mean.
 
     Returns:
-        Lower and upper ends.
+        Lower and upper ends; NaN where fewer than two values are known, which say nothing of how they scatter.
     """
     units = values.shape[-1]
     draws = torch.randint(units, (resamples, units), generator=torch.Generator().manual_seed(seed))
@@ -27,7 +27,8 @@ def bootstrap_interval(
     means = (torch.where(known, values, 0) @ counts.T) / (known.double() @ counts.T)
     tail = (1 - level) / 2
     low, high = torch.nanquantile(means, torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=-1)
-    return low, high
+    enough = known.sum(-1) > 1
+    return torch.where(enough, low, torch.nan), torch.where(enough, high, torch.nan)
 
 
 def sign_flip_p(differences: Float[Tensor, "unit"], *, seed: int = 0, resamples: int = 10_000) -> float:
