@@ -10,10 +10,18 @@
 | what does one head move, and what becomes of it | `head_map` |
 | through which nodes did it come | `paths`, `top_paths`, `contribution_graph` |
 | why does this head attend there | `qk_attribution` |
-| how large is the operator | `spectral_norm`, `singular_directions`, `norm_bound` |
-| how wrong is it away from its input | `error_bound` |
+| how large is the operator | `spectral_norm`, `singular_directions`, `norm_bound`, `appendix_e_bound` |
+| how wrong is it away from its input | `error_bound`, `proposition_1` |
 """
 
+from tensorlens_tl.circuits.bounds import (
+    ErrorBound,
+    PropositionBound,
+    appendix_e_bound,
+    error_bound,
+    norm_bound,
+    proposition_1,
+)
 from tensorlens_tl.circuits.composition import composition_scores
 from tensorlens_tl.circuits.direct import logit_attribution
 from tensorlens_tl.circuits.expansion import paths, top_paths
@@ -22,10 +30,7 @@ from tensorlens_tl.circuits.head import HeadMap, head_map
 from tensorlens_tl.circuits.score_attribution import qk_attribution
 from tensorlens_tl.circuits.spectrum import (
     Directions,
-    ErrorBound,
     as_scipy,
-    error_bound,
-    norm_bound,
     singular_directions,
     spectral_norm,
 )
@@ -50,8 +55,10 @@ __all__ = [
     "ErrorBound",
     "HeadMap",
     "Paths",
+    "PropositionBound",
     "ScoreAttribution",
     "Terms",
+    "appendix_e_bound",
     "as_scipy",
     "composition_scores",
     "contribution_graph",
@@ -65,6 +72,7 @@ __all__ = [
     "ov",
     "ov_eigenvalues",
     "paths",
+    "proposition_1",
     "qk",
     "qk_attribution",
     "singular_directions",

@@ -1,16 +1,6 @@
-"""How large the frozen operator is: its spectral norm, its singular directions, and bounds on both it and its error.
-
-`norm_bound` is the layer-wise bound of TensorLens' Appendix E, read off the algebra: ‖a·b‖ ≤ ‖a‖‖b‖, ‖a + b‖ ≤
-‖a‖ + ‖b‖, a norm contributes max abs(gain) / min σ (the paper prints 1/Var; the denominator is σ), a frozen activation
-its largest ratio (in a gated MLP max abs φ(g)), attention the spectral norm of its patterns.
-
-`error_bound` says how far the frozen model can be from the live one at another input. With x_l the live stream at block
-l and A_l the frozen block, the two differ by exactly Σ_l T_{L…l+1}(x_{l+1} − A_l(x_l)), so by no more than
-Σ_l (Π_{m>l} ‖A_m‖) ‖x_{l+1} − A_l(x_l)‖.
-"""
+"""How large the frozen operator is: its spectral norm and its singular directions."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.hooks import capture, refuse_attached, replace
 from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.prompts import one_query
-from tensorlens_tl.passes.record import check_pass
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -42,7 +28,7 @@ def as_scipy(op: Any) -> "LinearOperator":
     """
     from scipy.sparse.linalg import LinearOperator
 
-    _one_prompt(op)
+    one_prompt(op)
     size, shape, real = op.x[0].numel(), op.x[0].shape, op.frozen.mask[..., None]
 
     def through(move: Any) -> Any:
@@ -105,7 +91,7 @@ def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Any = 
     Raises:
         InvalidInputError: several prompts, a position out of range, or k outside 1 … d_model.
     """
-    _one_prompt(op)
+    one_prompt(op)
     k = whole_number("k", k, 1, op.x.shape[-1])
     position = one_query(op.frozen.prompt, key, "key")
     block = op.slice(query, keys=position[0])[0, :, 0]
@@ -122,78 +108,8 @@ def _svds(matrix: Any, size: int, k: int, tol: float = 0.0, seed: int = 0) -> An
     return svds(matrix, k=k, tol=tol, v0=np.random.default_rng(seed).standard_normal(size).astype(matrix.dtype))
 
 
-# ------------------------------------------------------------------ bounds
-
-
-def norm_bound(m: Any) -> float:
-    """An upper bound of ‖linear part‖₂ of a map or an operator, by the rules above.
-
-    Raises:
-        InvalidInputError: no map and no operator.
-    """
-    if isinstance(m, FrozenOperator):
-        m = m.map
-    if not isinstance(m, AffineMap):
-        raise InvalidInputError(f"norm_bound: {type(m).__name__} is no map or operator.")
-    return m.norm_bound()
-
-
-@dataclass(frozen=True)
-class ErrorBound:
-    """How far the frozen model is from the live one at another input, and how far it can be.
-
-    Attributes:
-        error: ‖live output − frozen output‖, measured.
-        bound: Σ amplification · local, never below it.
-        local: each stage's own error on the live stream, ‖x_{l+1} − A_l(x_l)‖: the blocks, and the final norm.
-        amplification: what the later stages can make of it at most.
-    """
-
-    error: float
-    bound: float
-    local: list[float]
-    amplification: list[float]
-
-
-def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, activation: str = "ratio") -> ErrorBound:
-    """How far the frozen operator is from the live model at the input `x`, and a bound of that, layer by layer.
-
-    Args:
-        frozen: a pass of one prompt.
-        x: another input of ``blocks.0``, `[1, pos, d_model]`.
-        activation: the rule of the frozen MLPs.
-
-    Raises:
-        InvalidInputError: several prompts, or a shape that is not the pass's.
-    """
-    check_pass(frozen)
-    op = frozen.operator(activation=activation)
-    _one_prompt(op)
-    refuse_attached(frozen.model)
-    x = torch.as_tensor(x).to(op.x)
-    if x.shape != op.x.shape:
-        raise InvalidInputError(f"error_bound: x is {tuple(x.shape)}, the pass's input {tuple(op.x.shape)}.")
-    stages: list[AffineMap] = [frozen.block(layer, activation=activation) for layer in range(frozen.n_layers)]
-    names = [frozen.output_name(layer) for layer in range(frozen.n_layers)]
-    final, end = frozen.final_norm(), frozen.points.unembed_in
-    if final is not None and end is not None:
-        stages.append(final)
-        names.append(end)
-    start = replace(frozen.points.blocks[0].resid_pre, x)
-    kept, _ = capture(frozen.model, frozen.inputs, names, hooks=[start])
-    live = [x, *(kept[name].to(x) for name in names)]
-    real = frozen.mask[..., None]
-    steps = zip(stages, pairwise(live), strict=True)
-    local = [float(upcast((after - stage(before)) * real).norm()) for stage, (before, after) in steps]
-    bounds, amplification = [norm_bound(stage) for stage in stages], [1.0]
-    for bound in reversed(bounds[1:]):
-        amplification.append(amplification[-1] * bound)
-    amplification.reverse()
-    total = sum(factor * error for factor, error in zip(amplification, local, strict=True))
-    return ErrorBound(float(upcast((live[-1] - op(x)) * real).norm()), total, local, amplification)
-
-
-def _one_prompt(op: Any) -> None:
+def one_prompt(op: Any) -> None:
+    """Raise `InvalidInputError` for what is no operator, or one of several prompts."""
     if not isinstance(op, FrozenOperator):
         raise InvalidInputError(f"an operator is needed, got {type(op).__name__}: pass frozen.operator().")
     if len(op.x) != 1:
