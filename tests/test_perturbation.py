@@ -31,8 +31,9 @@ def test_the_engine_against_a_computation_by_hand(family, replacement, model_nam
     model, tokens = model_named(family), some_tokens(2, 6)
     scores = torch.tensor([[5.0, 1, 4, 2, 6, 3], [1.0, 2, 3, 4, 5, 6]], dtype=torch.float64)
     result = evaluate.perturbation(
-        model, tokens, {"mine": fixed(tokens, scores)}, query=-1, fractions=THIRDS, replacement=replacement
-    )
+        model, tokens, {"mine": fixed(tokens, scores)}, query=-1, fractions=THIRDS, replacement=replacement,
+        metrics=("hs_mse", "aopc", "aopc_abs", "logit"),
+    )  # fmt: skip
     frozen = tlens.freeze(model, tokens)
     order = [[4, 0, 2, 5, 3, 1], [5, 4, 3, 2, 1, 0]]
     name = next(n for n in ("embed.hook_out", "embed.hook_embed", "hook_embed") if n in model.hook_dict)
@@ -59,6 +60,7 @@ def test_the_engine_against_a_computation_by_hand(family, replacement, model_nam
         by_hand = {
             "hs_mse": [float((h - hidden[0]).square().mean()) for h in hidden],
             "aopc": [float(logits[0].softmax(-1)[target] - z.softmax(-1)[target]) for z in logits],
+            "aopc_abs": [abs(float(logits[0].softmax(-1)[target] - z.softmax(-1)[target])) for z in logits],
             "logit": [float(logits[0][target] - z[target]) for z in logits],
         }
         for number, metric in enumerate(result.metrics):

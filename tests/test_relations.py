@@ -71,6 +71,11 @@ def test_relation_decoding(relations_model):
     assert result.curves.shape == (2, 3, 2, 2)  # metric, method, relation, split
     assert result.methods == ["tensorlens mean operator", "LRE layer 1, β=1", "random"]
     assert result.mean("faithful", "tensorlens mean operator") > 0.9 > 2 * result.mean("faithful", "random")
+    paper = evaluate.relation_decoding(relations_model, relations[:1], protocol="paper")
+    assert paper.methods == ["tensorlens mean operator", "LRE layer 0, β=2.5", "random"]
+    assert [paper.settings[name] for name in ("m", "shots", "splits", "top_k")] == [3, 2, 6, 20]
+    with pytest.raises(tlens.InvalidInputError, match="use one of 'paper'"):
+        evaluate.relation_decoding(relations_model, relations, protocol="papers")
     table = evaluate.by_relation(result)
     assert list(table.index) == ["country capital", "number next"]
     assert table.loc["number next", ("random", "mean")] == pytest.approx(float(result.values[0, 2, 1]))

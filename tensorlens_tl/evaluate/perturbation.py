@@ -38,6 +38,10 @@ from tensorlens_tl.results.evaluation import Evaluation
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 METRICS = ("hs_mse", "aopc", "logit")
+"""The metrics that are measured unless others are named."""
+
+PREDICTED = ("aopc", "aopc_abs", "logit")
+"""Metrics of a prediction."""
 REPLACEMENTS = ("mask", "pad", "mean", "zero")
 EMBEDDINGS = ("embed.hook_out", "embed.hook_embed", "hook_embed")
 """Where token embeddings appear before positions are added: a Bridge, a HookedEncoder, a HookedTransformer."""
@@ -73,7 +77,9 @@ def perturbation(
         replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the token
             embedding's mean over all prompts) or ``"zero"`` (no token embedding; positions stay). None is the mask
             token where there is one, else the mean.
-        metrics: of `hs_mse`, `aopc`, `logit`.
+        metrics: of `hs_mse` (mean squared change of the final hidden state), `aopc` (how far the probability of the
+            model's own first choice falls), `aopc_abs` (the absolute value of that: TensorLens' Table 1), `logit` (how
+            far its logit falls).
         order: ``"descending"`` (positive perturbation) or ``"ascending"`` (negative).
         absolute: order by absolute score; the paper and the default keep the sign.
         attention_mask: 1 at real tokens, with token ids only.
@@ -98,7 +104,7 @@ def perturbation(
     view = ModelView(model)
     prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
     place = _query(query, prompt)
-    if view.unembedding is None and {"aopc", "logit"} & set(wanted):
+    if view.unembedding is None and set(PREDICTED) & set(wanted):
         raise UnsupportedModelError(f"{view.description} predicts no tokens; use metrics=['hs_mse'].")
     allowed = perturbable(view, prompt)
     counts = _counts(allowed, steps)
@@ -184,9 +190,10 @@ def _fractions(fractions: Any) -> list[float]:
 
 def _metrics(metrics: Any, query: Any) -> list[str]:
     wanted = [metrics] if isinstance(metrics, str) else list(metrics)
-    unknown = [metric for metric in wanted if metric not in METRICS]
+    known = ("hs_mse", *PREDICTED)
+    unknown = [metric for metric in wanted if metric not in known]
     if unknown or not wanted:
-        raise InvalidInputError(f"metrics={wanted!r}; use some of {', '.join(map(repr, METRICS))}.")
+        raise InvalidInputError(f"metrics={wanted!r}; use some of {', '.join(map(repr, known))}.")
     if query == "mean":
         wanted = ["hs_mse"] if tuple(wanted) == METRICS else wanted
         if wanted != ["hs_mse"]:
@@ -285,7 +292,7 @@ class _Engine:
     ) -> None:
         self.model, self.prompt, self.replacement, self.metrics = model, prompt, replacement, metrics
         self.hidden_at = points.unembed_in or points.last_output
-        self.place, self.predicts = place, bool({"aopc", "logit"} & set(metrics))
+        self.place, self.predicts = place, bool(set(PREDICTED) & set(metrics))
         batch, pos = prompt.tokens.shape
         self.positions = None if place is None else query_positions(prompt, place)
         widest = max(block.mlp.W_in.shape[1] if block.mlp is not None else 0 for block in view.blocks)
@@ -307,9 +314,10 @@ class _Engine:
             assert logits is not None
             before, after = self.logits[index], logits
             token = before.argmax(-1, keepdim=True)
-            if metric == "aopc":
+            if metric != "logit":
                 before, after = before.softmax(-1), after.softmax(-1)
-            found.append((before.gather(1, token) - after.gather(1, token))[:, 0])
+            fall = (before.gather(1, token) - after.gather(1, token))[:, 0]
+            found.append(fall.abs() if metric == "aopc_abs" else fall)
         return torch.stack(found).unflatten(1, (prompts, steps))
 
     def _measure(

@@ -10,7 +10,7 @@ Both are asked whether their highest-ranked token is the one that the model itse
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 
 BETA = 2.25
 """The scale that Hernandez et al. use for GPT-J; 1 is the first-order approximation itself."""
+
+PROTOCOLS: Mapping[str, Mapping[str, Any]] = {
+    "paper": {"m": 3, "shots": None, "splits": 6, "top_k": 20, "layers": (0,), "betas": (2.5,)},
+}
+"""Settings by name: TensorLens' own (Section 4.2 and Appendix D), LRE from the input embeddings."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -262,6 +267,7 @@ def relation_decoding(
     layers: Sequence[int] | None = None,
     betas: Sequence[float] = (1.0, BETA),
     activation: str = "ratio",
+    protocol: str | None = None,
     seed: int = 0,
 ) -> Evaluation:
     """How often the mean operator, LRE and a random object give the model's own answer for held-out subjects.
@@ -279,6 +285,7 @@ def relation_decoding(
         layers: of LRE's subject state; None is every one.
         betas: of LRE.
         activation: of the frozen operators, see `FrozenPass.operator`.
+        protocol: ``"paper"`` for TensorLens' settings of the six options before (`PROTOCOLS`), which are then left out.
         seed: of the draws.
 
     Returns:
@@ -287,8 +294,12 @@ def relation_decoding(
         (the true object is). Relations of which too few samples are left are in `skipped`.
 
     Raises:
-        InvalidInputError: no relation has enough samples.
+        InvalidInputError: no relation has enough samples, or there is no such protocol.
     """
+    if protocol is not None:
+        if protocol not in PROTOCOLS:
+            raise InvalidInputError(f"protocol={protocol!r}; use one of {', '.join(map(repr, PROTOCOLS))}.")
+        return relation_decoding(model, relations, activation=activation, seed=seed, **PROTOCOLS[protocol])
     m, splits = whole_number("m", m, least=1), whole_number("splits", splits, least=1)
     top_k = None if top_k is None else whole_number("top_k", top_k, least=1)
     shots = m - 1 if shots is None else whole_number("shots", shots, 0, m - 1)
