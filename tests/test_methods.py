@@ -233,6 +233,49 @@ def test_feed_forward_output_beside_the_bypass(analysed):
     assert bool(((gains >= -1) & (gains <= 1)).all())
 
 
+@pytest.mark.parametrize("as_printed", [False, True])
+def test_feed_forward_maps_by_the_papers_formulas(as_printed, model_named):
+    """Kobayashi 2024, Eqs. 15 to 58, one pair of tokens at a time from Hugging Face's own weights (post-LN)."""
+    frozen = tlens.freeze(model_named("bridge/bert"), some_tokens(1, 5))
+    own = frozen.model.original_model
+    encoder = getattr(own, "bert", own).encoder.layer
+    inner = lambda module: getattr(module, "original_component", module)  # noqa: E731
+    for number, layer in enumerate(encoder):
+        attention = inner(layer.attention)
+        part = lambda *names, m=attention: inner(getattr(inner(getattr(m, names[0])), names[1]))  # noqa: E731
+        value, out, norm = part("self", "value"), part("output", "dense"), part("output", "LayerNorm")
+        into, last = inner(inner(layer.intermediate).dense), inner(inner(layer.output).dense)
+        end = inner(inner(layer.output).LayerNorm)
+        x, A = frozen.resid_pre(number)[0], frozen.pattern(number)[0]
+        heads, width = A.shape[0], x.shape[-1] // A.shape[0]
+        v = x @ value.weight.T + (0 if as_printed else value.bias)
+
+        def from_to(i, j, A=A, v=v, out=out, heads=heads, width=width):
+            mixed = torch.cat([A[h, i, j] * v[j, h * width : (h + 1) * width] for h in range(heads)])
+            return mixed @ out.weight.T
+
+        def normed(vector, at, norm):
+            scale = (((at - at.mean()) ** 2).mean() + norm.eps).sqrt()
+            return (vector - vector.mean()) / scale * norm.weight
+
+        b_V = value.bias @ out.weight.T if as_printed else 0
+        after = [x[i] + sum(from_to(i, j) for j in range(5)) + b_V + out.bias for i in range(5)]
+        for i in range(5):
+            y = normed(after[i], after[i], norm) + norm.bias
+            z = y @ into.weight.T + into.bias
+            phi = torch.nn.functional.gelu(z)
+            whole = y + phi @ last.weight.T + last.bias
+            for j in range(5):
+                atb = normed(from_to(i, j) + (x[i] if i == j else 0), after[i], norm)
+                ff = (phi / z * (atb @ into.weight.T)) @ last.weight.T
+                res = ff + (atb if i == j or not as_printed else 0)
+                for scope, vector in (
+                    ("atb", atb), ("atb_ff", ff), ("atb_ff_res", res), ("atb_ff_res_ln", normed(res, whole, end)),
+                ):  # fmt: skip
+                    made = tlens.attribute(frozen, method="ff-ig", scope=scope, as_printed=as_printed).layers
+                    assert float(made[number, 0, i, j]) == pytest.approx(float(vector.norm()), rel=1e-6), (i, j, scope)
+
+
 @pytest.mark.parametrize("method", ["input-x-gradient", "integrated-gradients"])
 def test_gradients_that_the_model_does_not_have_are_refused(method):
     """Compatibility mode of TransformerLens 3.9 has none after padding on the left: softmax of nothing, set to zero."""

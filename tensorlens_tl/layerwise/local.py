@@ -18,7 +18,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Linear, Norm
+from tensorlens_tl.algebra import Chain, Linear, Norm
 from tensorlens_tl.models.layouts import Place
 from tensorlens_tl.passes.frozen import FrozenPass
 
@@ -28,10 +28,16 @@ VECTOR_BUDGET = 32 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class LocalLayer:
-    """One layer of a frozen pass, as what its source tokens (keys) give its queries."""
+    """One layer of a frozen pass, as what its source tokens (keys) give its queries.
+
+    Attributes:
+        frozen, layer: the pass, and which of its layers.
+        with_biases: whether a source token's value includes b_V and what a norm before attention adds.
+    """
 
     frozen: FrozenPass
     layer: int
+    with_biases: bool = True
 
     @cached_property
     def x(self) -> Float[Tensor, "batch pos d_model"]:
@@ -47,9 +53,9 @@ class LocalLayer:
     def outputs(self) -> Float[Tensor, "batch key head d_model"]:
         """u: each source token's value through its head's part of W_O."""
         weights = self.frozen.view.blocks[self.layer].attention
-        before = self.norms(self.attn.before)
-        read = before[0](self.x) if before else self.x
-        v = rearrange(Linear(weights.W_V, weights.b_V)(read), "b k (kv d) -> b k kv d", kv=weights.kv_heads)
+        values = Chain((*self.norms(self.attn.before), Linear(weights.W_V, weights.b_V)))
+        v = values(self.x) if self.with_biases else values.push(self.x)
+        v = rearrange(v, "b k (kv d) -> b k kv d", kv=weights.kv_heads)
         v = v.repeat_interleave(weights.heads // weights.kv_heads, dim=2)
         return torch.einsum("bkhd,hdm->bkhm", v, rearrange(weights.W_O, "(h d) m -> h d m", h=weights.heads))
 

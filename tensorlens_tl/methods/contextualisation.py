@@ -13,15 +13,16 @@ from tensorlens_tl.results.entry import Entry, check_batch
 
 
 def context_change(
-    frozen: FrozenPass, before: str, after: str, *, without_low_gain: float = 0.0
+    frozen: FrozenPass, before: str, after: str, *, without_low_gain: float = 0.0, as_printed: bool = False
 ) -> Float[Tensor, "layer batch"]:
     """1 − ρ (Spearman) between two scopes' maps over each prompt's pairs: how much the steps between reorder them.
 
     Args:
         frozen: the pass.
         before, after: scopes of the `ff-ig` method, such as ``"atb"`` and ``"atb_ff"``.
-        without_low_gain: leave this share of the channels out of both, those with the smallest |gain| in the norm that
+        without_low_gain: leave this share of the channels out of both, those with the smallest gain in the norm that
             reads the feed-forward layer's output (the paper leaves out 0.01).
+        as_printed: see the `ff-ig` method.
 
     Raises:
         InvalidInputError: a scope this model does not have, or a share outside [0, 1).
@@ -31,7 +32,8 @@ def context_change(
         raise InvalidInputError(
             f"without_low_gain={without_low_gain}; use a share of the channels, at least 0, below 1."
         )
-    first, second = (ff_map(frozen, ff_scope(frozen, s), without_low_gain=without_low_gain) for s in (before, after))
+    options = {"without_low_gain": without_low_gain, "as_printed": as_printed}
+    first, second = (ff_map(frozen, ff_scope(frozen, scope), **options) for scope in (before, after))
     live = _live(frozen)
     changes = [
         [1 - _correlation(_ranks(a[row][live[row]]), _ranks(b[row][live[row]])) for row in range(len(live))]
@@ -40,14 +42,17 @@ def context_change(
     return torch.stack([torch.stack(rows) for rows in changes])
 
 
-def ff_amp(frozen: FrozenPass, before: str, after: str) -> Float[Tensor, "layer batch query key"]:
+def ff_amp(
+    frozen: FrozenPass, before: str, after: str, *, as_printed: bool = False
+) -> Float[Tensor, "layer batch query key"]:
     """Two scopes' maps, each divided by its column sums, subtracted: which pairs the steps between amplify.
 
     Args:
         frozen: the pass.
         before, after: scopes of the `ff-ig` method.
+        as_printed: see the `ff-ig` method.
     """
-    first, second = (ff_map(frozen, ff_scope(frozen, scope)) for scope in (before, after))
+    first, second = (ff_map(frozen, ff_scope(frozen, scope), as_printed=as_printed) for scope in (before, after))
     return _by_column(second) - _by_column(first)
 
 
@@ -79,7 +84,7 @@ def ff_against_bypass(frozen: FrozenPass) -> Float[Tensor, "layer batch pos"]:
 
 
 def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
-    """Correlation over channels of |gain| of the norm that follows with the mean |FF output|.
+    """Correlation over channels of the gain γ of the norm that follows with the mean |FF output|.
 
     Negative where the norm damps the channels in which the feed-forward layer writes outliers; NaN where no norm with a
     gain follows.
@@ -88,7 +93,7 @@ def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
     for local, (_, written) in zip(locals_of(frozen), _ff_parts(frozen), strict=True):
         gain = gain_after(local)
         size = written[frozen.mask].abs().mean(0)
-        found.append(size.new_tensor(float("nan")) if gain is None else _correlation(gain.abs(), size))
+        found.append(size.new_tensor(float("nan")) if gain is None else _correlation(gain, size))
     return torch.stack(found)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import Norm
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, select_query, through
+from tensorlens_tl.layerwise import LocalLayer, Maps, select_query, through
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
@@ -54,25 +54,30 @@ def ff_scope(frozen: FrozenPass, scope: str | None) -> str:
 
 
 @register_layer_map("ff-ig", holds_residual=True)
-def ff_map(frozen: FrozenPass, scope: str | None = None, *, without_low_gain: float = 0.0) -> Maps:
+def ff_map(
+    frozen: FrozenPass, scope: str | None = None, *, without_low_gain: float = 0.0, as_printed: bool = False
+) -> Maps:
     """Kobayashi et al. 2024: the block up to `scope`, its feed-forward part by integrated gradients.
 
-    `without_low_gain` leaves that share of the channels, those of smallest |gain| in the norm that reads the
-    feed-forward layer's output, out of the norms of the vectors.
+    `without_low_gain` leaves that share of the channels, those of smallest gain in the norm that reads the feed-forward
+    layer's output, out of the norms of the vectors. `as_printed` is that of `ff_ig`.
     """
     scope = ff_scope(frozen, scope)
     maps = []
-    for layer in locals_of(frozen):
+    for number in range(frozen.n_layers):
+        layer = LocalLayer(frozen, number, with_biases=not as_printed)
         scores = layer.x.new_empty(*layer.pairs.shape)
         gain = gain_after(layer) if without_low_gain else None
-        kept = slice(None) if gain is None else gain.abs().argsort()[max(1, int(without_low_gain * len(gain))) :]
-        for keys, vectors in ff_vectors(layer, scope):
+        kept = slice(None) if gain is None else gain.argsort()[max(1, int(without_low_gain * len(gain))) :]
+        for keys, vectors in ff_vectors(layer, scope, as_printed):
             scores[..., keys] = vectors[..., kept].norm(dim=-1).permute(1, 2, 0)
         maps.append(scores * layer.pairs)
     return torch.stack(maps)
 
 
-def ff_vectors(layer: LocalLayer, scope: str) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
+def ff_vectors(
+    layer: LocalLayer, scope: str, as_printed: bool = False
+) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
     """The vectors whose norms `ff_map` takes, a few source tokens at a time."""
     place, mlp = layer.mlp, layer.frozen.mlp(layer.layer, "ig")
     weights = layer.frozen.view.blocks[layer.layer].mlp
@@ -84,12 +89,20 @@ def ff_vectors(layer: LocalLayer, scope: str) -> Iterator[tuple[slice, Float[Ten
         if "ff" in scope:
             made = through(layer.norms(place.after), mlp.push(made))
         if "res" in scope:
-            made = made + atb
+            made = made + (_own(atb, keys) if as_printed else atb)
         if scope == "atb_ff_res_ln":
             made = through(layer.norms(place.outer), made)
         if scope == "atb_ln_ff_res_nextln":
             made = through(_next_norm(layer.frozen, layer.layer), made)
         yield keys, made
+
+
+def _own(vectors: Float[Tensor, "rows batch query d_model"], keys: slice) -> Tensor:
+    """What each source token gives to itself, and zero elsewhere."""
+    rows = torch.arange(len(vectors), device=vectors.device)
+    own = torch.zeros_like(vectors)
+    own[rows, :, rows + keys.start] = vectors[rows, :, rows + keys.start]
+    return own
 
 
 def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:
@@ -107,7 +120,9 @@ def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
 
 
 @register_method("ff-ig")
-def ff_ig(frozen: FrozenPass, *, scope: str | None = None, query: Query = None) -> Attribution:
+def ff_ig(
+    frozen: FrozenPass, *, scope: str | None = None, as_printed: bool = False, query: Query = None
+) -> Attribution:
     """Norms of token-to-token vectors through the feed-forward layer (Kobayashi 2024), averaged over layers.
 
     Args:
@@ -115,6 +130,9 @@ def ff_ig(frozen: FrozenPass, *, scope: str | None = None, query: Query = None) 
         scope: how far through the block; None goes to its end. Post-LN blocks have `"atb"`, `"atb_ff"`, `"atb_ff_res"`
             and `"atb_ff_res_ln"`, others `"atb"`, `"atb_ln"`, `"atb_ln_ff"`, `"atb_ln_ff_res"` and
             `"atb_ln_ff_res_nextln"`.
+        as_printed: the paper's formulas to the letter: b_V is bias, not part of a source token's vector (Eqs. 7, 20,
+            21; so is what a norm before attention adds), and the residual connection after the feed-forward layer
+            passes on what a token gives itself, but not what others gave it (Eq. 53).
         query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
 
     Raises:
@@ -122,12 +140,12 @@ def ff_ig(frozen: FrozenPass, *, scope: str | None = None, query: Query = None) 
         UnsupportedModelError: parallel or attention-only blocks, where no MLP reads the attention output.
     """
     scope = ff_scope(frozen, scope)
-    layers = ff_map(frozen, scope)
+    layers = ff_map(frozen, scope, as_printed=as_printed)
     return Attribution.of(
         frozen,
         select_query(frozen, layers.mean(0), query),
         method="ff-ig",
         query=query,
         layers=layers,
-        options={"scope": scope, "query": query},
+        options={"scope": scope, "as_printed": as_printed, "query": query},
     )
