@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-cpus test-pythons lint types docs bench evaluation support package clean
+.PHONY: demo test test-tl4 test-whole test-cpus test-pythons fuzz lint types docs bench evaluation support package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -17,6 +17,10 @@ test-tl4: .venv-tl4/.ready
 test-whole: .venv/.ready .venv-tl4/.ready
 	.venv/bin/python -m pytest -m whole
 	.venv-tl4/bin/python -m pytest -m whole
+
+# random models, hooks, caches and loops: 300 of each
+fuzz: .venv/.ready
+	.venv/bin/python -m pytest tests/test_fuzz.py --hypothesis-profile=nightly
 
 # numbers on other processors than this one, and with another number of threads
 NUMERIC = .venv/bin/python -m pytest -m "numeric and not whole"

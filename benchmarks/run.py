@@ -49,8 +49,8 @@ def target_of(shape: Shape) -> int | None:
 def costs() -> Lines:
     """## Freezing and target maps, in forwards
 
-    "All queries" is divided by the number of tokens: in forwards per token. The target's logits are checked before, once
-    per pass ("logits" is that check: a run on two tokens with its unembedding).
+    "All queries" is divided by the number of tokens: in forwards per token. The target's logits are compared
+    when the pass is frozen; at another position, once, by one more run ("logits" is that run).
     """
     yield table(
         "shape",

@@ -1,15 +1,17 @@
-"""Random model configurations: whatever TransformerLens can build, a pass of it holds everything or is refused.
+"""Random models, and random hooks, caches and loops of other people: what a pass gives is right, or it is refused.
 
-``pytest tests/test_fuzz.py --hypothesis-profile=nightly`` tries 300 of them, the default suite 40. What fails is
-shrunk to the smallest model, shortest prompt and fewest options that still fail.
+``make fuzz`` tries 300 of each, the default suite 40. What fails is shrunk to the smallest model, shortest prompt and
+fewest options that still fail.
 """
+
+import functools
 
 import torch
 from conftest import hooks_left
 from hypothesis import event, given, note, strategies as st
 
 import tensorlens_tl as tlens
-from tensorlens_tl.testing import check_map, check_model, model_names
+from tensorlens_tl.testing import check_map, check_model, model_names, tiny_model
 from tensorlens_tl.testing.models import _bridge, _hooked
 
 HOOKED = any(name.startswith("hooked/") for name in model_names())
@@ -148,3 +150,122 @@ def test_any_configuration_holds_everything_or_is_refused(configuration, prompt,
         event("holds, at best" if max(report.errors.values()) < 1e-9 else "holds, in float32")
         check_map(tlens.freeze(model, tokens, attention_mask=mask).operator())
     assert hooks_left(model) == 0
+
+
+# ------------------------------------------------------------------ other people's hooks, caches and loops
+
+FAMILIES = [
+    name
+    for name in ("hooked/ln", "hooked/gqa", "bridge/gpt2", "bridge/llama", "bridge/opt", "bridge/bert", "bridge/phi")
+    if name in model_names()
+]
+POINTS = (
+    "hook_resid_pre", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "attn.hook_q", "attn.hook_v", "attn.hook_z",
+    "attn.hook_pattern", "attn.hook_attn_scores", "mlp.hook_pre", "mlp.hook_post", "ln1.hook_scale", "ln2.hook_scale",
+    "ln1.hook_normalized",
+)  # fmt: skip
+CHANGES = {
+    "scaled": lambda x: 1.5 * x,
+    "shifted": lambda x: x + 0.1,
+    "zeroed": lambda x: 0 * x,
+    "flipped": lambda x: x.flip(-1),
+    "observed": lambda x: None,
+}
+
+
+@st.composite
+def changes(draw):
+    """A hook of somebody else: where, what it does, and from which position on."""
+    point = draw(st.sampled_from(POINTS))
+    where = draw(st.sampled_from([f"blocks.{layer}.{point}" for layer in (0, 1)] + ["unembed.hook_out"]))
+    return where, draw(st.sampled_from(sorted(CHANGES))), draw(st.integers(0, 5))
+
+
+def hook_of(change, first):
+    def hook(x, hook):
+        made = CHANGES[change](x)
+        if made is None or x.ndim < 3:
+            return made
+        axis = 2 if hook.name.endswith(("pattern", "attn_scores")) else 1  # both have a head axis first
+        keep = torch.arange(x.shape[axis]) < first
+        return torch.where(keep.reshape(*(-1 if i == axis else 1 for i in range(x.ndim))), x, made)
+
+    return hook
+
+
+def recomputed(frozen, token, query):
+    """Scores of a target by hooks and autograd on the live model: no weight is read."""
+    x = frozen.resid_pre(0)
+    with frozen.attached() as model, torch.enable_grad():
+        leaf = x.clone().requires_grad_(True)
+        hooks = [(frozen.points.blocks[0].resid_pre, lambda live, hook: leaf)]
+        logit = model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)[:, query, token]
+        (gradient,) = torch.autograd.grad(logit.sum(), leaf)
+    return (gradient * x).sum(-1), logit.detach()
+
+
+@given(
+    st.sampled_from(FAMILIES),
+    st.lists(changes(), min_size=0, max_size=2),
+    st.sampled_from(["none", "own", "foreign", "mixed"]),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_other_peoples_hooks_and_caches_give_the_right_number_or_none(name, changed, cached, query, looped):
+    model = _tiny(name)
+    tokens = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(1))
+    hooks = [(where, hook_of(change, first)) for where, change, first in changed if where in model.hook_dict]
+    note(f"{name}: {changed}, cache {cached}, query {query}, looped {looped}")
+    block = model.blocks[1]
+    kind = type(block)
+    if looped:
+        block.__class__ = _looped(kind)
+    try:
+        cache = None
+        if cached != "none":
+            _, cache = model.run_with_cache(tokens)
+            cache = dict(cache.items())
+        if cached == "mixed":  # one activation of another prompt
+            _, other = model.run_with_cache(tokens.flip(1))
+            picked = sorted(key for key in cache if "hook" in key and cache[key].shape == other[key].shape)
+            place = picked[query * 7 % len(picked)]
+            cache[place] = other[place]
+        if cached == "foreign":
+            _, cache = model.run_with_cache(tokens.flip(1))
+        with model.hooks(fwd_hooks=hooks):
+            try:
+                frozen = tlens.freeze(model, tokens, cache=cache)
+                found = frozen.operator().target(5, query=query)
+                live = model(**frozen.inputs)[:, query, 5].detach()
+                scores, held = recomputed(frozen, 5, query)
+            except tlens.TensorLensError as refusal:
+                event(f"refused: {type(refusal).__name__}")
+                return
+        assert not looped
+        event("right")
+        size = found.scores.abs().amax() + live.abs().amax()
+        cap = frozen.view.soft_cap
+        total = found.total[:, 0] if cap is None else cap * torch.tanh(found.total[:, 0] / cap)
+        assert float((total - live).abs().max()) <= 1e-6 * float(size)
+        assert float((held - live).abs().max()) <= 1e-6 * float(size)
+        if frozen.prediction_head() is None:  # the activation in a masked model's head has no hook, and stays live
+            assert float((scores - found.scores[:, 0]).abs().max()) <= 1e-6 * float(size)
+    finally:
+        block.__class__ = kind
+    assert hooks_left(model) == 0
+
+
+@functools.cache
+def _tiny(name):
+    return tiny_model(name)
+
+
+def _looped(kind):
+    class Looped(kind):
+        def forward(self, x, *args, **options):
+            args = [None if hasattr(value, "get_seq_length") else value for value in args]  # no key-value cache
+            options = {key: None if "past" in key else value for key, value in options.items()}
+            first = super().forward(x, *args, **options)
+            return super().forward(first[0] if isinstance(first, tuple) else first, *args, **options)
+
+    return Looped
