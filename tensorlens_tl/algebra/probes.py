@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError
 
 ROWS = ("gaussian", "orthonormal")
@@ -106,6 +107,13 @@ def probed(
             return found
         wanted += -(-taken // 2)
     return None
+
+
+def kept_rows(bytes_per_row: int, memory: Memory) -> tuple[int, Memory]:
+    """How many pulled rows an estimate may keep, at least two, and what that leaves of the memory."""
+    bound = in_bytes(memory)
+    kept = max(2, min(KEPT, bound // (4 * max(1, bytes_per_row))))
+    return kept, None if memory is None else max(1, bound - 2 * kept * bytes_per_row)
 
 
 def _frame(batch: int, width: int, rows: int, generator: torch.Generator) -> Tensor:

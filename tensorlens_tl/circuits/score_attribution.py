@@ -73,8 +73,7 @@ def qk_attribution(
     )
     if by == "token":
         names = [list(row) for row in frozen.str_tokens]
-        row_bytes = frozen.operator().row_bytes
-        q, k = (_by_token(frozen, layer, reading, *side, activation, row_bytes) for side in sides)
+        q, k = (_by_token(frozen, layer, reading, *side, activation) for side in sides)
     else:
         sources = _components(frozen, layer, by, activation)
         names = [list(sources)] * len(frozen.tokens)
@@ -131,7 +130,6 @@ def _by_token(
     heads: int,
     at: Tensor,
     activation: str,
-    row_bytes: int,
 ) -> _Side:
     """Each channel pulled back through everything before."""
     x0, x = frozen.resid_pre(0), frozen.resid_pre(layer)
@@ -140,7 +138,7 @@ def _by_token(
     earlier = (frozen.block(number, activation=activation) for number in range(layer))
     whole, R = Chain((*earlier, *read.stages)), _rotation(reading, at, x, d_head)
     shares, constants = [], []
-    for rows in chunks(d_head, row_bytes, None, "score"):
+    for rows in chunks(d_head, frozen.row_bytes, None, "score"):
         basis = x.new_zeros(len(rows), len(at), heads * d_head)
         # row c, pulled back, gives channel c of the rotated vector
         basis[:, :, own] = R[..., rows.start : rows.stop].permute(2, 0, 1)

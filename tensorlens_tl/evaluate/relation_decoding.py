@@ -106,7 +106,7 @@ class RelationDecoder:
         """
         x = self._embeddings(prompts)
         made = torch.empty(len(x), x.shape[-1], dtype=x.dtype, device=x.device)
-        for part in chunks(len(x), self.operator.row_bytes, None, "relation decoding"):
+        for part in chunks(len(x), self.frozen.row_bytes, None, "relation decoding"):
             rows = x[part.start : part.stop, None].expand(-1, *self.operator.x.shape)
             made[part.start : part.stop] = self.operator(rows)[:, :, -1].mean(1)
         return made

@@ -15,17 +15,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
-from tensorlens_tl.algebra.memory import Memory, check_size, chunks, in_bytes
+from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.algebra.numerics import relative_residual, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, by_position, in_total
-from tensorlens_tl.algebra.probes import KEPT, check_probes, probed
+from tensorlens_tl.algebra.probes import check_probes, kept_rows, probed
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.activations import Rule, check_rule
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.collapse import Collapse
 from tensorlens_tl.passes.prompts import one_query, query_positions
 from tensorlens_tl.passes.record import Record
-from tensorlens_tl.passes.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps, end_of
+from tensorlens_tl.passes.selection import (
+    Keys,
+    chosen_heads,
+    chosen_keys,
+    chosen_layers,
+    chosen_mlps,
+    end_of,
+    places_bias,
+)
 from tensorlens_tl.passes.target import resolve_target
 
 CAUSAL_PARTS = 16
@@ -259,7 +267,8 @@ class FrozenOperator:
             at = positions[:, number]
             found = None
             if estimate and (probes or 0) < width:
-                kept, left = self._kept_rows(sources, memory)
+                per_row = len(self.x) * len(sources.places) * width * upcast(self.x[:0]).element_size()
+                kept, left = kept_rows(per_row, memory)
                 pull = partial(self._pulled_rows, at=at, sources=sources, memory=left)
                 shape = len(self.x), width
                 found = probed(pull, shape, generator, probes=probes, tol=tol, rows=rows, kept=kept)
@@ -297,7 +306,7 @@ class FrozenOperator:
         positions = self._positions(query)
         vectors = torch.take_along_dim(self.output, positions[..., None], dim=1)
         total = upcast(vectors).square().sum(-1)
-        return self._scores(vectors, positions, self.map, total, place_bias=_placed(bias), memory=memory)
+        return self._scores(vectors, positions, self.map, total, place_bias=places_bias(bias), memory=memory)
 
     def target(
         self,
@@ -328,7 +337,7 @@ class FrozenOperator:
                 a wrong shape, or no such way with biases.
             UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
         """
-        positions, place_bias = self._positions(query), _placed(bias)
+        positions, place_bias = self._positions(query), places_bias(bias)
         if target is not None and direction is None and not self.reaches_end:
             raise InvalidInputError(
                 f"target: this operator ends at {self.end}, before the unembedding; use direction=, or all layers "
@@ -418,13 +427,6 @@ class FrozenOperator:
             vectors = basis[:, None].expand(-1, batch, -1)
             yield rows, self._pull(self.map, vectors, RowPositions(positions[None]), sources.chosen)
 
-    def _kept_rows(self, sources: Keys, memory: Memory) -> tuple[int, Memory]:
-        """How many pulled rows an estimate may keep, at least two, and what that leaves of the memory."""
-        bound = in_bytes(memory)
-        per_row = len(self.x) * len(sources.places) * self.x.shape[-1] * upcast(self.x[:0]).element_size()
-        kept = max(2, min(KEPT, bound // (4 * per_row)))
-        return kept, None if memory is None else max(1, bound - 2 * kept * per_row)
-
     def _pulled_rows(
         self,
         vectors: Float[Tensor, "row batch d"],
@@ -452,22 +454,5 @@ class FrozenOperator:
     ) -> Iterator[range]:
         """Ranges of rows that fit the bound, `streams` copies of the residual stream counted besides."""
         self.frozen.check_fresh()
-        per_row = self.row_bytes + streams * self.x.numel() * self.x.element_size()
+        per_row = self.frozen.row_bytes + streams * self.x.numel() * self.x.element_size()
         return chunks(rows, per_row, memory, what, parts)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """What one row allocates on its way at most: the stream, a sublayer's input, and the widest hidden layer."""
-        widest = 0
-        for block in self.frozen.view.blocks[self.first : self.last]:
-            mlp, attention = block.mlp, block.attention
-            hidden = 0 if mlp is None else mlp.W_in.shape[1] * (2 if mlp.W_gate is None else 3)
-            widest = max(widest, hidden, 3 * attention.W_O.shape[0])
-        batch, pos, width = self.x.shape
-        return batch * pos * (3 * width + widest) * self.x.element_size()
-
-
-def _placed(bias: str) -> bool:
-    if bias not in ("apart", "position"):
-        raise InvalidInputError(f"bias={bias!r}; use 'apart' (not part of the scores) or 'position'.")
-    return bias == "position"

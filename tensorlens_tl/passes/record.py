@@ -153,6 +153,17 @@ class Record:
         """Whether no layer attends forwards."""
         return not any(bool(self.pattern(layer).triu(1).any()) for layer in range(self.n_layers))
 
+    @cached_property
+    def row_bytes(self) -> int:
+        """What a vector allocates on its way at most: the stream, a sublayer's input, and the widest hidden layer."""
+        widest = 0
+        for block in self.view.blocks:
+            mlp, attention = block.mlp, block.attention
+            hidden = 0 if mlp is None else mlp.W_in.shape[1] * (2 if mlp.W_gate is None else 3)
+            widest = max(widest, hidden, 3 * attention.W_O.shape[0])
+        x = self.resid_pre(0)
+        return x[..., 0].numel() * (3 * x.shape[-1] + widest) * x.element_size()
+
     def first_tokens(self, layer: int, length: int = 8) -> "Record":
         """One block of the record, cut to its first tokens where these do not look ahead; else the whole record."""
         mask = self.mask[:, :length]

@@ -77,6 +77,13 @@ def chosen_mlps(layers: Any, chosen: range) -> set[int]:
     return set(layers)
 
 
+def places_bias(bias: str) -> bool:
+    """Whether biases count for the positions where they are added, instead of apart."""
+    if bias not in ("apart", "position"):
+        raise InvalidInputError(f"bias={bias!r}; use 'apart' (not part of the scores) or 'position'.")
+    return bias == "position"
+
+
 @dataclass(frozen=True, eq=False)
 class Keys:
     """Which source tokens are asked for.
