@@ -260,8 +260,7 @@ class FrozenOperator:
         positions, sources = self._positions(query), chosen_keys(self.frozen.prompt, keys)
         scores = upcast(self.x[:0]).new_zeros(len(self.x), positions.shape[1], len(sources.places))
         estimate = probes is not None or tol is not None
-        stderr = torch.zeros_like(scores) if estimate else None
-        freedom, used = torch.full_like(scores, torch.inf) if estimate else None, 0
+        stderr, freedom, used = torch.zeros_like(scores), torch.full_like(scores, torch.inf), 0
         generator = torch.Generator().manual_seed(seed)
         for number in range(positions.shape[1]):
             at = positions[:, number]
@@ -272,9 +271,7 @@ class FrozenOperator:
                 pull = partial(self._pulled_rows, at=at, sources=sources, memory=left)
                 shape = len(self.x), width
                 found = probed(pull, shape, generator, probes=probes, tol=tol, rows=rows, kept=kept)
-            if (
-                found is None or stderr is None or freedom is None
-            ):  # exact; or the tolerance asks for so many rows that exact is cheaper
+            if found is None:  # exact; or the tolerance asks for so many rows that exact is cheaper
                 for _, pulled in self._basis_rows(at, sources, "norm", memory):
                     norms = torch.linalg.vector_norm(upcast(pulled), dim=(0, -1))
                     scores[:, number, : norms.shape[-1]] += norms.square()
@@ -283,11 +280,10 @@ class FrozenOperator:
             else:
                 scores[:, number], stderr[:, number], freedom[:, number], taken = found
                 used = max(used, taken)
-        scores = sources.asked(self._masked(scores, positions, sources), dim=2)
-        if stderr is not None and freedom is not None:
-            stderr = sources.asked(self._masked(stderr, positions, sources), dim=2)
-            freedom = sources.asked(freedom, dim=2)
-        return Collapse(scores, stderr=stderr, freedom=freedom, probes=used if estimate else None)
+        scores, stderr = (sources.asked(self._masked(t, positions, sources), dim=2) for t in (scores, stderr))
+        if not estimate:
+            return Collapse(scores)
+        return Collapse(scores, stderr=stderr, freedom=sources.asked(freedom, dim=2), probes=used)
 
     def in_out(self, query: Query = -1, *, bias: str = "apart", memory: Memory = None) -> Collapse:
         """``x^N_i · T[i,:,j,:] · x^0_j`` (TensorLens Eq. 22), with the operator's own output x^N.
@@ -428,13 +424,7 @@ class FrozenOperator:
             yield rows, self._pull(self.map, vectors, RowPositions(positions[None]), sources.chosen)
 
     def _pulled_rows(
-        self,
-        vectors: Float[Tensor, "row batch d"],
-        kept: int,
-        *,
-        at: Int[Tensor, "batch"],
-        sources: Keys,
-        memory: Memory,
+        self, vectors: Float[Tensor, "row batch d"], kept: int, at: Int[Tensor, "batch"], sources: Keys, memory: Memory
     ) -> tuple[Float[Tensor, "row batch key"], Float[Tensor, "kept batch key d"]]:
         """‖vector·T_ij‖² of vectors at one position per prompt, and the first few vector·T_ij."""
         shape = *vectors.shape[:2], len(sources.places)
