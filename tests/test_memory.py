@@ -41,6 +41,25 @@ def test_the_bound_holds_and_changes_nothing(family, call):
         assert torch.allclose(made, free, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("bias", ["absdot", "token", "cls"])
+@pytest.mark.parametrize("family", WIDER)
+def test_decompx_keeps_within_its_bound(family, bias):
+    """The vectors themselves, twice in parallel blocks, and what is left for the work on them."""
+    torch.manual_seed(0)
+    frozen = tlens.freeze(_bridge(family, **WIDER[family]), torch.randint(3, 48, (1, 60)))
+    vectors = 60 * frozen.resid_pre(0).numel() * 8 * (2 if frozen.layouts[0].parallel else 1)
+    asked = {"method": "decompx", "bias": bias, "target": 5, "query": -1}
+    free = tlens.attribute(frozen, **asked).scores
+    for times in (1.6, 2.5, 4):
+        memory = int(times * vectors)
+        with Allocations() as used:
+            made = tlens.attribute(frozen, **asked, memory=memory)
+        assert used.peak <= 1.2 * memory
+        assert torch.allclose(made.scores, free, rtol=1e-9, atol=1e-12)
+    with pytest.raises(tlens.SizeError, match=r"one for every source token at every position, take \d+"):
+        tlens.attribute(frozen, **asked, memory=vectors)
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [("512MB", 512e6), ("2GiB", 2**31), ("1.5 kb", 1500), (100, 100), (None, 256 * 2**20)]
 )

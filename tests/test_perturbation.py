@@ -226,3 +226,28 @@ def test_bad_input(options, message, model_named):
     with pytest.raises(tlens.TensorLensError, match=message):
         evaluate.perturbation(model, some_tokens(2, 6), **{"fractions": THIRDS, "methods": ["rollout"], **options})
     assert hooks_left(model) == 0
+
+
+def test_norms_of_every_query_are_estimated_and_said_to_be(demo_model):
+    texts = [
+        "Return the value of the first file that was found here",
+        "Raise an exception if there is no such file in it",
+    ]
+    run = lambda methods, query: evaluate.perturbation(  # noqa: E731
+        demo_model, texts, methods, query=query, fractions=(0, 0.2), metrics="hs_mse"
+    )
+    mean = run(["tensorlens norm"], "mean")
+    assert "estimated by random rows" in mean.settings["norms"]
+    exact = run({"exact": lambda frozen: _mean_norm(frozen)}, "mean")
+    assert "norms" not in exact.settings
+    assert "norms" not in run(["tensorlens norm"], "last").settings
+    frozen = tlens.freeze(demo_model, texts)
+    scorer = evaluate.scorers.scorers_of(["tensorlens norm"])[0]
+    made, wanted = scorer(frozen, None), _mean_norm(frozen)
+    assert float(((made - wanted).abs() / wanted.amax(-1, keepdim=True)).max()) < 0.05
+    assert not torch.equal(made, wanted)
+
+
+def _mean_norm(frozen):
+    scores = frozen.operator().norm(None).scores.double()
+    return (scores * frozen.mask[..., None]).sum(1) / frozen.mask.sum(1, keepdim=True)

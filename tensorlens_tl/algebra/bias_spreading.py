@@ -24,7 +24,7 @@ BiasRule = Literal["absdot", "norm", "equal", "abssim", "dot", "cls", "token", "
 BIAS_RULES: tuple[BiasRule, ...] = get_args(BiasRule)
 
 CHUNK_BUDGET = 48 * 2**20
-"""Bytes of the widest hidden layer that are alive at once."""
+"""Bytes that a chunk may take besides the vectors themselves, unless another bound is given."""
 
 _AFFINITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "absdot": lambda v, b: (v * b).sum(-1).abs(),
@@ -44,11 +44,29 @@ class Spread:
             real token), `"token"` (all to one extra source, the last row), `"none"` (dropped).
         reach: `[key, batch, query]`, True where source token `key` can reach `query`: only those get a share.
         first: each prompt's first real token, `[batch]`.
+        budget: bytes that a chunk may take.
     """
 
     rule: BiasRule
     reach: Bool[Tensor, "key batch query"]
     first: Tensor
+    budget: int = CHUNK_BUDGET
+
+    def add_everywhere(self, vectors: Tensor, bias: Tensor) -> Tensor:
+        """All vectors plus their shares of a bias, in place, a few queries at a time."""
+        if bias is ZERO or self.rule == "none":
+            return vectors
+        rows, batch, pos, width = vectors.shape
+        bias = bias.expand(batch, pos, width)
+        step = self.step(3 * rows * batch * width * vectors.element_size(), pos)
+        for start in range(0, pos, step):
+            queries = slice(start, start + step)
+            vectors[:, :, queries] = self.add(vectors[:, :, queries], bias[:, queries], slice(None), queries)
+        return vectors
+
+    def step(self, bytes_per_item: int, most: int) -> int:
+        """How many items fit a chunk: a few chunks at least, so that a causal model's empty triangle is skipped."""
+        return max(1, min(self.budget // max(bytes_per_item, 1), -(-most // 4)))
 
     def add(self, vectors: Tensor, bias: Tensor, rows: slice, queries: slice) -> Tensor:
         """Vectors `[rows, batch, queries, d]` plus their shares of a bias."""
@@ -87,7 +105,7 @@ def walk(m: AffineMap, vectors: Tensor, spread: Spread, *, causal: bool, width: 
         vectors: `[key, batch, query, d]`, changed in place where the width stays.
         spread: the bias rule.
         causal: whether source token k is zero before query k, so that the empty triangle can be skipped.
-        width: channels of the widest hidden layer, which sizes the chunks.
+        width: numbers that one vector takes on its way through a stage, which sizes the chunks.
     """
     for stage in _steps(m):
         if stage.mixes:
@@ -118,7 +136,7 @@ def _mixing(stage: AffineMap, vectors: Tensor, spread: Spread, causal: bool, wid
     before = vectors.clone() if beside else vectors
     out = vectors if residual else None
     batch, pos = vectors.shape[1:3]
-    step = _step(batch * pos * width * vectors.element_size(), pos)
+    step = spread.step(batch * pos * width * vectors.element_size(), pos)
     for start in range(0, len(vectors), step):
         rows = slice(start, start + step)
         live = slice(start if causal and start < pos else 0, None)
@@ -133,14 +151,14 @@ def _mixing(stage: AffineMap, vectors: Tensor, spread: Spread, causal: bool, wid
     for branch in beside:  # a walk overwrites its vectors
         out += walk(branch, before if branch is beside[-1] else before.clone(), spread, causal=causal, width=width)
     for branch in mixing:
-        out = spread.add(out, branch.bias, slice(None), slice(None))
+        out = spread.add_everywhere(out, branch.bias)
     return out
 
 
 def _positionwise(stage: AffineMap, vectors: Tensor, spread: Spread, causal: bool, width: int) -> Tensor:
     """A norm, a residual MLP, a linear map: queries are independent."""
     rows, batch, pos = vectors.shape[:3]
-    step = _step(rows * batch * width * vectors.element_size(), pos)
+    step = spread.step(rows * batch * width * vectors.element_size(), pos)
     result = None
     for start in range(0, pos, step):
         queries = slice(start, min(start + step, pos))
@@ -162,11 +180,6 @@ def _stage(stage: AffineMap, vectors: Tensor, spread: Spread, rows: slice, queri
     if isinstance(stage, Sum):
         return torch.stack([_stage(term, vectors, spread, rows, queries) for term in stage.terms]).sum(0)
     return spread.add(stage.push(vectors), stage.bias, rows, queries)
-
-
-def _step(bytes_per_item: int, most: int) -> int:
-    # at least a few chunks, so that the empty triangle of a causal model is worth skipping
-    return max(1, min(CHUNK_BUDGET // max(bytes_per_item, 1), -(-most // 4)))
 
 
 def source_vectors(x: Float[Tensor, "batch pos d"], extra: bool) -> Float[Tensor, "key batch pos d"]:

@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.evaluate.scorers import scorers_of, usable
+from tensorlens_tl.evaluate.scorers import MEAN_TOLERANCE, scorers_of, usable
 from tensorlens_tl.hooks import ModelPoints, capture, logit_hooks, logits_at, model_points
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
@@ -72,7 +72,8 @@ def perturbation(
         methods: see `tensorlens_tl.evaluate.scorers`; None is all that fit the model, and a random order. Methods that
             you name must fit the model.
         query: ``"last"``, ``"cls"`` (the first token), a position counted over real tokens, or ``"mean"``: scores and
-            final hidden states averaged over all positions (metric `hs_mse` alone).
+            final hidden states averaged over all positions (metric `hs_mse` alone; norms of T are then estimated, to
+            `MEAN_TOLERANCE`).
         fractions: shares of a prompt's tokens to replace, ascending, the first 0.
         replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the token
             embedding's mean over all prompts) or ``"zero"`` (no token embedding; positions stay). None is the mask
@@ -134,6 +135,8 @@ def perturbation(
         "seed": seed,
         "biases": "methods without 'biases' in their label leave the model's biases out of the scores, as the paper",
     }
+    if place is None and any(scorer.estimates_norms for scorer in scorers):
+        settings["norms"] = f"estimated by random rows to a relative standard error of {MEAN_TOLERANCE:g}"
     return Evaluation(
         kind=f"{'positive' if order == 'descending' else 'negative'} perturbation",
         values=areas,

@@ -61,6 +61,10 @@ STANDARD: dict[str, tuple[str, dict[str, Any]]] = {
 them and with; its eight baselines (mean and rollout of four layer maps); and the other methods of the field."""
 
 
+MEAN_TOLERANCE = 0.05
+"""To which relative standard error a mean over all queries takes each norm of T; one query's is exact."""
+
+
 @dataclass(frozen=True)
 class Scorer:
     """One method under a label: called with a pass and a query it gives `[batch, pos]`, zero at padding."""
@@ -77,6 +81,12 @@ class Scorer:
         """Whether the predicted token is among its options."""
         return PREDICTED in self.options.values()
 
+    @property
+    def estimates_norms(self) -> bool:
+        """Whether it takes norms of the tensor that may be estimated."""
+        norm = self.method == "tensorlens" and self.options.get("collapse") == "norm"
+        return norm and not {"probes", "tol"} & set(self.options)
+
     def result(self, frozen: FrozenPass, query: int | None = -1) -> Any:
         """What the method itself returns: an Attribution, or of a function whatever that gives.
 
@@ -91,6 +101,8 @@ class Scorer:
                 raise InvalidInputError(f"{self.label}: a target needs one query; with query='mean' leave it out.")
             predicted = predictions(frozen, query)[0].tolist()
         options = {name: predicted if value is PREDICTED else value for name, value in self.options.items()}
+        if query is None and self.estimates_norms:  # exactly, d_model rows are pulled for every query
+            options["tol"] = MEAN_TOLERANCE
         takes = "query" in get_method(self.method).options
         try:
             return attribute(frozen, method=self.method, **options, **({"query": query} if takes else {}))

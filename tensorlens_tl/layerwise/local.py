@@ -132,17 +132,23 @@ class LocalLayer:
     # ------------------------------------------------------------------ vectors, a few source tokens at a time
 
     def vectors(
-        self, outer: Sequence[Norm] = (), *, residual: bool = False, width: int | None = None
+        self,
+        outer: Sequence[Norm] = (),
+        *,
+        residual: bool = False,
+        width: int | None = None,
+        budget: int = VECTOR_BUDGET,
     ) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
         """``N(a_ij + δ_ij x_i)``, chunk by chunk: a slice of source tokens, and their vectors as rows.
 
         Args:
             outer, residual: as in `pair_norms`.
             width: channels that the caller will need per vector, if more than d_model; sizes the chunks.
+            budget: bytes that a chunk may take.
         """
         batch, pos, d_model = self.x.shape
         per_row = batch * pos * max(width or 0, d_model) * self.x.element_size()
-        step = max(1, VECTOR_BUDGET // per_row)
+        step = max(1, budget // per_row)
         for start in range(0, pos, step):
             keys = slice(start, min(start + step, pos))
             rows = torch.einsum("bhqk,bkhm->kbqm", self.pattern[..., keys], self.outputs[:, keys])

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Identity, Sum
-from tensorlens_tl.algebra.bias_spreading import Spread, check_bias_rule, source_vectors, walk
+from tensorlens_tl.algebra.bias_spreading import CHUNK_BUDGET, Spread, check_bias_rule, source_vectors, walk
+from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_residual, upcast
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.layerwise import LocalLayer, select_query
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -37,6 +38,7 @@ def decompx(
     target: TokenLike = None,
     minus: TokenLike = None,
     query: Query = None,
+    memory: Memory = None,
 ) -> Attribution:
     """Source vectors through the whole model, biases spread over them stage by stage (Modarressi 2023).
 
@@ -49,9 +51,12 @@ def decompx(
             query, key, d_model). None is `"target"` where one is given, else `"norm"`.
         target, minus: the token of ``aggregate="target"``, and one to subtract.
         query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        memory: what may be allocated at once, the vectors included, as ``"512MB"`` or bytes. Whatever the query, there
+            is a vector for every source token at every position, twice in models with parallel blocks.
 
     Raises:
         InvalidInputError: an unknown option, a target missing or not asked for, or a query out of range.
+        SizeError: the vectors alone take more than `memory`; says how much.
     """
     rule = check_bias_rule(bias)
     if activation not in ("ratio", "tangent"):
@@ -68,8 +73,10 @@ def decompx(
     if aggregate == "target":
         positions = query_positions(frozen.prompt, query)
         direction, constant = unembedding_rows(frozen, positions, target, minus)
-        vectors = source_to_output(frozen, rule, activation, through_head=True)
-        vectors = upcast(torch.take_along_dim(vectors, positions[None, ..., None], dim=2))
+        vectors = source_to_output(frozen, rule, activation, through_head=True, memory=memory)
+        if query is not None:
+            vectors = torch.take_along_dim(vectors, positions[None, ..., None], dim=2)
+        vectors = upcast(vectors)
         direction, constant = upcast(direction), upcast(constant)
         scores = torch.einsum("kbqd,bqd->bqk", vectors, direction)
         own = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
@@ -79,7 +86,7 @@ def decompx(
         fields |= {"additive": bias != "none", "target": logit_label(frozen.view, target, minus)}
         options |= {"target": target, "minus": minus}
     else:
-        vectors = source_to_output(frozen, rule, activation)
+        vectors = source_to_output(frozen, rule, activation, memory=memory)
         if aggregate == "norm":
             scores = select_query(frozen, vectors.norm(dim=-1).permute(1, 2, 0), query)
         else:
@@ -102,6 +109,7 @@ def source_to_output(
     *,
     layers: int | None = None,
     through_head: bool = False,
+    memory: Memory = None,
 ) -> Tensor:
     """Source vectors `[key, batch, query, d_model]` at the model's output, or after the first `layers` blocks.
 
@@ -110,10 +118,11 @@ def source_to_output(
         bias, activation: as for `decompx`; ``bias="token"`` adds one key.
         layers: stop after this many blocks, without the final norm.
         through_head: go on through a masked language model's prediction head.
+        memory: that of `decompx`.
     """
     rule = check_bias_rule(bias)
-    spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1))
-    width = _widest(frozen)
+    width = 3 * frozen.resid_pre(0).shape[-1] + _widest(frozen)
+    spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))
     vectors = _first_attention(frozen, spread, activation, width)
     stages: list[AffineMap] = _stages(frozen.block(0, activation=activation))[1:]
     last = frozen.n_layers if layers is None else layers
@@ -124,7 +133,7 @@ def source_to_output(
         stages += [end for end in ends if end is not None]
     vectors = walk(Chain(tuple(stages)), vectors, spread, causal=frozen.causal, width=width)
     pairs = frozen.mask[None, :, :] & _real_keys(frozen, len(vectors))
-    return vectors if bool(pairs.all()) else vectors * pairs[..., None]
+    return vectors if bool(pairs.all()) else vectors.mul_(pairs[..., None])
 
 
 def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width: int) -> Tensor:
@@ -134,7 +143,7 @@ def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width:
     first = _stages(frozen.block(0, activation=activation))[0]
     parallel = [t for t in first.terms if not isinstance(t, Identity) and not t.mixes] if isinstance(first, Sum) else []
     beside = [walk(term, vectors.clone(), spread, causal=frozen.causal, width=width) for term in parallel]
-    for keys, given in local.vectors():
+    for keys, given in local.vectors(width=width, budget=spread.budget):
         vectors[keys] += given
     constant = frozen.view.blocks[0].attention.b_O
     after = local.norms(local.attn.after)
@@ -144,7 +153,25 @@ def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width:
         constant = norm(constant)
     for given in beside:
         vectors += given
-    return spread.add(vectors, constant, slice(None), slice(None))
+    return spread.add_everywhere(vectors, constant)
+
+
+def _budget(frozen: FrozenPass, rule: str, width: int, memory: Memory) -> int:
+    """What a chunk may take besides the vectors themselves."""
+    if memory is None:
+        return CHUNK_BUDGET
+    x = frozen.resid_pre(0)
+    keys = x.shape[1] + (rule == "token")
+    vectors = keys * x.numel() * x.element_size() * (2 if any(layout.parallel for layout in frozen.layouts) else 1)
+    least = max(keys, x.shape[1]) * len(x) * width * x.element_size()
+    left = in_bytes(memory) - vectors
+    if left < least:
+        raise SizeError(
+            f"decompx: its vectors, one for every source token at every position, take {vectors / 1e6:.1f} MB here and "
+            f"{least / 1e6:.1f} MB to work on them; memory={memory!r} is less. Raise it, or freeze fewer or shorter "
+            "prompts at once."
+        )
+    return left
 
 
 def _stages(block: AffineMap) -> list[AffineMap]:
