@@ -60,16 +60,16 @@ def _sample(parameters: list[nn.Parameter]) -> Tensor:
 
 def _diagonal(weight: Tensor) -> Tensor:
     """Down the diagonal, starting again at the other edge: every row and column of a matrix, of each head, is met."""
-    return weight.reshape(-1) if weight.ndim < 2 else weight.reshape(-1)[_places(weight.shape, weight.device)]
+    if weight.ndim < 2:
+        return weight.reshape(-1)
+    return weight[(..., *_steps(*weight.shape[-2:], weight.device))].reshape(-1)
 
 
 @lru_cache(maxsize=512)
-def _places(shape: torch.Size, device: torch.device) -> Tensor:
-    """Where that diagonal lies among a weight's numbers; made once a shape, as every question asks."""
-    rows, columns = shape[-2:]
+def _steps(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows and columns that diagonal goes through; made once a shape, as every question asks."""
     steps = torch.arange(max(rows, columns), device=device)
-    starts = torch.arange(shape[:-2].numel(), device=device) * rows * columns
-    return (starts[:, None] + steps % rows * columns + steps % columns).reshape(-1)
+    return steps % rows, steps % columns
 
 
 def refuse_devices(model: nn.Module) -> None:
