@@ -56,6 +56,16 @@ def test_decompx_keeps_within_its_bound(family, bias):
             made = tlens.attribute(frozen, **asked, memory=memory)
         assert used.peak <= 1.2 * memory
         assert torch.allclose(made.scores, free, rtol=1e-9, atol=1e-12)
+    if frozen.causal:  # what comes after the query is not carried
+        frozen.operator().target(5, query=19)  # compares the logits there, by a run of the model
+        with Allocations() as used:
+            early = tlens.attribute(frozen, **asked | {"query": 19}, memory=int(0.4 * vectors))
+        assert used.peak <= 0.48 * vectors
+        every = tlens.attribute(frozen, **asked | {"query": None})
+        assert torch.allclose(early.scores[:, 0], every.scores[:, 19], rtol=1e-9, atol=1e-12)
+        norms = {"method": "decompx", "bias": bias}
+        early = tlens.attribute(frozen, **norms, query=[3, 19])
+        assert torch.allclose(early.scores, tlens.attribute(frozen, **norms).scores[:, [3, 19]], atol=1e-12)
     with pytest.raises(tlens.SizeError, match=r"one for every source token at every position, take \d+"):
         tlens.attribute(frozen, **asked, memory=vectors)
 

@@ -19,7 +19,7 @@ from tensorlens_tl.algebra.bias_spreading import CHUNK_BUDGET, Spread, check_bia
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_residual, upcast
 from tensorlens_tl.errors import InvalidInputError, SizeError
-from tensorlens_tl.layerwise import LocalLayer, select_query
+from tensorlens_tl.layerwise import LocalLayer
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.prompts import query_positions
@@ -51,8 +51,8 @@ def decompx(
             query, key, d_model). None is `"target"` where one is given, else `"norm"`.
         target, minus: the token of ``aggregate="target"``, and one to subtract.
         query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
-        memory: what may be allocated at once, the vectors included, as ``"512MB"`` or bytes. Whatever the query, there
-            is a vector for every source token at every position, twice in models with parallel blocks.
+        memory: what may be allocated at once, the vectors included, as ``"512MB"`` or bytes. There is a vector for
+            every source token at every position (in causal models up to the last query), twice with parallel blocks.
 
     Raises:
         InvalidInputError: an unknown option, a target missing or not asked for, or a query out of range.
@@ -70,14 +70,11 @@ def decompx(
         )
     options = {"bias": bias, "activation": activation, "aggregate": aggregate, "query": query}
     fields: dict[str, Any] = {}
+    positions = query_positions(frozen.prompt, query)
+    vectors = _vectors_at(frozen, None if query is None else positions, rule, activation, aggregate, memory)
     if aggregate == "target":
-        positions = query_positions(frozen.prompt, query)
         direction, constant = unembedding_rows(frozen, positions, target, minus)
-        vectors = source_to_output(frozen, rule, activation, through_head=True, memory=memory)
-        if query is not None:
-            vectors = torch.take_along_dim(vectors, positions[None, ..., None], dim=2)
-        vectors = upcast(vectors)
-        direction, constant = upcast(direction), upcast(constant)
+        vectors, direction, constant = upcast(vectors), upcast(direction), upcast(constant)
         scores = torch.einsum("kbqd,bqd->bqk", vectors, direction)
         own = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
         total, real = (own * direction).sum(-1) + constant, torch.take_along_dim(frozen.mask, positions, dim=1)
@@ -86,11 +83,7 @@ def decompx(
         fields |= {"additive": bias != "none", "target": logit_label(frozen.view, target, minus)}
         options |= {"target": target, "minus": minus}
     else:
-        vectors = source_to_output(frozen, rule, activation, memory=memory)
-        if aggregate == "norm":
-            scores = select_query(frozen, vectors.norm(dim=-1).permute(1, 2, 0), query)
-        else:
-            scores = select_query(frozen, vectors.permute(1, 3, 2, 0), query).permute(0, 2, 3, 1)
+        scores = vectors.norm(dim=-1).permute(1, 2, 0) if aggregate == "norm" else vectors.permute(1, 2, 0, 3)
     axes = AXES if aggregate != "vector" else (*AXES, "d_model")
     if rule == "token":
         starts = frozen.prompt.word_starts
@@ -100,6 +93,25 @@ def decompx(
             "mask": torch.cat([frozen.mask, torch.ones_like(frozen.mask[:, :1])], dim=1),
         }
     return Attribution.of(frozen, scores, method="decompx", query=query, axes=axes, options=options, **fields)
+
+
+def _vectors_at(
+    frozen: FrozenPass, positions: Tensor | None, rule: str, activation: str, aggregate: str, memory: Memory
+) -> Tensor:
+    """Source vectors at some positions, `[key, batch, query, d_model]`; nothing that cannot reach them is carried."""
+    length = frozen.tokens.shape[1]
+    asked = length if positions is None or not frozen.causal else int(positions.max()) + 1
+    begun = frozen if asked == length else frozen.cut(asked)
+    made = source_to_output(begun, rule, activation, through_head=aggregate == "target", memory=memory)
+    if positions is not None:
+        made = torch.take_along_dim(made, positions[None, ..., None], dim=2)
+    if asked == length:
+        return made
+    vectors = made.new_zeros(length + (rule == "token"), *made.shape[1:])
+    vectors[:asked] = made[:asked]
+    if rule == "token":
+        vectors[-1] = made[-1]
+    return vectors
 
 
 def source_to_output(

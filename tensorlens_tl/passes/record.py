@@ -6,9 +6,9 @@ maps composed of both. It runs nothing and proves nothing: `tensorlens_tl.passes
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,6 +25,8 @@ from tensorlens_tl.models.state import WeightState
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.models.weights import NormWeights
 from tensorlens_tl.passes.prompts import Prompt
+
+RecordType = TypeVar("RecordType", bound="Record")
 
 
 @dataclass(eq=False)
@@ -174,6 +176,17 @@ class Record:
         cache[self.points.blocks[layer].pattern] = self.pattern(layer)[:, :, :length, :length]
         prompt = Prompt(self.tokens[:, :length], mask, {}, [])
         return Record(self.view, self.points, prompt, cache, self.weights, tolerance=self.tolerance)
+
+    def cut(self: "RecordType", length: int) -> "RecordType":
+        """A causal pass of its first tokens only."""
+        patterns = {block.pattern for block in self.points.blocks}
+        cache = {
+            name: self.captured(name)[:, :, :length, :length] if name in patterns else self.captured(name)[:, :length]
+            for name in self.points.captured
+        }
+        rows = [row[:length] for row in self.str_tokens]
+        prompt = Prompt(self.tokens[:, :length], self.mask[:, :length], {}, rows)
+        return replace(self, prompt=prompt, cache=cache, logits_compared=None, _ratios={})
 
     # ------------------------------------------------------------------ maps
 
