@@ -71,10 +71,10 @@ def decompx(
     options = {"bias": bias, "activation": activation, "aggregate": aggregate, "query": query}
     fields: dict[str, Any] = {}
     positions = query_positions(frozen.prompt, query)
+    asked = unembedding_rows(frozen, positions, target, minus) if aggregate == "target" else None
     vectors = _vectors_at(frozen, None if query is None else positions, rule, activation, aggregate, memory)
-    if aggregate == "target":
-        direction, constant = unembedding_rows(frozen, positions, target, minus)
-        vectors, direction, constant = upcast(vectors), upcast(direction), upcast(constant)
+    if asked is not None:
+        vectors, direction, constant = upcast(vectors), upcast(asked[0]), upcast(asked[1])
         scores = torch.einsum("kbqd,bqd->bqk", vectors, direction)
         own = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
         total, real = (own * direction).sum(-1) + constant, torch.take_along_dim(frozen.mask, positions, dim=1)
