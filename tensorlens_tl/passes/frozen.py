@@ -35,20 +35,8 @@ from tensorlens_tl.passes.record import Record
 class FrozenPass(Record):
     """One forward pass, held fixed. Made by `freeze`.
 
-    What was captured and the maps of the model's parts are those of a `Record`; here are the operator, and the hooks
-    that hold the live model.
-
-    Attributes:
-        model: the model the pass was taken from.
-        view: the reading of its weights.
-        prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
-        cache: the captured activations by hook-point name (listed in `tensorlens_tl.hooks.points`).
-        other_hooks: the hook points where other people's hooks were during the pass.
-        layouts: how each block is put together.
-        errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
-            ``"head"``, and ``"unembed"`` (of the tokens whose logits were compared: the last ones, and those asked
-            about since).
-        tolerance: the largest error a proof may show.
+    What was captured, and the maps of the model's parts, are those of a `Record`, whose attributes these are; here are
+    the operator, and the hooks that hold the live model.
     """
 
     def __repr__(self) -> str:
