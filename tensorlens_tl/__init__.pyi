@@ -3,6 +3,7 @@
 from tensorlens_tl import (
     algebra as algebra,
     circuits as circuits,
+    compress as compress,
     demo as demo,
     drawing as drawing,
     evaluate as evaluate,

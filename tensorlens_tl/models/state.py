@@ -1,5 +1,7 @@
 """Is a model in a state to be frozen, and still in the one its pass was taken in?"""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any
@@ -43,6 +45,15 @@ class WeightState:
         if versions != self.versions:
             return False
         return bool(torch.allclose(_sample(parameters), self.sample, rtol=0, atol=0, equal_nan=True))
+
+
+def fingerprint(weights: Sequence[Tensor]) -> str:
+    """A digest of some weights' numbers, of the same sample as `WeightState`: widening them does not change it."""
+    digest = hashlib.sha256()
+    for weight in weights:
+        digest.update(str(tuple(weight.shape)).encode())
+        digest.update(_diagonal(weight.detach()).double().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:

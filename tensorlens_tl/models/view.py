@@ -5,6 +5,9 @@ structural: nothing here imports a model class, because HookedTransformer does n
 TransformerLens 4. Whether the reading is right is decided by the block proof (`tensorlens_tl.passes.proof`).
 """
 
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -103,6 +106,27 @@ class BlockView:
             epsilon=float(epsilon) if isinstance(epsilon, (int, float)) else 1e-5,
         )
 
+    def with_weights(self, weights: Mapping[str, Tensor]) -> "BlockView":
+        """This reading with other weights, by TransformerLens' names; what the block itself holds is not touched."""
+
+        def flat(name: str) -> Tensor | None:
+            if name not in weights:
+                return None
+            weight = weights[name].detach().to(self.attention.W_O)
+            if name == "W_O":
+                return rearrange(weight, "head d_head d_model -> (head d_head) d_model")
+            return weight.reshape(-1) if name.startswith("b") else rearrange(weight, "h m d -> m (h d)")
+
+        other = BlockView(self.model, self.layer)
+        other.norms = self.norms
+        for part, names in (("attention", ("W_V", "b_V", "W_O")), ("query_key", ("W_Q", "b_Q", "W_K", "b_K"))):
+            changed = {name: new for name in names if (new := flat(name)) is not None}
+            setattr(other, part, replace(getattr(self, part), **changed))
+        if self.mlp is not None:
+            named = {name: weights[name].to(self.mlp.W_in) for name in ("W_in", "W_gate", "W_out") if name in weights}
+            other.mlp = replace(self.mlp, **named)
+        return other
+
     @property
     def has_mlp(self) -> bool:
         """Whether the block has an MLP, readable or not."""
@@ -186,6 +210,14 @@ class ModelView:
 
     def __repr__(self) -> str:
         return f"ModelView({self.description}, layers={self.n_layers})"
+
+    def with_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> "ModelView":
+        """This reading with other weights in some blocks, by TransformerLens' names; the model itself keeps its own."""
+        other = copy(self)
+        other.blocks = [
+            block.with_weights(weights[block.layer]) if block.layer in weights else block for block in self.blocks
+        ]
+        return other
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -23,7 +23,7 @@ from tensorlens_tl.models.layouts import Layout, compose
 from tensorlens_tl.models.protocol import HookedModel
 from tensorlens_tl.models.state import WeightState
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.models.weights import NormWeights
+from tensorlens_tl.models.weights import MLPWeights, NormWeights
 from tensorlens_tl.passes.prompts import Prompt
 
 RecordType = TypeVar("RecordType", bound="Record")
@@ -235,18 +235,7 @@ class Record:
     def mlp(self, layer: int, activation: str = "ratio") -> Chain | None:
         """One MLP with its activation frozen, or None without one."""
         weights, held = self.view.blocks[layer].mlp, self.mlp_coefficients(layer, activation)
-        if weights is None or held is None:
-            return None
-        through = Diagonal(held.through, held.offset(weights.b_post))
-        if weights.W_gate is None or held.gate is None:
-            hidden: tuple[AffineMap, ...] = (Linear(weights.W_in, weights.b_in), through)
-        else:
-            branches = (
-                Chain((Linear(weights.W_in, weights.b_in), through)),
-                Chain((Linear(weights.W_gate, weights.b_gate), Diagonal(held.gate))),
-            )
-            hidden = (Sum(branches),)
-        return Chain((*hidden, Linear(weights.W_out, weights.b_out)))
+        return None if weights is None or held is None else mlp_chain(weights, held)
 
     def parts(
         self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
@@ -280,6 +269,20 @@ class Record:
         dense = Linear(head.W, head.b)
         held = coefficients(head.activation, dense(self.output), rule=activation)
         return Chain((dense, Diagonal(held.through, held.rest), self._norm(head.norm, head.scale_name)))
+
+
+def mlp_chain(weights: MLPWeights, held: Coefficients) -> Chain:
+    """An MLP with its activation replaced by these coefficients."""
+    through = Diagonal(held.through, held.offset(weights.b_post))
+    if weights.W_gate is None or held.gate is None:
+        hidden: tuple[AffineMap, ...] = (Linear(weights.W_in, weights.b_in), through)
+    else:
+        branches = (
+            Chain((Linear(weights.W_in, weights.b_in), through)),
+            Chain((Linear(weights.W_gate, weights.b_gate), Diagonal(held.gate))),
+        )
+        hidden = (Sum(branches),)
+    return Chain((*hidden, Linear(weights.W_out, weights.b_out)))
 
 
 def check_pass(frozen: Any) -> None:

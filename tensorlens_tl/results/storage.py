@@ -92,8 +92,12 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
     return path
 
 
-def read(path: str | os.PathLike[str], kind: str, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(
+    path: str | os.PathLike[str], kind: str, names: Sequence[str] | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and facts of a file of one kind that `write` wrote; it may hold tensors of these names and no others.
+
+    ``names=None`` leaves the names to the caller.
 
     Raises:
         FileFormatError: not such a file, damaged or changed since, or from a newer version.
@@ -120,7 +124,7 @@ def read(path: str | os.PathLike[str], kind: str, names: Sequence[str]) -> tuple
         if isinstance(error, FileFormatError):
             raise
         raise FileFormatError(f"{path}: not a readable {kind} ({type(error).__name__}: {error}).") from error
-    strange = sorted(set(tensors) - set(names))
+    strange = [] if names is None else sorted(set(tensors) - set(names))
     if strange:
         raise FileFormatError(f"{path}: holds a tensor {strange[0]!r} that no {kind} has.")
     return tensors, facts

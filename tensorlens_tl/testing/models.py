@@ -79,7 +79,6 @@ def _hooked(processed: bool = False, **options: Any) -> Any:
         "d_vocab": VOCABULARY,
         "dtype": torch.float64,
         "device": "cpu",
-        "seed": 0,
         "default_prepend_bos": False,
     }
     model = HookedTransformer(HookedTransformerConfig(**{**config, **options}))

@@ -1,0 +1,60 @@
+"""Fewer numbers for a model's attention, and what is lost: TensorLLM and its baselines.
+
+>>> import tensorlens_tl as tlens
+>>> from tensorlens_tl import compress
+>>> model = tlens.load_demo_model()
+>>> plan = compress.plan(model, ratio=2, method="circuit-svd")
+>>> plan
+Plan('circuit-svd' of layers [0, 1, 2, 3], ratio=2, GPT-2)
+
+| module | question |
+| --- | --- |
+| `tucker` | how is a tensor factorised with shared factors, and which ranks are best? |
+| `heads` | how are a layer's heads stacked, and which bases are free? |
+| `methods` | what does each method keep? |
+| `replacements` | what does a compression hold, and which dense weights does it stand for? |
+| `reading` | how are a model's heads read? |
+| `plan` | how is a model compressed, and given back its own weights? |
+| `removed` | what did a compression take away from one prediction? |
+| `sharing` | do heads share a subspace? |
+"""
+
+from tensorlens_tl.compress.heads import LAYOUTS, HeadWeights, in_circuit_gauge, rotated, stacked
+from tensorlens_tl.compress.methods import METHODS, circuit_svd, head_svd, laser, laser_mlp, tucker
+from tensorlens_tl.compress.plan import Plan, plan, shared_tucker
+from tensorlens_tl.compress.reading import head_weights
+from tensorlens_tl.compress.removed import Removed, removed
+from tensorlens_tl.compress.replacements import LowRank, Replacement, SharedTucker
+from tensorlens_tl.compress.sharing import Sharing, sharing
+from tensorlens_tl.compress.tucker import HOSVD, Tucker, hooi, paper_ranks, parameter_count, sequential_hosvd
+
+__all__ = [
+    "HOSVD",
+    "LAYOUTS",
+    "METHODS",
+    "HeadWeights",
+    "LowRank",
+    "Plan",
+    "Removed",
+    "Replacement",
+    "SharedTucker",
+    "Sharing",
+    "Tucker",
+    "circuit_svd",
+    "head_svd",
+    "head_weights",
+    "hooi",
+    "in_circuit_gauge",
+    "laser",
+    "laser_mlp",
+    "paper_ranks",
+    "parameter_count",
+    "plan",
+    "removed",
+    "rotated",
+    "sequential_hosvd",
+    "shared_tucker",
+    "sharing",
+    "stacked",
+    "tucker",
+]

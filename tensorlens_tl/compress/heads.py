@@ -1,0 +1,229 @@
+"""One layer's attention projections by head, as tensors: how they are stacked, and the freedom that they have.
+
+No circuit sees the basis inside a head: with any invertible G, queries W_Q·G and keys W_K·G⁻ᵀ make the same scores, and
+values W_V·G with outputs G⁻¹·W_O write the same. Tucker's shared factor of that axis does see it. `in_circuit_gauge`
+moves every head to the one basis that its own circuits single out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+
+LETTERS = "QKVO"
+LAYOUTS = ("paper", "released")
+GAUGES = (None, "circuit")
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """The four projections of one layer by head, outputs transposed, and the biases of the first three.
+
+    Keys and values have the key-value heads of grouped attention: query head h meets key head ``h // group``.
+
+    Attributes:
+        matrices: by letter: Q and O `[head, d_model, d_head]`, K and V `[kv, d_model, d_head]`.
+        biases: by letter, `[head, d_head]`; letters without one are not there.
+        fixed_scores: says why the basis of queries and keys inside a head is not free (rotary positions, say), or None;
+            asked only where it matters.
+        where: the layer, for messages.
+    """
+
+    matrices: Mapping[str, Float[Tensor, "head d_model d_head"]]
+    biases: Mapping[str, Float[Tensor, "head d_head"]]
+    fixed_scores: Callable[[], str | None] = lambda: None
+    where: str = "this layer"
+
+    @property
+    def heads(self) -> int:
+        """The query heads."""
+        return len(self.matrices["Q"])
+
+    @property
+    def kv_heads(self) -> int:
+        """The key-value heads."""
+        return len(self.matrices["K"])
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key-value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def parameters(self) -> int:
+        """The numbers in all four matrices; biases are never counted."""
+        return self.count(LETTERS)
+
+    def count(self, letters: str) -> int:
+        """The numbers in some of the matrices."""
+        return sum(self.matrices[letter].numel() for letter in letters)
+
+    def changed(self, matrices: Mapping[str, Tensor], biases: Mapping[str, Tensor] | None = None) -> "HeadWeights":
+        """The same with other weights for some letters."""
+        return replace(self, matrices={**self.matrices, **matrices}, biases={**self.biases, **(biases or {})})
+
+    def check_free(self, letters: str) -> None:
+        """Raise `UnsupportedModelError` where queries and keys are asked for and their basis is not free."""
+        if set(letters) & set("QK") and (why := self.fixed_scores()) is not None:
+            raise UnsupportedModelError(
+                f"{self.where}: the basis of queries and keys inside a head is not free here ({why}), so "
+                "their circuit has no gauge. Use matrices='VO', or a method that leaves the basis alone."
+            )
+
+
+def check_letters(matrices: Any) -> str:
+    """Some of Q, K, V and O, in that order.
+
+    Raises:
+        InvalidInputError: anything else.
+    """
+    if not isinstance(matrices, str) or not matrices or set(matrices) - set(LETTERS):
+        raise InvalidInputError(f"matrices={matrices!r}: pass some of 'QKVO', such as 'VO'.")
+    return "".join(letter for letter in LETTERS if letter in matrices)
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def stacked(weights: HeadWeights, matrices: str = LETTERS, layout: str = "paper") -> Float[Tensor, "d1 d2 slices h"]:
+    """The matrices of every head as one tensor (TensorLLM Eqs. 7–8): `[d_model, d_head, slices, heads]`.
+
+    The unit of grouped attention is the key-value group: Q and O give a slice for each of its query heads, K and V one,
+    2g + 2 in all. ``layout="released"`` is what the authors' code is reported to do instead: it views each matrix
+    `[heads·d_head, d_model]` as `[heads·d_head, heads, d_model/heads]`, which cuts d_model, not the heads.
+
+    Raises:
+        InvalidInputError: no such layout, or one that these shapes do not allow.
+    """
+    if layout == "paper":
+        widths = {letter: weights.matrices[letter].shape[2] for letter in matrices}
+        if len(set(widths.values())) > 1:
+            raise InvalidInputError(f"{weights.where}: heads of different widths ({widths}) cannot be stacked.")
+        split = [rearrange(weights.matrices[m], "(kv g) d k -> d k g kv", kv=weights.kv_heads) for m in matrices]
+        return torch.cat(split, dim=2)
+    check_layout(layout)
+    first, *others = (weights.matrices[letter].shape for letter in matrices)
+    heads, d_model, _ = first
+    if any(shape != first for shape in others) or d_model % heads:
+        raise InvalidInputError(
+            f"layout='released': it needs matrices of one shape and as many heads as divide d_model; {weights.where} "
+            f"has {weights.heads} query heads, {weights.kv_heads} key-value heads and d_model {d_model}."
+        )
+    return torch.stack([rearrange(weights.matrices[m], "h (c e) k -> (h k) e c", c=heads) for m in matrices], dim=2)
+
+
+def unstacked(
+    tensor: Float[Tensor, "d1 d2 slices h"], matrices: str, layout: str, heads: int, kv_heads: int
+) -> dict[str, Float[Tensor, "head d_model d_head"]]:
+    """`stacked` undone: the matrices by letter."""
+    if layout == "released":
+        slices = zip(matrices, tensor.unbind(2), strict=True)
+        return {letter: rearrange(part, "(h k) e c -> h (c e) k", h=heads) for letter, part in slices}
+    counts = [heads // kv_heads if letter in "QO" else 1 for letter in matrices]
+    parts = zip(matrices, tensor.split(counts, dim=2), strict=True)
+    return {letter: rearrange(part, "d k g kv -> (kv g) d k") for letter, part in parts}
+
+
+def check_layout(layout: str) -> None:
+    """Raise `InvalidInputError` unless there is such a layout."""
+    if layout not in LAYOUTS:
+        raise InvalidInputError(f"layout={layout!r}; use one of {', '.join(LAYOUTS)}.")
+
+
+def slice_scales(tensor: Float[Tensor, "d1 d2 slices h"]) -> Float[Tensor, "slices"]:
+    """1 / ‖slice‖, by which ``balance=True`` scales: else the largest matrices (Q and K) take most of the ranks."""
+    norms = tensor.double().square().sum((0, 1, 3)).sqrt()
+    return (1 / norms.clamp_min(torch.finfo(tensor.dtype).tiny)).to(tensor)
+
+
+# ------------------------------------------------------------------ the basis inside a head
+
+
+def in_circuit_gauge(weights: HeadWeights, matrices: str = LETTERS) -> HeadWeights:
+    """Every head in the singular basis of its own circuits, biases moved along; what the model computes is the same.
+
+    The QK circuit is ``[W_Q; b_Q]·[W_K; b_K]ᵀ``, the OV circuit ``[W_V; b_V]·W_O``; in a group, those of all its query
+    heads together. Both sides get the square root of the singular values, so that directions come in descending order
+    and cutting them off is the circuit's truncated SVD. A direction's sign, which its circuit does not fix, is taken so
+    that the sum of cubes of its query (value) side is positive.
+
+    Args:
+        weights: of one layer.
+        matrices: ``"QK"``, ``"VO"`` or both: whose circuits are moved.
+
+    Raises:
+        InvalidInputError: half a circuit.
+        UnsupportedModelError: queries and keys are among them and their basis is not free.
+    """
+    if check_letters(matrices) not in ("QKVO", "QK", "VO"):
+        raise InvalidInputError(f"matrices={matrices!r}: a circuit's basis belongs to both its matrices; use QK, VO.")
+    weights.check_free(matrices)
+    made: dict[str, Tensor] = {}
+    biases: dict[str, Tensor] = {}
+    for read, other in (("Q", "K"), ("V", "O")):
+        if read not in matrices:
+            continue
+        sides = [_side(weights, letter) for letter in (read, other)]
+        for letter, side in zip((read, other), _singular(*sides), strict=True):
+            made[letter], bias = _parted(weights, letter, side)
+            if bias is not None:
+                biases[letter] = bias
+    return weights.changed(made, biases)
+
+
+def _side(weights: HeadWeights, letter: str) -> Float[Tensor, "kv rows d_head"]:
+    """One side of the circuits, rows of a group's heads below each other, each with its bias as a row of its own."""
+    matrix = weights.matrices[letter]
+    if letter in weights.biases:
+        matrix = torch.cat([matrix, weights.biases[letter][:, None]], dim=1)
+    return rearrange(matrix, "(kv g) rows k -> kv (g rows) k", kv=weights.kv_heads)
+
+
+def _parted(weights: HeadWeights, letter: str, side: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`_side` undone: matrix, and bias where there is one."""
+    rows = rearrange(side, "kv (g rows) k -> (kv g) rows k", g=len(weights.matrices[letter]) // weights.kv_heads)
+    return (rows[:, :-1], rows[:, -1]) if letter in weights.biases else (rows, None)
+
+
+def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Tensor, Tensor]:
+    """``a·bᵀ`` of every head by its singular vectors, the square root of the values on either side."""
+    (qa, ra), (qb, rb) = torch.linalg.qr(a), torch.linalg.qr(b)
+    u, values, vh = torch.linalg.svd(ra @ rb.mT)
+    left, right = qa @ u, qb @ vh.mT
+    signs = torch.where(left.pow(3).sum(1, keepdim=True) < 0, -1.0, 1.0).to(a)
+    roots = values.sqrt()[:, None] * signs
+    return left * roots, right * roots
+
+
+def rotated(weights: HeadWeights, seed: int = 0) -> HeadWeights:
+    """The same circuits in a random basis inside every head: for finding out what a method makes of the basis."""
+    generator = torch.Generator().manual_seed(whole_number("seed", seed))
+    like = weights.matrices["Q"]
+    made: dict[str, Tensor] = {}
+    biases: dict[str, Tensor] = {}
+    for pair in ("QK", "VO"):
+        if pair == "QK" and weights.fixed_scores() is not None:
+            continue
+        width = weights.matrices[pair[0]].shape[2]
+        basis = torch.randn(weights.kv_heads, width, width, generator=generator, dtype=torch.float64)
+        basis = (basis + 2 * width**0.5 * torch.eye(width, dtype=torch.float64)).to(like)  # far from singular
+        for letter, change in zip(pair, (basis, torch.linalg.inv(basis).mT), strict=True):
+            by_head = change.repeat_interleave(len(weights.matrices[letter]) // weights.kv_heads, dim=0)
+            made[letter] = weights.matrices[letter] @ by_head
+            if letter in weights.biases:
+                biases[letter] = (weights.biases[letter][:, None] @ by_head)[:, 0]
+    return weights.changed(made, biases)
+
+
+def circuits(weights: HeadWeights) -> dict[str, tuple[Tensor, Tensor]]:
+    """Both factors of every query head's circuits, biases left out: ``{"QK": (W_Q, W_K), "OV": (W_V, W_Oᵀ)}``."""
+    expand = {letter: len(weights.matrices["Q"]) // len(matrix) for letter, matrix in weights.matrices.items()}
+    by_head = {letter: matrix.repeat_interleave(expand[letter], dim=0) for letter, matrix in weights.matrices.items()}
+    return {"QK": (by_head["Q"], by_head["K"]), "OV": (by_head["V"], by_head["O"])}

@@ -1,0 +1,280 @@
+"""How a layer's attention is compressed: TensorLLM's shared Tucker, and the baselines under the same count of numbers.
+
+| method | keeps of each layer | numbers (one head per key-value head) |
+| --- | --- | --- |
+| `tucker` | factors shared by all heads, a core per head (TensorLLM) | R1·R2·R3·h + d·R1 + d_head·R2 + 4·R3 |
+| `laser` | each matrix's truncated SVD (Sharma et al. 2024) | 4·r·(d + h·d_head) |
+| `head-svd` | each head's matrices' truncated SVDs | 4·h·r·(d + d_head) |
+| `circuit-svd` | each head's truncated OV and QK circuits, as narrower heads | 4·h·r·d |
+
+A method is a function of one layer's `HeadWeights` and keyword options that returns a `Replacement`; any such function
+can be passed to `plan` by itself.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.compress.heads import (
+    GAUGES,
+    LETTERS,
+    HeadWeights,
+    check_letters,
+    in_circuit_gauge,
+    slice_scales,
+    stacked,
+)
+from tensorlens_tl.compress.replacements import LowRank, Replacement, SharedTucker
+from tensorlens_tl.compress.tucker import (
+    HOSVD,
+    RULES,
+    Tucker,
+    check_ranks,
+    hooi,
+    paper_ranks,
+    positive,
+    sequential_hosvd,
+)
+from tensorlens_tl.errors import InvalidInputError
+
+Method = Callable[..., Replacement]
+STARTS = ("hosvd", "sequential")
+
+
+def tucker(
+    weights: HeadWeights,
+    *,
+    ranks: Any = None,
+    ratio: Any = None,
+    energy: Any = None,
+    rule: str = "free",
+    matrices: str = LETTERS,
+    layout: str = "paper",
+    balance: bool = False,
+    gauge: str | None = None,
+    start: str = "hosvd",
+    sweeps: Any = 0,
+) -> SharedTucker:
+    """TensorLLM: factors that all heads share, and a core for each (Eqs. 7–14).
+
+    Args:
+        weights: one layer's.
+        ranks: (R1, R2, R3); with ``rule="paper"`` also (r, s), which stands for (r·heads, r, s).
+        ratio: instead, the compression ratio: the ranks that lose least at it.
+        energy: instead, the share of ‖W‖² to keep: the fewest numbers that do.
+        rule: with `ratio` and `energy`, which ranks are looked through: all (``"free"``) or ``"paper"``'s.
+        matrices: which of Q, K, V and O are stacked; the ratio counts those.
+        layout: ``"paper"`` splits heads; ``"released"`` splits d_model, see `tensorlens_tl.compress.heads.stacked`.
+        balance: scale every slice to the same norm before, and back after (ours).
+        gauge: ``"circuit"`` moves every head to its circuits' own basis before (ours); see `in_circuit_gauge`.
+        start: ``"hosvd"``, or ``"sequential"`` truncation, cheaper, for given ranks only.
+        sweeps: of HOOI afterwards, at most.
+
+    Raises:
+        InvalidInputError: not one of ranks, ratio and energy, or none that meets them; no such option.
+        UnsupportedModelError: a gauge where the basis is not free.
+    """
+    letters, sweeps = check_letters(matrices), whole_number("sweeps", sweeps, least=0)
+    for name, value, known in (("gauge", gauge, GAUGES), ("start", start, STARTS), ("rule", rule, RULES)):
+        if value not in known:
+            raise InvalidInputError(f"{name}={value!r}; use one of {', '.join(map(repr, known))}.")
+    if sum(option is not None for option in (ranks, ratio, energy)) != 1:
+        raise InvalidInputError("ranks: pass one of ranks=, ratio= and energy=.")
+    if start == "sequential" and ranks is None:
+        raise InvalidInputError("start='sequential': it needs ranks=; a ratio or energy needs the whole HOSVD.")
+    moved = in_circuit_gauge(weights, letters) if gauge == "circuit" else weights
+    tensor = stacked(moved, letters, layout)
+    if ranks is not None:
+        short = rule == "paper" and isinstance(ranks, list | tuple) and len(ranks) == 2
+        ranks = paper_ranks(tensor.shape, *ranks) if short else check_ranks(tuple(tensor.shape), ranks)
+    scales = slice_scales(tensor)[:, None] if balance else tensor.new_ones(1, 1)
+    scaled = tensor * scales if balance else tensor
+    if start == "sequential" and ranks is not None:
+        made = sequential_hosvd(scaled, ranks)
+    else:
+        whole = HOSVD.of(scaled)
+        made = whole.truncated(ranks or whole.best_ranks(ratio=ratio, energy=energy, rule=rule))
+        del whole
+    errors: list[float] = []
+    if sweeps:
+        made, errors = hooi(scaled, made, sweeps=sweeps)
+    U1, U2, U3 = made.factors
+    U3 = U3 / scales
+    lost = Tucker(made.core, (U1, U2, U3)).dense() - tensor
+    return SharedTucker(
+        before=weights.count(letters),
+        biases=_moved_biases(weights, moved),
+        core=made.core.contiguous(),
+        U1=U1,
+        U2=U2,
+        U3=U3,
+        letters=letters,
+        layout=layout,
+        heads=weights.heads,
+        kv_heads=weights.kv_heads,
+        error=float(lost.norm() / tensor.norm()),
+        sweeps=errors,
+    )
+
+
+def laser(
+    weights: HeadWeights, *, ratio: Any = None, rank: Any = None, rho: Any = None, matrices: str = LETTERS
+) -> LowRank:
+    """Each matrix, all heads together, by its truncated SVD (LASER, Sharma et al. 2024).
+
+    Args:
+        weights: one layer's.
+        ratio: the compression ratio; all matrices get the same rank.
+        rank: instead, the rank.
+        rho: instead, LASER's ρ: the share of each matrix's largest possible rank that is kept.
+        matrices: which of Q, K, V and O.
+
+    Raises:
+        InvalidInputError: not one of the three, or out of range.
+    """
+    letters = check_letters(matrices)
+    flat = {m: rearrange(weights.matrices[m], "h d k -> d (h k)") for m in letters}
+    ranks = _ranks(flat, weights.count(letters), ratio, rank, rho)
+    widths = {m: weights.matrices[m].shape[2] for m in letters}
+    return _low_rank(flat, ranks, widths)
+
+
+def laser_mlp(matrices: Mapping[str, Tensor], rho: Any) -> LowRank:
+    """An MLP's matrices by their truncated SVDs: the other half of TensorLLM's hybrid with LASER.
+
+    Args:
+        matrices: by name (``W_in``, ``W_gate``, ``W_out``).
+        rho: the share of each matrix's largest possible rank that is kept; one for all, or a table by name, of which
+            matrices that are not named stay as they are.
+
+    Raises:
+        InvalidInputError: no such matrix, or a share out of range.
+    """
+    shares = dict(rho) if isinstance(rho, Mapping) else dict.fromkeys(matrices, rho)
+    strange = sorted(set(shares) - set(matrices))
+    if strange or not shares:
+        raise InvalidInputError(f"mlp={rho!r}: pass a share, or shares of {', '.join(matrices)}.")
+    kept = {name: matrices[name] for name in shares}
+    ranks = {name: _share(share, kept[name]) for name, share in shares.items()}
+    return _low_rank(kept, ranks, dict.fromkeys(kept, 0))
+
+
+def head_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, matrices: str = LETTERS) -> LowRank:
+    """Each matrix of each head by its truncated SVD.
+
+    Args:
+        weights, ratio, rank, matrices: as in `laser`, the rank being at most d_head.
+
+    Raises:
+        InvalidInputError: not one of ratio and rank, or out of range.
+    """
+    letters = check_letters(matrices)
+    kept = {m: weights.matrices[m] for m in letters}
+    ranks = _ranks(kept, weights.count(letters), ratio, rank)
+    return _low_rank(kept, ranks, {m: matrix.shape[2] for m, matrix in kept.items()})
+
+
+def circuit_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, matrices: str = LETTERS) -> LowRank:
+    """Each head's OV and QK circuits by their truncated SVDs: the best narrower heads, biases inside (ours).
+
+    Args:
+        weights, ratio, rank: as in `head_svd`.
+        matrices: ``"QKVO"``, ``"VO"`` or ``"QK"``: whole circuits.
+
+    Raises:
+        InvalidInputError: as `head_svd`; half a circuit.
+        UnsupportedModelError: queries and keys are among them and their basis is not free.
+    """
+    letters = check_letters(matrices)
+    moved = in_circuit_gauge(weights, letters)
+    kept = {m: moved.matrices[m] for m in letters}
+    widths = {m: matrix.shape[2] for m, matrix in kept.items()}
+    per_rank = {m: matrix.shape[0] * matrix.shape[1] for m, matrix in kept.items()}
+    found = _rank(per_rank, min(widths.values()), weights.count(letters), ratio, rank)
+    cut = {m: matrix[..., :found].contiguous() for m, matrix in kept.items()}
+    biases = {
+        name: torch.cat([bias[..., :found], torch.zeros_like(bias[..., found:])], dim=-1)
+        for name, bias in _moved_biases(weights, moved).items()
+    }
+    lost = sum(float(kept[m][..., found:].double().square().sum()) for m in letters)
+    error = (lost / _energy(kept)) ** 0.5
+    return LowRank(before=weights.count(letters), biases=biases, left=cut, right={}, widths=widths, error=error)
+
+
+METHODS: dict[str, Method] = {
+    "tucker": tucker,
+    "laser": laser,
+    "head-svd": head_svd,
+    "circuit-svd": circuit_svd,
+}
+"""The methods that `plan` knows by name."""
+
+
+def find_method(method: Any) -> Method:
+    """A method by name, or the function that was passed.
+
+    Raises:
+        InvalidInputError: neither.
+    """
+    found = METHODS.get(method) if isinstance(method, str) else method
+    if not callable(found):
+        raise InvalidInputError(f"method={method!r}; use one of {', '.join(METHODS)}, or a function.")
+    return found
+
+
+# ------------------------------------------------------------------ ranks and products
+
+
+def _ranks(matrices: Mapping[str, Tensor], before: int, ratio: Any, rank: Any, rho: Any = None) -> dict[str, int]:
+    """The rank of each matrix `[.., n, m]`."""
+    if rho is not None:
+        if ratio is not None or rank is not None:
+            raise InvalidInputError("ranks: pass one of ratio=, rank= and rho=.")
+        return {name: _share(rho, matrix) for name, matrix in matrices.items()}
+    per_rank = {name: sum(m.shape[-2:]) * m.shape[:-2].numel() for name, m in matrices.items()}
+    most = min(min(matrix.shape[-2:]) for matrix in matrices.values())
+    return dict.fromkeys(matrices, _rank(per_rank, most, before, ratio, rank))
+
+
+def _rank(per_rank: Mapping[str, int], most: int, before: int, ratio: Any, rank: Any) -> int:
+    """One rank for all matrices, asked for or the largest that meets a ratio."""
+    if (ratio is None) == (rank is None):
+        raise InvalidInputError("ranks: pass one of ratio= and rank= (or, for LASER, rho=).")
+    if rank is not None:
+        return whole_number("rank", rank, 1, most)
+    each = sum(per_rank.values())
+    found = int(before / positive("ratio", ratio) / each)
+    if found < 1:
+        raise InvalidInputError(f"ratio={ratio}: rank 1 is more than that; the largest here is {before / each:.4g}.")
+    return min(found, most)
+
+
+def _share(rho: Any, matrix: Tensor) -> int:
+    """LASER's ρ as a rank."""
+    return max(1, int(positive("rho", rho, most=1.0) * min(matrix.shape[-2:])))
+
+
+def _low_rank(matrices: Mapping[str, Tensor], ranks: Mapping[str, int], widths: dict[str, int]) -> LowRank:
+    left, right, lost = {}, {}, 0.0
+    for name, matrix in matrices.items():
+        u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
+        rank = ranks[name]
+        left[name] = u[..., :rank] * values[..., None, :rank]
+        right[name] = vh[..., :rank, :].contiguous()
+        lost += float(values[..., rank:].double().square().sum())
+    before = sum(matrix.numel() for matrix in matrices.values())
+    error = (lost / _energy(matrices)) ** 0.5
+    return LowRank(before=before, biases={}, left=left, right=right, widths=widths, error=error)
+
+
+def _energy(matrices: Mapping[str, Tensor]) -> float:
+    return sum(float(matrix.double().square().sum()) for matrix in matrices.values())
+
+
+def _moved_biases(weights: HeadWeights, moved: HeadWeights) -> dict[str, Tensor]:
+    """The biases that a change of basis took along, by TransformerLens' names."""
+    return {f"b_{m}": bias for m, bias in moved.biases.items() if bias is not weights.biases[m]}

@@ -1,0 +1,310 @@
+"""A plan: which weights of a model become which others, to be tried, kept, saved, or taken apart.
+
+A plan holds the compressed factors of each layer. ``with plan.applied():`` gives the model the weights that they stand
+for; they are dense while a model runs, and so is ``plan.copied()``: what is small is the plan, and its file.
+"""
+
+import copy
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tensorlens_tl._arguments import plain, whole_number
+from tensorlens_tl.circuits.weights import as_pass, as_view
+from tensorlens_tl.compress.heads import HeadWeights
+from tensorlens_tl.compress.methods import find_method, laser_mlp, tucker
+from tensorlens_tl.compress.reading import head_weights, mlp_matrices, read
+from tensorlens_tl.compress.replacements import KINDS, Replacement, SharedTucker, unpacked
+from tensorlens_tl.errors import FileFormatError, InvalidInputError, TensorLensError, UnsupportedModelError
+from tensorlens_tl.hooks import lock_of, own_run, refuse_attached
+from tensorlens_tl.models.protocol import HookedModel, ModelLike
+from tensorlens_tl.models.state import fingerprint
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models.writing import refuse_shared, writable, write, written
+from tensorlens_tl.results.storage import read as read_file, write as write_file
+
+
+def shared_tucker(model: ModelLike, layer: int, **options: Any) -> SharedTucker:
+    """TensorLLM's compression of one layer: factors that all its heads share, and a core for each.
+
+    Args:
+        model: a model, or a `FrozenPass`.
+        layer: which one.
+        options: of `tensorlens_tl.compress.tucker`: one of ``ranks=``, ``ratio=`` and ``energy=``; ``rule=``,
+            ``matrices=``, ``layout=``, ``balance=``, ``gauge=``, ``start=``, ``sweeps=``.
+
+    Raises:
+        InvalidInputError: no such layer, and what `tensorlens_tl.compress.tucker` refuses.
+        UnsupportedModelError: attention that cannot be read, or a gauge where the basis is not free.
+    """
+    return tucker(head_weights(model, layer), **options)
+
+
+def plan(
+    model: ModelLike,
+    layers: Any = None,
+    *,
+    method: Any = "tucker",
+    mlp: Any = None,
+    **options: Any,
+) -> "Plan":
+    """Compress the attention of some layers, and with `mlp` their MLPs by LASER as well (TensorLLM's hybrid).
+
+    Nothing is written to the model: see `Plan.applied`.
+
+    Args:
+        model: a model, or a `FrozenPass`.
+        layers: a layer, several, a slice, or None for all.
+        method: one of `METHODS`; a function of one layer's `HeadWeights` and the options that gives a `Replacement`; or
+            None, where only MLPs are compressed.
+        mlp: LASER's ρ for MLP matrices, the share of each one's rank that is kept, or ρ by name (``{"W_in": 0.1}``).
+        options: the method's, such as ``ratio=4``.
+
+    Raises:
+        InvalidInputError: no such layer, method or option, or a ratio that cannot be met.
+        UnsupportedModelError: attention that cannot be read or written, quantised weights, weights that two blocks
+            share, or a gauge where the basis is not free.
+    """
+    view = as_view(model)
+    chosen = _chosen(view, layers)
+    if method is None and (mlp is None or options):
+        raise InvalidInputError("plan: method=None compresses MLPs only; pass mlp=, and no other options.")
+    compressed = None if method is None else find_method(method)
+    refuse_shared(view, chosen)
+    short_pass = cache(partial(as_pass, view))
+    made: dict[int, list[Replacement]] = {}
+    for layer in tqdm(chosen, desc="compressing", leave=False, delay=2.0):
+        made[layer] = []
+        if compressed is not None:
+            made[layer].append(_compressed(compressed, read(view, layer, short_pass), options))
+        if mlp is not None:
+            matrices = mlp_matrices(view, layer)
+            if not matrices:
+                raise InvalidInputError(f"mlp={mlp!r}: blocks.{layer} of this {view.description} has no MLP.")
+            made[layer].append(laser_mlp(matrices, mlp))
+    named = method if isinstance(method, str) or method is None else getattr(method, "__name__", "custom")
+    asked = {**options, "mlp": mlp} if mlp is not None else dict(options)
+    prints = {layer: _fingerprint(view, layer, parts) for layer, parts in made.items()}
+    replacements = {layer: tuple(parts) for layer, parts in made.items()}
+    return Plan(view.model, replacements, prints, named or "mlp only", asked, view.description)
+
+
+def _compressed(method: Any, weights: HeadWeights, options: Mapping[str, Any]) -> Replacement:
+    try:
+        made = method(weights, **options)
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        raise InvalidInputError(f"plan: {error}.") from error
+    if not isinstance(made, Replacement):
+        raise InvalidInputError(f"method: {method!r} gives a {type(made).__name__}, not a Replacement.")
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Compressed weights of some layers of one model.
+
+    Attributes:
+        model: the model they were made for.
+        layers: what replaces the weights of each layer.
+        fingerprints: what the weights were that are replaced, by layer.
+        method, options: how they were made.
+        description: of the model.
+    """
+
+    model: HookedModel
+    layers: Mapping[int, tuple[Replacement, ...]]
+    fingerprints: Mapping[int, str]
+    method: str
+    options: Mapping[str, Any]
+    description: str
+
+    def __repr__(self) -> str:
+        return f"Plan({self.label!r} of layers {list(self.layers)}, ratio={self.ratio:.4g}, {self.description})"
+
+    @property
+    def label(self) -> str:
+        """Method and options, but for the ratio."""
+        given = (f"{name}={value!r}" if value is not True else name for name, value in self.options.items())
+        return " ".join([self.method, *(text for text in given if not text.startswith("ratio="))])
+
+    @property
+    def before(self) -> int:
+        """How many numbers the matrices hold that it replaces."""
+        return sum(part.before for parts in self.layers.values() for part in parts)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the compressed ones hold."""
+        return sum(part.parameters for parts in self.layers.values() for part in parts)
+
+    @property
+    def ratio(self) -> float:
+        """Parameters before ÷ after, over all matrices that it replaces."""
+        return self.before / self.parameters
+
+    def weights(self) -> dict[int, dict[str, Tensor]]:
+        """The dense weights by layer and TransformerLens' name."""
+        return {
+            layer: {name: weight for part in parts for name, weight in part.dense().items()}
+            for layer, parts in self.layers.items()
+        }
+
+    # ------------------------------------------------------------------ applying
+
+    def check_fits(self, model: Any = None) -> ModelView:
+        """The reading of its model, or of another; refuses one whose weights are not those that were compressed.
+
+        Raises:
+            InvalidInputError: another model, or weights that changed since.
+        """
+        view = as_view(self.model if model is None else model)
+        for layer, parts in self.layers.items():
+            fits = layer < view.n_layers and _fingerprint(view, layer, parts) == self.fingerprints[layer]
+            if not fits:
+                raise InvalidInputError(
+                    f"plan: it was made for {self.description}, and blocks.{layer} of this {view.description} has "
+                    "other weights (another model, weights processed or cast since, or a plan that is applied "
+                    "already). Make a plan of this model."
+                )
+        return view
+
+    @contextmanager
+    def applied(self) -> Generator[HookedModel, None, None]:
+        """The model with the compressed weights; the old ones are back afterwards, bit for bit, also on an exception.
+
+        Passes that were frozen before are refused inside and valid again afterwards. The model's lock is held.
+
+        Raises:
+            InvalidInputError: the model's weights are not those that were compressed.
+            FrozenModelError: a frozen pass is attached.
+            UnsupportedModelError: weights that cannot be written.
+        """
+        with lock_of(self.model):
+            view = self.check_fits()
+            refuse_attached(self.model)
+            with written(view, self.weights()):
+                yield self.model
+
+    def copied(self) -> HookedModel:
+        """A copy of the model with the compressed weights, dense: as large and as fast as the model itself.
+
+        Raises:
+            InvalidInputError: the model's weights are not those that were compressed.
+            UnsupportedModelError: the model cannot be copied, or its copy does not run on its own weights.
+        """
+        with lock_of(self.model), own_run(self.model):
+            view = self.check_fits()
+            try:
+                other = copy.deepcopy(view.model)
+            except (TypeError, RuntimeError, AttributeError) as error:
+                raise UnsupportedModelError(
+                    f"{view.description} cannot be copied ({type(error).__name__}: {error}). Use plan.applied()."
+                ) from error
+        places = {parameter.untyped_storage().data_ptr() for parameter in view.model.parameters()}
+        copied = ModelView(other)
+        if any(parameter.untyped_storage().data_ptr() in places for parameter in other.parameters()):
+            raise UnsupportedModelError(f"a copy of {view.description} shares its weights. Use plan.applied().")
+        write(copied, self.weights())
+        try:
+            as_pass(copied)  # proves every block against what the copy computes
+        except TensorLensError as error:
+            raise UnsupportedModelError(
+                f"a copy of {view.description} does not run on its own weights. Use plan.applied()."
+            ) from error
+        return other
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the compressed factors to one safetensors file.
+
+        Raises:
+            InvalidInputError: no such folder, or a replacement of somebody else's class.
+        """
+        tensors: dict[str, Tensor] = {}
+        facts: list[Any] = []
+        for layer, parts in self.layers.items():
+            for number, part in enumerate(parts):
+                if KINDS.get(type(part).__name__) is not type(part):
+                    raise InvalidInputError(f"save: a plan's file cannot hold a {type(part).__name__}.")
+                held, told = part.packed()
+                tensors |= {f"{layer}/{number}/{name}": tensor for name, tensor in held.items()}
+                facts.append([layer, told])
+        about = {
+            "parts": facts,
+            "fingerprints": [[layer, print] for layer, print in self.fingerprints.items()],
+            "method": self.method,
+            "options": dict(self.options),
+            "description": self.description,
+        }
+        return write_file(path, "Plan", tensors, about)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: ModelLike) -> "Plan":
+        """Read a file that `save` wrote, for the model that it was made for.
+
+        Raises:
+            FileFormatError: not such a file, damaged or changed since, or from a newer version.
+            InvalidInputError: a model with other weights.
+            OSError: there is no such file.
+        """
+        tensors, about = read_file(path, "Plan", None)
+        view = as_view(model)
+        try:
+            layers: dict[int, list[Replacement]] = {}
+            for layer, told in about["parts"]:
+                parts = layers.setdefault(int(layer), [])
+                start = f"{layer}/{len(parts)}/"
+                device = next(view.model.parameters()).device
+                held = {n.removeprefix(start): t.to(device) for n, t in tensors.items() if n.startswith(start)}
+                parts.append(unpacked(held, told))
+            prints = {int(layer): str(print) for layer, print in about["fingerprints"]}
+            made = cls(
+                view.model,
+                {layer: tuple(parts) for layer, parts in layers.items()},
+                prints,
+                str(about["method"]),
+                dict(about["options"]),
+                str(about["description"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileFormatError(f"{path}: not a readable Plan ({type(error).__name__}: {error}).") from error
+        made.check_fits()
+        return made
+
+
+def _chosen(view: ModelView, layers: Any) -> list[int]:
+    """The layers asked for, in order; they need not be consecutive.
+
+    Raises:
+        InvalidInputError: none, or one that the model does not have.
+    """
+    layers = plain(layers)
+    if layers is None:
+        return list(range(view.n_layers))
+    if isinstance(layers, slice):
+        found = list(range(view.n_layers))[layers]
+    else:
+        several = layers if isinstance(layers, list | tuple | range | set) else [layers]
+        found = sorted(
+            {whole_number("layers", layer, -view.n_layers, view.n_layers - 1) % view.n_layers for layer in several}
+        )
+    if not found:
+        raise InvalidInputError(f"layers={layers!r}: none of this model's {view.n_layers} layers.")
+    return found
+
+
+def _fingerprint(view: ModelView, layer: int, parts: Any) -> str:
+    """What tells the weights that are replaced from others, whatever float dtype they were widened to."""
+    there = writable(view.blocks[layer])
+    names = sorted({name for part in parts for name in part.dense()})
+    return fingerprint([there[name] for name in names if name in there])

@@ -1,0 +1,69 @@
+"""A layer's attention weights as `HeadWeights`, from any model."""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.qk_reading import score_reading
+from tensorlens_tl.circuits.weights import as_pass, as_view
+from tensorlens_tl.compress.heads import HeadWeights
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.protocol import ModelLike
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models.writing import writable
+from tensorlens_tl.passes.frozen import FrozenPass
+
+
+def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
+    """One layer's projections by head, copied, half precision as float32.
+
+    Args:
+        model: a model or a `FrozenPass`.
+        layer: which one.
+
+    Raises:
+        InvalidInputError: no such layer.
+        UnsupportedModelError: attention that cannot be read or written, or quantised weights.
+    """
+    view = as_view(model)
+    layer = whole_number("layer", layer, 0, view.n_layers - 1, why="a layer of this model")
+    return read(view, layer, cache(partial(as_pass, view)))
+
+
+def read(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> HeadWeights:
+    """`head_weights`, with a pass of a few tokens that is made once for all layers, if at all."""
+    there = writable(view.blocks[layer])
+    matrices = {letter: _copied(there[f"W_{letter}"]) for letter in "QKV"} | {"O": _copied(there["W_O"].mT)}
+    biases = {letter: _copied(there[f"b_{letter}"]) for letter in "QKV" if f"b_{letter}" in there}
+    where = f"blocks.{layer} of this {view.description}"
+    return HeadWeights(matrices, biases, partial(why_scores_fix_the_basis, view, layer, short_pass), where)
+
+
+def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
+    """One layer's MLP matrices by name, copied; none where it has no MLP."""
+    there = writable(view.blocks[layer])
+    return {name: _copied(there[name]) for name in ("W_in", "W_gate", "W_out") if name in there}
+
+
+def why_scores_fix_the_basis(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> str | None:
+    """Why queries and keys cannot be given another basis without changing the scores, or None where they can.
+
+    Read from the weights, and decided by a pass: scores that are a plain product of queries and keys reproduce the
+    layer's pattern (`tensorlens_tl.circuits.qk_reading`), or they do not.
+    """
+    weights = view.blocks[layer].query_key
+    if weights.q_norm is not None or weights.k_norm is not None:
+        return "norms of queries and keys"
+    try:
+        reading = score_reading(short_pass(), layer)
+    except UnsupportedModelError as error:
+        return str(error)
+    return None if reading.rotation is None else "rotary positions"
+
+
+def _copied(weight: Tensor) -> Tensor:
+    return upcast(weight.detach()).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,216 @@
+"""What did a compression take away from one prediction?
+
+A layer's attention, its pattern held, is linear in its OV circuits, so that **kept + removed = attention** exactly:
+the removed part is ``W_V·W_O − W_V'·W_O'`` under the same pattern. The change of a logit is then a telescoping sum:
+
+1. each removed part, layer by layer: what it read from the *original* model's stream, with the old patterns, ratios
+   and scales, and what became of that in the *compressed* later layers, the same things still held;
+2. then what the model makes anew: first its patterns, then its activation ratios, then its norm scales.
+
+The order is a choice. Another one (compressed earlier layers and original later ones, say) shifts what two layers do
+together from one to the other; the sum is the same, and it is the model's own change. What changed in queries and keys
+shows in the patterns, a gated MLP's W_gate in the ratios.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import Attention, Chain, Linear
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, token_pairs
+from tensorlens_tl.compress.plan import Plan
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.hooks import capture, own_run
+from tensorlens_tl.models.activations import Coefficients
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.models.state import refuse_dropout
+from tensorlens_tl.models.view import BlockView
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike
+from tensorlens_tl.passes.record import check_pass, mlp_chain
+from tensorlens_tl.results.terms import Terms
+
+SETTLED = ("patterns", "ratios", "scales")
+"""What a model makes anew with other weights, in the order in which it is counted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Removed:
+    """A frozen pass taken apart by a compression.
+
+    Attributes:
+        frozen: the pass of the original model.
+        plan: the compression.
+        kept: the same pass, patterns, ratios and scales as they were, with the compressed weights: its `attention`,
+            `mlp` and `operator` are what the compression kept.
+        after: the activations that the compressed model has on this prompt, by hook-point name.
+    """
+
+    frozen: FrozenPass
+    plan: Plan
+    kept: FrozenPass
+    after: Mapping[str, Tensor]
+
+    def __repr__(self) -> str:
+        return f"Removed({self.plan!r}, batch={len(self.frozen.tokens)}, pos={self.frozen.tokens.shape[1]})"
+
+    def attention(self, layer: int) -> Chain:
+        """What was removed from one layer's attention, pattern held: with ``kept.attention(layer)`` its attention.
+
+        One chain, both versions of each head side by side.
+
+        Raises:
+            InvalidInputError: no such layer.
+        """
+        pattern = self.frozen.pattern(layer)
+        before, after = (block.attention for block in self._blocks(layer))
+        values = _beside(_by_head(before.W_V, before.kv_heads), _by_head(after.W_V, after.kv_heads))
+        offset = None
+        if before.b_V is not None and after.b_V is not None:
+            offset = _beside(_by_head(before.b_V, before.kv_heads), _by_head(after.b_V, after.kv_heads))
+        W_O, negative = (_by_head(w.T, before.heads) for w in (before.W_O, -after.W_O))
+        mix = Attention(pattern.to(before.W_O.dtype), before.kv_heads)
+        return Chain((Linear(values, offset), mix, Linear(_beside(W_O, negative).T)))
+
+    def mlp(self, layer: int, activation: str = "ratio") -> Chain | None:
+        """What was removed from one layer's MLP, ratios held: with ``kept.mlp(layer)`` its MLP; None without one.
+
+        Raises:
+            InvalidInputError: no such layer or rule.
+        """
+        held = self.frozen.mlp_coefficients(layer, activation)
+        before, after = (block.mlp for block in self._blocks(layer))
+        if before is None or after is None or held is None:
+            return None
+        twice = {
+            name: None if first is None or second is None else torch.cat([first, second], dim=-1)
+            for name in ("W_in", "b_in", "W_gate", "b_gate", "b_post")
+            for first, second in [(getattr(before, name), getattr(after, name))]
+        }
+        W_out = torch.cat([before.W_out, -after.W_out])
+        through = torch.cat([held.through, held.through], dim=-1)
+        gate, rest = (None if t is None else torch.cat([t, t], dim=-1) for t in (held.gate, held.rest))
+        return mlp_chain(replace(before, **twice, W_out=W_out, b_out=None), Coefficients(through, gate, rest))
+
+    def _blocks(self, layer: int) -> tuple[BlockView, BlockView]:
+        self.frozen.pattern(layer)  # checks the layer
+        return self.frozen.view.blocks[layer], self.kept.view.blocks[layer]
+
+    def target(
+        self,
+        target: TokenLike = None,
+        minus: TokenLike = None,
+        *,
+        query: Query = -1,
+        direction: Any = None,
+        activation: str = "ratio",
+    ) -> Terms:
+        """The change of a logit: what each removed head and MLP gave, and what patterns, ratios and scales did then.
+
+        Args:
+            target, minus, direction: as in `FrozenOperator.target`.
+            query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+            activation: the rule for the MLPs that the parts go through.
+
+        Returns:
+            Terms ``"L0H3"``, ``"MLP0"`` of the compressed layers, ``"patterns"``, ``"ratios"``, ``"scales"``; their
+            total is the model's own change, compressed − original. `Terms.keys` says through which token each head
+            (by what it read there) and MLP (by where it stands) did so; what settles anew has no token there.
+
+        Raises:
+            InvalidInputError, UnsupportedModelError: as `tensorlens_tl.circuits.logit_attribution`.
+            FrozenModelError: the weights were changed since the pass.
+        """
+        asked = stream_target(self.frozen, target, minus, direction, query, activation, one=False)
+        names, keys = self._parts(asked, activation)
+        settled, end = self._settled(asked, activation)
+        scores = torch.cat([keys.sum(-1), settled], dim=-1)
+        by_key = torch.cat([keys, keys.new_zeros(*settled.shape, keys.shape[-1])], dim=2)
+        fields = asked.fields() | {"total": end - asked.total, "target": f"change of {asked.label}", "soft_cap": None}
+        return Terms(
+            names=[*names, *SETTLED],
+            scores=scores.transpose(0, 1),
+            keys=by_key.transpose(0, 1),
+            remainder=torch.zeros_like(asked.total),
+            **fields,
+        )
+
+    def _parts(self, asked: StreamTarget, activation: str) -> tuple[list[str], Float[Tensor, "query batch term key"]]:
+        """What the removed parts gave, through the compressed later layers."""
+        ours = Stream.of(self.kept, activation, to_tokens=asked.read_at == self.frozen.points.unembed_in)
+        pulled = ours.pull(asked.seed)
+        names: list[str] = []
+        keys: list[Tensor] = []
+        for number, (step, own) in enumerate(zip(asked.stream.steps, ours.steps, strict=True)):
+            for before, after in zip(step.sublayers, own.sublayers, strict=True):
+                if before.layer in self.plan.layers:
+                    x, g = asked.stream.x[number], pulled.sums[number]
+                    names += before.nodes
+                    keys.append(_by_key(after, x, g) - _by_key(before, x, g))
+        return names, torch.cat(keys, dim=2)
+
+    def _settled(self, asked: StreamTarget, activation: str) -> tuple[Tensor, Float[Tensor, "batch query"]]:
+        """What patterns, ratios and scales do, one after the other `[query, batch, 3]`; the model's own new number."""
+        points = self.frozen.points
+        cache, values = dict(self.kept.cache), []
+        patterns = [block.pattern for block in points.blocks]
+        ratios = [name for block in points.blocks for name in (block.pre, block.pre_linear) if name]
+        steps = ([], patterns, [*ratios, points.last_output], list(points.captured))
+        for names in steps:  # a masked model's prediction head takes its ratios from the last output
+            cache |= {name: self.after[name] for name in names}
+            made = replace(self.kept, cache=dict(cache), _ratios={})
+            end = Stream.of(made, activation, to_tokens=asked.read_at == points.unembed_in).x[-1]
+            values.append((upcast(asked.seed) * end).sum((-2, -1)))
+        settled = torch.stack([now - then for then, now in pairwise(values)], dim=-1)
+        after = replace(self.kept, cache=dict(self.after))
+        own = upcast(torch.take_along_dim(after.captured(asked.read_at), asked.positions[..., None], dim=1))
+        return settled, (own * asked.vectors).sum(-1) + asked.constant
+
+
+def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
+    """Take a frozen pass apart by what a compression keeps and removes; runs the compressed model once on its prompt.
+
+    Args:
+        frozen: a pass of the model that the plan was made for.
+        plan: what `tensorlens_tl.compress.plan` made.
+
+    Raises:
+        InvalidInputError: no pass or plan, or a plan of another model.
+        FrozenModelError: the weights were changed since the pass, or a frozen pass is attached.
+    """
+    check_pass(frozen)
+    if not isinstance(plan, Plan):
+        raise InvalidInputError(f"plan: pass what compress.plan made, got {type(plan).__name__}.")
+    if plan.model is not frozen.model:
+        raise InvalidInputError(f"plan: it was made for {plan.description}, and this pass is of another model.")
+    frozen.check_fresh()
+    refuse_dropout(frozen.view.model)
+    with own_run(frozen.model), torch.no_grad(), plan.applied():
+        after, _ = capture(frozen.model, frozen.inputs, frozen.points.captured)
+    view = frozen.view.with_weights(plan.weights())
+    return Removed(frozen, plan, replace(frozen, view=view, _ratios={}), after)
+
+
+def _by_head(weight: Float[Tensor, "*rows width"], heads: int) -> Float[Tensor, "*rows head d_head"]:
+    return rearrange(weight, "... (head d) -> ... head d", head=heads)
+
+
+def _beside(first: Tensor, second: Tensor) -> Float[Tensor, "*rows width"]:
+    """Two versions of each head side by side, heads in a row."""
+    return torch.cat([first, second], dim=-1).flatten(-2)
+
+
+def _by_key(
+    sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], g: Float[Tensor, "query batch pos d_model"]
+) -> Float[Tensor, "query batch node key"]:
+    """What each node gives along `g` by the token it reads: a head's source token, an MLP's own position."""
+    met = sublayer.write.pull(g)
+    if sublayer.is_attention:
+        return token_pairs(sublayer, x, met).sum(-2)
+    return (upcast(met) * sublayer.read(x)).sum(-1)[:, :, None]

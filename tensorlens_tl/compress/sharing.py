@@ -1,0 +1,147 @@
+"""Do the heads of a layer share a subspace, as TensorLLM conjectures?
+
+Each head's circuits ``W_Q W_Kᵀ`` and ``W_V W_O`` are scaled to norm 1, so that no head counts for more. On each of the
+four sides (what queries, keys and values read, what outputs write) the energy of all heads' circuits is spread over
+d_model directions; how much of it the best few directions hold says how far the heads share them. The measure is of
+circuits, so that the basis inside a head does not matter.
+
+What is large by itself? With ``baseline="random"`` every head keeps its own singular values and gets random directions:
+what heads would share by chance.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.circuits.weights import as_view
+from tensorlens_tl.compress.heads import HeadWeights, circuits
+from tensorlens_tl.compress.reading import head_weights
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import ModelLike
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SIDES = ("query", "key", "value", "output")
+CIRCUITS = ("QK", "OV")
+
+
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """How far the heads of each layer share directions of the residual stream.
+
+    Attributes:
+        kept: the share of the circuits' energy in the best R directions, `[layer, side, R − 1]`, sides as `SIDES`.
+        chance: the same of heads with random directions, their mean over draws; None where not asked for.
+        similarity: cosine of every two heads' circuits, `[layer, circuit, head, head]`, circuits as `CIRCUITS`.
+        core_similarity: the same inside the best `rank` directions of both sides: of the heads' cores.
+        rank: how many directions those are: d_head, what one head can use.
+    """
+
+    kept: Float[Tensor, "layer side rank"]
+    chance: Float[Tensor, "layer side rank"] | None
+    similarity: Float[Tensor, "layer circuit head head"]
+    core_similarity: Float[Tensor, "layer circuit head head"]
+    rank: int
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One row per layer and side: the share of energy in the best d_head directions, and by chance."""
+        import pandas as pd
+
+        rows = [
+            {
+                "layer": layer,
+                "side": side,
+                "kept": float(self.kept[layer, number, self.rank - 1]),
+                **({} if self.chance is None else {"chance": float(self.chance[layer, number, self.rank - 1])}),
+            }
+            for layer in range(len(self.kept))
+            for number, side in enumerate(SIDES)
+        ]
+        return pd.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        layers, _, width = self.kept.shape
+        return f"Sharing(layers={layers}, d_model={width}, heads={self.similarity.shape[-1]}, rank={self.rank})"
+
+
+def sharing(model: ModelLike, *, baseline: str | None = "random", draws: Any = 4, seed: int = 0) -> Sharing:
+    """How far the heads of each layer share directions, and what they would share by chance.
+
+    Rotary positions and norms of queries and keys are left out of the QK circuit.
+
+    Args:
+        model: a model or a `FrozenPass`.
+        baseline: ``"random"``, or None for none.
+        draws: of random directions.
+        seed: of them.
+
+    Raises:
+        InvalidInputError: no such baseline, or no draws.
+        UnsupportedModelError: attention that cannot be read.
+    """
+    if baseline not in (None, "random"):
+        raise InvalidInputError(f"baseline={baseline!r}; use 'random' or None.")
+    draws, view = whole_number("draws", draws, least=1), as_view(model)
+    generator = torch.Generator().manual_seed(seed)
+    kept, chance, similar, cores = [], [], [], []
+    rank = 0
+    for layer in range(view.n_layers):
+        heads = head_weights(view, layer)
+        rank = heads.matrices["V"].shape[2]
+        factors = _unit_circuits(heads)
+        spectra, bases = zip(*(_subspace(_energy(*factor)) for factor in factors), strict=True)
+        kept.append(torch.stack(spectra))
+        pairs = [(factors[0], bases[0], bases[1]), (factors[2], bases[2], bases[3])]
+        similar.append(torch.stack([_cosines(*factor) for factor, _, _ in pairs]))
+        cut = [(left[:, :rank].T @ a, right[:, :rank].T @ b) for (a, b), left, right in pairs]
+        cores.append(torch.stack([_cosines(*factor) for factor in cut]))
+        if baseline is not None:
+            chance.append(sum(_by_chance(factors, generator) for _ in range(draws)) / draws)
+    return Sharing(
+        torch.stack(kept), torch.stack(chance) if chance else None, torch.stack(similar), torch.stack(cores), rank
+    )
+
+
+def _unit_circuits(heads: HeadWeights) -> list[tuple[Tensor, Tensor]]:
+    """For each side, its own factor and the other one `[head, d_model, d_head]`, the circuit's norm being 1."""
+    found = []
+    for name in CIRCUITS:
+        a, b = (factor.double() for factor in circuits(heads)[name])
+        size = ((a.mT @ a) * (b.mT @ b)).sum((1, 2)).clamp_min(0).sqrt()
+        a = a / size.clamp_min(torch.finfo(a.dtype).tiny)[:, None, None]
+        found += [(a, b), (b, a)]
+    return found
+
+
+def _energy(a: Tensor, b: Tensor) -> Float[Tensor, "d d"]:
+    """Σ over heads of C·Cᵀ for C = a·bᵀ, by its factors."""
+    return torch.einsum("hdk,hkl,hel->de", a, b.mT @ b, a)
+
+
+def _subspace(energy: Float[Tensor, "d d"]) -> tuple[Float[Tensor, "d"], Float[Tensor, "d d"]]:
+    values, directions = torch.linalg.eigh(energy)
+    values = values.flip(0).clamp_min(0)
+    return values.cumsum(0) / values.sum(), directions.flip(1)
+
+
+def _cosines(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> Float[Tensor, "head head"]:
+    """⟨C_g, C_h⟩ / ‖C_g‖‖C_h‖ of circuits C = a·bᵀ, by their factors."""
+    inner = torch.einsum("gnk,hnl,gmk,hml->gh", a, a, b, b)
+    norms = inner.diagonal().clamp_min(torch.finfo(inner.dtype).tiny).sqrt()
+    return inner / norms[:, None] / norms
+
+
+def _by_chance(factors: list[tuple[Tensor, Tensor]], generator: torch.Generator) -> Float[Tensor, "side rank"]:
+    """The energy kept where each head's directions are random and its singular values its own."""
+    spectra = []
+    for a, b in factors:
+        _, narrow = torch.linalg.qr(a)
+        values = torch.linalg.eigvalsh(narrow @ (b.mT @ b) @ narrow.mT).clamp_min(0)
+        random, _ = torch.linalg.qr(torch.randn(a.shape, generator=generator, dtype=torch.float64).to(a))
+        spectra.append(_subspace(torch.einsum("hdk,hk,hek->de", random, values, random))[0])
+    return torch.stack(spectra)

@@ -1,0 +1,321 @@
+"""The Tucker decomposition that leaves the last mode alone: shared factors, one core per entry of that mode.
+
+    T[i, j, k, h] ≈ Σ_abc core[a, b, c, h] · U1[i, a] · U2[j, b] · U3[k, c]
+
+TensorLLM (Eqs. 9–11) factorises the attention weights of a layer this way, with h over heads. Nothing here knows what
+the tensor means.
+
+Factors come from the Gram matrix of each mode (HOSVD; De Lathauwer et al. 2000). With all of them and the whole core,
+the error of *every* choice of ranks is a partial sum of squared core entries, so one decomposition gives the whole
+table. `hooi` refines one choice (De Lathauwer et al. 2000b); each of its updates is the best factor given the others,
+so that the error never rises.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.errors import InvalidInputError
+
+RULES = ("free", "paper")
+"""Which ranks are looked through: all, or TensorLLM's (r·h, r, s) only."""
+CHUNK_BYTES = 64 * 2**20
+"""What a Gram matrix widens to float64 at once."""
+
+Ranks = tuple[int, int, int]
+Shape = tuple[int, int, int, int]
+
+
+def parameter_count(shape: Sequence[int], ranks: Sequence[int]) -> int:
+    """R1·R2·R3·h + d·R1 + d_head·R2 + slices·R3: the numbers that core and factors hold.
+
+    >>> shape = (4096, 256, 4, 16)  # GPT-J
+    >>> round(4 * 4096**2 / parameter_count(shape, (64, 4, 2)), 2)  # printed in the paper: 247.30
+    247.3
+    """
+    return math.prod(ranks) * shape[3] + sum(length * rank for length, rank in zip(shape, ranks, strict=False))
+
+
+def paper_ranks(shape: Sequence[int], r: Any, s: Any) -> Ranks:
+    """TensorLLM's ranks (r·h, r, s): those behind every compression ratio that the paper prints.
+
+    Raises:
+        InvalidInputError: r or s out of range.
+    """
+    d, width, slices, heads = shape
+    r = whole_number("r", r, 1, min(width, d // heads), why=f"R1 = {heads}·r is at most {d}")
+    return heads * r, r, whole_number("s", s, 1, slices)
+
+
+@dataclass(frozen=True, eq=False)
+class Tucker:
+    """Shared factors and a core per entry of the last mode."""
+
+    core: Float[Tensor, "R1 R2 R3 h"]
+    factors: tuple[Tensor, Tensor, Tensor]
+
+    @property
+    def ranks(self) -> Ranks:
+        """(R1, R2, R3)."""
+        return self.core.shape[0], self.core.shape[1], self.core.shape[2]
+
+    @property
+    def shape(self) -> Shape:
+        """Of the tensor that it stands for."""
+        first, second, third = (len(factor) for factor in self.factors)
+        return first, second, third, self.core.shape[3]
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers it holds."""
+        return parameter_count(self.shape, self.ranks)
+
+    def dense(self) -> Float[Tensor, "d1 d2 d3 h"]:
+        """The tensor that it stands for."""
+        tensor = self.core
+        for mode in (2, 1, 0):  # the largest mode last
+            tensor = mode_product(tensor, self.factors[mode], mode)
+        return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class HOSVD:
+    """A tensor in the singular basis of each of its first three modes, before anything is cut off.
+
+    Attributes:
+        factors: orthonormal, directions in descending order of energy.
+        core: the tensor in these bases.
+        spectra: the energy ‖direction's slice of the core‖² of every mode's directions.
+    """
+
+    factors: tuple[Tensor, Tensor, Tensor]
+    core: Float[Tensor, "d1 d2 d3 h"]
+    spectra: tuple[Tensor, Tensor, Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "HOSVD":
+        """Decompose a tensor `[d1, d2, d3, h]`.
+
+        Raises:
+            InvalidInputError: not four modes, not finite, or nothing but zeros.
+        """
+        _check_tensor(tensor)
+        (first, one), (second, two), (third, three) = (_directions(tensor, mode) for mode in range(3))
+        factors = first.to(tensor), second.to(tensor), third.to(tensor)
+        core = tensor
+        for mode, factor in enumerate(factors):
+            core = mode_product(core, factor.T, mode)
+        return cls(factors, core, (one, two, three))
+
+    @property
+    def shape(self) -> Shape:
+        """Of the tensor."""
+        first, second, third, heads = self.core.shape
+        return first, second, third, heads
+
+    @cached_property
+    def lost(self) -> Float[Tensor, "d1 d2 d3"]:
+        """The share of ‖T‖² that ranks (a+1, b+1, c+1) lose: entry [a, b, c].
+
+        Summed over what is cut off, never as 1 − what is kept, which would round small errors away.
+        """
+        energy = self.core.double().square().sum(3)
+        energy = energy / energy.sum()
+        first = _after(energy.sum((1, 2)), 0)[:, None, None]
+        second = _after(energy.sum(2), 1).cumsum(0)[:, :, None]
+        return first + second + _after(energy, 2).cumsum(0).cumsum(1)
+
+    @cached_property
+    def counts(self) -> Int[Tensor, "d1 d2 d3"]:
+        """The parameters of every choice of ranks, laid out as `lost`."""
+        d, width, slices, heads = self.shape
+        one, two, three = (torch.arange(1, n + 1, device=self.core.device) for n in (d, width, slices))
+        one, two = one[:, None, None], two[:, None]
+        return one * two * three * heads + d * one + width * two + slices * three
+
+    def error(self, ranks: Sequence[int]) -> float:
+        """‖T − truncated‖ / ‖T‖ for these ranks.
+
+        Raises:
+            InvalidInputError: ranks out of range.
+        """
+        a, b, c = check_ranks(self.shape, ranks)
+        return math.sqrt(float(self.lost[a - 1, b - 1, c - 1]))
+
+    def ratio(self, ranks: Sequence[int]) -> float:
+        """Parameters before ÷ after.
+
+        Raises:
+            InvalidInputError: ranks out of range.
+        """
+        return math.prod(self.shape) / parameter_count(self.shape, check_ranks(self.shape, ranks))
+
+    def best_ranks(self, *, ratio: Any = None, energy: Any = None, rule: str = "free") -> Ranks:
+        """The ranks that lose least at a compression ratio, or the fewest parameters that keep a share of the energy.
+
+        Args:
+            ratio: parameters before ÷ after, at least.
+            energy: the share of ‖T‖² to keep, at least.
+            rule: ``"free"`` or ``"paper"``, see `RULES`.
+
+        Raises:
+            InvalidInputError: neither or both, no such rule, or no ranks that meet it; says what could be met.
+        """
+        if rule not in RULES:
+            raise InvalidInputError(f"rule={rule!r}; use one of {', '.join(RULES)}.")
+        if (ratio is None) == (energy is None):
+            raise InvalidInputError("ranks: pass one of ranks=, ratio= and energy=.")
+        counts, lost = self.counts, self.lost
+        allowed = torch.ones_like(counts, dtype=torch.bool)
+        if rule == "paper":
+            first, second = (torch.arange(1, n + 1, device=counts.device) for n in self.shape[:2])
+            allowed &= (first[:, None] == self.shape[3] * second)[..., None]
+            if not bool(allowed.any()):
+                raise InvalidInputError(f"rule='paper': R1 = r·{self.shape[3]} is more than {self.shape[0]} for any r.")
+        if ratio is not None:
+            before = math.prod(self.shape)
+            ratio = positive("ratio", ratio)
+            meeting, wanted = allowed & (counts * ratio <= before), lost
+            limit = f"the largest here is {before / int(counts[allowed].min()):.4g}"
+        else:
+            energy = positive("energy", energy, most=1.0)
+            meeting, wanted = allowed & (lost <= 1 - energy), counts
+            limit = f"the most kept here is {1 - float(lost[allowed].min()):.4g}"
+        if not bool(meeting.any()):
+            asked = f"ratio={ratio}" if ratio is not None else f"energy={energy}"
+            raise InvalidInputError(f"{asked}: no ranks of {list(self.shape)} by rule {rule!r} meet it; {limit}.")
+        at = int(wanted.double().masked_fill(~meeting, torch.inf).argmin())
+        a, b, c = torch.unravel_index(torch.tensor(at), counts.shape)
+        return int(a) + 1, int(b) + 1, int(c) + 1
+
+    def truncated(self, ranks: Sequence[int]) -> Tucker:
+        """The leading directions of every mode.
+
+        Raises:
+            InvalidInputError: ranks out of range.
+        """
+        a, b, c = check_ranks(self.shape, ranks)
+        first, second, third = (factor[:, :rank].clone() for factor, rank in zip(self.factors, (a, b, c), strict=True))
+        return Tucker(self.core[:a, :b, :c].clone(), (first, second, third))
+
+
+def sequential_hosvd(tensor: Float[Tensor, "d1 d2 d3 h"], ranks: Sequence[int]) -> Tucker:
+    """Truncate mode by mode, each factor from what the ones before have left (Vannieuwenhoven et al. 2012).
+
+    Cheaper than `HOSVD` where only one choice of ranks is wanted.
+
+    Raises:
+        InvalidInputError: not four modes, not finite, or ranks out of range.
+    """
+    _check_tensor(tensor)
+    core, factors = tensor, []
+    for mode, rank in enumerate(check_ranks(tuple(tensor.shape), ranks)):
+        factors.append(_directions(core, mode)[0][:, :rank].to(tensor))
+        core = mode_product(core, factors[-1].T, mode)
+    first, second, third = factors
+    return Tucker(core, (first, second, third))
+
+
+class Refined(NamedTuple):
+    """What `hooi` returns: the decomposition, and its relative error before and after every sweep."""
+
+    tucker: Tucker
+    errors: list[float]
+
+
+def hooi(tensor: Float[Tensor, "d1 d2 d3 h"], start: Tucker, *, sweeps: Any = 25, tolerance: float = 1e-9) -> Refined:
+    """Higher-order orthogonal iteration: each factor in turn is made the best one given the others.
+
+    Args:
+        tensor: what is approximated.
+        start: a decomposition of it with orthonormal factors, such as a truncated HOSVD.
+        sweeps: at most so many; fewer where the error falls by less than `tolerance`.
+
+    Raises:
+        InvalidInputError: `sweeps` below 1, or a start of another shape.
+    """
+    sweeps = whole_number("sweeps", sweeps, least=1)
+    if tuple(tensor.shape) != start.shape:
+        raise InvalidInputError(f"hooi: the start is of shape {start.shape}, the tensor {tuple(tensor.shape)}.")
+    whole = float(tensor.double().square().sum())
+    factors, core, ranks = list(start.factors), start.core, start.ranks
+
+    def error() -> float:
+        return math.sqrt(max(0.0, 1 - float(core.double().square().sum()) / whole))
+
+    errors = [error()]
+    for _ in range(sweeps):
+        for mode in range(3):
+            left = tensor
+            for other in sorted(set(range(3)) - {mode}, key=lambda m: ranks[m] / tensor.shape[m]):
+                left = mode_product(left, factors[other].T, other)
+            factors[mode] = _directions(left, mode)[0][:, : ranks[mode]].to(tensor)
+            core = mode_product(left, factors[mode].T, mode)
+        errors.append(error())
+        if errors[-2] - errors[-1] < tolerance:
+            break
+    first, second, third = factors
+    return Refined(Tucker(core, (first, second, third)), errors)
+
+
+def mode_product(tensor: Float[Tensor, "d1 d2 d3 h"], matrix: Float[Tensor, "new old"], mode: int) -> Tensor:
+    """``tensor ×_mode matrix`` (TensorLLM Eqs. 1–2)."""
+    return torch.tensordot(matrix, tensor.movedim(mode, 0), dims=1).movedim(0, mode)
+
+
+def check_ranks(shape: Sequence[int], ranks: Any) -> Ranks:
+    """Three ranks, each within its mode.
+
+    Raises:
+        InvalidInputError: not three, or one out of range.
+    """
+    if isinstance(ranks, str) or not isinstance(ranks, Sequence) or len(ranks) != 3:
+        raise InvalidInputError(f"ranks={ranks!r}: pass three, (R1, R2, R3).")
+    one, two, three = (
+        whole_number(f"ranks[{mode}]", rank, 1, shape[mode], why=f"the tensor is {list(shape)}")
+        for mode, rank in enumerate(ranks)
+    )
+    return one, two, three
+
+
+def positive(name: str, value: Any, most: float = math.inf) -> float:
+    """A positive number, at most `most`.
+
+    Raises:
+        InvalidInputError: anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        bounds = "a positive number" if most == math.inf else f"a number above 0, at most {most:g}"
+        raise InvalidInputError(f"{name}={value!r}: pass {bounds}.")
+    return float(value)
+
+
+def _check_tensor(tensor: Tensor) -> None:
+    if tensor.ndim != 4:
+        raise InvalidInputError(f"a tensor of four modes is needed, got {tuple(tensor.shape)}.")
+    if not bool(torch.isfinite(tensor).all()) or not bool(tensor.any()):
+        raise InvalidInputError("the tensor has values that are not finite, or none but zeros.")
+
+
+def _directions(tensor: Tensor, mode: int) -> tuple[Float[Tensor, "d d"], Float[Tensor, "d"]]:
+    """A mode's orthonormal directions, strongest first, and their energies, from its Gram matrix in float64."""
+    per_head = tensor[..., 0].numel() * 8
+    gram = torch.zeros(2 * (tensor.shape[mode],), dtype=torch.float64, device=tensor.device)
+    for part in tensor.split(max(1, CHUNK_BYTES // per_head), dim=3):
+        rows = part.double().movedim(mode, 0).flatten(1)
+        gram += rows @ rows.T
+    energies, directions = torch.linalg.eigh(gram)
+    return directions.flip(1), energies.flip(0).clamp_min(0)
+
+
+def _after(energy: Tensor, dim: int) -> Tensor:
+    """Along one axis, the sum of what comes after each entry; of those numbers alone, so that small tails are exact."""
+    tails = energy.flip(dim).cumsum(dim).flip(dim).narrow(dim, 1, energy.shape[dim] - 1)
+    return torch.cat([tails, torch.zeros_like(energy.narrow(dim, 0, 1))], dim)

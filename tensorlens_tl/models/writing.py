@@ -1,0 +1,199 @@
+"""How is a model given other weights for a while? Through the tensors that its own properties show, and back again.
+
+Every class shows an attention layer's projections by head, ``attn.W_Q`` and so on, as views of its parameters; what is
+written to a view is what the model computes with. Writes go through ``.data``, which torch does not count: when the old
+numbers are back, bit for bit, a frozen pass that was taken before is valid again, and while they are not, it is refused
+by the numbers themselves (`tensorlens_tl.models.state.WeightState`).
+
+A Bridge of a model with one joint projection (GPT-2, NeoX, Phi-3) may keep that beside the split ones. Where the two
+agree, both are written.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.models.view import BlockView, ModelView
+
+ATTENTION = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")
+MLP = ("W_in", "W_gate", "W_out")
+
+
+@dataclass(frozen=True, eq=False)
+class JointCopy:
+    """A parameter that holds several of the weights once more.
+
+    Attributes:
+        parameter: the joint one.
+        parts: the names of what it holds.
+        interleaved: whether each key-value group's parts lie together, instead of each part as a whole.
+    """
+
+    parameter: Tensor
+    parts: tuple[str, ...]
+    interleaved: bool
+
+
+def writable(block: BlockView) -> dict[str, Tensor]:
+    """A block's weights by TransformerLens' names, as views that can be written to.
+
+    Keys and values have the key-value heads of grouped attention. Biases that the model does not have are left out.
+
+    Raises:
+        UnsupportedModelError: attention that cannot be read, or a weight that is quantised, or only a copy of what the
+            model computes with.
+    """
+    where = f"blocks.{block.layer} of this {block.model.description}"
+    _ = block.attention, block.query_key  # refuses what cannot be read or is no floating point
+    attn, mlp = block.module.attn, getattr(block.module, "mlp", None)
+    found = {name: _shown(attn, name) for name in ATTENTION} | {name: getattr(mlp, name, None) for name in MLP}
+    stored = {parameter.untyped_storage().data_ptr() for parameter in block.module.parameters()}
+    kept: dict[str, Tensor] = {}
+    for name, weight in found.items():
+        if not isinstance(weight, Tensor):
+            continue
+        if weight.untyped_storage().data_ptr() in stored and weight.is_floating_point():
+            kept[name] = weight.data
+        elif name in ATTENTION and (name.startswith("W") or bool(weight.any())):
+            raise UnsupportedModelError(
+                f"{where}: attn.{name} is not a view of the model's floating-point parameters (packed or quantised?), "
+                "so writing to it would change nothing. Load the model in floating point."
+            )
+    return kept
+
+
+def _shown(attn: Any, name: str) -> Any:
+    """HookedTransformer expands keys and values to query heads and keeps the grouped ones with an underscore."""
+    return getattr(attn, f"_{name}" if hasattr(attn, f"_{name}") else name, None)
+
+
+def refuse_shared(view: ModelView, layers: Sequence[int]) -> None:
+    """Raise `UnsupportedModelError` where a block's weights are another block's as well."""
+    owners: dict[int, int] = {}
+    for block in view.blocks:
+        for place in {parameter.untyped_storage().data_ptr() for parameter in block.module.parameters()}:
+            other = owners.setdefault(place, block.layer)
+            if other != block.layer and {other, block.layer} & set(layers):
+                raise UnsupportedModelError(
+                    f"blocks.{other} and blocks.{block.layer} of this {view.description} share weights: one cannot be "
+                    "compressed without the other."
+                )
+
+
+def joint_copies(block: BlockView, weights: Mapping[str, Tensor]) -> list[JointCopy]:
+    """Joint projections that lie beside the split weights and say the same."""
+    placed = {weight.untyped_storage().data_ptr() for weight in weights.values()}
+    options = [(names, mixed) for names in (("W_Q", "W_K", "W_V"), ("b_Q", "b_K", "b_V")) for mixed in (False, True)]
+    options += [(("W_gate", "W_in"), False), (("W_in", "W_gate"), False)]
+    options = [(names, mixed) for names, mixed in options if all(name in weights for name in names)]
+    found = []
+    for module in (block.module.attn, getattr(block.module, "mlp", None)):
+        if not isinstance(module, nn.Module):
+            continue
+        for parameter in module.parameters():
+            if parameter.untyped_storage().data_ptr() in placed:
+                continue
+            for names, mixed in options:
+                copy = JointCopy(parameter.data, names, mixed)
+                made = _oriented(_laid_out(copy, weights), parameter.data)
+                if made is not None and torch.equal(made, parameter.data):
+                    found.append(copy)
+                    break
+    return found
+
+
+def _laid_out(copy: JointCopy, weights: Mapping[str, Tensor]) -> Tensor:
+    """The parts side by side, `[out, in]` (a bias: `[out]`)."""
+    parts = [weights[name] for name in copy.parts]
+    if copy.parts[0] in MLP:
+        return torch.cat(parts, dim=1).mT
+    rows = [part.mT if part.ndim == 3 else part for part in parts]  # [head, d_head, d_model] or [head, d_head]
+    if copy.interleaved:
+        groups = len(rows[1])
+        return torch.cat([row.reshape(groups, -1, *row.shape[2:]) for row in rows], dim=1).flatten(0, 1)
+    return torch.cat([row.flatten(0, 1) for row in rows])
+
+
+def _oriented(made: Tensor, parameter: Tensor) -> Tensor | None:
+    """What was laid out in the orientation of a parameter, or None where neither fits."""
+    if made.shape == parameter.shape:
+        return made
+    return made.mT if made.ndim == 2 and made.mT.shape == parameter.shape else None
+
+
+@contextmanager
+def written(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> Generator[None, None, None]:
+    """The model with other weights in some blocks; the old ones are back afterwards, bit for bit.
+
+    Args:
+        view: the reading of the model.
+        weights: by layer and name (see `writable`), cast to the model's dtype.
+
+    Raises:
+        UnsupportedModelError: weights that cannot be written, or are shared between blocks; nothing was written.
+        InvalidInputError: a name or shape that the model does not have; nothing was written.
+        NumericalError: weights that are not finite in the model's dtype; nothing was written.
+        FrozenModelError: the old weights could not be put back.
+    """
+    writes = _writes(view, weights)
+    before = [there.clone() for _, there, _ in writes]
+    try:
+        for name, there, value in writes:
+            _overwrite(there, value)
+            if not torch.equal(there, value.to(there)):
+                raise UnsupportedModelError(f"{name}: what was written does not read back.")
+        yield
+    finally:
+        for (_, there, _), old in zip(writes, before, strict=True):
+            _overwrite(there, old)
+        lost = [name for (name, there, _), old in zip(writes, before, strict=True) if not torch.equal(there, old)]
+        if lost:
+            raise FrozenModelError(f"{lost[0]}: the old weights could not be put back. Load the model again.")
+
+
+def write(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """`written` for good.
+
+    Raises:
+        UnsupportedModelError, InvalidInputError, NumericalError: as `written`.
+    """
+    for _, there, value in _writes(view, weights):
+        _overwrite(there, value)
+
+
+def _writes(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> list[tuple[str, Tensor, Tensor]]:
+    """What is written where: a name for messages, the live tensor, and its new value; all of it checked."""
+    refuse_shared(view, list(weights))
+    writes: list[tuple[str, Tensor, Tensor]] = []
+    for layer, changed in weights.items():
+        block = view.blocks[layer]
+        there = writable(block)
+        cast = {name: _cast(f"blocks.{layer}", name, value, there) for name, value in changed.items()}
+        writes += [(f"blocks.{layer}.{name}", there[name], value) for name, value in cast.items()]
+        for copy in joint_copies(block, there):
+            if set(copy.parts) & set(cast):
+                made = _oriented(_laid_out(copy, {**there, **cast}), copy.parameter)
+                assert made is not None  # it fitted when the copy was found
+                writes.append((f"blocks.{layer}, the joint copy of {', '.join(copy.parts)}", copy.parameter, made))
+    return writes
+
+
+def _overwrite(there: Tensor, value: Tensor) -> None:
+    with torch.inference_mode() if there.is_inference() else nullcontext():  # such tensors change nowhere else
+        there.copy_(value)
+
+
+def _cast(where: str, name: str, value: Tensor, there: Mapping[str, Tensor]) -> Tensor:
+    if name not in there:
+        raise InvalidInputError(f"{where} has no {name}; it has {', '.join(there)}.")
+    if value.shape != there[name].shape:
+        raise InvalidInputError(f"{where}.{name} is {tuple(there[name].shape)}, not {tuple(value.shape)}.")
+    cast = value.detach().to(there[name])
+    if not bool(torch.isfinite(cast).all()):
+        raise NumericalError(f"{where}.{name}: the new weights are not finite as {cast.dtype}.")
+    return cast

@@ -1,0 +1,485 @@
+"""Compression on every family: full ranks give the model back, what was removed is accounted for, nothing is left."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import close, hooks_left, some_tokens, tolerance
+
+import tensorlens_tl as tlens
+from tensorlens_tl import compress
+from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.models import ModelView
+from tensorlens_tl.models.writing import joint_copies, writable
+from tensorlens_tl.testing import model_names, tiny_model
+
+HOOKED = any(name.startswith("hooked/") for name in model_names())
+PLAIN = "hooked/ln" if HOOKED else "bridge/gpt2"
+GROUPED = "hooked/gqa-ungrouped" if HOOKED else "bridge/llama"
+
+
+def logits(model, tokens=None):
+    with torch.no_grad():
+        out = model(some_tokens() if tokens is None else tokens)
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+def everything(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def unchanged(model, before):
+    return all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def scores_are_free(model):
+    return compress.head_weights(model, 0).fixed_scores() is None
+
+
+def full_ranks(model):
+    """Every method at full ranks, where it is allowed."""
+    weights = compress.head_weights(model, 0)
+    heads, d_model, d_head = weights.matrices["Q"].shape
+    ranks = (d_model, d_head, 2 * weights.group + 2)
+    yield {"method": "tucker", "ranks": ranks}
+    yield {"method": "tucker", "ranks": ranks, "balance": True, "sweeps": 1}
+    yield {"method": "tucker", "ranks": ranks, "start": "sequential"}
+    yield {"method": "laser", "rho": 1.0, "mlp": 1.0 if ModelView(model).blocks[0].has_mlp else None}
+    yield {"method": "head-svd", "rank": d_head}
+    yield {"method": "circuit-svd", "rank": d_head, "matrices": "VO"}
+    if weights.group == 1 and d_model % heads == 0:
+        yield {"method": "tucker", "ranks": (heads * d_head, d_model // heads, 4), "layout": "released"}
+    if scores_are_free(model):
+        yield {"method": "tucker", "ranks": ranks, "gauge": "circuit"}
+        yield {"method": "circuit-svd", "rank": d_head}
+
+
+# ------------------------------------------------------------------ models
+
+
+@pytest.mark.numeric
+def test_full_ranks_give_the_model_back(name, model):
+    before, own = everything(model), logits(model)
+    for options in full_ranks(model):
+        plan = compress.plan(model, **options)
+        moved = options.get("gauge") or options["method"] == "circuit-svd"
+        for layer, weights in plan.weights().items():
+            there = writable(ModelView(model).blocks[layer])
+            for weight, new in () if moved else weights.items():
+                assert relative_error(new.flatten(0, -2), there[weight].flatten(0, -2)) <= 1e-11, (options, weight)
+        with plan.applied() as changed:
+            assert changed is model
+            assert close(logits(model), own, tolerance(name)), options
+        assert unchanged(model, before), options
+    assert not hooks_left(model)
+
+
+@pytest.mark.numeric
+def test_what_was_kept_and_removed_is_the_model(name, model):
+    frozen = tlens.freeze(model, some_tokens())
+    has_mlp = frozen.view.blocks[0].has_mlp
+    plan = compress.plan(model, ratio=3, balance=True, mlp=0.4 if has_mlp else None)
+    taken = compress.removed(frozen, plan)
+    x = torch.randn(3, *frozen.resid_pre(0).shape, dtype=frozen.resid_pre(0).dtype)
+    for layer in range(frozen.n_layers):
+        pairs = [(frozen.attention(layer), taken.kept.attention(layer), taken.attention(layer))]
+        pairs += [(frozen.mlp(layer), taken.kept.mlp(layer), taken.mlp(layer))] if has_mlp else []
+        for whole, kept, removed in pairs:
+            both = kept + removed
+            assert relative_error(both.push(x), whole.push(x)) <= 1e-12
+            assert relative_error(both.pull(x), whole.pull(x)) <= 1e-12
+            assert close(both.bias + 0 * x[0], whole.bias + 0 * x[0], 1e-12)
+            assert not close(removed.push(x), 0 * x, 1e-3)
+    direction = torch.randn(frozen.output.shape[-1], dtype=frozen.output.dtype)
+    asked = {"direction": direction} if frozen.view.unembedding is None else {"target": 5, "minus": 7}
+    terms = taken.target(**asked, query=[-1, 1])
+    assert float(terms.residual.max()) <= tolerance(name)
+    assert close(terms.keys.sum((-2, -1)) + terms.scores[..., -3:].sum(-1), terms.total, tolerance(name))
+    assert float(terms.scores[..., -3:].abs().max()) > 1e-6  # something settles anew
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    "name", [n for n in ("hooked/ln", "bridge/gpt2", "hooked/post-only", "bridge/opt") if n in model_names()]
+)
+def test_the_change_is_the_live_models_own(name, model):
+    """The same change from live runs alone: compressed weights with the old pass held by hooks, and without."""
+    frozen = tlens.freeze(model, some_tokens())
+    plan = compress.plan(model, ratio=2, method="laser", matrices="VO")
+    terms = compress.removed(frozen, plan).target(5)
+    hooks = frozen.fwd_hooks()
+    with torch.no_grad(), plan.applied():
+        live = logits(model)[:, -1, 5]
+        held = model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)[:, -1, 5]
+    own = logits(model)[:, -1, 5]
+    assert close(terms.total[:, 0], live - own)
+    assert close(terms.scores[:, 0, :-3].sum(-1), held - own)
+    assert close(terms.scores[:, 0, -3:].sum(-1), live - held)
+
+
+def test_passes_are_refused_inside_and_valid_afterwards(model_named):
+    model = model_named(PLAIN)
+    frozen = tlens.freeze(model, some_tokens())
+    before, scores = everything(model), frozen.operator().target(5).scores
+    plan = compress.plan(model, ratio=2)
+    with plan.applied():
+        inside = tlens.freeze(model, some_tokens())
+        for stale in (frozen.operator, frozen.fwd_hooks, lambda: tlens.attribute(frozen, target=5)):
+            with pytest.raises(tlens.FrozenModelError, match="Freeze again"):
+                stale()
+        inside.operator()
+    with pytest.raises(tlens.FrozenModelError, match="Freeze again"):
+        inside.operator()
+    assert torch.equal(frozen.operator().target(5).scores, scores)
+    with pytest.raises(KeyError), plan.applied():
+        raise KeyError
+    assert unchanged(model, before)
+    frozen.check_fresh()
+    with frozen.attached(), pytest.raises(tlens.FrozenModelError, match="attached"), plan.applied():
+        pass
+    with plan.applied(), pytest.raises(tlens.InvalidInputError, match="applied already"), plan.applied():
+        pass
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n
+        for n in ("hooked/ln", "hooked/gqa", "bridge/gpt2", "bridge/llama", "bridge/gpt2-compatibility")
+        if n in model_names()
+    ],
+)
+def test_a_copy_is_the_compressed_model(name, model):
+    before = everything(model)
+    plan = compress.plan(model, [1], ratio=2)
+    other = plan.copied()
+    with plan.applied():
+        assert close(logits(other), logits(model), 1e-12)
+    assert not close(logits(other), logits(model), 1e-3)
+    assert unchanged(model, before)
+    tlens.freeze(other, some_tokens())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox", "phi3"])
+def test_joint_projections_see_the_change(family):
+    """A Bridge keeps a joint projection beside the split ones once it was cast."""
+    model = tiny_model(f"bridge/{family}").to(torch.float32)
+    block = ModelView(model).blocks[0]
+    joint = block.module.attn.qkv.original_component
+    if family == "neox":  # the tiny model draws both at random: say the same in both
+        split = torch.stack([writable(block)[w] for w in ("W_Q", "W_K", "W_V")], dim=1)  # head, part, d_model, d_head
+        joint.weight.data.copy_(split.permute(0, 1, 3, 2).flatten(0, 2))
+    copies = joint_copies(block, writable(block))
+    assert [copied.parts for copied in copies if "W_Q" in copied.parts] == [("W_Q", "W_K", "W_V")]
+    before = joint.weight.detach().clone()
+    plan = compress.plan(model, 0, ratio=2)
+    with plan.applied():
+        assert len(joint_copies(block, writable(block))) == len(copies)
+        assert not torch.equal(joint.weight, before)
+    assert torch.equal(joint.weight, before)
+
+
+def test_half_precision_and_gradients(model_named):
+    model = copy.deepcopy(model_named(PLAIN)).to(torch.bfloat16)
+    frozen = tlens.freeze(model, some_tokens(), tolerance=0.2)
+    plan = compress.plan(model, ratio=1.5)
+    assert plan.layers[0][0].core.dtype == torch.float32
+    terms = compress.removed(frozen, plan).target(5)
+    assert float(terms.residual.max()) < 0.05
+    wide = model.to(torch.float64)  # the same numbers, widened
+    with plan.applied():
+        assert wide is model
+
+
+# ------------------------------------------------------------------ the basis inside a head
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    "name", [PLAIN, GROUPED, *(("hooked/alibi", "hooked/shortformer") if HOOKED else ("bridge/opt",))]
+)
+def test_the_gauge_is_free(name, model):
+    letters = "QKVO" if scores_are_free(model) else "VO"
+    for moved in (compress.rotated, lambda weights: compress.in_circuit_gauge(weights, letters)):
+        plan = compress.plan(model, method=as_method(moved))
+        own = logits(model)
+        with plan.applied():
+            assert close(logits(model), own, tolerance(name))
+
+
+def as_method(moved):
+    """A change of basis as a compression that compresses nothing."""
+
+    def method(weights):
+        other = moved(weights)
+        identity = compress.laser(other, rho=1.0)
+        biases = {f"b_{letter}": bias for letter, bias in other.biases.items()}
+        return compress.LowRank(
+            before=1, biases=biases, left=identity.left, right=identity.right, widths=identity.widths, error=0.0
+        )
+
+    return method
+
+
+def product(weights):
+    """Every circuit of a layer as one tensor: what its weights mean, whatever their basis."""
+    from tensorlens_tl.compress.heads import circuits
+
+    return torch.stack([a @ b.mT for a, b in circuits(weights).values()])
+
+
+def compressed(weights, **options):
+    made = compress.tucker(weights, ranks=(9, 3, 3), **options)
+    return weights.changed({m: w.mT if m == "O" else w for w_name, w in made.matrices().items() for m in w_name[-1]})
+
+
+@pytest.mark.numeric
+def test_what_each_result_depends_on(model_named):
+    """The paper's layout: on the basis inside heads, not on the order of heads or channels; the gauge: on neither;
+    the released layout: on the order of channels."""
+    weights = compress.head_weights(model_named(PLAIN), 0)
+    turned = compress.rotated(weights, seed=3)
+    heads, channels = torch.tensor([2, 0, 3, 1]), torch.randperm(16)
+
+    def apart(one, other):
+        return float((product(one) - product(other)).norm() / product(weights).norm())
+
+    def permuted(given, by):
+        made = {m: w[heads] if by == "heads" else w[:, channels] for m, w in given.matrices.items()}
+        return given.changed(made, {m: b[heads] for m, b in given.biases.items()} if by == "heads" else {})
+
+    assert apart(weights, turned) < 1e-12
+    for balance in (False, True):
+        base = compressed(weights, balance=balance)
+        assert apart(base, compressed(turned, balance=balance)) > 1e-2
+        gauged = compressed(weights, gauge="circuit", balance=balance)
+        assert apart(gauged, compressed(turned, gauge="circuit", balance=balance)) < 1e-9
+        for by in ("heads", "channels"):
+            for gauge, own in ((None, base), ("circuit", gauged)):
+                other = compressed(permuted(weights, by), gauge=gauge, balance=balance)
+                assert apart(permuted(own, by), other) < 1e-9, (by, gauge)
+    released = compressed(weights, layout="released")
+    assert apart(permuted(released, "channels"), compressed(permuted(weights, "channels"), layout="released")) > 1e-2
+
+
+@pytest.mark.numeric
+def test_circuit_svd_is_the_best_for_each_circuit(model_named):
+    """Against torch's own SVD of the circuits with their biases, and never behind the other per-head baseline."""
+    weights = compress.head_weights(model_named(PLAIN), 0)
+    made = compress.circuit_svd(weights, rank=2).dense()
+    for read, other, row in (("Q", "K", True), ("V", "O", False)):
+        a = torch.cat([weights.matrices[read], weights.biases[read][:, None]], 1)
+        b = torch.cat([weights.matrices[other], weights.biases[other][:, None]], 1) if row else weights.matrices["O"]
+        u, s, vh = torch.linalg.svd(a @ b.mT)
+        best = (u[..., :2] * s[:, None, :2]) @ vh[:, :2]
+        ours_a = torch.cat([made[f"W_{read}"], made[f"b_{read}"][:, None]], 1)
+        ours_b = torch.cat([made["W_K"], made["b_K"][:, None]], 1) if row else made["W_O"].mT
+        assert close(ours_a @ ours_b.mT, best, 1e-10)
+
+
+def test_balance_helps_the_smaller_matrices():
+    weights = compress.head_weights(tiny_model(PLAIN), 0)
+    loud = weights.changed({m: 30 * weights.matrices[m] for m in "QK"})
+
+    def lost(balance, letters):
+        made = compress.tucker(loud, ratio=2, balance=balance).matrices()
+        parts = [(made[f"W_{m}"].mT if m == "O" else made[f"W_{m}"], loud.matrices[m]) for m in letters]
+        return math.sqrt(
+            sum(float((a - b).square().sum()) for a, b in parts) / sum(float(b.square().sum()) for _, b in parts)
+        )
+
+    assert lost(True, "VO") < 0.8 * lost(False, "VO")
+
+
+# ------------------------------------------------------------------ methods and ratios
+
+
+@pytest.mark.parametrize("name", [PLAIN, GROUPED, "bridge/llama"])
+def test_ratios_are_met_and_counted(name, model):
+    weights = compress.head_weights(model, 0)
+    free = scores_are_free(model)
+    for ratio, (method, options) in itertools.product(
+        (1.3, 2, 3),
+        [("tucker", {}), ("tucker", {"balance": True}), ("laser", {}), ("head-svd", {}), ("circuit-svd", {})],
+    ):
+        if method == "circuit-svd" and not free:
+            options = {"matrices": "VO"}
+        plan = compress.plan(model, method=method, ratio=ratio, **options)
+        assert plan.ratio >= ratio
+        part = plan.layers[0][0]
+        assert part.before == weights.count(options.get("matrices", "QKVO"))
+        held, _ = part.packed()
+        assert part.parameters == sum(tensor.numel() for key, tensor in held.items() if not key.startswith("biases"))
+        assert 0 < part.error < 1
+        if method != "circuit-svd":
+            new = {m: part.matrices()[f"W_{m}"] for m in "QKVO"}
+            lost = sum(
+                float(((new[m].mT if m == "O" else new[m]) - w).square().sum()) for m, w in weights.matrices.items()
+            )
+            told = math.sqrt(lost / sum(float(w.square().sum()) for w in weights.matrices.values()))
+            assert math.isclose(part.error, told, rel_tol=1e-6)
+
+
+def test_the_papers_ablation_and_hybrid(model_named):
+    """Table IV: one kind of matrix alone; Table III: LASER on MLPs, whole or one matrix, and Tucker beside."""
+    model = model_named(PLAIN)
+    for letters in ("Q", "K", "V", "O", "QKVO", "VK"):
+        plan = compress.plan(model, 0, ranks=(8, 2, 1), rule="paper", matrices=letters)
+        assert set(plan.weights()[0]) == {f"W_{letter}" for letter in letters}
+    plan = compress.plan(model, ranks=(2, 3), rule="paper", mlp=0.25)
+    assert plan.layers[0][0].ranks == (8, 2, 3)
+    assert set(plan.weights()[1]) == {"W_Q", "W_K", "W_V", "W_O", "W_in", "W_out"}
+    only = compress.plan(model, [-1], method=None, mlp={"W_in": 0.25})
+    assert only.weights()[1].keys() == {"W_in"}
+    assert torch.linalg.matrix_rank(only.weights()[1]["W_in"]) == 4
+    assert [part.ratio for part in only.layers[1]] == [only.ratio]
+
+
+def test_sharing_finds_what_heads_share(model_named):
+    model = copy.deepcopy(model_named(PLAIN))
+    found = compress.sharing(model)
+    assert found.kept.shape == (2, 4, 16)
+    assert bool((found.kept[..., -1] - 1).abs().max() < 1e-9)
+    apart = (found.kept - found.chance)[:, :, 3]
+    assert float(apart.abs().max()) < 0.25  # random weights share what chance gives
+    with torch.no_grad():
+        for name in ("W_V", "W_O"):  # every head of the first layer the same
+            writable(ModelView(model).blocks[0])[name].copy_(
+                writable(ModelView(model).blocks[0])[name][:1].expand(4, -1, -1)
+            )
+    same = compress.sharing(model)
+    assert bool((same.kept[0, 2:, 3] - 1).abs().max() < 1e-9)
+    assert float(same.chance[0, 2:, 3].max()) < 0.9
+    for measure in (same.similarity, same.core_similarity):
+        assert close(measure[0, 1], torch.ones(4, 4, dtype=torch.float64))
+        assert bool((measure.diagonal(dim1=-2, dim2=-1) - 1).abs().max() < 1e-9)
+    assert set(same.to_dataframe()["side"]) == {"query", "key", "value", "output"}
+    turned = compress.plan(model, method=as_method(compress.rotated))
+    with turned.applied():
+        assert close(compress.sharing(model, baseline=None).similarity, same.similarity)
+
+
+# ------------------------------------------------------------------ files and refusals
+
+
+def test_files(model_named, tmp_path):
+    model = model_named(PLAIN)
+    for plan in (
+        compress.plan(model, ratio=2, gauge="circuit", mlp=0.5, sweeps=2),
+        compress.plan(model, method="circuit-svd", ratio=2),
+        compress.plan(model, 1, method="laser", rho=0.5),
+    ):
+        path = plan.save(tmp_path / "plan.safetensors")
+        again = compress.Plan.load(path, model)
+        assert repr(again) == repr(plan)
+        assert again.parameters == plan.parameters
+        for layer, weights in plan.weights().items():
+            assert all(torch.equal(again.weights()[layer][name], weight) for name, weight in weights.items())
+        with pytest.raises(tlens.InvalidInputError, match="other weights"):
+            compress.Plan.load(path, tiny_model(PLAIN, seed=1))
+    (tmp_path / "other.safetensors").write_bytes(b"nothing")
+    with pytest.raises(tlens.FileFormatError):
+        compress.Plan.load(tmp_path / "other.safetensors", model)
+    with pytest.raises(tlens.InvalidInputError, match="cannot hold"):
+        compress.plan(model, method=Own).save(tmp_path / "own.safetensors")
+
+
+class Own(compress.Replacement):
+    """A compression of one's own: outputs halved."""
+
+    def __init__(self, weights):
+        super().__init__(before=2, biases={})
+        object.__setattr__(self, "half", weights.matrices["O"].mT / 2)
+
+    parameters = 1
+
+    def matrices(self):
+        return {"W_O": self.half}
+
+
+def test_a_method_of_ones_own(model_named):
+    model = model_named(PLAIN)
+    plan = compress.plan(model, method=Own)
+    assert plan.ratio == 2
+    frozen = tlens.freeze(model, some_tokens())
+    assert float(compress.removed(frozen, plan).target(5).residual.max()) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layers": 7, "ratio": 2}, "layers=7"),
+        ({"layers": [], "ratio": 2}, "none of this model's"),
+        ({"method": "best"}, "method='best'; use one of tucker"),
+        ({"method": None}, "pass mlp="),
+        ({"ratio": 1e9}, "the largest here is"),
+        ({"ratio": 0}, "positive"),
+        ({"ranks": (99, 1, 1)}, r"ranks\[0\]=99"),
+        ({"ranks": (1, 1)}, "pass three"),
+        ({"ranks": (9, 3), "rule": "paper"}, "r=9"),
+        ({"ratio": 2, "energy": 0.5}, "pass one of"),
+        ({"ratio": 2, "rang": 3}, "rang"),
+        ({"ratio": 2, "layout": "new"}, "layout='new'"),
+        ({"ratio": 2, "gauge": "free"}, "gauge='free'"),
+        ({"ratio": 2, "start": "sequential"}, "needs ranks="),
+        ({"ratio": 2, "matrices": "QX"}, "matrices='QX'"),
+        ({"ratio": 2, "matrices": "QV", "gauge": "circuit"}, "belongs to both"),
+        ({"ratio": 2, "sweeps": -1}, "sweeps"),
+        ({"ratio": 2, "mlp": 2.0}, "rho=2.0"),
+        ({"ratio": 2, "mlp": {"W_up": 0.5}}, "W_in, W_out"),
+        ({"method": "laser"}, "pass one of"),
+        ({"method": "laser", "ratio": 2, "rho": 0.5}, "pass one of"),
+        ({"method": "laser", "ratio": 1e6}, "the largest here is"),
+        ({"method": "head-svd", "rank": 9}, "rank=9"),
+        ({"method": len, "ratio": 2}, "argument"),
+    ],
+)  # fmt: skip
+def test_refusals(options, words, model_named):
+    model = model_named(PLAIN)
+    before = everything(model)
+    with pytest.raises(tlens.InvalidInputError, match=words):
+        compress.plan(model, **options)
+    assert unchanged(model, before)
+
+
+def test_models_that_are_refused(model_named):
+    rotary = model_named("bridge/llama")
+    for options in ({"gauge": "circuit"}, {"method": "circuit-svd"}):
+        with pytest.raises(tlens.UnsupportedModelError, match="not free here"):
+            compress.plan(rotary, ratio=2, **options)
+        compress.plan(rotary, ratio=2, matrices="VO", **options)
+    with pytest.raises(tlens.InvalidInputError, match="layout='released'"):
+        compress.plan(rotary, ratio=2, layout="released")
+    shared = tiny_model(PLAIN)
+    blocks = shared.blocks
+    if hasattr(blocks[1].attn, "_parameters") and "W_Q" in blocks[1].attn._parameters:
+        blocks[1].attn.W_Q = blocks[0].attn.W_Q
+    else:
+        blocks[1].attn = blocks[0].attn
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 and blocks\.1 .* share weights"):
+        compress.plan(shared, 1, ratio=2)
+    model = model_named(PLAIN)
+    frozen = tlens.freeze(tiny_model(PLAIN, seed=2), some_tokens())
+    with pytest.raises(tlens.InvalidInputError, match="another model"):
+        compress.removed(frozen, compress.plan(model, ratio=2))
+    with pytest.raises(tlens.InvalidInputError, match="pass what compress"):
+        compress.removed(frozen, None)
+    with pytest.raises(tlens.InvalidInputError, match="baseline"):
+        compress.sharing(model, baseline="none")
+
+
+@pytest.mark.skipif(not HOOKED, reason="no HookedTransformer here")
+def test_integer_weights_are_refused():
+    model = tiny_model("hooked/ln")
+    weight = model.blocks[1].attn.W_Q
+    model.blocks[1].attn.W_Q = torch.nn.Parameter(weight.detach().to(torch.int8), requires_grad=False)
+    with pytest.raises(tlens.UnsupportedModelError, match="quantised"):
+        compress.plan(model, ratio=2)
+    packed = tiny_model("hooked/ln")
+    del packed.blocks[0].attn._parameters["W_Q"]
+    packed.blocks[0].attn.__dict__["W_Q"] = weight.detach().clone()  # a copy, as packed weights are unpacked into
+    with pytest.raises(tlens.UnsupportedModelError, match="not a view"):
+        compress.plan(packed, ratio=2)
