@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-cpus test-pythons fuzz lint types docs bench evaluation support package clean
+.PHONY: demo test test-tl4 test-whole test-cpus test-pythons fuzz lint types docs bench evaluation compression support package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -50,6 +50,9 @@ bench: .venv/.ready
 
 evaluation: .venv/.ready
 	.venv/bin/python benchmarks/evaluation.py
+
+compression: .venv/.ready
+	.venv/bin/python benchmarks/compression.py
 
 support: .venv/.ready .venv-tl4/.ready
 	.venv/bin/python benchmarks/support.py

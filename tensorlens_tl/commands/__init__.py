@@ -1,7 +1,7 @@
-"""The command line: ``tensorlens-tl demo | attribute | report | methods | verify | evaluate``, a file for each.
+"""The command line: ``tensorlens-tl demo | attribute | report | methods | verify | evaluate | compress``.
 
-A command's file names its arguments and what it does, and imports nothing heavy before it runs, so that help comes
-within a second.
+A file for each command names its arguments and what it does, and imports nothing heavy before it runs, so that help
+comes within a second.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tensorlens_tl import __version__
 
-COMMANDS = ("attribute", "report", "methods", "evaluate", "verify", "demo")
+COMMANDS = ("attribute", "report", "methods", "evaluate", "compress", "verify", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

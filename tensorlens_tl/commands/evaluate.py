@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens_tl.commands.options import (
+    PROMPTS,
+    TASKS,
     add_import_argument,
     add_model_arguments,
     check_output,
     count,
     loaded_model,
     position,
+    prompts_of,
     run_imports,
+    task_of,
     write_result,
 )
-from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Which method is faithful? A table over methods, and a saved result."
 
@@ -28,9 +31,6 @@ EVALUATIONS = {
     "stability": "Do scores stay when the embeddings get a little noise?",
     "agreement": "How alike do methods rank the tokens?",
 }
-
-
-PROMPTS = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         sub.add_argument("-n", type=count, help=f"how many prompts where we make them (default: {PROMPTS})")
         if name == "known-answer":
-            sub.add_argument("--task", choices=("recall", "brackets", "induction"), help="(default: the model's)")
+            sub.add_argument("--task", choices=TASKS, help="(default: the model's)")
             continue
         sub.add_argument("--prompts", type=Path, help="a text file, one prompt a line (default: the held-out text)")
         if name == "perturbation":
@@ -78,12 +78,7 @@ def run(args: argparse.Namespace) -> None:
 def _known_answer(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import evaluate
 
-    name = args.task or args.model.partition(":")[2] or "induction"
-    if name in ("recall", "brackets"):
-        task = getattr(evaluate, name)(args.n or PROMPTS, seed=args.seed)
-    else:
-        task = evaluate.induction(args.n or PROMPTS, d_vocab=model.cfg.d_vocab, seed=args.seed)
-    return evaluate.known_answer(model, task, args.methods, seed=args.seed)
+    return evaluate.known_answer(model, task_of(args, model), args.methods, seed=args.seed)
 
 
 def _relations(args: argparse.Namespace, model: Any) -> Any:
@@ -97,13 +92,13 @@ def _perturbation(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import evaluate
 
     options = {"query": args.query, "order": args.order, "replacement": args.replacement, "seed": args.seed}
-    return evaluate.perturbation(model, _prompts(args, model), args.methods, **options)
+    return evaluate.perturbation(model, prompts_of(args, model), args.methods, **options)
 
 
 def _check(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import evaluate
 
-    return getattr(evaluate, args.what)(model, _prompts(args, model), args.methods, seed=args.seed)
+    return getattr(evaluate, args.what)(model, prompts_of(args, model), args.methods, seed=args.seed)
 
 
 _RUN: dict[str, Callable[[argparse.Namespace, Any], Any]] = {
@@ -111,22 +106,3 @@ _RUN: dict[str, Callable[[argparse.Namespace, Any], Any]] = {
     "relations": _relations,
     "perturbation": _perturbation,
 }
-
-
-def _prompts(args: argparse.Namespace, model: Any) -> Any:
-    from tensorlens_tl import demo
-
-    if args.prompts is None:
-        if args.model not in ("demo", "demo:language", "demo:encoder"):
-            raise InvalidInputError(
-                f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
-            )
-        return demo.held_out_prompts(model, args.n or PROMPTS)
-    if args.n is not None:
-        raise InvalidInputError("-n: it counts prompts that we make; with --prompts every line of the file is one.")
-    if not args.prompts.is_file():
-        raise InvalidInputError(f"--prompts {args.prompts}: no such file.")
-    lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise InvalidInputError(f"--prompts {args.prompts}: the file is empty.")
-    return lines

@@ -7,6 +7,8 @@ from typing import Any
 from tensorlens_tl.errors import InvalidInputError
 
 DTYPES = ("float32", "float64", "bfloat16")
+PROMPTS = 32
+TASKS = ("recall", "brackets", "induction")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,3 +137,37 @@ def write_result(result: Any, title: str, path: Path | None) -> None:
     else:
         result.save(path)
     print(f"saved to {path}")
+
+
+def task_of(args: argparse.Namespace, model: Any) -> Any:
+    """The task with known answers that is asked for: the embedded model's own unless said, or induction."""
+    from tensorlens_tl import evaluate
+
+    name = args.task or args.model.partition(":")[2] or "induction"
+    if name in ("recall", "brackets"):
+        return getattr(evaluate, name)(args.n or PROMPTS, seed=args.seed)
+    return evaluate.induction(args.n or PROMPTS, d_vocab=model.cfg.d_vocab, seed=args.seed)
+
+
+def prompts_of(args: argparse.Namespace, model: Any) -> Any:
+    """The prompts of a file, a line each, or the text that an embedded model was not trained on.
+
+    Raises:
+        InvalidInputError: no such file, an empty one, or a model without text.
+    """
+    from tensorlens_tl import demo
+
+    if args.prompts is None:
+        if args.model not in ("demo", "demo:language", "demo:encoder"):
+            raise InvalidInputError(
+                f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
+            )
+        return demo.held_out_prompts(model, args.n or PROMPTS)
+    if args.n is not None:
+        raise InvalidInputError("-n: it counts prompts that we make; with --prompts every line of the file is one.")
+    if not args.prompts.is_file():
+        raise InvalidInputError(f"--prompts {args.prompts}: no such file.")
+    lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise InvalidInputError(f"--prompts {args.prompts}: the file is empty.")
+    return lines

@@ -214,14 +214,14 @@ METHODS: dict[str, Method] = {
 """The methods that `plan` knows by name."""
 
 
-def find_method(method: Any) -> Method:
+def find_method(method: Method | str) -> Method:
     """A method by name, or the function that was passed.
 
     Raises:
-        InvalidInputError: neither.
+        InvalidInputError: no method of that name.
     """
     found = METHODS.get(method) if isinstance(method, str) else method
-    if not callable(found):
+    if found is None or not callable(found):
         raise InvalidInputError(f"method={method!r}; use one of {', '.join(METHODS)}, or a function.")
     return found
 

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.circuits.weights import as_pass, as_view
 from tensorlens_tl.compress.heads import HeadWeights
-from tensorlens_tl.compress.methods import find_method, laser_mlp, tucker
+from tensorlens_tl.compress.methods import Method, find_method, laser_mlp, tucker
 from tensorlens_tl.compress.reading import head_weights, mlp_matrices, read
 from tensorlens_tl.compress.replacements import KINDS, Replacement, SharedTucker, unpacked
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, TensorLensError, UnsupportedModelError
@@ -51,7 +51,7 @@ def plan(
     model: ModelLike,
     layers: Any = None,
     *,
-    method: Any = "tucker",
+    method: Method | str | None = "tucker",
     mlp: Any = None,
     **options: Any,
 ) -> "Plan":

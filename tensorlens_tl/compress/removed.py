@@ -119,7 +119,7 @@ class Removed:
             activation: the rule for the MLPs that the parts go through.
 
         Returns:
-            Terms ``"L0H3"``, ``"MLP0"`` of the compressed layers, ``"patterns"``, ``"ratios"``, ``"scales"``; their
+            Terms ``"L0H3"``, ``"MLP0"`` of what was compressed, ``"patterns"``, ``"ratios"``, ``"scales"``; their
             total is the model's own change, compressed − original. `Terms.keys` says through which token each head
             (by what it read there) and MLP (by where it stands) did so; what settles anew has no token there.
 
@@ -146,14 +146,18 @@ class Removed:
         ours = Stream.of(self.kept, activation, to_tokens=asked.read_at == self.frozen.points.unembed_in)
         pulled = ours.pull(asked.seed)
         names: list[str] = []
-        keys: list[Tensor] = []
+        keys = [asked.seed.new_zeros(*asked.seed.shape[:2], 0, asked.seed.shape[2])]
         for number, (step, own) in enumerate(zip(asked.stream.steps, ours.steps, strict=True)):
             for before, after in zip(step.sublayers, own.sublayers, strict=True):
-                if before.layer in self.plan.layers:
+                if self._is_changed(before):
                     x, g = asked.stream.x[number], pulled.sums[number]
                     names += before.nodes
                     keys.append(_by_key(after, x, g) - _by_key(before, x, g))
         return names, torch.cat(keys, dim=2)
+
+    def _is_changed(self, sublayer: Sublayer) -> bool:
+        before, after = self._blocks(sublayer.layer)
+        return before.attention is not after.attention if sublayer.is_attention else before.mlp is not after.mlp
 
     def _settled(self, asked: StreamTarget, activation: str) -> tuple[Tensor, Float[Tensor, "batch query"]]:
         """What patterns, ratios and scales do, one after the other `[query, batch, 3]`; the model's own new number."""

@@ -13,6 +13,7 @@ Every evaluation returns an `Evaluation`: a value per metric, method and prompt,
 """
 
 from tensorlens_tl.evaluate.checks import agreement, agreement_table, completeness, randomisation, spearman, stability
+from tensorlens_tl.evaluate.compression import compression, compression_table
 from tensorlens_tl.evaluate.few_shot import few_shot_prompts
 from tensorlens_tl.evaluate.known_answer import expected_mrr, known_answer
 from tensorlens_tl.evaluate.perturbation import perturbation
@@ -44,6 +45,8 @@ __all__ = [
     "brackets",
     "by_relation",
     "completeness",
+    "compression",
+    "compression_table",
     "expected_mrr",
     "few_shot_prompts",
     "induction",

@@ -121,10 +121,11 @@ class BlockView:
         other.norms = self.norms
         for part, names in (("attention", ("W_V", "b_V", "W_O")), ("query_key", ("W_Q", "b_Q", "W_K", "b_K"))):
             changed = {name: new for name in names if (new := flat(name)) is not None}
-            setattr(other, part, replace(getattr(self, part), **changed))
-        if self.mlp is not None:
-            named = {name: weights[name].to(self.mlp.W_in) for name in ("W_in", "W_gate", "W_out") if name in weights}
-            other.mlp = replace(self.mlp, **named)
+            setattr(other, part, replace(getattr(self, part), **changed) if changed else getattr(self, part))
+        named = {name: weights[name] for name in ("W_in", "W_gate", "W_out") if name in weights}
+        other.mlp = self.mlp
+        if self.mlp is not None and named:
+            other.mlp = replace(self.mlp, **{name: weight.to(self.mlp.W_in) for name, weight in named.items()})
         return other
 
     @property

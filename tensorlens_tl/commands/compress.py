@@ -1,0 +1,101 @@
+"""``tensorlens-tl compress``: what does compressing attention cost?"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tensorlens_tl.commands.options import (
+    PROMPTS,
+    TASKS,
+    add_model_arguments,
+    check_output,
+    count,
+    loaded_model,
+    prompts_of,
+    task_of,
+    write_result,
+)
+from tensorlens_tl.errors import InvalidInputError
+
+HELP = "Compress a model's attention, and measure what that costs on held-out prompts."
+METHODS = ("tucker", "laser", "head-svd", "circuit-svd")
+TUCKER = ("rule", "layout", "gauge", "balance", "sweeps")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_model_arguments(parser)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default: all)")
+    parser.add_argument("--ratio", nargs="+", type=float, default=[2.0, 4.0], help="compression ratios (default: 2 4)")
+    parser.add_argument("--layers", nargs="+", type=int, help="(default: all)")
+    parser.add_argument("--matrices", help="which of Q, K, V, O, such as VO (default: QKVO)")
+    parser.add_argument(
+        "--mlp", type=float, metavar="RHO", help="also compress MLPs by LASER, keeping this share of ranks"
+    )
+    tucker = parser.add_argument_group("tucker only")
+    tucker.add_argument("--rule", choices=("free", "paper"), help="which ranks are looked through (default: free)")
+    tucker.add_argument("--layout", choices=("paper", "released"), help="what is split (default: paper, the heads)")
+    tucker.add_argument("--gauge", choices=("circuit",), help="move heads to their circuits' own basis before")
+    tucker.add_argument(
+        "--balance", action="store_true", default=None, help="scale Q, K, V and O to the same norm before"
+    )
+    tucker.add_argument("--sweeps", type=int, help="of HOOI afterwards (default: 0)")
+    parser.add_argument("--task", choices=TASKS, help="measure on a task with known answers")
+    parser.add_argument(
+        "--prompts", type=Path, help="measure on a text file, one prompt a line (default: held-out text)"
+    )
+    parser.add_argument("-n", type=count, help=f"how many prompts where we make them (default: {PROMPTS})")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, metavar="FILE", help="save the plan of one method and one ratio")
+    parser.add_argument("-o", "--output", type=Path, help="save the result: .html, .csv, or for Evaluation.load")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Compress, measure, print the tables, and save where asked."""
+    from tensorlens_tl import compress, evaluate
+
+    check_output(args.output)
+    check_output(args.save)
+    if args.save is not None and (len(args.methods) > 1 or len(args.ratio) > 1):
+        raise InvalidInputError("--save: a file holds one plan; pass one of --methods and one --ratio.")
+    given = {name: value for name in TUCKER if (value := getattr(args, name)) is not None}
+    if given and "tucker" not in args.methods:
+        raise InvalidInputError(f"--{next(iter(given))}: it is for tucker, which is not among --methods.")
+    model = loaded_model(args)
+    task = _task(args, model)
+    common: dict[str, Any] = {"mlp": args.mlp} | ({"matrices": args.matrices} if args.matrices else {})
+    plans: dict[str, dict[float, Any]] = {
+        method: {
+            ratio: partial(
+                compress.plan, model, args.layers, method=method, ratio=ratio,
+                **common, **(given if method == "tucker" else {}),
+            )
+            for ratio in sorted(set(args.ratio))
+        }
+        for method in args.methods
+    }  # fmt: skip
+    if args.save is not None:
+        plan = plans[args.methods[0]][args.ratio[0]]()
+        plans[args.methods[0]] = {args.ratio[0]: plan}
+        print(f"{plan}: saved to {plan.save(args.save)}")
+    result = evaluate.compression(model, task, plans, seed=args.seed)
+    settings = result.settings
+    print(
+        f"{settings['model']}, uncompressed: loss {settings['base_loss']:.4g}, accuracy "
+        f"{settings['base_accuracy']:.4g}, on {settings['prompts']} prompts ({settings['task']})"
+    )
+    for metric in ("added loss", "accuracy change"):
+        print(f"\n{metric} by compression ratio, with 95 % intervals")
+        print(evaluate.compression_table(result, metric).drop(index="uncompressed").round(4).to_string())
+    write_result(result, "Compression", args.output)
+
+
+def _task(args: argparse.Namespace, model: Any) -> Any:
+    if args.prompts is None and (args.task is not None or args.model in ("demo:recall", "demo:brackets")):
+        return task_of(args, model)
+    if args.task is not None:
+        raise InvalidInputError(
+            "--task: with --prompts the lines of the file are what is measured on; pass one of them."
+        )
+    return prompts_of(args, model)

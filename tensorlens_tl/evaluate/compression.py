@@ -1,0 +1,303 @@
+"""What does compression cost, and does it ever help? Loss and accuracy on held-out prompts, against the ratio.
+
+Every prompt is run by the model as it is and by each compressed one, so that changes are differences of pairs and their
+intervals are narrower than those of either. Where there are several candidates under one label (ranks, layers, ρ), the
+best on *validation* prompts is the one that is reported, on the others: the best of many on the prompts that are
+reported would look better than it is.
+
+| metric | of one prompt |
+| --- | --- |
+| `added loss` | −log p of what was asked, compressed less uncompressed |
+| `accuracy change` | the share of answers that are the model's first choice, compressed less uncompressed |
+| `loss`, `accuracy` | of the compressed model itself |
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.compress import Plan
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
+from tensorlens_tl.evaluate.tasks import KnownAnswers
+from tensorlens_tl.hooks import model_points, own_logits, own_run, refuse_attached
+from tensorlens_tl.models.state import refuse_dropout
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.prompts import Prompt, prepare
+from tensorlens_tl.results.evaluation import Evaluation
+from tensorlens_tl.results.statistics import bootstrap_interval
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+METRICS: dict[str, bool | None] = {"added loss": False, "accuracy change": True, "loss": False, "accuracy": True}
+CHOOSE_BY = ("loss", "accuracy")
+UNCOMPRESSED = "uncompressed"
+NOT_ASKED = -100
+"""An answer that is not asked for, as torch's cross-entropy has it."""
+
+
+def compression(
+    model: Any,
+    task: Any,
+    plans: Any,
+    *,
+    validation: Any = 1 / 3,
+    choose_by: str = "loss",
+    seed: int = 0,
+) -> Evaluation:
+    """Loss and accuracy of a model under compressions.
+
+    Args:
+        model: a TransformerLens model that predicts tokens.
+        task: prompts, as text or token ids, each token of which is to be predicted from those before; `KnownAnswers`,
+            of which the answer is; or token ids and answers ``(tokens, answers)``, both `[prompt, pos]`, -100 where
+            none is asked for (for masked models).
+        plans: label → a plan of `compress.plan`, a function that makes one, or several of either as candidates; or
+            label → ratio → the same, the same ratios under every label.
+        validation: the share of prompts that candidates are chosen on, where a label has several; they are not
+            reported.
+        choose_by: ``"loss"`` or ``"accuracy"`` on them.
+        seed: of the prompts that are for validation.
+
+    Returns:
+        An Evaluation of the metrics above; with ratios, their mean over ratios, and curves over them
+        (`compression_table` is their table). ``settings["chosen"]`` says which candidates were.
+
+    Raises:
+        InvalidInputError: no plans, plans of another model, ratios that differ, a task of another kind, or too few
+            prompts.
+        UnsupportedModelError: the model predicts no tokens.
+        FrozenModelError: a frozen pass is attached to the model.
+    """
+    if choose_by not in CHOOSE_BY:
+        raise InvalidInputError(f"choose_by={choose_by!r}; use one of {', '.join(CHOOSE_BY)}.")
+    view = ModelView(model)
+    refuse_dropout(view.model)
+    refuse_attached(view.model)
+    candidates, ratios = _candidates(plans)
+    asked = Questions.of(view, task)
+    several = any(len(found) > 1 for by_ratio in candidates.values() for found in by_ratio)
+    chosen_on, reported = _split(len(asked), validation if several else 0.0, seed)
+    base = _measure(view, asked, reported)
+    steps = len(ratios) if ratios else 1
+    names: dict[str, list[str]] = {}
+    rows = {UNCOMPRESSED: [base] * steps}
+    bar = tqdm(total=sum(map(len, candidates.values())), desc="compression", leave=False, delay=2.0)
+    for label, by_ratio in candidates.items():
+        rows[label], names[label] = [], []
+        for found in by_ratio:
+            plan = _best(view, asked, found, chosen_on, choose_by)
+            rows[label].append(_measure(view, asked, reported, plan))
+            names[label].append(f"{plan.label}, layers {list(plan.layers)}, ratio {plan.ratio:.3g}")
+            bar.update()
+    bar.close()
+    own = torch.stack(
+        [torch.stack(row, dim=-1) for row in rows.values()], dim=1
+    )  # [loss|accuracy, label, prompt, step]
+    curves = torch.cat([own - base[:, None, :, None], own])
+    units = [f"prompt {number}" for number in reported.tolist()]
+    return Evaluation(
+        kind="compression",
+        values=curves.mean(-1),
+        metrics=dict(METRICS),
+        methods=list(rows),
+        units=units,
+        curves=curves if ratios else None,
+        axis=torch.tensor(ratios, dtype=torch.float64) if ratios else None,
+        axis_name="compression ratio" if ratios else "",
+        settings={
+            **view.provenance(),
+            "task": asked.name,
+            "prompts": len(reported),
+            "validation": len(chosen_on),
+            "base_loss": float(base[0].mean()),
+            "base_accuracy": float(base[1].mean()),
+            "chosen": names,
+            "seed": seed,
+        },
+    )
+
+
+def compression_table(result: Evaluation, metric: str = "added loss", *, level: float = 0.95) -> "pd.DataFrame":
+    """One metric by method and ratio: ``(ratio, "mean" | "low" | "high")``, with bootstrap intervals over prompts.
+
+    Raises:
+        InvalidInputError: no result of `compression` with ratios, or no such metric.
+    """
+    import pandas as pd
+
+    if result.kind != "compression" or result.curves is None or result.axis is None:
+        raise InvalidInputError(f"compression_table: this is a result of {result.kind!r} without ratios.")
+    if metric not in result.metrics:
+        raise InvalidInputError(f"metric={metric!r}: this compression has {', '.join(map(repr, result.metrics))}.")
+    values = result.curves[list(result.metrics).index(metric)].transpose(1, 2)
+    low, high = bootstrap_interval(values, level)
+    columns = {}
+    for step, ratio in enumerate(result.axis.tolist()):
+        for name, part in (("mean", values.mean(-1)), ("low", low), ("high", high)):
+            columns[f"{ratio:g}", name] = part[:, step].tolist()
+    return pd.DataFrame(columns, index=pd.Index(result.methods, name="method"))
+
+
+# ------------------------------------------------------------------ what is asked
+
+
+@dataclass(frozen=True, eq=False)
+class Questions:
+    """Prompts, and which token is asked for where.
+
+    Attributes:
+        name: of the task.
+        parts: the prompts, some at once.
+        positions: where the logits are read, `[prompt, asked]`.
+        answers: the tokens asked for there, and `asked` which of them count.
+    """
+
+    name: str
+    parts: list[Prompt]
+    positions: Int[Tensor, "prompt asked"]
+    answers: Int[Tensor, "prompt asked"]
+    asked: Bool[Tensor, "prompt asked"]
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    @classmethod
+    def of(cls, view: ModelView, task: Any) -> "Questions":
+        """A task of any kind.
+
+        Raises:
+            InvalidInputError: none, or one whose parts do not fit together.
+        """
+        if view.unembedding is None:
+            raise UnsupportedModelError(f"compression: {view.description} predicts no tokens.")
+        if isinstance(task, KnownAnswers):
+            positions = torch.full((len(task), 1), task.tokens.shape[1] - 1)
+            answers = task.answers[:, None]
+            return cls(task.name, _in_parts(view, task.tokens), positions, answers, torch.ones_like(answers).bool())
+        if isinstance(task, tuple) and len(task) == 2 and all(isinstance(part, Tensor) for part in task):
+            tokens, answers = task
+            if tokens.shape != answers.shape or not bool((answers != NOT_ASKED).any(-1).all()):
+                raise InvalidInputError(
+                    f"task: tokens {tuple(tokens.shape)} and answers {tuple(answers.shape)} must agree, with at "
+                    f"least one answer in every prompt ({NOT_ASKED} where none is asked for)."
+                )
+            positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+            asked = answers != NOT_ASKED
+            return cls("answers", _in_parts(view, tokens), positions, answers.clamp_min(0), asked)
+        whole = prepare(view, task)
+        if whole.tokens.shape[1] < 2 or not bool((whole.mask.sum(-1) > 1).all()):
+            raise InvalidInputError("task: a prompt of one token has no next token to predict.")
+        tokens, mask = whole.tokens.cpu(), whole.mask.cpu()
+        positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
+        asked = mask[:, :-1] & mask[:, 1:]
+        return cls("next tokens", _in_parts(view, tokens, mask), positions, tokens[:, 1:], asked)
+
+
+def _in_parts(view: ModelView, tokens: Tensor, mask: Tensor | None = None) -> list[Prompt]:
+    """Prompts for the model, a few at once."""
+    made = []
+    for start in range(0, len(tokens), PROMPTS_AT_ONCE):
+        rows = slice(start, start + PROMPTS_AT_ONCE)
+        real = None if mask is None or bool(mask.all()) else mask[rows]
+        made.append(prepare(view, tokens[rows], attention_mask=real))
+    return made
+
+
+# ------------------------------------------------------------------ what is measured
+
+
+def _measure(
+    view: ModelView, asked: Questions, prompts: Int[Tensor, "chosen"], plan: Plan | None = None
+) -> Float[Tensor, "2 chosen"]:
+    """Loss and accuracy of some prompts, by the model itself or compressed."""
+    unembed_in = model_points(view).unembed_in
+    assert unembed_in is not None  # it predicts tokens
+    found, start = [], 0
+    with own_run(view.model), torch.no_grad(), nullcontext() if plan is None else plan.applied():
+        for part in asked.parts:
+            rows = slice(start, start + len(part.tokens))
+            start = rows.stop
+            wanted = prompts[(prompts >= rows.start) & (prompts < rows.stop)] - rows.start
+            if len(wanted):
+                positions = asked.positions[rows].to(part.tokens.device)
+                _, logits = own_logits(view.model, part.kwargs, unembed_in, positions)
+                scores = _scores(logits, asked.answers[rows], asked.asked[rows])
+                found.append(scores[:, wanted])
+    return torch.cat(found, dim=1)
+
+
+def _scores(logits: Any, answers: Tensor, asked: Tensor) -> Float[Tensor, "2 prompt"]:
+    """−log p and whether it is the first choice, averaged over what is asked in each prompt."""
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise UnsupportedModelError("compression: this model's output is no tensor of logits [batch, pos, d_vocab].")
+    answers, asked = answers.to(logits.device), asked.to(logits.device)
+    logits = upcast(logits)
+    of_answer = torch.take_along_dim(logits, answers[..., None], dim=-1)[..., 0]
+    loss = logits.logsumexp(-1) - of_answer
+    right = logits.argmax(-1) == answers
+    both = torch.stack([loss.double(), right.double()])
+    return (torch.where(asked, both, 0).sum(-1) / asked.sum(-1)).cpu()
+
+
+def _best(
+    view: ModelView, asked: Questions, found: Sequence[Any], prompts: Int[Tensor, "chosen"], choose_by: str
+) -> Plan:
+    """The candidate that does best on the validation prompts."""
+    made = [_plan(view, candidate) for candidate in found]
+    if len(made) == 1:
+        return made[0]
+    means = [_measure(view, asked, prompts, plan).mean(-1) for plan in made]
+    costs = [float(mean[0]) if choose_by == "loss" else -float(mean[1]) for mean in means]
+    return made[costs.index(min(costs))]
+
+
+def _plan(view: ModelView, candidate: Any) -> Plan:
+    made = candidate() if callable(candidate) and not isinstance(candidate, Plan) else candidate
+    if not isinstance(made, Plan):
+        raise InvalidInputError(f"plans: pass what compress.plan made, got {type(made).__name__}.")
+    if made.model is not view.model:
+        raise InvalidInputError(f"plans: {made.label!r} was made for another model, {made.description}.")
+    return made
+
+
+def _candidates(plans: Any) -> tuple[dict[str, list[Sequence[Any]]], list[float]]:
+    """The candidates by label and ratio, and the ratios (none where a label has no ratios)."""
+    if not isinstance(plans, Mapping) or not plans:
+        raise InvalidInputError("plans: pass a table of them by label, such as {'laser': compress.plan(...)}.")
+    if UNCOMPRESSED in plans:
+        raise InvalidInputError(f"plans: {UNCOMPRESSED!r} is the model itself; use another label.")
+    tables = {label: found for label, found in plans.items() if isinstance(found, Mapping)}
+    if not tables:
+        return {str(label): [_several(found)] for label, found in plans.items()}, []
+    ratios = sorted(next(iter(tables.values())))
+    if len(tables) < len(plans) or not ratios or any(sorted(table) != ratios for table in tables.values()):
+        raise InvalidInputError("plans: pass the same ratios under every label, or none.")
+    by_ratio = {str(label): [_several(table[ratio]) for ratio in ratios] for label, table in tables.items()}
+    return by_ratio, [float(ratio) for ratio in ratios]
+
+
+def _several(found: Any) -> Sequence[Any]:
+    several = list(found) if isinstance(found, list | tuple) else [found]
+    if not several:
+        raise InvalidInputError("plans: a label without any.")
+    return several
+
+
+def _split(prompts: int, share: Any, seed: int) -> tuple[Int[Tensor, "chosen"], Int[Tensor, "reported"]]:
+    """Which prompts candidates are chosen on, and which are reported."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise InvalidInputError(f"validation={share!r}: pass a share of the prompts, from 0 to below 1.")
+    count = round(share * prompts) if not share else max(1, round(share * prompts))
+    if share and count >= prompts:
+        raise InvalidInputError(f"task: {prompts} prompts are too few to choose on some and report on others.")
+    order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))
+    return order[:count].sort().values, order[count:].sort().values
