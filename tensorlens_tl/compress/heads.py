@@ -19,6 +19,7 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
 LETTERS = "QKVO"
 LAYOUTS = ("paper", "released")
+"""What `stacked` splits: the heads, or d_model."""
 GAUGES = (None, "circuit")
 
 
