@@ -4,7 +4,18 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from tensorlens_tl.algebra import ZERO, Attention, Chain, Diagonal, Identity, Linear, Norm, Transpose
+from tensorlens_tl.algebra import (
+    ZERO,
+    Attention,
+    Chain,
+    Diagonal,
+    DiagonalRecursion,
+    Identity,
+    Linear,
+    Norm,
+    Recursion,
+    Transpose,
+)
 from tensorlens_tl.testing import check_map
 
 pytestmark = pytest.mark.numeric
@@ -40,6 +51,10 @@ MAPS = {
         (Linear(normal(WIDTH, 4), normal(4)), Attention(pattern(), 2), Linear(normal(WIDTH, WIDTH), normal(WIDTH)))
     ),
     "transpose": lambda: MAPS["rectangular"]().T,
+    "recursion": lambda: Recursion(0.3 * normal(WIDTH, WIDTH)),
+    "padded recursion": lambda: Recursion(0.3 * normal(WIDTH, WIDTH), torch.arange(BATCH * POS).view(BATCH, POS) > 1),
+    "diagonal recursion": lambda: DiagonalRecursion(normal(BATCH, POS, 1, WIDTH)),
+    "recursion in a chain": lambda: MAPS["linear"]() @ MAPS["padded recursion"]() @ MAPS["sum"]() @ MAPS["recursion"](),
 }
 
 

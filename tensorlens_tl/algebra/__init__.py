@@ -4,6 +4,7 @@
 | --- | --- |
 | `maps` | what is an affine map, and how do maps combine? |
 | `primitives` | which maps is everything made of? |
+| `recursion` | what passes from each position to the next? |
 | `positions` | where do vectors live, so that no work is done elsewhere? |
 | `bias_spreading` | where does each bias go, if source tokens are to have it? |
 | `probes` | how is a norm estimated from random rows? |
@@ -14,6 +15,7 @@
 from tensorlens_tl.algebra.maps import ZERO, AffineMap, Chain, MixingMap, PositionwiseMap, Sum, Transpose, note_bias
 from tensorlens_tl.algebra.positions import RowPositions, Where
 from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm
+from tensorlens_tl.algebra.recursion import DiagonalRecursion, Recursion
 
 __all__ = [
     "ZERO",
@@ -21,11 +23,13 @@ __all__ = [
     "Attention",
     "Chain",
     "Diagonal",
+    "DiagonalRecursion",
     "Identity",
     "Linear",
     "MixingMap",
     "Norm",
     "PositionwiseMap",
+    "Recursion",
     "RowPositions",
     "Sum",
     "Transpose",
