@@ -84,8 +84,8 @@ def test_what_was_kept_and_removed_is_the_model(name, model):
     taken = compress.removed(frozen, plan)
     x = torch.randn(3, *frozen.resid_pre(0).shape, dtype=frozen.resid_pre(0).dtype)
     for layer in range(frozen.n_layers):
-        pairs = [(frozen.attention(layer), taken.kept.attention(layer), taken.attention(layer))]
-        pairs += [(frozen.mlp(layer), taken.kept.mlp(layer), taken.mlp(layer))] if has_mlp else []
+        pairs = [(frozen.attention(layer), *taken.attention(layer))]
+        pairs += [(frozen.mlp(layer), *taken.mlp(layer))] if has_mlp else []
         for whole, kept, removed in pairs:
             both = kept + removed
             assert relative_error(both.push(x), whole.push(x)) <= 1e-12
@@ -96,7 +96,7 @@ def test_what_was_kept_and_removed_is_the_model(name, model):
     asked = {"direction": direction} if frozen.view.unembedding is None else {"target": 5, "minus": 7}
     terms = taken.target(**asked, query=[-1, 1])
     assert float(terms.residual.max()) <= tolerance(name)
-    assert close(terms.keys.sum((-2, -1)) + terms.scores[..., -3:].sum(-1), terms.total, tolerance(name))
+    assert close(terms.keys.nansum((-2, -1)) + terms.scores[..., -3:].sum(-1), terms.total, tolerance(name))
     assert float(terms.scores[..., -3:].abs().max()) > 1e-6  # something settles anew
 
 
@@ -180,6 +180,62 @@ def test_joint_projections_see_the_change(family):
         assert len(joint_copies(block, writable(block))) == len(copies)
         assert not torch.equal(joint.weight, before)
     assert torch.equal(joint.weight, before)
+
+
+def test_what_is_cast_inside_comes_back_cast(model_named):
+    for name in {PLAIN, "bridge/gpt2", "bridge/phi3"}:
+        model = tiny_model(name)
+        expected = everything(tiny_model(name).to(torch.float32))
+        with compress.plan(model, ratio=2).applied():
+            model.to(torch.float32)
+        assert unchanged(model, expected), name
+        frozen = tlens.freeze(model, some_tokens())
+        assert float(compress.removed(frozen, compress.plan(model, ratio=2)).target(5).residual.max()) < 1e-4
+
+
+def test_what_is_changed_inside_is_said():
+    model = tiny_model("bridge/gpt2")
+    own, other = copy.deepcopy(model.state_dict()), tiny_model("bridge/gpt2", seed=1).state_dict()
+    with (
+        pytest.raises(tlens.FrozenModelError, match="Load the model again"),
+        compress.plan(model, 0, ratio=2).applied(),
+    ):
+        model.load_state_dict(other)
+    model.load_state_dict(own)
+    with pytest.raises(tlens.FrozenModelError, match=r"blocks\.0\.W_Q"), compress.plan(model, 0, ratio=2).applied():
+        writable(ModelView(model).blocks[0])["W_Q"].mul_(2)
+
+
+def test_plans_left_in_the_wrong_order():
+    joint = tiny_model("bridge/gpt2").to(torch.float32)
+    before = everything(joint)
+    first, second = (compress.plan(joint, 0, ratio=2, matrices=letters).applied() for letters in ("QK", "VO"))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert unchanged(joint, before)
+
+
+@pytest.mark.parametrize("nth", [1, 3, 6, 9, 12, 15])
+def test_an_interruption_leaves_nothing_behind(nth, monkeypatch):
+    """Ctrl-C while weights are written, while the model runs, or while they are put back."""
+    from tensorlens_tl.models import writing
+
+    model, calls, overwrite = tiny_model(PLAIN), [], writing._overwrite
+    before = everything(model)
+    plan = compress.plan(model, ratio=2)
+
+    def interrupted(there, value):
+        calls.append(1)
+        if len(calls) == nth:
+            raise KeyboardInterrupt
+        overwrite(there, value)
+
+    monkeypatch.setattr(writing, "_overwrite", interrupted)
+    with pytest.raises(KeyboardInterrupt), plan.applied():
+        pass
+    assert unchanged(model, before)
 
 
 def test_half_precision_and_gradients(model_named):
@@ -338,6 +394,27 @@ def test_the_papers_ablation_and_hybrid(model_named):
     assert [part.ratio for part in only.layers[1]] == [only.ratio]
 
 
+def test_plans_add_up(model_named, tmp_path):
+    model = model_named(PLAIN)
+    scores, rest = (
+        compress.plan(model, ratio=2, method="laser", matrices="QK"),
+        compress.plan(model, 1, ratio=3, matrices="VO"),
+    )
+    both = scores + rest
+    assert both.parameters == scores.parameters + rest.parameters
+    with both.applied():
+        together = logits(model)
+    with scores.applied(), rest.applied():
+        assert close(logits(model), together)
+    assert torch.equal(
+        compress.Plan.load(both.save(tmp_path / "both"), model).weights()[1]["W_O"], rest.weights()[1]["W_O"]
+    )
+    with pytest.raises(tlens.InvalidInputError, match=r"both replace blocks\.1\.W_"):
+        both + compress.plan(model, 1, ratio=2)
+    with pytest.raises(tlens.InvalidInputError, match="same model"):
+        both + compress.plan(tiny_model(PLAIN, seed=1), ratio=2)
+
+
 def test_sharing_finds_what_heads_share(model_named):
     model = copy.deepcopy(model_named(PLAIN))
     found = compress.sharing(model)
@@ -383,7 +460,7 @@ def test_files(model_named, tmp_path):
     (tmp_path / "other.safetensors").write_bytes(b"nothing")
     with pytest.raises(tlens.FileFormatError):
         compress.Plan.load(tmp_path / "other.safetensors", model)
-    with pytest.raises(tlens.InvalidInputError, match="cannot hold"):
+    with pytest.raises(tlens.InvalidInputError, match="not a Own; let the method return"):
         compress.plan(model, method=Own).save(tmp_path / "own.safetensors")
 
 
@@ -400,6 +477,39 @@ class Own(compress.Replacement):
         return {"W_O": self.half}
 
 
+def test_chance_knows_that_grouped_heads_share(model_named):
+    """The query heads of a group have keys and values in common by construction, random ones too."""
+    beyond = []
+    for seed in range(6):
+        found = compress.sharing(tiny_model("bridge/llama", seed=seed), draws=8, seed=seed)
+        beyond.append((found.kept - found.chance)[..., found.rank - 1])
+    assert float(torch.stack(beyond).mean((0, 1)).abs().max()) < 0.05
+
+
+def rounded(weights, *, bits=8):
+    """Every matrix rounded to so many bits, a scale for each head."""
+    new = {}
+    for letter, matrix in weights.matrices.items():
+        step = matrix.abs().amax((1, 2), keepdim=True) / (2 ** (bits - 1) - 1)
+        new[letter] = (matrix / step).round() * step
+    return compress.Dense.of(weights, new, count=weights.parameters * bits // 32)
+
+
+def test_dense_replacements(model_named, tmp_path):
+    model = model_named(PLAIN)
+    plan = compress.plan(model, method=rounded, bits=4)
+    assert plan.ratio == 8
+    again = compress.Plan.load(plan.save(tmp_path / "rounded"), model)
+    assert torch.equal(again.weights()[1]["W_O"], plan.weights()[1]["W_O"])
+    halved = compress.plan(model, method=lambda weights: weights.changed({"O": weights.matrices["O"] / 2}))
+    assert set(halved.weights()[0]) == {"W_O"}
+    assert halved.ratio == 1
+    assert close(2 * halved.weights()[0]["W_O"], writable(ModelView(model).blocks[0])["W_O"].detach())
+    for new, words in (({"O": torch.zeros(1, 2, 3)}, "W_O is"), ({"X": torch.zeros(1)}, "no matrix 'X'")):
+        with pytest.raises(tlens.InvalidInputError, match=words):
+            compress.plan(model, method=lambda weights, new=new: compress.Dense.of(weights, new, count=1))
+
+
 def test_a_method_of_ones_own(model_named):
     model = model_named(PLAIN)
     plan = compress.plan(model, method=Own)
@@ -412,6 +522,8 @@ def test_a_method_of_ones_own(model_named):
     ("options", "words"),
     [
         ({"layers": 7, "ratio": 2}, "layers=7"),
+        ({"ratio": 0.5}, "at least 1"),
+        ({"mlp": 0.5}, "method=None for MLPs only"),
         ({"layers": [], "ratio": 2}, "none of this model's"),
         ({"method": "best"}, "method='best'; use one of tucker"),
         ({"method": None}, "pass mlp="),
@@ -421,20 +533,21 @@ def test_a_method_of_ones_own(model_named):
         ({"ranks": (1, 1)}, "pass three"),
         ({"ranks": (9, 3), "rule": "paper"}, "r=9"),
         ({"ratio": 2, "energy": 0.5}, "pass one of"),
-        ({"ratio": 2, "rang": 3}, "rang"),
+        ({"ratio": 2, "rang": 3}, "its options are ranks, ratio"),
         ({"ratio": 2, "layout": "new"}, "layout='new'"),
         ({"ratio": 2, "gauge": "free"}, "gauge='free'"),
         ({"ratio": 2, "start": "sequential"}, "needs ranks="),
         ({"ratio": 2, "matrices": "QX"}, "matrices='QX'"),
         ({"ratio": 2, "matrices": "QV", "gauge": "circuit"}, "belongs to both"),
         ({"ratio": 2, "sweeps": -1}, "sweeps"),
-        ({"ratio": 2, "mlp": 2.0}, "rho=2.0"),
+        ({"ratio": 2, "mlp": 2.0}, "mlp=2.0"),
         ({"ratio": 2, "mlp": {"W_up": 0.5}}, "W_in, W_out"),
         ({"method": "laser"}, "pass one of"),
         ({"method": "laser", "ratio": 2, "rho": 0.5}, "pass one of"),
         ({"method": "laser", "ratio": 1e6}, "the largest here is"),
         ({"method": "head-svd", "rank": 9}, "rank=9"),
-        ({"method": len, "ratio": 2}, "argument"),
+        ({"method": lambda weights: 5}, "returns a int"),
+        ({"method": lambda weights: weights, "ratio": 2}, "its options are none"),
     ],
 )  # fmt: skip
 def test_refusals(options, words, model_named):
@@ -469,6 +582,78 @@ def test_models_that_are_refused(model_named):
         compress.removed(frozen, None)
     with pytest.raises(tlens.InvalidInputError, match="baseline"):
         compress.sharing(model, baseline="none")
+
+
+def test_hooks_that_came_since_are_refused(model_named):
+    model = model_named(PLAIN)
+    frozen, plan = tlens.freeze(model, some_tokens()), compress.plan(model, ratio=2)
+    doubled = [("blocks.0.hook_resid_post", lambda t, hook: 2 * t)]
+    with model.hooks(fwd_hooks=doubled), pytest.raises(tlens.FrozenModelError, match="hooks were put on"):
+        compress.removed(frozen, plan)
+
+
+def test_the_change_is_before_a_soft_cap(model_named):
+    model = model_named("hooked/soft-caps" if HOOKED else "bridge/gemma2")
+    frozen = tlens.freeze(model, some_tokens())
+    terms = compress.removed(frozen, compress.plan(model, ratio=2)).target(5)
+    assert terms.soft_cap is not None
+    assert "before the soft cap" in terms.target
+
+
+def test_every_line_of_the_table_sums_to_the_change(model_named):
+    frozen = tlens.freeze(model_named(PLAIN), some_tokens(batch=1))
+    terms = compress.removed(frozen, compress.plan(model_named(PLAIN), ratio=2)).target(5)
+    frame = terms.to_dataframe(keys=True)
+    assert math.isclose(frame["score"].sum(), float(terms.total), rel_tol=1e-9)
+    assert list(frame.loc[frame["key"].isna(), "term"]) == ["patterns", "ratios", "scales"]
+
+
+def test_numbers_of_other_kinds_and_edges(model_named):
+    import numpy as np
+
+    model = model_named(PLAIN)
+    for ratio in (np.int64(2), np.float32(2), torch.tensor(2.0)):
+        assert compress.plan(model, ratio=ratio).label == "tucker"
+        assert compress.plan(model, ratio=ratio).parameters == compress.plan(model, ratio=2).parameters
+    assert compress.plan(model, ranks=np.array([4, 2, 2])).layers[0][0].ranks == (4, 2, 2)
+    assert compress.shared_tucker(model, -1, ratio=2).error == compress.shared_tucker(model, 1, ratio=2).error
+    weights = compress.head_weights(model, 0)
+    for method in (compress.circuit_svd, compress.head_svd, compress.laser):
+        for rank in range(1, 5):  # a ratio that was made from a rank gives the rank back
+            again = method(weights, ratio=max(1.0, method(weights, rank=rank).ratio))
+            assert again.left["Q"].shape[-1] == rank or method(weights, rank=rank).ratio <= 1
+        nothing = weights.changed({letter: 0 * matrix for letter, matrix in weights.matrices.items()})
+        assert method(nothing, rank=1).error == 0
+    broken = tiny_model(PLAIN)
+    writable(ModelView(broken).blocks[0])["W_V"][0, 0] = torch.nan
+    with pytest.raises(tlens.NumericalError, match="not finite"):
+        compress.plan(broken, ratio=2, method="laser")
+
+
+@pytest.mark.skipif(not HOOKED, reason="no HookedTransformer here")
+def test_heads_wider_than_the_stream():
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    config = HookedTransformerConfig(
+        n_layers=1, d_model=6, n_ctx=8, d_head=9, n_heads=2, d_vocab=48, act_fn="gelu", dtype=torch.float64,
+        device="cpu", default_prepend_bos=False,
+    )  # fmt: skip
+    model = HookedTransformer(config)
+    own = logits(model)
+    for options in ({"method": "circuit-svd", "rank": 9}, {"ranks": (6, 9, 4), "gauge": "circuit"}):
+        with compress.plan(model, **options).applied():
+            assert close(logits(model), own)
+    assert compress.sharing(model).rank == 6
+
+
+@pytest.mark.skipif(not HOOKED, reason="no HookedTransformer here")
+def test_a_partly_quantised_mlp_is_refused():
+    model = tiny_model("hooked/ln")
+    model.blocks[1].mlp.W_out = torch.nn.Parameter(torch.zeros(24, 16, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(tlens.UnsupportedModelError, match="quantised"):
+        compress.plan(model, ratio=2, mlp=0.5)
+    with pytest.raises(tlens.InvalidInputError, match="has no MLP"):
+        compress.plan(tiny_model("hooked/attn-only-no-norm"), ratio=2, mlp=0.5)
 
 
 @pytest.mark.skipif(not HOOKED, reason="no HookedTransformer here")

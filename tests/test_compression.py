@@ -137,12 +137,20 @@ def test_refusals(recall, task):
         ((task, {"a": other}), "another model"),
         ((task.only(torch.arange(24) < 1), {"a": [plan, plan]}), "too few"),
         ((torch.tensor([[5]]), {"a": plan}), "one token"),
-        (((task.tokens, task.tokens[:, :2]), {"a": plan}), "must agree"),
+        (((task.tokens, task.tokens[:, :2]), {"a": plan}), "must be [prompt, pos]"),
+        (((task.tokens, task.tokens + 1000), {"a": plan}), "outside the vocabulary"),
+        (((task.tokens, task.tokens.clamp_max(3) - 5), {"a": plan}), "outside the vocabulary"),
+        (((task.tokens[0], task.answers[:29]), {"a": plan}), "must be [prompt, pos]"),
+        ((task, {"a": {100: plan}}), "holds a plan of ratio 2"),
         (((task.tokens, torch.full_like(task.tokens, -100)), {"a": plan}), "at least one answer"),
     ):
         with pytest.raises(tlens.InvalidInputError, match=re.escape(words)):
             evaluate.compression(recall, *arguments)
-    for options, words in (({"validation": 1.5}, "validation"), ({"choose_by": "size"}, "choose_by")):
+    for options, words in (
+        ({"validation": 1.5}, "validation"),
+        ({"validation": 0}, "validation"),
+        ({"choose_by": "size"}, "choose_by"),
+    ):
         with pytest.raises(tlens.InvalidInputError, match=words):
             evaluate.compression(recall, task, {"a": [plan, plan]}, **options)
     with pytest.raises(tlens.InvalidInputError, match="without ratios"):
@@ -177,12 +185,29 @@ def test_command_line(capsys, tmp_path):
     assert "on 2 prompts (next tokens)" in capsys.readouterr().out
 
 
+def test_command_line_leaves_out_what_does_not_fit(capsys, monkeypatch, tmp_path):
+    rotary = tiny_model("bridge/llama")
+    monkeypatch.setattr("tensorlens_tl.commands.compress.loaded_model", lambda args: rotary)
+    words = ["compress", "--model", "demo:recall", "--ratio", "1.5"]
+    monkeypatch.setattr("tensorlens_tl.commands.compress._task", lambda args, model: torch.arange(3, 9)[None])
+    assert commands.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "circuit-svd is left out" in shown
+    assert "ratios reached: tucker" in shown
+    assert commands.main([*words, "--methods", "circuit-svd"]) == 1
+    assert "not free here" in capsys.readouterr().err
+    assert commands.main(["compress", "--save", str(tmp_path / "no" / "plan")]) == 1
+    assert "--save" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--save", "plan.safetensors"], "one plan"),
         (["--methods", "laser", "--balance"], "--balance: it is for tucker"),
         (["--ratio", "1e9"], "the largest here is"),
+        (["--ratio", "0.5"], "at least 1"),
+        (["--methods", "laser", "--ratio", "2", "--save", "plan.html"], "no page"),
         (["--matrices", "XY"], "matrices='XY'"),
         (["--task", "recall", "--prompts", "nothing.txt"], "pass one of them"),
         (["--layers", "9"], "layers=9"),

@@ -8,7 +8,7 @@ import functools
 
 import torch
 from conftest import hooks_left
-from hypothesis import event, given, note, strategies as st
+from hypothesis import event, given, note, settings, strategies as st
 
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import check_map, check_model, model_names, tiny_model
@@ -126,6 +126,7 @@ def padded(lengths, side, vocabulary=48):
     return torch.where(mask, tokens, 0), mask.long()
 
 
+@settings(max_examples=settings.default.max_examples * 3 // 5)  # each builds and checks a model
 @given(
     st.one_of(hooked(), bridge()) if HOOKED else bridge(),
     prompts(),

@@ -60,7 +60,7 @@ def test_against_the_block_bidiagonal_solve():
 
 
 def test_gradients_once_and_twice():
-    for pos in (1, 2, 7, 33):
+    for pos in (1, 2, 7):
         x, weight = normal(2, pos, 4).requires_grad_(), (0.3 * normal(4, 4)).requires_grad_()
         assert torch.autograd.gradcheck(scan, (x, weight))
         assert torch.autograd.gradgradcheck(scan, (x, weight))

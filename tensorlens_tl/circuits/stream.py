@@ -32,9 +32,9 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.activations import check_rule
 from tensorlens_tl.models.layouts import Place
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass, PassLike
+from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.passes.prompts import one_query, query_positions
-from tensorlens_tl.passes.record import check_pass
+from tensorlens_tl.passes.record import Record, check_pass
 from tensorlens_tl.passes.selection import chosen_layers, end_of
 from tensorlens_tl.passes.target import resolve_target
 
@@ -158,7 +158,7 @@ class Stream:
         hidden: each sublayer's hidden vector, by step and sublayer, `[batch, pos, width]`.
     """
 
-    frozen: FrozenPass
+    frozen: Record
     layers: range
     final_norm: bool
     steps: tuple[Step, ...]
@@ -168,7 +168,7 @@ class Stream:
     @classmethod
     def of(
         cls,
-        frozen: FrozenPass,
+        frozen: Record,
         activation: str = "ratio",
         *,
         layers: LayerRange = None,
@@ -373,7 +373,7 @@ def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*row
     return (upcast(g) * x).sum((-2, -1))[..., None]
 
 
-def _block_steps(frozen: FrozenPass, layer: int, rule: str) -> list[Step]:
+def _block_steps(frozen: Record, layer: int, rule: str) -> list[Step]:
     """One block's steps, by its proven layout."""
     layout = frozen.layouts[layer]
     *values, output = frozen.attention(layer).stages
@@ -394,7 +394,7 @@ def _block_steps(frozen: FrozenPass, layer: int, rule: str) -> list[Step]:
 
 
 def _sublayer(
-    frozen: FrozenPass,
+    frozen: Record,
     layer: int,
     at: Place,
     read: tuple[AffineMap, ...],

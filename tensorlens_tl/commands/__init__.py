@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(required=True, metavar="command")
     for name in COMMANDS:
         module = importlib.import_module(f"{__name__}.{name}")
-        sub = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        sub = commands.add_parser(name, prog=f"tensorlens-tl {name}", help=module.HELP, description=module.HELP)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     return whole

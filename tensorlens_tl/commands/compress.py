@@ -1,7 +1,6 @@
 """``tensorlens-tl compress``: what does compressing attention cost?"""
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tensorlens_tl.commands.options import (
     task_of,
     write_result,
 )
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, TensorLensError
 
 HELP = "Compress a model's attention, and measure what that costs on held-out prompts."
 METHODS = ("tucker", "laser", "head-svd", "circuit-svd")
@@ -26,29 +25,33 @@ TUCKER = ("rule", "layout", "gauge", "balance", "sweeps")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_model_arguments(parser)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default: all)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="(default: all that fit the model)")
     parser.add_argument("--ratio", nargs="+", type=float, default=[2.0, 4.0], help="compression ratios (default: 2 4)")
     parser.add_argument("--layers", nargs="+", type=int, help="(default: all)")
     parser.add_argument("--matrices", help="which of Q, K, V, O, such as VO (default: QKVO)")
     parser.add_argument(
-        "--mlp", type=float, metavar="RHO", help="also compress MLPs by LASER, keeping this share of ranks"
+        "--mlp", type=float, metavar="RHO", help="also compress MLPs by LASER, keeping this share of their ranks"
     )
     tucker = parser.add_argument_group("tucker only")
-    tucker.add_argument("--rule", choices=("free", "paper"), help="which ranks are looked through (default: free)")
-    tucker.add_argument("--layout", choices=("paper", "released"), help="what is split (default: paper, the heads)")
-    tucker.add_argument("--gauge", choices=("circuit",), help="move heads to their circuits' own basis before")
+    tucker.add_argument("--rule", choices=("free", "paper"), help="which ranks are considered (default: free)")
     tucker.add_argument(
-        "--balance", action="store_true", default=None, help="scale Q, K, V and O to the same norm before"
+        "--layout",
+        choices=("paper", "released"),
+        help="split the heads (paper), or d_model (default: paper)",
     )
-    tucker.add_argument("--sweeps", type=int, help="of HOOI afterwards (default: 0)")
+    tucker.add_argument("--gauge", choices=("circuit",), help="first move each head into the basis of its own circuits")
+    tucker.add_argument(
+        "--balance", action="store_true", default=None, help="first scale Q, K, V and O to the same norm"
+    )
+    tucker.add_argument("--sweeps", type=int, help="HOOI sweeps after the truncation (default: 0)")
     parser.add_argument("--task", choices=TASKS, help="measure on a task with known answers")
     parser.add_argument(
         "--prompts", type=Path, help="measure on a text file, one prompt a line (default: held-out text)"
     )
-    parser.add_argument("-n", type=count, help=f"how many prompts where we make them (default: {PROMPTS})")
+    parser.add_argument("-n", type=count, help=f"number of generated prompts (default: {PROMPTS})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, metavar="FILE", help="save the plan of one method and one ratio")
-    parser.add_argument("-o", "--output", type=Path, help="save the result: .html, .csv, or for Evaluation.load")
+    parser.add_argument("-o", "--output", type=Path, help="save: .html, .csv, or any other name for Evaluation.load")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -56,28 +59,28 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl import compress, evaluate
 
     check_output(args.output)
-    check_output(args.save)
-    if args.save is not None and (len(args.methods) > 1 or len(args.ratio) > 1):
-        raise InvalidInputError("--save: a file holds one plan; pass one of --methods and one --ratio.")
+    check_output(args.save, "--save")
+    named = args.methods or list(METHODS)
+    if args.save is not None and (args.save.suffix == ".html" or len(named) > 1 or len(args.ratio) > 1):
+        raise InvalidInputError("--save: a file holds one plan (no page); pass one of --methods and one --ratio.")
     given = {name: value for name in TUCKER if (value := getattr(args, name)) is not None}
-    if given and "tucker" not in args.methods:
+    if given and "tucker" not in named:
         raise InvalidInputError(f"--{next(iter(given))}: it is for tucker, which is not among --methods.")
     model = loaded_model(args)
     task = _task(args, model)
     common: dict[str, Any] = {"mlp": args.mlp} | ({"matrices": args.matrices} if args.matrices else {})
-    plans: dict[str, dict[float, Any]] = {
-        method: {
-            ratio: partial(
-                compress.plan, model, args.layers, method=method, ratio=ratio,
-                **common, **(given if method == "tucker" else {}),
-            )
-            for ratio in sorted(set(args.ratio))
-        }
-        for method in args.methods
-    }  # fmt: skip
+    ratios = sorted(set(args.ratio))
+    plans: dict[str, dict[float, Any]] = {}
+    for method in named:  # all of them before anything is measured
+        options = {**common, **(given if method == "tucker" else {})}
+        try:
+            plans[method] = {r: compress.plan(model, args.layers, method=method, ratio=r, **options) for r in ratios}
+        except TensorLensError as error:
+            if args.methods or (method == named[-1] and not plans):
+                raise
+            print(f"{method} is left out: {error}")
     if args.save is not None:
-        plan = plans[args.methods[0]][args.ratio[0]]()
-        plans[args.methods[0]] = {args.ratio[0]: plan}
+        plan = plans[named[0]][ratios[0]]
         print(f"{plan}: saved to {plan.save(args.save)}")
     result = evaluate.compression(model, task, plans, seed=args.seed)
     settings = result.settings
@@ -88,6 +91,8 @@ def run(args: argparse.Namespace) -> None:
     for metric in ("added loss", "accuracy change"):
         print(f"\n{metric} by compression ratio, with 95 % intervals")
         print(evaluate.compression_table(result, metric).drop(index="uncompressed").round(4).to_string())
+    reached = {method: ", ".join(f"{plan.ratio:.3g}" for plan in made.values()) for method, made in plans.items()}
+    print("\nratios reached: " + "; ".join(f"{method} {text}" for method, text in reached.items()))
     write_result(result, "Compression", args.output)
 
 

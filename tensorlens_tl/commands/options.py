@@ -66,12 +66,12 @@ def run_imports(args: argparse.Namespace) -> None:
             raise InvalidInputError(f"--import {name}: {type(error).__name__}: {error}") from error
 
 
-def check_output(path: Path | None) -> None:
+def check_output(path: Path | None, name: str = "--output") -> None:
     """Raise `InvalidInputError` before work starts where the output cannot be written."""
     if path is not None and path.is_dir():
-        raise InvalidInputError(f"--output {path}: that is a folder; name a file in it.")
+        raise InvalidInputError(f"{name} {path}: that is a folder; name a file in it.")
     if path is not None and not path.parent.is_dir():
-        raise InvalidInputError(f"--output {path}: there is no folder {path.parent}.")
+        raise InvalidInputError(f"{name} {path}: there is no folder {path.parent}.")
 
 
 def loaded_model(args: argparse.Namespace) -> Any:

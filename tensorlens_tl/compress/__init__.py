@@ -1,11 +1,11 @@
-"""Fewer numbers for a model's attention, and what is lost: TensorLLM and its baselines.
+"""A model's attention in fewer parameters, and what is lost: TensorLLM and its baselines.
 
 >>> import tensorlens_tl as tlens
 >>> from tensorlens_tl import compress
 >>> model = tlens.load_demo_model()
 >>> plan = compress.plan(model, ratio=2, method="circuit-svd")
->>> plan
-Plan('circuit-svd' of layers [0, 1, 2, 3], ratio=2, GPT-2)
+>>> plan.ratio, list(plan.layers)
+(2.0, [0, 1, 2, 3])
 
 | module | question |
 | --- | --- |
@@ -23,8 +23,8 @@ from tensorlens_tl.compress.heads import LAYOUTS, HeadWeights, in_circuit_gauge,
 from tensorlens_tl.compress.methods import METHODS, circuit_svd, head_svd, laser, laser_mlp, tucker
 from tensorlens_tl.compress.plan import Plan, plan, shared_tucker
 from tensorlens_tl.compress.reading import head_weights
-from tensorlens_tl.compress.removed import Removed, removed
-from tensorlens_tl.compress.replacements import LowRank, Replacement, SharedTucker
+from tensorlens_tl.compress.removed import Parts, Removed, removed
+from tensorlens_tl.compress.replacements import Dense, LowRank, Replacement, SharedTucker
 from tensorlens_tl.compress.sharing import Sharing, sharing
 from tensorlens_tl.compress.tucker import HOSVD, Tucker, hooi, paper_ranks, parameter_count, sequential_hosvd
 
@@ -32,8 +32,10 @@ __all__ = [
     "HOSVD",
     "LAYOUTS",
     "METHODS",
+    "Dense",
     "HeadWeights",
     "LowRank",
+    "Parts",
     "Plan",
     "Removed",
     "Replacement",

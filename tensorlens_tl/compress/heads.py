@@ -196,15 +196,16 @@ def _parted(weights: HeadWeights, letter: str, side: Tensor) -> tuple[Tensor, Te
 def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Tensor, Tensor]:
     """``a·bᵀ`` of every head by its singular vectors, the square root of the values on either side."""
     (qa, ra), (qb, rb) = torch.linalg.qr(a), torch.linalg.qr(b)
-    u, values, vh = torch.linalg.svd(ra @ rb.mT)
+    u, values, vh = torch.linalg.svd(ra @ rb.mT, full_matrices=False)
     left, right = qa @ u, qb @ vh.mT
     signs = torch.where(left.pow(3).sum(1, keepdim=True) < 0, -1.0, 1.0).to(a)
     roots = values.sqrt()[:, None] * signs
-    return left * roots, right * roots
+    wider = (0, a.shape[-1] - values.shape[-1])  # heads wider than the stream: what no circuit can use is zero
+    return torch.nn.functional.pad(left * roots, wider), torch.nn.functional.pad(right * roots, wider)
 
 
 def rotated(weights: HeadWeights, seed: int = 0) -> HeadWeights:
-    """The same circuits in a random basis inside every head: for finding out what a method makes of the basis."""
+    """The same circuits in a random basis inside every head: shows whether a method depends on that basis."""
     generator = torch.Generator().manual_seed(whole_number("seed", seed))
     like = weights.matrices["Q"]
     made: dict[str, Tensor] = {}

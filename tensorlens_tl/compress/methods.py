@@ -1,14 +1,14 @@
-"""How a layer's attention is compressed: TensorLLM's shared Tucker, and the baselines under the same count of numbers.
+"""How a layer's attention is compressed: TensorLLM's shared Tucker, and baselines under the same count of parameters.
 
-| method | keeps of each layer | numbers (one head per key-value head) |
+| method | keeps of each layer | parameters (one query head per key-value head) |
 | --- | --- | --- |
 | `tucker` | factors shared by all heads, a core per head (TensorLLM) | R1·R2·R3·h + d·R1 + d_head·R2 + 4·R3 |
 | `laser` | each matrix's truncated SVD (Sharma et al. 2024) | 4·r·(d + h·d_head) |
 | `head-svd` | each head's matrices' truncated SVDs | 4·h·r·(d + d_head) |
 | `circuit-svd` | each head's truncated OV and QK circuits, as narrower heads | 4·h·r·d |
 
-A method is a function of one layer's `HeadWeights` and keyword options that returns a `Replacement`; any such function
-can be passed to `plan` by itself.
+A method is a function of one layer's `HeadWeights` and keyword options that returns a `Replacement`, or the changed
+`HeadWeights` themselves; any such function can be passed to `plan`.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.compress.heads import (
     GAUGES,
     LETTERS,
@@ -31,6 +31,7 @@ from tensorlens_tl.compress.heads import (
 from tensorlens_tl.compress.replacements import LowRank, Replacement, SharedTucker
 from tensorlens_tl.compress.tucker import (
     HOSVD,
+    ROUNDED,
     RULES,
     Tucker,
     check_ranks,
@@ -65,14 +66,16 @@ def tucker(
         weights: one layer's.
         ranks: (R1, R2, R3); with ``rule="paper"`` also (r, s), which stands for (r·heads, r, s).
         ratio: instead, the compression ratio: the ranks that lose least at it.
-        energy: instead, the share of ‖W‖² to keep: the fewest numbers that do.
-        rule: with `ratio` and `energy`, which ranks are looked through: all (``"free"``) or ``"paper"``'s.
+        energy: instead, the share of ‖W‖² to keep (with `balance`, of the scaled slices): the fewest parameters for it.
+        rule: with `ratio` and `energy`, which ranks are considered: all (``"free"``), or TensorLLM's (r·heads, r, s)
+            (``"paper"``).
         matrices: which of Q, K, V and O are stacked; the ratio counts those.
         layout: ``"paper"`` splits heads; ``"released"`` splits d_model, see `tensorlens_tl.compress.heads.stacked`.
-        balance: scale every slice to the same norm before, and back after (ours).
-        gauge: ``"circuit"`` moves every head to its circuits' own basis before (ours); see `in_circuit_gauge`.
+        balance: scale every slice to the same norm beforehand, and back afterwards (not in the paper).
+        gauge: ``"circuit"`` first moves every head into the basis of its own circuits (not in the paper); see
+            `in_circuit_gauge`.
         start: ``"hosvd"``, or ``"sequential"`` truncation, cheaper, for given ranks only.
-        sweeps: of HOOI afterwards, at most.
+        sweeps: at most so many sweeps of HOOI after the truncation.
 
     Raises:
         InvalidInputError: not one of ranks, ratio and energy, or none that meets them; no such option.
@@ -84,11 +87,14 @@ def tucker(
             raise InvalidInputError(f"{name}={value!r}; use one of {', '.join(map(repr, known))}.")
     if sum(option is not None for option in (ranks, ratio, energy)) != 1:
         raise InvalidInputError("ranks: pass one of ranks=, ratio= and energy=.")
+    if ratio is not None:
+        _at_least_one(ratio)
     if start == "sequential" and ranks is None:
         raise InvalidInputError("start='sequential': it needs ranks=; a ratio or energy needs the whole HOSVD.")
     moved = in_circuit_gauge(weights, letters) if gauge == "circuit" else weights
     tensor = stacked(moved, letters, layout)
     if ranks is not None:
+        ranks = plain(ranks)
         short = rule == "paper" and isinstance(ranks, list | tuple) and len(ranks) == 2
         ranks = paper_ranks(tensor.shape, *ranks) if short else check_ranks(tuple(tensor.shape), ranks)
     scales = slice_scales(tensor)[:, None] if balance else tensor.new_ones(1, 1)
@@ -159,7 +165,7 @@ def laser_mlp(matrices: Mapping[str, Tensor], rho: Any) -> LowRank:
     if strange or not shares:
         raise InvalidInputError(f"mlp={rho!r}: pass a share, or shares of {', '.join(matrices)}.")
     kept = {name: matrices[name] for name in shares}
-    ranks = {name: _share(share, kept[name]) for name, share in shares.items()}
+    ranks = {name: _share(share, kept[name], "mlp") for name, share in shares.items()}
     return _low_rank(kept, ranks, dict.fromkeys(kept, 0))
 
 
@@ -179,7 +185,7 @@ def head_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, matri
 
 
 def circuit_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, matrices: str = LETTERS) -> LowRank:
-    """Each head's OV and QK circuits by their truncated SVDs: the best narrower heads, biases inside (ours).
+    """Each head's OV and QK circuits by their truncated SVDs: the best narrower heads, biases included.
 
     Args:
         weights, ratio, rank: as in `head_svd`.
@@ -201,7 +207,7 @@ def circuit_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, ma
         for name, bias in _moved_biases(weights, moved).items()
     }
     lost = sum(float(kept[m][..., found:].double().square().sum()) for m in letters)
-    error = (lost / _energy(kept)) ** 0.5
+    error = _relative(lost, kept)
     return LowRank(before=weights.count(letters), biases=biases, left=cut, right={}, widths=widths, error=error)
 
 
@@ -247,15 +253,21 @@ def _rank(per_rank: Mapping[str, int], most: int, before: int, ratio: Any, rank:
     if rank is not None:
         return whole_number("rank", rank, 1, most)
     each = sum(per_rank.values())
-    found = int(before / positive("ratio", ratio) / each)
+    found = int(before / _at_least_one(ratio) / each * ROUNDED)
     if found < 1:
-        raise InvalidInputError(f"ratio={ratio}: rank 1 is more than that; the largest here is {before / each:.4g}.")
+        raise InvalidInputError(f"ratio={ratio}: even rank 1 gives only {before / each:.4g}; the largest here is that.")
     return min(found, most)
 
 
-def _share(rho: Any, matrix: Tensor) -> int:
+def _at_least_one(ratio: Any) -> float:
+    if positive("ratio", ratio) < 1:
+        raise InvalidInputError(f"ratio={ratio}: pass parameters before ÷ after, a number of at least 1.")
+    return float(ratio)
+
+
+def _share(rho: Any, matrix: Tensor, name: str = "rho") -> int:
     """LASER's ρ as a rank."""
-    return max(1, int(positive("rho", rho, most=1.0) * min(matrix.shape[-2:])))
+    return max(1, int(positive(name, rho, most=1.0) * min(matrix.shape[-2:]) * ROUNDED))
 
 
 def _low_rank(matrices: Mapping[str, Tensor], ranks: Mapping[str, int], widths: dict[str, int]) -> LowRank:
@@ -267,12 +279,14 @@ def _low_rank(matrices: Mapping[str, Tensor], ranks: Mapping[str, int], widths: 
         right[name] = vh[..., :rank, :].contiguous()
         lost += float(values[..., rank:].double().square().sum())
     before = sum(matrix.numel() for matrix in matrices.values())
-    error = (lost / _energy(matrices)) ** 0.5
+    error = _relative(lost, matrices)
     return LowRank(before=before, biases={}, left=left, right=right, widths=widths, error=error)
 
 
-def _energy(matrices: Mapping[str, Tensor]) -> float:
-    return sum(float(matrix.double().square().sum()) for matrix in matrices.values())
+def _relative(lost: float, matrices: Mapping[str, Tensor]) -> float:
+    """√(lost / ‖W‖²), 0 where there was nothing to lose."""
+    energy = sum(float(matrix.double().square().sum()) for matrix in matrices.values())
+    return (lost / energy) ** 0.5 if energy else 0.0
 
 
 def _moved_biases(weights: HeadWeights, moved: HeadWeights) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ for; they are dense while a model runs, and so is ``plan.copied()``: what is sma
 """
 
 import copy
+import inspect
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -21,13 +22,13 @@ from tensorlens_tl.circuits.weights import as_pass, as_view
 from tensorlens_tl.compress.heads import HeadWeights
 from tensorlens_tl.compress.methods import Method, find_method, laser_mlp, tucker
 from tensorlens_tl.compress.reading import head_weights, mlp_matrices, read
-from tensorlens_tl.compress.replacements import KINDS, Replacement, SharedTucker, unpacked
+from tensorlens_tl.compress.replacements import KINDS, Dense, Replacement, SharedTucker, unpacked
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import lock_of, own_run, refuse_attached
 from tensorlens_tl.models.protocol import HookedModel, ModelLike
 from tensorlens_tl.models.state import fingerprint
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.models.writing import refuse_shared, writable, write, written
+from tensorlens_tl.models.writing import checked, refuse_shared, writable, write, written
 from tensorlens_tl.results.storage import read as read_file, write as write_file
 
 
@@ -57,18 +58,20 @@ def plan(
 ) -> "Plan":
     """Compress the attention of some layers, and with `mlp` their MLPs by LASER as well (TensorLLM's hybrid).
 
-    Nothing is written to the model: see `Plan.applied`.
+    Nothing is written to the model: see `Plan.applied`. A method's ``ratio=`` counts the attention matrices that it
+    compresses; `Plan.ratio` counts all that the plan replaces, MLPs included.
 
     Args:
         model: a model, or a `FrozenPass`.
         layers: a layer, several, a slice, or None for all.
-        method: one of `METHODS`; a function of one layer's `HeadWeights` and the options that gives a `Replacement`; or
-            None, where only MLPs are compressed.
+        method: one of `METHODS`; a function of one layer's `HeadWeights` and the options that returns a `Replacement`
+            or the changed `HeadWeights`; or None, where only MLPs are compressed.
         mlp: LASER's ρ for MLP matrices, the share of each one's rank that is kept, or ρ by name (``{"W_in": 0.1}``).
         options: the method's, such as ``ratio=4``.
 
     Raises:
         InvalidInputError: no such layer, method or option, or a ratio that cannot be met.
+        NumericalError: NaN or Inf in a weight.
         UnsupportedModelError: attention that cannot be read or written, quantised weights, weights that two blocks
             share, or a gauge where the basis is not free.
     """
@@ -76,7 +79,11 @@ def plan(
     chosen = _chosen(view, layers)
     if method is None and (mlp is None or options):
         raise InvalidInputError("plan: method=None compresses MLPs only; pass mlp=, and no other options.")
+    if method is not None and mlp is not None and not options and isinstance(method, str):
+        raise InvalidInputError(f"plan: how far should {method} compress? Pass ratio=, or method=None for MLPs only.")
     compressed = None if method is None else find_method(method)
+    if compressed is not None:
+        _check_options(compressed, method, options)
     refuse_shared(view, chosen)
     short_pass = cache(partial(as_pass, view))
     made: dict[int, list[Replacement]] = {}
@@ -85,27 +92,43 @@ def plan(
         if compressed is not None:
             made[layer].append(_compressed(compressed, read(view, layer, short_pass), options))
         if mlp is not None:
-            matrices = mlp_matrices(view, layer)
-            if not matrices:
-                raise InvalidInputError(f"mlp={mlp!r}: blocks.{layer} of this {view.description} has no MLP.")
-            made[layer].append(laser_mlp(matrices, mlp))
+            made[layer].append(laser_mlp(mlp_matrices(view, layer), mlp))
+        _check_parts(view, layer, made[layer])
     named = method if isinstance(method, str) or method is None else getattr(method, "__name__", "custom")
-    asked = {**options, "mlp": mlp} if mlp is not None else dict(options)
+    asked = {name: plain(value) for name, value in {**options, "mlp": mlp}.items() if name != "mlp" or mlp is not None}
     prints = {layer: _fingerprint(view, layer, parts) for layer, parts in made.items()}
     replacements = {layer: tuple(parts) for layer, parts in made.items()}
     return Plan(view.model, replacements, prints, named or "mlp only", asked, view.description)
 
 
-def _compressed(method: Any, weights: HeadWeights, options: Mapping[str, Any]) -> Replacement:
+def _check_options(compressed: Any, method: Any, options: Mapping[str, Any]) -> None:
+    """Raise `InvalidInputError` for an option that the method does not have."""
+    signature = inspect.signature(compressed)
     try:
-        made = method(weights, **options)
+        signature.bind(None, **options)
     except TypeError as error:
-        if "argument" not in str(error):
-            raise
-        raise InvalidInputError(f"plan: {error}.") from error
+        known = ", ".join(name for name in list(signature.parameters)[1:])
+        raise InvalidInputError(f"method={method!r}: {error}; its options are {known or 'none'}.") from error
+
+
+def _compressed(method: Any, weights: HeadWeights, options: Mapping[str, Any]) -> Replacement:
+    made = method(weights, **options)
+    made = Dense.of(weights, made) if isinstance(made, HeadWeights) else made
     if not isinstance(made, Replacement):
-        raise InvalidInputError(f"method: {method!r} gives a {type(made).__name__}, not a Replacement.")
+        raise InvalidInputError(
+            f"method: {method!r} returns a {type(made).__name__}; return changed HeadWeights, "
+            "compress.Dense.of(weights, {'O': …}, count=…), or a Replacement of your own."
+        )
     return made
+
+
+def _check_parts(view: ModelView, layer: int, parts: Any) -> None:
+    """Refuse weights of somebody's method that the model does not have, before anybody applies them."""
+    there = writable(view.blocks[layer])
+    for part in parts:
+        if KINDS.get(type(part).__name__) is not type(part) or isinstance(part, Dense):
+            for name, weight in part.dense().items():
+                checked(f"blocks.{layer}", name, weight, there)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,12 +161,12 @@ class Plan:
 
     @property
     def before(self) -> int:
-        """How many numbers the matrices hold that it replaces."""
+        """The parameters of the matrices that it replaces."""
         return sum(part.before for parts in self.layers.values() for part in parts)
 
     @property
     def parameters(self) -> int:
-        """How many numbers the compressed ones hold."""
+        """The parameters of what replaces them."""
         return sum(part.parameters for parts in self.layers.values() for part in parts)
 
     @property
@@ -158,10 +181,32 @@ class Plan:
             for layer, parts in self.layers.items()
         }
 
+    def __add__(self, other: "Plan") -> "Plan":
+        """Both plans as one: of different layers, or of different weights of the same ones.
+
+        Raises:
+            InvalidInputError: plans of different models, or of the same weights.
+        """
+        if not isinstance(other, Plan) or other.model is not self.model:
+            raise InvalidInputError("plan: only plans of the same model can be added.")
+        view = self.check_fits()
+        other.check_fits()
+        layers = {n: (*self.layers.get(n, ()), *other.layers.get(n, ())) for n in sorted({*self.layers, *other.layers})}
+        for layer, parts in layers.items():
+            names = [name for part in parts for name in part.names]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise InvalidInputError(f"plan: both replace blocks.{layer}.{twice[0]}.")
+        prints = {layer: _fingerprint(view, layer, parts) for layer, parts in layers.items()}
+        return Plan(self.model, layers, prints, f"{self.label} + {other.label}", {}, self.description)
+
     # ------------------------------------------------------------------ applying
 
     def check_fits(self, model: Any = None) -> ModelView:
         """The reading of its model, or of another; refuses one whose weights are not those that were compressed.
+
+        They are told apart by numbers of every row and column of every head; a lone number may change unnoticed. Wider
+        floats that hold the same numbers are the same weights.
 
         Raises:
             InvalidInputError: another model, or weights that changed since.
@@ -181,11 +226,14 @@ class Plan:
     def applied(self) -> Generator[HookedModel, None, None]:
         """The model with the compressed weights; the old ones are back afterwards, bit for bit, also on an exception.
 
-        Passes that were frozen before are refused inside and valid again afterwards. The model's lock is held.
+        Passes that were frozen before are refused inside and valid again afterwards. The model's lock is held: leave
+        the block in the thread that entered it. A model that is cast or moved inside has its old weights afterwards,
+        cast or moved.
 
         Raises:
             InvalidInputError: the model's weights are not those that were compressed.
-            FrozenModelError: a frozen pass is attached.
+            FrozenModelError: a frozen pass is attached; or afterwards, if weights were changed inside (a state dict
+                loaded, weights processed): those are left as they are.
             UnsupportedModelError: weights that cannot be written.
         """
         with lock_of(self.model):
@@ -228,14 +276,17 @@ class Plan:
         """Write the compressed factors to one safetensors file.
 
         Raises:
-            InvalidInputError: no such folder, or a replacement of somebody else's class.
+            InvalidInputError: no such folder, or a replacement of a class of your own.
         """
         tensors: dict[str, Tensor] = {}
         facts: list[Any] = []
         for layer, parts in self.layers.items():
             for number, part in enumerate(parts):
                 if KINDS.get(type(part).__name__) is not type(part):
-                    raise InvalidInputError(f"save: a plan's file cannot hold a {type(part).__name__}.")
+                    raise InvalidInputError(
+                        f"save: a plan's file holds {', '.join(KINDS)}, not a {type(part).__name__}; let the method "
+                        "return compress.Dense.of(weights, …) instead."
+                    )
                 held, told = part.packed()
                 tensors |= {f"{layer}/{number}/{name}": tensor for name, tensor in held.items()}
                 facts.append([layer, told])
@@ -306,5 +357,5 @@ def _chosen(view: ModelView, layers: Any) -> list[int]:
 def _fingerprint(view: ModelView, layer: int, parts: Any) -> str:
     """What tells the weights that are replaced from others, whatever float dtype they were widened to."""
     there = writable(view.blocks[layer])
-    names = sorted({name for part in parts for name in part.dense()})
+    names = sorted({name for part in parts for name in part.names})
     return fingerprint([there[name] for name in names if name in there])

@@ -11,7 +11,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.qk_reading import score_reading
 from tensorlens_tl.circuits.weights import as_pass, as_view
 from tensorlens_tl.compress.heads import HeadWeights
-from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.models.writing import writable
@@ -28,10 +28,11 @@ def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
     Raises:
         InvalidInputError: no such layer.
         UnsupportedModelError: attention that cannot be read or written, or quantised weights.
+        NumericalError: NaN or Inf in a weight.
     """
     view = as_view(model)
-    layer = whole_number("layer", layer, 0, view.n_layers - 1, why="a layer of this model")
-    return read(view, layer, cache(partial(as_pass, view)))
+    layer = whole_number("layer", layer, -view.n_layers, view.n_layers - 1, why="a layer of this model")
+    return read(view, layer % view.n_layers, cache(partial(as_pass, view)))
 
 
 def read(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> HeadWeights:
@@ -40,13 +41,32 @@ def read(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> H
     matrices = {letter: _copied(there[f"W_{letter}"]) for letter in "QKV"} | {"O": _copied(there["W_O"].mT)}
     biases = {letter: _copied(there[f"b_{letter}"]) for letter in "QKV" if f"b_{letter}" in there}
     where = f"blocks.{layer} of this {view.description}"
+    for kind, weights in (("W", matrices), ("b", biases)):
+        for letter, weight in weights.items():
+            if not bool(torch.isfinite(weight).all()):
+                raise NumericalError(f"{where}: attn.{kind}_{letter} has values that are not finite.")
     return HeadWeights(matrices, biases, partial(why_scores_fix_the_basis, view, layer, short_pass), where)
 
 
 def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
-    """One layer's MLP matrices by name, copied; none where it has no MLP."""
-    there = writable(view.blocks[layer])
-    return {name: _copied(there[name]) for name in ("W_in", "W_gate", "W_out") if name in there}
+    """One layer's MLP matrices by name, copied.
+
+    Raises:
+        InvalidInputError: the layer has no MLP.
+        UnsupportedModelError: an MLP that cannot be read or written, or quantised weights.
+    """
+    block, where = view.blocks[layer], f"blocks.{layer} of this {view.description}"
+    if block.mlp is None:
+        raise InvalidInputError(f"mlp: {where} has no MLP.")
+    names = ["W_in", "W_out"] if block.mlp.W_gate is None else ["W_in", "W_gate", "W_out"]
+    there = writable(block)
+    packed = [name for name in names if name not in there]
+    if packed:
+        raise UnsupportedModelError(
+            f"{where}: mlp.{packed[0]} is not a view of the model's floating-point parameters (packed or quantised?), "
+            "so writing to it would change nothing. Load the model in floating point."
+        )
+    return {name: _copied(there[name]) for name in names}
 
 
 def why_scores_fix_the_basis(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> str | None:

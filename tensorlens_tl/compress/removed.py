@@ -5,7 +5,7 @@ the removed part is ``W_V·W_O − W_V'·W_O'`` under the same pattern. The chan
 
 1. each removed part, layer by layer: what it read from the *original* model's stream, with the old patterns, ratios
    and scales, and what became of that in the *compressed* later layers, the same things still held;
-2. then what the model makes anew: first its patterns, then its activation ratios, then its norm scales.
+2. then what the model computes afresh: first its patterns, then its activation ratios, then its norm scales.
 
 The order is a choice. Another one (compressed earlier layers and original later ones, say) shifts what two layers do
 together from one to the other; the sum is the same, and it is the model's own change. What changed in queries and keys
@@ -13,31 +13,38 @@ shows in the patterns, a gated MLP's W_gate in the ratios.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Attention, Chain, Linear
+from tensorlens_tl.algebra import AffineMap, Attention, Chain, Linear
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, token_pairs
 from tensorlens_tl.compress.plan import Plan
-from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.hooks import capture, own_run
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError
+from tensorlens_tl.hooks import capture, other_hooks, own_run
 from tensorlens_tl.models.activations import Coefficients
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.models.view import BlockView
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
-from tensorlens_tl.passes.record import check_pass, mlp_chain
+from tensorlens_tl.passes.record import Record, check_pass, mlp_chain
 from tensorlens_tl.results.terms import Terms
 
 SETTLED = ("patterns", "ratios", "scales")
-"""What a model makes anew with other weights, in the order in which it is counted."""
+"""What a model computes afresh with other weights, in the order in which it is counted."""
+
+
+class Parts(NamedTuple):
+    """A sublayer as what a compression keeps of it and what it removes; ``kept + removed`` is the sublayer."""
+
+    kept: AffineMap
+    removed: AffineMap
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,27 +54,29 @@ class Removed:
     Attributes:
         frozen: the pass of the original model.
         plan: the compression.
-        kept: the same pass, patterns, ratios and scales as they were, with the compressed weights: its `attention`,
-            `mlp` and `operator` are what the compression kept.
+        kept: the maps of the same pass, patterns, ratios and scales as they were, with the compressed weights. Its
+            activations are the original model's.
         after: the activations that the compressed model has on this prompt, by hook-point name.
     """
 
     frozen: FrozenPass
     plan: Plan
-    kept: FrozenPass
+    kept: Record
     after: Mapping[str, Tensor]
 
     def __repr__(self) -> str:
         return f"Removed({self.plan!r}, batch={len(self.frozen.tokens)}, pos={self.frozen.tokens.shape[1]})"
 
-    def attention(self, layer: int) -> Chain:
-        """What was removed from one layer's attention, pattern held: with ``kept.attention(layer)`` its attention.
+    def attention(self, layer: int) -> Parts:
+        """One layer's attention, pattern held, as two maps that sum to it: what was kept, and what was removed.
 
-        One chain, both versions of each head side by side.
+        What was removed is one chain, both versions of each head side by side.
 
         Raises:
             InvalidInputError: no such layer.
+            FrozenModelError: the weights were changed since the pass.
         """
+        self.frozen.check_fresh()
         pattern = self.frozen.pattern(layer)
         before, after = (block.attention for block in self._blocks(layer))
         values = _beside(_by_head(before.W_V, before.kv_heads), _by_head(after.W_V, after.kv_heads))
@@ -76,17 +85,21 @@ class Removed:
             offset = _beside(_by_head(before.b_V, before.kv_heads), _by_head(after.b_V, after.kv_heads))
         W_O, negative = (_by_head(w.T, before.heads) for w in (before.W_O, -after.W_O))
         mix = Attention(pattern.to(before.W_O.dtype), before.kv_heads)
-        return Chain((Linear(values, offset), mix, Linear(_beside(W_O, negative).T)))
+        removed = Chain((Linear(values, offset), mix, Linear(_beside(W_O, negative).T)))
+        return Parts(self.kept.attention(layer), removed)
 
-    def mlp(self, layer: int, activation: str = "ratio") -> Chain | None:
-        """What was removed from one layer's MLP, ratios held: with ``kept.mlp(layer)`` its MLP; None without one.
+    def mlp(self, layer: int, activation: str = "ratio") -> Parts | None:
+        """The same for its MLP, activation ratios held; None without one.
 
         Raises:
             InvalidInputError: no such layer or rule.
+            FrozenModelError: the weights were changed since the pass.
         """
+        self.frozen.check_fresh()
+        kept = self.kept.mlp(layer, activation)
         held = self.frozen.mlp_coefficients(layer, activation)
         before, after = (block.mlp for block in self._blocks(layer))
-        if before is None or after is None or held is None:
+        if before is None or after is None or held is None or kept is None:
             return None
         twice = {
             name: None if first is None or second is None else torch.cat([first, second], dim=-1)
@@ -96,7 +109,8 @@ class Removed:
         W_out = torch.cat([before.W_out, -after.W_out])
         through = torch.cat([held.through, held.through], dim=-1)
         gate, rest = (None if t is None else torch.cat([t, t], dim=-1) for t in (held.gate, held.rest))
-        return mlp_chain(replace(before, **twice, W_out=W_out, b_out=None), Coefficients(through, gate, rest))
+        doubled = replace(before, **twice, W_out=W_out, b_out=None)
+        return Parts(kept, mlp_chain(doubled, Coefficients(through, gate, rest)))
 
     def _blocks(self, layer: int) -> tuple[BlockView, BlockView]:
         self.frozen.pattern(layer)  # checks the layer
@@ -120,8 +134,9 @@ class Removed:
 
         Returns:
             Terms ``"L0H3"``, ``"MLP0"`` of what was compressed, ``"patterns"``, ``"ratios"``, ``"scales"``; their
-            total is the model's own change, compressed − original. `Terms.keys` says through which token each head
-            (by what it read there) and MLP (by where it stands) did so; what settles anew has no token there.
+            total is the model's own change, compressed − original, before any final soft cap. `Terms.keys` has each
+            head's share by the token that it read, each MLP's by its position, and NaN for the last three, which
+            belong to no token.
 
         Raises:
             InvalidInputError, UnsupportedModelError: as `tensorlens_tl.circuits.logit_attribution`.
@@ -131,14 +146,17 @@ class Removed:
         names, keys = self._parts(asked, activation)
         settled, end = self._settled(asked, activation)
         scores = torch.cat([keys.sum(-1), settled], dim=-1)
-        by_key = torch.cat([keys, keys.new_zeros(*settled.shape, keys.shape[-1])], dim=2)
-        fields = asked.fields() | {"total": end - asked.total, "target": f"change of {asked.label}", "soft_cap": None}
+        nowhere = keys.new_full((*settled.shape, keys.shape[-1]), torch.nan)  # they belong to no source token
+        by_key = torch.cat([keys, nowhere], dim=2)
+        about = asked.fields()
+        before_cap = "" if about["soft_cap"] is None else " before the soft cap"
+        about |= {"total": end - asked.total, "target": f"change of {asked.label}{before_cap}"}
         return Terms(
             names=[*names, *SETTLED],
             scores=scores.transpose(0, 1),
             keys=by_key.transpose(0, 1),
             remainder=torch.zeros_like(asked.total),
-            **fields,
+            **about,
         )
 
     def _parts(self, asked: StreamTarget, activation: str) -> tuple[list[str], Float[Tensor, "query batch term key"]]:
@@ -186,7 +204,7 @@ def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
 
     Raises:
         InvalidInputError: no pass or plan, or a plan of another model.
-        FrozenModelError: the weights were changed since the pass, or a frozen pass is attached.
+        FrozenModelError: the weights or the hooks on the model were changed since the pass, or one is attached.
     """
     check_pass(frozen)
     if not isinstance(plan, Plan):
@@ -195,10 +213,16 @@ def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
         raise InvalidInputError(f"plan: it was made for {plan.description}, and this pass is of another model.")
     frozen.check_fresh()
     refuse_dropout(frozen.view.model)
+    if other_hooks(frozen.model) != frozen.other_hooks:
+        raise FrozenModelError(
+            "removed: hooks were put on the model or taken off since this pass was frozen, so that the compressed run "
+            "would be of another model. Freeze again."
+        )
     with own_run(frozen.model), torch.no_grad(), plan.applied():
         after, _ = capture(frozen.model, frozen.inputs, frozen.points.captured)
     view = frozen.view.with_weights(plan.weights())
-    return Removed(frozen, plan, replace(frozen, view=view, _ratios={}), after)
+    held = {field.name: getattr(frozen, field.name) for field in fields(Record)}
+    return Removed(frozen, plan, Record(**held | {"view": view, "_ratios": {}}), after)
 
 
 def _by_head(weight: Float[Tensor, "*rows width"], heads: int) -> Float[Tensor, "*rows head d_head"]:

@@ -1,4 +1,4 @@
-"""Weights of one layer in fewer numbers: what a compression keeps, and the dense weights that it stands for.
+"""Weights of one layer in fewer parameters: what a compression keeps, and the dense weights that it stands for.
 
 A `Replacement` gives dense weights by TransformerLens' names; whatever else it is, a plan can write, save and undo it.
 """
@@ -13,10 +13,11 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.compress.heads import unstacked
+from tensorlens_tl.compress.heads import HeadWeights, unstacked
 from tensorlens_tl.compress.tucker import Ranks, Tucker
+from tensorlens_tl.errors import InvalidInputError
 
-TABLES = ("biases", "left", "right")
+TABLES = ("biases", "left", "right", "weights")
 """The fields of replacements that are tensors by name."""
 
 
@@ -25,7 +26,7 @@ class Replacement(ABC):
     """Some weights of one layer, compressed.
 
     Attributes:
-        before: how many numbers the matrices had that it replaces.
+        before: how many parameters the matrices have that it replaces.
         biases: those that move along with a basis (``"b_Q"``, ``"b_K"``, ``"b_V"``), `[head, d_head]`; never counted.
     """
 
@@ -35,12 +36,17 @@ class Replacement(ABC):
     @property
     @abstractmethod
     def parameters(self) -> int:
-        """How many numbers it holds, biases apart."""
+        """How many it holds, biases apart."""
 
     @abstractmethod
     def matrices(self) -> dict[str, Tensor]:
         """Dense weights by name: ``W_Q``, ``W_K``, ``W_V`` `[head, d_model, d_head]`, ``W_O`` `[head, d_head,
         d_model]`, ``W_in``, ``W_gate`` `[d_model, d_mlp]`, ``W_out`` `[d_mlp, d_model]`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The weights that it replaces, biases included."""
+        return tuple(self.dense())
 
     @property
     def ratio(self) -> float:
@@ -96,6 +102,11 @@ class SharedTucker(Replacement):
         return f"SharedTucker({self.letters}, ranks={self.ranks}, ratio={self.ratio:.4g}, error={self.error:.3g})"
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The weights that it replaces, biases included."""
+        return (*(f"W_{letter}" for letter in self.letters), *self.biases)
+
+    @property
     def tucker(self) -> Tucker:
         """Core and factors."""
         return Tucker(self.core, (self.U1, self.U2, self.U3))
@@ -140,9 +151,21 @@ class LowRank(Replacement):
         return f"LowRank(ranks={ranks}, ratio={self.ratio:.4g}, error={self.error:.3g})"
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The weights that it replaces, biases included."""
+        found = (name if self.widths[name] == 0 else f"W_{name}" for name in self.left)
+        return (*found, *self.biases)
+
+    @property
     def parameters(self) -> int:
-        """The numbers in both factors."""
-        return sum(factor.numel() for factor in (*self.left.values(), *self.right.values()))
+        """The numbers in both factors of each matrix, or in the matrix itself where those are fewer."""
+        return sum(self._count(name) for name in self.left)
+
+    def _count(self, name: str) -> int:
+        left, right = self.left[name], self.right.get(name)
+        if right is None:
+            return left.numel()
+        return min(left.numel() + right.numel(), left[..., 0].numel() * right.shape[-1])
 
     def matrices(self) -> dict[str, Tensor]:
         """Dense weights by name, see `Replacement`."""
@@ -161,7 +184,55 @@ class LowRank(Replacement):
         return {**named(by_letter), **plain}
 
 
-KINDS: dict[str, type[Replacement]] = {"SharedTucker": SharedTucker, "LowRank": LowRank}
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Dense(Replacement):
+    """Weights as they are, by TransformerLens' names: for a method of one's own.
+
+    Attributes:
+        weights: the new matrices, laid out as TransformerLens has them (``W_O`` `[head, d_head, d_model]`).
+        count: how many parameters they take in the form that the method would keep them in.
+    """
+
+    weights: Mapping[str, Tensor]
+    count: int
+
+    @classmethod
+    def of(cls, old: HeadWeights, new: HeadWeights | Mapping[str, Tensor], count: int | None = None) -> "Dense":
+        """What a method made of a layer's heads.
+
+        Args:
+            old: what it was given.
+            new: the same, changed (``old.changed({"O": ...})``), or the changed matrices by letter, laid out as in
+                `HeadWeights`.
+            count: the parameters they take; as many as before unless said.
+
+        Raises:
+            InvalidInputError: a letter that is none of Q, K, V and O.
+        """
+        strange = set() if isinstance(new, HeadWeights) else set(new) - set(old.matrices)
+        if strange:
+            raise InvalidInputError(f"Dense: there is no matrix {min(strange)!r}; use letters of 'QKVO'.")
+        new = new if isinstance(new, HeadWeights) else old.changed(new)
+        changed = {letter: matrix for letter, matrix in new.matrices.items() if matrix is not old.matrices[letter]}
+        before = old.count("".join(changed))
+        biases = {f"b_{letter}": bias for letter, bias in new.biases.items() if bias is not old.biases.get(letter)}
+        return cls(before=before, biases=biases, weights=named(changed), count=before if count is None else count)
+
+    def __repr__(self) -> str:
+        return f"Dense({', '.join(self.weights)}, ratio={self.ratio:.4g})"
+
+    @property
+    def parameters(self) -> int:
+        """As the method counts them."""
+        return self.count
+
+    def matrices(self) -> dict[str, Tensor]:
+        """Dense weights by name, see `Replacement`."""
+        return dict(self.weights)
+
+
+KINDS: dict[str, type[Replacement]] = {"SharedTucker": SharedTucker, "LowRank": LowRank, "Dense": Dense}
 """What a plan's file may hold."""
 
 

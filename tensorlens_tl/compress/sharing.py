@@ -35,7 +35,8 @@ class Sharing:
     """How far the heads of each layer share directions of the residual stream.
 
     Attributes:
-        kept: the share of the circuits' energy in the best R directions, `[layer, side, R − 1]`, sides as `SIDES`.
+        kept: the share of the energy of all heads' circuits, each of norm 1, in the best R directions, `[layer, side,
+            R − 1]`, sides as `SIDES`.
         chance: the same of heads with random directions, their mean over draws; None where not asked for.
         similarity: cosine of every two heads' circuits, `[layer, circuit, head, head]`, circuits as `CIRCUITS`.
         core_similarity: the same inside the best `rank` directions of both sides: of the heads' cores.
@@ -72,7 +73,8 @@ class Sharing:
 def sharing(model: ModelLike, *, baseline: str | None = "random", draws: Any = 4, seed: int = 0) -> Sharing:
     """How far the heads of each layer share directions, and what they would share by chance.
 
-    Rotary positions and norms of queries and keys are left out of the QK circuit.
+    Every head's circuits are scaled to norm 1 first. Rotary positions and norms of queries and keys are left out of
+    the QK circuit.
 
     Args:
         model: a model or a `FrozenPass`.
@@ -92,7 +94,7 @@ def sharing(model: ModelLike, *, baseline: str | None = "random", draws: Any = 4
     rank = 0
     for layer in range(view.n_layers):
         heads = head_weights(view, layer)
-        rank = heads.matrices["V"].shape[2]
+        rank = min(heads.matrices["V"].shape[1:])
         factors = _unit_circuits(heads)
         spectra, bases = zip(*(_subspace(_energy(*factor)) for factor in factors), strict=True)
         kept.append(torch.stack(spectra))
@@ -101,7 +103,7 @@ def sharing(model: ModelLike, *, baseline: str | None = "random", draws: Any = 4
         cut = [(left[:, :rank].T @ a, right[:, :rank].T @ b) for (a, b), left, right in pairs]
         cores.append(torch.stack([_cosines(*factor) for factor in cut]))
         if baseline is not None:
-            chance.append(sum(_by_chance(factors, generator) for _ in range(draws)) / draws)
+            chance.append(sum(_by_chance(factors, heads.group, generator) for _ in range(draws)) / draws)
     return Sharing(
         torch.stack(kept), torch.stack(chance) if chance else None, torch.stack(similar), torch.stack(cores), rank
     )
@@ -126,7 +128,8 @@ def _energy(a: Tensor, b: Tensor) -> Float[Tensor, "d d"]:
 def _subspace(energy: Float[Tensor, "d d"]) -> tuple[Float[Tensor, "d"], Float[Tensor, "d d"]]:
     values, directions = torch.linalg.eigh(energy)
     values = values.flip(0).clamp_min(0)
-    return values.cumsum(0) / values.sum(), directions.flip(1)
+    total = values.sum().clamp_min(torch.finfo(values.dtype).tiny)
+    return values.cumsum(0) / total, directions.flip(1)
 
 
 def _cosines(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> Float[Tensor, "head head"]:
@@ -136,12 +139,19 @@ def _cosines(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> Float[Tens
     return inner / norms[:, None] / norms
 
 
-def _by_chance(factors: list[tuple[Tensor, Tensor]], generator: torch.Generator) -> Float[Tensor, "side rank"]:
-    """The energy kept where each head's directions are random and its singular values its own."""
+def _by_chance(
+    factors: list[tuple[Tensor, Tensor]], group: int, generator: torch.Generator
+) -> Float[Tensor, "side rank"]:
+    """The energy kept where each head's directions are random and its singular values its own.
+
+    Heads that share keys and values have those directions in common by construction, and so they do here.
+    """
     spectra = []
-    for a, b in factors:
+    for side, (a, b) in zip(SIDES, factors, strict=True):
+        together = group if side in ("key", "value") else 1
         _, narrow = torch.linalg.qr(a)
-        values = torch.linalg.eigvalsh(narrow @ (b.mT @ b) @ narrow.mT).clamp_min(0)
-        random, _ = torch.linalg.qr(torch.randn(a.shape, generator=generator, dtype=torch.float64).to(a))
-        spectra.append(_subspace(torch.einsum("hdk,hk,hek->de", random, values, random))[0])
+        inside = narrow @ (b.mT @ b) @ narrow.mT
+        drawn = torch.randn(len(a) // together, *a.shape[1:], generator=generator, dtype=torch.float64).to(a)
+        random = torch.linalg.qr(drawn)[0].repeat_interleave(together, dim=0)
+        spectra.append(_subspace(torch.einsum("hdk,hkl,hel->de", random, inside, random))[0])
     return torch.stack(spectra)

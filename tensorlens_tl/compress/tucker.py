@@ -21,13 +21,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.errors import InvalidInputError
 
 RULES = ("free", "paper")
 """Which ranks are looked through: all, or TensorLLM's (r·h, r, s) only."""
 CHUNK_BYTES = 64 * 2**20
 """What a Gram matrix widens to float64 at once."""
+
+ROUNDED = 1 + 1e-12
+"""A ratio that was made from ranks is met by those ranks."""
 
 Ranks = tuple[int, int, int]
 Shape = tuple[int, int, int, int]
@@ -182,7 +185,7 @@ class HOSVD:
         if ratio is not None:
             before = math.prod(self.shape)
             ratio = positive("ratio", ratio)
-            meeting, wanted = allowed & (counts * ratio <= before), lost
+            meeting, wanted = allowed & (counts * ratio <= before * ROUNDED), lost
             limit = f"the largest here is {before / int(counts[allowed].min()):.4g}"
         else:
             energy = positive("energy", energy, most=1.0)
@@ -276,6 +279,7 @@ def check_ranks(shape: Sequence[int], ranks: Any) -> Ranks:
     Raises:
         InvalidInputError: not three, or one out of range.
     """
+    ranks = plain(ranks)
     if isinstance(ranks, str) or not isinstance(ranks, Sequence) or len(ranks) != 3:
         raise InvalidInputError(f"ranks={ranks!r}: pass three, (R1, R2, R3).")
     one, two, three = (
@@ -286,11 +290,12 @@ def check_ranks(shape: Sequence[int], ranks: Any) -> Ranks:
 
 
 def positive(name: str, value: Any, most: float = math.inf) -> float:
-    """A positive number, at most `most`.
+    """A positive number of any kind (numpy's and torch's too), at most `most`.
 
     Raises:
         InvalidInputError: anything else.
     """
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
         bounds = "a positive number" if most == math.inf else f"a number above 0, at most {most:g}"
         raise InvalidInputError(f"{name}={value!r}: pass {bounds}.")

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.compress import Plan
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -61,7 +62,8 @@ def compression(
             of which the answer is; or token ids and answers ``(tokens, answers)``, both `[prompt, pos]`, -100 where
             none is asked for (for masked models).
         plans: label → a plan of `compress.plan`, a function that makes one, or several of either as candidates; or
-            label → ratio → the same, the same ratios under every label.
+            label → ratio → the same, the same ratios under every label (each plan has at least the ratio that it is
+            under; with MLPs compressed as well, it is the attention's).
         validation: the share of prompts that candidates are chosen on, where a label has several; they are not
             reported.
         choose_by: ``"loss"`` or ``"accuracy"`` on them.
@@ -85,7 +87,7 @@ def compression(
     candidates, ratios = _candidates(plans)
     asked = Questions.of(view, task)
     several = any(len(found) > 1 for by_ratio in candidates.values() for found in by_ratio)
-    chosen_on, reported = _split(len(asked), validation if several else 0.0, seed)
+    chosen_on, reported = _split(len(asked), validation, several, seed)
     base = _measure(view, asked, reported)
     steps = len(ratios) if ratios else 1
     names: dict[str, list[str]] = {}
@@ -95,6 +97,8 @@ def compression(
         rows[label], names[label] = [], []
         for found in by_ratio:
             plan = _best(view, asked, found, chosen_on, choose_by)
+            if ratios:
+                _check_label(label, ratios[len(rows[label])], plan)
             rows[label].append(_measure(view, asked, reported, plan))
             names[label].append(f"{plan.label}, layers {list(plan.layers)}, ratio {plan.ratio:.3g}")
             bar.update()
@@ -181,17 +185,17 @@ class Questions:
             raise UnsupportedModelError(f"compression: {view.description} predicts no tokens.")
         if isinstance(task, KnownAnswers):
             positions = torch.full((len(task), 1), task.tokens.shape[1] - 1)
-            answers = task.answers[:, None]
+            answers = _checked(view, task.answers[:, None])
             return cls(task.name, _in_parts(view, task.tokens), positions, answers, torch.ones_like(answers).bool())
         if isinstance(task, tuple) and len(task) == 2 and all(isinstance(part, Tensor) for part in task):
             tokens, answers = task
-            if tokens.shape != answers.shape or not bool((answers != NOT_ASKED).any(-1).all()):
+            if tokens.ndim != 2 or tokens.shape != answers.shape or not bool((answers != NOT_ASKED).any(-1).all()):
                 raise InvalidInputError(
-                    f"task: tokens {tuple(tokens.shape)} and answers {tuple(answers.shape)} must agree, with at "
-                    f"least one answer in every prompt ({NOT_ASKED} where none is asked for)."
+                    f"task: tokens {tuple(tokens.shape)} and answers {tuple(answers.shape)} must be [prompt, pos] "
+                    f"both, with at least one answer in every prompt ({NOT_ASKED} where none is asked for)."
                 )
             positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-            asked = answers != NOT_ASKED
+            asked, answers = answers != NOT_ASKED, _checked(view, answers)
             return cls("answers", _in_parts(view, tokens), positions, answers.clamp_min(0), asked)
         whole = prepare(view, task)
         if whole.tokens.shape[1] < 2 or not bool((whole.mask.sum(-1) > 1).all()):
@@ -202,11 +206,23 @@ class Questions:
         return cls("next tokens", _in_parts(view, tokens, mask), positions, tokens[:, 1:], asked)
 
 
+def _checked(view: ModelView, answers: Tensor) -> Tensor:
+    """Answers that the model can give."""
+    assert view.unembedding is not None
+    tokens = view.unembedding[0].shape[1]
+    strange = answers[(answers != NOT_ASKED) & ((answers < 0) | (answers >= tokens))]
+    if len(strange):
+        raise InvalidInputError(f"task: the answer {int(strange[0])} is outside the vocabulary of {tokens} tokens.")
+    return answers
+
+
 def _in_parts(view: ModelView, tokens: Tensor, mask: Tensor | None = None) -> list[Prompt]:
-    """Prompts for the model, a few at once."""
+    """Prompts for the model, as many at once as their logits fit into the working memory."""
+    per_prompt = 3 * tokens.shape[1] * view.d_vocab * 4
+    step = max(1, min(PROMPTS_AT_ONCE, in_bytes(None) // per_prompt))
     made = []
-    for start in range(0, len(tokens), PROMPTS_AT_ONCE):
-        rows = slice(start, start + PROMPTS_AT_ONCE)
+    for start in range(0, len(tokens), step):
+        rows = slice(start, start + step)
         real = None if mask is None or bool(mask.all()) else mask[rows]
         made.append(prepare(view, tokens[rows], attention_mask=real))
     return made
@@ -252,12 +268,27 @@ def _best(
     view: ModelView, asked: Questions, found: Sequence[Any], prompts: Int[Tensor, "chosen"], choose_by: str
 ) -> Plan:
     """The candidate that does best on the validation prompts."""
-    made = [_plan(view, candidate) for candidate in found]
-    if len(made) == 1:
-        return made[0]
-    means = [_measure(view, asked, prompts, plan).mean(-1) for plan in made]
-    costs = [float(mean[0]) if choose_by == "loss" else -float(mean[1]) for mean in means]
-    return made[costs.index(min(costs))]
+
+    def cost(plan: Plan) -> float:
+        loss, accuracy = _measure(view, asked, prompts, plan).mean(-1).tolist()
+        return loss if choose_by == "loss" else -accuracy
+
+    first, *others = found
+    best = _plan(view, first)
+    if not others:
+        return best
+    least = cost(best)
+    for candidate in others:  # one at a time: a plan may be a good part of the model
+        plan = _plan(view, candidate)
+        if (its := cost(plan)) < least:
+            best, least = plan, its
+    return best
+
+
+def _check_label(label: str, ratio: float, plan: Plan) -> None:
+    """A plan under a ratio has it; with MLPs beside the attention the ratio is the attention's."""
+    if "mlp" not in plan.options and plan.ratio < 0.99 * ratio:
+        raise InvalidInputError(f"plans: {label!r} at ratio {ratio:g} holds a plan of ratio {plan.ratio:.3g}.")
 
 
 def _plan(view: ModelView, candidate: Any) -> Plan:
@@ -292,12 +323,12 @@ def _several(found: Any) -> Sequence[Any]:
     return several
 
 
-def _split(prompts: int, share: Any, seed: int) -> tuple[Int[Tensor, "chosen"], Int[Tensor, "reported"]]:
+def _split(prompts: int, share: Any, several: bool, seed: int) -> tuple[Int[Tensor, "chosen"], Int[Tensor, "reported"]]:
     """Which prompts candidates are chosen on, and which are reported."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-        raise InvalidInputError(f"validation={share!r}: pass a share of the prompts, from 0 to below 1.")
-    count = round(share * prompts) if not share else max(1, round(share * prompts))
-    if share and count >= prompts:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise InvalidInputError(f"validation={share!r}: pass a share of the prompts, above 0 and below 1.")
+    count = max(1, round(share * prompts)) if several else 0
+    if count >= prompts:
         raise InvalidInputError(f"task: {prompts} prompts are too few to choose on some and report on others.")
     order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))
     return order[:count].sort().values, order[count:].sort().values

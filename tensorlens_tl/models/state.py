@@ -52,7 +52,7 @@ def fingerprint(weights: Sequence[Tensor]) -> str:
     digest = hashlib.sha256()
     for weight in weights:
         digest.update(str(tuple(weight.shape)).encode())
-        digest.update(_diagonal(weight.detach()).double().cpu().numpy().tobytes())
+        digest.update(sampled(weight.detach()).double().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -63,14 +63,14 @@ def _versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def _sample(parameters: list[nn.Parameter]) -> Tensor:
-    found = [_diagonal(parameter) for parameter in parameters if parameter.numel()]
+    found = [sampled(parameter) for parameter in parameters if parameter.numel()]
     found = [numbers.to(torch.float16) if numbers.dtype.itemsize == 1 else numbers for numbers in found]  # float8
     dtype = reduce(torch.promote_types, [numbers.dtype for numbers in found], torch.float16)
     return torch.cat([numbers.to(dtype) for numbers in found])
 
 
-def _diagonal(weight: Tensor) -> Tensor:
-    """Down the diagonal, starting again at the other edge: every row and column of a matrix, of each head, is met."""
+def sampled(weight: Tensor) -> Tensor:
+    """A weight's numbers down the diagonal, starting again at the other edge: every row and column of each head."""
     if weight.ndim < 2:
         return weight.reshape(-1)
     return weight[(..., *_steps(*weight.shape[-2:], weight.device))].reshape(-1)

@@ -9,15 +9,17 @@ A Bridge of a model with one joint projection (GPT-2, NeoX, Phi-3) may keep that
 agree, both are written.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.models.state import sampled
 from tensorlens_tl.models.view import BlockView, ModelView
 
 ATTENTION = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")
@@ -76,7 +78,7 @@ def refuse_shared(view: ModelView, layers: Sequence[int]) -> None:
     """Raise `UnsupportedModelError` where a block's weights are another block's as well."""
     owners: dict[int, int] = {}
     for block in view.blocks:
-        for place in {parameter.untyped_storage().data_ptr() for parameter in block.module.parameters()}:
+        for place in {parameter.data_ptr() for parameter in block.module.parameters() if parameter.numel()}:
             other = owners.setdefault(place, block.layer)
             if other != block.layer and {other, block.layer} & set(layers):
                 raise UnsupportedModelError(
@@ -130,6 +132,8 @@ def _oriented(made: Tensor, parameter: Tensor) -> Tensor | None:
 def written(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> Generator[None, None, None]:
     """The model with other weights in some blocks; the old ones are back afterwards, bit for bit.
 
+    A model that is cast or moved inside has the old weights, cast or moved, afterwards.
+
     Args:
         view: the reading of the model.
         weights: by layer and name (see `writable`), cast to the model's dtype.
@@ -138,22 +142,83 @@ def written(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> Gen
         UnsupportedModelError: weights that cannot be written, or are shared between blocks; nothing was written.
         InvalidInputError: a name or shape that the model does not have; nothing was written.
         NumericalError: weights that are not finite in the model's dtype; nothing was written.
-        FrozenModelError: the old weights could not be put back.
+        FrozenModelError: afterwards, if the weights were changed inside (a state dict loaded, weights processed): what
+            was changed is left as it is.
     """
     writes = _writes(view, weights)
-    before = [there.clone() for _, there, _ in writes]
+    copies = _copies(view, weights)
+    changed: list[Changed] = []
     try:
-        for name, there, value in writes:
+        for place, there, value in writes:
+            changed.append(Changed(place, there.clone(), sampled(value)))
             _overwrite(there, value)
-            if not torch.equal(there, value.to(there)):
-                raise UnsupportedModelError(f"{name}: what was written does not read back.")
+            if not torch.equal(there, value):
+                raise UnsupportedModelError(f"{place}: what was written does not read back.")
+        _follow(view, copies)
+        del writes, weights  # a plan's dense weights are not needed while the model runs on its own
         yield
     finally:
-        for (_, there, _), old in zip(writes, before, strict=True):
-            _overwrite(there, old)
-        lost = [name for (name, there, _), old in zip(writes, before, strict=True) if not torch.equal(there, old)]
-        if lost:
-            raise FrozenModelError(f"{lost[0]}: the old weights could not be put back. Load the model again.")
+        _put_back(view, changed)
+
+
+class Place(NamedTuple):
+    """Which weight of which block."""
+
+    layer: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"blocks.{self.layer}.{self.name}"
+
+
+class Changed(NamedTuple):
+    """A weight that was overwritten: where, what it was, and a sample of what it was overwritten with."""
+
+    place: Place
+    before: Tensor
+    sample: Tensor
+
+
+def _put_back(view: ModelView, changed: Sequence[Changed]) -> None:
+    """Old weights into the tensors that the model shows *now*: an interruption does not leave the others out."""
+    first: BaseException | None = None
+    foreign: list[str] = []
+    copies: dict[int, list[JointCopy]] = {}
+
+    def twice(step: Callable[[], None]) -> None:
+        """What interrupted the first time may be over."""
+        nonlocal first
+        for _ in range(2):
+            try:
+                step()
+                break
+            except BaseException as error:
+                first = first or error
+
+    def put_back(place: Place, before: Tensor, sample: Tensor) -> None:
+        there = writable(view.blocks[place.layer]).get(place.name)
+        if there is not None and _holds(there, sample, before):
+            _overwrite(there, before.to(there))
+        else:
+            foreign.append(str(place))
+
+    twice(lambda: copies.update(_copies(view, {place.layer: () for place, _, _ in changed})))
+    for place, before, sample in reversed(changed):
+        twice(partial(put_back, place, before, sample))
+    twice(lambda: _follow(view, copies))
+    if first is not None:
+        raise first
+    if foreign:
+        raise FrozenModelError(
+            f"{', '.join(foreign)}: the weights were changed while others were applied, and are left as they are now. "
+            "Load the model again; change weights outside of `with plan.applied():`."
+        )
+
+
+def _holds(there: Tensor, sample: Tensor, before: Tensor) -> bool:
+    """Whether a weight is what was written, or (where writing was interrupted) still what it was before."""
+    now = sampled(there)
+    return any(then.shape == now.shape and torch.equal(now, then.to(now)) for then in (sample, sampled(before)))
 
 
 def write(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -162,25 +227,36 @@ def write(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
     Raises:
         UnsupportedModelError, InvalidInputError, NumericalError: as `written`.
     """
-    for _, there, value in _writes(view, weights):
+    writes, copies = _writes(view, weights), _copies(view, weights)
+    for _, there, value in writes:
         _overwrite(there, value)
+    _follow(view, copies)
 
 
-def _writes(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> list[tuple[str, Tensor, Tensor]]:
-    """What is written where: a name for messages, the live tensor, and its new value; all of it checked."""
+def _writes(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> list[tuple[Place, Tensor, Tensor]]:
+    """What is written where: the place, the live tensor, and its new value; all of it checked."""
     refuse_shared(view, list(weights))
-    writes: list[tuple[str, Tensor, Tensor]] = []
+    writes: list[tuple[Place, Tensor, Tensor]] = []
     for layer, changed in weights.items():
-        block = view.blocks[layer]
-        there = writable(block)
-        cast = {name: _cast(f"blocks.{layer}", name, value, there) for name, value in changed.items()}
-        writes += [(f"blocks.{layer}.{name}", there[name], value) for name, value in cast.items()]
-        for copy in joint_copies(block, there):
-            if set(copy.parts) & set(cast):
-                made = _oriented(_laid_out(copy, {**there, **cast}), copy.parameter)
-                assert made is not None  # it fitted when the copy was found
-                writes.append((f"blocks.{layer}, the joint copy of {', '.join(copy.parts)}", copy.parameter, made))
+        there = writable(view.blocks[layer])
+        for name, value in changed.items():
+            writes.append((Place(layer, name), there[name], checked(f"blocks.{layer}", name, value, there)))
     return writes
+
+
+def _copies(view: ModelView, layers: Iterable[int]) -> dict[int, list[JointCopy]]:
+    """The joint projections that agree with the split ones now, by layer."""
+    return {layer: joint_copies(view.blocks[layer], writable(view.blocks[layer])) for layer in layers}
+
+
+def _follow(view: ModelView, copies: Mapping[int, Sequence[JointCopy]]) -> None:
+    """Joint projections made to agree with the split ones again."""
+    for layer, found in copies.items():
+        there = writable(view.blocks[layer]) if found else {}
+        for copy in found:
+            made = _oriented(_laid_out(copy, there), copy.parameter)
+            assert made is not None  # it fitted when the copy was found
+            _overwrite(copy.parameter, made)
 
 
 def _overwrite(there: Tensor, value: Tensor) -> None:
@@ -188,7 +264,13 @@ def _overwrite(there: Tensor, value: Tensor) -> None:
         there.copy_(value)
 
 
-def _cast(where: str, name: str, value: Tensor, there: Mapping[str, Tensor]) -> Tensor:
+def checked(where: str, name: str, value: Tensor, there: Mapping[str, Tensor]) -> Tensor:
+    """A new weight as the model holds it.
+
+    Raises:
+        InvalidInputError: a name or shape that the model does not have.
+        NumericalError: not finite in the model's dtype.
+    """
     if name not in there:
         raise InvalidInputError(f"{where} has no {name}; it has {', '.join(there)}.")
     if value.shape != there[name].shape:

@@ -99,7 +99,7 @@ class Record:
         if not self.weights.holds(self.view.model):
             raise FrozenModelError(
                 "the model's weights were changed, moved or cast after this pass was frozen, so the two no longer "
-                "belong together. Freeze again."
+                "belong together. Freeze again (or leave the `with plan.applied():` that changed them)."
             )
 
     def provenance(self) -> dict[str, str]:

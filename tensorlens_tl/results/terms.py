@@ -37,8 +37,8 @@ class Terms(Stored):
         mask: True at real tokens, `[batch, pos]`.
         tokens: readable tokens of each prompt.
         target: what the scores explain, in words.
-        keys: for parts that read other tokens, each token's share, `[batch, query, term, key]`; None where not asked
-            for.
+        keys: for parts that read other tokens, each token's share, `[batch, query, term, key]`; NaN for parts that
+            belong to no token; None where not asked for.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
     """
 
@@ -124,6 +124,8 @@ class Terms(Stored):
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, term, score; with `keys`, one per source token's share.
 
+        Parts that belong to no source token then have one line, without `key` and `key_token`.
+
         Raises:
             InvalidInputError: shares were not asked for when these were made.
         """
@@ -143,7 +145,11 @@ class Terms(Stored):
             frame["key_token"] = [self.tokens[b][k] for b, k in zip(batch, index[3], strict=True)]
             real = real & self.mask.cpu().numpy()[batch, index[3]]
         frame["score"] = values.detach().double().cpu().reshape(-1).numpy()
-        return frame.loc[real].reset_index(drop=True)
+        frame = frame.loc[real]
+        if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum
+            whole, alone = self.to_dataframe(), frame.loc[frame["score"].isna(), "term"].unique()
+            frame = pd.concat([frame.dropna(subset="score"), whole.loc[whole["term"].isin(alone)]])
+        return frame.reset_index(drop=True)
 
     # ------------------------------------------------------------------ showing
 
