@@ -16,6 +16,7 @@ from tensorlens_tl import (
     report as report,
     results as results,
     testing as testing,
+    whitening as whitening,
 )
 from tensorlens_tl.algebra import (
     AffineMap as AffineMap,

@@ -1,0 +1,22 @@
+"""Whitening: how white the stream of a model is, and the first-order filter that makes a sequence white.
+
+>>> import torch
+>>> from tensorlens_tl import whitening
+>>> noise = torch.randn(500, 16, 4, generator=torch.Generator().manual_seed(0))
+>>> x = noise[:, 1:] + 0.5 * noise[:, :-1]  # every vector has something of the one before
+>>> white = whitening.estimate(x)(x)
+>>> whitening.whiteness(x[:, 8:]).covariance > 1.5 * whitening.whiteness(white[:, 8:]).covariance
+True
+
+| module | question |
+| --- | --- |
+| `measures` | how white, and how stationary, is a sequence? |
+| `estimation` | which filter whitens a process? |
+| `stream` | how white and stationary is what a model has at its hook points? |
+"""
+
+from tensorlens_tl.whitening.estimation import WhiteningFilter, estimate
+from tensorlens_tl.whitening.measures import Stationarity, Whiteness, stationarity, whiteness
+from tensorlens_tl.whitening.stream import measure
+
+__all__ = ["Stationarity", "Whiteness", "WhiteningFilter", "estimate", "measure", "stationarity", "whiteness"]

@@ -1,0 +1,92 @@
+"""The first-order whitening filter that a process asks for by its own covariances (Whitened Self-Attention, Eqs. 5–9).
+
+A stationary process whose covariance reaches one position far has the block-tridiagonal covariance (6), with Λ_0 on the
+diagonal and C = E[x_i x_{i−1}ᵀ] beside it. The blocks of its Cholesky factor settle:
+
+    L Lᵀ = Λ_0 − C (L Lᵀ)⁻¹ Cᵀ,    M = C L⁻ᵀ
+
+and ``w_i = L⁻¹(x_i − M w_{i−1})`` (Eq. 9) is white, but for the first positions, where the factor has not settled yet.
+Real sequences are correlated farther than that: then no such factor need exist, and the filter is the nearest model's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.recursion import scan
+from tensorlens_tl.errors import InvalidInputError
+
+STEPS = 10_000
+
+
+@dataclass(frozen=True, eq=False)
+class WhiteningFilter:
+    """``w_i = L⁻¹(x_i − M w_{i−1})`` (Eq. 9).
+
+    Attributes:
+        L_inv, M: its matrices, acting on column vectors as in the paper.
+        mean: what is taken off every vector first.
+    """
+
+    L_inv: Float[Tensor, "d d"]
+    M: Float[Tensor, "d d"]
+    mean: Float[Tensor, "d"]
+
+    def __repr__(self) -> str:
+        return f"WhiteningFilter(d={len(self.mean)}, radius={self.radius:.3g})"
+
+    @property
+    def radius(self) -> float:
+        """The spectral radius of L⁻¹M: what is left of a vector one position later, in the long run."""
+        return float(torch.linalg.eigvals(self.L_inv.double() @ self.M.double()).abs().max())
+
+    def __call__(self, x: Float[Tensor, "*rows pos d"]) -> Float[Tensor, "*rows pos d"]:
+        """The whitened sequences."""
+        L_inv, M = self.L_inv.to(x), self.M.to(x)
+        return scan((x - self.mean.to(x)) @ L_inv.T, -(L_inv @ M).T)
+
+
+def estimate(x: Float[Tensor, "batch pos d"], *, reach: Any = 1.0, ridge: Any = 1e-6) -> WhiteningFilter:
+    """The filter of a process, from sequences of it.
+
+    Args:
+        x: sequences of equal length; means and covariances are taken over all positions, as of a stationary process.
+        reach: a factor of the neighbours' covariance C, at most 1: less than 1 where no factor exists otherwise.
+        ridge: a share of the mean variance that is added to every variance.
+
+    Raises:
+        InvalidInputError: fewer than two positions, or numbers out of range; no factor exists (says what to try).
+    """
+    if x.ndim != 3 or x.shape[1] < 2:
+        raise InvalidInputError(
+            f"estimate: pass sequences [batch, pos, d] of 2 positions or more, got {tuple(x.shape)}."
+        )
+    for name, value, most in (("reach", reach, 1.0), ("ridge", ridge, float("inf"))):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+            raise InvalidInputError(f"{name}={value!r}: pass a number from 0 to {most:g}.")
+    wide = x.detach().double()
+    mean = wide.mean((0, 1))
+    centred = wide - mean
+    batch, pos, _ = x.shape
+    here = torch.einsum("bti,btj->ij", centred, centred) / (batch * pos)
+    here += ridge * here.diagonal().mean() * torch.eye(len(here), dtype=here.dtype, device=here.device)
+    before = reach * torch.einsum("bti,btj->ij", centred[:, 1:], centred[:, :-1]) / (batch * (pos - 1))
+    squared = here
+    for _ in range(STEPS):
+        factor, failed = torch.linalg.cholesky_ex(squared)
+        if int(failed):
+            raise InvalidInputError(
+                "estimate: a process with these covariances reaches farther than one position, and has no first-order "
+                f"filter. Pass reach= below {reach:g}, which shrinks what neighbours have in common."
+            )
+        following = here - before @ torch.cholesky_solve(before.T, factor)
+        settled = float((following - squared).norm()) <= 1e-13 * float(squared.norm())
+        squared = following
+        if settled:
+            break
+    L = torch.linalg.cholesky(squared)
+    L_inv = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
+    return WhiteningFilter(L_inv, before @ L_inv.T, mean)
