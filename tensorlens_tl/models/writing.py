@@ -101,6 +101,8 @@ def joint_copies(block: BlockView, weights: Mapping[str, Tensor]) -> list[JointC
             if parameter.untyped_storage().data_ptr() in placed:
                 continue
             for names, mixed in options:
+                if parameter.numel() != sum(weights[name].numel() for name in names):
+                    continue
                 copy = JointCopy(parameter.data, names, mixed)
                 made = _oriented(_laid_out(copy, weights), parameter.data)
                 if made is not None and torch.equal(made, parameter.data):
