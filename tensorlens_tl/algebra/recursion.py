@@ -23,7 +23,7 @@ from tensorlens_tl.algebra.primitives import largest_singular_value
 
 CHUNK = 16
 """Positions of a chunk."""
-STEP = 400_000
+STEP = 1_200_000
 """What a step costs besides its arithmetic, in multiplications and additions (measured on a CPU)."""
 
 
