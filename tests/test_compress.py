@@ -547,6 +547,7 @@ def test_a_method_of_ones_own(model_named):
         ({"method": "laser", "ratio": 1e6}, "the largest here is"),
         ({"method": "head-svd", "rank": 9}, "rank=9"),
         ({"method": lambda weights: 5}, "returns a int"),
+        ({"method": lambda weights: weights}, "none of the matrices"),
         ({"method": lambda weights: weights, "ratio": 2}, "its options are none"),
     ],
 )  # fmt: skip

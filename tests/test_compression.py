@@ -169,6 +169,9 @@ def test_refusals(recall, task):
 
 
 def test_command_line(capsys, tmp_path):
+    from tensorlens_tl.commands import compress as command
+
+    assert tuple(compress.METHODS) == command.METHODS  # written twice: help comes without an import of torch
     words = ["compress", "--model", "demo:recall", "-n", "8", "--ratio", "2"]
     page, plan = tmp_path / "costs.html", tmp_path / "plan.safetensors"
     assert commands.main([*words, "--methods", "laser", "tucker", "--gauge", "circuit", "-o", str(page)]) == 0

@@ -208,13 +208,15 @@ class Dense(Replacement):
             count: the parameters they take; as many as before unless said.
 
         Raises:
-            InvalidInputError: a letter that is none of Q, K, V and O.
+            InvalidInputError: a letter that is none of Q, K, V and O, or nothing changed.
         """
         strange = set() if isinstance(new, HeadWeights) else set(new) - set(old.matrices)
         if strange:
             raise InvalidInputError(f"Dense: there is no matrix {min(strange)!r}; use letters of 'QKVO'.")
         new = new if isinstance(new, HeadWeights) else old.changed(new)
         changed = {letter: matrix for letter, matrix in new.matrices.items() if matrix is not old.matrices[letter]}
+        if not changed:
+            raise InvalidInputError(f"Dense: none of the matrices of {old.where} was changed.")
         before = old.count("".join(changed))
         biases = {f"b_{letter}": bias for letter, bias in new.biases.items() if bias is not old.biases.get(letter)}
         return cls(before=before, biases=biases, weights=named(changed), count=before if count is None else count)

@@ -103,9 +103,8 @@ def compression(
             names[label].append(f"{plan.label}, layers {list(plan.layers)}, ratio {plan.ratio:.3g}")
             bar.update()
     bar.close()
-    own = torch.stack(
-        [torch.stack(row, dim=-1) for row in rows.values()], dim=1
-    )  # [loss|accuracy, label, prompt, step]
+    # [loss and accuracy, label, prompt, step]
+    own = torch.stack([torch.stack(row, dim=-1) for row in rows.values()], dim=1)
     curves = torch.cat([own - base[:, None, :, None], own])
     units = [f"prompt {number}" for number in reported.tolist()]
     return Evaluation(
