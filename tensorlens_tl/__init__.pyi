@@ -75,3 +75,6 @@ from tensorlens_tl.results import (
 )
 
 __version__: str
+from tensorlens_tl.whitening import (
+    whiten as whiten,
+)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.maps import ZERO, MixingMap
@@ -38,7 +38,7 @@ class Recursion(MixingMap):
     """
 
     weight: Float[Tensor, "d d"]
-    keep: Tensor | None = None
+    keep: Bool[Tensor, "batch pos"] | None = None
 
     def __repr__(self) -> str:
         return f"Recursion({len(self.weight)}{'' if self.keep is None else ', padded'})"
@@ -67,7 +67,7 @@ class Recursion(MixingMap):
         return self._kept(scan(self._kept(g).flip(-2), self.weight.T).flip(-2))
 
     def _kept(self, x: Tensor) -> Tensor:
-        return x if self.keep is None else x * self.keep[..., None]
+        return x if self.keep is None else x.masked_fill(~self.keep[..., None], 0)
 
 
 @final
@@ -112,6 +112,16 @@ def _passed_back(factor: Float[Tensor, "*any pos d"]) -> Float[Tensor, "*any pos
     return torch.cat([torch.ones_like(back[..., :1, :]), back[..., :-1, :]], dim=-2)
 
 
+def spectral_radius(weight: Float[Tensor, "d d"]) -> float:
+    """The largest absolute eigenvalue: what a step makes of a vector's size, in the long run."""
+    return float(torch.linalg.eigvals(weight.double()).abs().max())
+
+
+def does_not_grow(weight: Float[Tensor, "d d"]) -> bool:
+    """Whether a power of the step shows, without eigenvalues, that its spectral radius is below 1."""
+    return float(torch.linalg.matrix_power(weight.float(), 64).norm()) < 1.0
+
+
 # ------------------------------------------------------------------ scans
 
 
@@ -138,11 +148,15 @@ def diagonal_scan(x: Float[Tensor, "*rows pos d"], factor: Float[Tensor, "*any p
 class _Scan(torch.autograd.Function):
     """The adjoint written out: the same scan backwards, and one product for the weight."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        y = fastest(x, weight)
-        ctx.save_for_backward(y, weight)
-        return y
+    def forward(x: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return fastest(x, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output, inputs[1])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -150,7 +164,8 @@ class _Scan(torch.autograd.Function):
         h = scan(g.flip(-2), weight.mT).flip(-2)
         if not ctx.needs_input_grad[1]:
             return h, None
-        return h, y[..., :-1, :].flatten(0, -2).mT @ h[..., 1:, :].flatten(0, -2)
+        width = y.shape[-1]
+        return h, y[..., :-1, :].reshape(-1, width).mT @ h[..., 1:, :].reshape(-1, width)
 
 
 def fastest(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Float[Tensor, "*rows pos d"]:
@@ -190,7 +205,7 @@ def chunked(
     handed = torch.cat(powers, dim=1)  # what a chunk's start receives is met by W, W², … inside it
     carried = (ends[..., :-1, :] @ handed).unflatten(-1, (size, width))
     inside[..., 1:, :, :] += carried
-    return inside.flatten(-3, -2)[..., :pos, :]
+    return inside.reshape(*x.shape[:-2], -1, width)[..., :pos, :]
 
 
 def prefix(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Float[Tensor, "*rows pos d"]:
@@ -208,4 +223,4 @@ def _interleaved(even: Tensor, odd: Tensor) -> Tensor:
     pos = even.shape[-2] + odd.shape[-2]
     if odd.shape[-2] < even.shape[-2]:
         odd = torch.nn.functional.pad(odd, (0, 0, 0, 1))
-    return torch.stack([even, odd], dim=-2).flatten(-3, -2)[..., :pos, :]
+    return torch.stack([even, odd], dim=-2).reshape(*even.shape[:-2], -1, even.shape[-1])[..., :pos, :]

@@ -163,6 +163,8 @@ def appendix_e_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
             if part is not None
         ]
         branches = [before * part * after for part, before, after, _ in around]
+        whitening = frozen.whitening(layer)
+        bound *= 1.0 if whitening is None else whitening.norm_bound()
         if layout.parallel:
             bound *= 1 + sum(branches)
             continue

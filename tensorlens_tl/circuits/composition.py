@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits.weights import LayerWeights, as_pass, as_view
+from tensorlens_tl.circuits.weights import LayerWeights, as_pass, as_view, refuse_whitened
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.passes.frozen import FrozenPass
 
@@ -50,6 +50,7 @@ def composition_scores(
     if baseline not in (None, "random"):
         raise InvalidInputError(f"baseline={baseline!r}; use 'random' or None.")
     view, scores = as_view(model), kind != "V"
+    refuse_whitened(view, "composition_scores")
     source = as_pass(model, offset) if scores or fold_norms else view  # once for all layers
     layers = [
         LayerWeights.with_scores(source, layer, fold_norms, offset)

@@ -10,7 +10,8 @@ stream, and dot with the source's output there. So
 * embeddings and biases (the sources, and the nodes' own) sum to the logit.
 
 Nothing is trained and nothing is approximated: attention patterns, activation ratios and norm scales are frozen. In a
-post-LN model what a source wrote goes through the norms of the residual stream before it enters a node.
+post-LN model what a source wrote goes through the norms of the residual stream before it enters a node. Whitening
+passes vectors on from position to position, so it is a node of its own, which takes in all that was written before it.
 """
 
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import Attention, Chain
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits.stream import Pulled, StreamTarget, Sublayer, stream_target
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
@@ -88,6 +90,7 @@ class _Builder:
     entering: dict[int, Tensor] = field(default_factory=dict)
     edges: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     largest: float = 0.0
+    carried: list[int] = field(default_factory=list)  # the nodes whose outputs the stream still carries
 
     def graph(self) -> ContributionGraph:
         import pandas as pd
@@ -97,10 +100,13 @@ class _Builder:
         parts = stream.sources()
         outputs = torch.stack([part[0] for part in parts.values()])
         for name in parts:
-            self._node(name, "embedding", -1)
+            self.carried.append(self._node(name, "embedding", -1))
         self.weights += list((outputs * self.pulled.stream[0][0, 0]).sum(-1))
         for number, step in enumerate(stream.steps):
-            written: list[Tensor] = []
+            if step.outer.mixes:
+                outputs = self._through(number, outputs)
+                continue
+            written, before = list[Tensor](), len(self.names)
             for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
                 met = sublayer.write.pull(self.pulled.sums[number])
                 self._enter(sublayer, met, outputs)
@@ -113,11 +119,12 @@ class _Builder:
                 if not within:
                     met = self.pulled.stream[number + 1]
                     outputs = torch.cat([outputs, self._bias(name, step.layer, bias, met)])
+            self.carried += range(before, len(self.names))
         final = (outputs * self.pulled.stream[-1][0, 0]).sum(-1)[:, query]
         pos = outputs.shape[1]
         target = len(self.names) * pos
-        everything = torch.arange(len(self.names), device=final.device)
-        self._keep(everything * pos + query, torch.full_like(everything, target), final)
+        sources = torch.tensor(self.carried, device=final.device)
+        self._keep(sources * pos + query, torch.full_like(sources, target), final)
         weights, biases = torch.stack(self.weights), torch.stack(self.biases)
         sources = torch.tensor([kind in ("embedding", "bias") for kind in self.kinds])
         reached = [float(final.sum() + constant), float(weights[sources].sum() + biases[~sources].sum() + constant)]
@@ -150,12 +157,13 @@ class _Builder:
 
     # ------------------------------------------------------------------ nodes
 
-    def _node(self, name: str, kind: str, layer: int) -> None:
+    def _node(self, name: str, kind: str, layer: int) -> int:
         self.names.append(name)
         self.kinds.append(kind)
         self.layers.append(layer)
-        if kind in ("embedding", "bias"):
+        if kind in ("embedding", "bias", "whitening"):
             self.biases.append(self.pulled.stream[0].new_zeros(self.pulled.stream[0].shape[2]))
+        return len(self.names) - 1
 
     def _bias(self, name: str, layer: int, bias: Tensor, met: Tensor) -> Float[Tensor, "1 pos d_model"]:
         bias = bias.expand_as(met[0])
@@ -182,11 +190,11 @@ class _Builder:
     def _enter(self, sublayer: Sublayer, met: Tensor, outputs: Float[Tensor, "source pos d_model"]) -> None:
         """Edges from every source so far into the sublayer's nodes."""
         first, pos, sources = len(self.names), outputs.shape[1], outputs.shape[0]
-        at = torch.arange(pos, device=outputs.device)
+        at, carried = torch.arange(pos, device=outputs.device), torch.tensor(self.carried, device=outputs.device)
         if not sublayer.is_attention:
             weights = (outputs * sublayer.read.pull(met)[0, 0]).sum(-1)
             self.entering[first] = weights.abs().sum(0)
-            self._keep(torch.arange(sources, device=at.device)[:, None] * pos + at, first * pos + at, weights)
+            self._keep(carried[:, None] * pos + at, first * pos + at, weights)
             return
         *before, mix = sublayer.read.stages
         assert isinstance(mix, Attention)
@@ -201,8 +209,29 @@ class _Builder:
                     asked[:, head] @ own[start : start + chunk].mT
                 )  # [source, query, key]
                 self.entering[first + head] += weights.abs().sum((0, 2))
-                source = (torch.arange(len(weights), device=at.device) + start) * pos
+                source = carried[start : start + len(weights)] * pos
                 self._keep(source[:, None, None] + at, (first + head) * pos + at[:, None], weights)
+
+    def _through(self, number: int, outputs: Float[Tensor, "source pos d_model"]) -> Float[Tensor, "1 pos d_model"]:
+        """A step that mixes positions (whitening) as a node at every position: all that was written before ends there.
+
+        Only so does an edge keep the position that it comes from.
+        """
+        step, met = self.asked.stream.steps[number], self.pulled.stream[number + 1][0, 0]
+        made, pos = self.asked.stream.x[number + 1][0], outputs.shape[1]
+        node = self._node(step.outer_name, "whitening", step.layer)
+        self.weights.append((met * made).sum(-1))
+        self.entering[node] = torch.zeros(pos).to(made)
+        at, carried = torch.arange(pos, device=made.device), torch.tensor(self.carried, device=made.device)
+        chunk = max(1, EDGE_BYTES // ((len(outputs) + 3 * made.shape[1]) * pos * made.element_size()))
+        for start in range(0, pos, chunk):
+            queries = at[start : start + chunk]
+            rows = place(met[queries][:, None], queries[:, None], made[None])
+            weights = torch.einsum("qkd,mkd->mqk", step.outer.pull(rows)[:, 0], outputs)
+            self.entering[node][queries] = weights.abs().sum((0, 2))
+            self._keep(carried[:, None, None] * pos + at, node * pos + queries[:, None], weights)
+        self.carried = [node]
+        return made[None]
 
     def _keep(self, source: Tensor, target: Tensor, weights: Tensor) -> None:
         """Note the edges that are worth it; numbers of nodes broadcast to `weights`."""

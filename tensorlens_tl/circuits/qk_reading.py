@@ -31,7 +31,8 @@ class ScoreReading:
     """One layer's scores as bilinear in the stream.
 
     Attributes:
-        query, key: the stream -> queries `[.., head d_head]` and keys `[.., kv d_head]`, their norms frozen.
+        query, key: the stream that the block reads (`Record.resid_read`) -> queries `[.., head d_head]` and keys
+            `[.., kv d_head]`, their norms frozen.
         heads, kv_heads: how many of each; query head h meets key head ``h // (heads // kv_heads)``.
         scale: the factor of the product, usually 1/√d_head.
         rotation: R for each position, applied from the right, `[pos, d_head, d_head]`; None without rotary positions.
@@ -72,7 +73,7 @@ def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
         UnsupportedModelError: no known reading does; says how near the best came.
     """
     check_pass(frozen)
-    x, pattern = frozen.resid_pre(layer), frozen.pattern(layer)
+    x, pattern = frozen.resid_read(layer), frozen.pattern(layer)
     found = [
         replace(candidate, error=_error(candidate, x, pattern.to(x.dtype), frozen.mask))
         for candidate in _candidates(frozen, layer)
@@ -118,7 +119,7 @@ def _candidates(frozen: FrozenPass, layer: int) -> Iterator[ScoreReading]:
     added = _added_positions(frozen)
     if added is not None:
         reads = (*reads, Diagonal(torch.ones_like(added), added))
-    x = frozen.resid_pre(layer)
+    x = frozen.resid_read(layer)
     query = Chain((*reads, Linear(weights.W_Q, weights.b_Q)))
     key = Chain((*reads, Linear(weights.W_K, weights.b_K)))
     query = _normed(query, x, weights.q_norm, weights.epsilon, heads)

@@ -117,7 +117,7 @@ def _rotation(reading: ScoreReading, at: Tensor, like: Tensor, d_head: int) -> F
 
 def _own(frozen: FrozenPass, layer: int, read: Chain, own: slice, at: Tensor, R: Tensor) -> Float[Tensor, "batch d"]:
     """The head's rotated vector, from the captured stream."""
-    vector = torch.take_along_dim(read(frozen.resid_pre(layer)), at[:, None, None], dim=1)[:, 0, own]
+    vector = torch.take_along_dim(read(frozen.resid_read(layer)), at[:, None, None], dim=1)[:, 0, own]
     return torch.einsum("bd,bde->be", vector, R)
 
 
@@ -132,11 +132,12 @@ def _by_token(
     activation: str,
 ) -> _Side:
     """Each channel pulled back through everything before."""
-    x0, x = frozen.resid_pre(0), frozen.resid_pre(layer)
+    x0, x, whitening = frozen.resid_pre(0), frozen.resid_read(layer), frozen.whitening(layer)
     d_head = read(x).shape[-1] // heads
     own = slice(head * d_head, (head + 1) * d_head)
     earlier = (frozen.block(number, activation=activation) for number in range(layer))
-    whole, R = Chain((*earlier, *read.stages)), _rotation(reading, at, x, d_head)
+    before = () if whitening is None else whitening.stages
+    whole, R = Chain((*earlier, *before, *read.stages)), _rotation(reading, at, x, d_head)
     shares, constants = [], []
     for rows in chunks(d_head, frozen.row_bytes, None, "score"):
         basis = x.new_zeros(len(rows), len(at), heads * d_head)
@@ -153,11 +154,11 @@ def _by_token(
 
 
 def _components(frozen: FrozenPass, layer: int, by: str, activation: str) -> dict[str, Tensor]:
-    """What each component before a layer put into the stream that enters it, `[batch, pos, d_model]`."""
+    """What each component before a layer put into the stream that its attention reads, `[batch, pos, d_model]`."""
+    stream = Stream.of(frozen, activation, layers=range(layer) if layer else [0])
+    whitening, found = frozen.whitening(layer), stream.sources()
     if layer == 0:
-        return Stream.of(frozen, activation, layers=[0]).sources()
-    stream = Stream.of(frozen, activation, layers=range(layer))
-    found = stream.sources()
+        return found if whitening is None else {name: whitening.push(part) for name, part in found.items()}
     for number, step in enumerate(stream.steps):
         written: dict[str, Tensor] = {}
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
@@ -169,7 +170,7 @@ def _components(frozen: FrozenPass, layer: int, by: str, activation: str) -> dic
         found |= written
         found = {name: step.outer.push(output) for name, output in found.items()}
         found |= {name: bias.expand_as(stream.x[0]) for name, bias, inside in step.biases if not inside}
-    return found
+    return found if whitening is None else {name: whitening.push(part) for name, part in found.items()}
 
 
 def _by_component(

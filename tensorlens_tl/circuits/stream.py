@@ -6,7 +6,8 @@ final norm or a prediction head):
 
     x[s+1] = outer( x[s] + Σ_sublayers write(read(x[s])) )
 
-A sequential block is two steps, a parallel block one with two sublayers. What is left without the sublayers is how a
+A sequential block is two steps, a parallel block one with two sublayers; whitening before a block is a step of its own
+without sublayers, whose outer map mixes positions. What is left without the sublayers is how a
 vector written to the stream reaches the end *directly*: the identity in a pre-LN model, the norms in a post-LN model.
 
 A sublayer's hidden vector, read(x), is a row of groups: one per head, or one for the whole MLP. A group is a *node*:
@@ -384,9 +385,10 @@ def _block_steps(frozen: Record, layer: int, rule: str) -> list[Step]:
         *hidden, output = mlp.stages
         names = (f"MLP{layer}",)
         sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (*hidden,), output, names, "b_out", False)))
+    whitening = frozen.whitening(layer)
+    steps = [] if whitening is None else [Step(layer, (), whitening, f"L{layer}.whitening")]
     if layout.parallel:
-        return [Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}")]
-    steps = []
+        return [*steps, Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}")]
     for at, sublayer in sublayers:
         outer = Identity() if at.outer is None else frozen.norm(layer, at.outer)
         steps.append(Step(layer, (sublayer,), outer, f"L{layer}.{at.outer}.b"))

@@ -84,6 +84,7 @@ def full_ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "
         UnsupportedModelError: no readable embedding or unembedding, or a prediction head between them.
     """
     view, circuit = as_view(model), ov(model, layer, head, fold_norms=fold_norms)
+    refuse_whitened(view, "full_ov")
     return factored(view.embedding @ circuit.A, circuit.B @ _unembedding(view, fold_norms))
 
 
@@ -94,6 +95,7 @@ def full_qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms
         InvalidInputError, UnsupportedModelError: as `qk`; also no readable embedding.
     """
     view, circuit = as_view(model), qk(model, layer, head, offset=offset, fold_norms=fold_norms)
+    refuse_whitened(view, "full_qk")
     return factored(view.embedding @ circuit.A, circuit.B @ view.embedding.T)
 
 
@@ -160,6 +162,7 @@ def svd_tokens(
         raise InvalidInputError(f"circuit={circuit!r}; use 'ov' or 'qk'.")
     k, top = whole_number("k", k, 1), whole_number("top", top, 1)
     view = as_view(model)
+    refuse_whitened(view, "svd_tokens")
     if circuit == "ov":
         matrix = ov(model, layer, head, fold_norms=fold_norms)
         tables = {"reads": view.embedding, "writes": _unembedding(view, fold_norms).T}
@@ -213,6 +216,7 @@ def virtual_head(model: Any, heads: Any, *, fold_norms: bool = False) -> "Factor
     layers = [layer for layer, _ in heads]
     if any(later <= earlier for earlier, later in pairwise(layers)):
         raise InvalidInputError(f"virtual_head: each head must be in a later layer than the one before, got {heads}.")
+    refuse_whitened(as_view(model), "virtual_head")
     source = as_pass(model) if fold_norms else model
     circuits = [ov(source, layer, head, fold_norms=fold_norms) for layer, head in heads]
     left = circuits[0].A
@@ -324,6 +328,7 @@ def _unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_model d_
 
 def _square_vocabulary(view: ModelView, fold_norms: bool) -> tuple[Tensor, Tensor]:
     """Unembedding and embedding of the same tokens, wide enough for eigenvalues."""
+    refuse_whitened(view, "copying")
     W_U, W_E = _unembedding(view, fold_norms), view.embedding
     if W_U.shape[1] != W_E.shape[0]:
         raise UnsupportedModelError(
@@ -331,6 +336,20 @@ def _square_vocabulary(view: ModelView, fold_norms: bool) -> tuple[Tensor, Tenso
             "between two vocabularies. Use full_ov()."
         )
     return upcast(W_U), upcast(W_E)
+
+
+def refuse_whitened(view: ModelView, what: str) -> None:
+    """Refuse to multiply a head's matrices with another part's where whitening stands between the two.
+
+    Raises:
+        UnsupportedModelError: the model is whitened.
+    """
+    if view.is_whitened:
+        raise UnsupportedModelError(
+            f"{what}: {view.description} is whitened, so between a head and what it reads or is read by stands a "
+            "recursion over positions, which no product of two weight matrices holds. Use what takes a frozen pass: "
+            "logit_attribution, paths, contribution_graph."
+        )
 
 
 def as_view(model: Any) -> ModelView:

@@ -9,7 +9,7 @@ Captured per block and token, in numbers of the model's dtype (``h`` heads, ``n`
 
 | what | hook point | size per token |
 | --- | --- | --- |
-| block input | `hook_resid_pre` | d_model |
+| block input | `hook_resid_pre`, of a whitened block `whitening.hook_in` | d_model |
 | pattern | `attn.hook_pattern` | h · n |
 | norm scales | `ln1.hook_scale` and the like | 1 each |
 | pre-activations | `mlp.hook_pre`, gated also `mlp.hook_pre_linear` | d_mlp, gated 2 · d_mlp |
@@ -88,9 +88,10 @@ def model_points(view: ModelView) -> ModelPoints:
 
 def _block_points(view: ModelView, layer: int) -> BlockPoints:
     block, at = view.blocks[layer], f"blocks.{layer}."
-    mlp, _ = block.mlp, block.attention  # both refuse what cannot be frozen, naming the block
+    # each refuses what cannot be frozen, naming the block
+    mlp, _, whitening = block.mlp, block.attention, block.whitening
     return BlockPoints(
-        resid_pre=at + "hook_resid_pre",
+        resid_pre=at + ("hook_resid_pre" if whitening is None else "whitening.hook_in"),
         pattern=at + "attn.hook_pattern",
         value=at + "attn.hook_v",
         z=at + "attn.hook_z",

@@ -1,6 +1,24 @@
 """What the tokens of one layer give each other, and how layers are aggregated."""
 
-from tensorlens_tl.layerwise.aggregate import Maps, add_residual, locals_of, normalize_rows, product, select_query
+from tensorlens_tl.layerwise.aggregate import (
+    Maps,
+    add_residual,
+    locals_of,
+    normalize_rows,
+    product,
+    refuse_whitened,
+    select_query,
+)
 from tensorlens_tl.layerwise.local import LocalLayer, through
 
-__all__ = ["LocalLayer", "Maps", "add_residual", "locals_of", "normalize_rows", "product", "select_query", "through"]
+__all__ = [
+    "LocalLayer",
+    "Maps",
+    "add_residual",
+    "locals_of",
+    "normalize_rows",
+    "product",
+    "refuse_whitened",
+    "select_query",
+    "through",
+]

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.layerwise.local import LocalLayer
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -35,6 +36,20 @@ def product(maps: Maps) -> Float[Tensor, "batch query key"]:
     for later in maps[1:]:
         result = later @ result
     return result
+
+
+def refuse_whitened(frozen: FrozenPass, method: str) -> None:
+    """Refuse to multiply layer maps where whitening passes vectors on between positions, for which they have no factor.
+
+    Raises:
+        UnsupportedModelError: the model is whitened.
+    """
+    if frozen.view.is_whitened:
+        raise UnsupportedModelError(
+            f"{method}: the stream of this {frozen.view.description} is whitened before its blocks, which passes "
+            "vectors on between positions; a product of one map per layer has no factor for that. Use tensorlens or "
+            "decompx, which hold it exactly, or mean, which multiplies nothing."
+        )
 
 
 def select_query(frozen: FrozenPass, scores: Tensor, query: Query) -> Tensor:

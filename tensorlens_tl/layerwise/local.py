@@ -41,8 +41,8 @@ class LocalLayer:
 
     @cached_property
     def x(self) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream entering the block."""
-        return self.frozen.resid_pre(self.layer)
+        """The residual stream that the block's sublayers read; of a whitened block, the whitened one."""
+        return self.frozen.resid_read(self.layer)
 
     @cached_property
     def pattern(self) -> Float[Tensor, "batch head query key"]:

@@ -10,7 +10,7 @@ component inside its distance, an error of about 1e-5; here the formula is exact
 import torch
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.layerwise import Maps, locals_of, normalize_rows, product, select_query
+from tensorlens_tl.layerwise import Maps, locals_of, normalize_rows, product, refuse_whitened, select_query
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
@@ -46,9 +46,11 @@ def alti(frozen: FrozenPass, *, distance: str = "l1", query: Query = None) -> At
 
     Raises:
         InvalidInputError: an unknown distance, or a query out of range.
+        UnsupportedModelError: the model is whitened.
     """
     if distance not in ("l1", "l2"):
         raise InvalidInputError(f"distance={distance!r}; use 'l1' or 'l2'.")
+    refuse_whitened(frozen, "alti")
     maps = alti_map(frozen, distance)
     return Attribution.of(
         frozen,

@@ -6,7 +6,8 @@ they are still apart, and is bias in later ones. Vectors sum to the model's own 
 
 Outside post-LN (ours): biases inside a branch are spread there, attention's after the residual connection, whatever the
 layout; the final norm's shift and, for a target, the prediction head's biases are spread too. A source token that
-cannot reach a query (causal, padding) gets no share.
+cannot reach a query (causal, padding) gets no share. On a whitened model the sources are not apart in the first layer
+either: whitening has passed them on between positions, so b_V is bias there too.
 """
 
 from typing import Any
@@ -135,8 +136,11 @@ def source_to_output(
     rule = check_bias_rule(bias)
     width = 3 * frozen.resid_pre(0).shape[-1] + _widest(frozen)
     spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))
-    vectors = _first_attention(frozen, spread, activation, width)
-    stages: list[AffineMap] = _stages(frozen.block(0, activation=activation))[1:]
+    stages = _stages(frozen.block(0, activation=activation))
+    if frozen.whitening(0) is None:
+        vectors, stages = _first_attention(frozen, spread, activation, width), stages[1:]
+    else:
+        vectors = source_vectors(frozen.resid_pre(0), rule == "token")
     last = frozen.n_layers if layers is None else layers
     for layer in range(1, last):
         stages += _stages(frozen.block(layer, activation=activation))

@@ -113,6 +113,11 @@ def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:
 
 def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
     if number + 1 < frozen.n_layers:
+        if frozen.whitening(number + 1) is not None:
+            raise UnsupportedModelError(
+                f"ff-ig: blocks.{number + 1} of this {frozen.view.description} is whitened, so its norm reads other "
+                "vectors than this block writes; use scope='atb_ln_ff_res', the last one before it."
+            )
         following = LocalLayer(frozen, number + 1)
         return following.norms(following.attn.before)
     final = frozen.final_norm()

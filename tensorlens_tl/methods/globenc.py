@@ -10,7 +10,15 @@ import torch
 
 from tensorlens_tl.algebra import Norm
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, normalize_rows, product, select_query
+from tensorlens_tl.layerwise import (
+    LocalLayer,
+    Maps,
+    locals_of,
+    normalize_rows,
+    product,
+    refuse_whitened,
+    select_query,
+)
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
@@ -55,9 +63,10 @@ def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = None)
         query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
 
     Raises:
-        UnsupportedModelError: parallel blocks, or no norm that reads attention plus residual.
+        UnsupportedModelError: parallel blocks, no norm that reads attention plus residual, or a whitened model.
         InvalidInputError: a query out of range.
     """
+    refuse_whitened(frozen, "globenc")
     maps = globenc_map(frozen)
     maps = normalize_rows(maps) if normalize else maps
     return Attribution.of(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.layerwise import add_residual, normalize_rows, product, select_query
+from tensorlens_tl.layerwise import add_residual, normalize_rows, product, refuse_whitened, select_query
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import get_layer_map, register_method
@@ -34,8 +34,9 @@ def rollout(
 
     Raises:
         InvalidInputError: an unknown map, a residual outside [0, 1], or a query out of range.
-        UnsupportedModelError: the map is undefined for this model.
+        UnsupportedModelError: the map is undefined for this model, or the model is whitened.
     """
+    refuse_whitened(frozen, "rollout")
     chosen, share = get_layer_map(layer_map), residual
     if share == "auto":
         share = None if chosen.holds_residual else 0.5

@@ -70,7 +70,13 @@ def candidates(norms: set[str], has_mlp: bool) -> list[Layout]:
     return [layout for layout in LAYOUTS if layout.norm_names(has_mlp) == norms and (has_mlp or not layout.parallel)]
 
 
-def compose(layout: Layout, attention: AffineMap | None, mlp: AffineMap | None, norms: Mapping[str, Norm]) -> AffineMap:
+def compose(
+    layout: Layout,
+    attention: AffineMap | None,
+    mlp: AffineMap | None,
+    norms: Mapping[str, Norm],
+    whitening: Chain | None = None,
+) -> AffineMap:
     """The block's map from its parts; a sublayer that is None is left out with its branch.
 
     The outer norm of a left-out sublayer stays: it is part of the stream, not of the branch.
@@ -82,9 +88,10 @@ def compose(layout: Layout, attention: AffineMap | None, mlp: AffineMap | None, 
         return stages[0] if len(stages) == 1 else Chain(tuple(stages))
 
     halves = [(place, sub) for place, sub in ((layout.attn, attention), (layout.mlp, mlp))]
+    stages: list[AffineMap] = [] if whitening is None else [*whitening.stages]
     if layout.parallel:
-        return Sum((Identity(), *(branch(place, sub) for place, sub in halves if sub is not None)))
-    stages: list[AffineMap] = []
+        both = Sum((Identity(), *(branch(place, sub) for place, sub in halves if sub is not None)))
+        return Chain((*stages, both)) if stages else both
     for place, sub in halves:
         if sub is not None:
             stages.append(Sum((Identity(), branch(place, sub))))

@@ -24,6 +24,7 @@ from tensorlens_tl.models.weights import (
     MLPWeights,
     NormWeights,
     QueryKeyWeights,
+    WhiteningWeights,
     detached,
     find_activation,
     is_bridge_component,
@@ -54,6 +55,19 @@ class BlockView:
         names = NORMS if self.has_mlp else NORMS[:2]
         found = {name: getattr(self.module, name, None) for name in names}
         return {name: norm_weights(norm, self.model.cfg) for name, norm in found.items() if is_norm(norm)}
+
+    @cached_property
+    def whitening(self) -> WhiteningWeights | None:
+        """What `tensorlens_tl.whiten` put in front of the block, or None; refuses what is not such a recursion."""
+        module: Any = getattr(self.module, "whitening", None)
+        if getattr(getattr(self.module, "attn", None), "whitening", None) is not None:
+            raise self._refuse("attention reads a whitened copy of the stream; only whiten(reads='stream') is read.")
+        if module is None:
+            return None
+        entry, step = getattr(module, "entry", None), getattr(module, "step", None)
+        if not isinstance(entry, Tensor) or not isinstance(step, Tensor):
+            raise self._refuse(f"its whitening ({type(module).__name__}) has no readable entry and step.")
+        return WhiteningWeights(self._floating(entry, "whitening.L_inv"), self._floating(step, "whitening.M"))
 
     @cached_property
     def attention(self) -> AttentionWeights:
@@ -219,6 +233,11 @@ class ModelView:
             block.with_weights(weights[block.layer]) if block.layer in weights else block for block in self.blocks
         ]
         return other
+
+    @property
+    def is_whitened(self) -> bool:
+        """Whether the stream of any block is whitened first."""
+        return any(block.whitening is not None for block in self.blocks)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -49,6 +49,14 @@ class QueryKeyWeights:
 
 
 @dataclass(frozen=True)
+class WhiteningWeights:
+    """What the stream goes through before a block: ``w_i = x_i @ entry + w_{i−1} @ step``."""
+
+    entry: Float[Tensor, "d_model d_model"]
+    step: Float[Tensor, "d_model d_model"]
+
+
+@dataclass(frozen=True)
 class MLPWeights:
     """``out(φ(in))`` or gated ``out(φ(gate)·in + b_post)``; `W_gate` is None for a plain MLP."""
 

@@ -4,6 +4,8 @@ Arguments are checked first, then the model's structure, then the pass is run (o
 numbers; at the end come the proofs (`tensorlens_tl.passes.proof`).
 """
 
+import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.algebra.recursion import does_not_grow, spectral_radius
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     FwdHook,
@@ -100,6 +103,7 @@ def freeze(
                 padding_side=padding_side,
             )
             points, last = model_points(view), query_positions(prompt, -1)
+            _check_growth(view, prompt.tokens.shape[1], tolerance)
             logits = logit_hooks(view.model, points.unembed_in, last)
             if cache is None:
                 kept, made = capture(view.model, prompt.kwargs, points.captured, store=store, hooks=logits)
@@ -118,6 +122,40 @@ def freeze(
             if cache is None:
                 _check_repeats(frozen)
     return frozen
+
+
+_steady: "WeakKeyDictionary[Any, WeightState]" = WeakKeyDictionary()  # models whose whitening does not grow
+
+
+def _check_growth(view: ModelView, length: int, tolerance: float | None) -> None:
+    """Refuse whitening that grows so much over a prompt that a proof would see nothing but its first tokens.
+
+    Raises:
+        NumericalError: later tokens are lost in the rounding of what the first one becomes.
+    """
+    steps = [(block.layer, block.whitening.step) for block in view.blocks if block.whitening is not None]
+    known = _steady.get(view.model)
+    if not steps or (known is not None and known.holds(view.model)):
+        return
+    dtype = steps[0][1].dtype
+    margin = (TOLERANCE.get(dtype, 1e-4) if tolerance is None else tolerance) / torch.finfo(dtype).eps
+    growing = [(layer, spectral_radius(step)) for layer, step in steps if not does_not_grow(step)]
+    for layer, radius in growing:
+        if not (length - 1) * math.log(max(radius, 1.0)) <= math.log(margin):
+            raise NumericalError(
+                f"blocks.{layer}.whitening of this {view.description} has spectral radius {radius:.3g}: over {length} "
+                f"tokens what the first one gives grows {radius:.3g}^{length - 1} times, and the others are lost in "
+                "its rounding. Freeze a shorter prompt, in a wider dtype, or train L⁻¹M towards a radius below 1."
+            )
+    beyond = {layer: radius for layer, radius in growing if radius > 1}
+    if beyond:
+        warnings.warn(
+            "whitening that grows from token to token: spectral radius of L⁻¹M "
+            + ", ".join(f"{radius:.3g} at blocks.{layer}" for layer, radius in beyond.items()),
+            stacklevel=3,
+        )
+    else:
+        _steady[view.model] = WeightState.of(view.model)
 
 
 def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:

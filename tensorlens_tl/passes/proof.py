@@ -177,7 +177,7 @@ def _first_difference(record: Record, layer: int, layout: Layout) -> str:
     start = f"blocks.{layer}."
     names = [start + name for name in ("attn.hook_z", "mlp.hook_post", "hook_attn_out")]
     seen, _ = capture(record.model, record.inputs, [name for name in names if name in record.model.hook_dict])
-    x = record.resid_pre(layer)
+    x = record.resid_read(layer)
     x = record.norm(layer, layout.attn.before)(x) if layout.attn.before else x
     values, mixing, out = record.attention(layer).stages
     made = {"attn.hook_z": mixing(values(x))}

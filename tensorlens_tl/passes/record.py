@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Linear, Norm, Sum
+from tensorlens_tl.algebra.recursion import Recursion
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models.activations import Coefficients, coefficients
@@ -128,6 +129,11 @@ class Record:
         layer = whole_number("layer", layer, 0, self.n_layers, why="a layer, or their number for the last one's output")
         return self.captured(self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1))
 
+    def resid_read(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream that a block's norms, attention and MLP read: `resid_pre`, whitened where it is."""
+        x, whitening = self.resid_pre(layer), self.whitening(layer)
+        return x if whitening is None else whitening(x)
+
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:
         """The model's own output that the operator reproduces: after the final norm, or the last block's output."""
@@ -203,6 +209,14 @@ class Record:
     def _norm(self, weights: NormWeights, scale_name: str) -> Norm:
         return Norm(self.captured(scale_name), weights.gain, weights.shift, weights.centre)
 
+    def whitening(self, layer: int) -> Chain | None:
+        """What the stream goes through before a block of a whitened model, linear as it is; None of any other."""
+        weights = self.view.blocks[layer].whitening
+        if weights is None:
+            return None
+        keep = None if bool(self.mask.all()) else self.mask
+        return Chain((Linear(weights.entry), Recursion(weights.step, keep)))
+
     def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """One attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays)."""
         weights = self.view.blocks[layer].attention
@@ -239,10 +253,10 @@ class Record:
 
     def parts(
         self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
-    ) -> tuple[Chain, Chain | None, dict[str, Norm]]:
-        """What a block is composed of: attention, MLP, norms."""
+    ) -> tuple[Chain, Chain | None, dict[str, Norm], Chain | None]:
+        """What a block is composed of: attention, MLP, norms, whitening."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
-        return self.attention(layer, heads), self.mlp(layer, activation) if mlp else None, norms
+        return self.attention(layer, heads), self.mlp(layer, activation) if mlp else None, norms, self.whitening(layer)
 
     def block(
         self,

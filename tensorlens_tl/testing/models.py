@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.whitening.insertion import whiten
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 48, 24, 16, 4, 2
 
@@ -204,6 +205,16 @@ def _bridge(family: str, compatibility: bool = False, **changes: Any) -> Any:
     return model.eval()
 
 
+def _whitened(model: Any) -> Any:
+    """The same model with whitening before every block, its filters random and not growing."""
+    d = model.cfg.d_model
+    parameter = next(model.parameters())
+    filters = [
+        (torch.eye(d) + 0.3 * torch.randn(d, d) / d**0.5, 0.5 * torch.randn(d, d) / d**0.5) for _ in model.blocks
+    ]
+    return whiten(model, init=[(L_inv.to(parameter), M.to(parameter)) for L_inv, M in filters])
+
+
 def _native(**options: Any) -> Any:
     bridge = importlib.import_module("transformer_lens.model_bridge").TransformerBridge
     config = importlib.import_module("transformer_lens.config").TransformerBridgeConfig(
@@ -233,12 +244,16 @@ def _builders() -> Iterator[tuple[str, Callable[[], Any]]]:
         for name in ("ln", "rms", "gqa", "parallel", "attn-only"):
             yield f"hooked/{name}-processed", lambda name=name: _hooked(processed=True, **_HOOKED[name])
         yield "encoder/bert", _hooked_encoder
+        yield "hooked/whitened", lambda: _whitened(_hooked(**_HOOKED["rotary"]))
     for family in _BRIDGE:
         if family == "roberta" and HookedTransformer is not None:  # TransformerLens 3.9 has no adapter for it
             continue
         yield f"bridge/{family}", lambda family=family: _bridge(family)
     for family in ("gpt2", "llama", "neox"):
         yield f"bridge/{family}-compatibility", lambda family=family: _bridge(family, compatibility=True)
+    yield "bridge/whitened", lambda: _whitened(_bridge("gpt2"))
+    yield "bridge/whitened-neox", lambda: _whitened(_bridge("neox"))
+    yield "bridge/whitened-native", lambda: _whitened(_native(normalization_type="LN"))
     yield "bridge/native", lambda: _native(normalization_type="LN")
     yield "bridge/native-rms", lambda: _native(normalization_type="RMS", gated_mlp=True)
 

@@ -1,4 +1,4 @@
-"""Whitening: how white the stream of a model is, and the first-order filter that makes a sequence white.
+"""Whitening: how white the stream of a model is, the filter that makes a sequence white, and the layer to train.
 
 >>> import torch
 >>> from tensorlens_tl import whitening
@@ -13,10 +13,24 @@ True
 | `measures` | how white, and how stationary, is a sequence? |
 | `estimation` | which filter whitens a process? |
 | `stream` | how white and stationary is what a model has at its hook points? |
+| `layer`, `insertion` | whitening as a layer to train, and `whiten`, which puts it on a TransformerLens model |
 """
 
 from tensorlens_tl.whitening.estimation import WhiteningFilter, estimate
+from tensorlens_tl.whitening.insertion import whiten
+from tensorlens_tl.whitening.layer import Whitening, attach
 from tensorlens_tl.whitening.measures import Stationarity, Whiteness, stationarity, whiteness
 from tensorlens_tl.whitening.stream import measure
 
-__all__ = ["Stationarity", "Whiteness", "WhiteningFilter", "estimate", "measure", "stationarity", "whiteness"]
+__all__ = [
+    "Stationarity",
+    "Whiteness",
+    "Whitening",
+    "WhiteningFilter",
+    "attach",
+    "estimate",
+    "measure",
+    "stationarity",
+    "whiten",
+    "whiteness",
+]

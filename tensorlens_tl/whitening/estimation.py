@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.recursion import scan
+from tensorlens_tl.algebra.recursion import scan, spectral_radius
 from tensorlens_tl.errors import InvalidInputError
 
 STEPS = 10_000
@@ -41,7 +41,7 @@ class WhiteningFilter:
     @property
     def radius(self) -> float:
         """The spectral radius of L⁻¹M: what is left of a vector one position later, in the long run."""
-        return float(torch.linalg.eigvals(self.L_inv.double() @ self.M.double()).abs().max())
+        return spectral_radius(self.L_inv @ self.M)
 
     def __call__(self, x: Float[Tensor, "*rows pos d"]) -> Float[Tensor, "*rows pos d"]:
         """The whitened sequences."""

@@ -1,0 +1,188 @@
+"""Whitening put on a TransformerLens model."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import refuse_attached
+from tensorlens_tl.models.protocol import ModelLike
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.whitening.estimation import WhiteningFilter
+from tensorlens_tl.whitening.layer import Whitening, attach
+
+READS = ("stream", "attention", "keys and values")
+PROCESSING = ("process_weights_", "load_and_process_state_dict", "enable_compatibility_mode", "process_weights")
+"""Methods of TransformerLens that may centre the weights that write to the residual stream."""
+
+
+def whiten(model: ModelLike, *, init: Any = "identity", reads: str = "stream", values: str = "kept") -> ModelLike:
+    """Put a whitening layer in front of every block: ``w_i = L⁻¹(x_i − M w_{i−1})`` (Whitened Self-Attention, Eq. 9).
+
+    The model gets ``model.blocks[i].whitening`` with the hook points ``blocks.{i}.whitening.hook_in`` (the residual
+    stream, what the block before it gave) and ``hook_out`` (what ``hook_resid_pre`` sees now). Everything that runs the
+    model keeps working: training, hooks, caches, freezing. What the paper leaves open is an option:
+
+    Args:
+        model: a HookedTransformer or TransformerBridge; changed in place, and returned.
+        init: ``"identity"`` changes nothing until it is trained; ``"random"`` draws both maps as `torch.nn.Linear`
+            does; or a filter for each block (`estimate`; their means are not used), or pairs ``(L_inv, M)``.
+        reads: what is whitened. ``"stream"``, the default, is the paper's Figure 2: before the block and its norm, for
+            attention and residual connection alike; the frozen model stays one affine map and every part of it can be
+            read. ``"attention"`` whitens what attention reads, after the norm, and leaves the residual stream alone.
+            ``"keys and values"`` leaves queries alone too, as Eq. 4 is printed (HookedTransformer only: others give
+            queries, keys and values one input). Models with the latter two run and train, and are refused by `freeze`.
+        values: ``"kept"``, the default, keeps W_V, as every head needs its own; ``"dropped"`` sets it to the identity,
+            each head reading channels of its own, and stops its training: Eq. 4 has no V, which L⁻¹ contains.
+
+    Raises:
+        InvalidInputError: whitened already; an unknown option; a filter of another width, or for another number of
+            blocks.
+        UnsupportedModelError: a model of another class, or one that takes images or sound; heads that do not share
+            d_model evenly, for ``values="dropped"``.
+    """
+    view = ModelView(model)
+    if view.is_hooked_encoder or not (view.is_bridge or hasattr(model, "setup")):
+        raise UnsupportedModelError(
+            f"whiten: {view.description} is neither a HookedTransformer nor a TransformerBridge."
+        )
+    if reads not in READS or values not in ("kept", "dropped"):
+        raise InvalidInputError(
+            f"whiten: reads={reads!r}, values={values!r}; reads is one of {', '.join(map(repr, READS))}, values is "
+            "'kept' or 'dropped'."
+        )
+    if reads == "keys and values" and view.is_bridge:
+        raise UnsupportedModelError(
+            f"whiten: reads='keys and values' needs queries with an input of their own, which {view.description} has "
+            "not; use reads='attention'."
+        )
+    found: Any = view.model
+    refuse_attached(found)
+    parents = [block.module if reads == "stream" else block.module.attn for block in view.blocks]
+    if any(getattr(part, "whitening", None) is not None for b in view.blocks for part in (b.module, b.module.attn)):
+        raise InvalidInputError("whiten: this model is whitened already.")
+    parameter = next(found.parameters())
+    width = view.cfg.d_model
+    starts = _starts(init, width, len(parents))
+    if values == "dropped":
+        _drop_values(view)
+    for layer, (parent, start) in enumerate(zip(parents, starts, strict=True)):
+        whitening = Whitening(width, layer, reads).to(parameter)
+        if start is not None:
+            with torch.no_grad():
+                whitening.L_inv.weight.copy_(start[0])
+                whitening.M.weight.copy_(start[1])
+        whitening.train(found.training)
+        attach(parent, whitening)
+    if view.is_bridge:
+        _register_on_bridge(found, parents[0].whitening, reads)
+    else:
+        found.setup()
+    for name in PROCESSING:
+        if hasattr(type(found), name):
+            setattr(found, name, Uncentred(found, name))
+    return model
+
+
+class Uncentred:
+    """A whitened model's own method for processing weights, that refuses to centre what writes to the stream.
+
+    Centring is harmless only where every reader of the stream subtracts its mean; whitening does not.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.model, self.name = model, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The method itself.
+
+        Raises:
+            UnsupportedModelError: it would centre the weights.
+        """
+        method = getattr(type(self.model), self.name)
+        bound = inspect.signature(method).bind(self.model, *args, **kwargs)
+        bound.apply_defaults()
+        asked = bound.arguments
+        if asked.get("center_writing_weights") and not asked.get("no_processing"):
+            raise UnsupportedModelError(
+                f"{self.name}: center_writing_weights changes what a whitened model computes, as whitening reads the "
+                "stream's mean. Pass center_writing_weights=False, or process the weights before whitening."
+            )
+        return method(self.model, *args, **kwargs)
+
+
+def _starts(init: Any, width: int, blocks: int) -> Sequence[tuple[Tensor, Tensor] | None]:
+    """L⁻¹ and M of every block, or None for the identity."""
+    if isinstance(init, str):
+        if init == "identity":
+            return [None] * blocks
+        if init == "random":
+            drawn = [nn.Linear(width, width, bias=False).weight.detach() for _ in range(2 * blocks)]
+            return list(zip(drawn[::2], drawn[1::2], strict=True))
+    if isinstance(init, str) or not isinstance(init, Sequence) or len(init) != blocks:
+        given = repr(init) if isinstance(init, str) or not isinstance(init, Sequence) else f"{len(init)} filters"
+        raise InvalidInputError(
+            f"whiten: init is {given}; pass 'identity', 'random', or a filter (L_inv, M) for each of {blocks} blocks."
+        )
+    pairs = [(one.L_inv, one.M) if isinstance(one, WhiteningFilter) else tuple(one) for one in init]
+    for layer, pair in enumerate(pairs):
+        shapes = [tuple(matrix.shape) for matrix in pair if isinstance(matrix, Tensor)]
+        if shapes != [(width, width)] * 2:
+            raise InvalidInputError(
+                f"whiten: the filter of block {layer} is {shapes}; this model needs two matrices of {(width, width)}."
+            )
+        if not all(bool(torch.isfinite(matrix).all()) for matrix in pair):
+            raise InvalidInputError(f"whiten: the filter of block {layer} has values that are not finite.")
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+def _drop_values(view: ModelView) -> None:
+    """W_V = the identity, each head reading channels of its own, without bias and without gradient."""
+    for block in view.blocks:
+        attn: Any = block.module.attn
+        heads, width, d_head = attn.W_V.shape
+        own = attn._parameters.get("W_V")
+        if view.is_bridge or own is None or heads * d_head != width:
+            raise UnsupportedModelError(
+                f"whiten: values='dropped' needs a HookedTransformer whose heads share d_model evenly; blocks."
+                f"{block.layer} of this {view.description} has W_V {(heads, width, d_head)}."
+            )
+    for block in view.blocks:
+        attn = block.module.attn
+        heads, width, d_head = attn.W_V.shape
+        with torch.no_grad():
+            attn.W_V.copy_(torch.eye(width).reshape(width, heads, d_head).transpose(0, 1))
+            attn.b_V.zero_()
+        attn.W_V.requires_grad_(False)
+        attn.b_V.requires_grad_(False)
+
+
+def _register_on_bridge(model: Any, whitening: Whitening, reads: str) -> None:
+    """Tell a TransformerBridge about its new component: its state dict and hook points are made from a list of them."""
+    component = model.adapter.component_mapping["blocks"]
+    component = component if reads == "stream" else component.submodules["attn"]
+    component.submodules["whitening"] = whitening
+    model.clear_hook_registry()
+    model._initialize_hook_registry()
+    inner = model.original_model
+    inner.register_forward_pre_hook(_remember_mask, with_kwargs=True)
+    inner.register_forward_hook(_forget_mask, always_call=True)
+
+
+def _layers(module: nn.Module) -> list[Whitening]:
+    return [part for part in module.modules() if isinstance(part, Whitening)]
+
+
+def _remember_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Blocks of Hugging Face models get an attention mask of their own making; padding is told to the whole model."""
+    mask = kwargs.get("attention_mask")
+    for whitening in _layers(module):
+        whitening.mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def _forget_mask(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    for whitening in _layers(module):
+        whitening.mask = None
