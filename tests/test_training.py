@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorlens_tl as tlens
-from tensorlens_tl.demo import train, train_small
+from tensorlens_tl.demo import train, train_small, train_whitened
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,47 @@ def test_small_models(name, tmp_path, monkeypatch, few_documents):
     model = tlens.load_demo_model(name=name, folder=tmp_path)
     made, shipped = (dict(m.named_parameters()) for m in (model, tlens.load_demo_model(name=name)))
     assert {key: value.shape for key, value in made.items()} == {key: value.shape for key, value in shipped.items()}
+
+
+def test_whitened_models(tmp_path, monkeypatch, few_documents):
+    """Every row from the same batches; what the script saves is what `load_demo_model` reads."""
+    monkeypatch.setattr(train_whitened, "python_documents", lambda: few_documents)
+    sizes = {"width": 8, "larger": 12, "context": 16, "batch": 2, "held-out": 4, "steps": 3, "every": 2}
+    small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    train_whitened.main([str(tmp_path), *small])
+    facts = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
+    runs = facts["runs"]
+    assert [(run["row"], run["seed"]) for run in runs] == [
+        (row, seed) for seed in (0, 1) for row in train_whitened.ROWS
+    ]
+    standard, larger, whitened, control = runs[:4]
+    assert standard["parameters"] + 4 * 8 * 8 == whitened["parameters"] == control["parameters"] < larger["parameters"]
+    assert standard["loss"][0] == pytest.approx(whitened["loss"][0], abs=2e-4)  # both begin as the same model
+    assert whitened["steps"] == [0, 2]
+    assert len(whitened["radii"]) == 2
+    model = tlens.load_demo_model(name="whitened", folder=tmp_path / "whitened")
+    assert model.blocks[1].whitening.M.weight.abs().max() > 0
+    text = tmp_path / "text.txt"
+    text.write_text("a whole other text of some length, " * 30, encoding="utf-8")
+    train, unseen, known = train_whitened.characters(text)
+    assert len(train) == 9 * len(unseen)
+    assert known == sorted(set(text.read_text(encoding="utf-8")))
+
+
+def test_the_whitened_model_is_the_best_of_what_was_trained_like_it():
+    folder = tlens.demo.FOLDERS["whitened"]
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 1_000_000
+    facts = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    last = {(run["row"], run["seed"]): run["loss"][-1] for run in facts["runs"]}
+    seeds = {seed for _, seed in last}
+    assert len(seeds) >= 2
+    assert all(last["whitened", seed] + 0.05 < last["standard", seed] for seed in seeds)
+    model = tlens.load_demo_model(name="whitened")
+    tokens = tlens.demo.held_out_prompts(model, 64, 127)
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert float(loss) < 1.8
+    assert model.tokenizer.decode(model.to_tokens("If the file")[0]).strip() == "If the file"
 
 
 def test_the_language_model(tmp_path, monkeypatch, few_documents):

@@ -7,7 +7,9 @@ import torch
 from conftest import some_tokens
 
 import tensorlens_tl as tlens
-from tensorlens_tl import whitening
+from tensorlens_tl import demo, whitening
+from tensorlens_tl.commands import main
+from tensorlens_tl.whitening.stream import SETTLING, activations
 
 pytestmark = pytest.mark.numeric
 BATCH, POS, WIDTH = 2000, 48, 6
@@ -102,9 +104,13 @@ def test_a_process_that_reaches_farther_is_refused_and_may_be_shrunk():
     for i in range(60):
         rows.append(0.95 * rows[-1] + noise[:, i])
     x = torch.stack(rows[30:], dim=1)
-    with pytest.raises(tlens.InvalidInputError, match="reach= below 1"):
+    with pytest.raises(tlens.InvalidInputError, match="smaller reach="):
         whitening.estimate(x)
-    shrunk = whitening.estimate(x, reach=0.5)
+    shrunk = whitening.estimate(x, reach="auto")
+    assert 0.4 < shrunk.reach < 1
+    with pytest.raises(tlens.InvalidInputError, match="smaller reach="):
+        whitening.estimate(x, reach=shrunk.reach + 0.05)
+    assert torch.equal(whitening.estimate(x, reach=shrunk.reach).M, shrunk.M)
     assert whitening.whiteness(shrunk(x)).correlation < whitening.whiteness(x).correlation
 
 
@@ -146,6 +152,61 @@ def test_what_cannot_be_measured_is_refused(model_named):
         whitening.measure(model, some_tokens(8), "blocks.0.attn.hook_pattern")
     with pytest.raises(tlens.InvalidInputError, match=r"'blocks\.0\.hook_resid_pre'\?"):
         whitening.measure(model, some_tokens(8), "blocks.0.hook_resid_per")
+
+
+@pytest.mark.parametrize("name", ["language", "whitened"])
+def test_filters_make_the_stream_of_an_embedded_model_whiter(name):
+    model = tlens.load_demo_model(name=name)
+    tokens = demo.held_out_prompts(model, 400, 11)
+    points = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(2)), "blocks.1.hook_resid_post"]
+    filters = whitening.stream_filters(model, tokens[::2], points)
+    before = whitening.measure(model, tokens[1::2], points)
+    after = whitening.measure(model, tokens[1::2], filters=filters)
+    assert list(after.index) == points
+    excess = [(table["of correlations"] / table["floor"] - 1) for table in (before, after)]
+    assert bool((excess[1] < 0.9 * excess[0]).all())
+    assert excess[1].mean() < 0.6 * excess[0].mean()
+    x = activations(model, tokens[1::2], points)
+    own = whitening.whiteness(filters[points[1]](x[points[1]])[:, SETTLING:])
+    assert after["whiteness"].iloc[1] == pytest.approx(own.covariance)
+    drawn = whitening.picture(before, after, "Ψ")
+    assert "of correlations, filtered" in drawn.body
+    assert drawn.body.count("<svg") == 2
+    with pytest.raises(tlens.InvalidInputError, match="filters: none for"):
+        whitening.measure(model, tokens, "blocks.0.hook_resid_mid", filters=filters)
+    with pytest.raises(tlens.InvalidInputError, match="need 7 tokens"):
+        whitening.measure(model, tokens[:, :6], filters=filters)
+
+
+def test_pictures_of_something_else_are_refused():
+    table = whitening.measure(tlens.load_demo_model(name="whitened"), some_tokens(8))
+    for wrong in ((table[["rho"]],), (table[:1],), (table, table[::-1])):
+        with pytest.raises(tlens.InvalidInputError, match="picture: pass tables of"):
+            whitening.picture(*wrong)
+
+
+def test_the_command(tmp_path, capsys):
+    words = ["whiteness", "--model", "demo:whitened", "-n", "24", "--length", "8"]
+    assert main([*words, "--filters", "-o", str(tmp_path / "page.html")]) == 0
+    printed = capsys.readouterr().out
+    assert "12 prompts of 9 tokens" in printed
+    assert "blocks.1.whitening.hook_in: WhiteningFilter(d=32" in printed
+    assert "filtered" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    text = tmp_path / "lines.txt"
+    text.write_text("The first of the lines\nshort\n" * 3 + "Another line of text\n" * 2, encoding="utf-8")
+    asked = [*words[:3], "--prompts", str(text), "--length", "10", "-o", str(tmp_path / "table.csv")]
+    assert main([*asked, "--points", "blocks.0.whitening.hook_in", "blocks.0.whitening.hook_out"]) == 0
+    assert "5 prompts of 10 tokens" in capsys.readouterr().out
+    assert "blocks.0.whitening.hook_out" in (tmp_path / "table.csv").read_text(encoding="utf-8")
+    for wrong, message in (
+        (["--prompts", str(text), "--length", "60"], "none of 8 lines has 60 tokens"),
+        (["--prompts", str(tmp_path / "no")], "no such file"),
+        (["-o", str(tmp_path / "table.txt")], "save as .html or .csv"),
+    ):
+        assert main([*words[:3], *wrong]) == 1
+        assert message in capsys.readouterr().err
+    assert main(["whiteness", "--model", "demo:recall"]) == 1
+    assert "has no text of its own" in capsys.readouterr().err
 
 
 def test_values_that_are_not_finite_are_refused():

@@ -16,7 +16,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="demo",
-        help="'demo', 'demo:NAME' (recall, brackets, relations, encoder), a Hugging Face name, or a local folder",
+        help="'demo', 'demo:NAME' (recall, brackets, relations, encoder, whitened), a Hugging Face name, or a folder",
     )
     parser.add_argument("--kind", choices=("hooked", "bridge"), help="model class (default: hooked where it exists)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
@@ -158,7 +158,7 @@ def prompts_of(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import demo
 
     if args.prompts is None:
-        if args.model not in ("demo", "demo:language", "demo:encoder"):
+        if args.model not in ("demo", "demo:language", "demo:encoder", "demo:whitened"):
             raise InvalidInputError(
                 f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
             )

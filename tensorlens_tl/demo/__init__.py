@@ -7,8 +7,10 @@
 | `brackets` | 3 layers, width 64: closes nested brackets (`tensorlens_tl.evaluate.brackets`) |
 | `relations` | 3 layers, width 64: knows the shipped relations (`tensorlens_tl.evaluate.shipped_relations`) |
 | `encoder` | BERT architecture, 3 layers, width 128: masked words of the same text as `language` |
+| `whitened` | GPT-NeoX architecture, 2 layers, width 32, whitening before each: characters of the same text |
 
-The first is trained by `tensorlens_tl.demo.train`, the others by `tensorlens_tl.demo.train_small`.
+The first is trained by `tensorlens_tl.demo.train`, the last by `tensorlens_tl.demo.train_whitened`, the others by
+`tensorlens_tl.demo.train_small`.
 """
 
 import json
@@ -20,14 +22,17 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.whitening.insertion import whiten
 
 __all__ = ["FOLDERS", "PROMPT", "held_out_prompts", "held_out_text", "load_demo_model"]
 
 MODEL_FOLDER = Path(__file__).parent / "model"
 FOLDERS = {"language": MODEL_FOLDER} | {
-    name: Path(__file__).parent / "models" / name for name in ("recall", "brackets", "relations", "encoder")
+    name: Path(__file__).parent / "models" / name for name in ("recall", "brackets", "relations", "encoder", "whitened")
 }
 """Where each model lies, in Hugging Face format."""
+
+ONLY_BRIDGE = ("encoder", "whitened")
 
 PROMPT = "If the module is not found, a ModuleNotFoundError is raised. If the file is not found, a FileNotFoundError is"
 """The sentence of the demo."""
@@ -44,7 +49,7 @@ def held_out_prompts(
     """Windows of the held-out text, spread evenly over it, between the special tokens that the model expects.
 
     Args:
-        model: an embedded text model (`language` or `encoder`).
+        model: an embedded text model (`language`, `encoder` or `whitened`).
         prompts: how many.
         length: tokens of text in each.
         mask_at: a position that gets the tokenizer's mask token.
@@ -74,13 +79,14 @@ def load_demo_model(
 
     Args:
         kind: ``"hooked"`` for a HookedTransformer (TransformerLens 3.9), ``"bridge"`` for a TransformerBridge (3.9 and
-            4.x); None takes the first that is there. The encoder is always a TransformerBridge.
+            4.x); None takes the first that is there. `encoder` and `whitened` are always a TransformerBridge.
         dtype: of the weights.
         name: one of `FOLDERS`.
         folder: another model of the same architecture, in Hugging Face format.
 
     Raises:
-        InvalidInputError: no such name or kind, HookedTransformer asked for on TransformerLens 4, or for the encoder.
+        InvalidInputError: no such name or kind, HookedTransformer asked for on TransformerLens 4, or for a
+            model that is always a TransformerBridge.
     """
     from transformers import AutoTokenizer
 
@@ -97,33 +103,41 @@ def load_demo_model(
         )
     if name not in FOLDERS:
         raise InvalidInputError(f"load_demo_model: name={name!r}; use one of {', '.join(map(repr, FOLDERS))}.")
-    if kind == "hooked" and name == "encoder":
-        raise InvalidInputError("load_demo_model: the encoder comes as a TransformerBridge; leave kind out.")
+    if kind == "hooked" and name in ONLY_BRIDGE:
+        raise InvalidInputError(f"load_demo_model: the {name} model comes as a TransformerBridge; leave kind out.")
     folder = FOLDERS[name] if folder is None else Path(folder)
-    weights = _module(folder, dtype, masked=name == "encoder")
+    weights, filters = _module(folder, dtype, name)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model_name = "tensorlens-demo" if name == "language" else f"tensorlens-demo-{name}"
-    if kind == "bridge" or HookedTransformer is None or name == "encoder":
+    if kind == "bridge" or HookedTransformer is None or name in ONLY_BRIDGE:
         from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
         model = build_bridge_from_module(
             weights, type(weights).__name__, hf_config=weights.config, tokenizer=tokenizer, model_name=model_name
         )
-        return model.eval()
+        return (whiten(model, init=filters) if filters else model).eval()
     return _hooked(HookedTransformer, weights, tokenizer, dtype, model_name)
 
 
-def _module(folder: Path, dtype: torch.dtype, masked: bool) -> Any:
-    """The Hugging Face module; read by hand because `from_pretrained` prints a progress bar."""
-    from safetensors.torch import load_file
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+def _module(folder: Path, dtype: torch.dtype, name: str) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+    """The Hugging Face module, and a whitened model's filters (L⁻¹, M).
 
-    Config: Any = BertConfig if masked else GPT2Config
-    Model: Any = BertForMaskedLM if masked else GPT2LMHeadModel
-    module = Model(Config.from_pretrained(folder, attn_implementation="eager", dtype=dtype))
-    module.load_state_dict(load_file(folder / "model.safetensors"), strict=False)  # tied weights are stored once
+    The module is read by hand because `from_pretrained` prints a progress bar.
+    """
+    import transformers
+    from safetensors.torch import load_file
+
+    config, architecture = {
+        "encoder": ("BertConfig", "BertForMaskedLM"),
+        "whitened": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+    }.get(name, ("GPT2Config", "GPT2LMHeadModel"))
+    facts = getattr(transformers, config).from_pretrained(folder, attn_implementation="eager", dtype=dtype)
+    module = getattr(transformers, architecture)(facts)
+    state = load_file(folder / "model.safetensors")
+    module.load_state_dict(state, strict=False)  # tied weights are stored once, whitening has no place in the module
     module.tie_weights()
-    return torch.nn.Module.to(module, dtype=dtype).eval()
+    maps = [[state[key] for key in sorted(state) if f"whitening.{part}." in key] for part in ("L_inv", "M")]
+    return torch.nn.Module.to(module, dtype=dtype).eval(), list(zip(*maps, strict=True))
 
 
 def _hooked(HookedTransformer: Any, weights: Any, tokenizer: Any, dtype: torch.dtype, model_name: str) -> Any:

@@ -27,8 +27,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
+from transformers import PreTrainedTokenizerFast
 
 from tensorlens_tl.algebra.recursion import spectral_radius
 from tensorlens_tl.demo.train import python_documents, split_documents
@@ -130,20 +132,23 @@ def held_out_loss(model: Any, stream: Tensor, context: int, rows: int) -> float:
     return sum(losses) / rows
 
 
-def train(model: Any, text: tuple[Tensor, Tensor], args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
-    """Train on random windows; a record of held-out loss and processor time every `args.every` steps."""
+def train(model: Any, text: tuple[Tensor, Tensor], args: argparse.Namespace, seed: int) -> dict[str, list[Any]]:
+    """Train on random windows; every `args.every` steps the held-out loss, and the seconds of training until then."""
     device = next(model.parameters()).device
     optimiser = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
-    log, spent = [], 0.0
+    log: dict[str, list[Any]] = {"steps": [], "loss": [], "seconds": []}
+    spent = 0.0
     for number in range(args.steps + 1):
         if number % args.every == 0:
             loss = held_out_loss(model, text[1], args.context, args.held_out)
-            log.append({"step": number, "loss": round(loss, 4), "seconds": round(spent, 1), "radii": radii(model)})
-            print(log[-1], flush=True)
+            log["steps"].append(number)
+            log["loss"].append(round(loss, 4))
+            log["seconds"].append(round(spent, 1))
+            print(f"{number:6d}  held out {loss:.4f}  {spent:.0f} s  radii {radii(model)}", flush=True)
         if number == args.steps:
-            return log
+            break
         started = clock()
         for group in optimiser.param_groups:
             group["lr"] = args.rate * min(1.0, (number + 1) / 100)
@@ -160,12 +165,21 @@ def train(model: Any, text: tuple[Tensor, Tensor], args: argparse.Namespace, see
     return log
 
 
+def character_tokenizer(known: list[str]) -> PreTrainedTokenizerFast:
+    """A token for every character; a text begins after a line break, and what is not known is a question mark."""
+    number = {character: at for at, character in enumerate(known)}
+    tokenizer = Tokenizer(models.BPE(number, [], unk_token="?"))
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="\n", unk_token="?")
+
+
 def save(model: Any, known: list[str], folder: Path) -> None:
-    """Weights, configuration and characters of one model."""
+    """Weights, configuration and tokenizer of one model."""
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
-    (folder / "characters.json").write_text(json.dumps(known), encoding="utf-8")
+    weights = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    character_tokenizer(known).save_pretrained(folder)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -199,8 +213,8 @@ def main(arguments: list[str] | None = None) -> None:
             size = sum(parameter.numel() for parameter in model.parameters())
             print(f"{row}, seed {seed}: {size} parameters", flush=True)
             log = train(model, (train_text, unseen), args, seed)
-            runs.append({"row": row, "seed": seed, "parameters": size, "log": log})
-            (args.out / "runs.json").write_text(json.dumps(facts | {"runs": runs}, indent=1) + "\n", encoding="utf-8")
+            runs.append({"row": row, "seed": seed, "parameters": size, "radii": radii(model), **log})
+            (args.out / "training.json").write_text(json.dumps(facts | {"runs": runs}) + "\n", encoding="utf-8")
             if seed == args.seeds[0]:
                 save(model, known, args.out / row)
 

@@ -13,6 +13,7 @@ True
 | `measures` | how white, and how stationary, is a sequence? |
 | `estimation` | which filter whitens a process? |
 | `stream` | how white and stationary is what a model has at its hook points? |
+| `picture` | the same over a model's depth |
 | `layer`, `insertion` | whitening as a layer to train, and `whiten`, which puts it on a TransformerLens model |
 """
 
@@ -20,7 +21,8 @@ from tensorlens_tl.whitening.estimation import WhiteningFilter, estimate
 from tensorlens_tl.whitening.insertion import whiten
 from tensorlens_tl.whitening.layer import Whitening, attach
 from tensorlens_tl.whitening.measures import Stationarity, Whiteness, stationarity, whiteness
-from tensorlens_tl.whitening.stream import measure
+from tensorlens_tl.whitening.picture import picture
+from tensorlens_tl.whitening.stream import measure, stream_filters
 
 __all__ = [
     "Stationarity",
@@ -30,7 +32,9 @@ __all__ = [
     "attach",
     "estimate",
     "measure",
+    "picture",
     "stationarity",
+    "stream_filters",
     "whiten",
     "whiteness",
 ]

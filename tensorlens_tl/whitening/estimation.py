@@ -29,14 +29,16 @@ class WhiteningFilter:
     Attributes:
         L_inv, M: its matrices, acting on column vectors as in the paper.
         mean: what is taken off every vector first.
+        reach: the share of the neighbours' covariance that it was made for.
     """
 
     L_inv: Float[Tensor, "d d"]
     M: Float[Tensor, "d d"]
     mean: Float[Tensor, "d"]
+    reach: float = 1.0
 
     def __repr__(self) -> str:
-        return f"WhiteningFilter(d={len(self.mean)}, radius={self.radius:.3g})"
+        return f"WhiteningFilter(d={len(self.mean)}, radius={self.radius:.3g}, reach={self.reach:g})"
 
     @property
     def radius(self) -> float:
@@ -55,6 +57,7 @@ def estimate(x: Float[Tensor, "batch pos d"], *, reach: Any = 1.0, ridge: Any = 
     Args:
         x: sequences of equal length; means and covariances are taken over all positions, as of a stationary process.
         reach: a factor of the neighbours' covariance C, at most 1: less than 1 where no factor exists otherwise.
+            ``"auto"`` takes the largest of 1, 0.95, … 0.05 that has one.
         ridge: a share of the mean variance that is added to every variance.
 
     Raises:
@@ -64,7 +67,7 @@ def estimate(x: Float[Tensor, "batch pos d"], *, reach: Any = 1.0, ridge: Any = 
         raise InvalidInputError(
             f"estimate: pass sequences [batch, pos, d] of 2 positions or more, got {tuple(x.shape)}."
         )
-    for name, value, most in (("reach", reach, 1.0), ("ridge", ridge, float("inf"))):
+    for name, value, most in (("reach", 1.0 if reach == "auto" else reach, 1.0), ("ridge", ridge, float("inf"))):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
             raise InvalidInputError(f"{name}={value!r}: pass a number from 0 to {most:g}.")
     wide = x.detach().double()
@@ -73,20 +76,29 @@ def estimate(x: Float[Tensor, "batch pos d"], *, reach: Any = 1.0, ridge: Any = 
     batch, pos, _ = x.shape
     here = torch.einsum("bti,btj->ij", centred, centred) / (batch * pos)
     here += ridge * here.diagonal().mean() * torch.eye(len(here), dtype=here.dtype, device=here.device)
-    before = reach * torch.einsum("bti,btj->ij", centred[:, 1:], centred[:, :-1]) / (batch * (pos - 1))
+    before = torch.einsum("bti,btj->ij", centred[:, 1:], centred[:, :-1]) / (batch * (pos - 1))
+    for share in [step / 20 for step in range(20, 0, -1)] if reach == "auto" else [reach]:
+        L = _steady_factor(here, share * before)
+        if L is not None:
+            L_inv = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
+            return WhiteningFilter(L_inv, share * before @ L_inv.T, mean, float(share))
+    raise InvalidInputError(
+        "estimate: a process with these covariances reaches farther than one position, and has no first-order filter. "
+        "Pass a smaller reach=, which shrinks what neighbours have in common, or reach='auto'."
+    )
+
+
+def _steady_factor(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> Float[Tensor, "d d"] | None:
+    """L at its steady state; None where the covariances have no such factor."""
     squared = here
     for _ in range(STEPS):
         factor, failed = torch.linalg.cholesky_ex(squared)
         if int(failed):
-            raise InvalidInputError(
-                "estimate: a process with these covariances reaches farther than one position, and has no first-order "
-                f"filter. Pass reach= below {reach:g}, which shrinks what neighbours have in common."
-            )
+            return None
         following = here - before @ torch.cholesky_solve(before.T, factor)
         settled = float((following - squared).norm()) <= 1e-13 * float(squared.norm())
         squared = following
         if settled:
             break
-    L = torch.linalg.cholesky(squared)
-    L_inv = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
-    return WhiteningFilter(L_inv, before @ L_inv.T, mean)
+    factor, failed = torch.linalg.cholesky_ex(squared)
+    return None if int(failed) else factor

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,14 @@ from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.whitening.estimation import WhiteningFilter
 from tensorlens_tl.whitening.layer import Whitening, attach
 
+Model = TypeVar("Model", bound=ModelLike)
+
 READS = ("stream", "attention", "keys and values")
 PROCESSING = ("process_weights_", "load_and_process_state_dict", "enable_compatibility_mode", "process_weights")
 """Methods of TransformerLens that may centre the weights that write to the residual stream."""
 
 
-def whiten(model: ModelLike, *, init: Any = "identity", reads: str = "stream", values: str = "kept") -> ModelLike:
+def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", values: str = "kept") -> Model:
     """Put a whitening layer in front of every block: ``w_i = L⁻¹(x_i − M w_{i−1})`` (Whitened Self-Attention, Eq. 9).
 
     The model gets ``model.blocks[i].whitening`` with the hook points ``blocks.{i}.whitening.hook_in`` (the residual

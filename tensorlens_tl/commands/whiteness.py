@@ -1,0 +1,77 @@
+"""``tensorlens-tl whiteness``: how white and how stationary is a model's stream?"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model
+from tensorlens_tl.errors import InvalidInputError
+
+HELP = "How white and how stationary is the residual stream, as it is and after a filter made from it?"
+TEXT_MODELS = ("demo", "demo:language", "demo:whitened")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_model_arguments(parser)
+    parser.add_argument("--points", nargs="+", metavar="HOOK", help="hook points (default: the stream before blocks)")
+    parser.add_argument("--prompts", type=Path, help="a text file, one prompt a line (default: held-out text)")
+    parser.add_argument("--length", type=count, default=16, help="tokens of each prompt (default: 16)")
+    parser.add_argument("-n", type=count, default=1000, help="prompts of held-out text (default: 1000)")
+    parser.add_argument(
+        "--filters", action="store_true", help="also measure after filters made from the other half of the prompts"
+    )
+    parser.add_argument("-o", "--output", type=Path, help="save: .html, or .csv")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print the tables, and save where asked."""
+    import pandas as pd
+
+    from tensorlens_tl import whitening
+
+    check_output(args.output)
+    if args.output is not None and args.output.suffix not in (".html", ".csv"):
+        raise InvalidInputError(f"--output {args.output}: save as .html or .csv.")
+    model = loaded_model(args)
+    tokens = _tokens(args, model)
+    fitted, measured = (tokens[::2], tokens[1::2]) if args.filters else (tokens, tokens)
+    table, filtered = whitening.measure(model, measured, args.points), None
+    print(f"{len(measured)} prompts of {measured.shape[1]} tokens")
+    print(table.round(4).to_string())
+    if args.filters:
+        filters = whitening.stream_filters(model, fitted, args.points)
+        filtered = whitening.measure(model, measured, filters=filters)
+        print("\nafter filters made from as many other prompts:")
+        print("\n".join(f"{name}: {made}" for name, made in filters.items()))
+        print(filtered.round(4).to_string())
+    if args.output is None:
+        return
+    if args.output.suffix == ".csv":
+        pd.concat({"as it is": table, **({} if filtered is None else {"filtered": filtered})}).to_csv(args.output)
+    else:
+        whitening.picture(table, filtered, f"Whiteness of {args.model}").save(args.output)
+    print(f"saved to {args.output}")
+
+
+def _tokens(args: argparse.Namespace, model: Any) -> Any:
+    """Prompts of one length: those of the file cut to it, shorter ones left out, or windows of held-out text."""
+    import torch
+
+    from tensorlens_tl import demo
+
+    if args.prompts is None:
+        if args.model not in TEXT_MODELS:
+            raise InvalidInputError(
+                f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
+            )
+        return demo.held_out_prompts(model, args.n, args.length)
+    if not args.prompts.is_file():
+        raise InvalidInputError(f"--prompts {args.prompts}: no such file.")
+    lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [row[: args.length] for line in lines if len(row := model.to_tokens(line)[0]) >= args.length]
+    if not rows:
+        raise InvalidInputError(
+            f"--prompts {args.prompts}: none of {len(lines)} lines has {args.length} tokens; lower --length."
+        )
+    return torch.stack(rows)
