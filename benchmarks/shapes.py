@@ -71,6 +71,17 @@ def gpt2_small(layers: int = 12) -> Shape:
     return Shape("GPT-2 small", model, plain(body), 768, layers, 12 * 768**2, 10 * 768**2)
 
 
+def small_neox() -> Shape:
+    """The architecture of the embedded whitened model."""
+    from tensorlens_tl.demo.train_whitened import small_gpt
+
+    torch.manual_seed(0)
+    module = small_gpt(96, 32, 128)
+    module.set_attn_implementation("eager")
+    model = bridge(module, "GPTNeoXForCausalLM", module.config)
+    return Shape("whitened demo", model, plain(module.gpt_neox), 32, 2, 12 * 32**2, 10 * 32**2)
+
+
 def llama_160m() -> Shape:
     """RMSNorm, gated MLP, grouped-query attention, rotary positions."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -86,7 +86,8 @@ def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, acti
     for bound in reversed(bounds[1:]):
         amplification.append(amplification[-1] * bound)
     amplification.reverse()
-    total = sum(factor * error for factor, error in zip(amplification, local, strict=True))
+    # an error of exactly zero stays zero, however much what follows could make of one
+    total = sum((factor * error for factor, error in zip(amplification, local, strict=True) if error), start=0.0)
     return ErrorBound(float(upcast((live[-1] - op(x)) * real).norm()), total, local, amplification)
 
 

@@ -6,6 +6,8 @@ model, through the norms on the way). With all biases counted the direct effects
 component does through later ones is its *total* effect: `tensorlens_tl.circuits.total`.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
-from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target, token_pairs
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
 from tensorlens_tl.passes.frozen import PassLike
@@ -86,33 +89,45 @@ def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tens
     scores: list[Tensor] = []
     keys: list[Tensor] = []
 
-    def add(found: list[str], values: Tensor, by_key: Tensor | None = None) -> None:
+    def add(found: list[str], values: Tensor, by_key: Callable[[], Tensor]) -> None:
         names.extend(found)
         scores.append(values)
-        if by == "head_token":  # what reads no other token is the query's own
-            keys.append(_at_query(values, positions, stream.x[0].shape[1]) if by_key is None else by_key)
+        if by == "head_token":
+            keys.append(by_key())
 
     for name, part in stream.sources().items():
-        add([name], dot(pulled.stream[0], part))
+        add([name], dot(pulled.stream[0], part), partial(_by_position, pulled.stream[0], part))
     biases = list(pulled.of_biases(stream.steps))
     for number, step in enumerate(stream.steps):
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             met = sublayer.write.pull(pulled.sums[number])
             if by == "neuron" and not sublayer.is_attention:
                 neurons = [f"{sublayer.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
-                add(neurons, (met.to(asked.total) * hidden).sum(-2))
+                add(neurons, (met.to(asked.total) * hidden).sum(-2), partial(_by_position, met, hidden))
             elif by == "component":
-                add([sublayer.name], dot(met, hidden))
+                add([sublayer.name], dot(met, hidden), partial(_by_position, met, hidden))
             else:
-                pairs = by == "head_token" and sublayer.is_attention
-                by_key = token_pairs(sublayer, stream.x[number], met).sum(-2) if pairs else None
+                by_key = partial(_by_position, met, hidden)
+                if sublayer.is_attention:
+                    by_key = partial(_by_source, sublayer, stream.x[number], met)
                 add(list(sublayer.nodes), sublayer.shares(met, hidden), by_key)
         for at, name, bias, g in biases:
             if at == number:
-                add([name], dot(g, bias))
+                add([name], dot(g, bias), partial(_by_position, g, bias))
     if bool(asked.constant.any()):
-        add(["b_U"], asked.constant[:, rows].T[..., None])
+        constant = asked.constant[:, rows].T[..., None]
+        add(["b_U"], constant, partial(_at_query, constant, positions, stream.x[0].shape[1]))
     return names, torch.cat(scores, dim=-1), torch.cat(keys, dim=2) if keys else None
+
+
+def _by_position(met: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch 1 pos"]:
+    """⟨met, x⟩ where the vectors are: the query's own position, and on a whitened model those before it."""
+    return (upcast(met) * x).sum(-1)[:, :, None]
+
+
+def _by_source(sublayer: Sublayer, x: Tensor, met: Tensor) -> Float[Tensor, "query batch head key"]:
+    """What each head moves from each source token, wherever it writes it."""
+    return token_pairs(sublayer, x, met).sum(-2)
 
 
 def _at_query(

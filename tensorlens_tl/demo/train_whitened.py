@@ -14,8 +14,9 @@ that every Python installation carries; with a GPU at the paper's own:
 | `whitened` | w_i = L⁻¹(x_i − M w_{i−1}) before every block |
 | `control` | L⁻¹(x_i − M x_{i−1}): the same parameters and one token of context, but no recursion |
 
-Every row is trained from each seed on the same batches, and measured on held-out text every `--every` steps. The last
-steps' learning rate is not decayed, as the paper says nothing of a schedule.
+With ``--rows`` also `attention`: whitening of what attention reads, after the norm, the residual stream left alone
+(`tensorlens_tl.whiten`, ``reads="attention"``). Every row is trained from each seed on the same batches, and measured
+on held-out text every `--every` steps. The learning rate is not decayed, as the paper says nothing of a schedule.
 """
 
 import argparse
@@ -37,13 +38,15 @@ from tensorlens_tl.demo.train import python_documents, split_documents
 from tensorlens_tl.whitening.layer import Whitening, attach
 
 ROWS = ("standard", "larger", "whitened", "control")
+VARIANTS = ("attention",)
 
 
 class Shift(nn.Module):
     """The control, ``L⁻¹(x_i − M x_{i−1})``: what whitening would be without its recursion."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, layer: int) -> None:
         super().__init__()
+        self.layer = layer
         self.L_inv, self.M = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
         nn.init.eye_(self.L_inv.weight)
         nn.init.zeros_(self.M.weight)
@@ -108,13 +111,16 @@ def model_of(row: str, vocabulary: int, width: int, larger: int, context: int) -
         if row == "whitened":
             attach(block, Whitening(width, number))
         if row == "control":
-            attach(block, Shift(width))
+            attach(block, Shift(width, number))
+        if row == "attention":
+            attach(block.attention, Whitening(width, number, row))
     return model
 
 
 def radii(model: Any) -> list[float]:
     """Spectral radius of L⁻¹M in every block."""
-    layers = [getattr(block, "whitening", None) for block in model.gpt_neox.layers]
+    blocks = model.gpt_neox.layers
+    layers = [getattr(block, "whitening", getattr(block.attention, "whitening", None)) for block in blocks]
     return [round(spectral_radius((w.L_inv.weight @ w.M.weight).detach()), 4) for w in layers if w is not None]
 
 
@@ -186,7 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for the table and the models of the first seed")
     parser.add_argument("--text", type=Path, help="a text file; without it the text of the Python installation")
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=(*ROWS, *VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--larger", type=int, default=36, help="width of the larger standard model")

@@ -119,7 +119,9 @@ def _same(before: Tensor | None, tensor: Tensor) -> bool:
     A Bridge in compatibility mode calls a hook once for each of its point's names, with the same tensor; a
     HookedTransformer computes a norm's scale for queries, keys and values each.
     """
-    return before is tensor or (before is not None and tensor.shape[-1] == 1 and torch.equal(before, tensor))
+    if before is None or before is tensor or before.shape != tensor.shape or tensor.shape[-1] != 1:
+        return before is tensor
+    return bool(torch.allclose(before, tensor, rtol=0, atol=0, equal_nan=True))  # a NaN is named where it is found
 
 
 _EAGER = (

@@ -28,6 +28,15 @@ def replace(name: str, value: Tensor) -> FwdHook:
     return name, _marked(hook)
 
 
+def leave_out(name: str, padding: Tensor) -> FwdHook:
+    """A hook that keeps padding out of a whitened model's recursion, also in runs that are given no mask."""
+
+    def hook(live: Tensor, *, hook: Any) -> Tensor:
+        return live.masked_fill(_like(padding, live[..., 0], name).bool()[..., None], 0)
+
+    return name, _marked(hook)
+
+
 def attention_hooks(points: BlockPoints, pattern: Tensor, takes_effect: bool) -> list[FwdHook]:
     """Hooks that hold one layer's pattern fixed, at `hook_pattern` where that takes effect, else at `hook_z`."""
     if takes_effect:

@@ -9,7 +9,7 @@ Captured per block and token, in numbers of the model's dtype (``h`` heads, ``n`
 
 | what | hook point | size per token |
 | --- | --- | --- |
-| block input | `hook_resid_pre`, of a whitened block `whitening.hook_in` | d_model |
+| block input | `hook_resid_pre`, of a whitened block `whitening.hook_in` and `whitening.hook_out` | d_model each |
 | pattern | `attn.hook_pattern` | h · n |
 | norm scales | `ln1.hook_scale` and the like | 1 each |
 | pre-activations | `mlp.hook_pre`, gated also `mlp.hook_pre_linear` | d_mlp, gated 2 · d_mlp |
@@ -25,9 +25,13 @@ from tensorlens_tl.models.view import ModelView
 
 @dataclass(frozen=True)
 class BlockPoints:
-    """The hook-point names of one block; `pre_linear` is None for a plain MLP, both are None without one."""
+    """The hook-point names of one block.
+
+    `pre_linear` is None for a plain MLP, both are None without one; `whitened` is None unless the model is.
+    """
 
     resid_pre: str
+    whitened: str | None
     pattern: str
     value: str
     z: str
@@ -39,7 +43,7 @@ class BlockPoints:
     @property
     def captured(self) -> list[str]:
         """What a pass keeps of this block."""
-        names = [self.resid_pre, self.pattern, *self.scales.values(), self.pre, self.pre_linear]
+        names = [self.resid_pre, self.whitened, self.pattern, *self.scales.values(), self.pre, self.pre_linear]
         return [name for name in names if name is not None]
 
 
@@ -92,6 +96,7 @@ def _block_points(view: ModelView, layer: int) -> BlockPoints:
     mlp, _, whitening = block.mlp, block.attention, block.whitening
     return BlockPoints(
         resid_pre=at + ("hook_resid_pre" if whitening is None else "whitening.hook_in"),
+        whitened=None if whitening is None else at + "whitening.hook_out",
         pattern=at + "attn.hook_pattern",
         value=at + "attn.hook_v",
         z=at + "attn.hook_z",

@@ -4,7 +4,6 @@ Arguments are checked first, then the model's structure, then the pass is run (o
 numbers; at the end come the proofs (`tensorlens_tl.passes.proof`).
 """
 
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tensorlens_tl.algebra.numerics import relative_error
-from tensorlens_tl.algebra.recursion import does_not_grow, spectral_radius
+from tensorlens_tl.algebra.numerics import relative_error, upcast
+from tensorlens_tl.algebra.recursion import spectral_radius
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     FwdHook,
@@ -53,7 +52,7 @@ def freeze(
     cache: Any = None,
     store: str = "model",
     verify: bool = True,
-    tolerance: float | None = None,
+    tolerance: Any = None,
 ) -> FrozenPass:
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
 
@@ -87,6 +86,8 @@ def freeze(
     """
     if store not in ("model", "cpu"):
         raise InvalidInputError(f"store={store!r}; use 'model' or 'cpu'.")
+    if tolerance is not None and (not isinstance(tolerance, int | float) or not tolerance > 0):
+        raise InvalidInputError(f"tolerance={tolerance!r}; pass a positive number, or None for the dtype's own.")
     # what is kept must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         view = ModelView(model)
@@ -103,7 +104,6 @@ def freeze(
                 padding_side=padding_side,
             )
             points, last = model_points(view), query_positions(prompt, -1)
-            _check_growth(view, prompt.tokens.shape[1], tolerance)
             logits = logit_hooks(view.model, points.unembed_in, last)
             if cache is None:
                 kept, made = capture(view.model, prompt.kwargs, points.captured, store=store, hooks=logits)
@@ -115,6 +115,7 @@ def freeze(
             if cache is not None:
                 made = _compare_with_own_run(frozen, logits)
             _check_padding(prompt, points, kept)
+            _check_growth(frozen)
             check_finite({name: kept[name] for name in points.captured})
             prove(frozen, verify)
             if points.unembed_in is not None:
@@ -124,38 +125,33 @@ def freeze(
     return frozen
 
 
-_steady: "WeakKeyDictionary[Any, WeightState]" = WeakKeyDictionary()  # models whose whitening does not grow
-
-
-def _check_growth(view: ModelView, length: int, tolerance: float | None) -> None:
-    """Refuse whitening that grows so much over a prompt that a proof would see nothing but its first tokens.
+def _check_growth(frozen: FrozenPass) -> None:
+    """Refuse whitening that grows so much over a prompt that a proof would see nothing but the recursion.
 
     Raises:
-        NumericalError: later tokens are lost in the rounding of what the first one becomes.
+        NumericalError: what a block adds to its later tokens is lost beside what they have of the earlier ones.
     """
-    steps = [(block.layer, block.whitening.step) for block in view.blocks if block.whitening is not None]
-    known = _steady.get(view.model)
-    if not steps or (known is not None and known.holds(view.model)):
-        return
-    dtype = steps[0][1].dtype
-    margin = (TOLERANCE.get(dtype, 1e-4) if tolerance is None else tolerance) / torch.finfo(dtype).eps
-    growing = [(layer, spectral_radius(step)) for layer, step in steps if not does_not_grow(step)]
-    for layer, radius in growing:
-        if not (length - 1) * math.log(max(radius, 1.0)) <= math.log(margin):
-            raise NumericalError(
-                f"blocks.{layer}.whitening of this {view.description} has spectral radius {radius:.3g}: over {length} "
-                f"tokens what the first one gives grows {radius:.3g}^{length - 1} times, and the others are lost in "
-                "its rounding. Freeze a shorter prompt, in a wider dtype, or train L⁻¹M towards a radius below 1."
-            )
-    beyond = {layer: radius for layer, radius in growing if radius > 1}
-    if beyond:
-        warnings.warn(
-            "whitening that grows from token to token: spectral radius of L⁻¹M "
-            + ", ".join(f"{radius:.3g} at blocks.{layer}" for layer, radius in beyond.items()),
-            stacklevel=3,
+    for layer, block in enumerate(frozen.view.blocks):
+        if block.whitening is None:
+            continue
+        sizes = [
+            torch.linalg.vector_norm(upcast(x[frozen.mask]), dim=-1).max()
+            for x in (frozen.resid_pre(layer) @ block.whitening.entry, frozen.resid_read(layer))
+        ]
+        growth, most = float(sizes[1] / sizes[0]), max(1 / frozen.tolerance, 1e3)
+        if growth <= most**0.5 or not bool(torch.isfinite(sizes[0])):  # what is not finite before it is named elsewhere
+            continue
+        radius = spectral_radius(block.whitening.step)
+        what = (
+            f"blocks.{layer}.whitening of this {frozen.view.description} (spectral radius {radius:.3g}) makes vectors "
+            f"{growth:.1e} times larger over this prompt"
         )
-    else:
-        _steady[view.model] = WeightState.of(view.model)
+        if not growth <= most:
+            raise NumericalError(
+                f"{what}; what blocks add to them is lost beside that, and no proof could see it. Freeze a shorter "
+                "prompt, or train L⁻¹M towards a radius below 1."
+            )
+        warnings.warn(f"{what}; longer prompts will be refused.", stacklevel=3)
 
 
 def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:

@@ -15,6 +15,7 @@ from tensorlens_tl.hooks import (
     FwdHook,
     attention_hooks,
     capture,
+    leave_out,
     mlp_hooks,
     other_hooks,
     own_run,
@@ -71,6 +72,8 @@ def _hooks(
 ) -> list[FwdHook]:
     hooks: list[FwdHook] = []
     for layer, points in enumerate(record.points.blocks):
+        if points.whitened is not None and not bool(record.mask.all()):
+            hooks.append(leave_out(points.resid_pre, ~record.mask))
         if patterns:
             hooks += attention_hooks(points, record.pattern(layer), taken[layer])
         if norms:

@@ -131,8 +131,8 @@ class Record:
 
     def resid_read(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that a block's norms, attention and MLP read: `resid_pre`, whitened where it is."""
-        x, whitening = self.resid_pre(layer), self.whitening(layer)
-        return x if whitening is None else whitening(x)
+        name = self.points.blocks[layer].whitened
+        return self.resid_pre(layer) if name is None else self.captured(name)
 
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:

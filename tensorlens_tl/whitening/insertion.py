@@ -63,6 +63,11 @@ def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", value
         )
     found: Any = view.model
     refuse_attached(found)
+    if reads != "stream" and getattr(view.cfg, "positional_embedding_type", None) == "shortformer":
+        raise UnsupportedModelError(
+            f"whiten: reads={reads!r} needs one input for queries, keys and values; a shortformer adds positions to "
+            "two of them."
+        )
     parents = [block.module if reads == "stream" else block.module.attn for block in view.blocks]
     if any(getattr(part, "whitening", None) is not None for b in view.blocks for part in (b.module, b.module.attn)):
         raise InvalidInputError("whiten: this model is whitened already.")
@@ -129,9 +134,14 @@ def _starts(init: Any, width: int, blocks: int) -> Sequence[tuple[Tensor, Tensor
         raise InvalidInputError(
             f"whiten: init is {given}; pass 'identity', 'random', or a filter (L_inv, M) for each of {blocks} blocks."
         )
-    pairs = [(one.L_inv, one.M) if isinstance(one, WhiteningFilter) else tuple(one) for one in init]
+    pairs = [(one.L_inv, one.M) if isinstance(one, WhiteningFilter) else one for one in init]
     for layer, pair in enumerate(pairs):
-        shapes = [tuple(matrix.shape) for matrix in pair if isinstance(matrix, Tensor)]
+        if not isinstance(pair, Sequence) or not all(isinstance(matrix, Tensor) for matrix in pair):
+            raise InvalidInputError(
+                f"whiten: the filter of block {layer} is a {type(pair).__name__}; pass what `estimate` gives, or a "
+                "pair of tensors (L_inv, M)."
+            )
+        shapes = [tuple(matrix.shape) for matrix in pair]
         if shapes != [(width, width)] * 2:
             raise InvalidInputError(
                 f"whiten: the filter of block {layer} is {shapes}; this model needs two matrices of {(width, width)}."
@@ -169,22 +179,3 @@ def _register_on_bridge(model: Any, whitening: Whitening, reads: str) -> None:
     component.submodules["whitening"] = whitening
     model.clear_hook_registry()
     model._initialize_hook_registry()
-    inner = model.original_model
-    inner.register_forward_pre_hook(_remember_mask, with_kwargs=True)
-    inner.register_forward_hook(_forget_mask, always_call=True)
-
-
-def _layers(module: nn.Module) -> list[Whitening]:
-    return [part for part in module.modules() if isinstance(part, Whitening)]
-
-
-def _remember_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Blocks of Hugging Face models get an attention mask of their own making; padding is told to the whole model."""
-    mask = kwargs.get("attention_mask")
-    for whitening in _layers(module):
-        whitening.mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-
-
-def _forget_mask(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    for whitening in _layers(module):
-        whitening.mask = None

@@ -6,12 +6,15 @@ pre-hook, so the module's own code stays untouched. `tensorlens_tl.whitening.ins
 
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl.algebra.recursion import scan, spectral_radius
+from tensorlens_tl.algebra.recursion import scan_kept, spectral_radius
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+
+MASKS = ("attention_mask", "additive_attention_mask")
 
 
 class Whitening(nn.Module):
@@ -34,14 +37,13 @@ class Whitening(nn.Module):
     # what a TransformerBridge asks of a component
     name, is_list_item = "whitening", False
 
-    def __init__(self, width: int, layer: int = 0, reads: str = "stream") -> None:
+    def __init__(self, width: int, layer: int, reads: str = "stream") -> None:
         super().__init__()
         self.layer, self.reads = layer, reads
         self.submodules: dict[str, Any] = {}
         self.hook_aliases: dict[str, str] = {}
         self.L_inv, self.M = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
         self.hook_in, self.hook_out = HookPoint(), HookPoint()
-        self.mask: Bool[Tensor, "batch pos"] | None = None
         nn.init.eye_(self.L_inv.weight)
         nn.init.zeros_(self.M.weight)
 
@@ -72,48 +74,93 @@ class Whitening(nn.Module):
     ) -> Float[Tensor, "batch pos d"]:
         """The whitened stream; positions where `mask` is False (padding) are left out of the recursion."""
         x = self.hook_in(x)
-        if mask is None:
-            return self.hook_out(scan(x @ self.entry, self.step))
-        padding = ~mask[..., None].to(x.device)  # what some models make of it is not even finite
-        whitened = scan(x.masked_fill(padding, 0) @ self.entry, self.step)
-        return self.hook_out(whitened.masked_fill(padding, 0))
+        if x.ndim != 3:
+            raise UnsupportedModelError(
+                f"whitening needs a stream [batch, pos, d_model], got {tuple(x.shape)}; switch "
+                "use_split_qkv_input and use_attn_in off."
+            )
+        with torch.autocast(x.device.type, enabled=False):  # the residual stream is not to be rounded
+            keep = None if mask is None else mask.to(x.device)
+            return self.hook_out(scan_kept(x @ self.entry.to(x), self.step.to(x), keep))
 
 
 def attach(module: nn.Module, whitening: nn.Module) -> None:
-    """Put a whitening layer in front of a module, as ``module.whitening``.
+    """Put a whitening layer in front of a module, as ``module.whitening``, by one forward pre-hook.
+
+    This is for modules of one's own, such as the blocks of a Hugging Face model in training; a TransformerLens model
+    also has to be told of its new part, as `tensorlens_tl.whiten` does.
 
     Args:
-        module: a transformer block, of TransformerLens or of Hugging Face; its first input, or ``hidden_states``, is
-            the stream.
-        whitening: a `Whitening`, or another module of ``(x, mask)``.
+        module: a transformer block whose first input, or ``hidden_states``, is the stream; or its attention.
+        whitening: a `Whitening`, or another module of ``(x, mask)`` with a ``layer``.
 
     Raises:
         InvalidInputError: the module has one already.
     """
     if getattr(module, "whitening", None) is not None:
-        raise InvalidInputError("whiten: this model is whitened already; whitening twice is one filter too many.")
+        raise InvalidInputError("attach: this module is whitened already; whitening twice is one filter too many.")
     module.whitening = whitening
-    module.register_forward_pre_hook(_whitened, with_kwargs=True)
+    if _whitened not in module._forward_pre_hooks.values():  # it stays when somebody takes the layer away
+        module.register_forward_pre_hook(_whitened, with_kwargs=True)
 
 
 def _whitened(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """The pre-hook; it finds its layer on the module itself, so that copies of a model use their own."""
     whitening: Any = module.whitening
-    if getattr(module, "_stop_at_layer_idx", None) == getattr(whitening, "layer", -1):
-        return None  # a TransformerBridge stops before this block: it is asked for the stream before whitening
-    _refuse_cache(getattr(whitening, "layer", 0), (*args, *kwargs.values()))
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        mask = getattr(whitening, "mask", None)
-    mask = None if mask is None or bool(mask.all()) else mask.bool()
+    # a TransformerBridge that stops before this block is asked for the stream before whitening
+    if whitening is None or getattr(module, "_stop_at_layer_idx", None) == whitening.layer:
+        return None
+    _refuse_cache(whitening.layer, (*args, *kwargs.values()))
+    reads, mask = getattr(whitening, "reads", "stream"), _kept(args, kwargs)
+    config = getattr(module, "config", getattr(module, "cfg", None))
+    if reads != "stream" and (getattr(config, "use_split_qkv_input", 0) or getattr(config, "use_attn_in", 0)):
+        raise UnsupportedModelError(
+            f"whitening with reads={reads!r} needs one input for queries, keys and values; switch "
+            "use_split_qkv_input and use_attn_in off."
+        )
+    if getattr(module, "_start_at_layer_idx", None) == whitening.layer and module._start_residual is not None:
+        module._start_residual = whitening(module._start_residual, mask)  # a Bridge puts it in place of the input
+        return None
     names = {"attention": ("value_input", "key_input", "query_input"), "keys and values": ("value_input", "key_input")}
-    given = [name for name in names.get(getattr(whitening, "reads", ""), ()) if name in kwargs]
+    given = [name for name in names.get(reads, ()) if name in kwargs]
     if given:  # HookedTransformer's attention gets its input three times over
         whitened = whitening(kwargs[given[0]], mask)
         return args, kwargs | dict.fromkeys(given, whitened)
     if args:
         return (whitening(args[0], mask), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": whitening(kwargs["hidden_states"], mask)}
+
+
+def _kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bool[Tensor, "batch pos"] | None:
+    """Which positions are no padding, from the attention mask that a block is given; None for all.
+
+    A mask of scores `[batch, 1, query, key]` lets every token see itself, and no padding.
+
+    Raises:
+        UnsupportedModelError: a mask of another shape, or one that lets padding see everything, as fused attention's.
+    """
+    given = [kwargs[name] for name in MASKS if isinstance(kwargs.get(name), Tensor)]
+    given += [value for value in args[1:] if isinstance(value, Tensor) and value.ndim == 4]  # GPT-2's has no name
+    mask = next(iter(given), None)
+    if mask is None:
+        return None
+    allowed = mask if mask.dtype == torch.bool else mask == 0 if mask.ndim == 4 else mask != 0
+    if allowed.ndim == 4:
+        if allowed.shape[2] == 1:
+            allowed = allowed[:, 0, 0]
+        else:
+            ahead = allowed[:, 0].triu(1).any(-1)[:, :-1]
+            if bool(ahead.any()) and not bool(ahead.all()):
+                raise UnsupportedModelError(
+                    "whitening cannot tell padding from this attention mask, in which some tokens see later ones and "
+                    "others do not (fused attention lets padding see everything): use attn_implementation='eager'."
+                )
+            allowed = allowed[:, 0].diagonal(dim1=-2, dim2=-1)
+    if allowed.ndim != 2:
+        raise UnsupportedModelError(
+            f"whitening cannot tell padding from an attention mask of shape {tuple(mask.shape)}; pass [batch, pos]."
+        )
+    return None if bool(allowed.all()) else allowed
 
 
 def _refuse_cache(layer: int, inputs: tuple[Any, ...]) -> None:
@@ -133,5 +180,6 @@ def _refuse_cache(layer: int, inputs: tuple[Any, ...]) -> None:
         if held:
             raise UnsupportedModelError(
                 f"a whitened model cannot continue from a key–value cache ({held} tokens at block {layer}): whitening "
-                "needs the last whitened vector, which the cache does not hold. Generate with use_past_kv_cache=False."
+                "needs the last whitened vector, which the cache does not hold. Generate with use_past_kv_cache=False "
+                "(TransformerLens) or use_cache=False (transformers)."
             )

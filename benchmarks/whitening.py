@@ -1,0 +1,159 @@
+"""What whitening does: ``make whitening`` writes docs/whitening.md.
+
+The training table is read from what `tensorlens_tl.demo.train_whitened` left beside the embedded whitened model, or from
+another folder: ``python benchmarks/whitening.py OUT_DIR``. What stands between the two comment lines of the page is
+written by people and kept.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+
+import tensorlens_tl as tlens
+from tensorlens_tl import demo, whitening
+
+PAGE = Path(__file__).parent.parent / "docs" / "whitening.md"
+START, END = "<!-- findings, written by hand -->", "<!-- end of the findings -->"
+ROWS = {
+    "standard": "standard",
+    "larger": "larger standard",
+    "whitened": "whitened",
+    "control": "control: L⁻¹(x_i − M x_{i−1})",
+    "attention": "variant: what attention reads",
+}
+PROMPTS, LENGTH = 4000, 19
+
+
+def line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def head(*cells: str) -> list[str]:
+    return [line(*cells), "| --- " * len(cells) + "|"]
+
+
+def training(facts: dict) -> list[str]:
+    """Loss at the end, against steps, and against time."""
+    runs = defaultdict(list)
+    for run in facts["runs"]:
+        runs[run["row"]].append(run)
+    seeds = len(runs["standard"])
+    final = {row: mean(run["loss"][-1] for run in found) for row, found in runs.items()}
+    lines = [
+        "## Training",
+        "",
+        f"Two blocks, two heads, width {facts['width']} (larger: {facts['larger']}), {facts['context']} characters, batches of {facts['batch']}, "
+        f"{facts['steps']:,} steps of AdamW at {facts['rate']:g}; {facts['characters']:,} characters of the Python installation's own documentation, "
+        f"{facts['vocabulary']} different. Loss in nats per character on {facts['held_out']} held-out windows; seconds of processor time "
+        f"({facts['threads']} thread{'s' * (facts['threads'] > 1)}). Runs of one seed see the same batches.",
+        "",
+        *head("model", "parameters", *(f"seed {run['seed']}" for run in runs["standard"]), "mean", "below standard", "ms per step", "radius of L⁻¹M"),
+    ]  # fmt: skip
+    for row, name in ROWS.items():
+        if row not in runs:
+            continue
+        found = runs[row]
+        radii = [max(run["radii"]) for run in found if run["radii"]]
+        lines.append(
+            line(
+                name,
+                f"{found[0]['parameters']:,}",
+                *(f"{run['loss'][-1]:.3f}" for run in found),
+                f"{final[row]:.3f}",
+                "" if row == "standard" else f"{final['standard'] - final[row]:.3f}",
+                f"{1000 * mean(run['seconds'][-1] / run['steps'][-1] for run in found):.1f}",
+                "" if not radii else f"{min(radii):.2f} to {max(radii):.2f}",
+            )
+        )
+    steps = runs["standard"][0]["steps"]
+    shown = [at for at, step in enumerate(steps) if step in {250, 500, 1000, 2000, 3000, 4000, 5000, steps[-1]}]
+    lines += ["", f"Held-out loss against steps, mean over {seeds} seeds:", "", *head("model", *(f"{steps[at]:,}" for at in shown))]  # fmt: skip
+    for row, name in ROWS.items():
+        if row in runs:
+            lines.append(line(name, *(f"{mean(run['loss'][at] for run in runs[row]):.3f}" for at in shown)))
+    lines += [
+        "",
+        "Steps and seconds until a model is at or below what the standard and the larger standard model end with (mean of their seeds), from the mean curve of "
+        "its own seeds, measured every 250 steps:",
+        "",
+        *head("model", "standard's steps", "seconds", "larger's steps", "seconds"),
+    ]
+    for row, name in ROWS.items():
+        if row not in runs:
+            continue
+        curve = [mean(run["loss"][at] for run in runs[row]) for at in range(len(steps))]
+        spent = [mean(run["seconds"][at] for run in runs[row]) for at in range(len(steps))]
+        cells: list[str] = []
+        for goal in (final["standard"], final["larger"]):
+            at = next((at for at, loss in enumerate(curve) if loss <= goal), None)
+            cells += ["not reached", ""] if at is None else [f"{steps[at]:,}", f"{spent[at]:.0f}"]
+        lines.append(line(name, *cells))
+    return [*lines, ""]
+
+
+def measured(name: str) -> list[str]:
+    """The measures of one embedded model, as it is and after filters made from other prompts."""
+    model = tlens.load_demo_model(name=name)
+    tokens = demo.held_out_prompts(model, PROMPTS, LENGTH)
+    blocks = range(model.cfg.n_layers)
+    points = [f"blocks.{layer}.hook_resid_pre" for layer in blocks]
+    if name == "whitened":
+        points = [f"blocks.{layer}.whitening.hook_{end}" for layer in blocks for end in ("in", "out")]
+    points.append(f"blocks.{len(blocks) - 1}.hook_resid_post")
+    filters = whitening.stream_filters(model, tokens[::2], points)
+    own = whitening.measure(model, tokens[1::2], points)
+    after = whitening.measure(model, tokens[1::2], filters=filters)
+    lines = [
+        f"### {name}",
+        "",
+        *head(
+            "hook point", "Ψ", "of correlations", "floor", "ρ", "relative", "without noise",
+            "filter's reach", "radius", "Ψ after it", "of correlations",
+        ),
+    ]  # fmt: skip
+    for point in points:
+        row, whiter, made = own.loc[point], after.loc[point], filters[point]
+        lines.append(
+            line(
+                f"`{point}`",
+                *(f"{row[column]:.4f}" for column in ("whiteness", "of correlations", "floor")),
+                *(f"{row[column]:.3g}" for column in ("rho", "relative", "relative without noise")),
+                f"{made.reach:g}",
+                f"{made.radius:.2f}",
+                *(f"{whiter[column]:.4f}" for column in ("whiteness", "of correlations")),
+            )
+        )
+    return [*lines, ""]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if sys.argv[1:] else demo.FOLDERS["whitened"]
+    written = PAGE.read_text(encoding="utf-8") if PAGE.exists() else f"{START}\n{END}"
+    findings = written[written.index(START) : written.index(END) + len(END)]
+    facts = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    lines = [
+        "# What does whitening do?",
+        "",
+        "Regenerated by `make whitening`. How to whiten a model: [whiten a model](howto/8_whiten_a_model.md); what each measure is: {doc}`api/6c_whitening`; what it costs: "
+        "`benchmarks/RESULTS.md`.",
+        "",
+        findings,
+        "",
+        *training(facts),
+        "## Whiteness and stationarity of the embedded models' streams",
+        "",
+        f"{PROMPTS // 2:,} windows of {LENGTH} tokens of held-out text; filters are made from as many others, with as much of the neighbours' covariance (*reach*) as leaves a "
+        f"first-order filter. What is measured after a filter leaves out the first {whitening.stream.SETTLING} positions, where it has not settled yet. Ψ of independent numbers "
+        "is the floor.",
+        "",
+    ]
+    for name in ("language", "whitened"):
+        lines += measured(name)
+    PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
