@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-cpus test-pythons fuzz lint types docs bench evaluation compression support package clean
+.PHONY: demo test test-tl4 test-whole test-cpus test-pythons fuzz lint types docs bench evaluation compression whitening support package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -53,6 +53,10 @@ evaluation: .venv/.ready
 
 compression: .venv/.ready
 	.venv/bin/python benchmarks/compression.py
+
+# the models themselves: python -m tensorlens_tl.demo.train_whitened OUT_DIR (25 minutes), then benchmarks/whitening.py OUT_DIR
+whitening: .venv/.ready
+	.venv/bin/python benchmarks/whitening.py
 
 support: .venv/.ready .venv-tl4/.ready
 	.venv/bin/python benchmarks/support.py

@@ -507,7 +507,7 @@ def test_tables_say_which_and_whether_they_add_up(frozen, pair, capsys):
         assert "prompt 1 of 2" in " ".join(capsys.readouterr().out.split())
     circuits.contribution_graph(frozen, " the").show(4)
     assert "node" in capsys.readouterr().out
-    with pytest.raises(tlens.InvalidInputError, match="use one of embedding, head"):
+    with pytest.raises(tlens.InvalidInputError, match="use one of embedding, whitening, head"):
         circuits.contribution_graph(frozen, " the").top(kind="heads")
     with pytest.raises(tlens.InvalidInputError, match="batch=9"):
         circuits.qk_attribution(frozen, 1, 0).top(batch=9)

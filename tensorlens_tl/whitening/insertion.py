@@ -25,8 +25,10 @@ def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", value
     """Put a whitening layer in front of every block: ``w_i = L⁻¹(x_i − M w_{i−1})`` (Whitened Self-Attention, Eq. 9).
 
     The model gets ``model.blocks[i].whitening`` with the hook points ``blocks.{i}.whitening.hook_in`` (the residual
-    stream, what the block before it gave) and ``hook_out`` (what ``hook_resid_pre`` sees now). Everything that runs the
-    model keeps working: training, hooks, caches, freezing. What the paper leaves open is an option:
+    stream, what the block before it gave) and ``hook_out`` (what ``hook_resid_pre`` sees now). Training, hooks, caches
+    and freezing work as before. ``stop_at_layer=i`` gives the stream before block i is whitened (a Bridge's
+    ``run_with_cache``, which stops at the block's own hook, after). TransformerLens' own sums over the residual stream,
+    as ``cache.decompose_resid``, know nothing of whitening. What the paper leaves open is an option:
 
     Args:
         model: a HookedTransformer or TransformerBridge; changed in place, and returned.
@@ -38,13 +40,14 @@ def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", value
             ``"keys and values"`` leaves queries alone too, as Eq. 4 is printed (HookedTransformer only: others give
             queries, keys and values one input). Models with the latter two run and train, and are refused by `freeze`.
         values: ``"kept"``, the default, keeps W_V, as every head needs its own; ``"dropped"`` sets it to the identity,
-            each head reading channels of its own, and stops its training: Eq. 4 has no V, which L⁻¹ contains.
+            each head reading channels of its own, and stops its training: Eq. 4 has no V, which L⁻¹ contains. Folding a
+            norm into it afterwards undoes that.
 
     Raises:
         InvalidInputError: whitened already; an unknown option; a filter of another width, or for another number of
             blocks.
-        UnsupportedModelError: a model of another class, or one that takes images or sound; heads that do not share
-            d_model evenly, for ``values="dropped"``.
+        UnsupportedModelError: a model of another class, or one that takes images or sound; ``reads`` that its attention
+            cannot separate; heads that do not share d_model evenly, for ``values="dropped"``.
     """
     view = ModelView(model)
     if view.is_hooked_encoder or not (view.is_bridge or hasattr(model, "setup")):
