@@ -40,7 +40,8 @@ def pytest_collection_modifyitems(items):
     """Tests of every model run on the representatives by default, on the whole table where `whole` is asked for."""
     for item in items:
         params = (getattr(item, "callspec", None) and item.callspec.params) or {}
-        asked = params.get("name") or getattr(params.get("check"), "of", None)
+        asked = next((params[key] for key in ("name", "whitened", "plain") if key in params), None)
+        asked = asked or getattr(params.get("check"), "of", None)
         named = [mark.args[1] for mark in item.iter_markers("parametrize") if mark.args[0] == "name"]
         if asked in NAMES and asked not in REPRESENTATIVES and not (named and len(named[0]) <= FEW):
             item.add_marker(pytest.mark.whole)

@@ -11,9 +11,9 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits, whitening
 from tensorlens_tl.testing import model_names, tiny_model
 
-PLAIN = [name for name in ("hooked/rotary", "bridge/gpt2", "bridge/llama", "bridge/native") if name in model_names()]
+PLAIN = [name for name in ("hooked/ln", "bridge/gpt2", "bridge/llama", "bridge/native") if name in model_names()]
 WHITENED = [name for name in model_names() if "whitened" in name]
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated")
+pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("ignore:.*is deprecated")]
 
 
 @pytest.fixture(params=PLAIN)
