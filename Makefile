@@ -54,7 +54,9 @@ evaluation: .venv/.ready
 compression: .venv/.ready
 	.venv/bin/python benchmarks/compression.py
 
-# the models themselves: python -m tensorlens_tl.demo.train_whitened OUT_DIR (25 minutes), then benchmarks/whitening.py OUT_DIR
+# from the runs beside the embedded model; to train them again (half an hour):
+#   python -m tensorlens_tl.demo.train_whitened OUT --seeds 0 1 2 --rows standard larger whitened control attention
+#   python benchmarks/whitening.py OUT
 whitening: .venv/.ready
 	.venv/bin/python benchmarks/whitening.py
 

@@ -47,7 +47,7 @@ def test_whitened_models(tmp_path, monkeypatch, few_documents):
     standard, larger, whitened, control = runs[:4]
     assert standard["parameters"] + 4 * 8 * 8 == whitened["parameters"] == control["parameters"] < larger["parameters"]
     assert standard["loss"][0] == pytest.approx(whitened["loss"][0], abs=2e-4)  # both begin as the same model
-    assert whitened["steps"] == [0, 2]
+    assert whitened["steps"] == [0, 2, 3]
     assert len(whitened["radii"]) == 2
     model = tlens.load_demo_model(name="whitened", folder=tmp_path / "whitened")
     assert model.blocks[1].whitening.M.weight.abs().max() > 0
@@ -55,7 +55,22 @@ def test_whitened_models(tmp_path, monkeypatch, few_documents):
     text.write_text("a whole other text of some length, " * 30, encoding="utf-8")
     train, unseen, known = train_whitened.characters(text)
     assert len(train) == 9 * len(unseen)
-    assert known == sorted(set(text.read_text(encoding="utf-8")))
+    assert known == sorted({*text.read_text(encoding="utf-8"), "\n", "?"})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--text", "no.txt"], "no such file"),
+        (["--larger", "8", "--width", "8"], "--larger the larger one"),
+        (["--context", "100000"], "needs more"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_at_once(words, message, monkeypatch, few_documents, tmp_path, capsys):
+    monkeypatch.setattr(train_whitened, "python_documents", lambda: few_documents)
+    with pytest.raises(SystemExit):
+        train_whitened.main([str(tmp_path), *words])
+    assert message in capsys.readouterr().err
 
 
 def test_the_whitened_model_is_the_best_of_what_was_trained_like_it():

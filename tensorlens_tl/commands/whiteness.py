@@ -8,15 +8,17 @@ from tensorlens_tl.commands.options import add_model_arguments, check_output, co
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "How white and how stationary is the residual stream, as it is and after a filter made from it?"
-TEXT_MODELS = ("demo", "demo:language", "demo:whitened")
+TEXT_MODELS = ("demo", "demo:language", "demo:encoder", "demo:whitened")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_model_arguments(parser)
-    parser.add_argument("--points", nargs="+", metavar="HOOK", help="hook points (default: the stream before blocks)")
+    parser.add_argument("--points", nargs="+", metavar="HOOK", help="hook points (default: the stream between blocks)")
     parser.add_argument("--prompts", type=Path, help="a text file, one prompt a line (default: held-out text)")
-    parser.add_argument("--length", type=count, default=16, help="tokens of each prompt (default: 16)")
+    parser.add_argument(
+        "--length", type=count, default=16, help="tokens of each prompt, special ones apart (default: 16)"
+    )
     parser.add_argument("-n", type=count, default=1000, help="prompts of held-out text (default: 1000)")
     parser.add_argument(
         "--filters", action="store_true", help="also measure after filters made from the other half of the prompts"
@@ -29,20 +31,29 @@ def run(args: argparse.Namespace) -> None:
     import pandas as pd
 
     from tensorlens_tl import whitening
+    from tensorlens_tl.whitening.stream import SETTLING
 
     check_output(args.output)
     if args.output is not None and args.output.suffix not in (".html", ".csv"):
         raise InvalidInputError(f"--output {args.output}: save as .html or .csv.")
+    if args.output is not None and args.output.suffix == ".html" and args.points is not None and len(args.points) < 2:
+        raise InvalidInputError("--points: a page draws curves over 2 hook points or more; save one as .csv.")
     model = loaded_model(args)
     tokens = _tokens(args, model)
-    fitted, measured = (tokens[::2], tokens[1::2]) if args.filters else (tokens, tokens)
-    table, filtered = whitening.measure(model, measured, args.points), None
-    print(f"{len(measured)} prompts of {measured.shape[1]} tokens")
+    half, least = len(tokens) // 2, 8 if args.filters else 4
+    if len(tokens) < least:
+        raise InvalidInputError(
+            f"{len(tokens)} prompts; at least {least} are needed{' with --filters' * args.filters}."
+        )
+    # filters are made from the first half of the text, and everything is measured on the second
+    measured, skip = (tokens[half:], SETTLING) if args.filters else (tokens, 0)
+    table, filtered = whitening.measure(model, measured, args.points, skip=skip), None
+    print(f"{len(measured)} prompts of {measured.shape[1]} tokens" + f", the first {skip} left out" * bool(skip))
     print(table.round(4).to_string())
     if args.filters:
-        filters = whitening.stream_filters(model, fitted, args.points)
-        filtered = whitening.measure(model, measured, filters=filters)
-        print("\nafter filters made from as many other prompts:")
+        filters = whitening.stream_filters(model, tokens[:half], args.points)
+        filtered = whitening.measure(model, measured, filters=filters, skip=skip)
+        print(f"\nafter filters made from the {half} prompts before them:")
         print("\n".join(f"{name}: {made}" for name, made in filters.items()))
         print(filtered.round(4).to_string())
     if args.output is None:
@@ -50,8 +61,13 @@ def run(args: argparse.Namespace) -> None:
     if args.output.suffix == ".csv":
         pd.concat({"as it is": table, **({} if filtered is None else {"filtered": filtered})}).to_csv(args.output)
     else:
-        whitening.picture(table, filtered, f"Whiteness of {args.model}").save(args.output)
+        title = f"Whiteness of {args.model}: {len(measured)} prompts of {measured.shape[1]} tokens"
+        whitening.picture(table, filtered, title).save(args.output)
     print(f"saved to {args.output}")
+
+
+def _bos(model: Any) -> int | None:
+    return getattr(getattr(model, "tokenizer", None), "bos_token_id", None)
 
 
 def _tokens(args: argparse.Namespace, model: Any) -> Any:
@@ -65,11 +81,15 @@ def _tokens(args: argparse.Namespace, model: Any) -> Any:
             raise InvalidInputError(
                 f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
             )
+        if args.length > model.cfg.n_ctx - 2:
+            raise InvalidInputError(f"--length {args.length}: the model reads {model.cfg.n_ctx} tokens.")
         return demo.held_out_prompts(model, args.n, args.length)
     if not args.prompts.is_file():
         raise InvalidInputError(f"--prompts {args.prompts}: no such file.")
     lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    rows = [row[: args.length] for line in lines if len(row := model.to_tokens(line)[0]) >= args.length]
+    rows = [model.to_tokens(line)[0] for line in lines]
+    special = int(len(rows) > 0 and all(row[0] == rows[0][0] for row in rows) and rows[0][0] == _bos(model))
+    rows = [row[: args.length + special] for row in rows if len(row) >= args.length + special]
     if not rows:
         raise InvalidInputError(
             f"--prompts {args.prompts}: none of {len(lines)} lines has {args.length} tokens; lower --length."

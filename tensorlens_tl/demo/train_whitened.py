@@ -16,7 +16,9 @@ that every Python installation carries; with a GPU at the paper's own:
 
 With ``--rows`` also `attention`: whitening of what attention reads, after the norm, the residual stream left alone
 (`tensorlens_tl.whiten`, ``reads="attention"``). Every row is trained from each seed on the same batches, and measured
-on held-out text every `--every` steps. The learning rate is not decayed, as the paper says nothing of a schedule.
+on held-out text every `--every` steps and at the end. The learning rate is not decayed, as the paper says nothing of a
+schedule. ``load_demo_model(name="whitened", folder=OUT_DIR / "whitened")`` loads what was trained; TransformerLens' own
+loaders know nothing of whitening.
 """
 
 import argparse
@@ -70,7 +72,7 @@ def characters(path: Path | None) -> tuple[Tensor, Tensor, list[str]]:
     else:
         text = path.read_text(encoding="utf-8")
         parts = [text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]]
-    known = sorted(set("".join(parts)))
+    known = sorted({*"".join(parts), "\n", "?"})  # a text begins after a line break; ? stands for what is not known
     number = {character: at for at, character in enumerate(known)}
     train, unseen = (torch.tensor([number[character] for character in part]) for part in parts)
     return train, unseen, known
@@ -147,7 +149,7 @@ def train(model: Any, text: tuple[Tensor, Tensor], args: argparse.Namespace, see
     log: dict[str, list[Any]] = {"steps": [], "loss": [], "seconds": []}
     spent = 0.0
     for number in range(args.steps + 1):
-        if number % args.every == 0:
+        if number % args.every == 0 or number == args.steps:
             loss = held_out_loss(model, text[1], args.context, args.held_out)
             log["steps"].append(number)
             log["loss"].append(round(loss, 4))
@@ -205,7 +207,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args(arguments)
 
+    if args.text is not None and not args.text.is_file():
+        parser.error(f"--text {args.text}: no such file")
+    if args.width % 4 or args.larger % 4 or args.larger <= args.width:
+        parser.error(
+            "--width and --larger: two heads with rotary positions need multiples of 4, --larger the larger one"
+        )
     train_text, unseen, known = characters(args.text)
+    if min(len(train_text), len(unseen)) < args.context + 2:
+        parser.error(
+            f"the held-out tenth of the text has {len(unseen)} characters; --context {args.context} needs more"
+        )
     print(f"{len(train_text)} characters, {len(known)} different; held out {len(unseen)}")
     facts = {name: value for name, value in vars(args).items() if name not in ("out", "text", "rows", "seeds")}
     facts |= {"python": platform.python_version(), "torch": torch.__version__, "threads": torch.get_num_threads()}

@@ -8,7 +8,7 @@ With a_ij = Σ_h α^h_ij f^h(x_j), f(x) = (x·W_V + b_V)·W_O, and x read throug
 
 Ours, outside post-LN: pre-LN and parallel blocks have no norm around the sum, so `attn_res_ln` equals `attn_res` there
 (the ATB of Kobayashi et al. 2024). In sandwich and post-only blocks the norm after attention belongs to a_ij. In a
-whitened model x_j is the whitened vector of token j, which has something of the tokens before it.
+whitened model x_j is the whitened vector of token j, which contains contributions from the tokens before it.
 """
 
 import torch

@@ -131,8 +131,9 @@ class Record:
 
     def resid_read(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that a block's norms, attention and MLP read: `resid_pre`, whitened where it is."""
-        name = self.points.blocks[layer].whitened
-        return self.resid_pre(layer) if name is None else self.captured(name)
+        x, blocks = self.resid_pre(layer), self.points.blocks
+        name = blocks[layer].whitened if layer < len(blocks) else None
+        return x if name is None else self.captured(name)
 
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.recursion import scan, spectral_radius
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, NumericalError
 
 STEPS = 10_000
 
@@ -46,27 +46,37 @@ class WhiteningFilter:
         return spectral_radius(self.L_inv @ self.M)
 
     def __call__(self, x: Float[Tensor, "*rows pos d"]) -> Float[Tensor, "*rows pos d"]:
-        """The whitened sequences."""
+        """The whitened sequences.
+
+        Raises:
+            InvalidInputError: vectors of another width.
+        """
+        if x.shape[-1] != len(self.mean):
+            raise InvalidInputError(f"this filter is for vectors of {len(self.mean)} numbers, got {tuple(x.shape)}.")
         L_inv, M = self.L_inv.to(x), self.M.to(x)
         return scan((x - self.mean.to(x)) @ L_inv.T, -(L_inv @ M).T)
 
 
-def estimate(x: Float[Tensor, "batch pos d"], *, reach: Any = 1.0, ridge: Any = 1e-6) -> WhiteningFilter:
+def estimate(x: Any, *, reach: Any = 1.0, ridge: Any = 1e-6) -> WhiteningFilter:
     """The filter of a process, from sequences of it.
 
     Args:
-        x: sequences of equal length; means and covariances are taken over all positions, as of a stationary process.
+        x: sequences of equal length, a tensor `[batch, pos, d]`; means and covariances are taken over all positions,
+            as of a stationary process.
         reach: a factor of the neighbours' covariance C, at most 1: less than 1 where no factor exists otherwise.
-            ``"auto"`` takes the largest of 1, 0.95, … 0.05 that has one.
+            ``"auto"`` takes 1 where that has a factor, else 0.1 less than the largest of 0.95, 0.9, … that has one:
+            at the edge a filter is nearly singular, and makes things worse.
         ridge: a share of the mean variance that is added to every variance.
 
     Raises:
         InvalidInputError: fewer than two positions, or numbers out of range; no factor exists (says what to try).
+        NumericalError: values that are not finite.
     """
-    if x.ndim != 3 or x.shape[1] < 2:
-        raise InvalidInputError(
-            f"estimate: pass sequences [batch, pos, d] of 2 positions or more, got {tuple(x.shape)}."
-        )
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] < 2:
+        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInputError(f"estimate: pass a tensor [batch, pos, d] of 2 positions or more, got {given}.")
+    if not bool(torch.isfinite(x).all()):
+        raise NumericalError("estimate: the sequences have values that are not finite.")
     for name, value, most in (("reach", 1.0 if reach == "auto" else reach, 1.0), ("ridge", ridge, float("inf"))):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
             raise InvalidInputError(f"{name}={value!r}: pass a number from 0 to {most:g}.")
@@ -77,7 +87,8 @@ def estimate(x: Float[Tensor, "batch pos d"], *, reach: Any = 1.0, ridge: Any = 
     here = torch.einsum("bti,btj->ij", centred, centred) / (batch * pos)
     here += ridge * here.diagonal().mean() * torch.eye(len(here), dtype=here.dtype, device=here.device)
     before = torch.einsum("bti,btj->ij", centred[:, 1:], centred[:, :-1]) / (batch * (pos - 1))
-    for share in [step / 20 for step in range(20, 0, -1)] if reach == "auto" else [reach]:
+    share = _safe_reach(here, before) if reach == "auto" else reach
+    if share is not None:
         L = _steady_factor(here, share * before)
         if L is not None:
             L_inv = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
@@ -86,6 +97,12 @@ def estimate(x: Float[Tensor, "batch pos d"], *, reach: Any = 1.0, ridge: Any = 
         "estimate: a process with these covariances reaches farther than one position, and has no first-order filter. "
         "Pass a smaller reach=, which shrinks what neighbours have in common, or reach='auto'."
     )
+
+
+def _safe_reach(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> float | None:
+    """A share of the neighbours' covariance for which a factor exists, and not by a hair."""
+    exists = [step for step in range(20, 0, -1) if _steady_factor(here, step / 20 * before) is not None]
+    return None if not exists else 1.0 if exists[0] == 20 else max(exists[0] - 2, 1) / 20
 
 
 def _steady_factor(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> Float[Tensor, "d d"] | None:

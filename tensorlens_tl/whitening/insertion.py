@@ -1,7 +1,7 @@
 """Whitening put on a TransformerLens model."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +33,9 @@ def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", value
     Args:
         model: a HookedTransformer or TransformerBridge; changed in place, and returned.
         init: ``"identity"`` changes nothing until it is trained; ``"random"`` draws both maps as `torch.nn.Linear`
-            does; or a filter for each block (`estimate`; their means are not used), or pairs ``(L_inv, M)``.
+            does; or a filter for each block (what `stream_filters` gave, or a list; their means are not used), or pairs
+            ``(L_inv, M)``. Filters are a start for training: each was made for a stream that nothing else whitens, and
+            a trained model that is given them predicts worse than before.
         reads: what is whitened. ``"stream"``, the default, is the paper's Figure 2: before the block and its norm, for
             attention and residual connection alike; the frozen model stays one affine map and every part of it can be
             read. ``"attention"`` whitens what attention reads, after the norm, and leaves the residual stream alone.
@@ -61,8 +63,8 @@ def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", value
         )
     if reads == "keys and values" and view.is_bridge:
         raise UnsupportedModelError(
-            f"whiten: reads='keys and values' needs queries with an input of their own, which {view.description} has "
-            "not; use reads='attention'."
+            f"whiten: reads='keys and values' needs queries with an input of their own, which {view.description} "
+            "does not have; use reads='attention'."
         )
     found: Any = view.model
     refuse_attached(found)
@@ -76,6 +78,11 @@ def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", value
         raise InvalidInputError("whiten: this model is whitened already.")
     parameter = next(found.parameters())
     width = view.cfg.d_model
+    if isinstance(init, Mapping):  # by hook point, as `stream_filters` gives them; the last one belongs to no block
+        names = [f"blocks.{layer}.hook_resid_pre" for layer in range(len(parents))]
+        if not set(names) <= set(init):
+            raise InvalidInputError(f"whiten: init has filters for {', '.join(init)}; it needs {', '.join(names)}.")
+        init = [init[name] for name in names]
     starts = _starts(init, width, len(parents))
     if values == "dropped":
         _drop_values(view)

@@ -10,10 +10,13 @@ The paper measures both over a batch of sequences `[batch, pos, d]`, with the sa
 
 None of them is zero for a finite sample of a perfectly white or stationary process, so each comes with what noise alone
 gives: √(2/(π(B−1))) for Ψ of B sequences. For ρ the two halves of the batch are independent: the inner product of their
-deviations has the expectation of the squared deviation, free of noise.
+deviations has the expectation of the squared deviation, without the noise's own square; what is left of the noise
+cancels over positions, where its roots are taken with their sign.
+
+Numbers that are the same in all sequences (a first token that all prompts share) tell nothing, and are left out of Ψ.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -24,6 +27,8 @@ from tensorlens_tl.errors import InvalidInputError, NumericalError
 
 LEAST = 4
 """Sequences: two halves need two each."""
+SAME = 1e-6
+"""Numbers that vary by less than this share of their size are the same: what they vary by is rounding."""
 
 
 class Whiteness(NamedTuple):
@@ -35,7 +40,10 @@ class Whiteness(NamedTuple):
 
 
 class Stationarity(NamedTuple):
-    """ρ, its share of Σ_t ‖Λ_{t,t+1}‖, and both without the noise of a finite batch."""
+    """ρ, its share of Σ_t ‖Λ_{t,t+1}‖, and both with the noise of a finite batch taken off, as far as two halves tell.
+
+    The last is NaN where the covariances themselves are no more than noise.
+    """
 
     rho: float
     relative: float
@@ -43,44 +51,46 @@ class Stationarity(NamedTuple):
     relative_without_noise: float
 
 
-def whiteness(x: Float[Tensor, "batch pos d"], *, memory: Memory = None) -> Whiteness:
+def whiteness(x: Any, *, memory: Memory = None) -> Whiteness:
     """Ψ (Eq. 12): 0 for independent numbers of equal variance.
 
     Args:
-        x: sequences of equal length.
+        x: sequences of equal length, a tensor `[batch, pos, d]`.
         memory: what covariances may take at once, as ``"512MB"`` or bytes.
 
     Raises:
         InvalidInputError: fewer than four sequences, fewer than two numbers each, or all sequences the same.
         NumericalError: values that are not finite.
     """
-    centred = _centred(x).flatten(1)
+    centred = _centred(x, "whiteness").flatten(1)
     spread = centred.norm(dim=0)
-    scaled = centred / spread.clamp_min(torch.finfo(centred.dtype).tiny)
+    varies = spread > SAME * x.detach().double().flatten(1).norm(dim=0)
+    centred, spread = centred[:, varies], spread[varies]
     floor = (2 / (torch.pi * (len(x) - 1))) ** 0.5
-    return Whiteness(_off_diagonal(centred, memory), _off_diagonal(scaled[:, spread > 0], memory), floor)
+    return Whiteness(_off_diagonal(centred, memory), _off_diagonal(centred / spread, memory), floor)
 
 
-def stationarity(x: Float[Tensor, "batch pos d"]) -> Stationarity:
+def stationarity(x: Any) -> Stationarity:
     """ρ (Eq. 14): how far the covariances of neighbours are from their mean over positions, 0 for a stationary process.
 
     Args:
-        x: sequences of equal length.
+        x: sequences of equal length, a tensor `[batch, pos, d]`.
 
     Raises:
         InvalidInputError: fewer than four sequences, or fewer than three positions.
         NumericalError: values that are not finite.
     """
-    if x.ndim == 3 and x.shape[1] < 3:
+    if isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] < 3:
         raise InvalidInputError(f"stationarity: {x.shape[1]} positions have one step at most; pass 3 or more.")
-    whole = neighbours(_centred(x))
-    halves = [neighbours(_centred(half)) for half in (x[::2], x[1::2])]
+    whole = neighbours(_centred(x, "stationarity"))
+    halves = [neighbours(_centred(half, "stationarity")) for half in (x[::2], x[1::2])]
     deviation = (whole - whole.mean(0)).flatten(1).norm(dim=1).sum()
     size = whole.flatten(1).norm(dim=1).sum().clamp_min(torch.finfo(whole.dtype).tiny)
     one, other = (half - half.mean(0) for half in halves)
     clean = _root((one * other).sum((1, 2)))
-    clean_size = _root((halves[0] * halves[1]).sum((1, 2))).clamp_min(torch.finfo(whole.dtype).tiny)
-    return Stationarity(float(deviation), float(deviation / size), float(clean), float(clean / clean_size))
+    clean_size = _root((halves[0] * halves[1]).sum((1, 2)))
+    relative = float(clean / clean_size) if clean_size > 0.1 * size else float("nan")
+    return Stationarity(float(deviation), float(deviation / size), float(clean), relative)
 
 
 def neighbours(centred: Float[Tensor, "batch pos d"]) -> Float[Tensor, "step d d"]:
@@ -89,14 +99,15 @@ def neighbours(centred: Float[Tensor, "batch pos d"]) -> Float[Tensor, "step d d
 
 
 def _root(squares: Float[Tensor, "step"]) -> Float[Tensor, ""]:
-    """The sum of roots of estimated squares, those below zero by noise counting as zero."""
-    return squares.clamp_min(0).sqrt().sum()
+    """The sum of roots of estimated squares, of those below zero by noise with their sign; at least zero."""
+    return (squares.abs().sqrt() * squares.sign()).sum().clamp_min(0)
 
 
-def _centred(x: Tensor) -> Float[Tensor, "batch pos d"]:
+def _centred(x: Any, what: str) -> Float[Tensor, "batch pos d"]:
     """Less the mean over sequences, in float64."""
-    if x.ndim != 3 or len(x) < 2:
-        raise InvalidInputError(f"pass sequences [batch, pos, d], {LEAST} or more of them, got {tuple(x.shape)}.")
+    if not isinstance(x, Tensor) or x.ndim != 3 or len(x) < 2:
+        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInputError(f"{what}: pass a tensor [batch, pos, d] of {LEAST} sequences or more, got {given}.")
     if not bool(torch.isfinite(x).all()):
         raise NumericalError("the sequences have values that are not finite.")
     wide = x.detach().double()
@@ -108,7 +119,8 @@ def _off_diagonal(centred: Float[Tensor, "batch n"], memory: Memory) -> float:
     batch, count = centred.shape
     if batch < LEAST or count < 2:
         raise InvalidInputError(
-            f"whiteness: {batch} sequences of {count} numbers that vary; pass {LEAST} of 2 or more."
+            f"whiteness: {batch} sequences with {count} numbers that vary between them; at least {LEAST} sequences, "
+            "and 2 such numbers, are needed."
         )
     total = centred.new_zeros(())
     for rows in chunks(count, count * centred.element_size(), memory, "covariances"):

@@ -51,5 +51,5 @@ def picture(
         for of, found in tables.items()
         for number, (name, *row) in enumerate(found.itertuples())
     ]
-    drawn.append(panel("In figures", table(["hook point", *measures.columns], rows)))
+    drawn.append(panel("Values", table(["hook point", *measures.columns], rows)))
     return Picture(title, "".join(drawn))

@@ -1,12 +1,14 @@
 """How white and how stationary is what a model has at its hook points?"""
 
 import difflib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, model_points, own_run
@@ -15,7 +17,7 @@ from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.prompts import prepare
 from tensorlens_tl.whitening.estimation import WhiteningFilter, estimate
-from tensorlens_tl.whitening.measures import stationarity, whiteness
+from tensorlens_tl.whitening.measures import SAME, stationarity, whiteness
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +29,7 @@ SETTLING = 4
 
 
 def measure(
-    model: ModelLike, prompts: Any, points: Any = None, *, filters: Any = None, memory: Memory = None
+    model: ModelLike, prompts: Any, points: Any = None, *, filters: Any = None, skip: Any = None, memory: Memory = None
 ) -> "pd.DataFrame":
     """Whiteness and stationarity at hook points, over a batch of prompts.
 
@@ -37,8 +39,10 @@ def measure(
             floor of whiteness, √(2/(π(B−1))).
         points: names of hook points with one vector per position; None takes the residual stream before every block
             and after the last.
-        filters: a filter for each hook point (`stream_filters`): what is measured has gone through it, and the first
-            `SETTLING` positions, where a filter has not settled yet, are left out.
+        filters: a filter for each hook point (`stream_filters`): what is measured has gone through it.
+        skip: how many positions at the start are left out. None leaves out none, or with `filters` the first 4, where a
+            filter has not settled yet; compare tables of the same positions. Positions that are the same in all
+            prompts, such as ``<bos>``, are always left out.
         memory: what covariances may take at once, as ``"512MB"`` or bytes.
 
     Returns:
@@ -51,16 +55,23 @@ def measure(
     """
     import pandas as pd
 
-    if filters is not None and points is None:
-        points = list(filters)
+    if filters is not None and not isinstance(filters, Mapping):
+        raise InvalidInputError(
+            f"filters: pass what stream_filters gave, hook point → filter, not {type(filters).__name__}."
+        )
+    points = list(filters) if points is None and filters is not None else points
+    skip = whole_number("skip", (0 if filters is None else SETTLING) if skip is None else skip, 0)
     rows = {}
     for name, x in activations(model, prompts, points).items():
-        if filters is not None:
-            if name not in filters:
-                raise InvalidInputError(f"filters: none for {name}; there are {', '.join(filters)}.")
-            if x.shape[1] < SETTLING + 3:
-                raise InvalidInputError(f"measure: with filters, prompts need {SETTLING + 3} tokens, got {x.shape[1]}.")
-            x = filters[name](x)[:, SETTLING:]
+        if filters is not None and name not in filters:
+            raise InvalidInputError(f"filters: none for {name}; there are {', '.join(filters)}.")
+        varies = (x - x[:1]).abs().amax((0, 2)) > SAME * x.abs().amax((0, 2))
+        if int(varies[skip:].sum()) < 3:
+            raise InvalidInputError(
+                f"measure: prompts of {x.shape[1]} tokens leave {int(varies[skip:].sum())} positions that differ "
+                f"between prompts, after the first {skip}; 3 are needed."
+            )
+        x = (x if filters is None else filters[name](x))[:, skip:][:, varies[skip:]]
         white, steady = whiteness(x, memory=memory), stationarity(x)
         rows[name] = {
             "whiteness": white.covariance,
@@ -98,15 +109,19 @@ def activations(model: ModelLike, prompts: Any, points: Any = None) -> dict[str,
     prompt = prepare(view, prompts)
     if not bool(prompt.mask.all()):
         lengths = sorted({int(n) for n in prompt.mask.sum(1)})
-        raise InvalidInputError(f"measure: prompts of {lengths[0]} to {lengths[-1]} tokens; all must be of one length.")
+        raise InvalidInputError(f"prompts have {lengths[0]} to {lengths[-1]} tokens; all must be of one length.")
     if isinstance(points, str):
         points = [points]
     if points is None:
         known = model_points(view)
         points = [*(block.resid_pre for block in known.blocks), known.last_output]
     unknown = [name for name in points if name not in view.model.hook_dict]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], list(view.model.hook_dict), n=1)
+    if unknown or not points:
+        if not points:
+            raise InvalidInputError(
+                "points: none; pass names of hook points, or None for the stream before every block."
+            )
+        near = difflib.get_close_matches(str(unknown[0]), list(view.model.hook_dict), n=1)
         raise InvalidInputError(f"points: no hook point {unknown[0]!r} here{(near and f'; {near[0]!r}?') or '.'}")
     parts: dict[str, list[Tensor]] = {name: [] for name in points}
     with own_run(view.model), torch.no_grad():
