@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -57,8 +58,9 @@ def test_the_layer_is_equation_9():
 
 
 def test_padding_is_left_out_of_the_recursion_whatever_it_holds():
-    layer = make_random(type("", (), {"blocks": [type("", (), {"whitening": whitening.Whitening(4, 0)})]})()).blocks[0]
-    layer, x = layer.whitening, torch.randn(2, 6, 4)
+    layer, x = whitening.Whitening(4, 0), torch.randn(2, 6, 4)
+    with torch.no_grad():
+        layer.M.weight.normal_(0, 0.3)
     mask = torch.tensor([[False, False, True, True, True, True], [True] * 6])
     x[0, :2] = float("nan")
     made = layer(x, mask)
@@ -236,39 +238,41 @@ def test_padding_on_the_left_changes_nothing(whitened):
     assert close(logits(whitened, tokens), alone)  # nothing of the mask is left behind
 
 
-@pytest.mark.parametrize("how", ["scores", "positions", "base", "gap"])
-@pytest.mark.parametrize("name", [name for name in WHITENED if name.startswith("bridge/")])
-def test_padding_is_seen_however_the_mask_is_given(name, how):
+CALLS = {
+    "scores": lambda model, tokens, mask, at: model(tokens, attention_mask=scores_of(mask), position_ids=at),
+    "mask": lambda model, tokens, mask, at: model(tokens, attention_mask=mask, position_ids=at),
+    "unnamed": lambda model, tokens, mask, at: model.original_model(tokens, None, mask, position_ids=at).logits,
+    "inside": lambda model, tokens, mask, at: (
+        model.original_model.base_model(tokens, attention_mask=mask, position_ids=at).last_hidden_state
+    ),
+}
+
+
+def scores_of(mask):
+    """The mask as what is added to attention scores, `[batch, 1, query, key]`."""
+    seen = torch.ones(mask.shape[1], mask.shape[1]).tril().bool() & mask.bool()[:, None, None]
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+
+
+@pytest.mark.parametrize("left_out", [(0, 1), (3, 4)])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *(("bridge/whitened", how) for how in CALLS),
+        *(("bridge/whitened-neox", how) for how in ("scores", "mask", "inside")),
+    ],
+)
+def test_padding_is_seen_however_the_mask_is_given(name, how, left_out):
+    """At the start or in the middle. (NeoX takes a mask by its name only, a native model no positions.)"""
     model, tokens = tiny_model(name), some_tokens()
-    alone = logits(model, tokens)
-    padded, mask = torch.cat([tokens[:, :2], tokens], dim=1), torch.ones(2, 8, dtype=torch.long)
-    mask[:, :2] = 0
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    if how == "gap":  # in the middle: the others pass it by
-        padded = torch.cat([tokens[:, :3], tokens[:, :2], tokens[:, 3:]], dim=1)
-        mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]]).expand(2, 8)
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    real = mask[0].bool()
-    inner = model.original_model
-    if "native" in name and how != "gap":
-        pytest.skip("a native model takes no positions")
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[:, left_out] = 0
+    real, padded = mask[0].bool(), torch.full((2, 8), 7)
+    padded[:, real] = tokens
     with torch.no_grad():
-        if how == "scores":
-            seen = torch.ones(8, 8).tril().bool() & real
-            scores = torch.zeros(2, 1, 8, 8, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
-            made = model(padded, attention_mask=scores, position_ids=positions)
-        elif how == "positions":
-            made = inner(padded, None, mask, position_ids=positions).logits if "neox" not in name else None
-        elif how == "base":
-            body = inner.transformer if hasattr(inner, "transformer") else inner.gpt_neox
-            made = body(padded, attention_mask=mask, position_ids=positions).last_hidden_state
-            alone = body(tokens).last_hidden_state
-        else:
-            made = model(padded, attention_mask=mask, **({} if "native" in name else {"position_ids": positions}))
-            if "native" in name:
-                pytest.skip("a native model counts the positions that a mask leaves out")
-    if made is not None:
-        assert close(made[:, real], alone, atol=1e-9)
+        made = CALLS[how](model, padded, mask, (mask.cumsum(-1) - 1).clamp_min(0))
+        alone = CALLS[how](model, tokens, torch.ones_like(tokens), torch.arange(6).expand(2, 6))
+    assert close(made[:, real], alone, atol=1e-9)
 
 
 def test_a_gap_is_left_out_of_the_recursion():
@@ -282,12 +286,16 @@ def test_a_gap_is_left_out_of_the_recursion():
     assert not made[0, ~mask[0]].any()
 
 
-def test_runs_inside_runs_and_in_other_threads_keep_their_own_masks():
-    model = tiny_model("bridge/whitened")
-    padded, mask = torch.cat([some_tokens()[:, :2], some_tokens()], dim=1), torch.ones(2, 8, dtype=torch.long)
-    mask[:, :2] = 0
-    alone = logits(model, padded, attention_mask=mask)
-    once = []
+def padded_at(count):
+    """Tokens behind so much padding, and their mask."""
+    tokens, mask = torch.cat([some_tokens()[:, :count], some_tokens()], 1), torch.ones(2, 6 + count, dtype=torch.long)
+    mask[:, :count] = 0
+    return tokens, mask
+
+
+def test_a_run_inside_a_run_leaves_its_mask_alone():
+    model, (padded, mask) = tiny_model("bridge/whitened"), padded_at(2)
+    alone, once = logits(model, padded, attention_mask=mask), []
 
     def again(tensor, hook):
         if not once:
@@ -300,16 +308,29 @@ def test_runs_inside_runs_and_in_other_threads_keep_their_own_masks():
     assert torch.equal(made, alone)
 
 
-def test_starting_at_a_layer_whitens_there():
-    for name in WHITENED:
-        model, tokens = tiny_model(name), some_tokens()
-        whole = logits(model, tokens)
-        try:
-            with torch.no_grad():
-                later = model(model(tokens, stop_at_layer=1), start_at_layer=1)
-        except (TypeError, NotImplementedError):
-            continue  # 3.9's Bridge cannot
-        assert close(later, whole, atol=1e-9)
+def test_threads_keep_their_own_masks():
+    model = tiny_model("bridge/whitened-neox").original_model
+
+    def run(count):
+        tokens, mask = padded_at(count)
+        return logits(model, tokens, attention_mask=mask).logits
+
+    alone = {count: run(count) for count in (1, 3)}
+    counts = [1, 3] * 20
+    with ThreadPoolExecutor(2) as pool:
+        assert all(torch.equal(made, alone[count]) for count, made in zip(counts, pool.map(run, counts), strict=True))
+
+
+STARTING = [name for name in WHITENED if name.startswith("hooked/") or "hooked/whitened" not in WHITENED]
+"""Where TransformerLens can start at a layer: HookedTransformer, and the Bridge of 4.x."""
+
+
+@pytest.mark.parametrize("name", STARTING)
+def test_starting_at_a_layer_whitens_there(name):
+    model, tokens = tiny_model(name), some_tokens()
+    with torch.no_grad():
+        later = model(model(tokens, stop_at_layer=1), start_at_layer=1)
+    assert close(later, logits(model, tokens), atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in WHITENED if name in ("hooked/whitened", "bridge/whitened-neox")])
@@ -329,14 +350,17 @@ def test_autocast_does_not_round_the_stream(plain):
 
 
 def test_source_tokens_of_direct_effects_are_where_they_came_from(whitened):
-    """Whitening brings what was written at earlier tokens to the query; checked by leaving a token's embedding out."""
+    """Whitening brings what earlier tokens hold to the query: each embedding alone is pushed past the blocks."""
     frozen = tlens.freeze(whitened, some_tokens(1))
     effects = circuits.logit_attribution(frozen, 5, by="head_token")
     assert close(effects.keys.sum(-1), effects.scores, atol=1e-9)
     asked = circuits.stream.stream_target(frozen, 5, None, None, -1, "ratio")
-    direct = asked.stream.pull(asked.seed, sublayers=False).stream[0][0, 0]
     for name, part in asked.stream.sources().items():
-        assert close(effects.keys[0, 0, effects.names.index(name)], (direct * part[0]).sum(-1), atol=1e-9)
+        alone = torch.diag_embed(part[0].T).permute(1, 2, 0)[:, None]  # a row for each token's own vector
+        for step in asked.stream.steps:
+            alone = step.outer.push(alone)
+        reached = (alone[:, 0, -1] * asked.vectors[0, 0]).sum(-1)
+        assert close(effects.keys[0, 0, effects.names.index(name)], reached, atol=1e-9)
     assert float(effects.keys[0, 0, 0, :-1].abs().max()) > 1e-6
 
 

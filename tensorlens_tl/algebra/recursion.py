@@ -144,9 +144,7 @@ def scan_kept(
     order = None
     if keep is not None:
         x = x.masked_fill(~keep[..., None], 0)  # what padding holds need not be finite
-        if bool(
-            (keep[:, 1:] & ~keep[:, :-1]).sum(1).add(keep[:, 0]).gt(1).any()
-        ):  # a gap: its neighbours move together
+        if _has_gaps(keep):  # the neighbours of a gap move together
             order = keep.long().argsort(dim=-1, descending=True, stable=True)[..., None]
             x = torch.take_along_dim(x, order.expand(*x.shape[-3:-1], 1), dim=-2)
     y = scan(x.flip(-2), weight).flip(-2) if backwards else scan(x, weight)
@@ -155,6 +153,12 @@ def scan_kept(
     if order is not None:
         y = torch.take_along_dim(y, order.argsort(dim=-2), dim=-2)
     return y.masked_fill(~keep[..., None], 0)
+
+
+def _has_gaps(keep: Bool[Tensor, "batch length"]) -> bool:
+    """Whether any row has a position left out between two that are kept."""
+    starts = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, 0]
+    return bool((starts > 1).any())
 
 
 def diagonal_scan(x: Float[Tensor, "*rows pos d"], factor: Float[Tensor, "*any pos d"]) -> Float[Tensor, "*rows pos d"]:

@@ -149,8 +149,8 @@ def task_of(args: argparse.Namespace, model: Any) -> Any:
     return evaluate.induction(args.n or PROMPTS, d_vocab=model.cfg.d_vocab, seed=args.seed)
 
 
-def prompts_of(args: argparse.Namespace, model: Any) -> Any:
-    """The prompts of a file, a line each, or the text that an embedded model was not trained on.
+def prompts_of(args: argparse.Namespace, model: Any, *, most: int = PROMPTS, length: int = 48) -> Any:
+    """The prompts of a file, a line each, or `most` windows of the text that an embedded model was not trained on.
 
     Raises:
         InvalidInputError: no such file, an empty one, or a model without text.
@@ -162,7 +162,7 @@ def prompts_of(args: argparse.Namespace, model: Any) -> Any:
             raise InvalidInputError(
                 f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
             )
-        return demo.held_out_prompts(model, args.n or PROMPTS)
+        return demo.held_out_prompts(model, args.n or most, length)
     if args.n is not None:
         raise InvalidInputError("-n: it counts prompts that we make; with --prompts every line of the file is one.")
     if not args.prompts.is_file():

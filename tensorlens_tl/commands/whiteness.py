@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model
+from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model, prompts_of
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "How white and how stationary is the residual stream, as it is and after a filter made from it?"
-TEXT_MODELS = ("demo", "demo:language", "demo:encoder", "demo:whitened")
+PROMPTS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", type=count, default=16, help="tokens of each prompt, special ones apart (default: 16)"
     )
-    parser.add_argument("-n", type=count, default=1000, help="prompts of held-out text (default: 1000)")
+    parser.add_argument("-n", type=count, help=f"prompts of held-out text (default: {PROMPTS})")
     parser.add_argument(
         "--filters", action="store_true", help="also measure after filters made from the other half of the prompts"
     )
@@ -74,21 +74,13 @@ def _tokens(args: argparse.Namespace, model: Any) -> Any:
     """Prompts of one length: those of the file cut to it, shorter ones left out, or windows of held-out text."""
     import torch
 
-    from tensorlens_tl import demo
-
-    if args.prompts is None:
-        if args.model not in TEXT_MODELS:
-            raise InvalidInputError(
-                f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
-            )
-        if args.length > model.cfg.n_ctx - 2:
-            raise InvalidInputError(f"--length {args.length}: the model reads {model.cfg.n_ctx} tokens.")
-        return demo.held_out_prompts(model, args.n, args.length)
-    if not args.prompts.is_file():
-        raise InvalidInputError(f"--prompts {args.prompts}: no such file.")
-    lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if args.length > model.cfg.n_ctx - 2:
+        raise InvalidInputError(f"--length {args.length}: the model reads {model.cfg.n_ctx} tokens.")
+    lines = prompts_of(args, model, most=PROMPTS, length=args.length)
+    if isinstance(lines, torch.Tensor):
+        return lines
     rows = [model.to_tokens(line)[0] for line in lines]
-    special = int(len(rows) > 0 and all(row[0] == rows[0][0] for row in rows) and rows[0][0] == _bos(model))
+    special = int(all(row[0] == _bos(model) for row in rows))
     rows = [row[: args.length + special] for row in rows if len(row) >= args.length + special]
     if not rows:
         raise InvalidInputError(

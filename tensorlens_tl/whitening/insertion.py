@@ -78,11 +78,6 @@ def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", value
         raise InvalidInputError("whiten: this model is whitened already.")
     parameter = next(found.parameters())
     width = view.cfg.d_model
-    if isinstance(init, Mapping):  # by hook point, as `stream_filters` gives them; the last one belongs to no block
-        names = [f"blocks.{layer}.hook_resid_pre" for layer in range(len(parents))]
-        if not set(names) <= set(init):
-            raise InvalidInputError(f"whiten: init has filters for {', '.join(init)}; it needs {', '.join(names)}.")
-        init = [init[name] for name in names]
     starts = _starts(init, width, len(parents))
     if values == "dropped":
         _drop_values(view)
@@ -133,6 +128,11 @@ class Uncentred:
 
 def _starts(init: Any, width: int, blocks: int) -> Sequence[tuple[Tensor, Tensor] | None]:
     """L⁻¹ and M of every block, or None for the identity."""
+    if isinstance(init, Mapping):  # by hook point, as `stream_filters` gives them; the last one belongs to no block
+        names = [f"blocks.{layer}.hook_resid_pre" for layer in range(blocks)]
+        if not set(names) <= set(init):
+            raise InvalidInputError(f"whiten: init has filters for {', '.join(init)}; it needs {', '.join(names)}.")
+        init = [init[name] for name in names]
     if isinstance(init, str):
         if init == "identity":
             return [None] * blocks

@@ -14,8 +14,6 @@ from transformer_lens.hook_points import HookPoint
 from tensorlens_tl.algebra.recursion import scan_kept, spectral_radius
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
-MASKS = ("attention_mask", "additive_attention_mask")
-
 
 class Whitening(nn.Module):
     """``w_i = L⁻¹(x_i − M w_{i−1})``: two dense linear maps without bias, shared by all heads.
@@ -139,10 +137,9 @@ def _kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bool[Tensor, "batch 
     Raises:
         UnsupportedModelError: a mask of another shape, or one that lets padding see everything, as fused attention's.
     """
-    given = [kwargs[name] for name in MASKS if isinstance(kwargs.get(name), Tensor)]
-    given += [value for value in args[1:] if isinstance(value, Tensor) and value.ndim == 4]  # GPT-2's has no name
-    mask = next(iter(given), None)
-    if mask is None:
+    unnamed = [value for value in args[1:] if isinstance(value, Tensor) and value.ndim == 4]  # as GPT-2's
+    mask = next(iter([kwargs["attention_mask"]] if kwargs.get("attention_mask") is not None else unnamed), None)
+    if not isinstance(mask, Tensor):
         return None
     allowed = mask if mask.dtype == torch.bool else mask == 0 if mask.ndim == 4 else mask != 0
     if allowed.ndim == 4:
