@@ -4,6 +4,7 @@
 | --- | --- |
 | `maps` | what is an affine map, and how do maps combine? |
 | `primitives` | which maps is everything made of? |
+| `routing` | what acts on some tokens only? |
 | `recursion` | what passes from each position to the next? |
 | `positions` | where do vectors live, so that no work is done elsewhere? |
 | `bias_spreading` | where does each bias go, if source tokens are to have it? |
@@ -12,7 +13,17 @@
 | `numerics` | how far apart are two results? |
 """
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, Chain, MixingMap, PositionwiseMap, Sum, Transpose, note_bias
+from tensorlens_tl.algebra.maps import (
+    ZERO,
+    AffineMap,
+    Chain,
+    MixingMap,
+    PositionwiseMap,
+    Sum,
+    Transpose,
+    note_bias,
+    stages_of,
+)
 from tensorlens_tl.algebra.positions import RowPositions, Where
 from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm
 from tensorlens_tl.algebra.recursion import DiagonalRecursion, Recursion
@@ -35,4 +46,5 @@ __all__ = [
     "Transpose",
     "Where",
     "note_bias",
+    "stages_of",
 ]

@@ -163,7 +163,7 @@ class AffineMap(ABC):
 
     def __matmul__(self, other: "AffineMap") -> "Chain":
         """``(a @ b)(x) = a(b(x))``."""
-        return Chain((*_flat(other), *_flat(self)))
+        return Chain((*stages_of(other), *stages_of(self)))
 
     def __add__(self, other: "AffineMap") -> "Sum":
         return Sum((*_terms(self), *_terms(other)))
@@ -200,8 +200,9 @@ def note_bias(g: Tensor, bias: Tensor, biases: list[Tensor] | None) -> None:
     biases.append(g @ bias if bias.ndim == 1 else (g * bias).sum(-1))
 
 
-def _flat(m: AffineMap) -> tuple[AffineMap, ...]:
-    return tuple(inner for stage in m.stages for inner in _flat(stage)) if isinstance(m, Chain) else (m,)
+def stages_of(m: AffineMap) -> tuple[AffineMap, ...]:
+    """The stages of a chain, those of chains inside it among them; any other map is one stage."""
+    return tuple(inner for stage in m.stages for inner in stages_of(stage)) if isinstance(m, Chain) else (m,)
 
 
 def _terms(m: AffineMap) -> tuple[AffineMap, ...]:
@@ -219,7 +220,7 @@ class Chain(AffineMap):
     stages: tuple[AffineMap, ...]
 
     def __repr__(self) -> str:
-        shown = [f"({stage})" if isinstance(stage, Sum) else repr(stage) for stage in reversed(_flat(self))]
+        shown = [f"({stage})" if isinstance(stage, Sum) else repr(stage) for stage in reversed(stages_of(self))]
         if len(shown) > SHOWN:
             shown = [*shown[: SHOWN // 2], f"… {len(shown) - SHOWN} more …", *shown[-(SHOWN // 2) :]]
         return " @ ".join(shown)

@@ -184,7 +184,7 @@ def _attention_norm(frozen: FrozenPass, layer: int) -> float:
 
 
 def _mlp_norm(frozen: FrozenPass, layer: int, as_printed: bool) -> float | None:
-    weights, held = frozen.view.blocks[layer].mlp, frozen.mlp_coefficients(layer)
+    weights, held = frozen.view.blocks[layer].dense_mlp, frozen.mlp_coefficients(layer)
     if weights is None or held is None:
         return None
     largest = 1.0 if as_printed else float(held.through[frozen.mask].abs().max())

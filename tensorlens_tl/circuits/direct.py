@@ -102,12 +102,13 @@ def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tens
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             met = sublayer.write.pull(pulled.sums[number])
             if by == "neuron" and not sublayer.is_attention:
+                _ = stream.frozen.view.blocks[sublayer.layer].dense_mlp  # refuses experts
                 neurons = [f"{sublayer.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
                 add(neurons, (met.to(asked.total) * hidden).sum(-2), partial(_by_position, met, hidden))
             elif by == "component":
                 add([sublayer.name], dot(met, hidden), partial(_by_position, met, hidden))
             else:
-                by_key = partial(_by_position, met, hidden)
+                by_key = partial(_by_node, sublayer, met, hidden)
                 if sublayer.is_attention:
                     by_key = partial(_by_source, sublayer, stream.x[number], met)
                 add(list(sublayer.nodes), sublayer.shares(met, hidden), by_key)
@@ -123,6 +124,11 @@ def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tens
 def _by_position(met: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch 1 pos"]:
     """⟨met, x⟩ where the vectors are: the query's own position, and on a whitened model those before it."""
     return (upcast(met) * x).sum(-1)[:, :, None]
+
+
+def _by_node(sublayer: Sublayer, met: Tensor, x: Tensor) -> Float[Tensor, "query batch node pos"]:
+    """The same for each node of a sublayer."""
+    return sublayer.split(upcast(met) * x).sum(-1).mT
 
 
 def _by_source(sublayer: Sublayer, x: Tensor, met: Tensor) -> Float[Tensor, "query batch head key"]:

@@ -192,9 +192,11 @@ class _Builder:
         first, pos, sources = len(self.names), outputs.shape[1], outputs.shape[0]
         at, carried = torch.arange(pos, device=outputs.device), torch.tensor(self.carried, device=outputs.device)
         if not sublayer.is_attention:
-            weights = (outputs * sublayer.read.pull(met)[0, 0]).sum(-1)
-            self.entering[first] = weights.abs().sum(0)
-            self._keep(carried[:, None] * pos + at, first * pos + at, weights)
+            parts = sublayer.split(met)
+            for node in range(len(sublayer.nodes)):
+                weights = (outputs * sublayer.read_of(node).pull(parts[..., node, :])[0, 0]).sum(-1)
+                self.entering[first + node] = weights.abs().sum(0)
+                self._keep(carried[:, None] * pos + at, (first + node) * pos + at, weights)
             return
         *before, mix = sublayer.read.stages
         assert isinstance(mix, Attention)

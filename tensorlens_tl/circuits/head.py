@@ -11,6 +11,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import AffineMap, Attention, Chain, Linear, Norm
 from tensorlens_tl.algebra.memory import check_size
 from tensorlens_tl.circuits.stream import Stream, stream_target, token_pairs
+from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.prompts import query_positions
@@ -144,7 +145,11 @@ def head_map(
     number, sublayer = stream.at(layer)
     read = sublayer.read_of(head)
     output, *after = sublayer.write.stages
-    assert isinstance(output, Linear)
+    if not isinstance(output, Linear):
+        raise UnsupportedModelError(
+            f"blocks.{layer} of this {frozen.view.description}: a gate or a norm scales what its heads give, by what "
+            "the receiving token is; a head has no map of its own there. Its terms and effects work (by='head')."
+        )
     width = output.weight.shape[0] // len(sublayer.nodes)
     linear: list[AffineMap] = [Linear(output.weight[head * width : (head + 1) * width])]
     scale = torch.ones_like(stream.x[0][..., :1])

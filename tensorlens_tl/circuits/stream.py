@@ -16,7 +16,7 @@ part of the pulled-back vector. What `write` and `outer` add besides are *biases
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,12 +25,14 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import ZERO, AffineMap, Attention, Chain, Identity, Linear, Sum
+from tensorlens_tl.algebra import ZERO, AffineMap, Attention, Chain, Diagonal, Identity, Linear, Sum, stages_of
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
+from tensorlens_tl.algebra.routing import Beside, GroupSum, Routed
 from tensorlens_tl.circuits.embeddings import embedding_parts
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.activations import check_rule
+from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.layouts import Place
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
 from tensorlens_tl.passes.frozen import PassLike
@@ -48,7 +50,8 @@ class Sublayer:
         layer: its block.
         read: stream -> hidden: heads side by side (mixed over positions), or the MLP's neurons after the activation.
         write: hidden -> stream; its bias is `bias_name`'s, not the nodes'.
-        nodes: the names of its nodes, ``"L0H3"`` or ``"MLP0"``.
+        nodes: the names of its nodes, ``"L0H3"``, ``"MLP0"``, or of a mixture of experts ``"L0E2"`` for each expert
+            that is chosen and ``"L0.shared"``.
         is_attention: whether the nodes are heads.
     """
 
@@ -62,7 +65,7 @@ class Sublayer:
     @property
     def name(self) -> str:
         """All nodes together: ``"L0.attn"`` or ``"MLP0"``."""
-        return f"L{self.layer}.attn" if self.is_attention else self.nodes[0]
+        return f"L{self.layer}.attn" if self.is_attention else f"MLP{self.layer}"
 
     def split(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows node channel"]:
         """A hidden vector by node."""
@@ -84,15 +87,22 @@ class Sublayer:
     def read_of(self, node: int) -> Chain:
         """What one node reads, as a map of its own: for a head its values and pattern only."""
         if not self.is_attention:
-            return self.read
-        *before, values, mix = self.read.stages
+            *before, inside = self.read.stages
+            return Chain((*before, inside.terms[node])) if isinstance(inside, Beside) else self.read
+        *before, mix = self.read.stages
+        factors: list[Diagonal] = []
+        values = before.pop()
+        while isinstance(values, Diagonal):  # the scale of a norm of values
+            factors.insert(0, values)
+            values = before.pop()
         assert isinstance(values, Linear)
         assert isinstance(mix, Attention)
         group = mix.pattern.shape[1] // mix.kv_heads
         width = values.weight.shape[1] // mix.kv_heads
         kept = slice(node // group * width, (node // group + 1) * width)
         own = Linear(values.weight[:, kept], None if values.offset is None else values.offset[kept])
-        return Chain((*before, own, Attention(mix.pattern[:, node : node + 1], 1)))
+        scaled = (Diagonal(factor.factor[..., kept]) for factor in factors)
+        return Chain((*before, own, *scaled, Attention(mix.pattern[:, node : node + 1], 1)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,14 +387,12 @@ def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*row
 def _block_steps(frozen: Record, layer: int, rule: str) -> list[Step]:
     """One block's steps, by its proven layout."""
     layout = frozen.layouts[layer]
-    *values, output = frozen.attention(layer).stages
+    values, mixing, output = frozen.attention(layer).stages
     heads = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
-    sublayers = [(layout.attn, _sublayer(frozen, layer, layout.attn, (*values,), output, heads, "b_O", True))]
-    mlp = frozen.mlp(layer, rule)
-    if mlp is not None:
-        *hidden, output = mlp.stages
-        names = (f"MLP{layer}",)
-        sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (*hidden,), output, names, "b_out", False)))
+    sublayers = [(layout.attn, _sublayer(frozen, layer, layout.attn, (values, mixing), output, heads, "b_O", True))]
+    if frozen.view.blocks[layer].has_mlp:
+        hidden, output, names = _mlp_nodes(frozen, layer, rule)
+        sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (hidden,), output, names, "b_out", False)))
     whitening = frozen.whitening(layer)
     steps = [] if whitening is None else [Step(layer, (), whitening, f"L{layer}.whitening")]
     if layout.parallel:
@@ -393,6 +401,26 @@ def _block_steps(frozen: Record, layer: int, rule: str) -> list[Step]:
         outer = Identity() if at.outer is None else frozen.norm(layer, at.outer)
         steps.append(Step(layer, (sublayer,), outer, f"L{layer}.{at.outer}.b"))
     return steps
+
+
+def _mlp_nodes(frozen: Record, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
+    """An MLP's hidden vector, what writes it, and its nodes: the whole MLP, or every expert that is chosen.
+
+    An expert's hidden vector is what it writes, its share of the routing and its own biases included.
+    """
+    if not isinstance(frozen.view.blocks[layer].mlp, ExpertsWeights):
+        mlp = frozen.mlp(layer, rule)
+        assert isinstance(mlp, Chain)
+        *hidden, output = mlp.stages
+        return Chain(tuple(hidden)), output, (f"MLP{layer}",)
+    parts = frozen.experts(layer, rule)
+    routed = parts["experts"]
+    assert isinstance(routed, Routed)
+    terms: dict[str, AffineMap] = {
+        f"L{layer}E{branch.number}": replace(routed, branches=(branch,)) for branch in routed.branches
+    }
+    terms |= {f"L{layer}.{name}": part for name, part in parts.items() if name != "experts"}
+    return Beside(tuple(terms.values())), GroupSum(len(terms)), tuple(terms)
 
 
 def _sublayer(
@@ -408,4 +436,5 @@ def _sublayer(
     before = () if at.before is None else (frozen.norm(layer, at.before),)
     after = () if at.after is None else (frozen.norm(layer, at.after),)
     bias = f"L{layer}.{bias_name}"
-    return Sublayer(layer, Chain((*before, *read)), Chain((output, *after)), nodes, bias, is_attention)
+    inside = [stage for part in read for stage in stages_of(part)]
+    return Sublayer(layer, Chain((*before, *inside)), Chain((*stages_of(output), *after)), nodes, bias, is_attention)

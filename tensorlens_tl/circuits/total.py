@@ -18,7 +18,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
-from tensorlens_tl.errors import FrozenModelError, InvalidInputError
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import capture, refuse_attached
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
 from tensorlens_tl.models.state import refuse_dropout
@@ -127,8 +127,15 @@ def _components(asked: StreamTarget, by: str) -> Iterator[_Component]:
     for step in asked.stream.steps:
         for sublayer in step.sublayers:
             at = points[sublayer.layer]
+            inside = at.post if not sublayer.is_attention else at.z if at.attention is None else None
+            if inside is None:
+                raise UnsupportedModelError(
+                    f"total_effects(live=True): nothing inside {sublayer.name} of this "
+                    f"{asked.stream.frozen.view.description} can be taken away by a hook (a mixture of experts, a gate "
+                    "or a norm inside). Leave live out: the frozen model's effects are exact."
+                )
             if not sublayer.is_attention:
-                assert at.post is not None  # a block with an MLP has its hook points
+                assert at.post is not None
                 yield _Component(sublayer.name, at.post)
             elif by == "component":
                 yield _Component(sublayer.name, at.z)

@@ -56,9 +56,9 @@ def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
         UnsupportedModelError: an MLP that cannot be read or written, or quantised weights.
     """
     block, where = view.blocks[layer], f"blocks.{layer} of this {view.description}"
-    if block.mlp is None:
+    if block.dense_mlp is None:
         raise InvalidInputError(f"mlp: {where} has no MLP.")
-    names = ["W_in", "W_out"] if block.mlp.W_gate is None else ["W_in", "W_gate", "W_out"]
+    names = ["W_in", "W_out"] if block.dense_mlp.W_gate is None else ["W_in", "W_gate", "W_out"]
     there = writable(block)
     packed = [name for name in names if name not in there]
     if packed:

@@ -98,7 +98,7 @@ class Removed:
         self.frozen.check_fresh()
         kept = self.kept.mlp(layer, activation)
         held = self.frozen.mlp_coefficients(layer, activation)
-        before, after = (block.mlp for block in self._blocks(layer))
+        before, after = (block.dense_mlp for block in self._blocks(layer))
         if before is None or after is None or held is None or kept is None:
             return None
         twice = {

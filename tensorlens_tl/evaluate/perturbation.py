@@ -298,7 +298,7 @@ class _Engine:
         self.place, self.predicts = place, bool(set(PREDICTED) & set(metrics))
         batch, pos = prompt.tokens.shape
         self.positions = None if place is None else query_positions(prompt, place)
-        widest = max(block.mlp.W_in.shape[1] if block.mlp is not None else 0 for block in view.blocks)
+        widest = max(block.mlp.hidden if block.mlp is not None else 0 for block in view.blocks)
         per_row = pos * (8 * view.blocks[0].attention.W_O.shape[1] + 2 * widest + 2 * pos * view.cfg.n_heads)
         self.rows = max(1, memory // (4 * (per_row + (view.d_vocab if self.predicts else 0))))
         self.hidden, logits = self._measure(torch.arange(batch), torch.zeros_like(prompt.mask).cpu())

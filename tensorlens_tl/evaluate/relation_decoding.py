@@ -248,9 +248,7 @@ def unembed(frozen: FrozenPass, states: Float[Tensor, "prompt d_model"]) -> Floa
         raise UnsupportedModelError(
             f"relation decoding reads tokens off the final state; {frozen.view.description} has no plain unembedding."
         )
-    W_U, b_U = frozen.view.unembedding
-    logits = states.to(W_U) @ W_U
-    return logits if b_U is None else logits + b_U
+    return frozen.view.logits(states)
 
 
 # ------------------------------------------------------------------------------------- the evaluation

@@ -9,7 +9,14 @@ from tensorlens_tl.hooks.capture import (
     observe,
     own_logits,
 )
-from tensorlens_tl.hooks.freeze import attention_hooks, leave_out, mlp_hooks, patterns_take_effect, replace
+from tensorlens_tl.hooks.freeze import (
+    attention_hooks,
+    leave_out,
+    mlp_hooks,
+    patterns_take_effect,
+    replace,
+    whole_hooks,
+)
 from tensorlens_tl.hooks.inspection import PlacedHook, hooks_on, is_attached, other_hooks, refuse_attached
 from tensorlens_tl.hooks.points import BlockPoints, ModelPoints, model_points
 from tensorlens_tl.hooks.running import FwdHook, in_this_thread, lock_of, own_run, run
@@ -40,4 +47,5 @@ __all__ = [
     "refuse_attached",
     "replace",
     "run",
+    "whole_hooks",
 ]

@@ -11,7 +11,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.hooks.calls import seen_calls
 from tensorlens_tl.hooks.inspection import other_hooks
+from tensorlens_tl.hooks.points import CallPoint
 from tensorlens_tl.hooks.running import FwdHook, in_this_thread, run
 from tensorlens_tl.models.protocol import HookedModel
 
@@ -25,6 +27,7 @@ def observe(
     hooks: Sequence[FwdHook] = (),
     last: str | None = None,
     optional: bool = False,
+    calls: Mapping[str, CallPoint] | None = None,
 ) -> Any:
     """Run the model once and show `see` the activation at each of `names`, in the order of the forward pass.
 
@@ -36,6 +39,7 @@ def observe(
         hooks: further hooks of the run; what they change is seen after them, except at their own point.
         last: a hook point to end the run at; there is no output then.
         optional: whether a hook point that does not fire is left out instead of refused.
+        calls: names that are no hook points, and where their tensors are seen.
 
     Returns:
         The model's output, or None where the run ended before it. Hooks are gone afterwards, also on an exception.
@@ -43,9 +47,12 @@ def observe(
     Raises:
         UnsupportedModelError: a hook point did not fire, or fired again with another activation.
     """
-    points = dict(model.hook_dict)
+    points, calls = dict(model.hook_dict), calls or {}
+    names = list(names)
     wanted: dict[int, list[str]] = {}
     for name in names:
+        if name in calls:
+            continue
         wanted.setdefault(id(points[name]), []).append(name)
     called = {name for name, point in points.items() if id(point) in wanted}  # every name of a wanted point
     met: dict[int, Callable[[], Tensor | None]] = {}
@@ -64,7 +71,8 @@ def observe(
     # one filter instead of a hook for each name: a Bridge lists all its hook points again for every name
     ends = [] if last is None else [(last, in_this_thread(_stop))]
     output = None
-    with torch.no_grad(), suppress(_ReachedError):
+    called_with = {name: calls[name] for name in names if name in calls}
+    with torch.no_grad(), suppress(_ReachedError), seen_calls(called_with, see):
         output = run(model, inputs, [(called.__contains__, in_this_thread(meet)), *hooks, *ends])
     silent = [name for point, wished in wanted.items() if point not in met for name in wished]
     if silent and not optional:
@@ -90,12 +98,13 @@ def capture(
     hooks: Sequence[FwdHook] = (),
     last: str | None = None,
     optional: bool = False,
+    calls: Mapping[str, CallPoint] | None = None,
 ) -> tuple[dict[str, Tensor], Any]:
     """Run the model once and keep the activations at `names`.
 
     Args:
         store: ``"model"`` leaves activations where they are computed, ``"cpu"`` keeps them off the device.
-        model, inputs, names, hooks, last, optional: see `observe`, also for errors.
+        model, inputs, names, hooks, last, optional, calls: see `observe`, also for errors.
 
     Returns:
         The activations by name, and the model's output (None where the run ended before it).
@@ -105,7 +114,7 @@ def capture(
     def keep(name: str, activation: Tensor) -> None:
         kept[name] = activation.cpu() if store == "cpu" else activation
 
-    output = observe(model, inputs, names, keep, hooks=hooks, last=last, optional=optional)
+    output = observe(model, inputs, names, keep, hooks=hooks, last=last, optional=optional, calls=calls)
     return kept, output
 
 

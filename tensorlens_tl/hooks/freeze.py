@@ -6,15 +6,16 @@ silently ignored. There the live `attn.hook_v` is recorded and `attn.hook_z` rep
 which is exact everywhere. Which of the two a layer needs is found by trying (`patterns_take_effect`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.errors import FrozenModelError
-from tensorlens_tl.hooks.points import BlockPoints
+from tensorlens_tl.hooks.points import BlockPoints, Ends
 from tensorlens_tl.hooks.running import FwdHook, in_this_thread, is_own_run, run
 from tensorlens_tl.models.activations import Coefficients
 
@@ -98,6 +99,39 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
     return [*(record(name) for name in sorted(recorded)), (points.post, _marked(post))]
 
 
+def whole_hooks(ends: Ends, held: AffineMap, shape: tuple[int, int]) -> list[FwdHook]:
+    """Hooks that hold a part as a whole: what it gives is replaced by its map of what it reads, live.
+
+    Args:
+        ends: where it begins and ends.
+        held: its map.
+        shape: batch and positions of the pass that the map was made from; a batch of 1 serves any batch.
+    """
+    live: dict[str, Tensor] = {}
+    fired: set[str] = set()
+
+    def record(x: Tensor, *, hook: Any) -> None:
+        live[ends.into] = x
+        fired.add(ends.into)
+
+    def put(out: Tensor, *, hook: Any) -> Tensor | None:
+        x = live.pop(ends.into, None)
+        if x is None:
+            _check_fired(ends.into, fired)
+            return None
+        prompts = x.reshape(-1, shape[1], x.shape[-1]) if x.numel() % (shape[1] * x.shape[-1]) == 0 else x
+        if (
+            prompts.shape[1] != shape[1]
+            or (x.ndim == 3 and x.shape[1] != shape[1])
+            or shape[0] not in (1, len(prompts))
+        ):
+            raise FrozenModelError(_other_shape(ends.into, shape, x.shape))
+        made = held(prompts[:, None])[:, 0] if shape[0] == 1 else held(prompts)
+        return made.reshape(out.shape).to(out)
+
+    return [(ends.into, _marked(record)), (ends.out, _marked(put))]
+
+
 def _check_fired(name: str, fired: set[str]) -> None:
     """A point that was recorded may be used up; one that never fired would leave the model silently unfrozen."""
     if name not in fired:
@@ -141,8 +175,12 @@ def _like(value: Tensor, live: Tensor, name: str, *, batch_only: bool = False) -
         value = value.flatten(0, 1).repeat(batches, *(1 for _ in value.shape[2:]))
     fits = value.shape[0] in (1, live.shape[0]) and (batch_only or value.shape[1:] == live.shape[1:])
     if not fits or (batch_only and value.shape[-1] != live.shape[1]):
-        raise FrozenModelError(
-            f"{name}: the model was frozen at {tuple(value.shape)}, but this run has {tuple(live.shape)}. Run the "
-            "frozen model on inputs of the same length, and the same batch (or freeze one prompt, which serves any)."
-        )
+        raise FrozenModelError(_other_shape(name, value.shape, live.shape))
     return value.to(device=live.device, dtype=live.dtype)
+
+
+def _other_shape(name: str, held: Sequence[int], live: Sequence[int]) -> str:
+    return (
+        f"{name}: the model was frozen at {tuple(held)}, but this run has {tuple(live)}. Run the "
+        "frozen model on inputs of the same length, and the same batch (or freeze one prompt, which serves any)."
+    )

@@ -13,21 +13,61 @@ Captured per block and token, in numbers of the model's dtype (``h`` heads, ``n`
 | pattern | `attn.hook_pattern` | h · n |
 | norm scales | `ln1.hook_scale` and the like | 1 each |
 | pre-activations | `mlp.hook_pre`, gated also `mlp.hook_pre_linear` | d_mlp, gated 2 · d_mlp |
+| what is held as a whole reads | `hook_in` of attention, MLP or norm | d_model each |
+| routing of experts | the arguments they are called with (`CallPoint`) | 2 for each expert chosen |
+
+A part is held from inside where TransformerLens has hook points there that take effect. A mixture of experts, gated or
+latent attention, an MLP with a norm inside, and norms without a scale to be replaced are held as a whole: what such a
+part reads is recorded at its `hook_in`, and its `hook_out` is replaced by its map of that.
 
 and once: the last block's output, `ln_final.hook_scale`, `unembed.hook_in` (d_model each).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import nn
 
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models.weights import MLPWeights
+
+
+@dataclass(frozen=True)
+class CallPoint:
+    """An argument that a module is called with, or its output, where TransformerLens has no hook point.
+
+    Attributes:
+        module: called once in a forward pass.
+        argument: a name in its forward's signature, or ``"output"`` (of several, the first).
+    """
+
+    module: nn.Module
+    argument: str
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where a part that is held as a whole begins and ends."""
+
+    into: str
+    out: str
 
 
 @dataclass(frozen=True)
 class BlockPoints:
     """The hook-point names of one block.
 
-    `pre_linear` is None for a plain MLP, both are None without one; `whitened` is None unless the model is.
+    Attributes:
+        resid_pre: what the block reads.
+        whitened: the same after whitening; None unless the model is whitened.
+        pattern, value, z: of attention.
+        scales: of each norm, the point of its scale; of a norm in `norms`, of what it reads.
+        pre, pre_linear, post: of an MLP held from inside, the second if it is gated.
+        attention, mlp: where they begin and end, if they are held as a whole.
+        norms: the same of norms.
+        index, weight: where the routing of experts is seen, names in `ModelPoints.calls`; `index` is None where the
+            weights say it.
     """
 
     resid_pre: str
@@ -39,12 +79,18 @@ class BlockPoints:
     pre: str | None
     pre_linear: str | None
     post: str | None
+    attention: Ends | None = None
+    mlp: Ends | None = None
+    norms: dict[str, Ends] = field(default_factory=dict)
+    index: str | None = None
+    weight: str | None = None
 
     @property
     def captured(self) -> list[str]:
         """What a pass keeps of this block."""
+        whole = [ends.into for ends in (self.attention, self.mlp) if ends is not None]
         names = [self.resid_pre, self.whitened, self.pattern, *self.scales.values(), self.pre, self.pre_linear]
-        return [name for name in names if name is not None]
+        return list(dict.fromkeys(name for name in (*names, *whole, self.index, self.weight) if name is not None))
 
 
 @dataclass(frozen=True)
@@ -56,6 +102,8 @@ class ModelPoints:
     final_scale: str | None
     head_scale: str | None
     unembed_in: str | None
+    calls: dict[str, CallPoint] = field(default_factory=dict)
+    final_norm: Ends | None = None
 
     @property
     def captured(self) -> list[str]:
@@ -72,15 +120,22 @@ def model_points(view: ModelView) -> ModelPoints:
     """
     last = "hook_normalized_resid_post" if view.is_hooked_encoder else "hook_resid_post"
     head = view.mlm_head
+    final_scale, whole = None, None
+    if view.final_norm is not None:
+        whole = None if view.final_norm.epsilon is None else _ends("ln_final")
+        final_scale = "ln_final.hook_scale" if whole is None else whole.into
+    blocks = [_block_points(view, layer) for layer in range(view.n_layers)]
     points = ModelPoints(
-        blocks=[_block_points(view, layer) for layer in range(view.n_layers)],
-        last_output=f"blocks.{view.n_layers - 1}.{last}",
-        final_scale="ln_final.hook_scale" if view.final_norm is not None else None,
+        blocks=blocks,
+        calls=_calls(view, blocks),
+        last_output=f"{view.blocks[-1].name}.{last}",
+        final_scale=final_scale,
+        final_norm=whole,
         head_scale=head.scale_name if head is not None else None,
         unembed_in="unembed.hook_in" if view.unembedding is not None else None,
     )
     known = view.model.hook_dict
-    missing = [name for name in points.captured if name not in known]
+    missing = [name for name in points.captured if name not in known and name not in points.calls]
     if missing:
         raise UnsupportedModelError(
             f"{view.description} has no hook point {missing[0]!r}"
@@ -91,17 +146,43 @@ def model_points(view: ModelView) -> ModelPoints:
 
 
 def _block_points(view: ModelView, layer: int) -> BlockPoints:
-    block, at = view.blocks[layer], f"blocks.{layer}."
+    block = view.blocks[layer]
+    at = block.name + "."
     # each refuses what cannot be frozen, naming the block
-    mlp, _, whitening = block.mlp, block.attention, block.whitening
+    mlp, attention, whitening = block.mlp, block.attention, block.whitening
+    inside = mlp if isinstance(mlp, MLPWeights) and mlp.hooked else None
+    whole = {name: _ends(at + name) for name, norm in block.norms.items() if norm.epsilon is not None}
+    index, weight = (f"{at}mlp.experts.{what}" for what in ("index", "weight"))
+    routed = isinstance(mlp, ExpertsWeights)
     return BlockPoints(
         resid_pre=at + ("hook_resid_pre" if whitening is None else "whitening.hook_in"),
         whitened=None if whitening is None else at + "whitening.hook_out",
         pattern=at + "attn.hook_pattern",
         value=at + "attn.hook_v",
         z=at + "attn.hook_z",
-        scales={name: f"{at}{name}.hook_scale" for name in block.norms},
-        pre=at + "mlp.hook_pre" if mlp is not None else None,
-        pre_linear=at + "mlp.hook_pre_linear" if mlp is not None and mlp.W_gate is not None else None,
-        post=at + "mlp.hook_post" if mlp is not None else None,
+        scales={name: whole[name].into if name in whole else f"{at}{name}.hook_scale" for name in block.norms},
+        pre=at + "mlp.hook_pre" if inside is not None else None,
+        pre_linear=at + "mlp.hook_pre_linear" if inside is not None and inside.W_gate is not None else None,
+        post=at + "mlp.hook_post" if inside is not None else None,
+        attention=None if attention.hooked else _ends(at + "attn"),
+        mlp=_ends(at + "mlp") if mlp is not None and not mlp.hooked else None,
+        norms=whole,
+        index=index if routed and not mlp.routing.dense else None,
+        weight=weight if routed else None,
     )
+
+
+def _ends(name: str) -> Ends:
+    return Ends(f"{name}.hook_in", f"{name}.hook_out")
+
+
+def _calls(view: ModelView, blocks: list[BlockPoints]) -> dict[str, CallPoint]:
+    """Where the routing of every mixture of experts is seen."""
+    calls: dict[str, CallPoint] = {}
+    for block, points in zip(view.blocks, blocks, strict=True):
+        if isinstance(block.mlp, ExpertsWeights):
+            routing = block.mlp.routing
+            for name, argument in ((points.index, routing.index), (points.weight, routing.weight)):
+                if name is not None:
+                    calls[name] = CallPoint(routing.module, argument)
+    return calls

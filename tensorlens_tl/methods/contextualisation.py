@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Chain
+from tensorlens_tl.algebra import Chain, stages_of
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import locals_of
 from tensorlens_tl.methods.ff_ig import ff_map, ff_scope, gain_after
@@ -103,7 +103,7 @@ def _ff_parts(frozen: FrozenPass) -> list[tuple[Tensor, Tensor]]:
     parts = []
     for local in locals_of(frozen):
         mlp, bypass = frozen.mlp(local.layer), local.attended()
-        stages = (*local.norms(local.mlp.before), *(mlp.stages if mlp else ()), *local.norms(local.mlp.after))
+        stages = (*local.norms(local.mlp.before), *(stages_of(mlp) if mlp else ()), *local.norms(local.mlp.after))
         parts.append((bypass, Chain(stages)(bypass)))
     return parts
 

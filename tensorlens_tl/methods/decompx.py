@@ -196,7 +196,7 @@ def _stages(block: AffineMap) -> list[AffineMap]:
 
 def _widest(frozen: FrozenPass) -> int:
     blocks = frozen.view.blocks
-    mlps = [2 * block.mlp.W_in.shape[1] for block in blocks if block.mlp is not None]
+    mlps = [block.mlp.hidden for block in blocks if block.mlp is not None]
     return max([*mlps, *(2 * block.attention.W_O.shape[0] for block in blocks)])
 
 

@@ -83,7 +83,7 @@ def ff_vectors(
     weights = layer.frozen.view.blocks[layer.layer].mlp
     if mlp is None or weights is None:
         raise UnsupportedModelError(f"ff-ig: blocks.{layer.layer} has no MLP.")
-    width = 2 * weights.W_in.shape[1] if "ff" in scope else 0
+    width = weights.hidden if "ff" in scope else 0
     for keys, atb in layer.vectors(layer.norms(layer.attn.outer), residual=True, width=width):
         made = atb if scope == "atb" else through(layer.norms(place.before), atb)
         if "ff" in scope:

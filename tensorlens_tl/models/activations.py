@@ -69,6 +69,7 @@ def coefficients(
     pre: Float[Tensor, "batch pos d_mlp"],
     linear: Float[Tensor, "batch pos d_mlp"] | None = None,
     rule: str = "ratio",
+    psi: Activation | None = None,
 ) -> Coefficients:
     """The coefficients of one rule at captured pre-activations.
 
@@ -77,11 +78,20 @@ def coefficients(
         pre: z of a plain MLP, or the gate's pre-activation g.
         linear: u of a gated MLP; None for a plain one.
         rule: see the table above.
+        psi: of a gated MLP φ(g)·ψ(u) (gpt-oss clamps u and adds 1): the rule at ψ(u), and ψ(u) by its own ratio
+            (``tangent``: by its derivative). None for the identity.
 
     Raises:
         InvalidInputError: no such rule.
     """
     check_rule(rule)
+    if psi is not None and linear is not None:
+        outer = coefficients(phi, pre, psi(linear), rule)
+        inner = coefficients(psi, linear, None, rule)
+        rest = outer.rest
+        if inner.rest is not None:
+            rest = outer.through * inner.rest + (0 if rest is None else rest)
+        return Coefficients(outer.through * inner.through, outer.gate, rest)
     if linear is None:
         if rule == "tangent":
             value, slope = phi(pre), derivative(phi, pre)

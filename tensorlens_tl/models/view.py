@@ -17,7 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.activations import Activation, is_elementwise
+from tensorlens_tl.models.attention import floating, read_attention
+from tensorlens_tl.models.experts import ExpertsWeights, has_experts, read_experts
+from tensorlens_tl.models.mlps import read_mlp
 from tensorlens_tl.models.weights import (
     AttentionWeights,
     MLMHead,
@@ -27,6 +29,7 @@ from tensorlens_tl.models.weights import (
     WhiteningWeights,
     detached,
     find_activation,
+    innermost,
     is_bridge_component,
     is_norm,
     norm_weights,
@@ -43,8 +46,13 @@ class BlockView:
         self.layer = layer
         self.module: Any = model.model.blocks[layer]
 
+    @property
+    def name(self) -> str:
+        """Where its hook points are: ``"blocks.0"``."""
+        return f"blocks.{self.layer}"
+
     def _refuse(self, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"blocks.{self.layer} of this {self.model.description}: {what}")
+        return UnsupportedModelError(f"{self.name} of this {self.model.description}: {what}")
 
     @cached_property
     def norms(self) -> dict[str, NormWeights]:
@@ -72,30 +80,16 @@ class BlockView:
     @cached_property
     def attention(self) -> AttentionWeights:
         """The attention weights; refuses what is not softmax attention with readable weights."""
-        attn = getattr(self.module, "attn", None)
-        if attn is None or getattr(attn, "W_O", None) is None or getattr(attn, "W_V", None) is None:
-            raise self._refuse(
-                "no attention with readable W_V and W_O (a state-space, recurrent or compressed-attention "
-                "layer?). Only softmax attention can be frozen."
-            )
-        W_O = self._floating(attn.W_O, "attn.W_O")
-        # HookedTransformer's W_V is expanded to query heads, its _W_V is not; a Bridge has only the latter, as W_V.
-        kept = "_W_V" if hasattr(attn, "_W_V") else "W_V"
-        W_V = self._floating(getattr(attn, kept), "attn.W_V")
-        b_V = getattr(attn, kept.replace("W", "b"), None)
-        if W_V.ndim != 3 or W_O.ndim != 3:
-            raise self._refuse(
-                f"attn.W_V is {tuple(W_V.shape)} and attn.W_O {tuple(W_O.shape)}, not [head, d_model, d_head] "
-                "and [head, d_head, d_model]."
-            )
-        return AttentionWeights(
-            W_V=rearrange(W_V, "kv d_model d_head -> d_model (kv d_head)"),
-            b_V=None if b_V is None else b_V.detach().reshape(-1),
-            W_O=rearrange(W_O, "head d_head d_model -> (head d_head) d_model"),
-            b_O=detached(getattr(attn, "b_O", None)),
-            heads=W_O.shape[0],
-            kv_heads=W_V.shape[0],
-        )
+        read = read_attention(getattr(self.module, "attn", None), self.model.cfg, self._refuse)
+        if self.branch_factor == 1:
+            return read
+        b_O = None if read.b_O is None else read.b_O * self.branch_factor
+        return replace(read, W_O=read.W_O * self.branch_factor, b_O=b_O)
+
+    @property
+    def branch_factor(self) -> float:
+        """What the block multiplies both branches by before it adds them to the stream (Granite)."""
+        return float(getattr(innermost(self.module), "residual_multiplier", 1.0))
 
     @cached_property
     def query_key(self) -> QueryKeyWeights:
@@ -131,15 +125,19 @@ class BlockView:
                 return rearrange(weight, "head d_head d_model -> (head d_head) d_model")
             return weight.reshape(-1) if name.startswith("b") else rearrange(weight, "h m d -> m (h d)")
 
+        if self.branch_factor != 1:
+            raise self._refuse("its branches are multiplied by a constant; other weights for it are not read.")
+        fields = {"W_V": "value_matrix"}
         other = BlockView(self.model, self.layer)
         other.norms = self.norms
         for part, names in (("attention", ("W_V", "b_V", "W_O")), ("query_key", ("W_Q", "b_Q", "W_K", "b_K"))):
-            changed = {name: new for name in names if (new := flat(name)) is not None}
+            changed = {fields.get(name, name): new for name in names if (new := flat(name)) is not None}
             setattr(other, part, replace(getattr(self, part), **changed) if changed else getattr(self, part))
         named = {name: weights[name] for name in ("W_in", "W_gate", "W_out") if name in weights}
         other.mlp = self.mlp
-        if self.mlp is not None and named:
-            other.mlp = replace(self.mlp, **{name: weight.to(self.mlp.W_in) for name, weight in named.items()})
+        if isinstance(self.mlp, MLPWeights) and named:
+            mlp = self.mlp
+            other.mlp = replace(mlp, **{name: weight.to(mlp.W_in) for name, weight in named.items()})
         return other
 
     @property
@@ -148,45 +146,32 @@ class BlockView:
         return getattr(self.module, "mlp", None) is not None
 
     @cached_property
-    def mlp(self) -> MLPWeights | None:
-        """The MLP's weights, or None without one; refuses what is neither plain nor gated."""
-        mlp = getattr(self.module, "mlp", None)
+    def mlp(self) -> MLPWeights | ExpertsWeights | None:
+        """The weights of the MLP, or of its experts; None without; refuses what is neither plain nor gated."""
+        mlp: Any = getattr(self.module, "mlp", None)
         if mlp is None:
             return None
-        W_in, W_out = getattr(mlp, "W_in", None), getattr(mlp, "W_out", None)
-        if not isinstance(W_in, Tensor) or not isinstance(W_out, Tensor) or W_in.ndim != 2:
+        if has_experts(mlp):
+            read = read_experts(mlp, self.model.cfg, self._refuse)
+            return read if self.branch_factor == 1 else replace(read, branch_factor=self.branch_factor)
+        plain = read_mlp(mlp, self.model.cfg, self._refuse)
+        if self.branch_factor == 1:
+            return plain
+        b_out = None if plain.b_out is None else plain.b_out * self.branch_factor
+        return replace(plain, W_out=plain.W_out * self.branch_factor, b_out=b_out)
+
+    @property
+    def dense_mlp(self) -> MLPWeights | None:
+        """The MLP's weights; refuses a mixture of experts, whose neurons are not the same for every token."""
+        if isinstance(self.mlp, ExpertsWeights):
             raise self._refuse(
-                f"mlp ({type(mlp).__name__}) has no readable W_in and W_out [d_model, d_mlp] "
-                "(mixture of experts?). Only plain and gated MLPs can be frozen."
+                "its MLP is a mixture of experts: which neurons a token meets depends on where it is sent. The "
+                "operator and what is made from it work; this needs one MLP for all tokens."
             )
-        W_gate, b_in = getattr(mlp, "W_gate", None), detached(getattr(mlp, "b_in", None))
-        gated = isinstance(W_gate, Tensor)
-        added_after = gated and not is_bridge_component(mlp)  # HookedTransformer: φ(g)·u + b_in
-        return MLPWeights(
-            W_in=self._floating(W_in, "mlp.W_in"),
-            b_in=None if added_after else b_in,
-            W_gate=self._floating(W_gate, "mlp.W_gate") if gated else None,
-            b_gate=detached(getattr(mlp, "b_gate", None)) if gated else None,
-            b_post=b_in if added_after else None,
-            W_out=self._floating(W_out, "mlp.W_out"),
-            b_out=detached(getattr(mlp, "b_out", None)),
-            activation=self._activation(mlp),
-        )
+        return self.mlp
 
     def _floating(self, weight: Tensor, name: str) -> Tensor:
-        if not weight.is_floating_point():
-            raise self._refuse(f"{name} is stored as {weight.dtype} (quantised); load the model in floating point.")
-        return weight.detach()
-
-    def _activation(self, mlp: Any) -> Activation:
-        phi = find_activation(mlp, self.model.cfg)
-        if phi is None:
-            raise self._refuse(f"mlp has no activation function called {self.model.cfg.act_fn!r} that we can find.")
-        if not is_elementwise(phi, torch.float32, "cpu"):
-            raise self._refuse(f"mlp activation {self.model.cfg.act_fn!r} mixes channels; only elementwise ones are.")
-        if getattr(mlp, "hook_mid", None) is not None:
-            raise self._refuse(f"mlp activation {self.model.cfg.act_fn!r} has a LayerNorm inside, which is not frozen.")
-        return phi
+        return floating(weight, name, self._refuse)
 
 
 class ModelView:
@@ -311,7 +296,7 @@ class ModelView:
         return unembed.W_U.detach(), detached(getattr(unembed, "b_U", None))
 
     def logits(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_vocab"]:
-        """``cap(x·W_U + b_U)`` of the stream that is unembedded (in a masked model, what its prediction head gives).
+        """``cap((x·W_U + b_U) · factor)`` of what is unembedded (in a masked model, what its prediction head gives).
 
         Raises:
             UnsupportedModelError: the model predicts no tokens.
@@ -320,8 +305,15 @@ class ModelView:
             raise UnsupportedModelError(f"{self.description} predicts no tokens.")
         W_U, b_U = self.unembedding
         made = x.to(W_U) @ W_U
-        made = made if b_U is None else made + b_U
+        made = (made if b_U is None else made + b_U) * self.logit_factor
         return made if self.soft_cap is None else self.soft_cap * torch.tanh(made / self.soft_cap)
+
+    @cached_property
+    def logit_factor(self) -> float:
+        """What the model multiplies its logits by before any soft cap (Granite, Cohere); most often 1."""
+        config = getattr(getattr(self.model, "original_model", None), "config", None)
+        divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
+        return float(factor or 1.0) / float(divisor or 1.0)
 
     @cached_property
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:

@@ -87,6 +87,6 @@ def captured_bytes(view: ModelView, length: int) -> int:
     numbers = 0
     for block in view.blocks:
         mlp, attention = block.mlp, block.attention
-        hidden = 0 if mlp is None else mlp.W_in.shape[1] * (2 if mlp.W_gate is None else 3)
-        numbers += length * (3 * attention.W_V.shape[0] + hidden + 2 * attention.heads * length)
+        hidden = 0 if mlp is None else mlp.hidden
+        numbers += length * (3 * attention.W_O.shape[1] + hidden + 2 * attention.heads * length)
     return numbers * view.blocks[0].attention.W_O.element_size()

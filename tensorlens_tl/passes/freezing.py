@@ -106,9 +106,12 @@ def freeze(
             points, last = model_points(view), query_positions(prompt, -1)
             logits = logit_hooks(view.model, points.unembed_in, last)
             if cache is None:
-                kept, made = capture(view.model, prompt.kwargs, points.captured, store=store, hooks=logits)
+                kept, made = capture(
+                    view.model, prompt.kwargs, points.captured, store=store, hooks=logits, calls=points.calls
+                )
             else:
-                kept, made = from_cache(cache, points.captured, *prompt.tokens.shape), None
+                hooked = [name for name in points.captured if name not in points.calls]
+                kept, made = from_cache(cache, hooked, *prompt.tokens.shape), None
             frozen = FrozenPass(view, points, prompt, kept, WeightState.of(view.model), other_hooks(view.model))
             _check_width(frozen)
             frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
@@ -159,12 +162,16 @@ def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:
     errors: dict[str, float] = {}
 
     def see(name: str, activation: Tensor) -> None:
+        if name in frozen.points.calls:  # no cache has them
+            frozen.cache[name] = activation
+            return
         mine = frozen.captured(name)
         own = activation.to(mine).reshape(mine.shape)
         by_query = (mine.transpose(1, 2), own.transpose(1, 2)) if mine.ndim == 4 else (mine, own)
         errors[name] = relative_error(*by_query, frozen.mask)
 
-    logits = observe(frozen.model, frozen.inputs, frozen.points.captured, see, hooks=hooks)
+    names, calls = frozen.points.captured, frozen.points.calls
+    logits = observe(frozen.model, frozen.inputs, names, see, hooks=hooks, calls=calls)
     for name, error in errors.items():
         if not error <= frozen.tolerance:
             raise InvalidInputError(

@@ -21,6 +21,7 @@ from tensorlens_tl.hooks import (
     own_run,
     patterns_take_effect,
     replace,
+    whole_hooks,
 )
 from tensorlens_tl.passes.record import Record
 
@@ -71,20 +72,40 @@ def _hooks(
     activation: str = "ratio",
 ) -> list[FwdHook]:
     hooks: list[FwdHook] = []
+    shape = record.tokens.shape[0], record.tokens.shape[1]
     for layer, points in enumerate(record.points.blocks):
         if points.whitened is not None and not bool(record.mask.all()):
             hooks.append(leave_out(points.resid_pre, ~record.mask))
-        if patterns:
+        if patterns and points.attention is None:
             hooks += attention_hooks(points, record.pattern(layer), taken[layer])
+        elif patterns and points.attention is not None:
+            hooks += whole_hooks(points.attention, record.attention_alone(layer), shape)
         if norms:
-            hooks += [replace(name, record.captured(name)) for name in points.scales.values()]
-        held = record.mlp_coefficients(layer, activation) if activations else None
-        weights = record.view.blocks[layer].mlp
-        if held is not None and weights is not None:
-            hooks += mlp_hooks(points, held, weights.b_post)
-    if norms and record.points.final_scale is not None:
+            hooks += [
+                replace(at, record.captured(at)) for name, at in points.scales.items() if name not in points.norms
+            ]
+            for name, ends in points.norms.items():
+                hooks += whole_hooks(ends, record.norm(layer, name), shape)
+        if activations:
+            hooks += _mlp_hooks(record, layer, activation)
+    final = record.final_norm() if norms else None
+    if final is not None and record.points.final_norm is not None:
+        hooks += whole_hooks(record.points.final_norm, final, shape)
+    elif final is not None and record.points.final_scale is not None:
         hooks.append(replace(record.points.final_scale, record.captured(record.points.final_scale)))
     return hooks
+
+
+def _mlp_hooks(record: Record, layer: int, activation: str) -> list[FwdHook]:
+    """What holds one layer's MLP: its activation, or all of it where nothing inside can be held."""
+    points, weights = record.points.blocks[layer], record.view.blocks[layer].mlp
+    if weights is None:
+        return []
+    if points.mlp is None:
+        held, dense = record.mlp_coefficients(layer, activation), record.view.blocks[layer].dense_mlp
+        return [] if held is None or dense is None else mlp_hooks(points, held, dense.b_post)
+    whole = record.mlp_alone(layer, activation)
+    return [] if whole is None else whole_hooks(points.mlp, whole, (record.tokens.shape[0], record.tokens.shape[1]))
 
 
 def _prove(record: Record) -> _Proved:

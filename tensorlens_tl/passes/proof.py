@@ -17,6 +17,7 @@ from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture, own_logits
 from tensorlens_tl.models.layouts import Layout, candidates, compose
+from tensorlens_tl.models.weights import MLPWeights
 from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.record import Record
 
@@ -174,20 +175,30 @@ def _refusal(record: Record, layer: int, errors: Mapping[Layout, float]) -> str:
 
 def _first_difference(record: Record, layer: int, layout: Layout) -> str:
     """Which sublayer of a refused block disagrees, by comparing it alone; runs the model once more."""
-    start = f"blocks.{layer}."
-    names = [start + name for name in ("attn.hook_z", "mlp.hook_post", "hook_attn_out")]
-    seen, _ = capture(record.model, record.inputs, [name for name in names if name in record.model.hook_dict])
+    start, points = f"{record.view.blocks[layer].name}.", record.points.blocks[layer]
+    names = [
+        start + name for name in ("attn.hook_z", "mlp.hook_post", "hook_attn_out", "attn.hook_out", "mlp.hook_out")
+    ]
+    known = [name for name in names if name in record.model.hook_dict]
+    seen, _ = capture(record.model, record.inputs, known, optional=True)
     x = record.resid_read(layer)
     x = record.norm(layer, layout.attn.before)(x) if layout.attn.before else x
-    values, mixing, out = record.attention(layer).stages
-    made = {"attn.hook_z": mixing(values(x))}
-    if layout.attn.after is None:
-        made["hook_attn_out"] = out(made["attn.hook_z"])
-    weights, held = record.view.blocks[layer].mlp, record.mlp_coefficients(layer)
-    if weights is not None and held is not None:
-        points = record.points.blocks[layer]
+    made: dict[str, Tensor] = {}
+    if points.attention is None:
+        values, mixing, out = record.attention(layer).stages
+        made["attn.hook_z"] = mixing(values(x))
+        if layout.attn.after is None:
+            made["hook_attn_out"] = out(made["attn.hook_z"])
+    else:
+        made["attn.hook_out"] = record.attention_alone(layer)(record.captured(points.attention.into))
+    mlp = record.view.blocks[layer].mlp
+    if points.mlp is not None:
+        whole = record.mlp_alone(layer)
+        if whole is not None:
+            made["mlp.hook_out"] = whole(record.captured(points.mlp.into))
+    elif isinstance(mlp, MLPWeights) and (held := record.mlp_coefficients(layer)) is not None:
         post = record.captured(points.pre_linear or points.pre or "") * held.through
-        offset = held.offset(weights.b_post)
+        offset = held.offset(mlp.b_post)
         made["mlp.hook_post"] = post if offset is None else post + offset
     for name, mine in made.items():
         if start + name in seen and seen[start + name].numel() == mine.numel():

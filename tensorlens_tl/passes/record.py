@@ -20,11 +20,13 @@ from tensorlens_tl.algebra.recursion import Recursion
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models.activations import Coefficients, coefficients
+from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.layouts import Layout, compose
 from tensorlens_tl.models.protocol import HookedModel
 from tensorlens_tl.models.state import WeightState
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.models.weights import MLPWeights, NormWeights
+from tensorlens_tl.models.weights import NormWeights
+from tensorlens_tl.passes.mlps import expert_maps, frozen_mlp, held_coefficients, mlp_chain
 from tensorlens_tl.passes.prompts import Prompt
 
 RecordType = TypeVar("RecordType", bound="Record")
@@ -59,6 +61,7 @@ class Record:
     tolerance: float = 1e-4
     logits_compared: Tensor | None = None
     _ratios: dict[int, Coefficients] = field(default_factory=dict)
+    _experts: dict[int, dict[str, AffineMap]] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ the model and the prompt
 
@@ -167,9 +170,7 @@ class Record:
         """What a vector allocates on its way at most: the stream, a sublayer's input, and the widest hidden layer."""
         widest = 0
         for block in self.view.blocks:
-            mlp, attention = block.mlp, block.attention
-            hidden = 0 if mlp is None else mlp.W_in.shape[1] * (2 if mlp.W_gate is None else 3)
-            widest = max(widest, hidden, 3 * attention.W_O.shape[0])
+            widest = max(widest, 0 if block.mlp is None else block.mlp.hidden, 3 * block.attention.W_O.shape[0])
         x = self.resid_pre(0)
         return x[..., 0].numel() * (3 * x.shape[-1] + widest) * x.element_size()
 
@@ -193,7 +194,7 @@ class Record:
         }
         rows = [row[:length] for row in self.str_tokens]
         prompt = Prompt(self.tokens[:, :length], self.mask[:, :length], {}, rows)
-        return replace(self, prompt=prompt, cache=cache, logits_compared=None, _ratios={})
+        return replace(self, prompt=prompt, cache=cache, logits_compared=None, _ratios={}, _experts={})
 
     # ------------------------------------------------------------------ maps
 
@@ -208,7 +209,9 @@ class Record:
         return self._norm(self.view.final_norm, self.points.final_scale)
 
     def _norm(self, weights: NormWeights, scale_name: str) -> Norm:
-        return Norm(self.captured(scale_name), weights.gain, weights.shift, weights.centre)
+        seen = self.captured(scale_name)
+        scale = seen if weights.epsilon is None else weights.scale_of(seen)
+        return Norm(scale, weights.gain, weights.shift, weights.centre)
 
     def whitening(self, layer: int) -> Chain | None:
         """What the stream goes through before a block of a whitened model, linear as it is; None of any other."""
@@ -220,41 +223,90 @@ class Record:
 
     def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """One attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays)."""
-        weights = self.view.blocks[layer].attention
+        weights, ends = self.view.blocks[layer].attention, self.points.blocks[layer].attention
         pattern = self.pattern(layer).to(weights.W_O.dtype)
         if heads is not None:
             kept = torch.zeros(pattern.shape[1], dtype=pattern.dtype, device=pattern.device)
             kept[list(heads)] = 1
             pattern = pattern * kept[:, None, None]
-        return Chain(
-            (
-                Linear(weights.W_V, weights.b_V),
-                Attention(pattern, weights.kv_heads),
-                Linear(weights.W_O, weights.b_O),
-            )
-        )
+        mixing, out = Attention(pattern, weights.kv_heads), Linear(weights.W_O, weights.b_O)
+        if ends is None:
+            return Chain((Linear(weights.W_V, weights.b_V), mixing, out))
+        x = self.captured(ends.into)
+        if weights.inner_values is None:
+            assert weights.value_matrix is not None
+            values = Linear(weights.value_matrix, weights.b_V)
+        else:
+            values = weights.inner_values(x)
+        if weights.output_factor is None:
+            return Chain((values, mixing, out))
+        whole = Attention(self.pattern(layer).to(weights.W_O.dtype), weights.kv_heads)
+        factor = weights.output_factor(x, whole(values(x)))
+        return Chain((values, mixing, Chain((Diagonal(factor), out))))
+
+    def attention_alone(self, layer: int) -> AffineMap:
+        """The same as the model's own module computes it, without what the block multiplies its branches by."""
+        return _divided(self.attention(layer), self.view.blocks[layer].branch_factor)
+
+    def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
+        """The MLP likewise."""
+        made = self.mlp(layer, activation)
+        return None if made is None else _divided(made, self.view.blocks[layer].branch_factor)
 
     def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:
-        """What one layer's activation is replaced by under a rule; None without an MLP."""
-        points, weights = self.points.blocks[layer], self.view.blocks[layer].mlp
-        if weights is None or points.pre is None:
+        """What one layer's activation is replaced by under a rule; None without an MLP.
+
+        Raises:
+            UnsupportedModelError: a mixture of experts.
+        """
+        points, weights = self.points.blocks[layer], self.view.blocks[layer].dense_mlp
+        if weights is None:
             return None
         if activation == "ratio" and layer in self._ratios:  # the proof and every default operator use them
             return self._ratios[layer]
-        linear = self.captured(points.pre_linear) if points.pre_linear else None
-        held = coefficients(weights.activation, self.captured(points.pre), linear, activation)
+        if points.mlp is not None:
+            held = held_coefficients(weights, self.captured(points.mlp.into), activation)
+        else:
+            assert points.pre is not None
+            linear = self.captured(points.pre_linear) if points.pre_linear else None
+            held = coefficients(weights.activation, self.captured(points.pre), linear, activation)
         if activation == "ratio":
             self._ratios[layer] = held
         return held
 
-    def mlp(self, layer: int, activation: str = "ratio") -> Chain | None:
-        """One MLP with its activation frozen, or None without one."""
-        weights, held = self.view.blocks[layer].mlp, self.mlp_coefficients(layer, activation)
-        return None if weights is None or held is None else mlp_chain(weights, held)
+    def mlp(self, layer: int, activation: str = "ratio") -> AffineMap | None:
+        """One MLP, or mixture of experts, with its activations and routing frozen, or None without one."""
+        weights = self.view.blocks[layer].mlp
+        if isinstance(weights, ExpertsWeights):
+            branches = self.experts(layer, activation).values()
+            return next(iter(branches)) if len(branches) == 1 else Sum(tuple(branches))
+        held, ends = self.mlp_coefficients(layer, activation), self.points.blocks[layer].mlp
+        if weights is None or held is None:
+            return None
+        if weights.post_factor is not None and ends is not None:
+            return frozen_mlp(weights, self.captured(ends.into), activation)
+        return mlp_chain(weights, held)
+
+    def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
+        """What a mixture of experts is the sum of: the chosen ones together, and what every token goes through.
+
+        Raises:
+            UnsupportedModelError: the layer has no experts.
+        """
+        points, weights = self.points.blocks[layer], self.view.blocks[layer].mlp
+        if not isinstance(weights, ExpertsWeights) or points.mlp is None or points.weight is None:
+            raise UnsupportedModelError(f"blocks.{layer} of this {self.view.description} has no experts.")
+        if activation == "ratio" and layer in self._experts:
+            return self._experts[layer]
+        index = None if points.index is None else self.captured(points.index)
+        made = expert_maps(weights, self.captured(points.mlp.into), index, self.captured(points.weight), activation)
+        if activation == "ratio":
+            self._experts[layer] = made
+        return made
 
     def parts(
         self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
-    ) -> tuple[Chain, Chain | None, dict[str, Norm], Chain | None]:
+    ) -> tuple[Chain, AffineMap | None, dict[str, Norm], Chain | None]:
         """What a block is composed of: attention, MLP, norms, whitening."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
         return self.attention(layer, heads), self.mlp(layer, activation) if mlp else None, norms, self.whitening(layer)
@@ -286,18 +338,10 @@ class Record:
         return Chain((dense, Diagonal(held.through, held.rest), self._norm(head.norm, head.scale_name)))
 
 
-def mlp_chain(weights: MLPWeights, held: Coefficients) -> Chain:
-    """An MLP with its activation replaced by these coefficients."""
-    through = Diagonal(held.through, held.offset(weights.b_post))
-    if weights.W_gate is None or held.gate is None:
-        hidden: tuple[AffineMap, ...] = (Linear(weights.W_in, weights.b_in), through)
-    else:
-        branches = (
-            Chain((Linear(weights.W_in, weights.b_in), through)),
-            Chain((Linear(weights.W_gate, weights.b_gate), Diagonal(held.gate))),
-        )
-        hidden = (Sum(branches),)
-    return Chain((*hidden, Linear(weights.W_out, weights.b_out)))
+def _divided(branch: AffineMap, factor: float) -> AffineMap:
+    if factor == 1:
+        return branch
+    return Chain((branch, Diagonal(torch.full((1, 1, 1), 1 / factor, dtype=torch.float64))))
 
 
 def check_pass(frozen: Any) -> None:

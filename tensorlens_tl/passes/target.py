@@ -198,8 +198,9 @@ def unembedding_rows(
         )
 
     def rows(tokens: Int[Tensor, "batch query"]) -> tuple[Tensor, Tensor]:
-        vectors = W_U[:, tokens.to(W_U.device)].permute(1, 2, 0)
-        return vectors, vectors.new_zeros(tokens.shape) if b_U is None else b_U[tokens.to(b_U.device)]
+        vectors = W_U[:, tokens.to(W_U.device)].permute(1, 2, 0) * frozen.view.logit_factor
+        constant = vectors.new_zeros(tokens.shape) if b_U is None else b_U[tokens.to(b_U.device)]
+        return vectors, constant * frozen.view.logit_factor
 
     vectors, constant = rows(ids)
     if others is not None:

@@ -1,0 +1,192 @@
+"""Branches that act on some tokens only, each on its own: the experts of a mixture with their routing held.
+
+A token goes through the experts that it was sent to, Σ_e weight_e · expert_e(x). With routing held, that is a sum of
+maps, each over a few tokens. Every branch works on its tokens packed side by side, so no product is made for a token
+that an expert does not see.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap
+from tensorlens_tl.algebra.positions import Where, at
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """One map and the tokens that it acts on.
+
+    Attributes:
+        map: positionwise, over the packed tokens: vectors are `[*rows, 1, token, d]`.
+        places: which tokens, counted over the flattened axes of `Routed.shape`; none twice.
+        weight: a factor for each of them.
+        number: which branch it is, for people: an expert's number.
+    """
+
+    map: AffineMap
+    places: Int[Tensor, "token"]
+    weight: Float[Tensor, "token"]
+    number: int = 0
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Routed(PositionwiseMap):
+    """``Σ_branches weight · map(x)``, each over its own tokens; zero for tokens that no branch acts on.
+
+    Attributes:
+        branches: the maps and their tokens; at least one.
+        shape: the axes of vectors that the places are counted over: batch and pos; with a position of its own for each
+            row, row, batch and 1.
+        width: of the vectors that come out.
+    """
+
+    branches: tuple[Branch, ...]
+    shape: tuple[int, ...]
+    width: int
+
+    def __repr__(self) -> str:
+        tokens = sum(len(branch.places) for branch in self.branches)
+        return f"Routed({len(self.branches)} branches, {tokens} tokens)"
+
+    @cached_property
+    def _own_bias(self) -> Tensor:
+        biases = [branch.map.bias for branch in self.branches]
+        if all(bias is ZERO for bias in biases):
+            return ZERO
+        total = self.branches[0].weight.new_zeros(*self.shape, self.width).flatten(0, -2)
+        for branch, bias in zip(self.branches, biases, strict=True):
+            if bias is not ZERO:
+                shares = (bias * branch.weight[:, None]).reshape(-1, self.width)
+                total.index_add_(0, branch.places, shares.to(total))
+        return total.reshape(*self.shape, self.width)
+
+    @property
+    def bias(self) -> Tensor:
+        return self._own_bias
+
+    def at(self, where: Where) -> "Routed":
+        cells = torch.arange(self.shape[0] * self.shape[1], device=self.branches[0].places.device)
+        kept = at(cells.reshape(*self.shape, 1), where)[..., 0]  # which place each new cell was
+        if kept.ndim == 3 and len(kept) == 1:  # one position for all rows
+            kept = kept[0]
+        found = torch.full_like(cells, -1)
+        branches = []
+        for branch in self.branches:
+            found[branch.places] = torch.arange(len(branch.places), device=cells.device)
+            packed = found[kept.flatten()]
+            places = (packed >= 0).nonzero()[:, 0]
+            index = packed[places]
+            found[branch.places] = -1
+            if len(places) or not branches:  # one branch stays, with no tokens, to tell widths and devices
+                branches.append(Branch(branch.map.at(index.tolist()), places, branch.weight[index], branch.number))
+        if len(branches) > 1 and not len(branches[0].places):
+            branches = branches[1:]
+        return Routed(tuple(branches), tuple(kept.shape), self.width)
+
+    def norm_bound(self) -> float:
+        bounds = torch.zeros(_count(self.shape), dtype=torch.float64)
+        for branch in self.branches if any(len(branch.places) for branch in self.branches) else ():
+            bounds.index_add_(0, branch.places.cpu(), branch.weight.abs().double().cpu() * branch.map.norm_bound())
+        return float(bounds.max())
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        flat = x.flatten(-1 - len(self.shape), -2)
+        out = x.new_zeros(*flat.shape[:-1], self.width)
+        for branch in self.branches:
+            made = branch.map._forward(flat[..., branch.places, :].unsqueeze(-3), affine).squeeze(-3)
+            out = out.index_add(-2, branch.places, made * branch.weight[:, None])
+        return out.unflatten(-2, x.shape[-1 - len(self.shape) : -1])
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        flat = g.flatten(-1 - len(self.shape), -2)
+        out: Tensor | None = None
+        met = flat.new_zeros(flat.shape[:-1]) if biases is not None else None
+        for branch in self.branches:
+            noted: list[Tensor] | None = None if met is None else []
+            packed = (flat[..., branch.places, :] * branch.weight[:, None]).unsqueeze(-3)
+            made = branch.map._backward(packed, noted).squeeze(-3)
+            out = made.new_zeros(*flat.shape[:-1], made.shape[-1]) if out is None else out
+            out = out.index_add(-2, branch.places, made)
+            for term in noted or ():
+                assert met is not None
+                met = met.index_add(-1, branch.places, term.squeeze(-2))
+        assert out is not None  # there is at least one branch
+        shape = g.shape[-1 - len(self.shape) : -1]
+        if biases is not None and met is not None and self._own_bias is not ZERO:
+            biases.append(met.unflatten(-1, shape))
+        return out.unflatten(-2, shape)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Beside(PositionwiseMap):
+    """Maps that read the same vector, what they give side by side: ``[.., (term d)]``; all of the same width."""
+
+    terms: tuple[AffineMap, ...]
+
+    def __repr__(self) -> str:
+        return f"Beside({', '.join(map(repr, self.terms))})"
+
+    @property
+    def bias(self) -> Tensor:
+        biases = [term.bias for term in self.terms]
+        like = next((bias for bias in biases if bias is not ZERO), None)
+        if like is None:
+            return ZERO
+        shape = torch.broadcast_shapes(*(bias.shape for bias in biases if bias is not ZERO))
+        return torch.cat([like.new_zeros(shape) if b is ZERO else b.expand(shape) for b in biases], dim=-1)
+
+    def at(self, where: Where) -> "Beside":
+        return Beside(tuple(term.at(where) for term in self.terms))
+
+    def norm_bound(self) -> float:
+        return sum(term.norm_bound() ** 2 for term in self.terms) ** 0.5
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        return torch.cat([term._forward(x, affine) for term in self.terms], dim=-1)
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        parts = g.chunk(len(self.terms), dim=-1)
+        first, *others = (t._backward(part, biases) for t, part in zip(self.terms, parts, strict=True))
+        return sum(others, start=first)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupSum(PositionwiseMap):
+    """The sum of vectors that are side by side: ``[.., (group d)] -> [.., d]``; what ends `Beside`."""
+
+    groups: int
+
+    def __repr__(self) -> str:
+        return f"GroupSum({self.groups})"
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO
+
+    def at(self, where: Where) -> "GroupSum":
+        return self
+
+    def norm_bound(self) -> float:
+        return self.groups**0.5
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        return x.unflatten(-1, (self.groups, -1)).sum(-2)
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        return g.repeat(*(1,) * (g.ndim - 1), self.groups)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

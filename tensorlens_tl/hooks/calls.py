@@ -1,0 +1,61 @@
+"""What a module is called with, where TransformerLens has no hook point: the routing of experts."""
+
+import inspect
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks.points import CallPoint
+
+
+@contextmanager
+def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None]) -> Generator[None, None, None]:
+    """Inside, `see` is shown the tensors at `calls`, detached, whenever this thread calls their modules.
+
+    Raises:
+        UnsupportedModelError: afterwards, where a module was not called; inside, where it is called again, or with
+            something else.
+    """
+    home, met = threading.get_ident(), set[str]()
+
+    def note(name: str, tensor: Any, module: nn.Module) -> None:
+        what = f"{name} ({type(module).__name__}, {calls[name].argument})"
+        if name in met:
+            raise UnsupportedModelError(f"{what} is called several times in one forward pass; that cannot be frozen.")
+        if not isinstance(tensor, Tensor):
+            raise UnsupportedModelError(f"{what} is {type(tensor).__name__}, not a tensor.")
+        met.add(name)
+        see(name, tensor.detach())
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() == home:
+                given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+                note(name, given.get(calls[name].argument), module)
+
+        return hook
+
+    def after(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if threading.get_ident() == home:
+                note(name, output[0] if isinstance(output, tuple) else output, module)
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, call in calls.items():
+            if call.argument == "output":
+                stack.callback(call.module.register_forward_hook(after(name)).remove)
+            else:
+                stack.callback(call.module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
+        yield
+    silent = [name for name in calls if name not in met]
+    if silent:
+        raise UnsupportedModelError(
+            f"{silent[0]}: {type(calls[silent[0]].module).__name__} was not called in a forward pass (fused experts?). "
+            "Load the Hugging Face model with experts_implementation='eager'."
+        )

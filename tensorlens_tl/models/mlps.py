@@ -1,0 +1,123 @@
+"""How is a block's MLP read: plain, gated, or with a norm inside?"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens_tl.models.activations import Activation, is_elementwise
+from tensorlens_tl.models.attention import Refuse, floating, shown
+from tensorlens_tl.models.weights import (
+    MLPWeights,
+    detached,
+    find_activation,
+    innermost,
+    is_bridge_component,
+    tried_norm,
+)
+
+PROJECTIONS: Sequence[tuple[str, str, str]] = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("wi_0", "wi_1", "wo"),
+    ("", "up_proj", "down_proj"),
+    ("", "wi", "wo"),
+    ("", "fc1", "fc2"),
+)
+"""What Hugging Face's MLPs call gate, input and output."""
+
+
+def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
+    """The weights of a plain or gated MLP.
+
+    Raises:
+        UnsupportedModelError: it is neither.
+    """
+    W_in, W_out = shown(mlp, "W_in"), shown(mlp, "W_out")
+    if not isinstance(W_in, Tensor) or not isinstance(W_out, Tensor) or W_in.ndim != 2:
+        raise refuse(
+            f"mlp ({type(mlp).__name__}) has no readable W_in and W_out [d_model, d_mlp], and no experts that are. "
+            "Only plain and gated MLPs, and mixtures of them, can be frozen."
+        )
+    phi = read_activation(mlp, cfg, refuse)
+    W_gate, b_in = shown(mlp, "W_gate"), detached(shown(mlp, "b_in"))
+    gated = isinstance(W_gate, Tensor)
+    added_after = gated and not is_bridge_component(mlp)  # HookedTransformer: φ(g)·u + b_in
+    read = MLPWeights(
+        W_in=floating(W_in, "mlp.W_in", refuse),
+        b_in=None if added_after else b_in,
+        W_gate=floating(W_gate, "mlp.W_gate", refuse) if gated else None,
+        b_gate=detached(shown(mlp, "b_gate")) if gated else None,
+        b_post=b_in if added_after else None,
+        W_out=floating(W_out, "mlp.W_out", refuse),
+        b_out=detached(shown(mlp, "b_out")),
+        activation=phi,
+    )
+    if not gated and W_in.shape[1] == 2 * W_out.shape[0]:
+        read = _split(read)
+    return _with_inner_norm(read, innermost(mlp), cfg, refuse)
+
+
+def _split(read: MLPWeights) -> MLPWeights:
+    """Gate and input in one projection, the gate first (ModernBERT)."""
+    gate, linear = read.W_in.chunk(2, dim=1)
+    b_gate, b_in = (None, None) if read.b_in is None else read.b_in.chunk(2)
+    return replace(read, W_in=linear, b_in=b_in, W_gate=gate, b_gate=b_gate, hooked=False)
+
+
+def _with_inner_norm(read: MLPWeights, inner: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
+    """The same, with a norm between activation and output where there is one (BitNet)."""
+    norm = innermost(getattr(inner, "ffn_sub_norm", None))
+    if not isinstance(norm, nn.Module):
+        return read
+    weights = tried_norm(norm, cfg, width=read.W_out.shape[0])
+    if weights.centre or weights.shift is not None:
+        raise refuse(f"the norm inside its mlp ({type(norm).__name__}) is centred or shifted; it is not read.")
+    W_out = read.W_out if weights.gain is None else weights.gain[:, None] * read.W_out
+    return replace(read, W_out=W_out, post_factor=lambda post: (1 / weights.scale_of(post)).to(post), hooked=False)
+
+
+def read_module(module: nn.Module, cfg: Any, refuse: Refuse) -> MLPWeights:
+    """The weights of a Hugging Face MLP that TransformerLens does not show (an expert, a shared expert).
+
+    Raises:
+        UnsupportedModelError: its projections are not found.
+    """
+    for names in PROJECTIONS:
+        parts = [innermost(getattr(module, name, None)) if name else None for name in names]
+        if all(
+            isinstance(getattr(part, "weight", None), Tensor) for part, name in zip(parts, names, strict=True) if name
+        ):
+            gate, linear, out = parts
+            assert linear is not None
+            assert out is not None
+            return MLPWeights(
+                W_in=floating(linear.weight, names[1], refuse).T,
+                b_in=detached(getattr(linear, "bias", None)),
+                W_gate=None if gate is None else floating(gate.weight, names[0], refuse).T,
+                b_gate=None if gate is None else detached(getattr(gate, "bias", None)),
+                b_post=None,
+                W_out=floating(out.weight, names[2], refuse).T,
+                b_out=detached(getattr(out, "bias", None)),
+                activation=read_activation(module, cfg, refuse),
+                hooked=False,
+            )
+    raise refuse(f"{type(module).__name__} has no projections with known names.")
+
+
+def read_activation(owner: Any, cfg: Any, refuse: Refuse) -> Activation:
+    """An MLP's activation function.
+
+    Raises:
+        UnsupportedModelError: it is not found, not elementwise, or has a norm inside.
+    """
+    phi = find_activation(owner, cfg)
+    if phi is None:
+        raise refuse(f"mlp has no activation function called {cfg.act_fn!r} that we can find.")
+    if not is_elementwise(phi, torch.float32, "cpu"):
+        raise refuse(f"mlp activation {cfg.act_fn!r} mixes channels; only elementwise ones are frozen.")
+    if getattr(owner, "hook_mid", None) is not None:
+        raise refuse(f"mlp activation {cfg.act_fn!r} has a LayerNorm inside, which is not frozen.")
+    return phi
