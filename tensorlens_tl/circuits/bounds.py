@@ -73,7 +73,7 @@ def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, acti
     op, x = _other_input(frozen, x, activation)
     stages: list[AffineMap] = [frozen.block(layer, activation=activation) for layer in range(frozen.n_layers)]
     names = [frozen.output_name(layer) for layer in range(frozen.n_layers)]
-    final, end = frozen.final_norm(), frozen.points.unembed_in
+    final, end = frozen.final_norm(), frozen.points.output
     if final is not None and end is not None:
         stages.append(final)
         names.append(end)
@@ -129,8 +129,8 @@ def proposition_1(
     if not isinstance(norm, (int, float)) or not norm > 0:
         raise InvalidInputError(f"norm={norm!r}: pass the tensor's spectral norm or a bound of it, a positive number.")
     end = frozen.output_name(frozen.n_layers - 1)
-    if frozen.final_norm() is not None and frozen.points.unembed_in is not None:
-        end = frozen.points.unembed_in
+    if frozen.final_norm() is not None:
+        end = frozen.points.output
     live, real = _live(frozen, x, [end])[end].to(x), frozen.mask[..., None]
     error, change, step = (
         float(upcast(difference * real).norm()) for difference in (live - op(x), live - frozen.output, x - op.x)

@@ -347,8 +347,8 @@ def stream_target(
     elif chosen.stop < frozen.n_layers or not final_norm or frozen.view.final_norm is None:
         read_at = frozen.output_name(chosen.stop - 1)
     else:
-        read_at = frozen.points.unembed_in
-    assert read_at is not None  # a final norm and a token both need an unembedding
+        read_at = frozen.points.output
+    assert read_at is not None  # a token needs an unembedding
     own = upcast(torch.take_along_dim(frozen.captured(read_at), positions[..., None], dim=1))
     real = torch.take_along_dim(frozen.mask, positions, dim=1)  # nothing is asked at padding
     vectors, constant = asked.vectors * real[..., None], asked.constant.to(own) * real

@@ -294,7 +294,7 @@ class _Engine:
         memory: int,
     ) -> None:
         self.model, self.prompt, self.replacement, self.metrics = model, prompt, replacement, metrics
-        self.hidden_at = points.unembed_in or points.last_output
+        self.hidden_at = points.unembed_in or points.output
         self.place, self.predicts = place, bool(set(PREDICTED) & set(metrics))
         batch, pos = prompt.tokens.shape
         self.positions = None if place is None else query_positions(prompt, place)

@@ -231,7 +231,7 @@ def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tenso
         def keep(live: Tensor, *, hook: Any) -> None:
             output.append(live[:, -1])
 
-        at = frozen.points.unembed_in or frozen.points.last_output
+        at = frozen.points.unembed_in or frozen.points.output
         hooks = [(frozen.points.blocks[layer].resid_pre, in_this_thread(put)), (at, in_this_thread(keep))]
         run(frozen.model, inputs, hooks)
         (gradient,) = torch.autograd.grad(output[0].diagonal().sum(), leaf)

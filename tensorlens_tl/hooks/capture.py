@@ -28,6 +28,7 @@ def observe(
     last: str | None = None,
     optional: bool = False,
     calls: Mapping[str, CallPoint] | None = None,
+    changed: bool = False,
 ) -> Any:
     """Run the model once and show `see` the activation at each of `names`, in the order of the forward pass.
 
@@ -36,7 +37,7 @@ def observe(
         inputs: keyword arguments of its forward.
         names: hook points to look at.
         see: called with a name and its activation, detached, once for each name.
-        hooks: further hooks of the run; what they change is seen after them, except at their own point.
+        hooks: further hooks of the run; what they change is seen after them, at their own point only if `changed`.
         last: a hook point to end the run at; there is no output then.
         optional: whether a hook point that does not fire is left out instead of refused.
         calls: names that are no hook points, and where their tensors are seen.
@@ -73,7 +74,8 @@ def observe(
     output = None
     called_with = {name: calls[name] for name in names if name in calls}
     with torch.no_grad(), suppress(_ReachedError), seen_calls(called_with, see):
-        output = run(model, inputs, [(called.__contains__, in_this_thread(meet)), *hooks, *ends])
+        look = [(called.__contains__, in_this_thread(meet))]
+        output = run(model, inputs, [*hooks, *look, *ends] if changed else [*look, *hooks, *ends])
     silent = [name for point, wished in wanted.items() if point not in met for name in wished]
     if silent and not optional:
         raise UnsupportedModelError(
@@ -99,12 +101,13 @@ def capture(
     last: str | None = None,
     optional: bool = False,
     calls: Mapping[str, CallPoint] | None = None,
+    changed: bool = False,
 ) -> tuple[dict[str, Tensor], Any]:
     """Run the model once and keep the activations at `names`.
 
     Args:
         store: ``"model"`` leaves activations where they are computed, ``"cpu"`` keeps them off the device.
-        model, inputs, names, hooks, last, optional, calls: see `observe`, also for errors.
+        model, inputs, names, hooks, last, optional, calls, changed: see `observe`, also for errors.
 
     Returns:
         The activations by name, and the model's output (None where the run ended before it).
@@ -114,7 +117,8 @@ def capture(
     def keep(name: str, activation: Tensor) -> None:
         kept[name] = activation.cpu() if store == "cpu" else activation
 
-    output = observe(model, inputs, names, keep, hooks=hooks, last=last, optional=optional, calls=calls)
+    options: dict[str, Any] = {"hooks": hooks, "last": last, "optional": optional, "calls": calls, "changed": changed}
+    output = observe(model, inputs, names, keep, **options)
     return kept, output
 
 

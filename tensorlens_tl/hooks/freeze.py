@@ -99,13 +99,14 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
     return [*(record(name) for name in sorted(recorded)), (points.post, _marked(post))]
 
 
-def whole_hooks(ends: Ends, held: AffineMap, shape: tuple[int, int]) -> list[FwdHook]:
+def whole_hooks(ends: Ends, held: AffineMap, shape: tuple[int, int], *, again: bool = False) -> list[FwdHook]:
     """Hooks that hold a part as a whole: what it gives is replaced by its map of what it reads, live.
 
     Args:
         ends: where it begins and ends.
         held: its map.
         shape: batch and positions of the pass that the map was made from; a batch of 1 serves any batch.
+        again: whether its end may fire elsewhere before it begins (a norm that the embeddings go through as well).
     """
     live: dict[str, Tensor] = {}
     fired: set[str] = set()
@@ -117,7 +118,8 @@ def whole_hooks(ends: Ends, held: AffineMap, shape: tuple[int, int]) -> list[Fwd
     def put(out: Tensor, *, hook: Any) -> Tensor | None:
         x = live.pop(ends.into, None)
         if x is None:
-            _check_fired(ends.into, fired)
+            if not again:
+                _check_fired(ends.into, fired)
             return None
         prompts = x.reshape(-1, shape[1], x.shape[-1]) if x.numel() % (shape[1] * x.shape[-1]) == 0 else x
         if (

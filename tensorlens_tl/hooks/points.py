@@ -95,10 +95,14 @@ class BlockPoints:
 
 @dataclass(frozen=True)
 class ModelPoints:
-    """All hook-point names a frozen pass needs of one model."""
+    """All hook-point names a frozen pass needs of one model.
+
+    `output` is the model's own output: after the final norm where there is one, or the last block's.
+    """
 
     blocks: list[BlockPoints]
     last_output: str
+    output: str
     final_scale: str | None
     head_scale: str | None
     unembed_in: str | None
@@ -108,8 +112,9 @@ class ModelPoints:
     @property
     def captured(self) -> list[str]:
         """Everything a pass keeps."""
-        once = [self.last_output, self.final_scale, self.head_scale, self.unembed_in]
-        return [name for block in self.blocks for name in block.captured] + [n for n in once if n is not None]
+        once = [self.last_output, self.final_scale, self.head_scale, self.output, self.unembed_in]
+        names = [name for block in self.blocks for name in block.captured] + [n for n in once if n is not None]
+        return list(dict.fromkeys(names))
 
 
 def model_points(view: ModelView) -> ModelPoints:
@@ -120,19 +125,26 @@ def model_points(view: ModelView) -> ModelPoints:
     """
     last = "hook_normalized_resid_post" if view.is_hooked_encoder else "hook_resid_post"
     head = view.mlm_head
-    final_scale, whole = None, None
+    last_output = f"{view.blocks[-1].name}.{last}"
+    unembed_in = "unembed.hook_in" if view.unembedding is not None else None
+    if unembed_in is not None and view.is_bridge and view.final_norm is None and view.mlm_head is None:
+        last_output = unembed_in  # nothing lies between; a block's own end does not fire everywhere (GPT-1)
+    final_scale, final_out, whole = None, None, None
     if view.final_norm is not None:
-        whole = None if view.final_norm.epsilon is None else _ends("ln_final")
-        final_scale = "ln_final.hook_scale" if whole is None else whole.into
+        final_out = unembed_in if unembed_in is not None and view.mlm_head is None else "ln_final.hook_out"
+        # some models norm the embeddings with the same module: what it reads last is the last block's output
+        whole = None if view.final_norm.epsilon is None else Ends(last_output, "ln_final.hook_out")
+        final_scale = "ln_final.hook_scale" if whole is None else last_output
     blocks = [_block_points(view, layer) for layer in range(view.n_layers)]
     points = ModelPoints(
         blocks=blocks,
         calls=_calls(view, blocks),
-        last_output=f"{view.blocks[-1].name}.{last}",
+        last_output=last_output,
+        output=final_out or last_output,
         final_scale=final_scale,
         final_norm=whole,
         head_scale=head.scale_name if head is not None else None,
-        unembed_in="unembed.hook_in" if view.unembedding is not None else None,
+        unembed_in=unembed_in,
     )
     known = view.model.hook_dict
     missing = [name for name in points.captured if name not in known and name not in points.calls]

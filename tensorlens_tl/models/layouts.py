@@ -60,6 +60,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("post-only", Place(after="ln1_post"), Place(after="ln2_post")),
     Layout("sandwich", Place(before="ln1", after="ln1_post"), Place(before="ln2", after="ln2_post")),
     Layout("pre", Place(), Place()),
+    Layout("pre", Place(), Place(before="ln2")),
     Layout("parallel", Place(), Place(), parallel=True),
 )
 """Every known layout."""

@@ -33,6 +33,7 @@ from tensorlens_tl.models.weights import (
     is_bridge_component,
     is_norm,
     norm_weights,
+    tried_norm,
 )
 
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
@@ -276,7 +277,7 @@ class ModelView:
         """A masked language model's transform before the unembedding, or None."""
         head = getattr(self.model, "mlm_head", None)
         if head is None:
-            return None
+            return self._prediction_head()
         phi = find_activation(head, self.cfg)
         if phi is None:
             raise UnsupportedModelError(f"mlm_head of {self.description}: unknown activation {self.cfg.act_fn!r}.")
@@ -286,6 +287,18 @@ class ModelView:
         else:
             weight, bias, norm, scale = head.W, head.b, head.ln, "mlm_head.ln.hook_scale"
         return MLMHead(weight.detach(), detached(bias), phi, norm_weights(norm, self.cfg), scale)
+
+    def _prediction_head(self) -> MLMHead | None:
+        """The same after a final norm of its own (ModernBERT), or None."""
+        head: Any = innermost(getattr(self.model, "prediction_head", None))
+        if head is None:
+            return None
+        parts = [getattr(head, name, None) for name in ("dense", "act", "norm")]
+        if not all(callable(part) for part in parts):
+            raise UnsupportedModelError(f"prediction_head of {self.description}: no dense, act and norm that are read.")
+        dense, phi, norm = parts
+        read = tried_norm(norm, self.cfg, width=dense.weight.shape[0])
+        return MLMHead(dense.weight.detach().T, detached(dense.bias), phi, read, None)
 
     @cached_property
     def unembedding(self) -> tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, "d_vocab"] | None] | None:
@@ -310,10 +323,11 @@ class ModelView:
 
     @cached_property
     def logit_factor(self) -> float:
-        """What the model multiplies its logits by before any soft cap (Granite, Cohere); most often 1."""
-        config = getattr(getattr(self.model, "original_model", None), "config", None)
-        divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
-        return float(factor or 1.0) / float(divisor or 1.0)
+        """What the model multiplies its logits by before any soft cap (Granite, Cohere, MuseGlimmer); most often 1."""
+        config: Any = getattr(getattr(self.model, "original_model", None), "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        factor = getattr(config, "logit_scale", None) or getattr(config, "output_multiplier", None) or 1.0
+        return float(factor) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     @cached_property
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:

@@ -134,13 +134,16 @@ class MLPWeights:
 
 @dataclass(frozen=True)
 class MLMHead:
-    """The transform between a masked language model's encoder and its unembedding: norm(φ(x·W + b))."""
+    """The transform between a masked language model's encoder and its unembedding: norm(φ(x·W + b)).
+
+    `scale_name` is the hook point of its norm's scale, or None where that follows from what the norm reads.
+    """
 
     W: Float[Tensor, "d_model d_model"]
     b: Float[Tensor, "d_model"] | None
     activation: Activation
     norm: NormWeights
-    scale_name: str
+    scale_name: str | None
 
 
 def innermost(module: Any) -> Any:

@@ -90,7 +90,7 @@ def _hooks(
             hooks += _mlp_hooks(record, layer, activation)
     final = record.final_norm() if norms else None
     if final is not None and record.points.final_norm is not None:
-        hooks += whole_hooks(record.points.final_norm, final, shape)
+        hooks += whole_hooks(record.points.final_norm, final, shape, again=True)
     elif final is not None and record.points.final_scale is not None:
         hooks.append(replace(record.points.final_scale, record.captured(record.points.final_scale)))
     return hooks
@@ -116,10 +116,10 @@ def _prove(record: Record) -> _Proved:
     other = {**record.inputs, "input": (record.tokens + 1) % record.view.d_vocab}
     names = [points.blocks[0].resid_pre, *map(record.output_name, range(record.n_layers))]
     after = record.final_norm() or Identity()
-    ends = [] if record.final_norm() is None or points.unembed_in is None else [points.unembed_in]
+    ends = [] if record.final_norm() is None else [points.output]
     # patterns by way of hook_z: live ablations take heads away there, and hook_pattern was tried above
     hooks = _hooks(record, [False] * record.n_layers)
-    seen, _ = capture(model, other, names + ends, hooks=hooks, last=(names + ends)[-1])
+    seen, _ = capture(model, other, names + ends, hooks=hooks, last=(names + ends)[-1], changed=True)
     streams = [seen[name].to(record.tokens.device).reshape(record.output.shape) for name in names + ends]
     maps = [*map(record.block, range(record.n_layers)), after]
     for layer, (step, before, own) in enumerate(zip(maps, streams, streams[1:], strict=False)):

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Identity
+from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture, own_logits
@@ -74,10 +74,12 @@ def block_error(record: Record, layer: int, block: AffineMap) -> float:
 
 def head_error(record: Record) -> float | None:
     """The same for what follows the last block: the final norm, or a masked language model's transform."""
-    if record.points.unembed_in is None:
+    after = [part for part in (record.final_norm(), record.prediction_head()) if part is not None]
+    predicts = record.points.unembed_in is not None
+    if not after and not predicts:
         return None
-    after = record.final_norm() or record.prediction_head() or Identity()
-    return relative_error(after(record.resid_pre(record.n_layers)), record.unembedded(), record.mask)
+    own = record.unembedded() if predicts else record.output
+    return relative_error(Chain(tuple(after))(record.resid_pre(record.n_layers)), own, record.mask)
 
 
 def unembedding_error(record: Record, positions: Int[Tensor, "batch query"] | None = None) -> float | None:

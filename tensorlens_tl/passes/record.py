@@ -141,9 +141,7 @@ class Record:
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:
         """The model's own output that the operator reproduces: after the final norm, or the last block's output."""
-        if self.view.final_norm is not None and self.points.unembed_in is not None:
-            return self.captured(self.points.unembed_in)
-        return self.resid_pre(self.n_layers)
+        return self.captured(self.points.output)
 
     def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
         """The stream that the model itself unembeds: after the final norm, or a masked model's prediction head."""
@@ -335,7 +333,11 @@ class Record:
             return None
         dense = Linear(head.W, head.b)
         held = coefficients(head.activation, dense(self.output), rule=activation)
-        return Chain((dense, Diagonal(held.through, held.rest), self._norm(head.norm, head.scale_name)))
+        inside = (dense, Diagonal(held.through, held.rest))
+        if head.scale_name is not None:
+            return Chain((*inside, self._norm(head.norm, head.scale_name)))
+        scale = head.norm.scale_of(Chain(inside)(self.output))
+        return Chain((*inside, Norm(scale, head.norm.gain, head.norm.shift, head.norm.centre)))
 
 
 def _divided(branch: AffineMap, factor: float) -> AffineMap:

@@ -261,8 +261,6 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
     """
     seen: dict[str, Tensor] = {}
     points = frozen.points
-    final = frozen.view.final_norm is not None and points.unembed_in is not None
-    end = points.unembed_in if final and points.unembed_in is not None else points.last_output
 
     def put(live: Tensor, *, hook: Any) -> Tensor:
         return x
@@ -270,6 +268,6 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
     def see(live: Tensor, *, hook: Any) -> None:
         seen["output"] = live
 
-    hooks = [(points.blocks[0].resid_pre, put), *frozen.fwd_hooks(**options), (end, see)]
+    hooks = [(points.blocks[0].resid_pre, put), *frozen.fwd_hooks(**options), (points.output, see)]
     run(frozen.model, frozen.inputs, hooks)
     return seen["output"]
