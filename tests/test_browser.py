@@ -3,11 +3,13 @@
 import os
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl import report
+from tensorlens_tl.drawing.images import patch_scores
 from tensorlens_tl.drawing.page import page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[dev]'")
@@ -54,9 +56,15 @@ def pages(tmp_path_factory):
         "test", values, {"mse": True, "loss": False}, [f"method {NASTY} {i}" for i in range(8)], list("abcde"),
         values[..., None] * torch.linspace(0, 1, 4), torch.linspace(0, 0.3, 4), "fraction",
     )  # fmt: skip
-    names = ("maps", "evaluation")
+    rng = np.random.default_rng(0)
+    drawn = "".join(
+        patch_scores(rng.normal(size=shape), rng.normal(size=grid), title=f"{shape}", special={NASTY: 1.0, "CLS": -9.0})
+        for shape, grid in (((1, 8, 8), (4, 4)), ((3, 60, 900), (2, 15)), ((3, 70, 50), (7, 3)))
+    )
+    names = ("maps", "evaluation", "images")
     paths = {"report": explained.save(folder / "report.html"), **{name: folder / f"{name}.html" for name in names}}
     paths["evaluation"].write_text(page("evaluation", evaluated.to_html(style=False)), encoding="utf-8")
+    paths["images"].write_text(page("images", drawn), encoding="utf-8")
     paths["maps"].write_text(page("maps", maps), encoding="utf-8")
     return {name: path.as_uri() for name, path in paths.items()}, results
 
@@ -102,7 +110,7 @@ def find(browser, css):
     return browser.find_element("css selector", css)
 
 
-@pytest.mark.parametrize("name", ["report", "maps", "evaluation"])
+@pytest.mark.parametrize("name", ["report", "maps", "evaluation", "images"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_sticks_out_and_nothing_is_logged(opened, name, width, scheme):
@@ -118,7 +126,7 @@ def test_nothing_sticks_out_and_nothing_is_logged(opened, name, width, scheme):
         const box = e.getBoundingClientRect();
         return box.right > innerWidth + 1 || box.left < -1; }).length"""
     assert browser.execute_script(clipped) == 0
-    sizes = """return Math.min(...[...document.querySelectorAll('.grid, svg text')].map(
+    sizes = """return Math.min(99, ...[...document.querySelectorAll('.grid, svg text')].map(
         e => parseFloat(getComputedStyle(e).fontSize)))"""
     assert browser.execute_script(sizes) >= 9
 
@@ -220,3 +228,49 @@ def test_lines_of_an_evaluation_can_be_read(opened, browser):
     browser.execute_script("arguments[0].focus()", lines[3])
     press(browser, "ARROW_RIGHT")
     assert find(browser, ".graph .out").text == lines[4].get_attribute("aria-label")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 400])
+def test_patches_cover_the_image_and_their_scores_can_be_read(opened, width, scheme):
+    browser = opened("images", width, scheme)
+    boxes = """const box = e => (b => [b.left, b.top, b.right, b.bottom])(e.getBoundingClientRect());
+        return [...document.querySelectorAll('.images')].map(e => {
+            const [over, beside] = e.querySelectorAll('svg');
+            const patches = [...over.querySelectorAll('rect')].map(box);
+            return [box(over), box(over.querySelector('image')), box(beside), patches] })"""
+    found = browser.execute_script(boxes)
+    assert [len(patches) for *_, patches in found] == [16, 30, 21]
+    for over, image, beside, patches in found:
+        patches = np.array(patches)
+        assert np.allclose(over, image, atol=1)
+        assert np.allclose([*patches[:, :2].min(0), *patches[:, 2:].max(0)], image, atol=1)
+        sizes = patches[:, 2:] - patches[:, :2]
+        assert sizes.prod(1).sum() == pytest.approx((image[2] - image[0]) * (image[3] - image[1]), rel=0.01)
+        assert np.allclose(np.subtract(beside[2:], beside[:2]), np.subtract(over[2:], over[:2]), atol=1)
+        assert max(over[2], beside[2]) <= width
+    wide = found[1][0]
+    assert wide[2] - wide[0] == pytest.approx(min(640, width - 32), abs=20)  # as wide as the page lets it be
+
+    contrast = """const rgb = s => s.match(/[\\d.]+/g).map(Number);
+        const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+        const bright = c => c.slice(0, 3).map(v => linear(v / 255))
+            .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+        const ground = rgb(getComputedStyle(document.body).backgroundColor);
+        return Math.min(...[...document.querySelectorAll('.special span')].map(e => {
+            const style = getComputedStyle(e), [r, g, b, a = 1] = rgb(style.backgroundColor);
+            const mixed = [r, g, b].map((v, i) => a * v + (1 - a) * ground[i]);
+            const [low, high] = [bright(mixed), bright(rgb(style.color))].sort((x, y) => x - y);
+            return (high + .05) / (low + .05) }))"""
+    assert browser.execute_script(contrast) > 4.5  # WCAG AA
+
+    marks = browser.find_elements("css selector", ".images rect")
+    out = find(browser, ".graph .out")
+    point_at(browser, marks[6])
+    assert out.text == marks[6].get_attribute("aria-label")
+    assert out.text.startswith("row 1, column 2: ")
+    browser.execute_script("arguments[0].focus()", marks[6])
+    press(browser, "ARROW_DOWN")
+    assert out.text.startswith("row 2, column 2: ")
+    press(browser, "ARROW_LEFT")
+    assert out.text.startswith("row 2, column 1: ")

@@ -1,14 +1,17 @@
 """The embedded model keeps its promises: text, induction, both classes; and the main job runs."""
 
+import json
 import math
 from collections import Counter
 from itertools import pairwise
 
 import pytest
 import torch
+from transformer_lens.model_bridge import TransformerBridge
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, demo
+from tensorlens_tl.commands.options import load_model
 from tensorlens_tl.testing import model_names
 
 HAS_HOOKED = any(name.startswith("hooked/") for name in model_names())
@@ -183,3 +186,35 @@ def test_the_induction_circuit_is_found_by_circuits_alone(demo_model):
         assert divmod(int(pair), end) == (end - 1, end - length - 1)
         assert float(score.pairs[0].flatten()[pair]) > 0.5 * float(score.total)
         assert float(score.residual) < 1e-9
+
+
+def test_the_vision_model_reads_digits():
+    """Images that it has not seen, as the number in `training.json` says; TransformerLens loads it by itself, too."""
+    folder = demo.FOLDERS["digits"]
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 250_000
+    images, labels = demo.digit_images()
+    trained, _ = demo.digit_images(held_out=False)
+    assert (images.shape, trained.shape) == ((899, 1, 8, 8), (898, 1, 8, 8))
+    assert (float(images.min()), float(images.max())) == (0, 1)
+    assert int(labels.bincount(minlength=10).min()) > 80
+    assert not (set(map(bytes, images.numpy())) & set(map(bytes, trained.numpy())))
+    model = tlens.load_demo_model(name="digits")
+    with torch.no_grad():
+        logits = model(images)
+        again = TransformerBridge.boot_transformers(str(folder)).eval()(images[:8])
+    facts = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    assert float((logits.argmax(-1) == labels).float().mean()) == pytest.approx(facts["held_out_accuracy"], abs=0.002)
+    assert facts["held_out_accuracy"] > 0.95
+    assert torch.allclose(logits[:8], again, atol=1e-4)
+    exact = tlens.load_demo_model(name="digits", dtype=torch.float64)
+    assert torch.allclose(exact(images[:8].double()).float(), logits[:8], atol=1e-4)
+
+
+def test_where_the_vision_model_does_not_go():
+    model = tlens.load_demo_model("bridge", name="digits")
+    with pytest.raises(tlens.InvalidInputError, match="reads no text"):
+        demo.held_out_prompts(model)
+    with pytest.raises(tlens.InvalidInputError, match=r"comes as a TransformerBridge|has no HookedTransformer"):
+        tlens.load_demo_model("hooked", name="digits")
+    with pytest.raises(tlens.InvalidInputError, match="it reads images, and the commands take text"):
+        load_model("demo:digits")

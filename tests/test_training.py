@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorlens_tl as tlens
-from tensorlens_tl.demo import train, train_small, train_whitened
+from tensorlens_tl.demo import train, train_small, train_vision, train_whitened
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,37 @@ def test_the_whitened_model_is_the_best_of_what_was_trained_like_it():
         loss = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert float(loss) < 1.8
     assert model.tokenizer.decode(model.to_tokens("If the file")[0]).strip() == "If the file"
+
+
+def test_the_vision_model(tmp_path):
+    train_vision.main([str(tmp_path), "--steps", "2"])
+    facts = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
+    made, shipped = (tlens.load_demo_model(name="digits", folder=folder) for folder in (tmp_path, None))
+    assert facts["steps"] == 2
+    assert facts["held_out_accuracy"] == round(accuracy(made), 4) != round(accuracy(shipped), 4)
+    shapes = [{key: value.shape for key, value in model.named_parameters()} for model in (made, shipped)]
+    assert shapes[0] == shapes[1]
+    config = [(folder / "config.json").read_text() for folder in (tmp_path, tlens.demo.FOLDERS["digits"])]
+    assert json.loads(config[0]) | {"transformers_version": None} == json.loads(config[1]) | {
+        "transformers_version": None
+    }
+
+
+def accuracy(model):
+    images, labels = tlens.demo.digit_images()
+    with torch.no_grad():
+        return float((model(images).argmax(-1) == labels).float().mean())
+
+
+def test_digits_are_distorted_a_little():
+    images, labels = (part[:64] for part in tlens.demo.digit_images(held_out=False))
+    first, second = (train_vision.distorted(images, torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    assert torch.equal(first, train_vision.distorted(images, torch.Generator().manual_seed(0)))
+    assert (first - second).abs().amax((1, 2, 3)).min() > 0.05  # each is drawn anew
+    assert 0 <= float(first.min()) <= float(first.max()) <= 1
+    with torch.no_grad():
+        read = tlens.load_demo_model(name="digits")(first).argmax(-1)
+    assert float((read == labels).float().mean()) > 0.9  # they still show their digits
 
 
 def test_the_language_model(tmp_path, monkeypatch, few_documents):

@@ -98,6 +98,8 @@ def load_model(name: str, kind: str | None = None, dtype: Any = None, device: st
             torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         raise InvalidInputError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    if name == "demo:digits":
+        raise InvalidInputError("--model demo:digits: it reads images, and the commands take text; use it from Python.")
     if name.partition(":")[0] == "demo":
         model = demo.load_demo_model(kind, dtype, name=name.partition(":")[2] or "language")
         return model if where is None else model.to(where)

@@ -8,9 +8,10 @@
 | `relations` | 3 layers, width 64: knows the shipped relations (`tensorlens_tl.evaluate.shipped_relations`) |
 | `encoder` | BERT architecture, 3 layers, width 128: masked words of the same text as `language` |
 | `whitened` | GPT-NeoX architecture, 2 layers, width 32, whitening before each: characters of the same text |
+| `digits` | Vision Transformer, 3 layers, width 32: which digit an image of 8 × 8 pixels shows (`digit_images`) |
 
-The first is trained by `tensorlens_tl.demo.train`, the last by `tensorlens_tl.demo.train_whitened`, the others by
-`tensorlens_tl.demo.train_small`.
+The first is trained by `tensorlens_tl.demo.train`, `whitened` by `tensorlens_tl.demo.train_whitened`, `digits` by
+`tensorlens_tl.demo.train_vision`, the others by `tensorlens_tl.demo.train_small`.
 """
 
 import json
@@ -18,21 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.whitening.insertion import whiten
 
-__all__ = ["FOLDERS", "PROMPT", "held_out_prompts", "held_out_text", "load_demo_model"]
+__all__ = ["FOLDERS", "PROMPT", "digit_images", "held_out_prompts", "held_out_text", "load_demo_model"]
 
 MODEL_FOLDER = Path(__file__).parent / "model"
 FOLDERS = {"language": MODEL_FOLDER} | {
-    name: Path(__file__).parent / "models" / name for name in ("recall", "brackets", "relations", "encoder", "whitened")
+    name: Path(__file__).parent / "models" / name
+    for name in ("recall", "brackets", "relations", "encoder", "whitened", "digits")
 }
 """Where each model lies, in Hugging Face format."""
 
-ONLY_BRIDGE = ("encoder", "whitened")
+ONLY_BRIDGE = ("encoder", "whitened", "digits")
 
 PROMPT = "If the module is not found, a ModuleNotFoundError is raised. If the file is not found, a FileNotFoundError is"
 """The sentence of the demo."""
@@ -53,8 +55,13 @@ def held_out_prompts(
         prompts: how many.
         length: tokens of text in each.
         mask_at: a position that gets the tokenizer's mask token.
+
+    Raises:
+        InvalidInputError: a model that reads no text.
     """
     tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise InvalidInputError("held_out_prompts: this model reads no text; digit_images() gives images of digits.")
     rows = tokenizer(held_out_text(), add_special_tokens=False, verbose=False)["input_ids"]
     stream = torch.tensor([token for row in rows for token in row])
     starts = torch.linspace(0, len(stream) - length, prompts).long()
@@ -64,6 +71,24 @@ def held_out_prompts(
     if mask_at is not None:
         windows[:, mask_at] = tokenizer.mask_token_id
     return windows
+
+
+def digit_images(*, held_out: bool = True) -> tuple[Float[Tensor, "image 1 8 8"], Int[Tensor, "image"]]:
+    """Handwritten digits for the model `digits`: 899 images that it has not seen, or the 898 it was trained on.
+
+    Pixels are shares of ink, 0 to 1, in float32; the labels say which digit each image shows. The images are the test
+    set of *Optical Recognition of Handwritten Digits* (E. Alpaydin, C. Kaynak, UCI Machine Learning Repository, 1998;
+    CC BY 4.0), as scikit-learn brings them (`load_digits`) and in its order; the first half is for training.
+
+    Args:
+        held_out: the second half.
+    """
+    from safetensors.torch import load_file
+
+    data = load_file(FOLDERS["digits"] / "digits.safetensors")
+    middle = len(data["labels"]) // 2
+    half = slice(middle, None) if held_out else slice(middle)
+    return data["images"][half, None].float() / 16, data["labels"][half].long()
 
 
 def load_demo_model(
@@ -79,7 +104,7 @@ def load_demo_model(
 
     Args:
         kind: ``"hooked"`` for a HookedTransformer (TransformerLens 3.9), ``"bridge"`` for a TransformerBridge (3.9 and
-            4.x); None takes the first that is there. `encoder` and `whitened` are always a TransformerBridge.
+            4.x); None takes the first that is there. `encoder`, `whitened` and `digits` are always a TransformerBridge.
         dtype: of the weights.
         name: one of `FOLDERS`.
         folder: another model of the same architecture, in Hugging Face format.
@@ -107,7 +132,7 @@ def load_demo_model(
         raise InvalidInputError(f"load_demo_model: the {name} model comes as a TransformerBridge; leave kind out.")
     folder = FOLDERS[name] if folder is None else Path(folder)
     weights, filters = _module(folder, dtype, name)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = None if name == "digits" else AutoTokenizer.from_pretrained(folder)
     model_name = "tensorlens-demo" if name == "language" else f"tensorlens-demo-{name}"
     if kind == "bridge" or HookedTransformer is None or name in ONLY_BRIDGE:
         from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -130,6 +155,7 @@ def _module(folder: Path, dtype: torch.dtype, name: str) -> tuple[Any, list[tupl
     config, architecture = {
         "encoder": ("BertConfig", "BertForMaskedLM"),
         "whitened": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+        "digits": ("ViTConfig", "ViTForImageClassification"),
     }.get(name, ("GPT2Config", "GPT2LMHeadModel"))
     facts = getattr(transformers, config).from_pretrained(folder, attn_implementation="eager", dtype=dtype)
     module = getattr(transformers, architecture)(facts)

@@ -110,13 +110,23 @@ def picture(values: np.ndarray, largest: float) -> str:
     steps = range(-127, 128)
     colours = bytes(channel for step in steps for channel in (POSITIVE if step >= 0 else NEGATIVE))
     alpha = bytes(round(255 * STRONGEST * abs(step) / 127) for step in steps)
-    rows = levels(values, largest)
-    pixels = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows), 9)
-    height, width = rows.shape
-    chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)), (b"PLTE", colours), (b"tRNS", alpha))
-    chunks = (*chunks, (b"IDAT", pixels), (b"IEND", b""))
+    return png(levels(values, largest), 3, (b"PLTE", colours), (b"tRNS", alpha))
+
+
+def png(pixels: np.ndarray, kind: int, *chunks: tuple[bytes, bytes]) -> str:
+    """Pixels as a data URI.
+
+    Args:
+        pixels: bytes, `[row, column]` or `[row, column, channel]`.
+        kind: PNG's colour type: 0 grey, 2 red, green and blue, 3 indices into a palette.
+        chunks: what stands between header and pixels, such as the palette: names and contents.
+    """
+    height, width = pixels.shape[:2]
+    rows = zlib.compress(b"".join(b"\0" + row.tobytes() for row in pixels), 9)
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
     packed = b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in ((b"IHDR", header), *chunks, (b"IDAT", rows), (b"IEND", b""))
     )
     return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + packed).decode("ascii")
 

@@ -40,7 +40,7 @@ def matrix(
     """
     values = np.asarray(values, dtype=float)
     largest = largest_of(values)
-    return _grid(rows, columns, values, largest, label, corner) + colour_bar(values) + _list(rows, columns, values)
+    return _grid(rows, columns, values, largest, label, corner) + colour_bar(values) + strongest(rows, columns, values)
 
 
 def small_multiples(
@@ -120,7 +120,8 @@ def _grid(
     )
 
 
-def _list(rows: Sequence[str], columns: Sequence[str], values: np.ndarray) -> str:
+def strongest(rows: Sequence[str], columns: Sequence[str], values: np.ndarray) -> str:
+    """The cells of largest absolute value as a table to be opened, for screen readers and places without scripts."""
     order = np.abs(np.nan_to_num(values)).argsort(axis=None, kind="stable")[::-1][:NAMED].tolist()
     places = [divmod(int(place), len(columns)) for place in order]
     pairs = [(visible(rows[r]), visible(columns[c]), number(float(values[r, c]))) for r, c in places if values[r, c]]

@@ -58,8 +58,9 @@
       grid.querySelector(".cursor").scrollIntoView({ block: "nearest", inline: "nearest" });
       event.preventDefault();
     } else if (event.target.matches(".tlens .rove .t")) {
-      const marks = [...event.target.closest(".rove").querySelectorAll(".t")];
-      const next = marks[marks.indexOf(event.target) + step[0] + step[1]];
+      const group = event.target.closest(".rove");
+      const marks = [...group.querySelectorAll(".t")];
+      const next = marks[marks.indexOf(event.target) + step[0] * Number(group.dataset.width ?? 1) + step[1]];
       if (!next) return;
       event.target.setAttribute("tabindex", -1);
       next.setAttribute("tabindex", 0);
