@@ -32,6 +32,10 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 import tensorlens_tl as tlens
 
 
+LEARNED_BUFFERS = {"e_score_correction_bias", "expert_bias", "final_logits_bias", "layer_scalar"}
+"""What checkpoints fill although it is no parameter: 0 or 1 in a new model, where it would not be seen."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A tiny model, what it is run on, and what the Hugging Face model made of that before it was wrapped."""
@@ -149,6 +153,9 @@ def randomise(module: torch.nn.Module, scale: float = 4.0) -> None:
             parameter.data += 0.1 * torch.randn_like(parameter)
         elif "A_log" not in name:  # a decay: larger is no longer a model
             parameter.data = parameter.data * scale + 0.005 * torch.randn_like(parameter)
+    for name, buffer in module.named_buffers():
+        if name.rpartition(".")[2] in LEARNED_BUFFERS:
+            buffer += 0.1 * torch.randn_like(buffer)
 
 
 def _input(name: str) -> tuple[Tensor, dict[str, Any]]:
