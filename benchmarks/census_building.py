@@ -31,7 +31,6 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 
 import tensorlens_tl as tlens
 
-
 LEARNED_BUFFERS = {"e_score_correction_bias", "expert_bias", "final_logits_bias", "layer_scalar"}
 """What checkpoints fill although it is no parameter: 0 or 1 in a new model, where it would not be seen."""
 
