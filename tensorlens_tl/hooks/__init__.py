@@ -18,11 +18,13 @@ from tensorlens_tl.hooks.freeze import (
     whole_hooks,
 )
 from tensorlens_tl.hooks.inspection import PlacedHook, hooks_on, is_attached, other_hooks, refuse_attached
-from tensorlens_tl.hooks.points import BlockPoints, ModelPoints, model_points
+from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, Ends, ModelPoints, model_points
 from tensorlens_tl.hooks.running import FwdHook, in_this_thread, lock_of, own_run, run
 
 __all__ = [
+    "AttentionPoints",
     "BlockPoints",
+    "Ends",
     "FwdHook",
     "ModelPoints",
     "PlacedHook",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.errors import FrozenModelError
-from tensorlens_tl.hooks.points import BlockPoints, Ends
+from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, Ends
 from tensorlens_tl.hooks.running import FwdHook, in_this_thread, is_own_run, run
 from tensorlens_tl.models.activations import Coefficients
 
@@ -38,7 +38,7 @@ def leave_out(name: str, padding: Tensor) -> FwdHook:
     return name, _marked(hook)
 
 
-def attention_hooks(points: BlockPoints, pattern: Tensor, takes_effect: bool) -> list[FwdHook]:
+def attention_hooks(points: AttentionPoints | BlockPoints, pattern: Tensor, takes_effect: bool) -> list[FwdHook]:
     """Hooks that hold one layer's pattern fixed, at `hook_pattern` where that takes effect, else at `hook_z`."""
     if takes_effect:
         return [replace(points.pattern, pattern)]
@@ -150,19 +150,21 @@ def _marked(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | No
     return hook
 
 
-def patterns_take_effect(model: Any, inputs: Mapping[str, Any], blocks: list[BlockPoints]) -> list[bool]:
-    """For each layer, whether replacing `attn.hook_pattern` changes `attn.hook_z`: zero patterns must give zero z."""
-    reached = [False] * len(blocks)
+def patterns_take_effect(
+    model: Any, inputs: Mapping[str, Any], sites: Sequence[AttentionPoints | BlockPoints]
+) -> list[bool]:
+    """For each attention layer, whether replacing its `hook_pattern` changes `hook_z`: zero patterns give zero z."""
+    reached = [False] * len(sites)
 
     def watch(layer: int) -> FwdHook:
         def hook(z: Tensor, *, hook: Any) -> None:
             reached[layer] = not bool(z.any())
 
-        return blocks[layer].z, in_this_thread(hook)
+        return sites[layer].z, in_this_thread(hook)
 
-    hooks: list[FwdHook] = [(block.pattern, in_this_thread(_zeroed)) for block in blocks]
+    hooks: list[FwdHook] = [(site.pattern, in_this_thread(_zeroed)) for site in sites]
     with torch.no_grad():
-        run(model, inputs, hooks + [watch(layer) for layer in range(len(blocks))])
+        run(model, inputs, hooks + [watch(layer) for layer in range(len(sites))])
     return reached
 
 

@@ -24,6 +24,7 @@ and once: the last block's output, `ln_final.hook_scale`, `unembed.hook_in` (d_m
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -55,6 +56,15 @@ class Ends:
 
 
 @dataclass(frozen=True)
+class AttentionPoints:
+    """The hook points of one attention layer."""
+
+    pattern: str
+    value: str
+    z: str
+
+
+@dataclass(frozen=True)
 class BlockPoints:
     """The hook-point names of one block.
 
@@ -66,6 +76,7 @@ class BlockPoints:
         pre, pre_linear, post: of an MLP held from inside, the second if it is gated.
         attention, mlp: where they begin and end, if they are held as a whole.
         norms: the same of norms.
+        cross: of cross-attention.
         index, weight: where the routing of experts is seen, names in `ModelPoints.calls`; `index` is None where the
             weights say it.
     """
@@ -82,6 +93,7 @@ class BlockPoints:
     attention: Ends | None = None
     mlp: Ends | None = None
     norms: dict[str, Ends] = field(default_factory=dict)
+    cross: AttentionPoints | None = None
     index: str | None = None
     weight: str | None = None
 
@@ -90,6 +102,7 @@ class BlockPoints:
         """What a pass keeps of this block."""
         whole = [ends.into for ends in (self.attention, self.mlp) if ends is not None]
         names = [self.resid_pre, self.whitened, self.pattern, *self.scales.values(), self.pre, self.pre_linear]
+        names.append(None if self.cross is None else self.cross.pattern)
         return list(dict.fromkeys(name for name in (*names, *whole, self.index, self.weight) if name is not None))
 
 
@@ -108,11 +121,15 @@ class ModelPoints:
     unembed_in: str | None
     calls: dict[str, CallPoint] = field(default_factory=dict)
     final_norm: Ends | None = None
+    encoder_output: str | None = None
+    encoder_scale: str | None = None
+    encoder_norm: Ends | None = None
 
     @property
     def captured(self) -> list[str]:
         """Everything a pass keeps."""
-        once = [self.last_output, self.final_scale, self.head_scale, self.output, self.unembed_in]
+        once = [self.encoder_output, self.encoder_scale]
+        once += [self.last_output, self.final_scale, self.head_scale, self.output, self.unembed_in]
         names = [name for block in self.blocks for name in block.captured] + [n for n in once if n is not None]
         return list(dict.fromkeys(names))
 
@@ -131,14 +148,18 @@ def model_points(view: ModelView) -> ModelPoints:
         last_output = unembed_in  # nothing lies between; a block's own end does not fire everywhere (GPT-1)
     final_scale, final_out, whole = None, None, None
     if view.final_norm is not None:
-        final_out = unembed_in if unembed_in is not None and view.mlm_head is None else "ln_final.hook_out"
+        name = view.final_norm_name
+        if view.scales_decoder_output:  # what is unembedded is scaled; so, then, are the logits
+            unembed_in = f"{name}.hook_out"
+        final_out = unembed_in if unembed_in is not None and view.mlm_head is None else f"{name}.hook_out"
         # some models norm the embeddings with the same module: what it reads last is the last block's output
-        whole = None if view.final_norm.epsilon is None else Ends(last_output, "ln_final.hook_out")
-        final_scale = "ln_final.hook_scale" if whole is None else last_output
+        whole = None if view.final_norm.epsilon is None else Ends(last_output, f"{name}.hook_out")
+        final_scale = f"{name}.hook_scale" if whole is None else last_output
     blocks = [_block_points(view, layer) for layer in range(view.n_layers)]
     points = ModelPoints(
         blocks=blocks,
         calls=_calls(view, blocks),
+        **_encoder_end(view),
         last_output=last_output,
         output=final_out or last_output,
         final_scale=final_scale,
@@ -160,6 +181,7 @@ def model_points(view: ModelView) -> ModelPoints:
 def _block_points(view: ModelView, layer: int) -> BlockPoints:
     block = view.blocks[layer]
     at = block.name + "."
+    attn = at + block.attention_name
     # each refuses what cannot be frozen, naming the block
     mlp, attention, whitening = block.mlp, block.attention, block.whitening
     inside = mlp if isinstance(mlp, MLPWeights) and mlp.hooked else None
@@ -169,19 +191,34 @@ def _block_points(view: ModelView, layer: int) -> BlockPoints:
     return BlockPoints(
         resid_pre=at + ("hook_resid_pre" if whitening is None else "whitening.hook_in"),
         whitened=None if whitening is None else at + "whitening.hook_out",
-        pattern=at + "attn.hook_pattern",
-        value=at + "attn.hook_v",
-        z=at + "attn.hook_z",
+        pattern=f"{attn}.hook_pattern",
+        value=f"{attn}.hook_v",
+        z=f"{attn}.hook_z",
         scales={name: whole[name].into if name in whole else f"{at}{name}.hook_scale" for name in block.norms},
         pre=at + "mlp.hook_pre" if inside is not None else None,
         pre_linear=at + "mlp.hook_pre_linear" if inside is not None and inside.W_gate is not None else None,
         post=at + "mlp.hook_post" if inside is not None else None,
-        attention=None if attention.hooked else _ends(at + "attn"),
+        attention=None if attention.hooked else _ends(attn),
         mlp=_ends(at + "mlp") if mlp is not None and not mlp.hooked else None,
         norms=whole,
+        cross=None
+        if block.cross_attention is None
+        else AttentionPoints(*(f"{at}cross_attn.hook_{what}" for what in ("pattern", "v", "z"))),
         index=index if routed and not mlp.routing.dense else None,
         weight=weight if routed else None,
     )
+
+
+def _encoder_end(view: ModelView) -> dict[str, Any]:
+    """What an encoder–decoder's encoder ends with."""
+    if not view.is_encoder_decoder:
+        return {}
+    last = f"{view.blocks[view.encoder_layers - 1].name}.hook_resid_post"
+    if view.encoder_norm is None:
+        return {"encoder_output": last}
+    whole = None if view.encoder_norm.epsilon is None else Ends(last, "encoder_ln_final.hook_out")
+    scale = "encoder_ln_final.hook_scale" if whole is None else last
+    return {"encoder_output": "encoder_ln_final.hook_out", "encoder_scale": scale, "encoder_norm": whole}
 
 
 def _ends(name: str) -> Ends:

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tensorlens_tl.algebra import AffineMap, Chain, Identity, Norm, Sum
+from tensorlens_tl.algebra.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,12 @@ class Layout:
     attn: Place
     mlp: Place
     parallel: bool = False
+    cross: Place | None = None
 
     def norm_names(self, has_mlp: bool) -> set[str]:
         """The norms the whole block uses."""
-        return self.attn.names | (self.mlp.names if has_mlp else set())
+        cross = set() if self.cross is None else self.cross.names
+        return self.attn.names | cross | (self.mlp.names if has_mlp else set())
 
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -62,13 +65,47 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("pre", Place(), Place()),
     Layout("pre", Place(), Place(before="ln2")),
     Layout("parallel", Place(), Place(), parallel=True),
+    Layout("pre", Place(before="ln1"), Place(before="ln3"), cross=Place(before="ln2")),
+    Layout("post", Place(outer="ln1"), Place(outer="ln3"), cross=Place(outer="ln2")),
+    Layout(
+        "sandwich",
+        Place(before="ln1", after="ln1_post"),
+        Place(before="ln3", after="ln3_post"),
+        cross=Place(before="ln2", after="ln2_post"),
+    ),
 )
 """Every known layout."""
 
 
-def candidates(norms: set[str], has_mlp: bool) -> list[Layout]:
+@dataclass(frozen=True, eq=False)
+class Within:
+    """Where a block of an encoder–decoder acts: the positions of its side of the stream.
+
+    Attributes:
+        start, stop, length: the positions, of so many.
+        read, out: of a decoder block, what cross-attention gives each of its positions, and what writes it.
+    """
+
+    start: int
+    stop: int
+    length: int
+    read: AffineMap | None = None
+    out: AffineMap | None = None
+
+    def __call__(self, inner: AffineMap, *, only: bool = False) -> AffineMap:
+        """A map of this side's positions as one of all positions."""
+        return Segment(inner, self.start, self.stop, self.length, only)
+
+
+def candidates(norms: set[str], has_mlp: bool, has_cross: bool = False) -> list[Layout]:
     """The layouts that use exactly these norms; without an MLP, parallel and sequential are the same thing."""
-    return [layout for layout in LAYOUTS if layout.norm_names(has_mlp) == norms and (has_mlp or not layout.parallel)]
+    return [
+        layout
+        for layout in LAYOUTS
+        if layout.norm_names(has_mlp) == norms
+        and (has_mlp or not layout.parallel)
+        and (layout.cross is not None) == has_cross
+    ]
 
 
 def compose(
@@ -77,10 +114,12 @@ def compose(
     mlp: AffineMap | None,
     norms: Mapping[str, Norm],
     whitening: Chain | None = None,
+    within: Within | None = None,
 ) -> AffineMap:
     """The block's map from its parts; a sublayer that is None is left out with its branch.
 
-    The outer norm of a left-out sublayer stays: it is part of the stream, not of the branch.
+    The outer norm of a left-out sublayer stays: it is part of the stream, not of the branch. A block of an
+    encoder–decoder becomes a map of both sides' positions.
     """
 
     def branch(place: Place, sublayer: AffineMap) -> AffineMap:
@@ -88,14 +127,29 @@ def compose(
         stages = [part for part in parts if part is not None]
         return stages[0] if len(stages) == 1 else Chain(tuple(stages))
 
+    def placed(inner: AffineMap) -> AffineMap:
+        return inner if within is None else within(inner)
+
     halves = [(place, sub) for place, sub in ((layout.attn, attention), (layout.mlp, mlp))]
     stages: list[AffineMap] = [] if whitening is None else [*whitening.stages]
     if layout.parallel:
         both = Sum((Identity(), *(branch(place, sub) for place, sub in halves if sub is not None)))
-        return Chain((*stages, both)) if stages else both
-    for place, sub in halves:
+        return Chain((*stages, placed(both))) if stages else placed(both)
+    for number, (place, sub) in enumerate(halves):
+        if number and layout.cross is not None and within is not None:
+            stages += _crossing(layout.cross, norms, within)
         if sub is not None:
-            stages.append(Sum((Identity(), branch(place, sub))))
+            stages.append(placed(Sum((Identity(), branch(place, sub)))))
         if place.outer is not None and place.outer in norms:
-            stages.append(norms[place.outer])
+            stages.append(placed(norms[place.outer]))
     return stages[0] if len(stages) == 1 else Chain(tuple(stages) or (Identity(),))
+
+
+def _crossing(place: Place, norms: Mapping[str, Norm], within: Within) -> list[AffineMap]:
+    """Cross-attention: it reads the encoder's output and writes to the decoder's positions. What its queries go through
+    first is part of the pattern."""
+    assert within.read is not None
+    assert within.out is not None
+    written = within.out if place.after is None else Chain((within.out, norms[place.after]))
+    stages: list[AffineMap] = [Sum((Identity(), Chain((within.read, within(written, only=True)))))]
+    return stages if place.outer is None else [*stages, within(norms[place.outer])]

@@ -36,21 +36,29 @@ from tensorlens_tl.models.weights import (
     tried_norm,
 )
 
-NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
+NORMS = ("ln1", "ln1_post", "ln2", "ln2_post", "ln3", "ln3_post")
+STACKS = ("encoder_blocks", "decoder_blocks")
 
 
 class BlockView:
-    """The parts of one transformer block."""
+    """The parts of one transformer block.
 
-    def __init__(self, model: "ModelView", layer: int):
+    Attributes:
+        layer: which of all the model's blocks, those of an encoder before those of its decoder.
+        name: where its hook points are: ``"blocks.0"``, ``"decoder_blocks.0"``.
+    """
+
+    def __init__(self, model: "ModelView", layer: int, stack: str = "blocks", number: int | None = None):
         self.model = model
         self.layer = layer
-        self.module: Any = model.model.blocks[layer]
+        number = layer if number is None else number
+        self.name = f"{stack}.{number}"
+        self.module: Any = getattr(model.model, stack)[number]
 
     @property
-    def name(self) -> str:
-        """Where its hook points are: ``"blocks.0"``."""
-        return f"blocks.{self.layer}"
+    def attention_name(self) -> str:
+        """What the block calls its self-attention."""
+        return "attn" if "attn" in self.module._modules or "self_attn" not in self.module._modules else "self_attn"
 
     def _refuse(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.name} of this {self.model.description}: {what}")
@@ -81,11 +89,24 @@ class BlockView:
     @cached_property
     def attention(self) -> AttentionWeights:
         """The attention weights; refuses what is not softmax attention with readable weights."""
-        read = read_attention(getattr(self.module, "attn", None), self.model.cfg, self._refuse)
+        read = read_attention(getattr(self.module, self.attention_name, None), self.model.cfg, self._refuse)
         if self.branch_factor == 1:
             return read
         b_O = None if read.b_O is None else read.b_O * self.branch_factor
         return replace(read, W_O=read.W_O * self.branch_factor, b_O=b_O)
+
+    @cached_property
+    def cross_attention(self) -> AttentionWeights | None:
+        """The weights by which a decoder block reads the encoder's output, or None."""
+        cross = self.module._modules.get("cross_attn")
+        if getattr(getattr(self.module, self.attention_name, None), "hook_cross_pattern", None) is not None:
+            raise self._refuse("self- and cross-attention in one softmax (T5Gemma 2), which is not read.")
+        if cross is None:
+            return None
+        read = read_attention(cross, self.model.cfg, self._refuse)
+        if not read.hooked:
+            raise self._refuse("cross-attention with a gate or a norm inside, which is not read.")
+        return read
 
     @property
     def branch_factor(self) -> float:
@@ -95,7 +116,7 @@ class BlockView:
     @cached_property
     def query_key(self) -> QueryKeyWeights:
         """The weights that make the attention scores; refuses what has none that can be read."""
-        attn: Any = getattr(self.module, "attn", None)
+        attn: Any = getattr(self.module, self.attention_name, None)
         # as with W_V: HookedTransformer expands W_K to query heads and keeps _W_K
         kept = "_W_K" if hasattr(attn, "_W_K") else "W_K"
         W_Q, W_K = getattr(attn, "W_Q", None), getattr(attn, kept, None)
@@ -179,8 +200,9 @@ class ModelView:
     """What a TransformerLens model is made of, whichever its class."""
 
     def __init__(self, model: Any):
+        self.is_encoder_decoder = all(hasattr(model, stack) for stack in STACKS)
         for needed in ("cfg", "blocks", "hook_dict", "run_with_hooks"):
-            if not hasattr(model, needed):
+            if not hasattr(model, needed) and not (needed == "blocks" and self.is_encoder_decoder):
                 hint = " The model comes first, then the input; load one by its name first." * isinstance(model, str)
                 if hasattr(model, "from_pretrained"):
                     hint = (
@@ -189,8 +211,7 @@ class ModelView:
                     )
                 raise UnsupportedModelError(
                     f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder or a "
-                    "TransformerBridge of a decoder-only or encoder-only model (encoder-decoders are not supported)."
-                    + hint
+                    "TransformerBridge (a HookedEncoderDecoder is not supported; boot it as a Bridge)." + hint
                 )
         self.model = model
         self.cfg: Any = model.cfg
@@ -202,7 +223,10 @@ class ModelView:
                 f"{self.description} reads no tokens (a model of images or sound?); only models of token sequences are "
                 "supported."
             )
-        self.blocks = [BlockView(self, layer) for layer in range(len(model.blocks))]
+        stacks = STACKS if self.is_encoder_decoder else ("blocks",)
+        places = [(stack, number) for stack in stacks for number in range(len(getattr(model, stack)))]
+        self.blocks = [BlockView(self, layer, *place) for layer, place in enumerate(places)]
+        self.encoder_layers = len(model.encoder_blocks) if self.is_encoder_decoder else 0
         if getattr(self.cfg, "use_split_qkv_input", False) or getattr(self.cfg, "use_attn_in", False):
             raise UnsupportedModelError(
                 "cfg.use_split_qkv_input and cfg.use_attn_in add a head axis to the residual stream; "
@@ -267,10 +291,21 @@ class ModelView:
     @cached_property
     def final_norm(self) -> NormWeights | None:
         """The norm after the last block, or None (in a masked language model `ln_final` belongs to the head)."""
-        norm = getattr(self.model, "ln_final", None)
-        if not is_norm(norm) or hasattr(self.model, "mlm_head"):
-            return None
-        return norm_weights(norm, self.cfg)
+        return None if hasattr(self.model, "mlm_head") else self._end_norm(self.final_norm_name)
+
+    @property
+    def final_norm_name(self) -> str:
+        """What the model calls the norm after its last block."""
+        return "decoder_ln_final" if self.is_encoder_decoder else "ln_final"
+
+    @cached_property
+    def encoder_norm(self) -> NormWeights | None:
+        """The norm after an encoder–decoder's last encoder block, or None."""
+        return self._end_norm("encoder_ln_final")
+
+    def _end_norm(self, name: str) -> NormWeights | None:
+        norm = getattr(self.model, name, None)
+        return norm_weights(norm, self.cfg) if is_norm(norm) else None
 
     @cached_property
     def mlm_head(self) -> MLMHead | None:
@@ -296,7 +331,7 @@ class ModelView:
         parts = [getattr(head, name, None) for name in ("dense", "act", "norm")]
         if not all(callable(part) for part in parts):
             raise UnsupportedModelError(f"prediction_head of {self.description}: no dense, act and norm that are read.")
-        dense, phi, norm = parts
+        dense, phi, norm = (part for part in parts if part is not None)
         read = tried_norm(norm, self.cfg, width=dense.weight.shape[0])
         return MLMHead(dense.weight.detach().T, detached(dense.bias), phi, read, None)
 
@@ -306,7 +341,9 @@ class ModelView:
         unembed = getattr(self.model, "unembed", None)
         if unembed is None:
             return None
-        return unembed.W_U.detach(), detached(getattr(unembed, "b_U", None))
+        b_U, model = detached(getattr(unembed, "b_U", None)), getattr(self.model, "original_model", None)
+        added = detached(getattr(model, "final_logits_bias", None))  # BART adds one besides
+        return unembed.W_U.detach(), b_U if added is None else added[0] if b_U is None else b_U + added[0]
 
     def logits(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_vocab"]:
         """``cap((x·W_U + b_U) · factor)`` of what is unembedded (in a masked model, what its prediction head gives).
@@ -327,7 +364,16 @@ class ModelView:
         config: Any = getattr(getattr(self.model, "original_model", None), "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         factor = getattr(config, "logit_scale", None) or getattr(config, "output_multiplier", None) or 1.0
+        if self.scales_decoder_output:
+            factor = float(factor) * float(config.d_model) ** -0.5
         return float(factor) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+    @property
+    def scales_decoder_output(self) -> bool:
+        """Whether what is unembedded is the final norm's output times √(1/d_model) (T5 with tied embeddings)."""
+        config: Any = getattr(getattr(self.model, "original_model", None), "config", None)
+        tied = getattr(config, "scale_decoder_outputs", getattr(config, "tie_word_embeddings", False))
+        return self.is_encoder_decoder and hasattr(config, "relative_attention_num_buckets") and bool(tied)
 
     @cached_property
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:

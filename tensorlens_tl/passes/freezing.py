@@ -47,6 +47,8 @@ def freeze(
     *,
     attention_mask: Any = None,
     token_type_ids: Any = None,
+    decoder_input_ids: Any = None,
+    decoder_attention_mask: Any = None,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
     cache: Any = None,
@@ -66,6 +68,9 @@ def freeze(
             may differ in length.
         attention_mask: 1 at real tokens, `[batch, pos]`; with token ids of equal length only.
         token_type_ids: segment ids for BERT-like models.
+        decoder_input_ids: what the decoder of an encoder–decoder reads, as text or token ids; its positions follow
+            those of the input in every result. Start it with the token that the model's decoder starts with.
+        decoder_attention_mask: 1 at its real tokens.
         prepend_bos: as in TransformerLens.
         padding_side: ``"left"`` or ``"right"`` (the default, whatever the tokenizer says), where prompts differ in
             length.
@@ -100,11 +105,13 @@ def freeze(
                 input,
                 attention_mask=attention_mask,
                 token_type_ids=token_type_ids,
+                decoder_input_ids=decoder_input_ids,
+                decoder_attention_mask=decoder_attention_mask,
                 prepend_bos=prepend_bos,
                 padding_side=padding_side,
             )
             points, last = model_points(view), query_positions(prompt, -1)
-            logits = logit_hooks(view.model, points.unembed_in, last)
+            logits = logit_hooks(view.model, points.unembed_in, prompt.of_decoder(last))
             if cache is None:
                 kept, made = capture(
                     view.model, prompt.kwargs, points.captured, store=store, hooks=logits, calls=points.calls
@@ -117,12 +124,12 @@ def freeze(
             frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
             if cache is not None:
                 made = _compare_with_own_run(frozen, logits)
-            _check_padding(prompt, points, kept)
+            _check_padding(prompt, points, kept, view.encoder_layers)
             _check_growth(frozen)
             check_finite({name: kept[name] for name in points.captured})
             prove(frozen, verify)
             if points.unembed_in is not None:
-                compare_logits(frozen, frozen.unembedded(), logits_at(made, last), last)
+                compare_logits(frozen, frozen.unembedded(), logits_at(made, prompt.of_decoder(last)), last)
             if cache is None:
                 _check_repeats(frozen)
     return frozen
@@ -168,7 +175,11 @@ def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:
         mine = frozen.captured(name)
         own = activation.to(mine).reshape(mine.shape)
         by_query = (mine.transpose(1, 2), own.transpose(1, 2)) if mine.ndim == 4 else (mine, own)
-        errors[name] = relative_error(*by_query, frozen.mask)
+        encoder, length = frozen.prompt.encoder_length, by_query[0].shape[1]
+        side = (
+            slice(0, encoder) if encoder and name.startswith("encoder") else slice(frozen.mask.shape[1] - length, None)
+        )
+        errors[name] = relative_error(*by_query, frozen.mask[:, side])
 
     names, calls = frozen.points.captured, frozen.points.calls
     logits = observe(frozen.model, frozen.inputs, names, see, hooks=hooks, calls=calls)
@@ -192,7 +203,8 @@ def _check_repeats(frozen: FrozenPass) -> None:
         return
     name = frozen.points.last_output
     again, _ = capture(frozen.model, frozen.inputs, [name], last=name)
-    error = relative_error(again[name].to(frozen.tokens.device), frozen.resid_pre(frozen.n_layers), frozen.mask)
+    mine = frozen.captured(name)
+    error = relative_error(again[name].to(mine).reshape(mine.shape), mine, frozen.mask[:, -mine.shape[1] :])
     if not error <= frozen.tolerance:
         raise UnsupportedModelError(
             f"two runs of this {frozen.view.description} on the same prompt differ by {error:.1e} in the last block's "
@@ -211,21 +223,28 @@ def _check_width(frozen: FrozenPass) -> None:
         )
 
 
-def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tensor]) -> None:
+def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tensor], encoder_layers: int) -> None:
     """Refuse padding that the model does not handle: weight on padded tokens, or NaN that padding brought."""
     if bool(prompt.mask.all()):
         return
-    padded = ~prompt.mask
-    for block in points.blocks:
-        pattern = kept[block.pattern].to(padded.device)
-        if bool(torch.isnan(pattern).any()):
-            raise NumericalError(
-                f"NaN at {block.pattern}, in a padded batch: this model does not handle a query all of whose keys are "
-                "padding or outside its window (left padding on several bridges, short prompts beside ones longer than "
-                "a sliding window). Pad on the right, or freeze the prompts one by one."
-            )
-        if bool((pattern * (prompt.mask[:, None, :, None] & padded[:, None, None, :])).any()):
-            raise UnsupportedModelError(
-                f"{block.pattern} puts weight on padded tokens: this model ignores the attention mask (a bidirectional "
-                "HookedTransformer does). Freeze the prompts one by one."
-            )
+    for number, block in enumerate(points.blocks):
+        start = prompt.encoder_length if number >= encoder_layers and encoder_layers else 0
+        own = slice(start, None) if start or not encoder_layers else slice(0, prompt.encoder_length)
+        keys = {block.pattern: own} | ({} if block.cross is None else {block.cross.pattern: slice(0, start)})
+        for name, seen in keys.items():
+            _check_pattern(name, kept[name].to(prompt.mask.device), prompt.mask[:, own], prompt.mask[:, seen])
+
+
+def _check_pattern(name: str, pattern: Tensor, queries: Tensor, keys: Tensor) -> None:
+    """The same for one pattern, with its real queries and keys."""
+    if bool(torch.isnan(pattern).any()):
+        raise NumericalError(
+            f"NaN at {name}, in a padded batch: this model does not handle a query all of whose keys are "
+            "padding or outside its window (left padding on several bridges, short prompts beside ones longer than "
+            "a sliding window). Pad on the right, or freeze the prompts one by one."
+        )
+    if bool((pattern * (queries[:, None, :, None] & ~keys[:, None, None, :])).any()):
+        raise UnsupportedModelError(
+            f"{name} puts weight on padded tokens: this model ignores the attention mask (a bidirectional "
+            "HookedTransformer does). Freeze the prompts one by one."
+        )

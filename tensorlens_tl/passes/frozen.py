@@ -140,7 +140,8 @@ class FrozenPass(Record):
         if self.view.unembedding is None or self.points.unembed_in is None:
             return None
         positions = query_positions(self.prompt, query)
-        _, logits = own_logits(self.model, self.inputs, self.points.unembed_in, positions)
+        own = self.prompt.of_decoder(positions)
+        _, logits = own_logits(self.model, self.inputs, self.points.unembed_in, own)
         return logits.detach() if isinstance(logits, Tensor) and logits.ndim == 3 else None
 
     @property

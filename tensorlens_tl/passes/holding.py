@@ -5,13 +5,15 @@ without a word. Patterns have another way (`tensorlens_tl.hooks.freeze`); anythi
 are found by trying, once per model: the model runs on other tokens, held, and every block must do what its map says.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from tensorlens_tl.algebra import Identity
+from tensorlens_tl.algebra import Identity, Norm
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import (
+    Ends,
     FwdHook,
     attention_hooks,
     capture,
@@ -30,14 +32,14 @@ class _Proved(NamedTuple):
     """What trying showed of a model, and the versions its weights had (weight processing may rewire hook points)."""
 
     versions: list[tuple[int, int]] | None
-    patterns: list[bool]
+    patterns: frozenset[str]
 
 
 _proved: "WeakKeyDictionary[Any, _Proved]" = WeakKeyDictionary()  # by model
 
 
-def prove_obedience(record: Record) -> list[bool]:
-    """Try, once per model, whether it obeys hooks; tells for each layer whether it obeys them at `hook_pattern`.
+def prove_obedience(record: Record) -> frozenset[str]:
+    """Try, once per model, whether it obeys hooks; tells at which patterns' hook points.
 
     Raises:
         UnsupportedModelError: it ignores what a hook returns at `hook_z`, `mlp.hook_post` or a norm's `hook_scale`.
@@ -65,21 +67,26 @@ def holding_hooks(
 
 def _hooks(
     record: Record,
-    taken: list[bool],
+    taken: frozenset[str],
     patterns: bool = True,
     activations: bool = True,
     norms: bool = True,
     activation: str = "ratio",
 ) -> list[FwdHook]:
     hooks: list[FwdHook] = []
-    shape = record.tokens.shape[0], record.tokens.shape[1]
+    batch = record.tokens.shape[0]
     for layer, points in enumerate(record.points.blocks):
+        start, stop = record.side(layer)
+        shape = batch, stop - start
         if points.whitened is not None and not bool(record.mask.all()):
             hooks.append(leave_out(points.resid_pre, ~record.mask))
         if patterns and points.attention is None:
-            hooks += attention_hooks(points, record.pattern(layer), taken[layer])
+            hooks += attention_hooks(points, record.pattern(layer), points.pattern in taken)
         elif patterns and points.attention is not None:
             hooks += whole_hooks(points.attention, record.attention_alone(layer), shape)
+        if patterns and points.cross is not None:
+            held = record.captured(points.cross.pattern)
+            hooks += attention_hooks(points.cross, held, points.cross.pattern in taken)
         if norms:
             hooks += [
                 replace(at, record.captured(at)) for name, at in points.scales.items() if name not in points.norms
@@ -87,16 +94,25 @@ def _hooks(
             for name, ends in points.norms.items():
                 hooks += whole_hooks(ends, record.norm(layer, name), shape)
         if activations:
-            hooks += _mlp_hooks(record, layer, activation)
-    final = record.final_norm() if norms else None
-    if final is not None and record.points.final_norm is not None:
-        hooks += whole_hooks(record.points.final_norm, final, shape, again=True)
-    elif final is not None and record.points.final_scale is not None:
-        hooks.append(replace(record.points.final_scale, record.captured(record.points.final_scale)))
+            hooks += _mlp_hooks(record, layer, activation, shape)
+    if norms:
+        hooks += _end_hooks(record, record.encoder_norm(), record.points.encoder_scale, record.points.encoder_norm, 0)
+        last = record.n_layers - 1
+        hooks += _end_hooks(record, record.final_norm(), record.points.final_scale, record.points.final_norm, last)
     return hooks
 
 
-def _mlp_hooks(record: Record, layer: int, activation: str) -> list[FwdHook]:
+def _end_hooks(record: Record, norm: Norm | None, scale: str | None, whole: Ends | None, layer: int) -> list[FwdHook]:
+    """What holds the norm after the last block of a stack."""
+    if norm is None or scale is None:
+        return []
+    if whole is None:
+        return [replace(scale, record.captured(scale))]
+    start, stop = record.side(layer)
+    return whole_hooks(whole, norm, (record.tokens.shape[0], stop - start), again=True)
+
+
+def _mlp_hooks(record: Record, layer: int, activation: str, shape: tuple[int, int]) -> list[FwdHook]:
     """What holds one layer's MLP: its activation, or all of it where nothing inside can be held."""
     points, weights = record.points.blocks[layer], record.view.blocks[layer].mlp
     if weights is None:
@@ -105,22 +121,27 @@ def _mlp_hooks(record: Record, layer: int, activation: str) -> list[FwdHook]:
         held, dense = record.mlp_coefficients(layer, activation), record.view.blocks[layer].dense_mlp
         return [] if held is None or dense is None else mlp_hooks(points, held, dense.b_post)
     whole = record.mlp_alone(layer, activation)
-    return [] if whole is None else whole_hooks(points.mlp, whole, (record.tokens.shape[0], record.tokens.shape[1]))
+    return [] if whole is None else whole_hooks(points.mlp, whole, shape)
 
 
 def _prove(record: Record) -> _Proved:
     """Run the model, held, on other tokens, and compare every block with its map there."""
     model, points = record.model, record.points
     with own_run(model):
-        proved = _Proved(record.weights.versions, patterns_take_effect(model, record.inputs, points.blocks))
-    other = {**record.inputs, "input": (record.tokens + 1) % record.view.d_vocab}
-    names = [points.blocks[0].resid_pre, *map(record.output_name, range(record.n_layers))]
-    after = record.final_norm() or Identity()
-    ends = [] if record.final_norm() is None else [points.output]
+        sites = [site for block in points.blocks for site in (block, block.cross) if site is not None]
+        reached = patterns_take_effect(model, record.inputs, sites)
+        taken = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
+        proved = _Proved(record.weights.versions, taken)
+    other = record.prompt.others(record.view.d_vocab)
+    names = list(dict.fromkeys(name for layer in range(record.n_layers + 1) for name in record.stream_names(layer)))
+    after = record.final_map() or Identity()
+    ends = [] if record.final_map() is None else [points.output]
     # patterns by way of hook_z: live ablations take heads away there, and hook_pattern was tried above
-    hooks = _hooks(record, [False] * record.n_layers)
-    seen, _ = capture(model, other, names + ends, hooks=hooks, last=(names + ends)[-1], changed=True)
-    streams = [seen[name].to(record.tokens.device).reshape(record.output.shape) for name in names + ends]
+    hooks, last = _hooks(record, frozenset()), points.output if ends else points.last_output
+    seen, _ = capture(model, other, [*dict.fromkeys(names + ends)], hooks=hooks, last=last, changed=True)
+    live = dataclasses.replace(record, cache=seen, _ratios={}, _experts={})
+    streams = [live.resid_pre(layer) for layer in range(record.n_layers + 1)]
+    streams += [live.output] if ends else []
     maps = [*map(record.block, range(record.n_layers)), after]
     for layer, (step, before, own) in enumerate(zip(maps, streams, streams[1:], strict=False)):
         error = relative_error(step(before), own, record.mask)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Sum
 from tensorlens_tl.algebra.routing import Branch, Routed
+from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.activations import Coefficients, coefficients
 from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.weights import MLPWeights
@@ -63,6 +64,11 @@ def expert_maps(
     routing = weights.routing
     if index is None:
         index = torch.arange(weights.count, device=x.device).expand(weight.shape)
+    if index.shape != weight.shape:
+        raise UnsupportedModelError(
+            f"experts are called with {tuple(index.shape)} choices and {tuple(weight.shape)} weights for tokens "
+            f"{tuple(x.shape[:2])}; only routing [token, choice] is read."
+        )
     flat_index, flat_weight = index.flatten(0, 1), weight.flatten(0, 1).to(x)
     flat_x, factor = x.flatten(0, 1), routing.factor * weights.branch_factor
     branches = []

@@ -83,7 +83,7 @@ class FrozenOperator:
         stages = tuple(
             frozen.block(layer, activation=rule, heads=kept.get(layer), mlp=layer in with_mlp) for layer in chosen
         )
-        final = frozen.final_norm() if final_norm and chosen.stop == frozen.n_layers else None
+        final = frozen.final_map() if final_norm and chosen.stop == frozen.n_layers else None
         stages = stages if final is None else (*stages, final)
         whole = not kept and all(layer in with_mlp or not frozen.view.blocks[layer].has_mlp for layer in chosen)
         ends = chosen.stop == frozen.n_layers and (final_norm or frozen.view.final_norm is None)

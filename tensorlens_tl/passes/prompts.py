@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from tensorlens_tl.passes.spans import find_real
 class Prompt:
     """A checked batch of prompts.
 
+    An encoder–decoder's positions are its encoder's, `encoder_length` of them, and then its decoder's.
+
     `mask` is True at real tokens; `kwargs` is what the model's forward takes; `str_tokens` are for people, and
     `word_starts` says which of them begin a word (None without a tokenizer).
     """
@@ -29,6 +32,25 @@ class Prompt:
     kwargs: dict[str, Any]
     str_tokens: list[list[str]]
     word_starts: list[list[bool]] | None = None
+    encoder_length: int = 0
+
+    def of_decoder(self, positions: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
+        """Positions as an encoder–decoder's decoder counts them; any other model's are its own.
+
+        Raises:
+            InvalidInputError: a position of the encoder, which predicts nothing.
+        """
+        if self.encoder_length and bool((positions < self.encoder_length).any()):
+            raise InvalidInputError(
+                f"query: positions 0 to {self.encoder_length - 1} are the encoder's, which predicts no tokens; the "
+                "decoder's follow them (-1 is its last), or use direction=."
+            )
+        return positions - self.encoder_length
+
+    def others(self, d_vocab: int) -> dict[str, Any]:
+        """The keyword arguments of a run on other tokens, as many of them."""
+        tokens = ("input", "decoder_input_ids")
+        return self.kwargs | {name: (self.kwargs[name] + 1) % d_vocab for name in tokens if name in self.kwargs}
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
@@ -41,6 +63,8 @@ def prepare(
     *,
     attention_mask: Any = None,
     token_type_ids: Any = None,
+    decoder_input_ids: Any = None,
+    decoder_attention_mask: Any = None,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
 ) -> Prompt:
@@ -52,6 +76,8 @@ def prepare(
             in length.
         attention_mask: 1 at real tokens, 0 at padding, `[batch, pos]`; only with token ids.
         token_type_ids: segment ids for BERT-like models, `[batch, pos]`.
+        decoder_input_ids, decoder_attention_mask: what an encoder–decoder's decoder reads, likewise; for such a model
+            they are needed, for any other refused.
         prepend_bos: as in TransformerLens; None is the model's default. Strings only.
         padding_side: ``"left"`` or ``"right"``, where several strings differ in length. None pads right, whatever the
             tokenizer says: real tokens never see it, while some bridges give NaN for left-padded prompts.
@@ -59,10 +85,43 @@ def prepare(
     Raises:
         InvalidInputError: empty, longer than the context, token ids outside the vocabulary, or shapes that differ.
     """
+    if (decoder_input_ids is not None) != view.is_encoder_decoder:
+        raise InvalidInputError(
+            f"decoder_input_ids: {view.description} is an encoder–decoder; pass what its decoder reads, beginning with "
+            "its start token (model.original_model.config.decoder_start_token_id)."
+            if view.is_encoder_decoder
+            else f"decoder_input_ids: {view.description} is no encoder–decoder."
+        )
+    read = partial(_rows, view, prepend_bos=prepend_bos, padding_side=padding_side)
+    tokens, mask = read(input, attention_mask, "attention_mask")
+    kwargs: dict[str, Any] = {"input": tokens}
+    # HookedTransformer derives a mask of its own from padding tokens where it pads left; an explicit one is exact.
+    if attention_mask is not None or not bool(mask.all()) or not view.is_bridge:
+        kwargs["one_zero_attention_mask" if view.is_hooked_encoder else "attention_mask"] = mask.long()
+    if token_type_ids is not None:
+        kwargs["token_type_ids"] = _segments(view, token_type_ids, tokens)
+    if decoder_input_ids is None:
+        return Prompt(tokens, mask, kwargs, *_readable(view, tokens))
+    decoder, real = read(decoder_input_ids, decoder_attention_mask, "decoder_attention_mask")
+    if len(decoder) != len(tokens):
+        raise InvalidInputError(
+            f"decoder_input_ids: {len(decoder)} prompts for the decoder, but {len(tokens)} for the encoder."
+        )
+    kwargs["decoder_input_ids"] = decoder
+    if decoder_attention_mask is not None or not bool(real.all()):
+        kwargs["decoder_attention_mask"] = real.long()
+    both = torch.cat([tokens, decoder], dim=1)
+    return Prompt(both, torch.cat([mask, real], dim=1), kwargs, *_readable(view, both), tokens.shape[1])
+
+
+def _rows(
+    view: ModelView, input: Any, attention_mask: Any, name: str, *, prepend_bos: bool | None, padding_side: str | None
+) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
+    """Token ids and mask of one input, on the model's device."""
     if _is_text(input) or _is_ragged(input):
         if attention_mask is not None:
             raise InvalidInputError(
-                "attention_mask: made from the text or the rows themselves; pass it only together with token ids of "
+                f"{name}: made from the text or the rows themselves; pass it only together with token ids of "
                 "equal length."
             )
         tokens, mask = _pad(view, token_rows(view, input, prepend_bos), padding_side)
@@ -74,24 +133,17 @@ def prepare(
             mask = mask[None] if mask.ndim == 1 else mask
             if mask.shape != tokens.shape:
                 raise InvalidInputError(
-                    f"attention_mask is {tuple(mask.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
+                    f"{name} is {tuple(mask.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
                 )
         elif _ends_in_padding(view, tokens):
             warnings.warn(
                 "input: token ids that begin or end with several padding tokens, and no attention_mask: all of them "
                 "count as real. Pass attention_mask=, 1 at real tokens and 0 at padding.",
-                stacklevel=4,
+                stacklevel=5,
             )
     _check(view, tokens, mask)
     device = next(view.model.parameters()).device
-    tokens, mask = tokens.to(device), mask.to(device)
-    kwargs: dict[str, Any] = {"input": tokens}
-    # HookedTransformer derives a mask of its own from padding tokens where it pads left; an explicit one is exact.
-    if attention_mask is not None or not bool(mask.all()) or not view.is_bridge:
-        kwargs["one_zero_attention_mask" if view.is_hooked_encoder else "attention_mask"] = mask.long()
-    if token_type_ids is not None:
-        kwargs["token_type_ids"] = _segments(view, token_type_ids, tokens)
-    return Prompt(tokens, mask, kwargs, *_readable(view, tokens))
+    return tokens.to(device), mask.to(device)
 
 
 def token_rows(view: ModelView, input: Any, prepend_bos: bool | None = None) -> list[Int[Tensor, "pos"]]:

@@ -16,7 +16,7 @@ from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture, own_logits
-from tensorlens_tl.models.layouts import Layout, candidates, compose
+from tensorlens_tl.models.layouts import Layout, candidates
 from tensorlens_tl.models.weights import MLPWeights
 from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.record import Record
@@ -34,7 +34,7 @@ def prove(record: Record, every_block: bool = True) -> None:
     tolerance = record.tolerance
     for layer in range(record.n_layers):
         block = record.view.blocks[layer]
-        options = candidates(set(block.norms), block.has_mlp)
+        options = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
         known = record.layouts[-1] if record.layouts and record.layouts[-1] in options else None
         if known is not None and not every_block:
             record.layouts.append(known)
@@ -74,7 +74,7 @@ def block_error(record: Record, layer: int, block: AffineMap) -> float:
 
 def head_error(record: Record) -> float | None:
     """The same for what follows the last block: the final norm, or a masked language model's transform."""
-    after = [part for part in (record.final_norm(), record.prediction_head()) if part is not None]
+    after = [part for part in (record.final_map(), record.prediction_head()) if part is not None]
     predicts = record.points.unembed_in is not None
     if not after and not predicts:
         return None
@@ -102,8 +102,9 @@ def unembedding_error(record: Record, positions: Int[Tensor, "batch query"] | No
     compared = record.logits_compared
     if compared is None or not bool(torch.take_along_dim(compared, positions, dim=1).all()):
         record.check_fresh()
-        states, logits = own_logits(record.model, record.inputs, record.points.unembed_in, positions)
-        compare_logits(record, states, logits, positions)
+        own = record.prompt.of_decoder(positions)
+        states, logits = own_logits(record.model, record.inputs, record.points.unembed_in, own)
+        compare_logits(record, record.beside_encoder(states), logits, positions)
     return record.errors["unembed"]
 
 
@@ -130,13 +131,14 @@ def _choose(record: Record, layer: int, options: Sequence[Layout]) -> Layout | N
     """
     short, tolerance = record.first_tokens(layer), record.tolerance
     parts = short.parts(layer)
-    errors = {option: block_error(short, layer, compose(option, *parts)) for option in options}
+    errors = {option: block_error(short, layer, short.composed(layer, option, parts)) for option in options}
     passing = sorted((option for option in options if errors[option] <= tolerance), key=lambda option: errors[option])
     if len(passing) > 1:
         # Folded norms commute with sublayers that have no bias, at a single token with attention too. A rule with a
         # constant of its own still tells on which side the norm is, and it is what would go wrong with the other one.
         tangent = short.parts(layer, "tangent")
-        passing = [o for o in passing if block_error(short, layer, compose(o, *tangent)) <= tolerance] or passing
+        held = [o for o in passing if block_error(short, layer, short.composed(layer, o, tangent)) <= tolerance]
+        passing = held or passing
     rounding = torch.finfo(record.resid_pre(layer).dtype).eps
     if len(passing) > 1 and errors[passing[1]] < 10 * max(errors[passing[0]], rounding):
         if _same_map(short, layer, passing):

@@ -17,11 +17,12 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Linear, Norm, Sum
 from tensorlens_tl.algebra.recursion import Recursion
+from tensorlens_tl.algebra.segments import CrossAttention, Segment
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models.activations import Coefficients, coefficients
 from tensorlens_tl.models.experts import ExpertsWeights
-from tensorlens_tl.models.layouts import Layout, compose
+from tensorlens_tl.models.layouts import Layout, Within, compose
 from tensorlens_tl.models.protocol import HookedModel
 from tensorlens_tl.models.state import WeightState
 from tensorlens_tl.models.view import ModelView
@@ -115,12 +116,29 @@ class Record:
     def captured(self, name: str) -> Tensor:
         """The activation kept at one hook point, on the prompt's device, with batch and position apart."""
         tensor = self.cache[name].to(self.tokens.device)
-        # OPT flattens batch and position inside its MLP.
-        return tensor if tensor.ndim > 2 else tensor.reshape(*self.tokens.shape, -1)
+        # OPT flattens batch and position inside its MLP, and experts are called with them flattened.
+        return tensor if tensor.ndim > 2 else tensor.reshape(len(self.tokens), -1, tensor.shape[-1])
+
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        """How many positions are an encoder's and a decoder's, in this order; None where there is one stack."""
+        if not self.view.is_encoder_decoder:
+            return None
+        encoder = self.prompt.encoder_length
+        return encoder, self.tokens.shape[1] - encoder
+
+    def side(self, layer: int) -> tuple[int, int]:
+        """The positions that a block acts on: the first, and the one after the last."""
+        if self.sides is None:
+            return 0, self.tokens.shape[1]
+        encoder, decoder = self.sides
+        return (0, encoder) if layer < self.view.encoder_layers else (encoder, encoder + decoder)
 
     def output_name(self, layer: int) -> str:
         """The hook point that holds a block's output."""
         blocks = self.points.blocks
+        if self.points.encoder_output is not None and layer + 1 == self.view.encoder_layers:
+            return self.points.encoder_output
         return blocks[layer + 1].resid_pre if layer + 1 < len(blocks) else self.points.last_output
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
@@ -130,7 +148,19 @@ class Record:
             InvalidInputError: no such layer.
         """
         layer = whole_number("layer", layer, 0, self.n_layers, why="a layer, or their number for the last one's output")
+        if self.sides is not None:
+            return torch.cat([self.captured(name) for name in self.stream_names(layer)], dim=1)
         return self.captured(self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1))
+
+    def stream_names(self, layer: int) -> list[str]:
+        """The hook points that together hold what `resid_pre` gives."""
+        if self.sides is None:
+            return [self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1)]
+        first, blocks, output = self.view.encoder_layers, self.points.blocks, self.points.encoder_output
+        assert output is not None
+        encoder = blocks[layer].resid_pre if layer < first else output
+        decoder = blocks[max(layer, first)].resid_pre if layer < self.n_layers else self.points.last_output
+        return [encoder, decoder]
 
     def resid_read(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that a block's norms, attention and MLP read: `resid_pre`, whitened where it is."""
@@ -141,13 +171,19 @@ class Record:
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:
         """The model's own output that the operator reproduces: after the final norm, or the last block's output."""
-        return self.captured(self.points.output)
+        return self.beside_encoder(self.captured(self.points.output))
+
+    def beside_encoder(self, decoder: Tensor) -> Tensor:
+        """Beside what an encoder–decoder's decoder gives, its encoder's output."""
+        if self.points.encoder_output is None:
+            return decoder
+        return torch.cat([self.captured(self.points.encoder_output), decoder], dim=1)
 
     def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
         """The stream that the model itself unembeds: after the final norm, or a masked model's prediction head."""
         if self.points.unembed_in is None:
             raise UnsupportedModelError(f"{self.view.description} predicts no tokens.")
-        return self.captured(self.points.unembed_in)
+        return self.beside_encoder(self.captured(self.points.unembed_in))
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """The attention probabilities of one layer.
@@ -161,7 +197,7 @@ class Record:
     @cached_property
     def causal(self) -> bool:
         """Whether no layer attends forwards."""
-        return not any(bool(self.pattern(layer).triu(1).any()) for layer in range(self.n_layers))
+        return self.sides is None and not any(bool(self.pattern(layer).triu(1).any()) for layer in range(self.n_layers))
 
     @cached_property
     def row_bytes(self) -> int:
@@ -175,6 +211,8 @@ class Record:
     def first_tokens(self, layer: int, length: int = 8) -> "Record":
         """One block of the record, cut to its first tokens where these do not look ahead; else the whole record."""
         mask = self.mask[:, :length]
+        if self.sides is not None:
+            return self
         if bool(self.pattern(layer)[:, :, :length, length:].any()) or not bool(mask.any(1).all()):
             return self
         names = {*self.points.blocks[layer].captured, self.output_name(layer)}
@@ -210,6 +248,33 @@ class Record:
         seen = self.captured(scale_name)
         scale = seen if weights.epsilon is None else weights.scale_of(seen)
         return Norm(scale, weights.gain, weights.shift, weights.centre)
+
+    def final_map(self) -> AffineMap | None:
+        """The same as a map of all positions: of an encoder–decoder it acts on the decoder's."""
+        norm = self.final_norm()
+        if norm is None or self.sides is None:
+            return norm
+        start, stop = self.side(self.n_layers - 1)
+        return Segment(norm, start, stop, stop)
+
+    def encoder_norm(self) -> Norm | None:
+        """The norm after an encoder–decoder's last encoder block, or None."""
+        if self.view.encoder_norm is None or self.points.encoder_scale is None:
+            return None
+        return self._norm(self.view.encoder_norm, self.points.encoder_scale)
+
+    def _within(self, layer: int) -> Within | None:
+        """Where a block acts; None where there is one stack."""
+        if self.sides is None:
+            return None
+        (start, stop), length = self.side(layer), self.tokens.shape[1]
+        weights, points = self.view.blocks[layer].cross_attention, self.points.blocks[layer].cross
+        if weights is None or points is None:
+            return Within(start, stop, length)
+        pattern = self.captured(points.pattern).to(weights.W_O.dtype)
+        mixing = CrossAttention(pattern, weights.kv_heads, (start, stop), (0, start), length)
+        read = Chain((Linear(weights.W_V, weights.b_V), mixing))
+        return Within(start, stop, length, read, Linear(weights.W_O, weights.b_O))
 
     def whitening(self, layer: int) -> Chain | None:
         """What the stream goes through before a block of a whitened model, linear as it is; None of any other."""
@@ -304,10 +369,11 @@ class Record:
 
     def parts(
         self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
-    ) -> tuple[Chain, AffineMap | None, dict[str, Norm], Chain | None]:
-        """What a block is composed of: attention, MLP, norms, whitening."""
+    ) -> tuple[Chain, AffineMap | None, dict[str, Norm], Chain | None, Within | None]:
+        """What a block is composed of: attention, MLP, norms, whitening, and where an encoder–decoder's block acts."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
-        return self.attention(layer, heads), self.mlp(layer, activation) if mlp else None, norms, self.whitening(layer)
+        kept = self.mlp(layer, activation) if mlp else None
+        return self.attention(layer, heads), kept, norms, self.whitening(layer), self._within(layer)
 
     def block(
         self,
@@ -320,11 +386,20 @@ class Record:
     ) -> AffineMap:
         """One block as a map; `heads` keeps only those heads, ``mlp=False`` leaves the MLP's branch out.
 
+        An encoder's last block ends with the encoder's norm.
+
         Raises:
             InvalidInputError: no such layer.
         """
         layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
-        return compose(layout or self.layouts[layer], *self.parts(layer, activation, heads, mlp))
+        return self.composed(layer, layout or self.layouts[layer], self.parts(layer, activation, heads, mlp))
+
+    def composed(self, layer: int, layout: Layout, parts: Any) -> AffineMap:
+        """A block from its `parts`, put together in one way."""
+        made, norm = compose(layout, *parts), self.encoder_norm()
+        if norm is None or layer + 1 != self.view.encoder_layers:
+            return made
+        return Chain((made, Segment(norm, *self.side(layer), self.tokens.shape[1])))
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
         """A masked language model's transform before its unembedding, norm(φ(x·W + b)), frozen; None otherwise."""

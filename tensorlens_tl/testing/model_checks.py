@@ -260,14 +260,16 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
         options: of `FrozenPass.fwd_hooks`.
     """
     seen: dict[str, Tensor] = {}
-    points = frozen.points
+    points, (_, stop) = frozen.points, frozen.side(0)
+    sides = [x] if frozen.sides is None else [x[:, :stop], x[:, stop:]]
+    ends = [name for name in (points.encoder_output, points.output) if name is not None]
 
-    def put(live: Tensor, *, hook: Any) -> Tensor:
-        return x
+    def put(value: Tensor) -> Callable[..., Tensor]:
+        return lambda live, *, hook: value
 
-    def see(live: Tensor, *, hook: Any) -> None:
-        seen["output"] = live
+    def see(name: str) -> Callable[..., None]:
+        return lambda live, *, hook: seen.update({name: live})
 
-    hooks = [(points.blocks[0].resid_pre, put), *frozen.fwd_hooks(**options), (points.output, see)]
-    run(frozen.model, frozen.inputs, hooks)
-    return seen["output"]
+    placed = [(name, put(value)) for name, value in zip(frozen.stream_names(0), sides, strict=True)]
+    run(frozen.model, frozen.inputs, [*placed, *frozen.fwd_hooks(**options), *((name, see(name)) for name in ends)])
+    return torch.cat([seen[name] for name in ends], dim=1)

@@ -1,0 +1,200 @@
+"""A map that acts on some positions, while the others stay as they are or are left out.
+
+An encoder–decoder is one stream: the encoder's positions, then the decoder's. An encoder block acts on the first, a
+decoder block on the others; what cross-attention writes, it writes to the decoder's positions only.
+"""
+
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap
+from tensorlens_tl.algebra.positions import BiasTerms, RowPositions, Where
+from tensorlens_tl.algebra.primitives import Attention
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Segment(AffineMap):
+    """``inner`` on the positions of a segment; elsewhere the identity, or zero.
+
+    Attributes:
+        inner: takes vectors at the segment's positions.
+        start, stop: the segment.
+        length: of all positions.
+        only: whether the other positions come out zero, instead of as they were.
+    """
+
+    inner: AffineMap
+    start: int
+    stop: int
+    length: int
+    only: bool = False
+
+    def __repr__(self) -> str:
+        return f"Segment({self.inner}, {self.start} to {self.stop} of {self.length}{', only' * self.only})"
+
+    @property
+    def bias(self) -> Tensor:
+        bias = self.inner.bias
+        if bias is ZERO:
+            return ZERO
+        bias = bias.expand(*(bias.shape[:-2] or (1,)), self.stop - self.start, bias.shape[-1])
+        return torch.nn.functional.pad(bias, (0, 0, self.start, self.length - self.stop))
+
+    @property
+    def mixes(self) -> bool:
+        return self.inner.mixes
+
+    def at(self, where: Where) -> "Segment | Picked":
+        if isinstance(where, RowPositions):
+            inside = (where.positions >= self.start) & (where.positions < self.stop)
+            own = (where.positions - self.start).clamp(0, self.stop - self.start - 1)
+            return Picked(self.inner.at(RowPositions(own)), inside[..., None, None], self.only)
+        if isinstance(where, slice):
+            first, last, _ = where.indices(self.length)
+            start, stop = (min(max(bound, first), last) for bound in (self.start, self.stop))
+            kept = self.inner.at(slice(start - self.start, stop - self.start))
+            return replace(self, inner=kept, start=start - first, stop=stop - first, length=last - first)
+        inside = [place for place in where if self.start <= place < self.stop]
+        start = sum(place < self.start for place in where)
+        kept = self.inner.at([place - self.start for place in inside])
+        return replace(self, inner=kept, start=start, stop=start + len(inside), length=len(where))
+
+    def norm_bound(self) -> float:
+        bound = self.inner.norm_bound()
+        return bound if self.only else max(1.0, bound)
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        return self._apart(x, self.inner._forward(x[..., self.start : self.stop, :], affine))
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        noted: list[Tensor] | None = None if biases is None else []
+        made = self.inner._backward(g[..., self.start : self.stop, :], noted)
+        if biases is not None:
+            around = (self.start, self.length - self.stop)
+            biases += [torch.nn.functional.pad(term, around) for term in noted or ()]
+        return self._apart(g, made)
+
+    def _apart(self, x: Tensor, made: Tensor) -> Tensor:
+        """What was made of the segment, and the other positions beside it."""
+        if self.only:
+            return torch.nn.functional.pad(made, (0, 0, self.start, self.length - self.stop))
+        return torch.cat([x[..., : self.start, :], made, x[..., self.stop :, :]], dim=-2)
+
+    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+        if self.mixes:
+            return self._pull_among(g, here, there, reach, biases)
+        return self._pull_alone(g, here, biases)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Picked(PositionwiseMap):
+    """A segment where every row lives at one position: ``inner`` for rows inside, the others as they are or zero.
+
+    Attributes:
+        inner: takes vectors `[row, batch, 1, d]`.
+        inside: which rows, `[row, batch, 1, 1]`; a row axis of length 1 serves all rows.
+        only: as in `Segment`.
+    """
+
+    inner: AffineMap
+    inside: Tensor
+    only: bool
+
+    def __repr__(self) -> str:
+        return f"Picked({self.inner})"
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO if self.inner.bias is ZERO else self.inner.bias * self.inside
+
+    def at(self, where: Where) -> "Picked":
+        return self
+
+    def norm_bound(self) -> float:
+        return max(1.0, self.inner.norm_bound())
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        made = self.inner._forward(x, affine)
+        return torch.where(self.inside, made, torch.zeros_like(made) if self.only else x)
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        made = self.inner._backward(torch.where(self.inside, g, torch.zeros_like(g)), biases)
+        return made if self.only else made + torch.where(self.inside, torch.zeros_like(g), g)
+
+
+def shared_slice(where: Where) -> slice:
+    """Positions that follow each other: what cross-attention can be cut to.
+
+    Raises:
+        TypeError: any others.
+    """
+    if not isinstance(where, slice):
+        raise TypeError("a map that mixes positions of two segments can only be cut to a slice.")
+    return where
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class CrossAttention(AffineMap):
+    """Mixes values of one segment's positions into another's by a frozen pattern, in head space.
+
+    As `Attention`, for a pattern that is not square: keys lie at `keys`, queries at `queries`, of `length` positions.
+    """
+
+    pattern: Tensor
+    kv_heads: int
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    length: int
+
+    def __repr__(self) -> str:
+        _, heads, query, key = self.pattern.shape
+        return f"CrossAttention({heads} heads, {query} × {key})"
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO
+
+    @property
+    def mixes(self) -> bool:
+        return True
+
+    def at(self, where: Where) -> "CrossAttention":
+        first, last, _ = shared_slice(where).indices(self.length)
+        (q0, q1), (k0, k1) = (
+            tuple(min(max(bound, first), last) for bound in segment) for segment in (self.queries, self.keys)
+        )
+        pattern = self.pattern[:, :, q0 - self.queries[0] : q1 - self.queries[0], k0 - self.keys[0] : k1 - self.keys[0]]
+        segments = (q0 - first, q1 - first), (k0 - first, k1 - first)
+        return CrossAttention(pattern, self.kv_heads, *segments, last - first)
+
+    def norm_bound(self) -> float:
+        return self._square.norm_bound()
+
+    @property
+    def _square(self) -> Attention:
+        first, last = self.keys
+        pad = (first, self.length - last, self.queries[0], self.length - self.queries[1])
+        return Attention(torch.nn.functional.pad(self.pattern, pad), self.kv_heads)
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        values = x[..., self.keys[0] : self.keys[1], :].unflatten(-1, (self.kv_heads, -1))
+        mixed = torch.einsum("bcgqk,...bkcd->...bqcgd", self._grouped, values).flatten(-3)
+        return torch.nn.functional.pad(mixed, (0, 0, self.queries[0], self.length - self.queries[1]))
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        heads = g[..., self.queries[0] : self.queries[1], :].unflatten(-1, (self.kv_heads, self._grouped.shape[2], -1))
+        mixed = torch.einsum("bcgqk,...bqcgd->...bkcd", self._grouped, heads).flatten(-2)
+        return torch.nn.functional.pad(mixed, (0, 0, self.keys[0], self.length - self.keys[1]))
+
+    @property
+    def _grouped(self) -> Tensor:
+        return self.pattern.unflatten(1, (self.kv_heads, -1))
+
+    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+        return self._pull_among(g, here, there, reach, biases)
