@@ -5,6 +5,7 @@
 | `maps` | what is an affine map, and how do maps combine? |
 | `primitives` | which maps is everything made of? |
 | `recursion` | what passes from each position to the next? |
+| `state_space` | what do state-space layers pass on, with their gates held? |
 | `positions` | where do vectors live, so that no work is done elsewhere? |
 | `bias_spreading` | where does each bias go, if source tokens are to have it? |
 | `probes` | how is a norm estimated from random rows? |
@@ -16,11 +17,13 @@ from tensorlens_tl.algebra.maps import ZERO, AffineMap, Chain, MixingMap, Positi
 from tensorlens_tl.algebra.positions import RowPositions, Where
 from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm
 from tensorlens_tl.algebra.recursion import DiagonalRecursion, Recursion
+from tensorlens_tl.algebra.state_space import CausalConvolution, SelectiveScan
 
 __all__ = [
     "ZERO",
     "AffineMap",
     "Attention",
+    "CausalConvolution",
     "Chain",
     "Diagonal",
     "DiagonalRecursion",
@@ -31,6 +34,7 @@ __all__ = [
     "PositionwiseMap",
     "Recursion",
     "RowPositions",
+    "SelectiveScan",
     "Sum",
     "Transpose",
     "Where",
