@@ -1,5 +1,7 @@
 """Mixers of state-space layers, read from Hugging Face's own modules: what they give, and what is held."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers as hf
@@ -263,6 +265,12 @@ def test_vectors_and_masks_of_another_shape():
         mixer_map(mixer, x[..., :8])
     with pytest.raises(InvalidInputError, match=r"the mask is \[2, 4\]"):
         mixer_map(mixer, x, torch.ones(2, 4, dtype=torch.bool))
+
+
+def test_parts_that_another_library_wraps_are_read():
+    mixer, x, _, y = run("Mamba2")
+    wrapped = {name: SimpleNamespace(original_component=getattr(mixer, name)) for name in ("in_proj", "conv1d", "norm")}
+    assert off(mixer_map(changed("Mamba2", **wrapped), x)(x), y) <= 1e-9
 
 
 def test_the_scan_is_found_and_the_weights_are_the_models():

@@ -108,6 +108,15 @@ def test_memory_does_not_grow_with_states_times_positions():
     assert used.peak < 10 * x.numel() * x.element_size() < x.numel() * 64 * x.element_size() / 4
 
 
+def test_memory_of_states_is_bounded(monkeypatch):
+    m = scan(1, 8, batch=1, heads=64, groups=1, states=256, head_dim=1)
+    x = normal(256, 1, 8, 64)
+    monkeypatch.setattr(state_space, "CHUNK_BYTES", 2**20)
+    with Allocations() as used:
+        m.push(x)
+    assert used.peak < len(x) * 64 * 256 * 8 / 2  # half of all rows' states
+
+
 def test_matrices_that_are_too_large_are_refused(monkeypatch):
     m = scan(1, 8)
     monkeypatch.setattr(memory, "MOST_BYTES", 8 * 2 * 8 * 8)

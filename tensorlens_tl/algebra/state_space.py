@@ -183,8 +183,8 @@ def _scan(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     delta, A, B, C = (held.to(x.dtype) for held in (delta, A, B, C))
     rows = x.reshape(-1, *x.shape[-4:])
     state = delta[:, 0].numel() * x.shape[-1] * B.shape[-1] * x.element_size()
-    parts = rows.split(max(1, CHUNK_BYTES // state))
-    return torch.cat([_scan_rows(part, delta, A, B, C) for part in parts]).view(x.shape)
+    made = [_scan_rows(part, delta, A, B, C) for part in rows.split(max(1, CHUNK_BYTES // state))]
+    return (made[0] if len(made) == 1 else torch.cat(made)).view(x.shape)
 
 
 def _scan_rows(x: Heads, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Heads:
