@@ -439,6 +439,40 @@ def scans() -> Lines:
             yield row(f"{shape}", threads, seconds["scan"] / seconds["literal"], *alone)
 
 
+def selective() -> Lines:
+    """## Scans of state-space layers, by the number of positions
+
+    A push and a pull of one row and of 16, by position, in those of 64 positions: linear growth is 1. Peak memory beyond the result, in vectors
+    of all rows. The widths of Mamba 130M (1,536 channels, 16 states) and of Mamba 2 130M (24 heads of 64 channels, 128 states).
+    """
+    from tensorlens_tl.algebra import SelectiveScan
+
+    torch.set_num_threads(1)
+    lengths = (64, 128, 256, 512, 1024)
+    kinds = {"Mamba": (1536, 1, 16, (1536, 16)), "Mamba 2": (24, 64, 128, (24,))}
+    yield table(
+        "kind", "rows", "positions", "push, ms", "push", "pull", "whole matrix, MB", "peak, MB", "peak ÷ vectors"
+    )
+    for kind, (heads, width, states, rates) in kinds.items():
+        for rows, rounds in ((1, 20), (16, 4)):
+            calls: dict[str, Callable[[], Any]] = {}
+            for pos in lengths:
+                held = torch.rand(1, pos, heads), -torch.rand(rates), *torch.randn(2, 1, pos, 1, states)
+                scan = SelectiveScan(*held, head_dim=width)
+                x = torch.randn(rows, 1, pos, heads * width)
+                calls[f"push {pos}"] = lambda scan=scan, x=x: scan.push(x)
+                calls[f"pull {pos}"] = lambda scan=scan, x=x: scan.pull(x)
+            seconds = interleaved(calls, rounds)
+            for pos in lengths:
+                with Allocations() as memory:
+                    made = calls[f"push {pos}"]()
+                size = made.numel() * made.element_size()
+                growth = [seconds[f"{way} {pos}"] / seconds[f"{way} 64"] * 64 / pos for way in ("push", "pull")]
+                beyond, whole = memory.peak - size, 4 * heads * pos**2
+                megabytes = (f"{number / 1e6:.0f}" for number in (whole, beyond))
+                yield row(kind, rows, pos, 1000 * seconds[f"push {pos}"], *growth, *megabytes, beyond / size)
+
+
 def whitened() -> Lines:
     """## Whitened models, in times of the same model without
 
@@ -531,6 +565,7 @@ SECTIONS = (
     composition,
     graphs,
     scans,
+    selective,
     whitened,
     profile,
 )

@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 from tensorlens_tl.algebra import (
     ZERO,
     Attention,
+    CausalConvolution,
     Chain,
     Diagonal,
     DiagonalRecursion,
@@ -14,6 +15,7 @@ from tensorlens_tl.algebra import (
     Linear,
     Norm,
     Recursion,
+    SelectiveScan,
     Transpose,
 )
 from tensorlens_tl.testing import check_map
@@ -32,6 +34,13 @@ def pattern(heads=4):
     rows = torch.rand(BATCH, heads, POS, POS, dtype=torch.float64)
     rows[0, :, 0] = 0
     return rows
+
+
+def selective(rates, groups=2, head_dim=2):
+    """A scan of as many channels as the other maps have."""
+    shape = (BATCH, POS, groups, 3)
+    delta = torch.rand(BATCH, POS, WIDTH // head_dim, dtype=torch.float64)
+    return SelectiveScan(delta, -rates.exp(), normal(*shape), normal(*shape), head_dim)
 
 
 MAPS = {
@@ -54,6 +63,15 @@ MAPS = {
     "recursion": lambda: Recursion(0.3 * normal(WIDTH, WIDTH)),
     "padded recursion": lambda: Recursion(0.3 * normal(WIDTH, WIDTH), torch.arange(BATCH * POS).view(BATCH, POS) > 1),
     "diagonal recursion": lambda: DiagonalRecursion(normal(BATCH, POS, 1, WIDTH)),
+    "diagonal recursion of a bias": lambda: MAPS["diagonal recursion"]() @ MAPS["linear"](),
+    "convolution": lambda: CausalConvolution(normal(WIDTH, 4), normal(WIDTH)),
+    "convolution without bias": lambda: CausalConvolution(normal(WIDTH, 2)),
+    "selective scan": lambda: selective(normal(WIDTH, 3), head_dim=1),
+    "scan of heads": lambda: selective(normal(WIDTH // 2)),
+    "scan of a bias": lambda: selective(normal(WIDTH // 2), groups=1) @ MAPS["linear"](),
+    "state-space layer": lambda: Chain(
+        (MAPS["diagonal"](), MAPS["convolution"](), MAPS["scan of heads"]() + MAPS["diagonal"](), MAPS["linear"]())
+    ),
     "recursion in a chain": lambda: MAPS["linear"]() @ MAPS["padded recursion"]() @ MAPS["sum"]() @ MAPS["recursion"](),
 }
 

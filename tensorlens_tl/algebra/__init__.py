@@ -6,6 +6,7 @@
 | `primitives` | which maps is everything made of? |
 | `routing` | what acts on some tokens only? |
 | `recursion` | what passes from each position to the next? |
+| `state_space` | what do state-space layers pass on, with their gates held? |
 | `positions` | where do vectors live, so that no work is done elsewhere? |
 | `bias_spreading` | where does each bias go, if source tokens are to have it? |
 | `probes` | how is a norm estimated from random rows? |
@@ -27,11 +28,13 @@ from tensorlens_tl.algebra.maps import (
 from tensorlens_tl.algebra.positions import RowPositions, Where
 from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm
 from tensorlens_tl.algebra.recursion import DiagonalRecursion, Recursion
+from tensorlens_tl.algebra.state_space import CausalConvolution, SelectiveScan
 
 __all__ = [
     "ZERO",
     "AffineMap",
     "Attention",
+    "CausalConvolution",
     "Chain",
     "Diagonal",
     "DiagonalRecursion",
@@ -42,6 +45,7 @@ __all__ = [
     "PositionwiseMap",
     "Recursion",
     "RowPositions",
+    "SelectiveScan",
     "Sum",
     "Transpose",
     "Where",

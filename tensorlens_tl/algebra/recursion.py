@@ -98,7 +98,8 @@ class DiagonalRecursion(MixingMap):
         return float((rows * columns).sqrt())
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        return diagonal_scan(x, self.factor.flatten(-2))
+        factor = self.factor.flatten(-2)
+        return diagonal_scan(x.expand(torch.broadcast_shapes(x.shape, factor.shape)), factor)  # a bias may come once
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         return diagonal_scan(g.flip(-2), _passed_back(self.factor.flatten(-2))).flip(-2)

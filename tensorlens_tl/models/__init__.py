@@ -6,12 +6,14 @@
 | `view` | what is this model made of, whichever its class? |
 | `layouts` | how are blocks put together? |
 | `activations` | how is an activation replaced by a linear form? |
+| `scans` | which map is a state-space mixer (Mamba 1, Mamba 2), its gates held at one input? |
 | `state` | is a model in a state to be frozen, and still in that of its pass? |
 """
 
 from tensorlens_tl.models.activations import RULES, Coefficients, Rule
 from tensorlens_tl.models.layouts import LAYOUTS, Layout, Place
 from tensorlens_tl.models.protocol import HookedModel
+from tensorlens_tl.models.scans import mixer_map, scan_of
 from tensorlens_tl.models.view import BlockView, ModelView
 
 __all__ = [
@@ -24,4 +26,6 @@ __all__ = [
     "ModelView",
     "Place",
     "Rule",
+    "mixer_map",
+    "scan_of",
 ]
