@@ -64,8 +64,15 @@ class Sublayer:
 
     @property
     def name(self) -> str:
-        """All nodes together: ``"L0.attn"`` or ``"MLP0"``."""
-        return f"L{self.layer}.attn" if self.is_attention else f"MLP{self.layer}"
+        """All nodes together: ``"L0.attn"``, ``"MLP0"``, or ``"L0.mixer"``."""
+        if self.is_attention:
+            return f"L{self.layer}.attn"
+        return self.nodes[0] if self.nodes[0].endswith(".mixer") else f"MLP{self.layer}"
+
+    @property
+    def is_mixer(self) -> bool:
+        """Whether it moves something between positions without attention."""
+        return self.read.mixes and not self.is_attention
 
     def split(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows node channel"]:
         """A hidden vector by node."""
@@ -387,9 +394,16 @@ def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*row
 def _block_steps(frozen: Record, layer: int, rule: str) -> list[Step]:
     """One block's steps, by its proven layout."""
     layout = frozen.layouts[layer]
-    values, mixing, output = frozen.attention(layer).stages
-    heads = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
-    sublayers = [(layout.attn, _sublayer(frozen, layer, layout.attn, (values, mixing), output, heads, "b_O", True))]
+    if frozen.view.blocks[layer].mixer is not None:
+        *inside, output = frozen.mixer(layer).stages
+        attention = _sublayer(
+            frozen, layer, layout.attn, (*inside,), output, (f"L{layer}.mixer",), "mixer.b_out", False
+        )
+    else:
+        values, mixing, output = frozen.attention(layer).stages
+        heads = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
+        attention = _sublayer(frozen, layer, layout.attn, (values, mixing), output, heads, "b_O", True)
+    sublayers = [(layout.attn, attention)]
     if frozen.view.blocks[layer].has_mlp:
         hidden, output, names = _mlp_nodes(frozen, layer, rule)
         sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (hidden,), output, names, "b_out", False)))

@@ -134,14 +134,11 @@ def _components(asked: StreamTarget, by: str) -> Iterator[_Component]:
                     f"{asked.stream.frozen.view.description} can be taken away by a hook (a mixture of experts, a gate "
                     "or a norm inside). Leave live out: the frozen model's effects are exact."
                 )
-            if not sublayer.is_attention:
-                assert at.post is not None
-                yield _Component(sublayer.name, at.post)
-            elif by == "component":
-                yield _Component(sublayer.name, at.z)
+            if not sublayer.is_attention or by == "component":
+                yield _Component(sublayer.name, inside)
             else:
                 heads = len(sublayer.nodes)
-                yield from (_Component(name, at.z, head, heads) for head, name in enumerate(sublayer.nodes))
+                yield from (_Component(name, inside, head, heads) for head, name in enumerate(sublayer.nodes))
 
 
 def _without(asked: StreamTarget, components: Sequence[_Component | None]) -> Float[Tensor, "query batch term"]:

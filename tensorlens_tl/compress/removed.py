@@ -181,7 +181,7 @@ class Removed:
         """What patterns, ratios and scales do, one after the other `[query, batch, 3]`; the model's own new number."""
         points = self.frozen.points
         cache, values = dict(self.kept.cache), []
-        patterns = [block.pattern for block in points.blocks]
+        patterns = [block.pattern for block in points.blocks if block.pattern is not None]
         ratios = [name for block in points.blocks for name in (block.pre, block.pre_linear) if name]
         steps = ([], patterns, [*ratios, points.last_output], list(points.captured))
         for names in steps:  # a masked model's prediction head takes its ratios from the last output

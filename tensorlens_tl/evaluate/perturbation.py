@@ -299,7 +299,8 @@ class _Engine:
         batch, pos = prompt.tokens.shape
         self.positions = None if place is None else query_positions(prompt, place)
         widest = max(block.mlp.hidden if block.mlp is not None else 0 for block in view.blocks)
-        per_row = pos * (8 * view.blocks[0].attention.W_O.shape[1] + 2 * widest + 2 * pos * view.cfg.n_heads)
+        heads = max((block.attention.heads for block in view.blocks if block.mixer is None), default=0)
+        per_row = pos * (8 * view.cfg.d_model + 2 * widest + 2 * pos * heads)
         self.rows = max(1, memory // (4 * (per_row + (view.d_vocab if self.predicts else 0))))
         self.hidden, logits = self._measure(torch.arange(batch), torch.zeros_like(prompt.mask).cpu())
         self.logits = self.hidden if logits is None else logits  # without a metric that needs them, never read

@@ -38,7 +38,7 @@ def leave_out(name: str, padding: Tensor) -> FwdHook:
     return name, _marked(hook)
 
 
-def attention_hooks(points: AttentionPoints | BlockPoints, pattern: Tensor, takes_effect: bool) -> list[FwdHook]:
+def attention_hooks(points: AttentionPoints, pattern: Tensor, takes_effect: bool) -> list[FwdHook]:
     """Hooks that hold one layer's pattern fixed, at `hook_pattern` where that takes effect, else at `hook_z`."""
     if takes_effect:
         return [replace(points.pattern, pattern)]
@@ -150,9 +150,7 @@ def _marked(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | No
     return hook
 
 
-def patterns_take_effect(
-    model: Any, inputs: Mapping[str, Any], sites: Sequence[AttentionPoints | BlockPoints]
-) -> list[bool]:
+def patterns_take_effect(model: Any, inputs: Mapping[str, Any], sites: Sequence[AttentionPoints]) -> list[bool]:
     """For each attention layer, whether replacing its `hook_pattern` changes `hook_z`: zero patterns give zero z."""
     reached = [False] * len(sites)
 

@@ -71,10 +71,10 @@ class BlockPoints:
     Attributes:
         resid_pre: what the block reads.
         whitened: the same after whitening; None unless the model is whitened.
-        pattern, value, z: of attention.
+        pattern, value, z: of attention; None for another mixer (a state-space layer, a convolution).
         scales: of each norm, the point of its scale; of a norm in `norms`, of what it reads.
         pre, pre_linear, post: of an MLP held from inside, the second if it is gated.
-        attention, mlp: where they begin and end, if they are held as a whole.
+        attention, mlp: where they begin and end, if they are held as a whole; any other mixer always is.
         norms: the same of norms.
         cross: of cross-attention.
         index, weight: where the routing of experts is seen, names in `ModelPoints.calls`; `index` is None where the
@@ -83,9 +83,9 @@ class BlockPoints:
 
     resid_pre: str
     whitened: str | None
-    pattern: str
-    value: str
-    z: str
+    pattern: str | None
+    value: str | None
+    z: str | None
     scales: dict[str, str]
     pre: str | None
     pre_linear: str | None
@@ -96,6 +96,13 @@ class BlockPoints:
     cross: AttentionPoints | None = None
     index: str | None = None
     weight: str | None = None
+
+    @property
+    def heads(self) -> AttentionPoints | None:
+        """The points of attention, or None."""
+        if self.pattern is None or self.value is None or self.z is None:
+            return None
+        return AttentionPoints(self.pattern, self.value, self.z)
 
     @property
     def captured(self) -> list[str]:
@@ -181,9 +188,11 @@ def model_points(view: ModelView) -> ModelPoints:
 def _block_points(view: ModelView, layer: int) -> BlockPoints:
     block = view.blocks[layer]
     at = block.name + "."
-    attn = at + block.attention_name
+    attn = at + block.mixer_name
     # each refuses what cannot be frozen, naming the block
-    mlp, attention, whitening = block.mlp, block.attention, block.whitening
+    mlp, whitening = block.mlp, block.whitening
+    attention = None if block.mixer is not None else block.attention
+    heads = [None] * 3 if attention is None else [f"{attn}.hook_{what}" for what in ("pattern", "v", "z")]
     inside = mlp if isinstance(mlp, MLPWeights) and mlp.hooked else None
     whole = {name: _ends(at + name) for name, norm in block.norms.items() if norm.epsilon is not None}
     index, weight = (f"{at}mlp.experts.{what}" for what in ("index", "weight"))
@@ -191,14 +200,14 @@ def _block_points(view: ModelView, layer: int) -> BlockPoints:
     return BlockPoints(
         resid_pre=at + ("hook_resid_pre" if whitening is None else "whitening.hook_in"),
         whitened=None if whitening is None else at + "whitening.hook_out",
-        pattern=f"{attn}.hook_pattern",
-        value=f"{attn}.hook_v",
-        z=f"{attn}.hook_z",
+        pattern=heads[0],
+        value=heads[1],
+        z=heads[2],
         scales={name: whole[name].into if name in whole else f"{at}{name}.hook_scale" for name in block.norms},
         pre=at + "mlp.hook_pre" if inside is not None else None,
         pre_linear=at + "mlp.hook_pre_linear" if inside is not None and inside.W_gate is not None else None,
         post=at + "mlp.hook_post" if inside is not None else None,
-        attention=None if attention.hooked else _ends(attn),
+        attention=None if attention is not None and attention.hooked else _ends(attn),
         mlp=_ends(at + "mlp") if mlp is not None and not mlp.hooked else None,
         norms=whole,
         cross=None

@@ -197,7 +197,7 @@ def _stages(block: AffineMap) -> list[AffineMap]:
 def _widest(frozen: FrozenPass) -> int:
     blocks = frozen.view.blocks
     mlps = [block.mlp.hidden for block in blocks if block.mlp is not None]
-    return max([*mlps, *(2 * block.attention.W_O.shape[0] for block in blocks)])
+    return max([*mlps, *(block.width for block in blocks)])
 
 
 def _real_keys(frozen: FrozenPass, keys: int) -> Tensor:

@@ -64,6 +64,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("sandwich", Place(before="ln1", after="ln1_post"), Place(before="ln2", after="ln2_post")),
     Layout("pre", Place(), Place()),
     Layout("pre", Place(), Place(before="ln2")),
+    Layout("pre", Place(before="norm"), Place()),
     Layout("parallel", Place(), Place(), parallel=True),
     Layout("pre", Place(before="ln1"), Place(before="ln3"), cross=Place(before="ln2")),
     Layout("post", Place(outer="ln1"), Place(outer="ln3"), cross=Place(outer="ln2")),

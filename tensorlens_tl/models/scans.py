@@ -20,6 +20,7 @@ modules, the norms of Δ, B and C among them, round to float32 in float64 models
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.nn.functional import silu, softplus
 from tensorlens_tl.algebra import AffineMap, CausalConvolution, Chain, Diagonal, Linear, SelectiveScan, Sum
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.activations import Activation, coefficients, is_elementwise
+from tensorlens_tl.models.weights import innermost
 
 Mask = Bool[Tensor, "_ _"] | Int[Tensor, "_ _"] | Float[Tensor, "_ _"]
 """True, or not zero, at real tokens, `[batch, pos]`."""
@@ -206,6 +208,52 @@ def mixer_map(module: nn.Module, x: Float[Tensor, "batch pos d_model"], mask: Ma
     return weights.hold(x.detach(), mask)
 
 
+Mixer = Callable[[Tensor, "Mask | None"], Chain]
+"""From what a mixer reads, and which tokens are real, to its map."""
+
+
+def read_mixer(module: nn.Module) -> Mixer:
+    """How a mixer's map follows from what it reads.
+
+    Raises:
+        UnsupportedModelError: a mixer of no known kind; names the part.
+    """
+    if _is_short_convolution(module):
+        return partial(short_convolution, module)
+    mixer_weights(module)  # refuses what is not read
+    return partial(mixer_map, module)
+
+
+def _is_short_convolution(module: nn.Module) -> bool:
+    parts = [innermost(getattr(module, name, None)) for name in ("in_proj", "conv", "out_proj")]
+    return all(isinstance(part, nn.Module) for part in parts) and not hasattr(module, "A_log")
+
+
+def short_convolution(module: nn.Module, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
+    """A gated short convolution (LFM2): out(C ⊙ conv(B ⊙ x')), with B, C and x' three parts of one projection.
+
+    B and C, which depend on the input, are held: what is left is linear in x'.
+
+    Args:
+        module: Hugging Face's.
+        x: what it reads.
+        mask: which tokens are real; None for all.
+    """
+    W, b = _linear(module, "in_proj")
+    W_out, b_out = _linear(module, "out_proj")
+    keep = None if mask is None else mask.to(x)[..., None]
+    read = x if keep is None else x * keep
+    before, after, _ = Linear(W, b)(read).chunk(3, dim=-1)
+    width = W.shape[1] // 3
+    convolution: Any = innermost(module.conv)
+    bias = convolution.bias
+    moved = CausalConvolution(convolution.weight.detach()[:, 0], None if bias is None else bias.detach())
+    own = None if b is None else before * b[2 * width :]
+    stages: list[AffineMap] = [] if keep is None else [Diagonal(keep)]
+    stages += [Linear(W[:, 2 * width :]), Diagonal(before, own), moved, Diagonal(after), Linear(W_out, b_out)]
+    return Chain(tuple(stages))
+
+
 def scan_of(mixer: Chain) -> SelectiveScan:
     """The scan of a mixer's map, whose `implicit_attention` shows which positions it takes from.
 
@@ -310,8 +358,7 @@ def _linear(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
 
 def _part(module: Any, name: str) -> Any:
     """A part, or what it wraps where another library has put its own around it."""
-    part = getattr(module, name)
-    return getattr(part, "original_component", None) or part
+    return innermost(getattr(module, name))
 
 
 def _require(holds: bool, module: Any, part: str, message: str) -> None:

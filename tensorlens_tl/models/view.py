@@ -20,6 +20,7 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.attention import floating, read_attention
 from tensorlens_tl.models.experts import ExpertsWeights, has_experts, read_experts
 from tensorlens_tl.models.mlps import read_mlp
+from tensorlens_tl.models.scans import Mixer, read_mixer
 from tensorlens_tl.models.weights import (
     AttentionWeights,
     MLMHead,
@@ -37,6 +38,8 @@ from tensorlens_tl.models.weights import (
 )
 
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post", "ln3", "ln3_post")
+ATTENTION = ("attn", "self_attn")
+MIXERS = ("mixer", "mamba", "conv", "linear_attn")
 STACKS = ("encoder_blocks", "decoder_blocks")
 
 
@@ -56,9 +59,33 @@ class BlockView:
         self.module: Any = getattr(model.model, stack)[number]
 
     @property
-    def attention_name(self) -> str:
-        """What the block calls its self-attention."""
-        return "attn" if "attn" in self.module._modules or "self_attn" not in self.module._modules else "self_attn"
+    def mixer_name(self) -> str:
+        """What the block calls its self-attention, or what it has instead."""
+        return next((name for name in (*ATTENTION, *MIXERS) if name in self.module._modules), "attn")
+
+    @cached_property
+    def mixer(self) -> Mixer | None:
+        """What mixes positions in place of attention, from what it reads to its map; None where attention does.
+
+        Refuses both beside each other, and a mixer that is not read.
+        """
+        parts = [name for name in (*ATTENTION, *MIXERS) if name in self.module._modules]
+        if len(parts) > 1:
+            raise self._refuse(f"{' and '.join(parts)} beside each other, which is not read.")
+        if not parts or parts[0] in ATTENTION:
+            return None
+        try:
+            return read_mixer(innermost(self.module._modules[parts[0]]))
+        except UnsupportedModelError as error:
+            raise self._refuse(f"{parts[0]}: {error}") from None
+
+    @property
+    def width(self) -> int:
+        """Numbers that a vector takes inside attention, or inside what the block has instead, at most."""
+        if self.mixer is None:
+            return 3 * self.attention.W_O.shape[0]
+        parameters = innermost(self.module._modules[self.mixer_name]).parameters()
+        return 3 * max(max(parameter.shape) for parameter in parameters)
 
     def _refuse(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.name} of this {self.model.description}: {what}")
@@ -69,7 +96,7 @@ class BlockView:
 
         So are an MLP's where there is none: folding gives attention-only blocks an `ln2` that never runs.
         """
-        names = NORMS if self.has_mlp else NORMS[:2]
+        names = NORMS if self.has_mlp else ("norm", *NORMS[:2])
         found = {name: getattr(self.module, name, None) for name in names}
         return {name: norm_weights(norm, self.model.cfg) for name, norm in found.items() if is_norm(norm)}
 
@@ -89,7 +116,12 @@ class BlockView:
     @cached_property
     def attention(self) -> AttentionWeights:
         """The attention weights; refuses what is not softmax attention with readable weights."""
-        read = read_attention(getattr(self.module, self.attention_name, None), self.model.cfg, self._refuse)
+        if self.mixer is not None:
+            raise self._refuse(
+                f"{self.mixer_name} is no attention (a state-space or convolution layer): it has no pattern and no "
+                "heads. The operator and what is made from it work (tensorlens, gradients, logit_attribution)."
+            )
+        read = read_attention(getattr(self.module, self.mixer_name, None), self.model.cfg, self._refuse)
         if self.branch_factor == 1:
             return read
         b_O = None if read.b_O is None else read.b_O * self.branch_factor
@@ -99,7 +131,7 @@ class BlockView:
     def cross_attention(self) -> AttentionWeights | None:
         """The weights by which a decoder block reads the encoder's output, or None."""
         cross = self.module._modules.get("cross_attn")
-        if getattr(getattr(self.module, self.attention_name, None), "hook_cross_pattern", None) is not None:
+        if getattr(getattr(self.module, self.mixer_name, None), "hook_cross_pattern", None) is not None:
             raise self._refuse("self- and cross-attention in one softmax (T5Gemma 2), which is not read.")
         if cross is None:
             return None
@@ -116,7 +148,7 @@ class BlockView:
     @cached_property
     def query_key(self) -> QueryKeyWeights:
         """The weights that make the attention scores; refuses what has none that can be read."""
-        attn: Any = getattr(self.module, self.attention_name, None)
+        attn: Any = getattr(self.module, self.mixer_name, None)
         # as with W_V: HookedTransformer expands W_K to query heads and keeps _W_K
         kept = "_W_K" if hasattr(attn, "_W_K") else "W_K"
         W_Q, W_K = getattr(attn, "W_Q", None), getattr(attn, kept, None)
@@ -417,7 +449,7 @@ class ModelView:
         )
         found = {
             "plain norms": plain,
-            "centred writing": _zero_mean(self.blocks[0].attention.W_O[:8]),
+            "centred writing": any(_zero_mean(b.attention.W_O[:8]) for b in self.blocks[:1] if b.mixer is None),
             "centred unembedding": self.unembedding is not None and _zero_mean(self.unembedding[0][:8]),
         }
         return ", ".join(name for name, present in found.items() if present) or "raw"

@@ -86,7 +86,7 @@ def captured_bytes(view: ModelView, length: int) -> int:
     """What freezing keeps of one prompt of so many tokens: streams, patterns, pre-activations and ratios."""
     numbers = 0
     for block in view.blocks:
-        mlp, attention = block.mlp, block.attention
-        hidden = 0 if mlp is None else mlp.hidden
-        numbers += length * (3 * attention.W_O.shape[1] + hidden + 2 * attention.heads * length)
-    return numbers * view.blocks[0].attention.W_O.element_size()
+        hidden = 0 if block.mlp is None else block.mlp.hidden
+        attended = 2 * block.attention.heads * length if block.mixer is None else block.width
+        numbers += length * (3 * view.cfg.d_model + hidden + attended)
+    return numbers * next(view.model.parameters()).element_size()

@@ -230,7 +230,8 @@ def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tenso
     for number, block in enumerate(points.blocks):
         start = prompt.encoder_length if number >= encoder_layers and encoder_layers else 0
         own = slice(start, None) if start or not encoder_layers else slice(0, prompt.encoder_length)
-        keys = {block.pattern: own} | ({} if block.cross is None else {block.cross.pattern: slice(0, start)})
+        keys = {} if block.pattern is None else {block.pattern: own}
+        keys |= {} if block.cross is None else {block.cross.pattern: slice(0, start)}
         for name, seen in keys.items():
             _check_pattern(name, kept[name].to(prompt.mask.device), prompt.mask[:, own], prompt.mask[:, seen])
 

@@ -80,8 +80,8 @@ def _hooks(
         shape = batch, stop - start
         if points.whitened is not None and not bool(record.mask.all()):
             hooks.append(leave_out(points.resid_pre, ~record.mask))
-        if patterns and points.attention is None:
-            hooks += attention_hooks(points, record.pattern(layer), points.pattern in taken)
+        if patterns and points.attention is None and points.heads is not None:
+            hooks += attention_hooks(points.heads, record.pattern(layer), points.pattern in taken)
         elif patterns and points.attention is not None:
             hooks += whole_hooks(points.attention, record.attention_alone(layer), shape)
         if patterns and points.cross is not None:
@@ -128,7 +128,7 @@ def _prove(record: Record) -> _Proved:
     """Run the model, held, on other tokens, and compare every block with its map there."""
     model, points = record.model, record.points
     with own_run(model):
-        sites = [site for block in points.blocks for site in (block, block.cross) if site is not None]
+        sites = [site for block in points.blocks for site in (block.heads, block.cross) if site is not None]
         reached = patterns_take_effect(model, record.inputs, sites)
         taken = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
         proved = _Proved(record.weights.versions, taken)

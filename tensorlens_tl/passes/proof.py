@@ -183,18 +183,21 @@ def _first_difference(record: Record, layer: int, layout: Layout) -> str:
     names = [
         start + name for name in ("attn.hook_z", "mlp.hook_post", "hook_attn_out", "attn.hook_out", "mlp.hook_out")
     ]
+    names += [] if points.attention is None else [points.attention.out]
     known = [name for name in names if name in record.model.hook_dict]
     seen, _ = capture(record.model, record.inputs, known, optional=True)
     x = record.resid_read(layer)
     x = record.norm(layer, layout.attn.before)(x) if layout.attn.before else x
     made: dict[str, Tensor] = {}
-    if points.attention is None:
+    if points.attention is None and record.view.blocks[layer].mixer is None:
         values, mixing, out = record.attention(layer).stages
         made["attn.hook_z"] = mixing(values(x))
         if layout.attn.after is None:
             made["hook_attn_out"] = out(made["attn.hook_z"])
     else:
-        made["attn.hook_out"] = record.attention_alone(layer)(record.captured(points.attention.into))
+        assert points.attention is not None
+        own = record.attention_alone(layer)(record.captured(points.attention.into))
+        made[points.attention.out.removeprefix(start)] = own
     mlp = record.view.blocks[layer].mlp
     if points.mlp is not None:
         whole = record.mlp_alone(layer)

@@ -190,34 +190,41 @@ class Record:
 
         Raises:
             InvalidInputError: no such layer.
+            UnsupportedModelError: a layer without attention.
         """
         layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
-        return self.captured(self.points.blocks[layer].pattern)
+        name = self.points.blocks[layer].pattern
+        if name is None:
+            _ = self.view.blocks[layer].attention  # says so
+            raise AssertionError(layer)
+        return self.captured(name)
 
     @cached_property
     def causal(self) -> bool:
         """Whether no layer attends forwards."""
-        return self.sides is None and not any(bool(self.pattern(layer).triu(1).any()) for layer in range(self.n_layers))
+        attending = [layer for layer, points in enumerate(self.points.blocks) if points.pattern is not None]
+        return self.sides is None and not any(bool(self.pattern(layer).triu(1).any()) for layer in attending)
 
     @cached_property
     def row_bytes(self) -> int:
         """What a vector allocates on its way at most: the stream, a sublayer's input, and the widest hidden layer."""
         widest = 0
         for block in self.view.blocks:
-            widest = max(widest, 0 if block.mlp is None else block.mlp.hidden, 3 * block.attention.W_O.shape[0])
+            widest = max(widest, 0 if block.mlp is None else block.mlp.hidden, block.width)
         x = self.resid_pre(0)
         return x[..., 0].numel() * (3 * x.shape[-1] + widest) * x.element_size()
 
     def first_tokens(self, layer: int, length: int = 8) -> "Record":
         """One block of the record, cut to its first tokens where these do not look ahead; else the whole record."""
-        mask = self.mask[:, :length]
-        if self.sides is not None:
+        mask, pattern = self.mask[:, :length], self.points.blocks[layer].pattern
+        if self.sides is not None or not bool(mask.any(1).all()):
             return self
-        if bool(self.pattern(layer)[:, :, :length, length:].any()) or not bool(mask.any(1).all()):
+        if pattern is not None and bool(self.pattern(layer)[:, :, :length, length:].any()):
             return self
         names = {*self.points.blocks[layer].captured, self.output_name(layer)}
         cache = {name: self.captured(name)[:, :length] for name in names}
-        cache[self.points.blocks[layer].pattern] = self.pattern(layer)[:, :, :length, :length]
+        if pattern is not None:
+            cache[pattern] = self.pattern(layer)[:, :, :length, :length]
         prompt = Prompt(self.tokens[:, :length], mask, {}, [])
         return Record(self.view, self.points, prompt, cache, self.weights, tolerance=self.tolerance)
 
@@ -307,9 +314,22 @@ class Record:
         factor = weights.output_factor(x, whole(values(x)))
         return Chain((values, mixing, Chain((Diagonal(factor), out))))
 
+    def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
+        """Attention, or what mixes positions in its place, with all that depends on its input held."""
+        read, ends = self.view.blocks[layer].mixer, self.points.blocks[layer].attention
+        if read is None or ends is None:
+            return self.attention(layer, heads)
+        if heads is not None:
+            _ = self.view.blocks[layer].attention  # refuses heads of what has none
+        made = read(self.captured(ends.into), None if bool(self.mask.all()) else self.mask)
+        factor = self.view.blocks[layer].branch_factor
+        return (
+            made if factor == 1 else Chain((*made.stages, Diagonal(self.resid_pre(layer).new_full((1, 1, 1), factor))))
+        )
+
     def attention_alone(self, layer: int) -> AffineMap:
         """The same as the model's own module computes it, without what the block multiplies its branches by."""
-        return _divided(self.attention(layer), self.view.blocks[layer].branch_factor)
+        return _divided(self.mixer(layer), self.view.blocks[layer].branch_factor)
 
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
@@ -373,7 +393,7 @@ class Record:
         """What a block is composed of: attention, MLP, norms, whitening, and where an encoder–decoder's block acts."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
         kept = self.mlp(layer, activation) if mlp else None
-        return self.attention(layer, heads), kept, norms, self.whitening(layer), self._within(layer)
+        return self.mixer(layer, heads), kept, norms, self.whitening(layer), self._within(layer)
 
     def block(
         self,

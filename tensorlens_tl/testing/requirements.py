@@ -86,10 +86,10 @@ def own_change(padded: FrozenPass, row: int, real: slice, alone: FrozenPass) -> 
     A softmax in float32, say, rounds otherwise over a longer row; nothing computed from it can change less.
     """
     worst = 0.0
-    for block in alone.points.blocks:
-        pattern, own = padded.captured(block.pattern)[row][:, real, real], alone.captured(block.pattern)[0]
-        worst = max(worst, difference(pattern, own))
-    names = {name for name in alone.points.captured if name not in {block.pattern for block in alone.points.blocks}}
+    patterns = [block.pattern for block in alone.points.blocks if block.pattern is not None]
+    for name in patterns:
+        worst = max(worst, difference(padded.captured(name)[row][:, real, real], alone.captured(name)[0]))
+    names = set(alone.points.captured) - set(patterns)
     return max([worst, *(difference(padded.captured(name)[row, real], alone.captured(name)[0]) for name in names)])
 
 
