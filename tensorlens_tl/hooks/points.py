@@ -75,6 +75,7 @@ class BlockPoints:
         scales: of each norm, the point of its scale; of a norm in `norms`, of what it reads.
         pre, pre_linear, post: of an MLP held from inside, the second if it is gated.
         attention, mlp: where they begin and end, if they are held as a whole; any other mixer always is.
+        shared: the same of a shared expert that stands beside the experts.
         norms: the same of norms.
         cross: of cross-attention.
         index, weight: where the routing of experts is seen, names in `ModelPoints.calls`; `index` is None where the
@@ -92,6 +93,7 @@ class BlockPoints:
     post: str | None
     attention: Ends | None = None
     mlp: Ends | None = None
+    shared: Ends | None = None
     norms: dict[str, Ends] = field(default_factory=dict)
     cross: AttentionPoints | None = None
     index: str | None = None
@@ -195,7 +197,8 @@ def _block_points(view: ModelView, layer: int) -> BlockPoints:
     heads = [None] * 3 if attention is None else [f"{attn}.hook_{what}" for what in ("pattern", "v", "z")]
     inside = mlp if isinstance(mlp, MLPWeights) and mlp.hooked else None
     whole = {name: _ends(at + name) for name, norm in block.norms.items() if norm.epsilon is not None}
-    index, weight = (f"{at}mlp.experts.{what}" for what in ("index", "weight"))
+    mlp_at = at + block.mlp_name
+    index, weight = (f"{mlp_at}.experts.{what}" for what in ("index", "weight"))
     routed = isinstance(mlp, ExpertsWeights)
     return BlockPoints(
         resid_pre=at + ("hook_resid_pre" if whitening is None else "whitening.hook_in"),
@@ -204,11 +207,14 @@ def _block_points(view: ModelView, layer: int) -> BlockPoints:
         value=heads[1],
         z=heads[2],
         scales={name: whole[name].into if name in whole else f"{at}{name}.hook_scale" for name in block.norms},
-        pre=at + "mlp.hook_pre" if inside is not None else None,
-        pre_linear=at + "mlp.hook_pre_linear" if inside is not None and inside.W_gate is not None else None,
-        post=at + "mlp.hook_post" if inside is not None else None,
+        pre=f"{at}{block.mlp_name}.hook_pre" if inside is not None else None,
+        pre_linear=f"{at}{block.mlp_name}.hook_pre_linear"
+        if inside is not None and inside.W_gate is not None
+        else None,
+        post=f"{at}{block.mlp_name}.hook_post" if inside is not None else None,
         attention=None if attention is not None and attention.hooked else _ends(attn),
-        mlp=_ends(at + "mlp") if mlp is not None and not mlp.hooked else None,
+        mlp=_ends(mlp_at) if mlp is not None and not mlp.hooked else None,
+        shared=None if block.shared_name is None else _ends(at + block.shared_name),
         norms=whole,
         cross=None
         if block.cross_attention is None

@@ -19,7 +19,7 @@ from torch import Tensor
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.attention import floating, read_attention
 from tensorlens_tl.models.experts import ExpertsWeights, has_experts, read_experts
-from tensorlens_tl.models.mlps import read_mlp
+from tensorlens_tl.models.mlps import read_mlp, read_module
 from tensorlens_tl.models.scans import Mixer, read_mixer
 from tensorlens_tl.models.weights import (
     AttentionWeights,
@@ -39,6 +39,7 @@ from tensorlens_tl.models.weights import (
 
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post", "ln3", "ln3_post")
 ATTENTION = ("attn", "self_attn")
+MLPS = ("mlp", "moe", "shared_mlp")
 MIXERS = ("mixer", "mamba", "conv", "linear_attn")
 STACKS = ("encoder_blocks", "decoder_blocks")
 
@@ -197,16 +198,34 @@ class BlockView:
     @property
     def has_mlp(self) -> bool:
         """Whether the block has an MLP, readable or not."""
-        return getattr(self.module, "mlp", None) is not None
+        return self._mlp_module is not None
+
+    @property
+    def mlp_name(self) -> str:
+        """What the block calls its MLP or its experts."""
+        return next((name for name in MLPS if self.module._modules.get(name) is not None), "mlp")
+
+    @property
+    def _mlp_module(self) -> Any:
+        return getattr(self.module, self.mlp_name, None)
+
+    @property
+    def shared_name(self) -> str | None:
+        """What it calls a shared expert that stands beside its experts instead of among them; None without."""
+        beside = [name for name in MLPS if self.module._modules.get(name) is not None]
+        return beside[1] if len(beside) > 1 else None
 
     @cached_property
     def mlp(self) -> MLPWeights | ExpertsWeights | None:
         """The weights of the MLP, or of its experts; None without; refuses what is neither plain nor gated."""
-        mlp: Any = getattr(self.module, "mlp", None)
+        mlp: Any = self._mlp_module
         if mlp is None:
             return None
         if has_experts(mlp):
             read = read_experts(mlp, self.model.cfg, self._refuse)
+            if self.shared_name is not None:
+                shared = innermost(self.module._modules[self.shared_name])
+                read = replace(read, shared=read_module(shared, self.model.cfg, self._refuse))
             return read if self.branch_factor == 1 else replace(read, branch_factor=self.branch_factor)
         plain = read_mlp(mlp, self.model.cfg, self._refuse)
         if self.branch_factor == 1:

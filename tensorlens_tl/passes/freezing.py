@@ -124,7 +124,7 @@ def freeze(
             frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
             if cache is not None:
                 made = _compare_with_own_run(frozen, logits)
-            _check_padding(prompt, points, kept, view.encoder_layers)
+            _check_padding(prompt, points, kept)
             _check_growth(frozen)
             check_finite({name: kept[name] for name in points.captured})
             prove(frozen, verify)
@@ -223,10 +223,11 @@ def _check_width(frozen: FrozenPass) -> None:
         )
 
 
-def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tensor], encoder_layers: int) -> None:
+def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tensor]) -> None:
     """Refuse padding that the model does not handle: weight on padded tokens, or NaN that padding brought."""
     if bool(prompt.mask.all()):
         return
+    encoder_layers = sum(block.cross is None for block in points.blocks) if prompt.encoder_length else 0
     for number, block in enumerate(points.blocks):
         start = prompt.encoder_length if number >= encoder_layers and encoder_layers else 0
         own = slice(start, None) if start or not encoder_layers else slice(0, prompt.encoder_length)

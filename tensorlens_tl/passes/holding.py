@@ -120,6 +120,12 @@ def _mlp_hooks(record: Record, layer: int, activation: str, shape: tuple[int, in
     if points.mlp is None:
         held, dense = record.mlp_coefficients(layer, activation), record.view.blocks[layer].dense_mlp
         return [] if held is None or dense is None else mlp_hooks(points, held, dense.b_post)
+    if points.shared is not None:
+        parts = record.experts_alone(layer, activation)
+        return [
+            *whole_hooks(points.mlp, parts["experts"], shape),
+            *whole_hooks(points.shared, parts["shared"], shape),
+        ]
     whole = record.mlp_alone(layer, activation)
     return [] if whole is None else whole_hooks(points.mlp, whole, shape)
 

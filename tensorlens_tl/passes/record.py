@@ -336,6 +336,11 @@ class Record:
         made = self.mlp(layer, activation)
         return None if made is None else _divided(made, self.view.blocks[layer].branch_factor)
 
+    def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
+        """The parts of a mixture of experts likewise."""
+        factor = self.view.blocks[layer].branch_factor
+        return {name: _divided(part, factor) for name, part in self.experts(layer, activation).items()}
+
     def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:
         """What one layer's activation is replaced by under a rule; None without an MLP.
 
