@@ -33,6 +33,10 @@ class Segment(AffineMap):
     length: int
     only: bool = False
 
+    @property
+    def positions(self) -> int | None:
+        return self.length
+
     def __repr__(self) -> str:
         return f"Segment({self.inner}, {self.start} to {self.stop} of {self.length}{', only' * self.only})"
 
@@ -47,6 +51,10 @@ class Segment(AffineMap):
     @property
     def mixes(self) -> bool:
         return self.inner.mixes
+
+    @property
+    def needs_positions(self) -> bool:
+        return True  # it cuts positions out
 
     def at(self, where: Where) -> "Segment | Picked":
         if isinstance(where, RowPositions):
@@ -151,6 +159,10 @@ class CrossAttention(AffineMap):
     queries: tuple[int, int]
     keys: tuple[int, int]
     length: int
+
+    @property
+    def positions(self) -> int | None:
+        return self.length
 
     def __repr__(self) -> str:
         _, heads, query, key = self.pattern.shape
