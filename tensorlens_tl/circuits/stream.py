@@ -409,12 +409,13 @@ def _block_steps(frozen: Record, layer: int, rule: str) -> list[Step]:
         sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (hidden,), output, names, "b_out", False)))
     whitening = frozen.whitening(layer)
     steps = [] if whitening is None else [Step(layer, (), whitening, f"L{layer}.whitening")]
+    ends = [Step(layer, (), end, f"L{layer}.end") for end in frozen.ends(layer)]
     if layout.parallel:
-        return [*steps, Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}")]
+        return [*steps, Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}"), *ends]
     for at, sublayer in sublayers:
         outer = Identity() if at.outer is None else frozen.norm(layer, at.outer)
         steps.append(Step(layer, (sublayer,), outer, f"L{layer}.{at.outer}.b"))
-    return steps
+    return steps + ends
 
 
 def _mlp_nodes(frozen: Record, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:

@@ -196,6 +196,11 @@ class BlockView:
         return other
 
     @property
+    def scalar(self) -> Tensor | None:
+        """What the block multiplies its output by (Gemma 4), `[1]`; None for nothing."""
+        return detached(getattr(innermost(self.module), "layer_scalar", None))
+
+    @property
     def has_mlp(self) -> bool:
         """Whether the block has an MLP, readable or not."""
         return self._mlp_module is not None

@@ -421,10 +421,16 @@ class Record:
 
     def composed(self, layer: int, layout: Layout, parts: Any) -> AffineMap:
         """A block from its `parts`, put together in one way."""
-        made, norm = compose(layout, *parts), self.encoder_norm()
-        if norm is None or layer + 1 != self.view.encoder_layers:
-            return made
-        return Chain((made, Segment(norm, *self.side(layer), self.tokens.shape[1])))
+        ends = self.ends(layer)
+        return Chain((compose(layout, *parts), *ends)) if ends else compose(layout, *parts)
+
+    def ends(self, layer: int) -> list[AffineMap]:
+        """What a block's output goes through besides: a factor of its own, an encoder's final norm."""
+        scalar, norm = self.view.blocks[layer].scalar, self.encoder_norm()
+        ends: list[AffineMap] = [] if scalar is None else [Diagonal(scalar.to(self.resid_pre(layer)).reshape(1, 1, 1))]
+        if norm is not None and layer + 1 == self.view.encoder_layers:
+            ends.append(Segment(norm, *self.side(layer), self.tokens.shape[1]))
+        return ends
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
         """A masked language model's transform before its unembedding, norm(φ(x·W + b)), frozen; None otherwise."""
