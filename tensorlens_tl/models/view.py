@@ -5,7 +5,7 @@ structural: nothing here imports a model class, because HookedTransformer does n
 TransformerLens 4. Whether the reading is right is decided by the block proof (`tensorlens_tl.passes.proof`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +18,13 @@ from torch import Tensor
 
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.attention import floating, read_attention
-from tensorlens_tl.models.experts import ExpertsWeights, has_experts, read_experts
+from tensorlens_tl.models.experts import (
+    ExpertsWeights,
+    PerLayerWeights,
+    has_experts,
+    read_experts,
+    read_per_layer,
+)
 from tensorlens_tl.models.mlps import read_mlp, read_module
 from tensorlens_tl.models.scans import Mixer, read_mixer
 from tensorlens_tl.models.weights import (
@@ -39,6 +45,11 @@ from tensorlens_tl.models.weights import (
 
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post", "ln3", "ln3_post")
 ATTENTION = ("attn", "self_attn")
+EXPERTS_BESIDE = {
+    "experts": ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
+    "shared": ("ln2", "post_feedforward_layernorm_1"),
+}
+PER_LAYER_NORM = "post_per_layer_input_norm"
 MLPS = ("mlp", "moe", "shared_mlp")
 MIXERS = ("mixer", "mamba", "conv", "linear_attn")
 STACKS = ("encoder_blocks", "decoder_blocks")
@@ -98,8 +109,29 @@ class BlockView:
         So are an MLP's where there is none: folding gives attention-only blocks an `ln2` that never runs.
         """
         names = NORMS if self.has_mlp else ("norm", *NORMS[:2])
+        return self._norms(name for name in names if name not in self.inner_norms)
+
+    @cached_property
+    def inner_norms(self) -> dict[str, NormWeights]:
+        """Norms inside its sublayers: around experts that stand beside an MLP, and after an input of its own."""
+        beside = [name for pair in EXPERTS_BESIDE.values() for name in pair] if self.has_experts_beside else []
+        return self._norms([*beside, PER_LAYER_NORM] if PER_LAYER_NORM in self.module._modules else beside)
+
+    def _norms(self, names: Iterable[str]) -> dict[str, NormWeights]:
         found = {name: getattr(self.module, name, None) for name in names}
         return {name: norm_weights(norm, self.model.cfg) for name, norm in found.items() if is_norm(norm)}
+
+    @property
+    def has_experts_beside(self) -> bool:
+        """Whether experts stand beside its MLP, each with norms of its own (Gemma 4)."""
+        return {"mlp", "experts"} <= set(self.module._modules)
+
+    @cached_property
+    def per_layer(self) -> PerLayerWeights | None:
+        """What it adds for an input of each token at this layer, or None."""
+        if "per_layer_input_gate" not in self.module._modules:
+            return None
+        return read_per_layer(innermost(self.module), self.model.cfg, self._refuse)
 
     @cached_property
     def whitening(self) -> WhiteningWeights | None:
@@ -226,6 +258,9 @@ class BlockView:
         mlp: Any = self._mlp_module
         if mlp is None:
             return None
+        if self.has_experts_beside:
+            read = read_experts(innermost(self.module), self.model.cfg, self._refuse)
+            return replace(read, shared=read_mlp(mlp, self.model.cfg, self._refuse), around=EXPERTS_BESIDE)
         if has_experts(mlp):
             read = read_experts(mlp, self.model.cfg, self._refuse)
             if self.shared_name is not None:

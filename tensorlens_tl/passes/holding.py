@@ -93,6 +93,9 @@ def _hooks(
             ]
             for name, ends in points.norms.items():
                 hooks += whole_hooks(ends, record.norm(layer, name), shape)
+        per_layer = record.per_layer(layer, activation) if activations else None
+        if per_layer is not None and points.per_layer is not None:
+            hooks += whole_hooks(points.per_layer, per_layer, shape)
         if activations:
             hooks += _mlp_hooks(record, layer, activation, shape)
     if norms:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Linear, Norm, Sum
+from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum
 from tensorlens_tl.algebra.recursion import Recursion
 from tensorlens_tl.algebra.segments import CrossAttention, Segment
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
@@ -25,7 +25,7 @@ from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.layouts import Layout, Within, compose
 from tensorlens_tl.models.protocol import HookedModel
 from tensorlens_tl.models.state import WeightState
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models.view import PER_LAYER_NORM, ModelView
 from tensorlens_tl.models.weights import NormWeights
 from tensorlens_tl.passes.mlps import expert_maps, frozen_mlp, held_coefficients, mlp_chain
 from tensorlens_tl.passes.prompts import Prompt
@@ -243,7 +243,8 @@ class Record:
 
     def norm(self, layer: int, name: str) -> Norm:
         """One norm of one block, scale frozen."""
-        return self._norm(self.view.blocks[layer].norms[name], self.points.blocks[layer].scales[name])
+        block = self.view.blocks[layer]
+        return self._norm((block.norms | block.inner_norms)[name], self.points.blocks[layer].scales[name])
 
     def final_norm(self) -> Norm | None:
         """The norm after the last block, or None."""
@@ -366,8 +367,8 @@ class Record:
         """One MLP, or mixture of experts, with its activations and routing frozen, or None without one."""
         weights = self.view.blocks[layer].mlp
         if isinstance(weights, ExpertsWeights):
-            branches = self.experts(layer, activation).values()
-            return next(iter(branches)) if len(branches) == 1 else Sum(tuple(branches))
+            branches = [self.with_norms(layer, name, part) for name, part in self.experts(layer, activation).items()]
+            return branches[0] if len(branches) == 1 else Sum(tuple(branches))
         held, ends = self.mlp_coefficients(layer, activation), self.points.blocks[layer].mlp
         if weights is None or held is None:
             return None
@@ -387,10 +388,30 @@ class Record:
         if activation == "ratio" and layer in self._experts:
             return self._experts[layer]
         index = None if points.index is None else self.captured(points.index)
-        made = expert_maps(weights, self.captured(points.mlp.into), index, self.captured(points.weight), activation)
+        x, weight = self.captured(points.mlp.into), self.captured(points.weight)
+        beside = x if points.shared is None else self.captured(points.shared.into)
+        made = expert_maps(weights, x, beside, index, weight, activation)
         if activation == "ratio":
             self._experts[layer] = made
         return made
+
+    def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
+        """A part of a mixture of experts with the norms around it, where it has some of its own."""
+        weights = self.view.blocks[layer].mlp
+        if not isinstance(weights, ExpertsWeights) or name not in weights.around:
+            return part
+        before, after = weights.around[name]
+        return Chain((self.norm(layer, before), part, self.norm(layer, after)))
+
+    def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
+        """What a block adds for an input of each token at this layer, gate and input held; None without."""
+        weights, points = self.view.blocks[layer].per_layer, self.points.blocks[layer]
+        if weights is None or points.per_layer is None or points.per_layer_input is None:
+            return None
+        gate, given = Linear(weights.W_gate), self.captured(points.per_layer_input)
+        held = coefficients(weights.activation, gate(self.captured(points.per_layer.into)), None, activation)
+        rest = None if held.rest is None else held.rest * given
+        return Chain((gate, Diagonal(held.through * given, rest), Linear(weights.W_out)))
 
     def parts(
         self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
@@ -417,11 +438,14 @@ class Record:
             InvalidInputError: no such layer.
         """
         layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
-        return self.composed(layer, layout or self.layouts[layer], self.parts(layer, activation, heads, mlp))
+        parts = self.parts(layer, activation, heads, mlp)
+        return self.composed(layer, layout or self.layouts[layer], parts, activation)
 
-    def composed(self, layer: int, layout: Layout, parts: Any) -> AffineMap:
+    def composed(self, layer: int, layout: Layout, parts: Any, activation: str = "ratio") -> AffineMap:
         """A block from its `parts`, put together in one way."""
-        ends = self.ends(layer)
+        per_layer, ends = self.per_layer(layer, activation), self.ends(layer)
+        if per_layer is not None:
+            ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
         return Chain((compose(layout, *parts), *ends)) if ends else compose(layout, *parts)
 
     def ends(self, layer: int) -> list[AffineMap]:
