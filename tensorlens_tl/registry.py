@@ -114,6 +114,7 @@ class LayerMap:
             UnsupportedModelError: the map is undefined for this model.
             RegistryError: the function gives something else than `[layer, batch, query, key]`.
         """
+        frozen.view.refuse_encoder_decoder(f"layer map {self.name!r}")
         maps = self.function(frozen)
         batch, pos = frozen.tokens.shape
         wanted = (frozen.n_layers, batch, pos, pos)

@@ -244,6 +244,18 @@ class ModelView:
         ]
         return other
 
+    def refuse_encoder_decoder(self, what: str) -> None:
+        """Refuse an encoder–decoder where something reads blocks as those of one stack.
+
+        Raises:
+            UnsupportedModelError: the model is one.
+        """
+        if self.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{what}: {self.description} is an encoder–decoder, and {what} reads blocks of one stack only. Exact "
+                "for it are the operator, method='tensorlens' and 'decompx', and gradients."
+            )
+
     @property
     def is_whitened(self) -> bool:
         """Whether the stream of any block is whitened first."""

@@ -34,6 +34,14 @@ class Prompt:
     word_starts: list[list[bool]] | None = None
     encoder_length: int = 0
 
+    @property
+    def sides(self) -> list[list[str]] | None:
+        """Whether each position is the encoder's or the decoder's, by name; None of a model with one stack."""
+        if not self.encoder_length:
+            return None
+        decoder = self.tokens.shape[1] - self.encoder_length
+        return [["encoder"] * self.encoder_length + ["decoder"] * decoder for _ in self.tokens]
+
     def of_decoder(self, positions: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
         """Positions as an encoder–decoder's decoder counts them; any other model's are its own.
 
@@ -110,8 +118,11 @@ def prepare(
     kwargs["decoder_input_ids"] = decoder
     if decoder_attention_mask is not None or not bool(real.all()):
         kwargs["decoder_attention_mask"] = real.long()
-    both = torch.cat([tokens, decoder], dim=1)
-    return Prompt(both, torch.cat([mask, real], dim=1), kwargs, *_readable(view, both), tokens.shape[1])
+    both, length = torch.cat([tokens, decoder], dim=1), tokens.shape[1]
+    texts, starts = _readable(view, both)
+    for row, first in zip(starts or (), real.long().argmax(1).tolist(), strict=starts is not None):
+        row[length + first] = True  # a word never goes on from the encoder to the decoder
+    return Prompt(both, torch.cat([mask, real], dim=1), kwargs, texts, starts, length)
 
 
 def _rows(
