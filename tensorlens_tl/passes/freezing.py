@@ -175,11 +175,7 @@ def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:
         mine = frozen.captured(name)
         own = activation.to(mine).reshape(mine.shape)
         by_query = (mine.transpose(1, 2), own.transpose(1, 2)) if mine.ndim == 4 else (mine, own)
-        encoder, length = frozen.prompt.encoder_length, by_query[0].shape[1]
-        side = (
-            slice(0, encoder) if encoder and name.startswith("encoder") else slice(frozen.mask.shape[1] - length, None)
-        )
-        errors[name] = relative_error(*by_query, frozen.mask[:, side])
+        errors[name] = relative_error(*by_query, frozen.mask[:, frozen.span(name)])
 
     names, calls = frozen.points.captured, frozen.points.calls
     logits = observe(frozen.model, frozen.inputs, names, see, hooks=hooks, calls=calls)

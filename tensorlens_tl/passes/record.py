@@ -134,6 +134,11 @@ class Record:
         encoder, decoder = self.sides
         return (0, encoder) if layer < self.view.encoder_layers else (encoder, encoder + decoder)
 
+    def span(self, name: str) -> slice:
+        """The positions that an activation is of: all of them, or one side of an encoder–decoder."""
+        encoder = self.prompt.encoder_length
+        return slice(0, encoder) if encoder and name.startswith("encoder") else slice(encoder, self.tokens.shape[1])
+
     def output_name(self, layer: int) -> str:
         """The hook point that holds a block's output."""
         blocks = self.points.blocks
