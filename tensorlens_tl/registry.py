@@ -343,7 +343,7 @@ def _batches(
     model: ModelLike, input: Any, for_freeze: dict[str, Any], memory: Memory
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Many prompts as rows of token ids, and which of them go together; no batches where one pass is asked for."""
-    whole = {"attention_mask", "token_type_ids", "cache"} & set(for_freeze)
+    whole = {"attention_mask", "token_type_ids", "cache", "decoder_input_ids"} & set(for_freeze)
     if whole or isinstance(input, str) or not hasattr(input, "__len__") or len(input) < 2:
         return [], []
     view = ModelView(model)

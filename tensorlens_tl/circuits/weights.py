@@ -357,7 +357,7 @@ def as_view(model: Any) -> ModelView:
     if isinstance(model, FrozenPass):
         model.check_fresh()
     view = model.view if isinstance(model, FrozenPass) else model if isinstance(model, ModelView) else ModelView(model)
-    view.refuse_encoder_decoder("what reads the weights of heads")
+    view.refuse_encoder_decoder("the weights of heads")
     return view
 
 

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from tensorlens_tl.demo import is_held_out_word, reversal_words
 from tensorlens_tl.demo.train import optimiser_for, step
 
-STEPS, ROWS, RATE = 3000, 128, 3e-3
+STEPS, ROWS, RATE = 2000, 128, 3e-3
 PAD, START, END, LETTERS, LENGTH = "<|pad|>", "<|start|>", "<|end|>", "abcdefghij", 6
 
 
@@ -51,22 +51,26 @@ def small_bart(vocabulary: int) -> Any:
     return BartForConditionalGeneration(config)
 
 
+def started(letters: Int[Tensor, "word letter"]) -> Int[Tensor, "word pos"]:
+    """Letters after the start token, as both sides read them."""
+    return torch.cat([letters.new_ones(len(letters), 1), letters], dim=1)
+
+
 def predicted(model: Any, letters: Int[Tensor, "word letter"]) -> tuple[Tensor, Tensor]:
     """Logits at every position of the decoder, which reads the right answer so far, and the right answers."""
     answers = torch.cat([letters.flip(1), torch.full_like(letters[:, :1], 2)], dim=1)
-    read = torch.cat([torch.ones_like(letters[:, :1]), answers[:, :-1]], dim=1)
-    return model(input_ids=letters, decoder_input_ids=read).logits, answers
+    return model(input_ids=started(letters), decoder_input_ids=started(answers[:, :-1])).logits, answers
 
 
 @torch.no_grad()
 def accuracy(model: Any) -> float:
     """The share of words that were left out and come out right as a whole, each letter written after its own ones."""
     letters = reversal_words()
-    written = torch.ones_like(letters[:, :1])
+    written = letters[:, :0]
     for _ in range(LENGTH):
-        logits = model(input_ids=letters, decoder_input_ids=written).logits
+        logits = model(input_ids=started(letters), decoder_input_ids=started(written)).logits
         written = torch.cat([written, logits[:, -1:].argmax(-1)], dim=1)
-    return float((written[:, 1:] == letters.flip(1)).all(1).float().mean())
+    return float((written == letters.flip(1)).all(1).float().mean())
 
 
 def learn(model: Any, steps: int, seed: int) -> None:

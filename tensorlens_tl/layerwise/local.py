@@ -40,7 +40,7 @@ class LocalLayer:
     with_biases: bool = True
 
     def __post_init__(self) -> None:
-        self.frozen.view.refuse_encoder_decoder("what the tokens of one layer give each other")
+        self.frozen.view.refuse_encoder_decoder("what the tokens of one layer give each other (layer maps)")
 
     @cached_property
     def x(self) -> Float[Tensor, "batch pos d_model"]:

@@ -252,8 +252,8 @@ class ModelView:
         """
         if self.is_encoder_decoder:
             raise UnsupportedModelError(
-                f"{what}: {self.description} is an encoder–decoder, and {what} reads blocks of one stack only. Exact "
-                "for it are the operator, method='tensorlens' and 'decompx', and gradients."
+                f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "
+                "operator, method='tensorlens', method='decompx' and gradients are exact for it."
             )
 
     @property
@@ -299,6 +299,12 @@ class ModelView:
     def d_vocab(self) -> int:
         """The size of the vocabulary."""
         return self.cfg.d_vocab
+
+    @property
+    def decoder_vocab(self) -> int:
+        """The size of the vocabulary that an encoder–decoder's decoder reads (Marian may have two)."""
+        config: Any = getattr(getattr(self.model, "original_model", None), "config", None)
+        return getattr(config, "decoder_vocab_size", None) or self.d_vocab
 
     @cached_property
     def final_norm(self) -> NormWeights | None:

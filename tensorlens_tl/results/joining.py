@@ -47,7 +47,6 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
         held = torch.arange(queries, device=held.device).expand(len(held), -1)
     rows = [row for part in parts for row in part.tokens]
     starts = None if first.word_starts is None else [row for part in parts for row in part.word_starts or ()]
-    sides = None if first.sides is None else [row for part in parts for row in part.sides or ()]
     labels = list(dict.fromkeys(part.target for part in parts))
     return replace(
         first,
@@ -59,7 +58,6 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
         **{name: whole(name, ("batch", "query")) for name in ("bias", "total", "residual")},
         tokens=[rows[i] + [""] * (length - len(rows[i])) for i in order],
         word_starts=None if starts is None else [starts[i] + [False] * (length - len(starts[i])) for i in order],
-        sides=None if sides is None else [sides[i] + [""] * (length - len(sides[i])) for i in order],
         target=labels[0] if len(labels) == 1 else "a target of its own for each prompt",
         options=first.options | options,
     )
