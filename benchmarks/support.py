@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.testing import check_method, check_model, model_names, tiny_model
+from tensorlens_tl.testing import check_method, check_model, model_names, tiny_input, tiny_model
 
 PATH = Path(__file__).parents[1] / "docs" / "support.md"
 HEADING = "## TransformerLens "
@@ -72,7 +72,8 @@ def row(name: str) -> dict[str, str]:
 def scores_read(model: Any) -> str:
     """Why attention scores cannot be read from this model's weights, or ""."""
     try:
-        circuits.qk_attribution(tlens.freeze(model, torch.tensor([[3, 4, 5]])), 0, 0, query=-1, key=1)
+        frozen = tlens.freeze(model, torch.tensor([[3, 4, 5]]), **tiny_input(model, 1, 3)[1])
+        circuits.qk_attribution(frozen, 0, 0, query=-1, key=1)
     except tlens.TensorLensError as refusal:
         return str(refusal)
     return ""

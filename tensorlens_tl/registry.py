@@ -114,6 +114,7 @@ class LayerMap:
             UnsupportedModelError: the map is undefined for this model.
             RegistryError: the function gives something else than `[layer, batch, query, key]`.
         """
+        frozen.view.refuse_encoder_decoder(f"layer map {self.name!r}")
         maps = self.function(frozen)
         batch, pos = frozen.tokens.shape
         wanted = (frozen.n_layers, batch, pos, pos)
@@ -342,7 +343,7 @@ def _batches(
     model: ModelLike, input: Any, for_freeze: dict[str, Any], memory: Memory
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Many prompts as rows of token ids, and which of them go together; no batches where one pass is asked for."""
-    whole = {"attention_mask", "token_type_ids", "cache"} & set(for_freeze)
+    whole = {"attention_mask", "token_type_ids", "cache", "decoder_input_ids"} & set(for_freeze)
     if whole or isinstance(input, str) or not hasattr(input, "__len__") or len(input) < 2:
         return [], []
     view = ModelView(model)

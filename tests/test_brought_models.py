@@ -43,15 +43,19 @@ def wrapped(module, tokenizer=None):
     [
         ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 2}, r"blocks\.0 .*mlp .*mixture of experts"),
         ("MambaForCausalLM", MAMBA, r"blocks\.0"),
-        ("T5ForConditionalGeneration", T5, "encoder-decoders are not supported"),
         ("ViTForImageClassification", {**STREAM, "image_size": 8, "patch_size": 4}, r"ViTForImage.* reads no tokens"),
     ],
 )  # fmt: skip
 def test_other_architectures_are_refused(architecture, options, message):
-    attention = {} if architecture in ("MambaForCausalLM", "T5ForConditionalGeneration") else {"attention": "eager"}
+    attention = {} if architecture == "MambaForCausalLM" else {"attention": "eager"}
     model = wrapped(made(architecture, **attention, **options))
     with pytest.raises(tlens.UnsupportedModelError, match=message):
         tlens.freeze(model, some_tokens())
+
+
+def test_an_encoder_decoder_without_its_second_input():
+    with pytest.raises(tlens.InvalidInputError, match=r"decoder_input_ids: .*T5For.* is an encoder–decoder; pass"):
+        tlens.freeze(wrapped(made("T5ForConditionalGeneration", **T5)), some_tokens())
 
 
 @pytest.mark.parametrize("input", ["a text", torch.zeros(1, 3, 8, 8)], ids=["text", "pixels"])

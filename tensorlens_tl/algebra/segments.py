@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap
 from tensorlens_tl.algebra.positions import BiasTerms, RowPositions, Where
-from tensorlens_tl.algebra.primitives import Attention
+from tensorlens_tl.algebra.primitives import Attention, Identity
 
 
 @final
@@ -65,6 +65,8 @@ class Segment(AffineMap):
             first, last, _ = where.indices(self.length)
             start, stop = (min(max(bound, first), last) for bound in (self.start, self.stop))
             kept = self.inner.at(slice(start - self.start, stop - self.start))
+            if start == stop and not self.only:  # nothing of it is left
+                kept = Identity()
             return replace(self, inner=kept, start=start - first, stop=stop - first, length=last - first)
         inside = [place for place in where if self.start <= place < self.stop]
         start = sum(place < self.start for place in where)

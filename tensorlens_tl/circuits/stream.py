@@ -206,9 +206,11 @@ class Stream:
         Raises:
             InvalidInputError: no such activation rule or layers.
             FrozenModelError: the weights were changed since the pass.
+            UnsupportedModelError: an encoder–decoder.
         """
         rule, chosen = check_rule(activation), chosen_layers(frozen.n_layers, layers)
         frozen.check_fresh()
+        frozen.view.refuse_encoder_decoder("circuits")
         steps = [step for layer in chosen for step in _block_steps(frozen, layer, rule)]
         if chosen.stop == frozen.n_layers:
             final = frozen.final_norm() if final_norm else None

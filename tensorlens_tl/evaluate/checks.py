@@ -87,6 +87,7 @@ def randomisation(model: Any, prompts: Any, methods: Any = None, *, seed: int = 
     """
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)
+    frozen.view.refuse_encoder_decoder("randomisation")
     scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
     before = torch.stack([scorer(frozen) for scorer in scorers])
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
@@ -147,6 +148,7 @@ def stability(
     draws = whole_number("draws", draws, least=1)
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)
+    frozen.view.refuse_encoder_decoder("stability")
     scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
     before = torch.stack([scorer(frozen) for scorer in scorers])
     generator, total = torch.Generator().manual_seed(seed), torch.zeros(before.shape[:2], dtype=torch.float64)

@@ -103,6 +103,7 @@ def perturbation(
         raise InvalidInputError(f"order={order!r}; use 'descending' (most relevant first) or 'ascending'.")
     bound = in_bytes(memory)
     view = ModelView(model)
+    view.refuse_encoder_decoder("perturbation")
     prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
     place = _query(query, prompt)
     if view.unembedding is None and set(PREDICTED) & set(wanted):

@@ -188,8 +188,8 @@ def _only_at(name: str, positions: Int[Tensor, "batch 1"]) -> FwdHook:
     return name, in_this_thread(pick)
 
 
-def from_cache(cache: Any, names: Sequence[str], batch: int, pos: int) -> dict[str, Tensor]:
-    """The activations at `names` out of an existing cache.
+def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[str, int]) -> dict[str, Tensor]:
+    """The activations at `names` out of an existing cache; `lengths` says how many positions some of them have.
 
     Raises:
         InvalidInputError: the cache lacks a name, or was made for another batch or length.
@@ -204,11 +204,12 @@ def from_cache(cache: Any, names: Sequence[str], batch: int, pos: int) -> dict[s
     first = next(iter(kept.values()))
     if first.ndim == 2:
         raise InvalidInputError("cache: it has no batch axis; make it without remove_batch_dim=True.")
-    if tuple(first.shape[:2]) != (batch, pos):
-        raise InvalidInputError(
-            f"cache: {names[0]} is {tuple(first.shape)}, but the input has batch {batch} and {pos} tokens. "
-            "Pass the same input that made the cache."
-        )
+    for name, pos in lengths.items():
+        if tuple(kept[name].shape[:2]) != (batch, pos):
+            raise InvalidInputError(
+                f"cache: {name} is {tuple(kept[name].shape)}, but the input has batch {batch} and {pos} tokens. "
+                "Pass the same input that made the cache."
+            )
     return kept
 
 

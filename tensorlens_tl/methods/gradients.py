@@ -1,7 +1,7 @@
 """Gradient baselines on the live model: input × gradient, and integrated gradients (Sundararajan et al. 2017).
 
 The input is the residual stream entering the first block (token and position embeddings, after an encoder's embedding
-norm); the target is a logit at one query. Nothing is frozen here.
+norm), in an encoder–decoder that of both its sides; the target is a logit at one query. Nothing is frozen here.
 """
 
 from typing import Any
@@ -113,6 +113,7 @@ class _Logit:
         refuse_dropout(frozen.view.model)
         self.frozen, self.memory = frozen, memory
         self.positions = query_positions(frozen.prompt, query)
+        self.predicting = frozen.prompt.of_decoder(self.positions)
         batch, queries = self.positions.shape
         ids, others = target_ids(frozen.view, target, minus, batch, queries)
         self.ids = ids.to(self.positions.device)
@@ -133,7 +134,7 @@ class _Logit:
         per_query = 16 * self.frozen.n_layers * x.numel() * x.element_size()
         for rows in chunks(queries, per_query, self.memory if queries > 1 else None, "gradients"):
             chosen = slice(rows.start, rows.stop)
-            logit, gradient = self._run(x * share, self.positions[:, chosen], chosen)
+            logit, gradient = self._run(x * share, self.predicting[:, chosen], chosen)
             logits.append(logit)
             gradients.append(gradient)
         return torch.cat(logits, dim=1), torch.cat(gradients, dim=1)
@@ -149,7 +150,11 @@ class _Logit:
                 for name, value in frozen.inputs.items()
             }
             leaf = x.detach().repeat_interleave(copies, dim=0).requires_grad_(True)
-            hooks = [(frozen.points.blocks[0].resid_pre, in_this_thread(lambda live, *, hook: leaf))]
+            parts = leaf.split([leaf.shape[1]] if frozen.sides is None else list(frozen.sides), dim=1)
+            hooks = [
+                (name, in_this_thread(lambda live, *, hook, part=part: part))
+                for name, part in zip(frozen.stream_names(0), parts, strict=True)
+            ]
             made = run(frozen.model, repeated, hooks)
             rows, at = torch.arange(batch * copies, device=x.device), positions.flatten().clone()
             logit = made[rows, at, self.ids[:, chosen].flatten().clone()]

@@ -335,6 +335,18 @@ class ModelView:
         ]
         return other
 
+    def refuse_encoder_decoder(self, what: str) -> None:
+        """Refuse an encoder–decoder where something reads blocks as those of one stack.
+
+        Raises:
+            UnsupportedModelError: the model is one.
+        """
+        if self.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "
+                "operator, method='tensorlens', method='decompx' and gradients are exact for it."
+            )
+
     @property
     def is_whitened(self) -> bool:
         """Whether the stream of any block is whitened first."""
@@ -378,6 +390,12 @@ class ModelView:
     def d_vocab(self) -> int:
         """The size of the vocabulary."""
         return self.cfg.d_vocab
+
+    @property
+    def decoder_vocab(self) -> int:
+        """The size of the vocabulary that an encoder–decoder's decoder reads (Marian may have two)."""
+        config: Any = getattr(getattr(self.model, "original_model", None), "config", None)
+        return getattr(config, "decoder_vocab_size", None) or self.d_vocab
 
     @cached_property
     def final_norm(self) -> NormWeights | None:

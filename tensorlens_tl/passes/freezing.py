@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.algebra.recursion import spectral_radius
-from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, NumericalError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     FwdHook,
     ModelPoints,
@@ -113,12 +113,10 @@ def freeze(
             points, last = model_points(view), query_positions(prompt, -1)
             logits = logit_hooks(view.model, points.unembed_in, prompt.of_decoder(last))
             if cache is None:
-                kept, made = capture(
-                    view.model, prompt.kwargs, points.captured, store=store, hooks=logits, calls=points.calls
-                )
+                kept, made = _captured(view, prompt, points, store, logits)
             else:
                 hooked = [name for name in points.captured if name not in points.calls]
-                kept, made = from_cache(cache, hooked, *prompt.tokens.shape), None
+                kept, made = from_cache(cache, hooked, len(prompt.tokens), _lengths(view, prompt, points)), None
             frozen = FrozenPass(view, points, prompt, kept, WeightState.of(view.model), other_hooks(view.model))
             _check_width(frozen)
             frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
@@ -133,6 +131,32 @@ def freeze(
             if cache is None:
                 _check_repeats(frozen)
     return frozen
+
+
+def _captured(
+    view: ModelView, prompt: Prompt, points: ModelPoints, store: str, hooks: list[FwdHook]
+) -> tuple[dict[str, Tensor], Any]:
+    """What the pass keeps, and the model's logits.
+
+    Raises:
+        UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers).
+    """
+    try:
+        return capture(view.model, prompt.kwargs, points.captured, store=store, hooks=hooks, calls=points.calls)
+    except ValueError as error:
+        if isinstance(error, TensorLensError) or not view.is_encoder_decoder:
+            raise
+        raise UnsupportedModelError(
+            f"{view.description} cannot run on the TransformerLens and transformers that are installed: {error}. "
+            "TransformerLens 4 may run it."
+        ) from error
+
+
+def _lengths(view: ModelView, prompt: Prompt, points: ModelPoints) -> dict[str, int]:
+    """How many positions the input of the first block has, or of the first block on either side."""
+    encoder, both = prompt.encoder_length, prompt.tokens.shape[1]
+    first = {points.blocks[0].resid_pre: encoder or both}
+    return first | ({points.blocks[view.encoder_layers].resid_pre: both - encoder} if encoder else {})
 
 
 def _check_growth(frozen: FrozenPass) -> None:
@@ -175,11 +199,7 @@ def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:
         mine = frozen.captured(name)
         own = activation.to(mine).reshape(mine.shape)
         by_query = (mine.transpose(1, 2), own.transpose(1, 2)) if mine.ndim == 4 else (mine, own)
-        encoder, length = frozen.prompt.encoder_length, by_query[0].shape[1]
-        side = (
-            slice(0, encoder) if encoder and name.startswith("encoder") else slice(frozen.mask.shape[1] - length, None)
-        )
-        errors[name] = relative_error(*by_query, frozen.mask[:, side])
+        errors[name] = relative_error(*by_query, frozen.mask[:, frozen.span(name)])
 
     names, calls = frozen.points.captured, frozen.points.calls
     logits = observe(frozen.model, frozen.inputs, names, see, hooks=hooks, calls=calls)

@@ -61,7 +61,8 @@ class FrozenPass(Record):
 
         Args:
             layers: a contiguous range; one that ends at the last layer includes the final norm.
-            heads: layer → heads to keep. Unnamed layers keep all. A dropped head drops its b_V share; b_O stays.
+            heads: layer → heads of self-attention to keep. Unnamed layers keep all. A dropped head drops its b_V share;
+                b_O stays.
             mlp: False leaves every MLP out, a collection of layers keeps only theirs.
             final_norm: False ends at the last block's output.
             activation: `"ratio"`, `"ig"`, `"split"` or `"tangent"` (see `tensorlens_tl.models.activations`).

@@ -141,7 +141,7 @@ def _prove(record: Record) -> _Proved:
         reached = patterns_take_effect(model, record.inputs, sites)
         taken = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
         proved = _Proved(record.weights.versions, taken)
-    other = record.prompt.others(record.view.d_vocab)
+    other = record.prompt.others(record.view)
     names = list(dict.fromkeys(name for layer in range(record.n_layers + 1) for name in record.stream_names(layer)))
     after = record.final_map() or Identity()
     ends = [] if record.final_map() is None else [points.output]

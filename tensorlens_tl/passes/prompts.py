@@ -34,6 +34,14 @@ class Prompt:
     word_starts: list[list[bool]] | None = None
     encoder_length: int = 0
 
+    @property
+    def sides(self) -> list[list[str]] | None:
+        """Whether each position is the encoder's or the decoder's, by name; None of a model with one stack."""
+        if not self.encoder_length:
+            return None
+        decoder = self.tokens.shape[1] - self.encoder_length
+        return [["encoder"] * self.encoder_length + ["decoder"] * decoder for _ in self.tokens]
+
     def of_decoder(self, positions: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
         """Positions as an encoder–decoder's decoder counts them; any other model's are its own.
 
@@ -47,10 +55,10 @@ class Prompt:
             )
         return positions - self.encoder_length
 
-    def others(self, d_vocab: int) -> dict[str, Any]:
+    def others(self, view: ModelView) -> dict[str, Any]:
         """The keyword arguments of a run on other tokens, as many of them."""
-        tokens = ("input", "decoder_input_ids")
-        return self.kwargs | {name: (self.kwargs[name] + 1) % d_vocab for name in tokens if name in self.kwargs}
+        sizes = {"input": view.d_vocab, "decoder_input_ids": view.decoder_vocab}
+        return self.kwargs | {n: (self.kwargs[n] + 1) % size for n, size in sizes.items() if n in self.kwargs}
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
@@ -93,7 +101,7 @@ def prepare(
             else f"decoder_input_ids: {view.description} is no encoder–decoder."
         )
     read = partial(_rows, view, prepend_bos=prepend_bos, padding_side=padding_side)
-    tokens, mask = read(input, attention_mask, "attention_mask")
+    tokens, mask = read(input, attention_mask, "attention_mask", view.d_vocab)
     kwargs: dict[str, Any] = {"input": tokens}
     # HookedTransformer derives a mask of its own from padding tokens where it pads left; an explicit one is exact.
     if attention_mask is not None or not bool(mask.all()) or not view.is_bridge:
@@ -102,7 +110,10 @@ def prepare(
         kwargs["token_type_ids"] = _segments(view, token_type_ids, tokens)
     if decoder_input_ids is None:
         return Prompt(tokens, mask, kwargs, *_readable(view, tokens))
-    decoder, real = read(decoder_input_ids, decoder_attention_mask, "decoder_attention_mask")
+    try:
+        decoder, real = read(decoder_input_ids, decoder_attention_mask, "decoder_attention_mask", view.decoder_vocab)
+    except InvalidInputError as error:
+        raise InvalidInputError(str(error).replace("input: ", "decoder_input_ids: ", 1)) from None
     if len(decoder) != len(tokens):
         raise InvalidInputError(
             f"decoder_input_ids: {len(decoder)} prompts for the decoder, but {len(tokens)} for the encoder."
@@ -110,12 +121,22 @@ def prepare(
     kwargs["decoder_input_ids"] = decoder
     if decoder_attention_mask is not None or not bool(real.all()):
         kwargs["decoder_attention_mask"] = real.long()
-    both = torch.cat([tokens, decoder], dim=1)
-    return Prompt(both, torch.cat([mask, real], dim=1), kwargs, *_readable(view, both), tokens.shape[1])
+    both, length = torch.cat([tokens, decoder], dim=1), tokens.shape[1]
+    texts, starts = _readable(view, both)
+    for row, first in zip(starts or (), real.long().argmax(1).tolist(), strict=starts is not None):
+        row[length + first] = True  # a word never goes on from the encoder to the decoder
+    return Prompt(both, torch.cat([mask, real], dim=1), kwargs, texts, starts, length)
 
 
 def _rows(
-    view: ModelView, input: Any, attention_mask: Any, name: str, *, prepend_bos: bool | None, padding_side: str | None
+    view: ModelView,
+    input: Any,
+    attention_mask: Any,
+    name: str,
+    vocabulary: int,
+    *,
+    prepend_bos: bool | None,
+    padding_side: str | None,
 ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
     """Token ids and mask of one input, on the model's device."""
     if _is_text(input) or _is_ragged(input):
@@ -141,7 +162,7 @@ def _rows(
                 "count as real. Pass attention_mask=, 1 at real tokens and 0 at padding.",
                 stacklevel=5,
             )
-    _check(view, tokens, mask)
+    _check(view, tokens, mask, name, vocabulary)
     device = next(view.model.parameters()).device
     return tokens.to(device), mask.to(device)
 
@@ -236,8 +257,8 @@ def _ends_in_padding(view: ModelView, tokens: Tensor) -> bool:
     return bool((ends == pad).all(-1).any())
 
 
-def _check(view: ModelView, tokens: Tensor, mask: Tensor) -> None:
-    length, vocabulary, context = tokens.shape[1], view.d_vocab, view.n_ctx
+def _check(view: ModelView, tokens: Tensor, mask: Tensor, name: str, vocabulary: int) -> None:
+    length, context = tokens.shape[1], view.n_ctx
     if length > context:
         raise InvalidInputError(
             f"input: {length} tokens, but the context of this model is {context}; shorten the prompt."
@@ -250,7 +271,7 @@ def _check(view: ModelView, tokens: Tensor, mask: Tensor) -> None:
         )
     empty = ~mask.any(dim=1)
     if bool(empty.any()):
-        raise InvalidInputError(f"attention_mask: row {int(empty.nonzero()[0])} has no real token.")
+        raise InvalidInputError(f"{name}: row {int(empty.nonzero()[0])} has no real token.")
 
 
 def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[list[bool]] | None]:

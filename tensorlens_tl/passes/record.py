@@ -134,6 +134,11 @@ class Record:
         encoder, decoder = self.sides
         return (0, encoder) if layer < self.view.encoder_layers else (encoder, encoder + decoder)
 
+    def span(self, name: str) -> slice:
+        """The positions that an activation is of: all of them, or one side of an encoder–decoder."""
+        encoder = self.prompt.encoder_length
+        return slice(0, encoder) if encoder and name.startswith("encoder") else slice(encoder, self.tokens.shape[1])
+
     def output_name(self, layer: int) -> str:
         """The hook point that holds a block's output."""
         blocks = self.points.blocks
@@ -186,7 +191,7 @@ class Record:
         return self.beside_encoder(self.captured(self.points.unembed_in))
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The attention probabilities of one layer.
+        """The attention probabilities of one layer; of an encoder–decoder's, between the positions of its own side.
 
         Raises:
             InvalidInputError: no such layer.
@@ -198,6 +203,22 @@ class Record:
             _ = self.view.blocks[layer].attention  # says so
             raise AssertionError(layer)
         return self.captured(name)
+
+    def cross_pattern(self, layer: int) -> Float[Tensor, "batch head decoder encoder"]:
+        """The probabilities by which a decoder block of an encoder–decoder attends to the encoder's positions.
+
+        Args:
+            layer: counted with the encoder's blocks, which come first.
+
+        Raises:
+            InvalidInputError: no such layer, or one without cross-attention.
+        """
+        layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
+        points, first = self.points.blocks[layer].cross, self.view.encoder_layers
+        if points is None:
+            some = f"layers {first} to {self.n_layers - 1} have" if self.view.is_encoder_decoder else "no layer has"
+            raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {some}.")
+        return self.captured(points.pattern)
 
     @cached_property
     def causal(self) -> bool:
@@ -242,7 +263,7 @@ class Record:
     # ------------------------------------------------------------------ maps
 
     def norm(self, layer: int, name: str) -> Norm:
-        """One norm of one block, scale frozen."""
+        """One norm of one block, scale frozen; a map of the positions that the block acts on (see `side`)."""
         block = self.view.blocks[layer]
         return self._norm((block.norms | block.inner_norms)[name], self.points.blocks[layer].scales[name])
 
@@ -279,7 +300,7 @@ class Record:
         weights, points = self.view.blocks[layer].cross_attention, self.points.blocks[layer].cross
         if weights is None or points is None:
             return Within(start, stop, length)
-        pattern = self.captured(points.pattern).to(weights.W_O.dtype)
+        pattern = self.cross_pattern(layer).to(weights.W_O.dtype)
         mixing = CrossAttention(pattern, weights.kv_heads, (start, stop), (0, start), length)
         read = Chain((Linear(weights.W_V, weights.b_V), mixing))
         return Within(start, stop, length, read, Linear(weights.W_O, weights.b_O))
@@ -293,7 +314,10 @@ class Record:
         return Chain((Linear(weights.entry), Recursion(weights.step, keep)))
 
     def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
-        """One attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays)."""
+        """One self-attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays).
+
+        As `mlp`, a map of the positions that the block acts on (see `side`).
+        """
         weights, ends = self.view.blocks[layer].attention, self.points.blocks[layer].attention
         pattern = self.pattern(layer).to(weights.W_O.dtype)
         if heads is not None:
@@ -430,7 +454,7 @@ class Record:
         mlp: bool = True,
         layout: Layout | None = None,
     ) -> AffineMap:
-        """One block as a map; `heads` keeps only those heads, ``mlp=False`` leaves the MLP's branch out.
+        """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out.
 
         An encoder's last block ends with the encoder's norm.
 

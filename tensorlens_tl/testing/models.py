@@ -13,9 +13,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.whitening.insertion import whiten
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 48, 24, 16, 4, 2
@@ -188,6 +190,48 @@ _BRIDGE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {**_SMALL, **_TOKENS, "num_key_value_heads": 2}),
 }
 
+_START = {**_TOKENS, "decoder_start_token_id": 1}
+_BART: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "max_position_embeddings": CONTEXT,
+    "dropout": 0.0,
+    **{f"{side}_layers": LAYERS for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": HEADS for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 24 for side in ("encoder", "decoder")},
+    **_START,
+}
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "d_kv": WIDTH // HEADS,
+    "d_ff": 24,
+    "num_layers": LAYERS,
+    "num_heads": HEADS,
+    "relative_attention_num_buckets": 8,
+    "dropout_rate": 0.0,
+    **_START,
+}
+_T5_GEMMA = {**_GROUPED, **_LOCAL, "query_pre_attn_scalar": 4, "dropout_rate": 0.0}
+
+_ENCODER_DECODER: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
+    "marian": ("MarianConfig", "MarianMTModel", {**_BART, "decoder_vocab_size": VOCABULARY}),
+    "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", _BART),
+    "t5gemma": (
+        "T5GemmaConfig",
+        "T5GemmaForConditionalGeneration",
+        {"encoder": _T5_GEMMA, "decoder": _T5_GEMMA, "vocab_size": VOCABULARY, "dropout_rate": 0.0, **_START},
+    ),
+    "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
+    "t5-gated": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+}
+_BRIDGE |= _ENCODER_DECODER
+
 
 def _bridge(family: str, compatibility: bool = False, **changes: Any) -> Any:
     import transformers
@@ -197,6 +241,7 @@ def _bridge(family: str, compatibility: bool = False, **changes: Any) -> Any:
     config = getattr(transformers, config_name)(**{**options, **changes})
     config._attn_implementation = "eager"
     auto = AutoModelForMaskedLM if "MaskedLM" in architecture else AutoModelForCausalLM
+    auto = AutoModelForSeq2SeqLM if family in _ENCODER_DECODER else auto
     module = auto.from_config(config, attn_implementation="eager").to(torch.float64).eval()
     randomise(module)
     model = builder.build_bridge_from_module(module, architecture, hf_config=config)
@@ -246,7 +291,8 @@ def _builders() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "encoder/bert", _hooked_encoder
         yield "hooked/whitened", lambda: _whitened(_hooked(**_HOOKED["rotary"]))
     for family in _BRIDGE:
-        if family == "roberta" and HookedTransformer is not None:  # TransformerLens 3.9 has no adapter for it
+        # TransformerLens 3.9 has no adapter for RoBERTa, and cannot run T5 with the transformers of today
+        if family in ("roberta", "t5", "t5-gated") and HookedTransformer is not None:
             continue
         yield f"bridge/{family}", lambda family=family: _bridge(family)
     for family in ("gpt2", "llama", "neox"):
@@ -264,6 +310,37 @@ BUILDERS: dict[str, Callable[[], Any]] = dict(_builders())
 def model_names() -> list[str]:
     """The names `tiny_model` knows on the installed TransformerLens, as ``class/variant``."""
     return list(BUILDERS)
+
+
+def encoder_decoder_names() -> list[str]:
+    """Those of them with an encoder and a decoder: `freeze` needs ``decoder_input_ids`` for them (see `tiny_input`)."""
+    return [name for name in BUILDERS if name.removeprefix("bridge/") in _ENCODER_DECODER]
+
+
+def tiny_input(model: Any, prompts: int = 2, length: int = 6, *, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    """Random tokens for any model that reads tokens, and the options `freeze` needs with them.
+
+    >>> from tensorlens_tl import freeze
+    >>> input, options = tiny_input(model := tiny_model("bridge/bart"))
+    >>> freeze(model, input, **options).sides
+    (6, 4)
+
+    Args:
+        model: a TransformerLens model.
+        prompts: how many.
+        length: in tokens; an encoder–decoder's decoder gets two thirds as many.
+        seed: of the tokens.
+
+    Returns:
+        Token ids `[prompt, pos]`, and of an encoder–decoder ``{"decoder_input_ids": …}``.
+    """
+    generator, view = torch.Generator().manual_seed(seed), ModelView(model)
+
+    def draw(pos: int) -> Tensor:
+        return torch.randint(3, view.d_vocab, (prompts, pos), generator=generator)
+
+    tokens = draw(length)
+    return tokens, {"decoder_input_ids": draw(max(1, 2 * length // 3))} if view.is_encoder_decoder else {}
 
 
 def tiny_model(name: str, *, seed: int = 0) -> Any:
