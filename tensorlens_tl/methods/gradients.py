@@ -14,7 +14,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
-from tensorlens_tl.hooks import in_this_thread, refuse_attached, run
+from tensorlens_tl.hooks import in_this_thread, logits_at, refuse_attached, run
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -151,10 +151,11 @@ class _Logit:
             leaf = x.detach().repeat_interleave(copies, dim=0).requires_grad_(True)
             hooks = [(frozen.points.blocks[0].resid_pre, in_this_thread(lambda live, *, hook: leaf))]
             made = run(frozen.model, repeated, hooks)
-            rows, at = torch.arange(batch * copies, device=x.device), positions.flatten().clone()
-            logit = made[rows, at, self.ids[:, chosen].flatten().clone()]
+            made = logits_at(made, frozen.prompt.in_logits(positions).flatten().clone()[:, None])[:, 0]
+            rows = torch.arange(batch * copies, device=x.device)
+            logit = made[rows, self.ids[:, chosen].flatten().clone()]
             if self.others is not None:
-                logit = logit - made[rows, at, self.others[:, chosen].flatten().clone()]
+                logit = logit - made[rows, self.others[:, chosen].flatten().clone()]
             (gradient,) = torch.autograd.grad(logit.sum(), leaf)
         if not bool(torch.isfinite(gradient).all()):
             hint = "use float32 or float64"
