@@ -334,6 +334,8 @@ class ModelView:
     @property
     def final_norm_name(self) -> str:
         """What the model calls the norm after its last block."""
+        if getattr(self.config, "do_stable_layer_norm", False):  # Hubert and Wav2Vec2 with norms before sublayers
+            return "embed_ln"
         return "decoder_ln_final" if self.is_encoder_decoder else "ln_final"
 
     @cached_property

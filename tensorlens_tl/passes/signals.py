@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.view import ModelView
 
@@ -141,6 +141,7 @@ def extra_inputs(view: ModelView, given: Mapping[str, Any] | None) -> dict[str, 
     Raises:
         InvalidInputError: no mapping, a name that the model's forward does not have, one that `freeze` has an argument
             for, or numbers that are not finite.
+        UnsupportedModelError: images of a model that adds their features between blocks.
     """
     if given is None:
         return {}
@@ -158,9 +159,21 @@ def extra_inputs(view: ModelView, given: Mapping[str, Any] | None) -> dict[str, 
             )
         if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise InvalidInputError(f"model_inputs: {name} has values that are not finite (NaN or Inf).")
+    _refuse_deep_stack(view, given)
     parameter = next(view.model.parameters())
     made = {name: _on(value, parameter) for name, value in given.items()}
     return {name: value for name, value in made.items() if value is not None}
+
+
+def _refuse_deep_stack(view: ModelView, given: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedModelError` where features of an image go in between blocks too, which no block's map has."""
+    layers = getattr(getattr(view.config, "vision_config", None), "deepstack_visual_indexes", None)
+    images = [name for name in given if name.startswith("pixel_values")]
+    if layers and images:
+        raise UnsupportedModelError(
+            f"model_inputs: {view.description} adds features of the image to the residual stream between blocks 0 and "
+            f"{len(layers)} (DeepStack), which are no part of any block. With tokens alone it can be frozen."
+        )
 
 
 def _on(value: Any, parameter: Tensor) -> Any:

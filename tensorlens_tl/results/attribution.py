@@ -39,12 +39,13 @@ class Attribution(Shown, Stored):
         stderr: standard error of estimated scores.
         additive: whether scores and bias sum to `total`.
         word_starts: which tokens begin a word, for `merge_words`; None reads it off white space.
+        image: of an image model, what its patches tile, `[batch, channel, height, width]`: pictures show it.
         target: what the scores explain, in words.
         method, options: how they were made.
         provenance: model name, class, TransformerLens version, weight processing, dtype, other people's hooks.
     """
 
-    TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "residual", "stderr")
+    TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "residual", "stderr", "image")
     FACTS: ClassVar = (
         "tokens", "word_starts", "axes", "additive", "target", "method", "options", "provenance",
     )  # fmt: skip
@@ -62,6 +63,7 @@ class Attribution(Shown, Stored):
     stderr: Float[Tensor, "batch query key"] | None = None
     additive: bool = False
     word_starts: list[list[bool]] | None = None
+    image: Float[Tensor, "batch channel height width"] | None = None
     target: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
@@ -84,6 +86,7 @@ class Attribution(Shown, Stored):
             "word_starts": frozen.prompt.word_starts,
             "queries": query_positions(frozen.prompt, query),
             "mask": frozen.mask,
+            "image": frozen.prompt.image,
             "provenance": frozen.provenance(),
         }
         made = known | fields
@@ -313,6 +316,8 @@ def _check_fit(result: Attribution) -> None:
         raise ValueError("mask, queries or scores are not of their kind")
     if bool(((result.queries < 0) | (result.queries >= key)).any()):
         raise ValueError("queries lie outside the prompt")
+    if result.image is not None and (result.image.ndim != 4 or len(result.image) != batch):
+        raise ValueError(f"image is {tuple(result.image.shape)}, not [{batch}, channel, height, width]")
     for lines in (result.tokens, result.tokens if result.word_starts is None else result.word_starts):
         if len(lines) != batch or any(not isinstance(line, list | tuple) or len(line) != key for line in lines):
             raise ValueError(f"tokens are not {key} for each of {batch} prompts")

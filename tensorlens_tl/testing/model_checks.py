@@ -22,7 +22,7 @@ from tensorlens_tl.hooks import run
 from tensorlens_tl.models.activations import RULES
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.testing.models import tiny_model
+from tensorlens_tl.testing.models import random_input, tiny_model
 from tensorlens_tl.testing.requirements import (
     ROUNDING,
     Check,
@@ -67,7 +67,7 @@ def check_model(
 
     Args:
         model: any TransformerLens model, best in float64.
-        input: one prompt or several; None takes two of random tokens.
+        input: one prompt or several; None takes two of random tokens, or images or sounds where the model reads those.
         tolerance: largest relative error; None takes 1e-9, or a hundred times what the proof of its blocks measures
             where that is more (norms that compute in float32, models in half precision).
         seed: of random tokens and vectors.
@@ -105,8 +105,7 @@ class ModelCase:
         self.model, self.options, self._tolerance = model, options, tolerance
         self.generator = torch.Generator().manual_seed(seed)
         if input is None:
-            length = min(8, model.cfg.n_ctx)
-            input = torch.randint(3, model.cfg.d_vocab, (2, length), generator=self.generator)
+            input = random_input(model, 8, self.generator)
         self.input = input
         self.errors: dict[str, float] = {}
         self.refused: dict[str, str] = {}
@@ -197,7 +196,7 @@ def check_one_by_one(case: ModelCase) -> None:
     frozen = case.frozen
     if len(frozen.tokens) < 2 or not bool(frozen.mask.all()) or set(frozen.inputs) - {"input", "attention_mask"}:
         return
-    alone = freeze(frozen.model, frozen.tokens[:1], tolerance=frozen.tolerance)
+    alone = freeze(frozen.model, **frozen.prompt.again(slice(0, 1)), tolerance=frozen.tolerance)
     mine, theirs = (f.operator().contributions() for f in (frozen, alone))
     case.same("a batch is its prompts one by one", mine[:1], theirs)
 
@@ -216,7 +215,7 @@ def _padding(case: ModelCase, side: str) -> None:
     frozen, claim = case.frozen, f"padding on the {side} changes nothing"
     whole = frozen.tokens[0][frozen.mask[0]]
     kept = len(whole) // 2
-    if not kept or set(frozen.inputs) - {"input", "attention_mask", "one_zero_attention_mask"}:
+    if not kept or frozen.view.reads != "tokens" or set(frozen.inputs) - {"input", "attention_mask", "one_zero_attention_mask"}:
         return
     real = slice(0, kept) if side == "right" else slice(len(whole) - kept, len(whole))
     tokens = torch.stack([whole, torch.zeros_like(whole)])

@@ -8,6 +8,7 @@ biases, unit gains) half of the ways to be wrong cannot be seen. No network is n
 """
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.whitening.insertion import whiten
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 48, 24, 16, 4, 2
@@ -189,6 +191,61 @@ _BRIDGE: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+_PIXELS = {**{name: _SMALL[name] for name in list(_SMALL)[1:5]}, **_NO_DROPOUT, "num_labels": 5}
+_IMAGE = {**_PIXELS, "image_size": 8, "patch_size": 4}
+_WAVES = {
+    **_PIXELS, "vocab_size": VOCABULARY, "conv_dim": (WIDTH, WIDTH), "conv_stride": (4, 4), "conv_kernel": (4, 4),
+    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+_SIGNALS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "vit": ("ViTConfig", "ViTForImageClassification", _IMAGE),
+    "vit-headless": ("ViTConfig", "ViTModel", _IMAGE),
+    "deit": ("DeiTConfig", "DeiTForImageClassification", _IMAGE),
+    "ast": (
+        "ASTConfig",
+        "ASTForAudioClassification",
+        {**_PIXELS, "patch_size": 4, "frequency_stride": 3, "time_stride": 3, "max_length": 10, "num_mel_bins": 7},
+    ),
+    "hubert": ("HubertConfig", "HubertForCTC", _WAVES),
+    "hubert-stable": ("HubertConfig", "HubertForCTC", {**_WAVES, "do_stable_layer_norm": True}),
+    "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", _WAVES),
+}
+"""Models of images and sound, which read no tokens."""
+
+_EYES = {
+    "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": HEADS,
+    "image_size": 8, "patch_size": 4, "projection_dim": WIDTH,
+}  # fmt: skip
+
+
+def _signal(family: str) -> Any:
+    import transformers
+
+    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
+    config_name, architecture, options = _SIGNALS[family]
+    config = getattr(transformers, config_name)(**options)
+    config._attn_implementation = "eager"
+    module = getattr(transformers, architecture)(config).to(torch.float64).eval()
+    randomise(module)
+    return builder.build_bridge_from_module(module, architecture, hf_config=config).eval()
+
+
+def _llava() -> Any:
+    import transformers
+
+    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**_EYES),
+        text_config=transformers.LlamaConfig(**_GROUPED),
+        image_token_index=VOCABULARY - 1,
+    )
+    config._attn_implementation = config.text_config._attn_implementation = "eager"
+    module = transformers.LlavaForConditionalGeneration(config).to(torch.float64).eval()
+    module.set_attn_implementation("eager")
+    randomise(module)
+    return builder.build_bridge_from_module(module, type(module).__name__, hf_config=config).eval()
+
+
 def _bridge(family: str, compatibility: bool = False, **changes: Any) -> Any:
     import transformers
 
@@ -260,10 +317,27 @@ def _builders() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 BUILDERS: dict[str, Callable[[], Any]] = dict(_builders())
 
+SIGNAL_BUILDERS: dict[str, Callable[[], Any]] = {
+    f"bridge/{family}": lambda family=family: _signal(family)
+    for family in _SIGNALS
+    if family != "wav2vec2" or HookedTransformer is None  # TransformerLens 3.9 has no adapter for it
+}
+MULTIMODAL_BUILDERS: dict[str, Callable[[], Any]] = {"bridge/llava": _llava}
 
-def model_names() -> list[str]:
-    """The names `tiny_model` knows on the installed TransformerLens, as ``class/variant``."""
-    return list(BUILDERS)
+
+def model_names(reads: str = "tokens") -> list[str]:
+    """The names `tiny_model` knows on the installed TransformerLens, as ``class/variant``.
+
+    Args:
+        reads: ``"tokens"``, or ``"signals"`` for models of images and sound; ``"both"`` for those of images and tokens.
+
+    Raises:
+        InvalidInputError: something else.
+    """
+    known = {"tokens": BUILDERS, "signals": SIGNAL_BUILDERS, "both": MULTIMODAL_BUILDERS}
+    if reads not in known:
+        raise InvalidInputError(f"model_names: reads={reads!r}; use one of {', '.join(map(repr, known))}.")
+    return list(known[reads])
 
 
 def tiny_model(name: str, *, seed: int = 0) -> Any:
@@ -276,11 +350,34 @@ def tiny_model(name: str, *, seed: int = 0) -> Any:
     Raises:
         InvalidInputError: no such name on this TransformerLens.
     """
-    if name not in BUILDERS:
-        raise InvalidInputError(f"tiny_model: no model called {name!r}; there are {', '.join(BUILDERS)}.")
+    builders = BUILDERS | SIGNAL_BUILDERS | MULTIMODAL_BUILDERS
+    if name not in builders:
+        raise InvalidInputError(f"tiny_model: no model called {name!r}; there are {', '.join(builders)}.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return BUILDERS[name]()
+        return builders[name]()
+
+
+def random_input(model: Any, length: int, generator: torch.Generator) -> Any:
+    """Two random prompts, images, spectrograms or waveforms, as a model reads them.
+
+    Args:
+        model: the model.
+        length: of the prompts, as far as the context goes, and about as many frames of a waveform; images and
+            spectrograms have the size that the model's config says.
+        generator: of the numbers.
+    """
+    view = ModelView(model)
+    if view.reads == "tokens":
+        return torch.randint(3, view.d_vocab, (2, min(length, view.n_ctx)), generator=generator)
+    config = view.config
+    if view.reads == "images":
+        shape = (config.num_channels, config.image_size, config.image_size)
+    elif view.patches is not None:
+        shape = (config.max_length, config.num_mel_bins)
+    else:
+        shape = ((length + 2) * math.prod(config.conv_stride),)
+    return torch.randn(2, *shape, generator=generator)
 
 
 @torch.no_grad()
