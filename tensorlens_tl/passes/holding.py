@@ -103,6 +103,7 @@ def _hooks(
         hooks += _end_hooks(record, record.encoder_norm(), record.points.encoder_scale, record.points.encoder_norm, 0)
         last = record.n_layers - 1
         hooks += _end_hooks(record, record.final_norm(), record.points.final_scale, record.points.final_norm, last)
+        hooks += _class_hooks(record)
     return hooks
 
 
@@ -114,6 +115,14 @@ def _end_hooks(record: Record, norm: Norm | None, scale: str | None, whole: Ends
         return [replace(scale, record.captured(scale))]
     start, stop = record.side(layer)
     return whole_hooks(whole, norm, (record.tokens.shape[0], stop - start), again=True)
+
+
+def _class_hooks(record: Record) -> list[FwdHook]:
+    """What holds the norm of the mean that a classifier of sound reads its classes from."""
+    classes, scale = record.view.class_head, record.points.head_scale
+    if classes is None or classes.norm is None or classes.norm.epsilon is not None or scale is None:
+        return []
+    return [replace(scale, record.captured(scale)[:, 0])]
 
 
 def _mlp_hooks(record: Record, layer: int, activation: str, shape: tuple[int, int]) -> list[FwdHook]:

@@ -1,7 +1,7 @@
 """From what a user passes to what a model takes: tokens, mask, keyword arguments, and readable tokens."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,7 +97,7 @@ def prepare(
     decoder_attention_mask: Any = None,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
-    model_inputs: Mapping[str, Any] | None = None,
+    model_inputs: Any = None,
 ) -> Prompt:
     """Check an input and turn it into a `Prompt`.
 

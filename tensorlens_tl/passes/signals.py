@@ -135,7 +135,7 @@ def refuse_signal(view: ModelView, input: Any) -> None:
         )
 
 
-def extra_inputs(view: ModelView, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def extra_inputs(view: ModelView, given: Any) -> dict[str, Any]:
     """What a multimodal model takes besides tokens, checked by name and put on its device.
 
     Raises:
