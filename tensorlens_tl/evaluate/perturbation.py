@@ -68,8 +68,8 @@ def perturbation(
 
     Args:
         model: a TransformerLens model.
-        prompts: strings, or token ids `[prompt, pos]`; of a model of images or sound, what it reads (see `tlens.freeze`):
-            its patches are replaced, or a sound's frames.
+        prompts: strings, or token ids `[prompt, pos]`; of a model of images or sound, what it reads (see
+            `tlens.freeze`): its patches are replaced, or a sound's frames.
         methods: see `tensorlens_tl.evaluate.scorers`; None is all that fit the model, and a random order. Methods that
             you name must fit the model.
         query: ``"last"``, ``"cls"`` (the first token), a position counted over real tokens, or ``"mean"``: scores and

@@ -9,9 +9,9 @@ or a tensor `[batch, key]`. `PREDICTED` among the options stands for the token t
 """
 
 import random
-from itertools import compress
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch

@@ -77,7 +77,9 @@ def read_patches(embed: Any, transposed: bool) -> PatchWeights | None:
     padded = convolution.padding not in ((0, 0), "valid")
     if convolution.dilation != (1, 1) or convolution.groups != 1 or padded:
         return None
-    special = [token for name in ("cls_token", "distillation_token") if (token := getattr(inner, name, None)) is not None]
+    special = [
+        token for name in ("cls_token", "distillation_token") if (token := getattr(inner, name, None)) is not None
+    ]
     constant = positions.detach()[0].clone()
     for place, token in enumerate(special):
         constant[place] += token.detach()[0, 0]

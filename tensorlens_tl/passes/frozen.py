@@ -92,7 +92,8 @@ class FrozenPass(Record):
             InvalidInputError: no such rule.
             InvalidInputError: the model was put in train mode since, and drops activations there.
             FrozenModelError: the weights changed since the pass, or another frozen pass is attached.
-            UnsupportedModelError: a hook point of this model only observes (tried once per model, with another residual stream).
+            UnsupportedModelError: a hook point of this model only observes (tried once per model, with another residual
+                stream).
         """
         check_rule(activation)
         self.check_fresh()

@@ -1,9 +1,9 @@
 """Down to the pixels: the patch embedding is affine, so an operator's scores of patches are sums over their pixels.
 
 A logit is ``Σ scores of pixels + bias``, where the bias holds all that no pixel brings: the CLS token, position
-embeddings, the convolution's bias, and the biases of the model. A pixel's score is ``pixel · (Tᵀ g)``, pulled on through
-the patch embedding; where patches overlap, a pixel has a share of each. (Ours; the collapse of TensorLens, Eq. 24, with
-one more linear map before it.)
+embeddings, the convolution's bias, and the biases of the model. A pixel's score is ``pixel · (Tᵀ g)``, pulled on
+through the patch embedding; where patches overlap, a pixel has a share of each. (Ours; the collapse of TensorLens, Eq.
+24, with one more linear map before it.)
 """
 
 from dataclasses import dataclass
@@ -153,7 +153,8 @@ def pixel_scores(
     asked = resolve_target(frozen, target, minus, direction, positions)
     head = frozen.prediction_head(activation) if asked.of_tokens else None
     through = operator.map if head is None else head @ operator.map
-    assert collapse.bias is not None and collapse.total is not None
+    assert collapse.bias is not None
+    assert collapse.total is not None
     x, (batch, queries) = embedding.x, positions.shape
     scores, bias = x.new_zeros(batch, queries, *x.shape[1:]), upcast(collapse.bias).clone()
     for rows in chunks(queries, frozen.row_bytes, memory, "queries"):

@@ -122,13 +122,17 @@ def _expected(view: ModelView) -> tuple[tuple[str, ...], tuple[int | None, ...]]
         height, width = size if isinstance(size, Sequence) else (size, size)
         return ("batch", "channel", "height", "width"), (None, getattr(config, "num_channels", None), height, width)
     if view.patches is not None:
-        return ("batch", "time", "mel"), (None, getattr(config, "max_length", None), getattr(config, "num_mel_bins", None))
+        return ("batch", "time", "mel"), (
+            None,
+            getattr(config, "max_length", None),
+            getattr(config, "num_mel_bins", None),
+        )
     return ("batch", "sample"), (None, None)
 
 
 def refuse_signal(view: ModelView, input: Any) -> None:
     """Raise `InvalidInputError` where a language model is given pixels or sound."""
-    if isinstance(input, Tensor) and input.is_floating_point():
+    if isinstance(input, Tensor) and input.is_floating_point() and input.ndim > 2:
         raise InvalidInputError(
             f"input: {view.description} reads tokens, got values of {input.dtype}, {list(input.shape)}. Images and "
             "sound of a multimodal model go in model_inputs={'pixel_values': ...}, beside the token ids."
@@ -146,7 +150,9 @@ def extra_inputs(view: ModelView, given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise InvalidInputError(f"model_inputs={type(given).__name__}: pass a mapping, such as {{'pixel_values': ...}}.")
+        raise InvalidInputError(
+            f"model_inputs={type(given).__name__}: pass a mapping, such as {{'pixel_values': ...}}."
+        )
     own = {"input", "input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "labels"}
     forward = inspect.signature(getattr(view.model, "original_model", view.model).forward).parameters
     takes = [name for name, parameter in forward.items() if parameter.kind is not parameter.VAR_KEYWORD]

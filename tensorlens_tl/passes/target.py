@@ -86,7 +86,9 @@ def _class_number(view: ModelView, label: str, name: str) -> int:
     if len(found) != 1:
         few = ", ".join(repr(text) for text in list(view.labels.values())[:8])
         what = "no class" if not found else f"the label of classes {found}"
-        raise InvalidInputError(f"{name}={label!r} is {what} of this model, whose labels are {few} …; or pass a number.")
+        raise InvalidInputError(
+            f"{name}={label!r} is {what} of this model, whose labels are {few} …; or pass a number."
+        )
     return found[0]
 
 

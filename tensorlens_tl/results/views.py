@@ -174,7 +174,10 @@ class Shown(ABC):
         rows, columns = (int(number) + 1 for number in corner)
         others = {token.strip(): float(scores[n]) for n, token in enumerate(tokens) if n not in places}
         return images.patch_scores(
-            array(self.image[batch]), scores[places].reshape(rows, columns), title=self.target or self.method, special=others
+            array(self.image[batch]),
+            scores[places].reshape(rows, columns),
+            title=self.target or self.method,
+            special=others,
         )
 
     def _stacks(self, batch: int) -> list[tuple[str, np.ndarray]]:

@@ -215,7 +215,11 @@ def _padding(case: ModelCase, side: str) -> None:
     frozen, claim = case.frozen, f"padding on the {side} changes nothing"
     whole = frozen.tokens[0][frozen.mask[0]]
     kept = len(whole) // 2
-    if not kept or frozen.view.reads != "tokens" or set(frozen.inputs) - {"input", "attention_mask", "one_zero_attention_mask"}:
+    if (
+        not kept
+        or frozen.view.reads != "tokens"
+        or set(frozen.inputs) - {"input", "attention_mask", "one_zero_attention_mask"}
+    ):
         return
     real = slice(0, kept) if side == "right" else slice(len(whole) - kept, len(whole))
     tokens = torch.stack([whole, torch.zeros_like(whole)])

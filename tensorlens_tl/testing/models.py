@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.testing.signals import SIGNALS, llava_module, signal_module
 from tensorlens_tl.whitening.insertion import whiten
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 48, 24, 16, 4, 2
@@ -191,59 +192,11 @@ _BRIDGE: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-_PIXELS = {**{name: _SMALL[name] for name in list(_SMALL)[1:5]}, **_NO_DROPOUT, "num_labels": 5}
-_IMAGE = {**_PIXELS, "image_size": 8, "patch_size": 4}
-_WAVES = {
-    **_PIXELS, "vocab_size": VOCABULARY, "conv_dim": (WIDTH, WIDTH), "conv_stride": (4, 4), "conv_kernel": (4, 4),
-    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
-}  # fmt: skip
-_SIGNALS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "vit": ("ViTConfig", "ViTForImageClassification", _IMAGE),
-    "vit-headless": ("ViTConfig", "ViTModel", _IMAGE),
-    "deit": ("DeiTConfig", "DeiTForImageClassification", _IMAGE),
-    "ast": (
-        "ASTConfig",
-        "ASTForAudioClassification",
-        {**_PIXELS, "patch_size": 4, "frequency_stride": 3, "time_stride": 3, "max_length": 10, "num_mel_bins": 7},
-    ),
-    "hubert": ("HubertConfig", "HubertForCTC", _WAVES),
-    "hubert-stable": ("HubertConfig", "HubertForCTC", {**_WAVES, "do_stable_layer_norm": True}),
-    "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", _WAVES),
-}
-"""Models of images and sound, which read no tokens."""
-
-_EYES = {
-    "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": HEADS,
-    "image_size": 8, "patch_size": 4, "projection_dim": WIDTH,
-}  # fmt: skip
-
-
-def _signal(family: str) -> Any:
-    import transformers
-
+def _wrapped(module: Any) -> Any:
     builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
-    config_name, architecture, options = _SIGNALS[family]
-    config = getattr(transformers, config_name)(**options)
-    config._attn_implementation = "eager"
-    module = getattr(transformers, architecture)(config).to(torch.float64).eval()
+    module = module.to(torch.float64).eval()
     randomise(module)
-    return builder.build_bridge_from_module(module, architecture, hf_config=config).eval()
-
-
-def _llava() -> Any:
-    import transformers
-
-    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**_EYES),
-        text_config=transformers.LlamaConfig(**_GROUPED),
-        image_token_index=VOCABULARY - 1,
-    )
-    config._attn_implementation = config.text_config._attn_implementation = "eager"
-    module = transformers.LlavaForConditionalGeneration(config).to(torch.float64).eval()
-    module.set_attn_implementation("eager")
-    randomise(module)
-    return builder.build_bridge_from_module(module, type(module).__name__, hf_config=config).eval()
+    return builder.build_bridge_from_module(module, type(module).__name__, hf_config=module.config).eval()
 
 
 def _bridge(family: str, compatibility: bool = False, **changes: Any) -> Any:
@@ -318,11 +271,11 @@ def _builders() -> Iterator[tuple[str, Callable[[], Any]]]:
 BUILDERS: dict[str, Callable[[], Any]] = dict(_builders())
 
 SIGNAL_BUILDERS: dict[str, Callable[[], Any]] = {
-    f"bridge/{family}": lambda family=family: _signal(family)
-    for family in _SIGNALS
+    f"bridge/{family}": lambda family=family: _wrapped(signal_module(family))
+    for family in SIGNALS
     if family != "wav2vec2" or HookedTransformer is None  # TransformerLens 3.9 has no adapter for it
 }
-MULTIMODAL_BUILDERS: dict[str, Callable[[], Any]] = {"bridge/llava": _llava}
+MULTIMODAL_BUILDERS: dict[str, Callable[[], Any]] = {"bridge/llava": lambda: _wrapped(llava_module())}
 
 
 def model_names(reads: str = "tokens") -> list[str]:
