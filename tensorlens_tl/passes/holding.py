@@ -164,8 +164,8 @@ def _prove(record: Record) -> _Proved:
             raise UnsupportedModelError(
                 f"{where} of this {record.view.description} does not obey the hooks that should hold it fixed: held, "
                 f"and with another stream, it differs from its map by {error:.1e} (allowed {record.tolerance:.0e}). "
-                "One of its hook points only observes, or another hook undoes it. What reads the weights works (operator, "
-                "most methods and circuits); fwd_hooks, attached and live ablations do not."
+                "One of its hook points only observes, or another hook undoes it. What reads the weights works "
+                "(operator, most methods and circuits); fwd_hooks, attached and live ablations do not."
             )
     if not other_hooks(model):
         _proved[model] = proved

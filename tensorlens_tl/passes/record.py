@@ -78,7 +78,7 @@ class Record:
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:
-        """Token ids."""
+        """Token ids; of images and sound, position numbers."""
         return self.prompt.tokens
 
     @property
