@@ -278,6 +278,22 @@ def test_text_and_image_are_sources_together(seen):
     assert max(words.errors.values()) < 1e-6
 
 
+@pytest.mark.whole
+def test_an_image_may_attend_both_ways():
+    model, pixels = tiny_model("bridge/gemma3-sees"), {"pixel_values": torch.randn(1, 3, 8, 8)}
+    tokens = torch.tensor([[5, 46, 47, 47, 47, 47, 45, 7, 8]])
+    types = (tokens == 47).long()
+    frozen = tlens.freeze(model, tokens, token_type_ids=types, model_inputs=pixels)
+    assert not frozen.causal
+    assert frozen.pattern(0)[0, 0, 2, 5] > 0  # the first piece of the image sees the last
+    own = model(**frozen.inputs).detach()
+    target = frozen.operator().target(11)
+    assert close(target.total[0], own[:, -1, 11])
+    assert float(target.residual.max()) < 1e-6  # its norms compute in float32
+    report = check_model(model, tokens, token_type_ids=types, model_inputs=pixels)
+    assert max(report.errors.values()) < 1e-5
+
+
 def _images(frozen):
     return {"pixel_values": frozen.inputs["pixel_values"]}
 

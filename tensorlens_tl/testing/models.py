@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.testing.signals import SIGNALS, llava_module, signal_module
+from tensorlens_tl.testing.signals import SIGNALS, seeing_module, signal_module
 from tensorlens_tl.whitening.insertion import whiten
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 48, 24, 16, 4, 2
@@ -275,7 +275,9 @@ SIGNAL_BUILDERS: dict[str, Callable[[], Any]] = {
     for family in SIGNALS
     if family != "wav2vec2" or HookedTransformer is None  # TransformerLens 3.9 has no adapter for it
 }
-MULTIMODAL_BUILDERS: dict[str, Callable[[], Any]] = {"bridge/llava": lambda: _wrapped(llava_module())}
+MULTIMODAL_BUILDERS: dict[str, Callable[[], Any]] = {
+    f"bridge/{family}": lambda family=family: _wrapped(seeing_module(family)) for family in ("llava", "gemma3-sees")
+}
 
 
 def model_names(reads: str = "tokens") -> list[str]:

@@ -53,14 +53,30 @@ def signal_module(family: str) -> Any:
     return getattr(transformers, architecture)(made)
 
 
-def llava_module() -> Any:
-    """A language model that sees: token 47 stands for a piece of an image, of which each image has four."""
+def seeing_module(family: str) -> Any:
+    """A language model that sees: token 47 stands for a piece of an image, of which each image has four.
+
+    Args:
+        family: ``"llava"``, or ``"gemma3-sees"``, whose images attend both ways where token types say so.
+    """
     transformers: Any = importlib.import_module("transformers")
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**_EYES),
-        text_config=transformers.LlamaConfig(**_TEXT),
-        image_token_index=VOCABULARY - 1,
-    )
-    module = transformers.LlavaForConditionalGeneration(config)
+    if family == "llava":
+        config = transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(**_EYES),
+            text_config=transformers.LlamaConfig(**_TEXT),
+            image_token_index=VOCABULARY - 1,
+        )
+        module = transformers.LlavaForConditionalGeneration(config)
+    else:
+        eyes = {name: value for name, value in _EYES.items() if name != "projection_dim"}
+        config = transformers.Gemma3Config(
+            vision_config=transformers.SiglipVisionConfig(**eyes),
+            text_config=transformers.Gemma3TextConfig(**_TEXT),
+            image_token_index=VOCABULARY - 1,
+            boi_token_index=VOCABULARY - 2,
+            eoi_token_index=VOCABULARY - 3,
+            mm_tokens_per_image=4,
+        )
+        module = transformers.Gemma3ForConditionalGeneration(config)
     module.set_attn_implementation("eager")
     return module
