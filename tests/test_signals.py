@@ -59,6 +59,7 @@ def test_every_method_holds_or_refuses_by_name(frozen):
 def test_methods_run_on_images(digits, method):
     images, _ = tlens.demo.digit_images()
     options = {"target": "3"} if method in ("input-x-gradient", "integrated-gradients") else {}
+    options |= {"steps": 2} if method == "integrated-gradients" else {}
     attribution = tlens.attribute(digits, images[:2], method=method, **options)
     assert bool(torch.isfinite(attribution.scores).all())
     assert attribution.tokens[0][:2] == [" CLS", " patch 0,0"]
@@ -168,7 +169,7 @@ def test_a_picture_shows_the_image(digits, tmp_path):
 def test_patches_are_replaced_one_by_one(digits):
     """Both replacements by hand, through a hook of our own."""
     images, _ = tlens.demo.digit_images()
-    images = images[:6]
+    images = images[:3]
     methods = {"first patches": lambda frozen: -frozen.tokens.double()}
     found = {
         replacement: evaluate.perturbation(digits, images, methods, fractions=(0, 0.25), replacement=replacement)
