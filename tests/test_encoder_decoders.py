@@ -145,8 +145,9 @@ def test_gradients_are_those_of_both_sides(bart, model_named):
     model = model_named(BART)
     result = tlens.attribute(bart, method="input-x-gradient", target=7)
     for position, side in ((2, 0), (7, 1)):
+        place, at = position - side * bart.sides[0], bart.stream_names(0)[side]
 
-        def moved(step, place=position - side * bart.sides[0], at=bart.stream_names(0)[side], where=position):
+        def moved(step, place=place, at=at, where=position):
             def add(live, hook):
                 live = live.clone()
                 live[:, place] += step * bart.resid_pre(0)[:, where]
@@ -314,9 +315,9 @@ def test_a_vocabulary_for_each_side():
     frozen = tlens.freeze(model, [[3, 4, 5]], decoder_input_ids=[[1, 55]])
     assert float(frozen.operator().target(57).residual.max()) < 1e-9
     assert frozen.fwd_hooks()
-    with pytest.raises(tlens.InvalidInputError, match="input: token id 55 .* vocabulary of 48"):
+    with pytest.raises(tlens.InvalidInputError, match=r"input: token id 55 .* vocabulary of 48"):
         tlens.freeze(model, [[3, 55, 5]], decoder_input_ids=[[1, 55]])
-    with pytest.raises(tlens.InvalidInputError, match="decoder_input_ids: token id 60 .* vocabulary of 60"):
+    with pytest.raises(tlens.InvalidInputError, match=r"decoder_input_ids: token id 60 .* vocabulary of 60"):
         tlens.freeze(model, [[3, 5, 5]], decoder_input_ids=[[1, 60]])
 
 

@@ -52,7 +52,8 @@ def part():
 
 def mixing_part(shape="both"):
     mixed = getattr(pattern(queries=2, keys=2), {"both": "clone", "causal": "tril"}[shape])()
-    return Chain((Linear(normal(WIDTH, 4), normal(4)), Attention(mixed, 2), Linear(normal(WIDTH, WIDTH), normal(WIDTH))))
+    out = Linear(normal(WIDTH, WIDTH), normal(WIDTH))
+    return Chain((Linear(normal(WIDTH, 4), normal(4)), Attention(mixed, 2), out))
 
 
 MAPS = {
@@ -83,8 +84,7 @@ MAPS = {
     "scan of a bias": lambda: selective(normal(WIDTH // 2), groups=1) @ MAPS["linear"](),
     "state-space layer": lambda: Chain(
         (MAPS["diagonal"](), MAPS["convolution"](), MAPS["scan of heads"]() + MAPS["diagonal"](), MAPS["linear"]())
-
-
+    ),
     **{f"segment from {start}": lambda start=start: Segment(part(), start, start + 2, POS) for start in (0, 1)},
     "segment of all": lambda: Segment(MAPS["layer norm"](), 0, POS, POS),
     "segment alone": lambda: Segment(part(), 1, 3, POS, only=True),

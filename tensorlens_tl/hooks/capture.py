@@ -173,7 +173,12 @@ def logit_hooks(model: HookedModel, unembed_in: str | None, positions: Int[Tenso
 
 
 def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
-    """The logits at some positions, whether a run made all of them or, by `logit_hooks`, only those."""
+    """The logits at some positions, whether a run made all of them or, by `logit_hooks`, only those.
+
+    A classifier's `[batch, class]` are one position's, whichever that is.
+    """
+    if isinstance(logits, Tensor) and logits.ndim == 2:
+        return logits[:, None].expand(-1, positions.shape[1], -1)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] == positions.shape[1] == 1:
         return logits
     return torch.take_along_dim(logits, positions[..., None].to(logits.device), dim=1)
@@ -181,7 +186,7 @@ def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
 
 def _only_at(name: str, positions: Int[Tensor, "batch 1"]) -> FwdHook:
     def pick(tensor: Tensor, *, hook: Any) -> Tensor:
-        if tensor.shape[1] == 1:
+        if tensor.shape[1] == 1 or tensor.ndim == 2:  # a classifier's head takes one position out by itself
             return tensor
         return torch.take_along_dim(tensor, positions[..., None].to(tensor.device), dim=1)
 

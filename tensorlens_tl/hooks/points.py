@@ -159,7 +159,6 @@ def model_points(view: ModelView) -> ModelPoints:
         UnsupportedModelError: a hook point is missing, or a block has a part that cannot be frozen.
     """
     last = "hook_normalized_resid_post" if view.is_hooked_encoder else "hook_resid_post"
-    head = view.mlm_head
     last_output = f"{view.blocks[-1].name}.{last}"
     unembed_in = "unembed.hook_in" if view.unembedding is not None else None
     if unembed_in is not None and view.is_bridge and view.final_norm is None and view.mlm_head is None:
@@ -169,7 +168,10 @@ def model_points(view: ModelView) -> ModelPoints:
         name = view.final_norm_name
         if view.scales_decoder_output:  # what is unembedded is scaled; so, then, are the logits
             unembed_in = f"{name}.hook_out"
-        final_out = unembed_in if unembed_in is not None and view.mlm_head is None else f"{name}.hook_out"
+        if view.class_head is not None and view.class_head.norm is None:  # what is unembedded is one position of it
+            unembed_in = f"{name}.hook_out"
+        headless = view.mlm_head is None and view.class_head is None
+        final_out = unembed_in if unembed_in is not None and headless else f"{name}.hook_out"
         # some models norm the embeddings with the same module: what it reads last is the last block's output
         whole = None if view.final_norm.epsilon is None else Ends(last_output, f"{name}.hook_out")
         final_scale = f"{name}.hook_scale" if whole is None else last_output
@@ -182,7 +184,7 @@ def model_points(view: ModelView) -> ModelPoints:
         output=final_out or last_output,
         final_scale=final_scale,
         final_norm=whole,
-        head_scale=head.scale_name if head is not None else None,
+        head_scale=_head_scale(view),
         unembed_in=unembed_in,
     )
     known = view.model.hook_dict
@@ -194,6 +196,14 @@ def model_points(view: ModelView) -> ModelPoints:
             + "; a frozen pass needs it (see tensorlens_tl.hooks.points)."
         )
     return points
+
+
+def _head_scale(view: ModelView) -> str | None:
+    """Where the scale of a prediction head's norm is, or of a classifier's."""
+    classes = view.class_head
+    if classes is not None and classes.norm is not None:
+        return "classifier_ln.hook_scale" if classes.norm.epsilon is None else "classifier_ln.hook_in"
+    return None if view.mlm_head is None else view.mlm_head.scale_name
 
 
 def _block_points(view: ModelView, layer: int) -> BlockPoints:

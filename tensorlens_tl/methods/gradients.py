@@ -14,7 +14,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
-from tensorlens_tl.hooks import in_this_thread, refuse_attached, run
+from tensorlens_tl.hooks import in_this_thread, logits_at, refuse_attached, run
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -113,7 +113,6 @@ class _Logit:
         refuse_dropout(frozen.view.model)
         self.frozen, self.memory = frozen, memory
         self.positions = query_positions(frozen.prompt, query)
-        self.predicting = frozen.prompt.of_decoder(self.positions)
         batch, queries = self.positions.shape
         ids, others = target_ids(frozen.view, target, minus, batch, queries)
         self.ids = ids.to(self.positions.device)
@@ -134,7 +133,7 @@ class _Logit:
         per_query = 16 * self.frozen.n_layers * x.numel() * x.element_size()
         for rows in chunks(queries, per_query, self.memory if queries > 1 else None, "gradients"):
             chosen = slice(rows.start, rows.stop)
-            logit, gradient = self._run(x * share, self.predicting[:, chosen], chosen)
+            logit, gradient = self._run(x * share, self.positions[:, chosen], chosen)
             logits.append(logit)
             gradients.append(gradient)
         return torch.cat(logits, dim=1), torch.cat(gradients, dim=1)
@@ -156,10 +155,11 @@ class _Logit:
                 for name, part in zip(frozen.stream_names(0), parts, strict=True)
             ]
             made = run(frozen.model, repeated, hooks)
-            rows, at = torch.arange(batch * copies, device=x.device), positions.flatten().clone()
-            logit = made[rows, at, self.ids[:, chosen].flatten().clone()]
+            made = logits_at(made, frozen.prompt.in_logits(positions).flatten().clone()[:, None])[:, 0]
+            rows = torch.arange(batch * copies, device=x.device)
+            logit = made[rows, self.ids[:, chosen].flatten().clone()]
             if self.others is not None:
-                logit = logit - made[rows, at, self.others[:, chosen].flatten().clone()]
+                logit = logit - made[rows, self.others[:, chosen].flatten().clone()]
             (gradient,) = torch.autograd.grad(logit.sum(), leaf)
         if not bool(torch.isfinite(gradient).all()):
             hint = "use float32 or float64"

@@ -26,6 +26,7 @@ from tensorlens_tl.models.experts import (
     read_per_layer,
 )
 from tensorlens_tl.models.mlps import read_mlp, read_module
+from tensorlens_tl.models.patches import ClassHead, PatchWeights, read_patches
 from tensorlens_tl.models.scans import Mixer, read_mixer
 from tensorlens_tl.models.weights import (
     AttentionWeights,
@@ -309,10 +310,9 @@ class ModelView:
         self.class_name = type(model).__name__
         self.is_bridge = hasattr(model, "original_model")
         self.is_hooked_encoder = not self.is_bridge and hasattr(model, "encoder_output")
-        if self.d_vocab < 1:
+        if self.reads == "tokens" and self.d_vocab < 1:
             raise UnsupportedModelError(
-                f"{self.description} reads no tokens (a model of images or sound?); only models of token sequences are "
-                "supported."
+                f"{self.description} reads neither tokens nor, as far as its config says, images or sound."
             )
         stacks = STACKS if self.is_encoder_decoder else ("blocks",)
         places = [(stack, number) for stack in stacks for number in range(len(getattr(model, stack)))]
@@ -383,19 +383,56 @@ class ModelView:
 
     @property
     def n_ctx(self) -> int:
-        """The longest prompt."""
+        """The longest prompt (of images and sound the config says nothing reliable)."""
         return self.cfg.n_ctx
 
     @property
     def d_vocab(self) -> int:
-        """The size of the vocabulary."""
+        """The size of the vocabulary; of a model of images or sound, how many classes it tells apart."""
+        if self.reads != "tokens":
+            return 0 if self.unembedding is None else self.unembedding[0].shape[1]
         return self.cfg.d_vocab
 
     @property
     def decoder_vocab(self) -> int:
         """The size of the vocabulary that an encoder–decoder's decoder reads (Marian may have two)."""
-        config: Any = getattr(getattr(self.model, "original_model", None), "config", None)
-        return getattr(config, "decoder_vocab_size", None) or self.d_vocab
+        return getattr(self.config, "decoder_vocab_size", None) or self.d_vocab
+
+    @property
+    def reads(self) -> str:
+        """What the model reads: ``"tokens"``, ``"images"`` or ``"sound"``."""
+        if getattr(self.cfg, "is_visual_model", False):
+            return "images"
+        return "sound" if getattr(self.cfg, "is_audio_model", False) else "tokens"
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config of a Bridge, or None."""
+        return getattr(getattr(self.model, "original_model", None), "config", None)
+
+    @cached_property
+    def patches(self) -> PatchWeights | None:
+        """How an image's patches (or a spectrogram's) are embedded, or None."""
+        if self.reads == "tokens":
+            return None
+        return read_patches(getattr(self.model, "embed", None), transposed=self.reads == "sound")
+
+    @cached_property
+    def class_head(self) -> ClassHead | None:
+        """Where the classes of an image or a spectrogram are read from; None where logits are those of positions."""
+        if self.reads == "tokens" or getattr(self.model, "unembed", None) is None:
+            return None
+        norm: Any = getattr(self.model, "classifier_ln", None)
+        if is_norm(norm):  # an audio spectrogram transformer's mean of CLS and distillation token
+            return ClassHead(2, norm_weights(norm, self.cfg))
+        return ClassHead(1, None) if self.reads == "images" else None
+
+    @cached_property
+    def labels(self) -> dict[int, str]:
+        """The names of a classifier's classes; empty for other models."""
+        if self.class_head is None:
+            return {}
+        return {int(number): str(label) for number, label in (getattr(self.config, "id2label", None) or {}).items()}
 
     @cached_property
     def final_norm(self) -> NormWeights | None:
@@ -405,6 +442,8 @@ class ModelView:
     @property
     def final_norm_name(self) -> str:
         """What the model calls the norm after its last block."""
+        if getattr(self.config, "do_stable_layer_norm", False):  # Hubert and Wav2Vec2 with norms before sublayers
+            return "embed_ln"
         return "decoder_ln_final" if self.is_encoder_decoder else "ln_final"
 
     @cached_property
@@ -450,6 +489,8 @@ class ModelView:
         unembed = getattr(self.model, "unembed", None)
         if unembed is None:
             return None
+        if getattr(unembed, "W_U", None) is None and isinstance(getattr(unembed, "weight", None), Tensor):
+            return unembed.weight.detach().T, detached(getattr(unembed, "bias", None))  # an image classifier's
         b_U, model = detached(getattr(unembed, "b_U", None)), getattr(self.model, "original_model", None)
         added = detached(getattr(model, "final_logits_bias", None))  # BART adds one besides
         return unembed.W_U.detach(), b_U if added is None else added[0] if b_U is None else b_U + added[0]

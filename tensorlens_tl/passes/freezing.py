@@ -51,6 +51,7 @@ def freeze(
     decoder_attention_mask: Any = None,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
+    model_inputs: Any = None,
     cache: Any = None,
     store: str = "model",
     verify: bool = True,
@@ -65,7 +66,8 @@ def freeze(
     Args:
         model: a HookedTransformer, HookedEncoder (TransformerLens 3.9) or TransformerBridge (3.9 and 4.x).
         input: a string or a list of strings; or token ids, as a tensor `[batch, pos]` or `[pos]`, or as lists, which
-            may differ in length.
+            may differ in length. Of a model that reads images or sound, the values that it reads: pixels
+            `[batch, channel, height, width]`, a spectrogram `[batch, time, mel]` or samples `[batch, sample]`.
         attention_mask: 1 at real tokens, `[batch, pos]`; with token ids of equal length only.
         token_type_ids: segment ids for BERT-like models.
         decoder_input_ids: what the decoder of an encoder–decoder reads, as text or token ids; its positions follow
@@ -74,6 +76,8 @@ def freeze(
         prepend_bos: as in TransformerLens.
         padding_side: ``"left"`` or ``"right"`` (the default, whatever the tokenizer says), where prompts differ in
             length.
+        model_inputs: what a multimodal model takes besides its tokens, by the names of its forward:
+            ``{"pixel_values": ...}``.
         cache: the ActivationCache of an earlier ``run_with_cache`` on the same input, kept instead of this run's
             activations; each of them is compared with this run's.
         store: ``"cpu"`` keeps the captured activations off the model's device.
@@ -109,9 +113,10 @@ def freeze(
                 decoder_attention_mask=decoder_attention_mask,
                 prepend_bos=prepend_bos,
                 padding_side=padding_side,
+                model_inputs=model_inputs,
             )
             points, last = model_points(view), query_positions(prompt, -1)
-            logits = logit_hooks(view.model, points.unembed_in, prompt.of_decoder(last))
+            logits = logit_hooks(view.model, points.unembed_in, prompt.in_logits(last))
             if cache is None:
                 kept, made = _captured(view, prompt, points, store, logits)
             else:
@@ -127,7 +132,7 @@ def freeze(
             check_finite({name: kept[name] for name in points.captured})
             prove(frozen, verify)
             if points.unembed_in is not None:
-                compare_logits(frozen, frozen.unembedded(), logits_at(made, prompt.of_decoder(last)), last)
+                compare_logits(frozen, frozen.unembedded(), logits_at(made, prompt.in_logits(last)), last)
             if cache is None:
                 _check_repeats(frozen)
     return frozen

@@ -102,7 +102,7 @@ def unembedding_error(record: Record, positions: Int[Tensor, "batch query"] | No
     compared = record.logits_compared
     if compared is None or not bool(torch.take_along_dim(compared, positions, dim=1).all()):
         record.check_fresh()
-        own = record.prompt.of_decoder(positions)
+        own = record.prompt.in_logits(positions)
         states, logits = own_logits(record.model, record.inputs, record.points.unembed_in, own)
         compare_logits(record, record.beside_encoder(states), logits, positions)
     return record.errors["unembed"]

@@ -78,7 +78,7 @@ class Record:
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:
-        """Token ids."""
+        """Token ids; of images and sound, position numbers."""
         return self.prompt.tokens
 
     @property
@@ -188,7 +188,8 @@ class Record:
         """The stream that the model itself unembeds: after the final norm, or a masked model's prediction head."""
         if self.points.unembed_in is None:
             raise UnsupportedModelError(f"{self.view.description} predicts no tokens.")
-        return self.beside_encoder(self.captured(self.points.unembed_in))
+        own = self.beside_encoder(self.captured(self.points.unembed_in))
+        return own if self.view.class_head is None else own.expand(-1, self.tokens.shape[1], -1)
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """The attention probabilities of one layer; of an encoder–decoder's, between the positions of its own side.
@@ -481,8 +482,18 @@ class Record:
         return ends
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
-        """A masked language model's transform before its unembedding, norm(φ(x·W + b)), frozen; None otherwise."""
-        head = self.view.mlm_head
+        """What lies between the model's output and its unembedding, frozen; None where nothing does.
+
+        Of a masked language model it is norm(φ(x·W + b)); of a classifier that reads several positions, the norm of
+        their mean, the same for every query.
+        """
+        head, classes = self.view.mlm_head, self.view.class_head
+        if classes is not None and classes.norm is not None and self.points.head_scale is not None:
+            batch, pos = self.tokens.shape
+            mean = self.output.new_zeros(batch, 1, pos, pos)
+            mean[..., : classes.tokens] = 1 / classes.tokens
+            norm = self._norm(classes.norm, self.points.head_scale)
+            return Chain((Attention(mean, 1), replace(norm, scale=norm.scale.expand(batch, pos, 1))))
         if head is None:
             return None
         dense = Linear(head.W, head.b)

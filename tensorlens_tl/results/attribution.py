@@ -38,15 +38,16 @@ class Attribution(Shown, Stored):
         residual: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
         stderr: standard error of estimated scores.
         additive: whether scores and bias sum to `total`.
-        sides: of an encoder–decoder, which side each token is on, ``"encoder"`` or ``"decoder"`` (``""`` of a source that
-            is no token), one list per prompt; None of any other model.
+        sides: of an encoder–decoder, which side each token is on, ``"encoder"`` or ``"decoder"`` (``""`` of a source
+            that is no token), one list per prompt; None of any other model.
         word_starts: which tokens begin a word, for `merge_words`; None reads it off white space.
+        image: of an image model, what its patches tile, `[batch, channel, height, width]`: pictures show it.
         target: what the scores explain, in words.
         method, options: how they were made.
         provenance: model name, class, TransformerLens version, weight processing, dtype, other people's hooks.
     """
 
-    TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "residual", "stderr")
+    TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "residual", "stderr", "image")
     FACTS: ClassVar = (
         "tokens", "word_starts", "sides", "axes", "additive", "target", "method", "options", "provenance",
     )  # fmt: skip
@@ -65,6 +66,7 @@ class Attribution(Shown, Stored):
     additive: bool = False
     word_starts: list[list[bool]] | None = None
     sides: list[list[str]] | None = None
+    image: Float[Tensor, "batch channel height width"] | None = None
     target: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
@@ -88,6 +90,7 @@ class Attribution(Shown, Stored):
             "sides": frozen.prompt.sides,
             "queries": query_positions(frozen.prompt, query),
             "mask": frozen.mask,
+            "image": frozen.prompt.image,
             "provenance": frozen.provenance(),
         }
         made = known | fields
@@ -324,6 +327,8 @@ def _check_fit(result: Attribution) -> None:
         raise ValueError("mask, queries or scores are not of their kind")
     if bool(((result.queries < 0) | (result.queries >= key)).any()):
         raise ValueError("queries lie outside the prompt")
+    if result.image is not None and (result.image.ndim != 4 or len(result.image) != batch):
+        raise ValueError(f"image is {tuple(result.image.shape)}, not [{batch}, channel, height, width]")
     for lines in (result.tokens, result.word_starts, result.sides):
         if lines is None and lines is not result.tokens:
             continue

@@ -8,11 +8,14 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, heat_maps, page, terminal
+from tensorlens_tl.drawing import figure, heat_maps, images, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, with_others
 
 AXES = ("batch", "query", "key")
+
+PATCH = " patch "
+"""What the names of an image's patches begin with; their row and column follow, from 0."""
 
 MOST_PROMPTS = 8
 """Prompts of a batch that one picture shows."""
@@ -32,6 +35,7 @@ class Shown(ABC):
     bias: Float[Tensor, "batch query"] | None
     total: Float[Tensor, "batch query"] | None
     residual: Float[Tensor, "batch query"] | None
+    image: Float[Tensor, "batch channel height width"] | None
     additive: bool
     target: str
     provenance: dict[str, str]
@@ -58,7 +62,7 @@ class Shown(ABC):
         return scores
 
     def to_html(self, *, batch: int | None = None, style: bool = True) -> str:
-        """The heat maps as an HTML fragment: coloured text for one query, a matrix for several.
+        """The heat maps as an HTML fragment: coloured text for one query, a matrix for several, patches over an image.
 
         Args:
             batch: one prompt, or None for the first few of them.
@@ -165,8 +169,27 @@ class Shown(ABC):
         sides = [] if self.sides is None else [self.sides[batch][position] for position in keys]
         if sides and len(rows) > 1:
             notes.append(f"the first {sides.count('encoder')} keys are the encoder's tokens, then come the decoder's")
-        return heat_maps.prompt(
+        shown = heat_maps.prompt(
             tokens, list(keys), plane, queries, label=label, stacks=stacks, note=" · ".join(notes), parts=sides
+        )
+        if self.image is None or len(rows) != 1:
+            return shown
+        return self._image_html(batch, plane[0], tokens) + shown
+
+    def _image_html(self, batch: int, scores: np.ndarray, tokens: list[str]) -> str:
+        """One query's scores over the image, beside those of tokens that are no patch."""
+        assert self.image is not None
+        places = [place for place, token in enumerate(tokens) if token.startswith(PATCH)]
+        if not places:
+            return ""
+        corner = tokens[places[-1]].removeprefix(PATCH).split(",")
+        rows, columns = (int(number) + 1 for number in corner)
+        others = {token.strip(): float(scores[n]) for n, token in enumerate(tokens) if n not in places}
+        return images.patch_scores(
+            array(self.image[batch]),
+            scores[places].reshape(rows, columns),
+            title=self.target or self.method,
+            special=others,
         )
 
     def _stacks(self, batch: int) -> list[tuple[str, np.ndarray]]:

@@ -24,7 +24,7 @@ from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.prompts import token_rows
-from tensorlens_tl.testing.models import tiny_input, tiny_model
+from tensorlens_tl.testing.models import random_input, tiny_input, tiny_model
 from tensorlens_tl.testing.requirements import (
     ROUNDING,
     Check,
@@ -71,7 +71,7 @@ def check_model(
 
     Args:
         model: any TransformerLens model, best in float64.
-        input: one prompt or several; None takes two of random tokens.
+        input: one prompt or several; None takes two of random tokens, or images or sounds where the model reads those.
         tolerance: largest relative error; None takes 1e-9, or a hundred times what the proof of its blocks measures
             where that is more (norms that compute in float32, models in half precision).
         seed: of random tokens and vectors.
@@ -109,9 +109,8 @@ class ModelCase:
         self.model, self.options, self._tolerance = model, options, tolerance
         self.generator = torch.Generator().manual_seed(seed)
         if input is None:
-            length = min(8, model.cfg.n_ctx)
-            input = torch.randint(3, model.cfg.d_vocab, (2, length), generator=self.generator)
-        view = ModelView(model)
+            input = random_input(model, 8, self.generator)
+        view: ModelView = ModelView(model)
         if view.is_encoder_decoder and "decoder_input_ids" not in options:
             self.options = options | tiny_input(model, len(token_rows(view, input)), seed=seed)[1]
         self.input = input
@@ -121,7 +120,8 @@ class ModelCase:
     @cached_property
     def frozen(self) -> FrozenPass:
         """The pass that everything is asked of."""
-        return freeze(self.model, self.input, **self.options)
+        options: dict[str, Any] = self.options
+        return freeze(self.model, self.input, **options)
 
     @cached_property
     def tolerance(self) -> float:
@@ -208,7 +208,7 @@ def check_one_by_one(case: ModelCase) -> None:
     frozen = case.frozen
     if len(frozen.tokens) < 2 or not bool(frozen.mask.all()) or set(frozen.inputs) - PLAIN:
         return
-    alone = frozen_rows(frozen.model, frozen.tokens[:1], frozen.prompt.encoder_length, tolerance=frozen.tolerance)
+    alone = freeze(frozen.model, **frozen.prompt.again(slice(0, 1)), tolerance=frozen.tolerance)
     mine, theirs = (f.operator().contributions() for f in (frozen, alone))
     case.same("a batch is its prompts one by one", mine[:1], theirs)
 
@@ -229,7 +229,7 @@ def _padding(case: ModelCase, side: str) -> None:
     whole, encoder = frozen.tokens[0][real], int(real[: frozen.prompt.encoder_length].sum())
     sizes = [len(whole)] if not encoder else [encoder, len(whole) - encoder]
     halves = [size // 2 for size in sizes]
-    if not all(halves) or set(frozen.inputs) - PLAIN:
+    if not all(halves) or frozen.view.reads != "tokens" or set(frozen.inputs) - PLAIN:
         return
     short = whole[kept_places(sizes, halves, "right")]
     kept = kept_places(sizes, halves, side)

@@ -8,6 +8,7 @@ biases, unit gains) half of the ways to be wrong cannot be seen. No network is n
 """
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.testing.signals import SIGNALS, seeing_module, signal_module
 from tensorlens_tl.whitening.insertion import whiten
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 48, 24, 16, 4, 2
@@ -233,6 +235,13 @@ _ENCODER_DECODER: dict[str, tuple[str, str, dict[str, Any]]] = {
 _BRIDGE |= _ENCODER_DECODER
 
 
+def _wrapped(module: Any) -> Any:
+    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
+    module = module.to(torch.float64).eval()
+    randomise(module)
+    return builder.build_bridge_from_module(module, type(module).__name__, hf_config=module.config).eval()
+
+
 def _bridge(family: str, compatibility: bool = False, **changes: Any) -> Any:
     import transformers
 
@@ -306,10 +315,29 @@ def _builders() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 BUILDERS: dict[str, Callable[[], Any]] = dict(_builders())
 
+SIGNAL_BUILDERS: dict[str, Callable[[], Any]] = {
+    f"bridge/{family}": lambda family=family: _wrapped(signal_module(family))
+    for family in SIGNALS
+    if family != "wav2vec2" or HookedTransformer is None  # TransformerLens 3.9 has no adapter for it
+}
+MULTIMODAL_BUILDERS: dict[str, Callable[[], Any]] = {
+    f"bridge/{family}": lambda family=family: _wrapped(seeing_module(family)) for family in ("llava", "gemma3-sees")
+}
 
-def model_names() -> list[str]:
-    """The names `tiny_model` knows on the installed TransformerLens, as ``class/variant``."""
-    return list(BUILDERS)
+
+def model_names(reads: str = "tokens") -> list[str]:
+    """The names `tiny_model` knows on the installed TransformerLens, as ``class/variant``.
+
+    Args:
+        reads: ``"tokens"``, or ``"signals"`` for models of images and sound; ``"both"`` for those of images and tokens.
+
+    Raises:
+        InvalidInputError: something else.
+    """
+    known = {"tokens": BUILDERS, "signals": SIGNAL_BUILDERS, "both": MULTIMODAL_BUILDERS}
+    if reads not in known:
+        raise InvalidInputError(f"model_names: reads={reads!r}; use one of {', '.join(map(repr, known))}.")
+    return list(known[reads])
 
 
 def encoder_decoder_names() -> list[str]:
@@ -353,11 +381,34 @@ def tiny_model(name: str, *, seed: int = 0) -> Any:
     Raises:
         InvalidInputError: no such name on this TransformerLens.
     """
-    if name not in BUILDERS:
-        raise InvalidInputError(f"tiny_model: no model called {name!r}; there are {', '.join(BUILDERS)}.")
+    builders = BUILDERS | SIGNAL_BUILDERS | MULTIMODAL_BUILDERS
+    if name not in builders:
+        raise InvalidInputError(f"tiny_model: no model called {name!r}; there are {', '.join(builders)}.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return BUILDERS[name]()
+        return builders[name]()
+
+
+def random_input(model: Any, length: int, generator: torch.Generator) -> Any:
+    """Two random prompts, images, spectrograms or waveforms, as a model reads them.
+
+    Args:
+        model: the model.
+        length: of the prompts, as far as the context goes, and about as many frames of a waveform; images and
+            spectrograms have the size that the model's config says.
+        generator: of the numbers.
+    """
+    view = ModelView(model)
+    if view.reads == "tokens":
+        return torch.randint(3, view.d_vocab, (2, min(length, view.n_ctx)), generator=generator)
+    config = view.config
+    if view.reads == "images":
+        shape = (config.num_channels, config.image_size, config.image_size)
+    elif view.patches is not None:
+        shape = (config.max_length, config.num_mel_bins)
+    else:
+        shape = ((length + 2) * math.prod(config.conv_stride),)
+    return torch.randn(2, *shape, generator=generator)
 
 
 @torch.no_grad()
