@@ -38,8 +38,8 @@ class Attribution(Shown, Stored):
         residual: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
         stderr: standard error of estimated scores.
         additive: whether scores and bias sum to `total`.
-        sides: of an encoder–decoder, which side each token is on, ``"encoder"`` or ``"decoder"`` (``""`` of a source that
-            is no token), one list per prompt; None of any other model.
+        sides: of an encoder–decoder, which side each token is on, ``"encoder"`` or ``"decoder"`` (``""`` of a source
+            that is no token), one list per prompt; None of any other model.
         word_starts: which tokens begin a word, for `merge_words`; None reads it off white space.
         target: what the scores explain, in words.
         method, options: how they were made.
@@ -324,9 +324,8 @@ def _check_fit(result: Attribution) -> None:
         raise ValueError("mask, queries or scores are not of their kind")
     if bool(((result.queries < 0) | (result.queries >= key)).any()):
         raise ValueError("queries lie outside the prompt")
-    for lines in (result.tokens, result.word_starts, result.sides):
-        if lines is None and lines is not result.tokens:
-            continue
+    named = [lines for lines in (result.word_starts, result.sides) if lines is not None]
+    for lines in (result.tokens, *named):
         if len(lines) != batch or any(not isinstance(line, list | tuple) or len(line) != key for line in lines):
             raise ValueError(f"tokens are not {key} for each of {batch} prompts")
     if not all(isinstance(token, str) for line in result.tokens for token in line):

@@ -299,7 +299,9 @@ def check_padding(case: MethodCase) -> None:
         check_attribution(padded, frozen, tolerance=case.tolerance)
         mine, theirs = _pairs_first(padded)[1], _pairs_first(alone)[0]
         mine = mine[real] if len(mine) == LENGTH else mine
-        mine = torch.cat([mine[:, :LENGTH][:, real], mine[:, LENGTH:]], dim=1)  # a source may be no token, such as a bias
+        mine = torch.cat(
+            [mine[:, :LENGTH][:, real], mine[:, LENGTH:]], dim=1
+        )  # a source may be no token, such as a bias
         case.same(mine, theirs, f"padding on the {side} changes the scores", at_least=ROUNDING * own)
 
 
