@@ -52,8 +52,9 @@ def part():
 
 def mixing_part(shape="both"):
     mixed = getattr(pattern(queries=2, keys=2), {"both": "clone", "causal": "tril"}[shape])()
-    out = Linear(normal(WIDTH, WIDTH), normal(WIDTH))
-    return Chain((Linear(normal(WIDTH, 4), normal(4)), Attention(mixed, 2), out))
+    return Chain(
+        (Linear(normal(WIDTH, 4), normal(4)), Attention(mixed, 2), Linear(normal(WIDTH, WIDTH), normal(WIDTH)))
+    )
 
 
 MAPS = {

@@ -329,9 +329,8 @@ def _check_fit(result: Attribution) -> None:
         raise ValueError("queries lie outside the prompt")
     if result.image is not None and (result.image.ndim != 4 or len(result.image) != batch):
         raise ValueError(f"image is {tuple(result.image.shape)}, not [{batch}, channel, height, width]")
-    for lines in (result.tokens, result.word_starts, result.sides):
-        if lines is None and lines is not result.tokens:
-            continue
+    named = [lines for lines in (result.word_starts, result.sides) if lines is not None]
+    for lines in (result.tokens, *named):
         if len(lines) != batch or any(not isinstance(line, list | tuple) or len(line) != key for line in lines):
             raise ValueError(f"tokens are not {key} for each of {batch} prompts")
     if not all(isinstance(token, str) for line in result.tokens for token in line):

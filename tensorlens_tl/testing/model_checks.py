@@ -106,13 +106,14 @@ class ModelCase:
     """A model and a pass of it; what is measured is collected."""
 
     def __init__(self, model: Any, input: Any, tolerance: float | None, seed: int, options: dict[str, Any]) -> None:
-        self.model, self.options, self._tolerance = model, options, tolerance
+        self.model, self._tolerance = model, tolerance
+        self.options: dict[str, Any] = dict(options)
         self.generator = torch.Generator().manual_seed(seed)
         if input is None:
             input = random_input(model, 8, self.generator)
         view: ModelView = ModelView(model)
         if view.is_encoder_decoder and "decoder_input_ids" not in options:
-            self.options = options | tiny_input(model, len(token_rows(view, input)), seed=seed)[1]
+            self.options |= tiny_input(model, len(token_rows(view, input)), seed=seed)[1]
         self.input = input
         self.errors: dict[str, float] = {}
         self.refused: dict[str, str] = {}
