@@ -41,7 +41,6 @@ def wrapped(module, tokenizer=None):
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 2}, r"blocks\.0 .*mlp .*mixture of experts"),
         ("MambaForCausalLM", MAMBA, r"blocks\.0"),
         ("T5ForConditionalGeneration", T5, "encoder-decoders are not supported"),
         ("ViTForImageClassification", {**STREAM, "image_size": 8, "patch_size": 4}, r"ViTForImage.* reads no tokens"),

@@ -16,6 +16,7 @@ from tensorlens_tl.algebra import (
     Recursion,
     Transpose,
 )
+from tensorlens_tl.algebra.routing import Beside, Branch, GroupSum, Routed
 from tensorlens_tl.testing import check_map
 
 pytestmark = pytest.mark.numeric
@@ -32,6 +33,17 @@ def pattern(heads=4):
     rows = torch.rand(BATCH, heads, POS, POS, dtype=torch.float64)
     rows[0, :, 0] = 0
     return rows
+
+
+def branch(number, places, width=WIDTH):
+    """An expert: its own tokens, packed, through a hidden layer."""
+    gate = Diagonal(normal(1, len(places), 5), normal(1, len(places), 5))
+    inside = Chain((Linear(normal(WIDTH, 5), normal(5)), gate, Linear(normal(5, width), normal(width))))
+    return Branch(inside, torch.tensor(places, dtype=torch.long), normal(len(places)), number)
+
+
+def routed(*places, width=WIDTH):
+    return Routed(tuple(branch(number, kept, width) for number, kept in enumerate(places)), (BATCH, POS), width)
 
 
 MAPS = {
@@ -54,6 +66,14 @@ MAPS = {
     "recursion": lambda: Recursion(0.3 * normal(WIDTH, WIDTH)),
     "padded recursion": lambda: Recursion(0.3 * normal(WIDTH, WIDTH), torch.arange(BATCH * POS).view(BATCH, POS) > 1),
     "diagonal recursion": lambda: DiagonalRecursion(normal(BATCH, POS, 1, WIDTH)),
+    "routed": lambda: routed([0, 1, 4], [5, 1], [2]),
+    "routed, some tokens nowhere": lambda: routed([3], [3, 0]),
+    "routed, one branch without tokens": lambda: routed([], [4, 2]),
+    "routed, narrower": lambda: routed([0, 2, 3], [1, 0], width=3),
+    "beside": lambda: Beside((MAPS["rectangular"](), routed([0, 4], [2], width=5))),
+    "group sum": lambda: GroupSum(2),
+    "experts by name": lambda: GroupSum(2) @ Beside((MAPS["linear"](), MAPS["routed"]())),
+    "routed in a chain": lambda: MAPS["attention"]() @ MAPS["routed"]() @ MAPS["attention"]() @ MAPS["sum"](),
     "recursion in a chain": lambda: MAPS["linear"]() @ MAPS["padded recursion"]() @ MAPS["sum"]() @ MAPS["recursion"](),
 }
 
@@ -152,3 +172,18 @@ def test_attention_of_any_shape(batch, pos, heads, d_head):
     m = Attention(torch.rand(batch, n_heads, pos, pos, dtype=torch.float64), kv)
     x, g = normal(2, batch, pos, kv * d_head), normal(2, batch, pos, n_heads * d_head)
     assert torch.allclose((m.push(x) * g).sum(), (x * m.pull(g)).sum(), rtol=1e-10, atol=1e-12)
+
+
+def test_routed_tokens_go_where_they_are_sent():
+    """Σ over a token's experts of weight · expert(x), token by token; gradients go through it both ways."""
+    m, x = routed([0, 1, 4], [5, 1]), normal(BATCH, POS, WIDTH)
+    expected = torch.zeros_like(x).flatten(0, 1)
+    for part in m.branches:
+        first, gate, last = part.map.stages
+        for number, (place, weight) in enumerate(zip(part.places, part.weight, strict=True)):
+            hidden = x.flatten(0, 1)[place] @ first.weight + first.offset
+            hidden = hidden * gate.factor[0, number] + gate.offset[0, number]
+            expected[place] += weight * (hidden @ last.weight + last.offset)
+    assert torch.allclose(m(x), expected.view_as(x), rtol=1e-12)
+    assert torch.autograd.gradcheck(m, x.requires_grad_(True))
+    assert torch.autograd.gradcheck(m.pull, normal(2, BATCH, POS, WIDTH).requires_grad_(True))

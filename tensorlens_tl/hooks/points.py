@@ -40,10 +40,12 @@ class CallPoint:
     Attributes:
         module: called once in a forward pass.
         argument: a name in its forward's signature, or ``"output"`` (of several, the first).
+        optional: whether it is left out where the module is not called, or gives no tensor.
     """
 
     module: nn.Module
     argument: str
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class BlockPoints:
 class ModelPoints:
     """All hook-point names a frozen pass needs of one model.
 
-    `output` is the model's own output: after the final norm where there is one, or the last block's.
+    `output` is the model's own output: after the final norm where there is one, or the last block's. `routers` are the
+    numbers by which experts are chosen, by block; they are looked at once and not kept.
     """
 
     blocks: list[BlockPoints]
@@ -107,6 +110,7 @@ class ModelPoints:
     head_scale: str | None
     unembed_in: str | None
     calls: dict[str, CallPoint] = field(default_factory=dict)
+    routers: dict[str, CallPoint] = field(default_factory=dict)
     final_norm: Ends | None = None
 
     @property
@@ -139,6 +143,11 @@ def model_points(view: ModelView) -> ModelPoints:
     points = ModelPoints(
         blocks=blocks,
         calls=_calls(view, blocks),
+        routers={
+            block.name: CallPoint(block.mlp.routing.router, "output", optional=True)
+            for block in view.blocks
+            if isinstance(block.mlp, ExpertsWeights) and block.mlp.routing.router is not None
+        },
         last_output=last_output,
         output=final_out or last_output,
         final_scale=final_scale,

@@ -137,7 +137,7 @@ def source_to_output(
     width = 3 * frozen.resid_pre(0).shape[-1] + _widest(frozen)
     spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))
     stages = _stages(frozen.block(0, activation=activation))
-    if frozen.whitening(0) is None:
+    if frozen.whitening(0) is None and frozen.view.blocks[0].attention.output_factor is None:
         vectors, stages = _first_attention(frozen, spread, activation, width), stages[1:]
     else:
         vectors = source_vectors(frozen.resid_pre(0), rule == "token")

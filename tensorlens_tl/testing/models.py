@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.testing.families import whole_families
 from tensorlens_tl.whitening.insertion import whiten
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 48, 24, 16, 4, 2
@@ -186,6 +187,7 @@ _BRIDGE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertForMaskedLM", {**_SMALL, **_NO_DROPOUT}),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", {**_SMALL, **_NO_DROPOUT, "pad_token_id": 0}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {**_SMALL, **_TOKENS, "num_key_value_heads": 2}),
+    **whole_families(_GROUPED, _LOCAL),
 }
 
 
@@ -196,6 +198,7 @@ def _bridge(family: str, compatibility: bool = False, **changes: Any) -> Any:
     config_name, architecture, options = _BRIDGE[family]
     config = getattr(transformers, config_name)(**{**options, **changes})
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # the others have no float64
     auto = AutoModelForMaskedLM if "MaskedLM" in architecture else AutoModelForCausalLM
     module = auto.from_config(config, attn_implementation="eager").to(torch.float64).eval()
     randomise(module)

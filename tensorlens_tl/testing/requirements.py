@@ -89,7 +89,8 @@ def own_change(padded: FrozenPass, row: int, real: slice, alone: FrozenPass) -> 
     for block in alone.points.blocks:
         pattern, own = padded.captured(block.pattern)[row][:, real, real], alone.captured(block.pattern)[0]
         worst = max(worst, difference(pattern, own))
-    names = {name for name in alone.points.captured if name not in {block.pattern for block in alone.points.blocks}}
+    apart = {name for block in alone.points.blocks for name in (block.pattern, block.index)}  # no vectors
+    names = [name for name in alone.points.captured if name not in apart]
     return max([worst, *(difference(padded.captured(name)[row, real], alone.captured(name)[0]) for name in names)])
 
 
