@@ -101,6 +101,8 @@ def test_routing_of_a_layer_without_experts_is_refused(model_named):
     for ask in (frozen.routing, frozen.experts):
         with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 .* has no experts"):
             ask(0)
+    unproved = tlens.freeze(frozen.model, some_tokens(), verify=False)  # but for the first block of each kind
+    assert {"blocks.0", "blocks.1"} <= set(unproved.errors)
     with pytest.raises(tlens.InvalidInputError, match="layer=2"):
         frozen.routing(2)
     with pytest.raises(tlens.UnsupportedModelError, match=r"live=True.*nothing inside MLP1"):

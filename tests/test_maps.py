@@ -7,16 +7,19 @@ from hypothesis import given, strategies as st
 from tensorlens_tl.algebra import (
     ZERO,
     Attention,
+    Beside,
+    Branch,
     Chain,
     Diagonal,
     DiagonalRecursion,
+    GroupSum,
     Identity,
     Linear,
     Norm,
     Recursion,
+    Routed,
     Transpose,
 )
-from tensorlens_tl.algebra.routing import Beside, Branch, GroupSum, Routed
 from tensorlens_tl.testing import check_map
 
 pytestmark = pytest.mark.numeric

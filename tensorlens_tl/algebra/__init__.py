@@ -27,20 +27,25 @@ from tensorlens_tl.algebra.maps import (
 from tensorlens_tl.algebra.positions import RowPositions, Where
 from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm
 from tensorlens_tl.algebra.recursion import DiagonalRecursion, Recursion
+from tensorlens_tl.algebra.routing import Beside, Branch, GroupSum, Routed
 
 __all__ = [
     "ZERO",
     "AffineMap",
     "Attention",
+    "Beside",
+    "Branch",
     "Chain",
     "Diagonal",
     "DiagonalRecursion",
+    "GroupSum",
     "Identity",
     "Linear",
     "MixingMap",
     "Norm",
     "PositionwiseMap",
     "Recursion",
+    "Routed",
     "RowPositions",
     "Sum",
     "Transpose",

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Sum
-from tensorlens_tl.algebra.routing import Branch, Routed
+from tensorlens_tl.algebra import AffineMap, Branch, Chain, Diagonal, Linear, Routed, Sum
 from tensorlens_tl.models.activations import Coefficients, coefficients
 from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.weights import MLPWeights
