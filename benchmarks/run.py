@@ -20,7 +20,7 @@ from subprocess import run
 from typing import Any
 
 import torch
-from shapes import Shape, bert_base, embedded, gpt2_small, llama_160m, small_neox
+from shapes import Shape, bert_base, embedded, gpt2_small, llama_160m, mixture, small_neox
 from timing import LEAST_SHARE, beside_a_product, interleaved
 
 import tensorlens_tl as tlens
@@ -106,6 +106,32 @@ def costs() -> Lines:
                     *(value / base for value in seconds.values()),
                     everything,
                 )
+
+
+def experts() -> Lines:
+    """## Mixtures of experts, in forwards
+
+    Two experts for each token; the model's own forward goes through those only.
+    """
+    yield table(
+        "shape", "threads", "tokens", "forward, ms", "its share of the product rate", "freeze", "target", "In+Out"
+    )
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        for count in (8, 32):
+            shape = mixture(count)
+            ids = shape.tokens(128)
+            frozen = tlens.freeze(shape.model, ids)
+            frozen.operator().target(5)
+            calls = {
+                "forward": lambda ids=ids, shape=shape: shape.forward(ids),
+                "freeze": lambda ids=ids, shape=shape: tlens.freeze(shape.model, ids),
+                "target": lambda frozen=frozen: frozen.operator().target(5),
+                "in_out": lambda frozen=frozen: frozen.operator().in_out(),
+            }
+            seconds, _, share = beside_a_product(calls, 10, shape.d_model, shape.flops(128))
+            base = seconds.pop("forward")
+            yield row(shape.name, threads, 128, 1000 * base, f"{share:.0%}", *(t / base for t in seconds.values()))
 
 
 def frozen_output(frozen: Any, shape: Shape) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -555,6 +581,7 @@ def imports() -> Lines:
 SECTIONS = (
     imports,
     costs,
+    experts,
     norm_slice,
     jacobians,
     probes,

@@ -111,6 +111,37 @@ def llama_160m() -> Shape:
     )
 
 
+def mixture(experts: int = 8, layers: int = 4) -> Shape:
+    """A mixture of experts, two for each token; its forward goes through those only."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=4000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=experts,
+        num_experts_per_tok=2,
+        use_cache=False,
+    )
+    config._attn_implementation = config._experts_implementation = "eager"
+    body = MixtralForCausalLM(config).eval().model
+    model = bridge(MixtralForCausalLM(config), "MixtralForCausalLM", config)
+    attention, mlp = 512 * 512, 512 * 1024
+    return Shape(
+        f"Mixtral-like, {experts} experts",
+        model,
+        plain(body),
+        512,
+        layers,
+        matrices=3 * attention + 6 * mlp,
+        frozen_matrices=attention + attention // 2 + 4 * mlp,
+    )
+
+
 def bert_base() -> Shape:
     from transformers import BertConfig, BertForMaskedLM, BertModel
 

@@ -41,7 +41,6 @@ def wrapped(module, tokenizer=None):
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 2}, r"blocks\.0 .*mlp .*mixture of experts"),
         ("MambaForCausalLM", MAMBA, r"blocks\.0"),
     ],
 )  # fmt: skip

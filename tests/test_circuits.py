@@ -14,11 +14,14 @@ from conftest import NAMES, close, hooks_left, some_tokens, tolerance
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.circuits import composition, expansion, graph, qk_reading as scores, weights
+from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.passes.target import resolve_target
 from tensorlens_tl.testing import model_names, tiny_model
 
 HOOKED = any(name.startswith("hooked/") for name in model_names())
 NO_PATHS = ("-processed", "-compatibility", "bridge/mistral", "bridge/qwen2", "hooked/rmspre", "hooked/local")
+NO_SCORES = ("llama4", "deepseek")
+"""Queries and keys that are read from latents, or normed after their rotation."""
 
 
 @pytest.fixture
@@ -45,12 +48,41 @@ def token_logit(frozen, hooks=(), token=5, minus=7):
     asked = resolve_target(frozen, token, minus)
     x = seen["x"]
     if by_stream:
-        x = frozen.prediction_head()(x)
+        norm = frozen.final_norm()
+        x = frozen.prediction_head()(x if norm is None else norm(x))
     return ((x[:, -1:] * asked.vectors).sum(-1) + asked.constant)[:, 0]
 
 
+def experts_in(frozen, layer=None):
+    """How many nodes the MLP of a layer, or of all, is told apart into."""
+    if layer is None:
+        return [experts_in(frozen, layer) for layer in range(frozen.n_layers)]
+    weights = frozen.view.blocks[layer].mlp
+    if not isinstance(weights, ExpertsWeights):
+        return int(weights is not None)
+    return len(frozen.routing(layer).index[frozen.routing(layer).weight != 0].unique()) + (weights.shared is not None)
+
+
+def is_whole(frozen):
+    """Whether a part is held as a whole, so that nothing inside it can be ablated live."""
+    return any(points.attention is not None or points.mlp is not None for points in frozen.points.blocks)
+
+
 def without(frozen, layer, head, pos=slice(None)):
-    """A hook that takes one head's output away."""
+    """A hook that takes one head's output away; where attention is held as a whole, from what it gave."""
+    ends = frozen.points.blocks[layer].attention
+    if ends is not None:
+        heads = range(frozen.view.blocks[layer].attention.heads)[head]
+        only = frozen.attention(layer, heads=[heads] if isinstance(heads, int) else heads)
+        written = only.push(frozen.captured(ends.into))
+        written = written + only.bias - frozen.attention(layer, heads=[]).bias  # b_V inside, b_O not
+
+        def subtract(out, *, hook):
+            out = out.clone()
+            out[:, pos] -= written[:, pos]
+            return out
+
+        return ends.out, subtract
 
     def ablate(z, *, hook):
         z = z.clone()
@@ -65,6 +97,10 @@ def without(frozen, layer, head, pos=slice(None)):
 
 @pytest.mark.parametrize("by", ["component", "head", "head_token", "neuron"])
 def test_components_sum_to_the_logit(frozen, name, by):
+    if by == "neuron" and max(experts_in(frozen)) > 1:
+        with pytest.raises(tlens.UnsupportedModelError, match="mixture of experts"):
+            circuits.logit_attribution(frozen, 5, minus=7, by=by)
+        return
     terms = circuits.logit_attribution(frozen, 5, minus=7, by=by)
     assert float(terms.residual.max()) < tolerance(name)
     own = (frozen.last_logits[:, 5] - frozen.last_logits[:, 7]) if frozen.view.soft_cap is None else terms.total[:, 0]
@@ -75,6 +111,10 @@ def test_components_sum_to_the_logit(frozen, name, by):
 
 def test_one_head_is_worth_what_the_frozen_model_loses_without_it(frozen, name):
     layer, head = 0, 3
+    if frozen.view.blocks[layer].attention.output_factor is not None:
+        with pytest.raises(tlens.UnsupportedModelError, match="no map of its own"):
+            circuits.head_map(frozen, layer, head)
+        return
     alone = circuits.head_map(frozen, layer, head)
     pairs = alone.target(5, 7)
     lost = token_logit(frozen) - token_logit(frozen, [without(frozen, layer, head)])
@@ -113,6 +153,11 @@ def live_logit(frozen, hooks=(), token=5, minus=7):
 
 
 def silent_mlp(frozen, layer):
+    """A hook that leaves nothing of an MLP but b_out."""
+    ends, weights = frozen.points.blocks[layer].mlp, frozen.view.blocks[layer].mlp
+    if ends is not None:
+        left = getattr(weights, "b_out", None)
+        return ends.out, lambda out, *, hook: torch.zeros_like(out) + (0 if left is None else left)
     return frozen.points.blocks[layer].post, lambda post, *, hook: torch.zeros_like(post)
 
 
@@ -122,6 +167,12 @@ def test_total_effects_are_what_ablation_costs(frozen, name):
     for live, measured in ((False, token_logit), (True, live_logit)):
         if not live and frozen.view.mlm_head is not None:
             continue  # the hooks leave a prediction head live
+        if live and is_whole(frozen):
+            with pytest.raises(
+                tlens.UnsupportedModelError, match=r"live=True.*nothing inside L\d\.attn|nothing inside MLP"
+            ):
+                circuits.total_effects(frozen, 5, 7, live=True)
+            continue
         effects = circuits.total_effects(frozen, 5, 7, live=live)
         whole = measured(frozen)
         for layer, head in ((0, 3), (1, 0)):
@@ -132,8 +183,8 @@ def test_total_effects_are_what_ablation_costs(frozen, name):
         assert close(attention["L0.attn"][:, 0], lost, atol=tolerance(name))
         if has_mlp:
             lost = whole - measured(frozen, [silent_mlp(frozen, 0)])
-            assert close(effects["MLP0"][:, 0], lost, atol=tolerance(name))
-        assert len(effects) == 8 + 2 * has_mlp
+            assert close(attention["MLP0"][:, 0], lost, atol=tolerance(name))
+        assert len(effects) == 8 + sum(experts_in(frozen))
         assert len(attention) == 2 + 2 * has_mlp
         assert close(effects.total, circuits.logit_attribution(frozen, 5, 7).total)
     assert hooks_left(frozen.model) == 0
@@ -158,7 +209,7 @@ def test_live_effects_in_chunks_and_at_several_queries(model_named):
 def test_a_direction_in_the_middle_of_the_model(frozen, name):
     """A probe on the stream between two blocks: direct effects, paths, one head and total effects of what is before."""
     d, x = torch.linspace(-1, 1, 16, dtype=torch.float64), frozen.resid_pre(1)
-    for by in ("component", "head", "head_token", "neuron"):
+    for by in ("component", "head", "head_token") if experts_in(frozen, 0) > 1 else circuits.direct.BY:
         terms = circuits.logit_attribution(frozen, direction=d, layers=[0], by=by, query=[2, -1])
         assert close(terms.total, x[:, [2, -1]] @ d)
         assert float(terms.residual.max()) < tolerance(name)
@@ -167,8 +218,10 @@ def test_a_direction_in_the_middle_of_the_model(frozen, name):
     found = circuits.paths(frozen, direction=d, layers=[0], max_order=2)
     assert float(found.residual.max()) < tolerance(name)
     assert close(found.total[:, 0], x[:, -1] @ d)
-    alone = circuits.head_map(frozen, 0, 1, layers=[0])
     effects = circuits.total_effects(frozen, direction=d, layers=[0])
+    if is_whole(frozen):
+        return
+    alone = circuits.head_map(frozen, 0, 1, layers=[0])
     assert close(alone.target(direction=d).sum((1, 2)), effects["L0H1"][:, 0], atol=1e-9)
     assert close(alone.effect[:, -1] @ d, effects["L0H1"][:, 0], atol=1e-9)
     live = circuits.total_effects(frozen, direction=d, layers=[0], live=True)
@@ -329,14 +382,19 @@ def live_score(frozen, layer, head, query=-1, key=3):
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_source_pairs_sum_to_the_score_of_the_captured_queries_and_keys(frozen, name, layer):
+    if any(word in name for word in NO_SCORES):
+        with pytest.raises(tlens.UnsupportedModelError, match="attention scores cannot be read"):
+            circuits.qk_attribution(frozen, layer, 3, query=-1, key=3)
+        return
     made = circuits.qk_attribution(frozen, layer, 3, query=-1, key=3)
     assert float(made.residual.max()) < tolerance(name)
-    softmax_in_float32 = name in ("bridge/phi", "bridge/gptj", "bridge/opt")
+    softmax_in_float32 = name in ("bridge/phi", "bridge/gptj", "bridge/opt", "bridge/modernbert-decoder")
     assert made.reading_error < (1e-6 if softmax_in_float32 else tolerance(name))
     reading = scores.score_reading(frozen, layer)
     ours = reading.scores(frozen.resid_read(layer))
     assert close(made.total, ours[:, 3, -1, 3], atol=1e-9)
-    if frozen.pattern(layer)[:, 3, -1, 3].min() > 0:
+    hooked_before_rotation = name in ("bridge/afmoe", "bridge/modernbert-decoder")  # only the pattern is a witness
+    if frozen.pattern(layer)[:, 3, -1, 3].min() > 0 and not hooked_before_rotation:
         live = live_score(frozen, layer, 3)
         expected = reading.finished(ours)[:, 3, -1, 3]
         assert close(expected, live, atol=1e-5 if tolerance(name) > 1e-9 else 1e-9)
@@ -344,6 +402,8 @@ def test_source_pairs_sum_to_the_score_of_the_captured_queries_and_keys(frozen, 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_pairs_of_components_and_heads_sum_to_the_score(frozen, name, layer):
+    if any(word in name for word in NO_SCORES):
+        return  # refused, as above
     by_token = circuits.qk_attribution(frozen, layer, 3, query=-1, key=3)
     made = {by: circuits.qk_attribution(frozen, layer, 3, query=-1, key=3, by=by) for by in ("component", "head")}
     for found in made.values():
@@ -383,6 +443,10 @@ def test_qk_circuits_give_the_models_scores(name, model_named):
 
 def test_ov_circuits_belong_to_the_query_heads_group(model, name, frozen):
     """A head's OV circuit is what its own map does to the stream, pattern and norms aside."""
+    if not frozen.view.blocks[1].attention.hooked:
+        with pytest.raises(tlens.UnsupportedModelError, match="stands inside its attention"):
+            circuits.ov(model, 1, 0)
+        return
     for head in range(4):
         alone = circuits.head_map(frozen, 1, head)
         circuit = circuits.ov(model, 1, head)
@@ -394,6 +458,10 @@ def test_composition_scores_are_transformer_lens_own(model, name, frozen):
     if "whitened" in name:
         with pytest.raises(tlens.UnsupportedModelError, match=r"composition_scores: .* is whitened"):
             circuits.composition_scores(model, "V")
+        return
+    if any(word in name for word in NO_SCORES) or not frozen.view.blocks[0].attention.hooked:
+        with pytest.raises(tlens.UnsupportedModelError, match=r"stands inside its attention|cannot be read"):
+            circuits.composition_scores(model, "Q", offset=2)
         return
     rotary = scores.score_reading(frozen, 0).rotation is not None
     for kind in composition.KINDS:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import compress
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.models import ModelView
+from tensorlens_tl.models.weights import MLPWeights
 from tensorlens_tl.models.writing import joint_copies, writable
 from tensorlens_tl.testing import model_names, tiny_model
 
@@ -38,6 +40,25 @@ def scores_are_free(model):
     return compress.head_weights(model, 0).fixed_scores() is None
 
 
+def has_plain_mlps(model):
+    """Whether every block has one MLP for all tokens, of matrices of its own."""
+    mlps = [block.mlp for block in ModelView(model).blocks]
+    if all(isinstance(mlp, MLPWeights) and (mlp.hooked or mlp.post_factor is not None) for mlp in mlps):
+        return True
+    with pytest.raises(tlens.UnsupportedModelError, match=r"mixture of experts|packed") if any(mlps) else nullcontext():
+        compress.plan(model, method="laser", rho=1.0, mlp=1.0 if any(mlps) else None)
+    return False
+
+
+def refused(model):
+    """Whether attention is more than four matrices, and then whether that is said."""
+    if all(block.attention.hooked for block in ModelView(model).blocks):
+        return False
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 .* stands inside its attention"):
+        compress.plan(model, ratio=2)
+    return True
+
+
 def full_ranks(model):
     """Every method at full ranks, where it is allowed."""
     weights = compress.head_weights(model, 0)
@@ -46,7 +67,7 @@ def full_ranks(model):
     yield {"method": "tucker", "ranks": ranks}
     yield {"method": "tucker", "ranks": ranks, "balance": True, "sweeps": 1}
     yield {"method": "tucker", "ranks": ranks, "start": "sequential"}
-    yield {"method": "laser", "rho": 1.0, "mlp": 1.0 if ModelView(model).blocks[0].has_mlp else None}
+    yield {"method": "laser", "rho": 1.0, "mlp": 1.0 if has_plain_mlps(model) else None}
     yield {"method": "head-svd", "rank": d_head}
     yield {"method": "circuit-svd", "rank": d_head, "matrices": "VO"}
     if weights.group == 1 and d_model % heads == 0:
@@ -62,6 +83,8 @@ def full_ranks(model):
 @pytest.mark.numeric
 def test_full_ranks_give_the_model_back(name, model):
     before, own = everything(model), logits(model)
+    if refused(model):
+        return
     for options in full_ranks(model):
         plan = compress.plan(model, **options)
         moved = options.get("gauge") or options["method"] == "circuit-svd"
@@ -78,9 +101,15 @@ def test_full_ranks_give_the_model_back(name, model):
 
 @pytest.mark.numeric
 def test_what_was_kept_and_removed_is_the_model(name, model):
+    if refused(model):
+        return
     frozen = tlens.freeze(model, some_tokens())
-    has_mlp = frozen.view.blocks[0].has_mlp
+    has_mlp = has_plain_mlps(model)
     plan = compress.plan(model, ratio=3, balance=True, mlp=0.4 if has_mlp else None)
+    if frozen.view.blocks[0].branch_factor != 1:
+        with pytest.raises(tlens.UnsupportedModelError, match="multiplied by a constant"):
+            compress.removed(frozen, plan)
+        return
     taken = compress.removed(frozen, plan)
     x = torch.randn(3, *frozen.resid_pre(0).shape, dtype=frozen.resid_pre(0).dtype)
     for layer in range(frozen.n_layers):

@@ -4,6 +4,8 @@ Two independent computations must agree: the algebra that reads weights, and the
 and differentiated by autograd.
 """
 
+from contextlib import ExitStack, contextmanager
+
 import pytest
 import torch
 from conftest import hooks_left, some_tokens, tolerance
@@ -31,7 +33,6 @@ def frozen(model, name):
 def frozen_model_output(frozen, x, **options):
     """The live model, held fixed by hooks, with the first block's input replaced by x."""
     seen = {}
-    ends = frozen.points.unembed_in if frozen.view.final_norm is not None else frozen.points.last_output
 
     def put(live, *, hook):
         return x
@@ -39,7 +40,7 @@ def frozen_model_output(frozen, x, **options):
     def see(live, *, hook):
         seen["output"] = live
 
-    hooks = [(frozen.points.blocks[0].resid_pre, put), *frozen.fwd_hooks(**options), (ends, see)]
+    hooks = [(frozen.points.blocks[0].resid_pre, put), *frozen.fwd_hooks(**options), (frozen.points.output, see)]
     frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
     return seen["output"]
 
@@ -95,11 +96,29 @@ def test_the_algebra_equals_autograd_through_the_hook_frozen_model(frozen, name)
     assert relative(op.dense(), jacobian) < tolerance(name)
 
 
+@contextmanager
+def routing_kept(frozen):
+    """Routers and gates of the live model give numbers that autograd does not look behind."""
+
+    def detach(module, args, output):
+        return tuple(part.detach() for part in output) if isinstance(output, tuple) else output.detach()
+
+    with ExitStack() as stack:
+        for module in frozen.model.modules():
+            for child in ("gate", "router", "shared_expert_gate"):
+                if isinstance(getattr(module, "experts", None), torch.nn.Module) and hasattr(module, child):
+                    stack.callback(getattr(module, child).register_forward_hook(detach).remove)
+        yield
+
+
 def test_tangent_is_the_models_own_jacobian_of_the_mlp(frozen, name):
     """With activations left live, autograd differentiates them: that is the tangent rule."""
+    if "bitnet" in name:
+        pytest.skip("a norm inside the MLP would be left live as well")
     op = frozen.operator(activation="tangent")
     x = op.x.clone().requires_grad_(True)
-    output = frozen_model_output(frozen, x, activations=False)
+    with routing_kept(frozen):
+        output = frozen_model_output(frozen, x, activations=False)
     g = torch.randn_like(output)
     (pulled,) = torch.autograd.grad(output, x, g)
     assert relative(op.pull(g), pulled) < tolerance(name)
@@ -138,7 +157,7 @@ def test_norm_is_the_frobenius_norm_of_the_slice(frozen):
 
 
 def test_causal_models_are_exactly_zero_ahead(frozen, name):
-    assert frozen.causal != any(part in name for part in ("bidirectional", "bert"))
+    assert frozen.causal != any(part in name for part in ("bidirectional", "bert") if "decoder" not in name)
     if not frozen.causal:
         pytest.skip("attends both ways")
     dense = frozen.operator().dense()
@@ -147,12 +166,15 @@ def test_causal_models_are_exactly_zero_ahead(frozen, name):
     assert not frozen.operator().contributions()[:, ahead].any()
 
 
-LLAMAS = ("llama", "llama-compatibility", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
+LLAMAS = (
+    "llama", "llama-compatibility", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mixtral", "qwen2-moe",
+    "deepseek-v3", "granite-moe", "afmoe", "bitnet", "modernbert-decoder",
+)  # fmt: skip
 PADDING_THE_MODEL_GETS_WRONG = {
-    *(("hooked/bidirectional", side) for side in ("left", "right")),
+    *((name, side) for name in ("hooked/bidirectional", "bridge/gpt1") for side in ("left", "right")),
     *((f"bridge/{family}", "left") for family in (*LLAMAS, "phi", "phi3", "opt", "olmo2")),
 }
-"""Where the model's own output is NaN or mixes padding in; there we refuse."""
+"""Where the model's own output is NaN, mixes padding in, or looks ahead; there we refuse."""
 
 POSITIONS_SHIFT = {("encoder/bert", "left"), ("bridge/bert", "left")}
 """Encoders that count positions from the first column: left padding is another input, and as exact as any."""

@@ -7,14 +7,18 @@ from hypothesis import given, strategies as st
 from tensorlens_tl.algebra import (
     ZERO,
     Attention,
+    Beside,
+    Branch,
     CausalConvolution,
     Chain,
     Diagonal,
     DiagonalRecursion,
+    GroupSum,
     Identity,
     Linear,
     Norm,
     Recursion,
+    Routed,
     SelectiveScan,
     Transpose,
 )
@@ -55,6 +59,17 @@ def mixing_part(shape="both"):
     return Chain(
         (Linear(normal(WIDTH, 4), normal(4)), Attention(mixed, 2), Linear(normal(WIDTH, WIDTH), normal(WIDTH)))
     )
+
+
+def branch(number, places, width=WIDTH):
+    """An expert: its own tokens, packed, through a hidden layer."""
+    gate = Diagonal(normal(1, len(places), 5), normal(1, len(places), 5))
+    inside = Chain((Linear(normal(WIDTH, 5), normal(5)), gate, Linear(normal(5, width), normal(width))))
+    return Branch(inside, torch.tensor(places, dtype=torch.long), normal(len(places)), number)
+
+
+def routed(*places, width=WIDTH):
+    return Routed(tuple(branch(number, kept, width) for number, kept in enumerate(places)), (BATCH, POS), width)
 
 
 MAPS = {
@@ -103,6 +118,14 @@ MAPS = {
             Segment(Norm(normal(BATCH, 1, 1).exp(), normal(WIDTH), normal(WIDTH)), 2, 3, POS),
         )
     ),
+    "routed": lambda: routed([0, 1, 4], [5, 1], [2]),
+    "routed, some tokens nowhere": lambda: routed([3], [3, 0]),
+    "routed, one branch without tokens": lambda: routed([], [4, 2]),
+    "routed, narrower": lambda: routed([0, 2, 3], [1, 0], width=3),
+    "beside": lambda: Beside((MAPS["rectangular"](), routed([0, 4], [2], width=5))),
+    "group sum": lambda: GroupSum(2),
+    "experts by name": lambda: GroupSum(2) @ Beside((MAPS["linear"](), MAPS["routed"]())),
+    "routed in a chain": lambda: MAPS["attention"]() @ MAPS["routed"]() @ MAPS["attention"]() @ MAPS["sum"](),
     "recursion in a chain": lambda: MAPS["linear"]() @ MAPS["padded recursion"]() @ MAPS["sum"]() @ MAPS["recursion"](),
 }
 
@@ -239,3 +262,18 @@ def test_cross_attention_is_attention_between_two_segments():
     assert not m(x)[:, :2].any()
     with pytest.raises(TypeError, match="slice"):
         m.at([0, 2])
+
+
+def test_routed_tokens_go_where_they_are_sent():
+    """Σ over a token's experts of weight · expert(x), token by token; gradients go through it both ways."""
+    m, x = routed([0, 1, 4], [5, 1]), normal(BATCH, POS, WIDTH)
+    expected = torch.zeros_like(x).flatten(0, 1)
+    for part in m.branches:
+        first, gate, last = part.map.stages
+        for number, (place, weight) in enumerate(zip(part.places, part.weight, strict=True)):
+            hidden = x.flatten(0, 1)[place] @ first.weight + first.offset
+            hidden = hidden * gate.factor[0, number] + gate.offset[0, number]
+            expected[place] += weight * (hidden @ last.weight + last.offset)
+    assert torch.allclose(m(x), expected.view_as(x), rtol=1e-12)
+    assert torch.autograd.gradcheck(m, x.requires_grad_(True))
+    assert torch.autograd.gradcheck(m.pull, normal(2, BATCH, POS, WIDTH).requires_grad_(True))

@@ -28,9 +28,13 @@ CASES = {
     "input-x-gradient": ("input-x-gradient", {"target": 5}),
     "integrated-gradients": ("integrated-gradients", {"target": 5, "steps": 3}),
 }
+FACTORS = ("afmoe", "bitnet")
+"""A gate, or a norm before W_O: what a source token gives a query depends on the query by more than the pattern."""
+
 REFUSES = {
-    "globenc": ("parallel", "neox", "phi", "gptj", "attn-only", "olmo2", "post-only"),
-    "ff-ig": ("parallel", "neox", "phi", "gptj", "attn-only"),
+    "globenc": ("parallel", "neox", "phi", "gptj", "attn-only", "olmo2", "post-only", *FACTORS),
+    "ff-ig": ("parallel", "neox", "phi", "gptj", "attn-only", *FACTORS),
+    **dict.fromkeys(("norm", "mean", "alti"), FACTORS),
 }
 
 
@@ -78,7 +82,9 @@ def test_every_method_on_every_family(name, model):
     frozen = tlens.freeze(model, some_tokens())
     for method, options in CASES.values():
         if refuses(method, name):
-            with pytest.raises(tlens.UnsupportedModelError, match=r"undefined at blocks\.0| is whitened"):
+            with pytest.raises(
+                tlens.UnsupportedModelError, match=r"undefined at blocks\.0| is whitened|blocks\.0 .*a gate or a norm"
+            ):
                 tlens.attribute(frozen, method=method, **options)
             continue
         check_attribution(tlens.attribute(frozen, method=method, **options), frozen, tolerance=tolerance(name))

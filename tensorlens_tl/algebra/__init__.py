@@ -28,22 +28,27 @@ from tensorlens_tl.algebra.maps import (
 from tensorlens_tl.algebra.positions import RowPositions, Where
 from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm
 from tensorlens_tl.algebra.recursion import DiagonalRecursion, Recursion
+from tensorlens_tl.algebra.routing import Beside, Branch, GroupSum, Routed
 from tensorlens_tl.algebra.state_space import CausalConvolution, SelectiveScan
 
 __all__ = [
     "ZERO",
     "AffineMap",
     "Attention",
+    "Beside",
+    "Branch",
     "CausalConvolution",
     "Chain",
     "Diagonal",
     "DiagonalRecursion",
+    "GroupSum",
     "Identity",
     "Linear",
     "MixingMap",
     "Norm",
     "PositionwiseMap",
     "Recursion",
+    "Routed",
     "RowPositions",
     "SelectiveScan",
     "Sum",

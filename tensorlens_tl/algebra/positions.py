@@ -12,7 +12,7 @@ The functions here know tensors and positions, and nothing about maps.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 
@@ -44,7 +44,7 @@ def shared(where: Where) -> slice | list[int]:
     return where
 
 
-def at(tensor: Float[Tensor, "*rows batch pos d"], where: Where) -> Float[Tensor, "..."]:
+def at(tensor: Shaped[Tensor, "*rows batch pos d"], where: Where) -> Shaped[Tensor, "..."]:
     """What a map holds for each position, cut to the positions where vectors live, `[*rows, batch, live, d]`.
 
     A position for each row gives `[row, batch, 1, d]`; one vector for all positions (an axis of length 1) serves every

@@ -5,6 +5,7 @@ maps, each over a few tokens. Every branch works on its tokens packed side by si
 that an expert does not see.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -91,9 +92,10 @@ class Routed(PositionwiseMap):
         return Routed(tuple(branches), tuple(kept.shape), self.width)
 
     def norm_bound(self) -> float:
-        bounds = torch.zeros(_count(self.shape), dtype=torch.float64)
-        for branch in self.branches if any(len(branch.places) for branch in self.branches) else ():
-            bounds.index_add_(0, branch.places.cpu(), branch.weight.abs().double().cpu() * branch.map.norm_bound())
+        bounds = torch.zeros(math.prod(self.shape), dtype=torch.float64)
+        for branch in self.branches:
+            if len(branch.places):
+                bounds.index_add_(0, branch.places.cpu(), branch.weight.abs().double().cpu() * branch.map.norm_bound())
         return float(bounds.max())
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
@@ -183,10 +185,3 @@ class GroupSum(PositionwiseMap):
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         return g.repeat(*(1,) * (g.ndim - 1), self.groups)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count

@@ -177,7 +177,7 @@ def appendix_e_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
 
 
 def _attention_norm(frozen: FrozenPass, layer: int) -> float:
-    weights, length = frozen.view.blocks[layer].attention, int(frozen.mask.sum())
+    weights, length = frozen.view.blocks[layer].plain_attention, int(frozen.mask.sum())
     values = upcast(weights.W_V).unflatten(1, (weights.kv_heads, -1)).movedim(1, 0)
     values = values.repeat_interleave(weights.heads // weights.kv_heads, dim=0)
     heads = torch.linalg.matrix_norm(values @ upcast(weights.W_O).unflatten(0, (weights.heads, -1)), 2)

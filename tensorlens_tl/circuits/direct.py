@@ -64,7 +64,8 @@ def logit_attribution(
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
     asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
     stream = asked.stream
-    per_row = (2 * len(stream.steps) + 2) * stream.x[0].numel() * stream.x[0].element_size()
+    x, widest = stream.x[0], max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
+    per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * widest) * x[..., 0].numel() * x.element_size()
     queries = len(asked.seed)
     names: list[str] = []
     scores, keys = [], []

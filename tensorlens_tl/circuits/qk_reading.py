@@ -175,8 +175,10 @@ def _rotations(frozen: FrozenPass, attn: Any, inner: Any, x: Tensor, d_head: int
     pos = x.shape[1]
     for cos, sin in _angle_tables(frozen, attn, inner, x):
         for adjacent in (False, True):
-            if cos.shape[0] >= pos and cos.shape[1] <= d_head:
+            if cos.shape[0] >= pos and 2 * cos.shape[1] <= d_head:
                 yield rotation_matrices(cos[:pos].to(x), sin[:pos].to(x), d_head, adjacent)
+    if stated:  # some rotate in some of their layers only
+        yield None
 
 
 def _angle_tables(frozen: FrozenPass, attn: Any, inner: Any, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -192,14 +194,18 @@ def _angle_tables(frozen: FrozenPass, attn: Any, inner: Any, x: Tensor) -> Itera
     positions = torch.arange(x.shape[1], device=x.device)[None]
     owner = getattr(frozen.model, "original_model", None)
     modules = [] if owner is None else [m for name, m in owner.named_modules() if name.endswith("rotary_emb")]
-    kinds = [(kind,) for kind in (getattr(inner, "layer_type", None),) if kind is not None]
+    types, number = getattr(getattr(inner, "config", None), "layer_types", None), getattr(inner, "layer_idx", None)
+    stated = types[number] if types is not None and isinstance(number, int) else None
+    kinds = [(kind,) for kind in (getattr(inner, "layer_type", stated),) if kind is not None]
     for module in modules:
         module = getattr(module, "original_component", module)
         for extra in (*kinds, ()):
             with suppress(TypeError), torch.no_grad():  # whether it wants to know the layer's kind differs
-                cos, sin = module(x, positions, *extra)
-                half = cos.shape[-1] // 2
-                yield cos[0, :, :half], sin[0, :, :half]
+                made = module(x, positions, *extra)
+                if isinstance(made, tuple) and len(made) == 2:  # else complex numbers
+                    (cos, sin), half = made, made[0].shape[-1] // 2
+                    yield cos[0, :, :half], sin[0, :, :half]
+                    yield cos[0], sin[0]  # each plane once (gpt-oss)
                 break
 
 

@@ -25,10 +25,22 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import ZERO, AffineMap, Attention, Chain, Diagonal, Identity, Linear, Sum, stages_of
+from tensorlens_tl.algebra import (
+    ZERO,
+    AffineMap,
+    Attention,
+    Beside,
+    Chain,
+    Diagonal,
+    GroupSum,
+    Identity,
+    Linear,
+    Routed,
+    Sum,
+    stages_of,
+)
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
-from tensorlens_tl.algebra.routing import Beside, GroupSum, Routed
 from tensorlens_tl.circuits.embeddings import embedding_parts
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.activations import check_rule

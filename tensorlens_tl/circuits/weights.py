@@ -247,7 +247,7 @@ class LayerWeights:
     def of(cls, source: ModelView | FrozenPass, layer: int, fold_norms: bool) -> "LayerWeights":
         """Values and outputs; folding needs a pass, which knows how the block is put together."""
         block = as_view(source).blocks[layer]
-        weights = block.attention
+        weights = block.plain_attention
         group = weights.heads // weights.kv_heads
         V = rearrange(weights.W_V, "m (kv d) -> kv m d", kv=weights.kv_heads).repeat_interleave(group, dim=0)
         O = rearrange(weights.W_O, "(h d) m -> h d m", h=weights.heads)  # noqa: E741

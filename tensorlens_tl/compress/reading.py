@@ -37,6 +37,7 @@ def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
 
 def read(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> HeadWeights:
     """`head_weights`, with a pass of a few tokens that is made once for all layers, if at all."""
+    _ = view.blocks[layer].plain_attention  # refuses what is more than four matrices
     there = writable(view.blocks[layer])
     matrices = {letter: _copied(there[f"W_{letter}"]) for letter in "QKV"} | {"O": _copied(there["W_O"].mT)}
     biases = {letter: _copied(there[f"b_{letter}"]) for letter in "QKV" if f"b_{letter}" in there}

@@ -133,10 +133,10 @@ class Removed:
             activation: the rule for the MLPs that the parts go through.
 
         Returns:
-            Terms ``"L0H3"``, ``"MLP0"`` of what was compressed, ``"patterns"``, ``"ratios"``, ``"scales"``; their
-            total is the model's own change, compressed − original, before any final soft cap. `Terms.keys` has each
-            head's share by the token that it read, each MLP's by its position, and NaN for the last three, which
-            belong to no token.
+            Terms ``"L0H3"``, ``"MLP0"`` of what was compressed, ``"patterns"``, ``"ratios"`` (and where experts'
+            tokens are sent), ``"scales"``; their total is the model's own change, compressed − original, before any
+            final soft cap. `Terms.keys` has each head's share by the token that it read, each MLP's by its position,
+            and NaN for the last three, which belong to no token.
 
         Raises:
             InvalidInputError, UnsupportedModelError: as `tensorlens_tl.circuits.logit_attribution`.
@@ -182,11 +182,13 @@ class Removed:
         points = self.frozen.points
         cache, values = dict(self.kept.cache), []
         patterns = [block.pattern for block in points.blocks if block.pattern is not None]
-        ratios = [name for block in points.blocks for name in (block.pre, block.pre_linear) if name]
+        read = [block.mlp.into for block in points.blocks if block.mlp is not None]
+        inside = [name for b in points.blocks for name in (b.pre, b.pre_linear, b.index, b.weight) if name is not None]
+        ratios = [*inside, *read]
         steps = ([], patterns, [*ratios, points.last_output], list(points.captured))
         for names in steps:  # a masked model's prediction head takes its ratios from the last output
             cache |= {name: self.after[name] for name in names}
-            made = replace(self.kept, cache=dict(cache), _ratios={})
+            made = replace(self.kept, cache=dict(cache), _ratios={}, _experts={})
             end = Stream.of(made, activation, to_tokens=asked.read_at == points.unembed_in).x[-1]
             values.append((upcast(asked.seed) * end).sum((-2, -1)))
         settled = torch.stack([now - then for then, now in pairwise(values)], dim=-1)
@@ -219,10 +221,10 @@ def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
             "would be of another model. Freeze again."
         )
     with own_run(frozen.model), torch.no_grad(), plan.applied():
-        after, _ = capture(frozen.model, frozen.inputs, frozen.points.captured)
+        after, _ = capture(frozen.model, frozen.inputs, frozen.points.captured, calls=frozen.points.calls)
     view = frozen.view.with_weights(plan.weights())
     held = {field.name: getattr(frozen, field.name) for field in fields(Record)}
-    return Removed(frozen, plan, Record(**held | {"view": view, "_ratios": {}}), after)
+    return Removed(frozen, plan, Record(**held | {"view": view, "_ratios": {}, "_experts": {}}), after)
 
 
 def _by_head(weight: Float[Tensor, "*rows width"], heads: int) -> Float[Tensor, "*rows head d_head"]:

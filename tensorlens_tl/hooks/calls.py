@@ -24,6 +24,8 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
 
     def note(name: str, tensor: Any, module: nn.Module) -> None:
         what = f"{name} ({type(module).__name__}, {calls[name].argument})"
+        if calls[name].optional and (name in met or not isinstance(tensor, Tensor)):
+            return
         if name in met:
             raise UnsupportedModelError(f"{what} is called several times in one forward pass; that cannot be frozen.")
         if not isinstance(tensor, Tensor):
@@ -53,7 +55,7 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
             else:
                 stack.callback(call.module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
         yield
-    silent = [name for name in calls if name not in met]
+    silent = [name for name in calls if name not in met and not calls[name].optional]
     if silent:
         raise UnsupportedModelError(
             f"{silent[0]}: {type(calls[silent[0]].module).__name__} was not called in a forward pass (fused experts?). "

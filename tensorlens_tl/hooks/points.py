@@ -41,10 +41,12 @@ class CallPoint:
     Attributes:
         module: called once in a forward pass.
         argument: a name in its forward's signature, or ``"output"`` (of several, the first).
+        optional: whether it is left out where the module is not called, or gives no tensor.
     """
 
     module: nn.Module
     argument: str
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ class BlockPoints:
 class ModelPoints:
     """All hook-point names a frozen pass needs of one model.
 
-    `output` is the model's own output: after the final norm where there is one, or the last block's.
+    `output` is the model's own output: after the final norm where there is one, or the last block's. `routers` are the
+    numbers by which experts are chosen, by block; they are looked at once and not kept.
     """
 
     blocks: list[BlockPoints]
@@ -138,6 +141,7 @@ class ModelPoints:
     head_scale: str | None
     unembed_in: str | None
     calls: dict[str, CallPoint] = field(default_factory=dict)
+    routers: dict[str, CallPoint] = field(default_factory=dict)
     final_norm: Ends | None = None
     encoder_output: str | None = None
     encoder_scale: str | None = None
@@ -180,6 +184,11 @@ def model_points(view: ModelView) -> ModelPoints:
         blocks=blocks,
         calls=_calls(view, blocks),
         **_encoder_end(view),
+        routers={
+            block.name: CallPoint(block.mlp.routing.router, "output", optional=True)
+            for block in view.blocks
+            if isinstance(block.mlp, ExpertsWeights) and block.mlp.routing.router is not None
+        },
         last_output=last_output,
         output=final_out or last_output,
         final_scale=final_scale,

@@ -18,7 +18,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Chain, Linear, Norm
+from tensorlens_tl.algebra import Chain, Norm
+from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.layouts import Place
 from tensorlens_tl.passes.frozen import FrozenPass
 
@@ -56,7 +57,13 @@ class LocalLayer:
     def outputs(self) -> Float[Tensor, "batch key head d_model"]:
         """u: each source token's value through its head's part of W_O."""
         weights = self.frozen.view.blocks[self.layer].attention
-        values = Chain((*self.norms(self.attn.before), Linear(weights.W_V, weights.b_V)))
+        if weights.output_factor is not None:
+            raise UnsupportedModelError(
+                f"blocks.{self.layer} of this {self.frozen.view.description}: a gate or a norm scales what its heads "
+                "give, by what the receiving token is; no vector of a source token alone goes to every query. Methods "
+                "over the operator (tensorlens, decompx) work."
+            )
+        values = Chain((*self.norms(self.attn.before), self.frozen.attention(self.layer).stages[0]))
         v = values(self.x) if self.with_biases else values.push(self.x)
         v = rearrange(v, "b k (kv d) -> b k kv d", kv=weights.kv_heads)
         v = v.repeat_interleave(weights.heads // weights.kv_heads, dim=2)

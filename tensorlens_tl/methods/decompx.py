@@ -139,7 +139,9 @@ def source_to_output(
     width = 3 * frozen.resid_pre(0).shape[-1] + _widest(frozen)
     spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))
     stages = _stages(frozen.block(0, activation=activation))
-    if frozen.whitening(0) is None and frozen.sides is None:
+    attention = frozen.view.blocks[0].attention if frozen.view.blocks[0].mixer is None else None
+    plain = attention is not None and attention.output_factor is None
+    if frozen.whitening(0) is None and frozen.sides is None and plain:
         vectors, stages = _first_attention(frozen, spread, activation, width), stages[1:]
     else:
         vectors = source_vectors(frozen.resid_pre(0), rule == "token")

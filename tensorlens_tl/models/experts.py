@@ -17,7 +17,7 @@ from tensorlens_tl.algebra import Linear
 from tensorlens_tl.models.activations import Activation
 from tensorlens_tl.models.attention import Refuse, floating
 from tensorlens_tl.models.mlps import read_activation, read_module
-from tensorlens_tl.models.weights import MLPWeights, detached, innermost
+from tensorlens_tl.models.weights import MLPWeights, detached, innermost, is_bridge_component
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Routing:
             is not given.
         scales_input: whether the weight scales what an expert reads, instead of what it gives (Llama 4).
         factor: of all the weights (Laguna).
+        router: gives a number for every expert as its first output, `[token, expert]`, or None where none is known.
     """
 
     module: nn.Module
@@ -40,6 +41,7 @@ class Routing:
     dense: bool = False
     scales_input: bool = False
     factor: float = 1.0
+    router: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class ExpertsWeights:
         shared_gate: what the shared expert is scaled by, from what the layer reads; None for 1.
         around: for experts that stand beside an MLP with norms of their own (Gemma 4), the names of the norms before
             and after each: ``{"experts": (before, after), "shared": ...}``.
-        choices: how many experts a token is sent to.
+        choices: how many experts a token is sent to (of all, where the model does not say).
         branch_factor: what the block multiplies all of it by.
     """
 
@@ -114,20 +116,25 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
         UnsupportedModelError: their weights, or the arguments they are called with, are not of a known form.
     """
     layer = innermost(mlp)
+    if not is_bridge_component(mlp):
+        raise refuse(
+            "a HookedTransformer's mixture of experts has no hook points that could hold its routing. Load the model "
+            "as a TransformerBridge: TransformerBridge.boot_transformers(name)."
+        )
     experts = innermost(layer.experts)
     shared = next((m for name in ("shared_experts", "shared_expert", "shared_mlp")
                    if isinstance(m := innermost(getattr(layer, name, None)), nn.Module)), None)  # fmt: skip
     gate = innermost(getattr(layer, "shared_expert_gate", None))
     count, expert = _experts(experts, cfg, refuse)
     routing = _routing(layer, experts, refuse)
-    choices = getattr(layer, "top_k", None) or getattr(innermost(getattr(layer, "gate", None)), "top_k", None) or 1
+    choices = next((n for m in (layer, routing.router) if isinstance(n := getattr(m, "top_k", None), int)), count)
     return ExpertsWeights(
         count=count,
         expert=expert,
         routing=routing,
         shared=None if shared is None else read_module(shared, cfg, refuse),
         shared_gate=_sigmoid_of(gate) if isinstance(gate, nn.Module) else None,
-        choices=int(choices),
+        choices=choices,
     )
 
 
@@ -140,9 +147,10 @@ def _routing(layer: Any, experts: nn.Module, refuse: Refuse) -> Routing:
     """Where routing is seen: at the experts, or, where they are given every token (Llama 4), at the router."""
     given = list(inspect.signature(experts.forward).parameters)
     factor = float(getattr(layer, "routed_scaling_factor", 1.0))
+    routers = (innermost(getattr(layer, name, None)) for name in ("gate", "router"))
+    router = next((module for module in routers if isinstance(module, nn.Module)), None)
     if len(given) == 3:
-        return Routing(experts, given[1], given[2], factor=factor)
-    router = innermost(getattr(layer, "router", None))
+        return Routing(experts, given[1], given[2], factor=factor, router=router)
     if len(given) == 1 and isinstance(router, nn.Module):
         return Routing(router, "", "output", dense=True, scales_input=True)
     raise refuse(f"its experts ({type(experts).__name__}) are called with {', '.join(given)}: no routing that is read.")

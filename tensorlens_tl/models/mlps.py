@@ -42,29 +42,25 @@ def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
             "Only plain and gated MLPs, and mixtures of them, can be frozen."
         )
     phi = read_activation(mlp, cfg, refuse)
-    W_gate, b_in = shown(mlp, "W_gate"), detached(shown(mlp, "b_in"))
+    W_gate, b_in, b_gate = shown(mlp, "W_gate"), detached(shown(mlp, "b_in")), detached(shown(mlp, "b_gate"))
     gated = isinstance(W_gate, Tensor)
     added_after = gated and not is_bridge_component(mlp)  # HookedTransformer: φ(g)·u + b_in
+    fused = not gated and W_in.shape[1] == 2 * W_out.shape[0]  # gate and input in one projection (ModernBERT)
+    if fused:
+        W_gate, W_in = W_in.chunk(2, dim=1)
+        b_gate, b_in = (None, None) if b_in is None else b_in.chunk(2)
     read = MLPWeights(
         W_in=floating(W_in, "mlp.W_in", refuse),
         b_in=None if added_after else b_in,
-        W_gate=floating(W_gate, "mlp.W_gate", refuse) if gated else None,
-        b_gate=detached(shown(mlp, "b_gate")) if gated else None,
+        W_gate=floating(W_gate, "mlp.W_gate", refuse) if isinstance(W_gate, Tensor) else None,
+        b_gate=b_gate if gated or fused else None,
         b_post=b_in if added_after else None,
         W_out=floating(W_out, "mlp.W_out", refuse),
         b_out=detached(shown(mlp, "b_out")),
         activation=phi,
+        hooked=not fused,
     )
-    if not gated and W_in.shape[1] == 2 * W_out.shape[0]:
-        read = _split(read)
     return _with_inner_norm(read, innermost(mlp), cfg, refuse)
-
-
-def _split(read: MLPWeights) -> MLPWeights:
-    """Gate and input in one projection, the gate first (ModernBERT)."""
-    gate, linear = read.W_in.chunk(2, dim=1)
-    b_gate, b_in = (None, None) if read.b_in is None else read.b_in.chunk(2)
-    return replace(read, W_in=linear, b_in=b_in, W_gate=gate, b_gate=b_gate, hooked=False)
 
 
 def _with_inner_norm(read: MLPWeights, inner: Any, cfg: Any, refuse: Refuse) -> MLPWeights:

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.attention import floating, read_attention
+from tensorlens_tl.models.attention import floating, read_attention, shown
 from tensorlens_tl.models.experts import (
     ExpertsWeights,
     PerLayerWeights,
@@ -175,6 +175,16 @@ class BlockView:
         return read
 
     @property
+    def plain_attention(self) -> AttentionWeights:
+        """The attention weights; refuses attention that is more than pattern, W_V and W_O."""
+        if not self.attention.hooked:
+            raise self._refuse(
+                "a gate, a norm or a latent stands inside its attention: what a head reads and writes is no product of "
+                "W_V and W_O alone. The operator and what is made from it work (tensorlens, decompx, terms, effects)."
+            )
+        return self.attention
+
+    @property
     def branch_factor(self) -> float:
         """What the block multiplies both branches by before it adds them to the stream (Granite)."""
         return float(getattr(innermost(self.module), "residual_multiplier", 1.0))
@@ -185,10 +195,10 @@ class BlockView:
         attn: Any = getattr(self.module, self.mixer_name, None)
         # as with W_V: HookedTransformer expands W_K to query heads and keeps _W_K
         kept = "_W_K" if hasattr(attn, "_W_K") else "W_K"
-        W_Q, W_K = getattr(attn, "W_Q", None), getattr(attn, kept, None)
+        W_Q, W_K = shown(attn, "W_Q"), shown(attn, kept)
         if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
             raise self._refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
-        b_Q, b_K = getattr(attn, "b_Q", None), getattr(attn, kept.replace("W", "b"), None)
+        b_Q, b_K = shown(attn, "b_Q"), shown(attn, kept.replace("W", "b"))
         norms = {name: getattr(attn, name, None) for name in ("q_norm", "k_norm")}
         inner = getattr(norms["q_norm"], "original_component", norms["q_norm"])
         epsilon = getattr(inner, "variance_epsilon", getattr(inner, "eps", getattr(self.model.cfg, "eps", 1e-5)))

@@ -3,7 +3,7 @@
 | module | question |
 | --- | --- |
 | `prompts`, `spans` | what does a model take, which positions does a query stand for, where does a text stand? |
-| `record` | what does one pass leave behind, and which maps do its parts become? |
+| `record`, `mlps` | what does one pass leave behind, and which maps do its parts become? |
 | `proof` | is what the weights say what the model does? |
 | `target`, `selection`, `collapse` | about what, of which part, and with what result is the map asked? |
 | `operator` | what can be asked of the whole map? |
@@ -16,6 +16,7 @@
 from tensorlens_tl.passes.collapse import Collapse
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.mlps import Routes
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.pixels import PatchEmbedding, PixelScores, patch_embedding, pixel_scores
 
@@ -25,6 +26,7 @@ __all__ = [
     "FrozenPass",
     "PatchEmbedding",
     "PixelScores",
+    "Routes",
     "freeze",
     "patch_embedding",
     "pixel_scores",

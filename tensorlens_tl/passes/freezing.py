@@ -29,7 +29,8 @@ from tensorlens_tl.hooks import (
     own_run,
     refuse_attached,
 )
-from tensorlens_tl.models.protocol import ModelLike
+from tensorlens_tl.models.experts import ExpertsWeights
+from tensorlens_tl.models.protocol import HookedModel, ModelLike
 from tensorlens_tl.models.state import WeightState, refuse_devices, refuse_dropout
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -127,10 +128,11 @@ def freeze(
             frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
             if cache is not None:
                 made = _compare_with_own_run(frozen, logits)
-            _check_padding(prompt, points, kept)
+            _check_padding(view.model, prompt, points, kept)
             _check_growth(frozen)
             check_finite({name: kept[name] for name in points.captured})
             prove(frozen, verify)
+            _warn_of_ties(frozen, {name: kept.pop(name) for name in points.routers if name in kept})
             if points.unembed_in is not None:
                 compare_logits(frozen, frozen.unembedded(), logits_at(made, prompt.in_logits(last)), last)
             if cache is None:
@@ -147,7 +149,8 @@ def _captured(
         UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers).
     """
     try:
-        return capture(view.model, prompt.kwargs, points.captured, store=store, hooks=hooks, calls=points.calls)
+        names, calls = [*points.captured, *points.routers], {**points.calls, **points.routers}
+        return capture(view.model, prompt.kwargs, names, store=store, hooks=hooks, calls=calls)
     except ValueError as error:
         if isinstance(error, TensorLensError) or not view.is_encoder_decoder:
             raise
@@ -193,12 +196,35 @@ def _check_growth(frozen: FrozenPass) -> None:
         warnings.warn(f"{what}; longer prompts will be refused.", stacklevel=3)
 
 
+def _warn_of_ties(frozen: FrozenPass, logits: Mapping[str, Tensor]) -> None:
+    """Say where a token's choice of experts is arbitrary: one that is chosen and one that is not count the same."""
+    for block, points in zip(frozen.view.blocks, frozen.points.blocks, strict=True):
+        if block.name not in logits or points.index is None or not isinstance(block.mlp, ExpertsWeights):
+            continue
+        index, count = frozen.captured(points.index).flatten(0, 1), block.mlp.count
+        numbers = logits[block.name].to(index.device).flatten(0, -2)
+        if numbers.shape != (len(index), count):
+            continue
+        chosen = torch.zeros(len(index), count + 1, dtype=torch.bool, device=index.device)
+        chosen = chosen.scatter(1, index.clamp_max(count), True)[:, :count]  # some have a place that is no expert
+        least = torch.where(chosen, numbers, torch.inf).amin(1, keepdim=True)
+        tied = ((numbers == least) & ~chosen).any(1).unflatten(0, frozen.tokens.shape) & frozen.mask
+        if bool(tied.any()):
+            row, pos = tied.nonzero()[0].tolist()
+            warnings.warn(
+                f"{block.name}.mlp of this {frozen.view.description}: {int(tied.sum())} tokens (first: prompt {row}, "
+                f"position {pos}) are sent to an expert whose router logit another expert equals that is left out. "
+                "Which of the two it is is arbitrary, and may differ on another machine or in another batch.",
+                stacklevel=3,
+            )
+
+
 def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:
     """Refuse a cache with an activation that the model itself does not have on this prompt; hands back its logits."""
     errors: dict[str, float] = {}
 
     def see(name: str, activation: Tensor) -> None:
-        if name in frozen.points.calls:  # no cache has them
+        if name in calls:  # no cache has them
             frozen.cache[name] = activation
             return
         mine = frozen.captured(name)
@@ -206,7 +232,8 @@ def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:
         by_query = (mine.transpose(1, 2), own.transpose(1, 2)) if mine.ndim == 4 else (mine, own)
         errors[name] = relative_error(*by_query, frozen.mask[:, frozen.span(name)])
 
-    names, calls = frozen.points.captured, frozen.points.calls
+    names = [*frozen.points.captured, *frozen.points.routers]
+    calls = {**frozen.points.calls, **frozen.points.routers}
     logits = observe(frozen.model, frozen.inputs, names, see, hooks=hooks, calls=calls)
     for name, error in errors.items():
         if not error <= frozen.tolerance:
@@ -248,7 +275,7 @@ def _check_width(frozen: FrozenPass) -> None:
         )
 
 
-def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tensor]) -> None:
+def _check_padding(model: HookedModel, prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tensor]) -> None:
     """Refuse padding that the model does not handle: weight on padded tokens, or NaN that padding brought."""
     if bool(prompt.mask.all()):
         return
@@ -260,6 +287,26 @@ def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tenso
         keys |= {} if block.cross is None else {block.cross.pattern: slice(0, start)}
         for name, seen in keys.items():
             _check_pattern(name, kept[name].to(prompt.mask.device), prompt.mask[:, own], prompt.mask[:, seen])
+    first = points.blocks[0].pattern
+    if (
+        first is None
+        or encoder_layers
+        or not _looks_ahead(kept[first].to(prompt.mask.device) * prompt.mask[:, None, :, None])
+    ):
+        return
+    # GPT-1's Bridge is bidirectional when it is given a mask, and only then
+    short = {name: value for name, value in prompt.kwargs.items() if "attention_mask" not in name}
+    short = {name: value[:1, :2] if isinstance(value, Tensor) else value for name, value in short.items()}
+    alone, _ = capture(model, short, [first], last=first)
+    if prompt.tokens.shape[1] > 1 and not _looks_ahead(alone[first]):
+        raise UnsupportedModelError(
+            f"{first} puts weight on later tokens when the model is given an attention mask, and on none without one: "
+            "this model does not handle padding. Freeze the prompts one by one."
+        )
+
+
+def _looks_ahead(pattern: Tensor) -> bool:
+    return bool(pattern.triu(1).any())
 
 
 def _check_pattern(name: str, pattern: Tensor, queries: Tensor, keys: Tensor) -> None:

@@ -1,15 +1,29 @@
 """An MLP, or a mixture of experts, as a map: activations and routing held."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Sum
-from tensorlens_tl.algebra.routing import Branch, Routed
+from tensorlens_tl.algebra import AffineMap, Branch, Chain, Diagonal, Linear, Routed, Sum
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.activations import Coefficients, coefficients
 from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.weights import MLPWeights
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Where the tokens of one layer are sent.
+
+    Attributes:
+        index: experts' numbers, `[batch, pos, choice]`.
+        weight: what each of them counts, the same; it scales what the expert gives, or (Llama 4) what it reads.
+    """
+
+    index: Int[Tensor, "batch pos choice"]
+    weight: Float[Tensor, "batch pos choice"]
 
 
 def held_coefficients(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"], activation: str) -> Coefficients:
@@ -49,8 +63,7 @@ def expert_maps(
     weights: ExpertsWeights,
     x: Float[Tensor, "batch pos d_model"],
     beside: Float[Tensor, "batch pos d_model"],
-    index: Int[Tensor, "batch pos choice"] | None,
-    weight: Float[Tensor, "batch pos choice"],
+    routes: Routes,
     activation: str,
 ) -> dict[str, AffineMap]:
     """What a mixture of experts is the sum of, by name: ``"experts"`` and, where there are any, ``"shared"``.
@@ -59,33 +72,31 @@ def expert_maps(
         weights: of the experts.
         x: what the experts read.
         beside: what stands beside them reads.
-        index: which experts each token is sent to; None where `weight` counts every expert.
-        weight: what each of them counts.
+        routes: where its tokens are sent.
         activation: the rule for their activations.
+
+    Raises:
+        UnsupportedModelError: routing of another form.
     """
-    routing = weights.routing
-    if index is None:
-        index = torch.arange(weights.count, device=x.device).expand(weight.shape)
-    if index.shape != weight.shape:
+    if routes.index.shape != routes.weight.shape:
         raise UnsupportedModelError(
-            f"experts are called with {tuple(index.shape)} choices and {tuple(weight.shape)} weights for tokens "
-            f"{tuple(x.shape[:2])}; only routing [token, choice] is read."
+            f"experts are called with {tuple(routes.index.shape)} choices and {tuple(routes.weight.shape)} weights for "
+            f"tokens {tuple(x.shape[:2])}; only routing [token, choice] is read."
         )
-    flat_index, flat_weight = index.flatten(0, 1), weight.flatten(0, 1).to(x)
-    flat_x, factor = x.flatten(0, 1), routing.factor * weights.branch_factor
+    flat_index, flat_weight = routes.index.flatten(0, 1), routes.weight.flatten(0, 1).to(x)
+    flat_x = x.flatten(0, 1)
     branches = []
     for number in flat_index[flat_weight != 0].unique().tolist():
         if number >= weights.count:  # a place that is no expert
             continue
         places, choice = ((flat_index == number) & (flat_weight != 0)).nonzero(as_tuple=True)
-        scale = flat_weight[places, choice]
-        packed = flat_x[places][None]
-        outer = torch.full_like(scale, factor) if routing.scales_input else scale * factor
-        inner = packed * scale[:, None] if routing.scales_input else packed
-        made = frozen_mlp(weights.expert(number), inner, activation)
-        if routing.scales_input:
-            made = Chain((Diagonal(scale[None, :, None]), *made.stages))
-        branches.append(Branch(made, places, outer, number))
+        scale, packed = flat_weight[places, choice], flat_x[places][None]
+        if weights.routing.scales_input:
+            inner = frozen_mlp(weights.expert(number), packed * scale[:, None], activation)
+            made, scale = Chain((Diagonal(scale[None, :, None]), *inner.stages)), torch.ones_like(scale)
+        else:
+            made = frozen_mlp(weights.expert(number), packed, activation)
+        branches.append(Branch(made, places, scale * weights.branch_factor, number))
     maps: dict[str, AffineMap] = {"experts": Routed(tuple(branches), tuple(x.shape[:2]), x.shape[-1])}
     if weights.shared is not None:
         shared = frozen_mlp(weights.shared, beside, activation)

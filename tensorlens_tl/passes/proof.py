@@ -31,12 +31,13 @@ def prove(record: Record, every_block: bool = True) -> None:
     Raises:
         UnsupportedModelError: a part that no known map reproduces; names it, and what was measured.
     """
-    tolerance = record.tolerance
+    tolerance, kinds = record.tolerance, set[tuple[object, ...]]()
     for layer in range(record.n_layers):
         block = record.view.blocks[layer]
         options = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
         known = record.layouts[-1] if record.layouts and record.layouts[-1] in options else None
-        if known is not None and not every_block:
+        kind = (frozenset(block.norms), type(block.mlp), block.attention.hooked)
+        if known is not None and kind in kinds and not every_block:
             record.layouts.append(known)
             continue
         # the first block tells the candidates apart; for its like, one proof is enough
@@ -48,6 +49,7 @@ def prove(record: Record, every_block: bool = True) -> None:
         if layout is None or not error <= tolerance:
             errors = {option: layout_error(record, layer, option) for option in options}
             raise UnsupportedModelError(_refusal(record, layer, errors))
+        kinds.add(kind)
         record.layouts.append(layout)
         record.errors[f"blocks.{layer}"] = error
     if not every_block:

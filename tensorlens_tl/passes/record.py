@@ -27,7 +27,7 @@ from tensorlens_tl.models.protocol import HookedModel
 from tensorlens_tl.models.state import WeightState
 from tensorlens_tl.models.view import PER_LAYER_NORM, ModelView
 from tensorlens_tl.models.weights import NormWeights
-from tensorlens_tl.passes.mlps import expert_maps, frozen_mlp, held_coefficients, mlp_chain
+from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 from tensorlens_tl.passes.prompts import Prompt
 
 RecordType = TypeVar("RecordType", bound="Record")
@@ -407,15 +407,13 @@ class Record:
         Raises:
             UnsupportedModelError: the layer has no experts.
         """
-        points, weights = self.points.blocks[layer], self.view.blocks[layer].mlp
-        if not isinstance(weights, ExpertsWeights) or points.mlp is None or points.weight is None:
-            raise UnsupportedModelError(f"blocks.{layer} of this {self.view.description} has no experts.")
         if activation == "ratio" and layer in self._experts:
             return self._experts[layer]
-        index = None if points.index is None else self.captured(points.index)
-        x, weight = self.captured(points.mlp.into), self.captured(points.weight)
+        points, weights = self.points.blocks[layer], self._expert_weights(layer)
+        assert points.mlp is not None  # experts are held as a whole
+        x = self.captured(points.mlp.into)
         beside = x if points.shared is None else self.captured(points.shared.into)
-        made = expert_maps(weights, x, beside, index, weight, activation)
+        made = expert_maps(weights, x, beside, self.routing(layer), activation)
         if activation == "ratio":
             self._experts[layer] = made
         return made
@@ -437,6 +435,31 @@ class Record:
         held = coefficients(weights.activation, gate(self.captured(points.per_layer.into)), None, activation)
         rest = None if held.rest is None else held.rest * given
         return Chain((gate, Diagonal(held.through * given, rest), Linear(weights.W_out)))
+
+    def routing(self, layer: int) -> Routes:
+        """Which experts each token of a layer is sent to, and what each of them counts: `[batch, pos, choice]` each.
+
+        At padding they are what the model happened to choose there.
+
+        Raises:
+            InvalidInputError: no such layer.
+            UnsupportedModelError: the layer has no experts.
+        """
+        layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
+        points, weights = self.points.blocks[layer], self._expert_weights(layer)
+        assert points.weight is not None
+        weight = self.captured(points.weight)
+        if points.index is None:  # the weights of all experts, zero for those that are not chosen
+            weight, index = weight.topk(weights.choices, dim=-1)
+        else:
+            index = self.captured(points.index)
+        return Routes(index, weight * weights.routing.factor)
+
+    def _expert_weights(self, layer: int) -> ExpertsWeights:
+        weights = self.view.blocks[layer].mlp
+        if not isinstance(weights, ExpertsWeights):
+            raise UnsupportedModelError(f"blocks.{layer} of this {self.view.description} has no experts.")
+        return weights
 
     def parts(
         self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.testing.families import whole_families
 from tensorlens_tl.testing.signals import SIGNALS, seeing_module, signal_module
 from tensorlens_tl.whitening.insertion import whiten
 
@@ -190,6 +191,7 @@ _BRIDGE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertForMaskedLM", {**_SMALL, **_NO_DROPOUT}),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", {**_SMALL, **_NO_DROPOUT, "pad_token_id": 0}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {**_SMALL, **_TOKENS, "num_key_value_heads": 2}),
+    **whole_families(_GROUPED, _LOCAL),
 }
 
 _START = {**_TOKENS, "decoder_start_token_id": 1}
@@ -249,6 +251,7 @@ def _bridge(family: str, compatibility: bool = False, **changes: Any) -> Any:
     config_name, architecture, options = _BRIDGE[family]
     config = getattr(transformers, config_name)(**{**options, **changes})
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # the others have no float64
     auto = AutoModelForMaskedLM if "MaskedLM" in architecture else AutoModelForCausalLM
     auto = AutoModelForSeq2SeqLM if family in _ENCODER_DECODER else auto
     module = auto.from_config(config, attn_implementation="eager").to(torch.float64).eval()

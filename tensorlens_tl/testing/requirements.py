@@ -106,7 +106,10 @@ def own_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenPass) ->
     keys = {name: padded.span(name) for name in patterns}
     keys |= {block.cross.pattern: padded.span("encoder") for block in alone.points.blocks if block.cross is not None}
     worst = 0.0
+    apart = {block.index for block in alone.points.blocks}  # numbers of experts are no vectors
     for name in alone.points.captured:
+        if name in apart:
+            continue
         mine = padded.captured(name)[row]
         if name in keys:
             mine = mine[:, :, real[keys[name]]].movedim(1, 0)
