@@ -270,7 +270,7 @@ class BlockView:
         if mlp is None:
             return None
         if self.has_experts_beside:
-            read = read_experts(innermost(self.module), self.model.cfg, self._refuse)
+            read = read_experts(self.module, self.model.cfg, self._refuse)
             return replace(read, shared=read_mlp(mlp, self.model.cfg, self._refuse), around=EXPERTS_BESIDE)
         if has_experts(mlp):
             read = read_experts(mlp, self.model.cfg, self._refuse)
