@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from tensorlens_tl.algebra import CausalConvolution, Chain, Diagonal, DiagonalRecursion
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.scans import mixer_map, mixer_weights, scan_of
+from tensorlens_tl.models.mixers import mixer_map
+from tensorlens_tl.models.scans import mixer_weights, scan_of
 from tensorlens_tl.testing import check_map
 
 pytestmark = pytest.mark.numeric

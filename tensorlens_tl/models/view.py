@@ -19,8 +19,8 @@ from torch import Tensor
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.attention import floating, read_attention
 from tensorlens_tl.models.experts import ExpertsWeights, has_experts, read_experts
+from tensorlens_tl.models.mixers import Mixer, read_mixer
 from tensorlens_tl.models.mlps import read_mlp
-from tensorlens_tl.models.scans import Mixer, read_mixer
 from tensorlens_tl.models.weights import (
     AttentionWeights,
     MLMHead,
