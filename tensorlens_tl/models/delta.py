@@ -53,8 +53,8 @@ APART = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 
 
 def delta_pattern(
-    q: Float[Tensor, "batch pos head key"],
-    k: Float[Tensor, "batch pos head key"],
+    q: Float[Tensor, "batch pos head width"],
+    k: Float[Tensor, "batch pos head width"],
     log_decay: Float[Tensor, "batch pos head"],
     strength: Float[Tensor, "batch pos head"],
 ) -> Float[Tensor, "batch head query key"]:
@@ -113,7 +113,7 @@ class DeltaWeights:
         pattern = delta_pattern(q * self.key_width**-0.5, k, log_decay, strength)
         return into.chain(Attention(pattern.to(x), self.heads), self.gate(gate), self.norm)
 
-    def _unit(self, part: Tensor) -> Float[Tensor, "batch pos head key"]:
+    def _unit(self, part: Tensor) -> Float[Tensor, "batch pos head width"]:
         """Of length 1, once for each head of values."""
         heads = wide(part).unflatten(-1, (self.key_heads, -1))
         length = (heads.square().sum(-1, keepdim=True) + EPSILON).sqrt()
@@ -125,7 +125,7 @@ class DeltaWeights:
 
 def is_delta(module: nn.Module) -> bool:
     """Whether a mixer follows the gated delta rule, by what it is made of."""
-    known = ("A_log", "dt_bias", "conv1d", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads")
+    known = ("A_log", "dt_bias", "conv1d", "activation", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads")
     return all(hasattr(module, name) for name in known) and _stored(module) is not None
 
 
@@ -150,6 +150,8 @@ def delta_weights(module: Any) -> DeltaWeights:
     require(len(stored.weight) == 2 * keys + values, module, "conv1d", "does not take queries, keys and values")
     first = [*range(2 * keys, 2 * keys + values), *range(2 * keys)]  # values come first here, and last there
     offset = None if stored.offset is None else stored.offset[first]
+    known = isinstance(module.activation, str) and module.activation in ACT2FN
+    require(known, module, "activation", f"is {module.activation}, which transformers does not know")
     activation = ACT2FN[module.activation]
     like = v[0]
     require(is_elementwise(activation, like.dtype, like.device), module, "activation", "does not treat channels alone")
@@ -182,17 +184,17 @@ def _projections(module: Any, keys: int, values: int) -> list[Stored]:
     names = _stored(module)
     assert names is not None
     stored = [read_linear(module, name) for name in names]
-    heads, groups = int(module.num_v_heads), int(module.num_k_heads)
-    if names == FUSED:
-        sizes = [[keys, keys, values, values], [heads, heads]]
-        made = [part for one, each in zip(stored, sizes, strict=True) for part in _parts(one, each, groups)]
-    elif names == BY_KIND:
-        made = [*_parts(stored[0], [keys, keys, values]), *stored[1:]]
-    else:
-        made = stored
-    widths = [part[0].shape[-1] for part in made]
-    expected = [keys, keys, values, values, heads, heads]
-    require(widths == expected, module, names[0], f"and its like make {widths} numbers, not {expected}")
+    heads = int(module.num_v_heads)
+    split = {
+        FUSED: [[keys, keys, values, values], [heads, heads]],
+        BY_KIND: [[keys, keys, values], [values], [heads], [heads]],
+        APART: [[keys], [keys], [values], [values], [heads], [heads]],
+    }[names]
+    made: list[Stored] = []
+    for name, one, sizes in zip(names, stored, split, strict=True):
+        width, expected = one[0].shape[-1], sum(sizes)
+        require(width == expected, module, name, f"makes {width} numbers, not the {expected} of its heads")
+        made += _parts(one, sizes, int(module.num_k_heads) if names == FUSED else 1)
     return made
 
 

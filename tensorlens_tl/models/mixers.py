@@ -9,14 +9,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.delta import DeltaWeights, delta_weights, is_delta
 from tensorlens_tl.models.mixing import Ends, Mask, read_convolution, read_linear, require
 from tensorlens_tl.models.scans import Mamba2Weights, MambaWeights, mixer_weights
@@ -68,14 +67,40 @@ def mixer_map(module: nn.Module, x: Float[Tensor, "batch pos d_model"], mask: Ma
     return weights.hold(x.detach(), mask)
 
 
-def read_mixer(module: nn.Module) -> Mixer:
+def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError] = UnsupportedModelError) -> Mixer:
     """How a mixer's map follows from what it reads.
+
+    The map refuses padding on the left that would change what real tokens give: there the mixer itself lets a bias
+    through from padded positions.
+
+    Args:
+        module: the mixer, as Hugging Face has it.
+        refuse: makes an error that names the block.
 
     Raises:
         UnsupportedModelError: a mixer of no known kind; names the part.
     """
-    _ = _weights(module)  # refuses what is not read
-    return partial(mixer_map, module)
+    leaking = _leaking_bias(_weights(module))
+
+    def held(x: Tensor, mask: Mask | None) -> Chain:
+        if leaking and mask is not None and bool(((mask != 0).cumsum(1) == 0).any()):
+            raise refuse(
+                f"{leaking} of {type(module).__name__} has a bias, which padding on the left passes on to real tokens: "
+                "padding changes what the model gives. Pad on the right, or freeze the prompts one by one."
+            )
+        return mixer_map(module, x, mask)
+
+    return held
+
+
+def _leaking_bias(weights: MambaWeights | Mamba2Weights | DeltaWeights | ShortConvolution) -> str:
+    """Which part, if any, gives padded positions something that reaches later ones."""
+    ends = weights.ends
+    if ends.b_in is not None and bool(ends.b_in.any()):
+        return "the first projection"
+    offset = ends.convolution.offset
+    # those of Mamba zero padding again after the convolution, and a short convolution is followed by nothing that mixes
+    return "the convolution" if isinstance(weights, DeltaWeights) and offset is not None and bool(offset.any()) else ""
 
 
 def _weights(module: nn.Module) -> MambaWeights | Mamba2Weights | DeltaWeights | ShortConvolution:

@@ -75,7 +75,7 @@ class BlockView:
         if not parts or parts[0] in ATTENTION:
             return None
         try:
-            return read_mixer(innermost(self.module._modules[parts[0]]))
+            return read_mixer(innermost(self.module._modules[parts[0]]), self._refuse)
         except UnsupportedModelError as error:
             raise self._refuse(f"{parts[0]}: {error}") from None
 
