@@ -27,7 +27,7 @@ REPRESENTATIVES = {
     "hooked/shortformer", "hooked/sandwich", "hooked/post-only", "hooked/soft-caps", "hooked/sinks",
     "hooked/parallel-processed", "encoder/bert", "bridge/gpt2", "bridge/neox", "bridge/llama", "bridge/gemma2",
     "bridge/phi", "bridge/opt", "bridge/bert", "bridge/llama-compatibility", "bridge/native-rms",
-    "hooked/whitened", "bridge/whitened",
+    "hooked/whitened", "bridge/whitened", "bridge/mamba", "bridge/qwen3-next",
 }  # fmt: skip
 """One model at least of every class, block layout, norm, activation, position encoding and way to make attention; the
 others belong to the marked set `whole`."""
@@ -96,7 +96,7 @@ def some_tokens(batch=2, pos=6, seed=0):
     return torch.randint(3, 48, (batch, pos), generator=torch.Generator().manual_seed(seed))
 
 
-FLOAT32_INSIDE = ("llama", "mistral", "qwen", "gemma", "phi3", "olmo2", "native-rms")
+FLOAT32_INSIDE = ("llama", "mistral", "qwen", "gemma", "phi3", "olmo2", "native-rms", "mamba", "jamba", "lfm2")
 """Families whose own norms compute in float32 whatever the dtype."""
 
 

@@ -133,10 +133,7 @@ _DELTA = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
+    "mlp_only_layers": [0, 1],
 }
 _MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mamba": ("MambaConfig", "MambaForCausalLM", {**_SCANNED, "time_step_rank": 3}),
