@@ -118,8 +118,9 @@ class BlockView:
         """The attention weights; refuses what is not softmax attention with readable weights."""
         if self.mixer is not None:
             raise self._refuse(
-                f"{self.mixer_name} is no attention (a state-space or convolution layer): it has no pattern and no "
-                "heads. The operator and what is made from it work (tensorlens, gradients, logit_attribution)."
+                f"{self.mixer_name} is no softmax attention (a state-space layer, a delta rule, a convolution): it has "
+                "no pattern and no heads that are read. The operator and what is made from it work (tensorlens, "
+                "gradients, logit_attribution); tlens.implicit_attention shows which tokens it takes from."
             )
         read = read_attention(getattr(self.module, self.mixer_name, None), self.model.cfg, self._refuse)
         if self.branch_factor == 1:
