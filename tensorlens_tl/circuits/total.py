@@ -133,7 +133,8 @@ def _components(asked: StreamTarget, by: str) -> Iterator[_Component]:
                 raise UnsupportedModelError(
                     f"total_effects(live=True): nothing inside {sublayer.name} of this "
                     f"{asked.stream.frozen.view.description} can be taken away by a hook (a mixture of experts, a gate "
-                    "or a norm inside, a mixer in place of attention). Leave live out: the frozen model's effects are exact."
+                    "or a norm inside, a mixer in place of attention). Leave live out: the frozen model's effects are "
+                    "exact."
                 )
             if not sublayer.is_attention or by == "component":
                 yield _Component(sublayer.name, inside)

@@ -5,7 +5,7 @@ What stands where attention has its pattern, with all that depends on the input 
 | the layer | of a head | heads |
 | --- | --- | --- |
 | softmax attention | its pattern | its own |
-| a state-space layer | ``α_ij = Σ_n C_i[n]·exp(A[n]·(Δ_{j+1} + … + Δ_i))·B_j[n]·Δ_j`` (Ali, Zimerman & Wolf 2024) | its own |
+| a state-space layer | α of `SelectiveScan` (Ali, Zimerman & Wolf 2024) | its own |
 | the gated delta rule | M of `tensorlens_tl.models.delta` | its own |
 | a gated short convolution | ``C_i·w_{i−j}·B_j`` of a channel | every channel |
 
