@@ -18,7 +18,7 @@ GROUPED = {**TEXT, "num_key_value_heads": 2, "pad_token_id": 0}
 OPT = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 24,
        "max_position_embeddings": 24, "word_embed_proj_dim": 16}  # fmt: skip
 
-MAMBA = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+RWKV = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2}
 T5 = {"vocab_size": 48, "d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 4, "d_kv": 4}
 
 
@@ -42,13 +42,13 @@ def wrapped(module, tokenizer=None):
     ("architecture", "options", "message"),
     [
         ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 2}, r"blocks\.0 .*mlp .*mixture of experts"),
-        ("MambaForCausalLM", MAMBA, r"blocks\.0"),
+        ("RwkvForCausalLM", RWKV, r"blocks\.0 .*time_mix"),
         ("T5ForConditionalGeneration", T5, "encoder-decoders are not supported"),
         ("ViTForImageClassification", {**STREAM, "image_size": 8, "patch_size": 4}, r"ViTForImage.* reads no tokens"),
     ],
 )  # fmt: skip
 def test_other_architectures_are_refused(architecture, options, message):
-    attention = {} if architecture in ("MambaForCausalLM", "T5ForConditionalGeneration") else {"attention": "eager"}
+    attention = {} if architecture in ("RwkvForCausalLM", "T5ForConditionalGeneration") else {"attention": "eager"}
     model = wrapped(made(architecture, **attention, **options))
     with pytest.raises(tlens.UnsupportedModelError, match=message):
         tlens.freeze(model, some_tokens())

@@ -146,5 +146,5 @@ def require(holds: bool, module: Any, part: str, message: str) -> None:
     if not holds:
         raise UnsupportedModelError(
             f"mixer_map: `{part}` of {type(module).__name__} {message}. Mixers like those of Mamba, Mamba 2 and the "
-            "hybrids named in tensorlens_tl.models.mixers can be read; for another, build a Chain from its weights."
+            "hybrids named in tensorlens_tl.models.mixers can be read."
         )

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.attention import floating, read_attention
+from tensorlens_tl.models.attention import floating, read_attention, shown
 from tensorlens_tl.models.experts import ExpertsWeights, has_experts, read_experts
 from tensorlens_tl.models.mixers import Mixer, read_mixer
 from tensorlens_tl.models.mlps import read_mlp
@@ -74,8 +74,13 @@ class BlockView:
             raise self._refuse(f"{' and '.join(parts)} beside each other, which is not read.")
         if not parts or parts[0] in ATTENTION:
             return None
+        inner = innermost(self.module._modules[parts[0]])
+        if hasattr(inner, "q_proj") and hasattr(inner, "o_proj") and not hasattr(inner, "A_log"):
+            raise self._refuse(
+                f"{parts[0]} is attention here ({type(inner).__name__}), and TransformerLens shows no pattern of it."
+            )
         try:
-            return read_mixer(innermost(self.module._modules[parts[0]]), self._refuse)
+            return read_mixer(inner, self._refuse)
         except UnsupportedModelError as error:
             raise self._refuse(f"{parts[0]}: {error}") from None
 
@@ -122,11 +127,28 @@ class BlockView:
                 "no pattern and no heads that are read. The operator and what is made from it work (tensorlens, "
                 "gradients, logit_attribution); tlens.implicit_attention shows which tokens it takes from."
             )
-        read = read_attention(getattr(self.module, self.mixer_name, None), self.model.cfg, self._refuse)
+        found: Any = getattr(self.module, self.mixer_name, None)
+        if found is None:
+            raise self._refuse(self._what_it_has())
+        read = read_attention(found, self.model.cfg, self._refuse)
         if self.branch_factor == 1:
             return read
         b_O = None if read.b_O is None else read.b_O * self.branch_factor
         return replace(read, W_O=read.W_O * self.branch_factor, b_O=b_O)
+
+    def _what_it_has(self) -> str:
+        """Why there is no attention and no mixer to be read."""
+        kind = type(innermost(self.module)).__name__
+        shown = [name for name, part in self.module._modules.items() if is_bridge_component(part)]
+        if not shown:
+            return (
+                f"it ({kind}) shows nothing inside: TransformerLens has hook points at its two ends only, so that what "
+                "its parts read, and any pattern, cannot be seen."
+            )
+        return (
+            f"it ({kind}) has {', '.join(shown)}: no attention, and no mixer under a name that is read "
+            f"({', '.join(MIXERS)})."
+        )
 
     @cached_property
     def cross_attention(self) -> AttentionWeights | None:
@@ -149,13 +171,15 @@ class BlockView:
     @cached_property
     def query_key(self) -> QueryKeyWeights:
         """The weights that make the attention scores; refuses what has none that can be read."""
+        if self.mixer is not None:
+            _ = self.attention  # refuses
         attn: Any = getattr(self.module, self.mixer_name, None)
         # as with W_V: HookedTransformer expands W_K to query heads and keeps _W_K
         kept = "_W_K" if hasattr(attn, "_W_K") else "W_K"
-        W_Q, W_K = getattr(attn, "W_Q", None), getattr(attn, kept, None)
+        W_Q, W_K = shown(attn, "W_Q"), shown(attn, kept)
         if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
             raise self._refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
-        b_Q, b_K = getattr(attn, "b_Q", None), getattr(attn, kept.replace("W", "b"), None)
+        b_Q, b_K = shown(attn, "b_Q"), shown(attn, kept.replace("W", "b"))
         norms = {name: getattr(attn, name, None) for name in ("q_norm", "k_norm")}
         inner = getattr(norms["q_norm"], "original_component", norms["q_norm"])
         epsilon = getattr(inner, "variance_epsilon", getattr(inner, "eps", getattr(self.model.cfg, "eps", 1e-5)))
