@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-cpus test-pythons fuzz lint types docs bench evaluation compression whitening support package clean
+.PHONY: demo test test-tl4 test-whole test-cpus test-pythons fuzz lint types docs bench evaluation compression whitening census support package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -59,6 +59,10 @@ compression: .venv/.ready
 #   python benchmarks/whitening.py OUT
 whitening: .venv/.ready
 	.venv/bin/python benchmarks/whitening.py
+
+# every architecture that TransformerLens maps, tiny and random: exact, or refused by name
+census: .venv-tl4/.ready
+	.venv-tl4/bin/python benchmarks/census.py
 
 support: .venv/.ready .venv-tl4/.ready
 	.venv/bin/python benchmarks/support.py

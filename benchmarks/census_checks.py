@@ -7,13 +7,15 @@ What is claimed, all in float64 and relative to the largest value:
 * ``held``: the live model under the pass's hooks, at another input, is the operator there;
 * ``gradients``: autograd through it is the operator's pull, for random cotangents;
 * ``independent``: so is autograd through the model under hooks that share no code with the library, where those make
-  it affine (softmax attention, plain or gated MLPs and norms with hook points of their own, and nothing else);
+  it affine (softmax attention, plain or gated MLPs and norms with hook points of their own, experts whose gates go
+  through an activation module, and nothing else);
 * ``logits``: a target's scores and bias are its total, and the total is the model's own logit, at every position.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +77,7 @@ def examine(name: str, variant: str = "") -> Row:
     except tlens.TensorLensError as error:
         row.verdict, row.reason = REFUSED, str(error)
     except Exception as error:
-        unknown = isinstance(error, TypeError) and "unexpected keyword argument 'decoder_input_ids'" in str(error)
-        row.verdict, row.reason = REFUSED if unknown else CRASH, described(error)
+        row.verdict, row.reason = CRASH, described(error)
     else:
         row.verdict = row.verdict if worst > LIMIT else EXACT
     return row
@@ -169,7 +170,7 @@ def _logits(frozen: Any, op: Any, own: Tensor | None) -> float | None:
         return None
     worst = 0.0
     for token in (5, VOCABULARY - 1):
-        asked = op.target(token, query=None)
+        asked = op.target(token, query=slice(frozen.prompt.encoder_length, None))  # an encoder predicts nothing
         total, size = asked.total, own.abs().max()
         worst = max(worst, float((asked.scores.sum(-1) + asked.bias - total).abs().max() / total.abs().max()))
         total = total if asked.soft_cap is None else asked.soft_cap * torch.tanh(total / asked.soft_cap)
@@ -188,27 +189,75 @@ def _independent(case: Case, op: Any) -> float | None:
             cache = dict(model.run_with_cache(case.input, **case.options)[1].items())
         ends = ("ln_final.hook_out", f"blocks.{model.cfg.n_layers - 1}.hook_out")  # an encoder's ln_final is its head's
         end = next(name for name in ends if name in cache and difference(cache[name], op.output) <= FLOAT32_LIMIT)
-        hooks = _holding(cache, model.cfg.n_layers)
-        if not _vanish_at_zero(case, [name for name in cache if name.endswith("mlp.hook_pre")]):
+        plain = [layer for layer in range(model.cfg.n_layers) if _has_activation(model, layer)]
+        hooks, experts = _holding(cache, model.cfg.n_layers, plain), _experts_called(case)
+        if not _vanish_at_zero(case, [f"blocks.{layer}.mlp.hook_pre" for layer in plain]):
             return None
 
         def output(x: Tensor) -> Tensor:
             seen: list[Tensor] = []
             placed = [("blocks.0.hook_in", lambda live, hook: x), *hooks, (end, lambda live, hook: seen.append(live))]
-            model.run_with_hooks(case.input, **case.options, fwd_hooks=placed)
+            with _experts_held(experts):
+                model.run_with_hooks(case.input, **case.options, fwd_hooks=placed)
             return seen[-1]
 
         step = _draw(op.x, 8)
         with torch.no_grad():
             centre, ahead, behind = output(op.x), output(op.x + step), output(op.x - step)
-    except (KeyError, IndexError, RuntimeError, StopIteration, ValueError):
+    except (AttributeError, KeyError, IndexError, RuntimeError, StopIteration, ValueError):
         return None  # a hook point is missing, or means something else than its name says
     if max(difference(ahead + behind, 2 * centre), difference(centre, op.output)) > FLOAT32_LIMIT:
         return None
     return _gradients(op, output)
 
 
-def _holding(cache: Mapping[str, Tensor], n_layers: int) -> list[tuple[str, Callable[..., Any]]]:
+def _has_activation(model: Any, layer: int) -> bool:
+    """Whether a layer has an MLP with hook points around its activation; a mixture of experts calls its ends so."""
+    points, start = model.hook_dict, f"blocks.{layer}.mlp."
+    return start + "hook_pre" in points and points[start + "hook_pre"] is not points.get(start + "hook_in")
+
+
+@dataclass
+class _Called:
+    """A module of experts, what it was called with, and what its activation function gave, call by call."""
+
+    experts: Any
+    arguments: tuple[Any, ...] = ()
+    activated: list[Tensor] = field(default_factory=list)
+
+
+def _experts_called(case: Case) -> list[_Called]:
+    """The experts of a model's own run: routing as they are given it, and the gates of each of them."""
+    called = [
+        _Called(module)
+        for name, module in case.bridge.original_model.named_modules()
+        if name.rsplit(".", 1)[-1] == "experts" and isinstance(getattr(module, "act_fn", None), torch.nn.Module)
+    ]
+    with ExitStack() as stack, torch.no_grad():
+        for one in called:
+            see = partial(setattr, one, "arguments")
+            stack.callback(one.experts.register_forward_pre_hook(lambda module, given, see=see: see(given)).remove)
+            keep = one.activated.append
+            hook = one.experts.act_fn.register_forward_hook(lambda module, given, made, keep=keep: keep(made))
+            stack.callback(hook.remove)
+        case.bridge(case.input, **case.options)
+    return called
+
+
+@contextmanager
+def _experts_held(called: Sequence[_Called]) -> Iterator[None]:
+    """Experts that get the same tokens with the same weights, and whose gates are what they were."""
+    with ExitStack() as stack:
+        for one in called:
+            gates = iter(one.activated)
+            held = lambda module, given, one=one: (given[0], *one.arguments[1:])  # noqa: E731
+            stack.callback(one.experts.register_forward_pre_hook(held).remove)
+            hook = one.experts.act_fn.register_forward_hook(lambda module, given, made, gates=gates: next(gates))
+            stack.callback(hook.remove)
+        yield
+
+
+def _holding(cache: Mapping[str, Tensor], n_layers: int, plain: Sequence[int]) -> list[tuple[str, Callable[..., Any]]]:
     """Hooks that hold scales, patterns and activation ratios at what a cache has."""
     hooks: list[tuple[str, Callable[..., Any]]] = [
         (name, lambda live, hook, scale=scale: scale)
@@ -224,7 +273,7 @@ def _holding(cache: Mapping[str, Tensor], n_layers: int) -> list[tuple[str, Call
             return torch.einsum("bhqk,bkhd->bqhd", pattern, values)
 
         hooks += _carried(start + "attn.hook_v", start + "attn.hook_z", mixed)
-        if start + "mlp.hook_pre" in cache:
+        if layer in plain:
             before = start + ("mlp.hook_pre_linear" if start + "mlp.hook_pre_linear" in cache else "mlp.hook_pre")
             ratio = cache[start + "mlp.hook_post"] / cache[before]
             hooks += _carried(before, start + "mlp.hook_post", lambda live, ratio=ratio: ratio * live)

@@ -14,7 +14,7 @@ from tensorlens_tl import demo, evaluate
 
 PAGE = Path(__file__).parent.parent / "docs" / "evaluation.md"
 START, END = "<!-- findings, written by hand -->", "<!-- end of the findings -->"
-PROMPTS, FEWER = 104, 48
+PROMPTS, FEWER, IMAGES = 104, 48, 96
 MASK_AT = 25
 METHODS = {label: label for label in evaluate.STANDARD} | {
     # a quarter of the usual steps: the page is to be made in minutes
@@ -49,14 +49,27 @@ def section(title: str, result: evaluate.Evaluation, note: str = "") -> str:
     return "\n".join([*lines, ""])
 
 
-def perturbations(name: str, model: object, prompts: torch.Tensor, query: object) -> list[str]:
+def perturbations(
+    name: str, model: object, prompts: torch.Tensor, query: object, what: tuple[str, str] = ("tokens", "prompts")
+) -> list[str]:
     parts = []
     for order, better in (("descending", "higher"), ("ascending", "lower")):
         result = evaluate.perturbation(model, prompts, METHODS, query=query, order=order)
-        what = "most relevant first" if order == "descending" else "least relevant first"
-        note = f"Tokens replaced {what}; area under the curve over 0 to 30 % of the tokens of {len(prompts)} prompts, {better} is better."
+        first = "most relevant first" if order == "descending" else "least relevant first"
+        parts_of, whole = what
+        note = (
+            f"{parts_of.capitalize()} replaced {first}; area under the curve over 0 to 30 % of the {parts_of} of "
+            f"{len(prompts)} {whole}, {better} is better."
+        )
         parts.append(section(f"{name}: {result.kind}", result, note))
     return parts
+
+
+def vision() -> list[str]:
+    """Patches of digits that the model has not seen, replaced by the mean patch at their position."""
+    images, _ = demo.digit_images()
+    chosen = images[:: len(images) // IMAGES][:IMAGES]
+    return perturbations("Digits", tlens.load_demo_model(name="digits"), chosen, "cls", ("patches", "images"))
 
 
 def page() -> str:
@@ -68,6 +81,7 @@ def page() -> str:
     parts += perturbations("Language model", language, text, "last")
     parts += perturbations("Masked encoder", encoder, demo.held_out_prompts(encoder, FEWER, mask_at=MASK_AT), MASK_AT)
     parts += perturbations("Recall model", recall, evaluate.recall(FEWER, seed=11).tokens, "last")
+    parts += vision()
     parts += ["## Known answers", ""]
     for name, model, task in (
         ("Key–value recall", recall, evaluate.recall(200, seed=12)),

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.testing import check_method, check_model, model_names, tiny_model
+from tensorlens_tl.testing import check_method, check_model, model_names, tiny_input, tiny_model
 
 PATH = Path(__file__).parents[1] / "docs" / "support.md"
 HEADING = "## TransformerLens "
@@ -31,6 +31,7 @@ goes through `check_model`, every method through `check_method`, and one head's 
 * **QK**: whether attention scores can be read from weights (`circuits.qk_attribution`).
 * ✓ holds everything, a number is why it is refused. Nothing is ever silently wrong: a model that is in no row is proved or refused when it is frozen,
   and `tensorlens-tl verify --model NAME` runs the same proof on yours.
+* Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) hold everything that needs the operator or the live model alone, with scores over both sides; T5 runs on TransformerLens 4 only.
 * Every architecture that TransformerLens 4 maps, exact or refused and why: [the census](census.md).
 """
 TARGETED = ("input-x-gradient", "integrated-gradients")
@@ -72,7 +73,8 @@ def row(name: str) -> dict[str, str]:
 def scores_read(model: Any) -> str:
     """Why attention scores cannot be read from this model's weights, or ""."""
     try:
-        circuits.qk_attribution(tlens.freeze(model, torch.tensor([[3, 4, 5]])), 0, 0, query=-1, key=1)
+        frozen = tlens.freeze(model, torch.tensor([[3, 4, 5]]), **tiny_input(model, 1, 3)[1])
+        circuits.qk_attribution(frozen, 0, 0, query=-1, key=1)
     except tlens.TensorLensError as refusal:
         return str(refusal)
     return ""

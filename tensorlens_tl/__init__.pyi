@@ -59,7 +59,11 @@ from tensorlens_tl.passes import (
     Collapse as Collapse,
     FrozenOperator as FrozenOperator,
     FrozenPass as FrozenPass,
+    PatchEmbedding as PatchEmbedding,
+    PixelScores as PixelScores,
     freeze as freeze,
+    patch_embedding as patch_embedding,
+    pixel_scores as pixel_scores,
 )
 from tensorlens_tl.registry import (
     attribute as attribute,

@@ -46,6 +46,7 @@ from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.batches import check_slice, memory_batches, numbered, one_per_prompt, taken, tokenized
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.prompts import prepare
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.joining import joined
 
@@ -114,6 +115,7 @@ class LayerMap:
             UnsupportedModelError: the map is undefined for this model.
             RegistryError: the function gives something else than `[layer, batch, query, key]`.
         """
+        frozen.view.refuse_encoder_decoder(f"layer map {self.name!r}")
         maps = self.function(frozen)
         batch, pos = frozen.tokens.shape
         wanted = (frozen.n_layers, batch, pos, pos)
@@ -284,7 +286,7 @@ def attribute(
 
     Args:
         model: a TransformerLens model, or a `FrozenPass` (then leave `input` out).
-        input: a string, a list of strings, or token ids.
+        input: a string, a list of strings, or token ids; images or sound where the model reads those (see `freeze`).
         method: one of `list_methods()`.
         memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
             the batches, and whatever the method itself bounds by it.
@@ -340,12 +342,19 @@ def attribute(
 
 def _batches(
     model: ModelLike, input: Any, for_freeze: dict[str, Any], memory: Memory
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Many prompts as rows of token ids, and which of them go together; no batches where one pass is asked for."""
-    whole = {"attention_mask", "token_type_ids", "cache"} & set(for_freeze)
+) -> tuple[list[Any], list[list[int]]]:
+    """Many prompts as rows of token ids, and which of them go together; no batches where one pass is asked for.
+
+    Images and sounds are their own rows.
+    """
+    whole = {"attention_mask", "token_type_ids", "cache", "decoder_input_ids", "model_inputs"} & set(for_freeze)
     if whole or isinstance(input, str) or not hasattr(input, "__len__") or len(input) < 2:
         return [], []
     view = ModelView(model)
+    if view.reads != "tokens":
+        prompt = prepare(view, input)
+        values = list(prompt.kwargs["input"])
+        return values, memory_batches(view, [prompt.tokens.shape[1]] * len(values), memory)
     rows = tokenized(view, input, for_freeze.get("prepend_bos"))
     return rows, memory_batches(view, [len(row) for row in rows], memory)
 

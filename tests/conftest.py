@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 import tensorlens_tl as tlens
 from tensorlens_tl import registry
 from tensorlens_tl.hooks import hooks_on
-from tensorlens_tl.testing import model_names, tiny_model
+from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_model
 
 settings.register_profile(
     "default", max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -18,7 +18,7 @@ settings.load_profile("default")
 
 # tiny tensors: more threads only wait for each other, and every core has a process of its own
 torch.set_num_threads(int(os.environ.get("TENSORLENS_TEST_THREADS", "1")))
-NAMES = model_names()
+NAMES = [name for name in model_names() if name not in encoder_decoder_names()]  # those that read one input
 _models: dict = {}
 
 
@@ -27,7 +27,7 @@ REPRESENTATIVES = {
     "hooked/shortformer", "hooked/sandwich", "hooked/post-only", "hooked/soft-caps", "hooked/sinks",
     "hooked/parallel-processed", "encoder/bert", "bridge/gpt2", "bridge/neox", "bridge/llama", "bridge/gemma2",
     "bridge/phi", "bridge/opt", "bridge/bert", "bridge/llama-compatibility", "bridge/native-rms",
-    "hooked/whitened", "bridge/whitened", "bridge/mamba", "bridge/qwen3-next",
+    "hooked/whitened", "bridge/whitened", "bridge/bart", "bridge/t5", "bridge/mamba", "bridge/qwen3-next",
 }  # fmt: skip
 """One model at least of every class, block layout, norm, activation, position encoding and way to make attention; the
 others belong to the marked set `whole`."""
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config, items):
         asked = next((params[key] for key in ("name", "whitened", "plain") if key in params), None)
         asked = asked or getattr(params.get("check"), "of", None)
         named = [mark.args[1] for mark in item.iter_markers("parametrize") if mark.args[0] == "name"]
-        if asked in NAMES and asked not in REPRESENTATIVES and not (named and len(named[0]) <= FEW):
+        if asked in model_names() and asked not in REPRESENTATIVES and not (named and len(named[0]) <= FEW):
             item.add_marker(pytest.mark.whole)
 
 

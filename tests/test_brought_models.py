@@ -43,22 +43,18 @@ def wrapped(module, tokenizer=None):
     [
         ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 2}, r"blocks\.0 .*mlp .*mixture of experts"),
         ("RwkvForCausalLM", RWKV, r"blocks\.0 .*time_mix"),
-        ("T5ForConditionalGeneration", T5, "encoder-decoders are not supported"),
-        ("ViTForImageClassification", {**STREAM, "image_size": 8, "patch_size": 4}, r"ViTForImage.* reads no tokens"),
     ],
 )  # fmt: skip
 def test_other_architectures_are_refused(architecture, options, message):
-    attention = {} if architecture in ("RwkvForCausalLM", "T5ForConditionalGeneration") else {"attention": "eager"}
+    attention = {} if architecture == "RwkvForCausalLM" else {"attention": "eager"}
     model = wrapped(made(architecture, **attention, **options))
     with pytest.raises(tlens.UnsupportedModelError, match=message):
         tlens.freeze(model, some_tokens())
 
 
-@pytest.mark.parametrize("input", ["a text", torch.zeros(1, 3, 8, 8)], ids=["text", "pixels"])
-def test_a_model_of_images_is_refused_whatever_it_is_given(input):
-    model = wrapped(made("ViTForImageClassification", **STREAM, image_size=8, patch_size=4))
-    with pytest.raises(tlens.UnsupportedModelError, match="reads no tokens"):
-        tlens.freeze(model, input)
+def test_an_encoder_decoder_without_its_second_input():
+    with pytest.raises(tlens.InvalidInputError, match=r"decoder_input_ids: .*T5For.* is an encoder–decoder; pass"):
+        tlens.freeze(wrapped(made("T5ForConditionalGeneration", **T5)), some_tokens())
 
 
 def test_logits_scaled_after_the_unembedding_are_noticed():

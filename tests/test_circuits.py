@@ -9,7 +9,7 @@ from functools import partial
 import networkx
 import pytest
 import torch
-from conftest import close, hooks_left, some_tokens, tolerance
+from conftest import NAMES, close, hooks_left, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -214,7 +214,7 @@ def test_paths_and_remainder_sum_to_the_logit_in_every_order(frozen, name):
             assert close(listed, found.orders[:, length], atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in model_names() if not any(word in name for word in NO_PATHS)])
+@pytest.mark.parametrize("name", [name for name in NAMES if not any(word in name for word in NO_PATHS)])
 def test_a_wide_beam_finds_the_largest_of_all_paths(one, name):
     everything = circuits.paths(one, 5, max_order=9)
     assert float(everything.remainder.abs().max()) < 1e-9  # two layers have no path longer than four nodes
@@ -254,7 +254,7 @@ def test_two_attention_layers_are_the_lectures_sum():
     assert float(found.remainder.abs()) < 1e-12
 
 
-@pytest.mark.parametrize("name", [name for name in model_names() if not any(word in name for word in NO_PATHS)])
+@pytest.mark.parametrize("name", [name for name in NAMES if not any(word in name for word in NO_PATHS)])
 def test_graph_identities(one, name):
     made = circuits.contribution_graph(one, 5, minus=7, threshold=0)
     nodes, edges = made.nodes, made.edges

@@ -18,6 +18,8 @@ from tensorlens_tl.algebra import (
     SelectiveScan,
     Transpose,
 )
+from tensorlens_tl.algebra.positions import RowPositions
+from tensorlens_tl.algebra.segments import CrossAttention, Picked, Segment
 from tensorlens_tl.testing import check_map
 
 pytestmark = pytest.mark.numeric
@@ -29,9 +31,9 @@ def normal(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def pattern(heads=4):
+def pattern(heads=4, queries=POS, keys=POS):
     """Rows that do not sum to 1, as with attention sinks and fully masked rows."""
-    rows = torch.rand(BATCH, heads, POS, POS, dtype=torch.float64)
+    rows = torch.rand(BATCH, heads, queries, keys, dtype=torch.float64)
     rows[0, :, 0] = 0
     return rows
 
@@ -41,6 +43,18 @@ def selective(rates, groups=2, head_dim=2):
     shape = (BATCH, POS, groups, 3)
     delta = torch.rand(BATCH, POS, WIDTH // head_dim, dtype=torch.float64)
     return SelectiveScan(delta, -rates.exp(), normal(*shape), normal(*shape), head_dim)
+
+
+def part():
+    """A map of two positions that treats each of them otherwise."""
+    return Norm(normal(BATCH, 2, 1).exp(), normal(WIDTH), normal(WIDTH)) + Identity()
+
+
+def mixing_part(shape="both"):
+    mixed = getattr(pattern(queries=2, keys=2), {"both": "clone", "causal": "tril"}[shape])()
+    return Chain(
+        (Linear(normal(WIDTH, 4), normal(4)), Attention(mixed, 2), Linear(normal(WIDTH, WIDTH), normal(WIDTH)))
+    )
 
 
 MAPS = {
@@ -72,12 +86,29 @@ MAPS = {
     "state-space layer": lambda: Chain(
         (MAPS["diagonal"](), MAPS["convolution"](), MAPS["scan of heads"]() + MAPS["diagonal"](), MAPS["linear"]())
     ),
+    **{f"segment from {start}": lambda start=start: Segment(part(), start, start + 2, POS) for start in (0, 1)},
+    "segment of all": lambda: Segment(MAPS["layer norm"](), 0, POS, POS),
+    "segment alone": lambda: Segment(part(), 1, 3, POS, only=True),
+    "rectangular segment": lambda: Segment(Linear(normal(WIDTH, 5), normal(5)), 0, 2, POS, only=True),
+    "mixing segment": lambda: Segment(mixing_part(), 1, 3, POS),
+    "causal segment": lambda: Segment(mixing_part("causal"), 1, 3, POS),
+    "mixing segment alone": lambda: Segment(mixing_part(), 0, 2, POS, only=True),
+    "cross-attention": lambda: CrossAttention(pattern(queries=1, keys=2), 4, (2, 3), (0, 2), POS),
+    "grouped cross-attention": lambda: CrossAttention(pattern(queries=2, keys=1), 2, (1, 3), (0, 1), POS),
+    "cross-attention backwards": lambda: CrossAttention(pattern(queries=1, keys=2), 4, (0, 1), (1, 3), POS),
+    "encoder and decoder": lambda: Chain(
+        (
+            Segment(MAPS["linear"]() + Identity(), 0, 2, POS),
+            Identity() + Chain((MAPS["cross-attention"](), Segment(MAPS["linear"](), 2, 3, POS, only=True))),
+            Segment(Norm(normal(BATCH, 1, 1).exp(), normal(WIDTH), normal(WIDTH)), 2, 3, POS),
+        )
+    ),
     "recursion in a chain": lambda: MAPS["linear"]() @ MAPS["padded recursion"]() @ MAPS["sum"]() @ MAPS["recursion"](),
 }
 
 
 def widths(m, name):
-    d_in = {"transpose": 5, "grouped attention": 4}.get(name, WIDTH)
+    d_in = {"transpose": 5, "grouped attention": 4, "grouped cross-attention": 4}.get(name, WIDTH)
     return d_in, m.push(normal(BATCH, POS, d_in)).shape[-1]
 
 
@@ -170,3 +201,41 @@ def test_attention_of_any_shape(batch, pos, heads, d_head):
     m = Attention(torch.rand(batch, n_heads, pos, pos, dtype=torch.float64), kv)
     x, g = normal(2, batch, pos, kv * d_head), normal(2, batch, pos, n_heads * d_head)
     assert torch.allclose((m.push(x) * g).sum(), (x * m.pull(g)).sum(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("mixing", [False, True])
+def test_a_segment_is_its_map_between_others(only, mixing):
+    inner = mixing_part() if mixing else part()
+    m, x = Segment(inner, 1, 3, POS, only), normal(BATCH, POS, WIDTH)
+    assert torch.equal(m(x)[:, 1:], inner(x[:, 1:]))
+    assert torch.equal(m(x)[:, 0], torch.zeros_like(x[:, 0]) if only else x[:, 0])
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_a_segment_cut_to_any_positions(only):
+    """Slices that begin or end outside it, lists in any part of it, one position for each row."""
+    inner, x = part(), normal(BATCH, POS, WIDTH)
+    m = Segment(inner, 1, 3, POS, only)
+    for where in (slice(0, 1), slice(0, 2), slice(1, 2), slice(2, None), slice(None), [0], [2], [0, 2], [0, 1, 2]):
+        assert torch.equal(m.at(where)(x[:, where]), m(x)[:, where])
+    places = torch.tensor([[0, 1], [2, 0], [1, 2]])  # a row's position in each prompt
+    picked, rows = m.at(RowPositions(places)), normal(3, BATCH, 1, WIDTH)
+    assert isinstance(picked, Picked)
+    whole = torch.zeros(3, BATCH, POS, WIDTH, dtype=torch.float64)
+    whole.scatter_(2, places[..., None, None].expand(-1, -1, 1, WIDTH), rows)
+    at = places[..., None, None].expand(-1, -1, 1, WIDTH)
+    for made, expected in ((picked(rows), m(whole)), (picked.pull(rows), m.pull(whole))):
+        assert torch.allclose(made, expected.gather(2, at), rtol=1e-12, atol=1e-14)
+    assert picked.norm_bound() >= inner.norm_bound()
+
+
+def test_cross_attention_is_attention_between_two_segments():
+    probabilities, x = pattern(4, queries=1, keys=2), normal(BATCH, POS, 6)
+    m = CrossAttention(probabilities, 2, (2, 3), (0, 2), POS)
+    values = x[:, :2].view(BATCH, 2, 2, 3).repeat_interleave(2, dim=2)
+    mixed = torch.einsum("bhqk,bkhd->bqhd", probabilities, values).flatten(2)
+    assert torch.allclose(m(x)[:, 2:], mixed, rtol=1e-12)
+    assert not m(x)[:, :2].any()
+    with pytest.raises(TypeError, match="slice"):
+        m.at([0, 2])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tensorlens_tl as tlens
-from tensorlens_tl.testing import model_names
+from tensorlens_tl.testing import model_names, tiny_input
 
 support = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "support.py"))
 SECTION = support["sections"](support["PATH"].read_text(encoding="utf-8")).get(
@@ -33,8 +33,9 @@ def test_every_model_and_method_is_there():
     assert used == set(range(1, len(reasons) + 1))
 
 
+@pytest.mark.parametrize("name", model_names())
 def test_what_is_refused_is_refused_and_nothing_else(name, model):
-    row, frozen = table()[name], tlens.freeze(model, [[3, 4, 5]])
+    row, frozen = table()[name], tlens.freeze(model, [[3, 4, 5]], **tiny_input(model, 1, 3)[1])
     refused = {}
     for method in support["methods"]():
         try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorlens_tl as tlens
-from tensorlens_tl.demo import train, train_small, train_vision, train_whitened
+from tensorlens_tl.demo import train, train_reversal, train_small, train_vision, train_whitened
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,26 @@ def accuracy(model):
     images, labels = tlens.demo.digit_images()
     with torch.no_grad():
         return float((model(images).argmax(-1) == labels).float().mean())
+
+
+def test_the_reversal_model(tmp_path):
+    train_reversal.main([str(tmp_path), "--steps", "2"])
+    facts, shipped = (
+        json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        for folder in (tmp_path, tlens.demo.FOLDERS["reversal"])
+    )
+    assert (facts["steps"], facts["parameters"]) == (2, shipped["parameters"])
+    assert facts["held_out_accuracy"] < 0.1 < 0.95 < shipped["held_out_accuracy"]
+    model = tlens.load_demo_model(name="reversal", folder=tmp_path)
+    words = tlens.demo.reversal_words()
+    assert not bool(tlens.demo.is_held_out_word(words + torch.tensor([0, 0, 0, 0, 0, 1])).any())
+    logits, answers = train_reversal.predicted(model.original_model, words[:3])
+    assert answers.tolist() == [[*word[::-1], 2] for word in words[:3].tolist()]
+    assert torch.allclose(
+        logits,
+        model(train_reversal.started(words[:3]), decoder_input_ids=train_reversal.started(answers[:, :-1])),
+        atol=1e-5,
+    )
 
 
 def test_digits_are_distorted_a_little():

@@ -9,7 +9,7 @@ vectors themselves plus one chunk: attention works on some source tokens at a ti
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.maps import ZERO, AffineMap, Chain, Sum
 from tensorlens_tl.algebra.primitives import Identity
+from tensorlens_tl.algebra.segments import Segment
 from tensorlens_tl.errors import InvalidInputError
 
 BiasRule = Literal["absdot", "norm", "equal", "abssim", "dot", "cls", "token", "none"]
@@ -108,7 +109,11 @@ def walk(m: AffineMap, vectors: Tensor, spread: Spread, *, causal: bool, width: 
         width: numbers that one vector takes on its way through a stage, which sizes the chunks.
     """
     for stage in _steps(m):
-        if stage.mixes:
+        if isinstance(stage, Segment) and not stage.only:
+            own = slice(stage.start, stage.stop)
+            there = replace(spread, reach=spread.reach[:, :, own])
+            vectors[:, :, own] = walk(stage.inner, vectors[:, :, own], there, causal=False, width=width)
+        elif stage.mixes:
             vectors = _mixing(stage, vectors, spread, causal, width)
         else:
             vectors = _positionwise(stage, vectors, spread, causal, width)
@@ -116,9 +121,9 @@ def walk(m: AffineMap, vectors: Tensor, spread: Spread, *, causal: bool, width: 
 
 
 def _steps(m: AffineMap) -> Iterator[AffineMap]:
-    """The stages of a chain, those that mix positions taken apart as far as they are chains themselves."""
+    """The stages of a chain, those that mix positions or act on some only taken apart as far as they are chains."""
     for stage in m.stages if isinstance(m, Chain) else (m,):
-        if isinstance(stage, Chain) and stage.mixes:
+        if isinstance(stage, Chain) and (stage.mixes or any(isinstance(part, Segment) for part in stage.stages)):
             yield from _steps(stage)
         else:
             yield stage

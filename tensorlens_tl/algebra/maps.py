@@ -100,6 +100,24 @@ class AffineMap(ABC):
         pulled = self._pull_alone(spread_to(g, here, reach), reach, biases)
         return pulled if there == reach else pulled[:, :, there]
 
+    @property
+    def needs_positions(self) -> bool:
+        """Whether it passes something on from position to position without knowing how many there are.
+
+        A bias that is given once for all positions must be given at each of them before it goes through such a map.
+        """
+        return any(part.needs_positions for part in self.parts)
+
+    @property
+    def positions(self) -> int | None:
+        """How many positions it was made for, if what it holds says so."""
+        return next((part.positions for part in self.parts if part.positions is not None), None)
+
+    @property
+    def parts(self) -> tuple["AffineMap", ...]:
+        """The maps that it is made of, if it is made of maps."""
+        return ()
+
     # ------------------------------------------------------------------ what every map can do
 
     def push(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
@@ -229,8 +247,28 @@ class Chain(AffineMap):
     def bias(self) -> Tensor:
         bias = ZERO
         for stage in self.stages:
-            bias = stage.bias if bias is ZERO else stage._forward(_with_positions(bias), affine=True)
+            bias = stage.bias if bias is ZERO else stage._forward(self._met_by(stage, bias), affine=True)
         return bias
+
+    def _met_by(self, stage: AffineMap, bias: Tensor) -> Tensor:
+        """A bias as vectors that a stage accepts; one vector for all positions becomes `[1, 1, d]` and broadcasts.
+
+        Raises:
+            TypeError: the stage would take it for a single position, and nothing tells how many there are.
+        """
+        bias = bias if bias.ndim >= 3 else bias[None, None]
+        if bias.shape[-2] > 1 or not stage.needs_positions:
+            return bias
+        if self.positions is None:
+            raise TypeError(
+                f"{stage} does not know how many positions there are, but the bias before it is given once for all of "
+                "them. Give it at every position, as the offset of a Diagonal [batch, pos, d]."
+            )
+        return bias.expand(*bias.shape[:-2], self.positions, bias.shape[-1])
+
+    @property
+    def parts(self) -> tuple[AffineMap, ...]:
+        return self.stages
 
     @property
     def mixes(self) -> bool:
@@ -285,6 +323,10 @@ class Sum(AffineMap):
     def mixes(self) -> bool:
         return any(term.mixes for term in self.terms)
 
+    @property
+    def parts(self) -> tuple[AffineMap, ...]:
+        return self.terms
+
     def at(self, where: Where) -> "Sum":
         return Sum(tuple(term.at(where) for term in self.terms))
 
@@ -322,6 +364,10 @@ class Transpose(AffineMap):
         return f"({self.inner}).T"
 
     @property
+    def parts(self) -> tuple[AffineMap, ...]:
+        return (self.inner,)
+
+    @property
     def bias(self) -> Tensor:
         return ZERO
 
@@ -345,8 +391,3 @@ class Transpose(AffineMap):
         if self.mixes:
             return self._pull_among(g, here, there, reach, biases)
         return self._pull_alone(g, here, biases)
-
-
-def _with_positions(bias: Tensor) -> Tensor:
-    """A bias as vectors a map accepts; one vector for all positions becomes `[1, 1, d]` and broadcasts."""
-    return bias if bias.ndim >= 3 else bias[None, None]

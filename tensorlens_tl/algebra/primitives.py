@@ -74,6 +74,10 @@ class Diagonal(PositionwiseMap):
     factor: Float[Tensor, "*rows batch pos d"]
     offset: Float[Tensor, "*rows batch pos d"] | None = None
 
+    @property
+    def positions(self) -> int | None:
+        return self.factor.shape[-2] if self.factor.shape[-2] > 1 else None
+
     def __repr__(self) -> str:
         return f"Diagonal({self.factor.shape[-1]}{'' if self.offset is None else ', offset'})"
 
@@ -110,6 +114,10 @@ class Norm(PositionwiseMap):
     shift: Float[Tensor, "d"] | None = None
     centre: bool = True
 
+    @property
+    def positions(self) -> int | None:
+        return self.scale.shape[-2] if self.scale.shape[-2] > 1 else None
+
     def __repr__(self) -> str:
         return f"Norm({'centred' if self.centre else 'not centred'})"
 
@@ -145,6 +153,10 @@ class Attention(AffineMap):
 
     pattern: Float[Tensor, "batch head query key"]
     kv_heads: int
+
+    @property
+    def positions(self) -> int | None:
+        return self.pattern.shape[-1]
 
     def __repr__(self) -> str:
         _, heads, query, key = self.pattern.shape

@@ -41,6 +41,14 @@ class Recursion(MixingMap):
     weight: Float[Tensor, "d d"]
     keep: Bool[Tensor, "batch pos"] | None = None
 
+    @property
+    def needs_positions(self) -> bool:
+        return self.keep is None
+
+    @property
+    def positions(self) -> int | None:
+        return None if self.keep is None else self.keep.shape[-1]
+
     def __repr__(self) -> str:
         return f"Recursion({len(self.weight)}{'' if self.keep is None else ', padded'})"
 
@@ -78,6 +86,10 @@ class DiagonalRecursion(MixingMap):
     """
 
     factor: Float[Tensor, "batch pos channel state"]
+
+    @property
+    def positions(self) -> int | None:
+        return self.factor.shape[1]
 
     def __repr__(self) -> str:
         return "DiagonalRecursion({} channels, {} states)".format(*self.factor.shape[-2:])

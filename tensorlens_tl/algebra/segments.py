@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap
 from tensorlens_tl.algebra.positions import BiasTerms, RowPositions, Where
-from tensorlens_tl.algebra.primitives import Attention
+from tensorlens_tl.algebra.primitives import Attention, Identity
 
 
 @final
@@ -33,6 +33,10 @@ class Segment(AffineMap):
     length: int
     only: bool = False
 
+    @property
+    def positions(self) -> int | None:
+        return self.length
+
     def __repr__(self) -> str:
         return f"Segment({self.inner}, {self.start} to {self.stop} of {self.length}{', only' * self.only})"
 
@@ -48,6 +52,10 @@ class Segment(AffineMap):
     def mixes(self) -> bool:
         return self.inner.mixes
 
+    @property
+    def needs_positions(self) -> bool:
+        return True  # it cuts positions out
+
     def at(self, where: Where) -> "Segment | Picked":
         if isinstance(where, RowPositions):
             inside = (where.positions >= self.start) & (where.positions < self.stop)
@@ -57,6 +65,8 @@ class Segment(AffineMap):
             first, last, _ = where.indices(self.length)
             start, stop = (min(max(bound, first), last) for bound in (self.start, self.stop))
             kept = self.inner.at(slice(start - self.start, stop - self.start))
+            if start == stop and not self.only:  # nothing of it is left
+                kept = Identity()
             return replace(self, inner=kept, start=start - first, stop=stop - first, length=last - first)
         inside = [place for place in where if self.start <= place < self.stop]
         start = sum(place < self.start for place in where)
@@ -151,6 +161,10 @@ class CrossAttention(AffineMap):
     queries: tuple[int, int]
     keys: tuple[int, int]
     length: int
+
+    @property
+    def positions(self) -> int | None:
+        return self.length
 
     def __repr__(self) -> str:
         _, heads, query, key = self.pattern.shape

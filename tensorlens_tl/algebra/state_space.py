@@ -43,6 +43,10 @@ class CausalConvolution(MixingMap):
     weight: Float[Tensor, "channel width"]
     offset: Float[Tensor, "channel"] | None = None
 
+    @property
+    def needs_positions(self) -> bool:
+        return True
+
     def __repr__(self) -> str:
         offset = "" if self.offset is None else ", offset"
         return "CausalConvolution({} channels, {} positions{})".format(*self.weight.shape, offset)
@@ -99,6 +103,10 @@ class SelectiveScan(MixingMap):
     B: Float[Tensor, "batch pos group state"]
     C: Float[Tensor, "batch pos group state"]
     head_dim: int = 1
+
+    @property
+    def positions(self) -> int | None:
+        return self.delta.shape[1]
 
     def __repr__(self) -> str:
         return f"SelectiveScan({self.delta.shape[-1]} × {self.head_dim} channels, {self.B.shape[-1]} states)"

@@ -154,6 +154,7 @@ def appendix_e_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
         InvalidInputError: several prompts.
     """
     check_pass(frozen)
+    frozen.view.refuse_encoder_decoder("bounds")
     one_prompt(frozen.operator())
     bound = 1.0
     for layer, layout in enumerate(frozen.layouts):
@@ -205,6 +206,7 @@ def _of_norm(norm: Any, mask: Tensor, as_printed: bool) -> float:
 def _other_input(frozen: Any, x: Any, activation: str) -> tuple[FrozenOperator, Tensor]:
     """The operator of one prompt, and another input of it, checked."""
     check_pass(frozen)
+    frozen.view.refuse_encoder_decoder("bounds")
     op = frozen.operator(activation=activation)
     one_prompt(op)
     refuse_attached(frozen.model)

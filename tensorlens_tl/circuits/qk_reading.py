@@ -73,6 +73,7 @@ def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
         UnsupportedModelError: no known reading does; says how near the best came.
     """
     check_pass(frozen)
+    frozen.view.refuse_encoder_decoder("attention scores")
     x, pattern = frozen.resid_read(layer), frozen.pattern(layer)
     found = [
         replace(candidate, error=_error(candidate, x, pattern.to(x.dtype), frozen.mask))

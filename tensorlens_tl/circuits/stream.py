@@ -35,6 +35,7 @@ from tensorlens_tl.models.activations import check_rule
 from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.layouts import Place
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.models.view import PER_LAYER_NORM
 from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.passes.prompts import one_query, query_positions
 from tensorlens_tl.passes.record import Record, check_pass
@@ -67,7 +68,7 @@ class Sublayer:
         """All nodes together: ``"L0.attn"``, ``"MLP0"``, or ``"L0.mixer"``."""
         if self.is_attention:
             return f"L{self.layer}.attn"
-        return self.nodes[0] if self.nodes[0].endswith(".mixer") else f"MLP{self.layer}"
+        return self.nodes[0] if self.nodes[0].endswith((".mixer", ".per_layer")) else f"MLP{self.layer}"
 
     @property
     def is_mixer(self) -> bool:
@@ -205,9 +206,11 @@ class Stream:
         Raises:
             InvalidInputError: no such activation rule or layers.
             FrozenModelError: the weights were changed since the pass.
+            UnsupportedModelError: an encoder–decoder.
         """
         rule, chosen = check_rule(activation), chosen_layers(frozen.n_layers, layers)
         frozen.check_fresh()
+        frozen.view.refuse_encoder_decoder("circuits")
         steps = [step for layer in chosen for step in _block_steps(frozen, layer, rule)]
         if chosen.stop == frozen.n_layers:
             final = frozen.final_norm() if final_norm else None
@@ -409,12 +412,15 @@ def _block_steps(frozen: Record, layer: int, rule: str) -> list[Step]:
         sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (hidden,), output, names, "b_out", False)))
     whitening = frozen.whitening(layer)
     steps = [] if whitening is None else [Step(layer, (), whitening, f"L{layer}.whitening")]
+    per_layer = frozen.per_layer(layer, rule)
+    ends = [] if per_layer is None else [Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), "")]
+    ends += [Step(layer, (), end, f"L{layer}.end") for end in frozen.ends(layer)]
     if layout.parallel:
-        return [*steps, Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}")]
+        return [*steps, Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}"), *ends]
     for at, sublayer in sublayers:
         outer = Identity() if at.outer is None else frozen.norm(layer, at.outer)
         steps.append(Step(layer, (sublayer,), outer, f"L{layer}.{at.outer}.b"))
-    return steps
+    return steps + ends
 
 
 def _mlp_nodes(frozen: Record, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
@@ -430,11 +436,18 @@ def _mlp_nodes(frozen: Record, layer: int, rule: str) -> tuple[AffineMap, Affine
     parts = frozen.experts(layer, rule)
     routed = parts["experts"]
     assert isinstance(routed, Routed)
-    terms: dict[str, AffineMap] = {
-        f"L{layer}E{branch.number}": replace(routed, branches=(branch,)) for branch in routed.branches
-    }
-    terms |= {f"L{layer}.{name}": part for name, part in parts.items() if name != "experts"}
+    alone = {f"L{layer}E{branch.number}": replace(routed, branches=(branch,)) for branch in routed.branches}
+    terms = {name: frozen.with_norms(layer, "experts", part) for name, part in alone.items()}
+    if "shared" in parts:
+        terms[f"L{layer}.shared"] = frozen.with_norms(layer, "shared", parts["shared"])
     return Beside(tuple(terms.values())), GroupSum(len(terms)), tuple(terms)
+
+
+def _per_layer_node(frozen: Record, layer: int, per_layer: Chain) -> Sublayer:
+    """What a block adds for an input of each token at this layer, as a node of its own."""
+    *inside, output = per_layer.stages
+    write, name = Chain((output, frozen.norm(layer, PER_LAYER_NORM))), f"L{layer}.per_layer"
+    return Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", False)
 
 
 def _sublayer(

@@ -161,6 +161,7 @@ def _without(asked: StreamTarget, components: Sequence[_Component | None]) -> Fl
         hooks.append((point, partial(_keep_only, keep=keep, positions=batch * pos)))
     kept, _ = capture(frozen.model, inputs, [asked.read_at], hooks=hooks, last=asked.read_at)
     own = upcast(kept[asked.read_at].to(asked.vectors.device).unflatten(0, (copies, batch)))
+    own = own[:, :, None] if own.ndim == 3 else own  # a classifier's head is given one vector for each prompt
     own = torch.take_along_dim(own, asked.positions[None, ..., None], dim=2)
     return ((own * asked.vectors).sum(-1) + asked.constant).permute(2, 1, 0)
 

@@ -356,8 +356,9 @@ def as_view(model: Any) -> ModelView:
     """The reading of a model, or of a pass's model."""
     if isinstance(model, FrozenPass):
         model.check_fresh()
-        return model.view
-    return model if isinstance(model, ModelView) else ModelView(model)
+    view = model.view if isinstance(model, FrozenPass) else model if isinstance(model, ModelView) else ModelView(model)
+    view.refuse_encoder_decoder("the weights of heads")
+    return view
 
 
 def as_pass(model: Any, offset: Any = None) -> FrozenPass:

@@ -21,11 +21,11 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl.testing import check_model
 
     model = loaded_model(args)
-    text = args.text
-    if text is None and ModelView(model).tokenizer is not None:
+    text, view = args.text, ModelView(model)
+    if text is None and view.tokenizer is not None and not view.is_encoder_decoder:
         text = TEXT
     if text is None:
-        print("This model has no tokenizer: verified on random tokens.")
+        print("This model has no tokenizer, or two inputs: verified on random tokens.")
     report = check_model(model, text)
     rows = []
     for part, error in report.errors.items():

@@ -9,9 +9,11 @@
 | `encoder` | BERT architecture, 3 layers, width 128: masked words of the same text as `language` |
 | `whitened` | GPT-NeoX architecture, 2 layers, width 32, whitening before each: characters of the same text |
 | `digits` | Vision Transformer, 3 layers, width 32: which digit an image of 8 × 8 pixels shows (`digit_images`) |
+| `reversal` | BART architecture, 1 + 1 layers, width 32: writes six letters in reverse (`reversal_words`) |
 
 The first is trained by `tensorlens_tl.demo.train`, `whitened` by `tensorlens_tl.demo.train_whitened`, `digits` by
-`tensorlens_tl.demo.train_vision`, the others by `tensorlens_tl.demo.train_small`.
+`tensorlens_tl.demo.train_vision`, `reversal` by `tensorlens_tl.demo.train_reversal`, the others by
+`tensorlens_tl.demo.train_small`.
 """
 
 import json
@@ -19,22 +21,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.whitening.insertion import whiten
 
-__all__ = ["FOLDERS", "PROMPT", "digit_images", "held_out_prompts", "held_out_text", "load_demo_model"]
+__all__ = [
+    "FOLDERS", "PROMPT", "digit_images", "held_out_prompts", "held_out_text", "load_demo_model", "reversal_words",
+]  # fmt: skip
 
 MODEL_FOLDER = Path(__file__).parent / "model"
 FOLDERS = {"language": MODEL_FOLDER} | {
     name: Path(__file__).parent / "models" / name
-    for name in ("recall", "brackets", "relations", "encoder", "whitened", "digits")
+    for name in ("recall", "brackets", "relations", "encoder", "whitened", "digits", "reversal")
 }
 """Where each model lies, in Hugging Face format."""
 
-ONLY_BRIDGE = ("encoder", "whitened", "digits")
+ONLY_BRIDGE = ("encoder", "whitened", "digits", "reversal")
 
 PROMPT = "If the module is not found, a ModuleNotFoundError is raised. If the file is not found, a FileNotFoundError is"
 """The sentence of the demo."""
@@ -91,6 +95,17 @@ def digit_images(*, held_out: bool = True) -> tuple[Float[Tensor, "image 1 8 8"]
     return data["images"][half, None].float() / 16, data["labels"][half].long()
 
 
+def is_held_out_word(words: Int[Tensor, "word letter"]) -> Bool[Tensor, "word"]:
+    """Which words of six letters, as token ids, the model `reversal` has not seen: every 997th of them."""
+    return ((words - 3) * 10 ** torch.arange(5, -1, -1)).sum(1) % 997 == 0
+
+
+def reversal_words() -> Int[Tensor, "word letter"]:
+    """The 1004 words that the model `reversal` has not seen, six letters each, as token ids."""
+    numbers = torch.arange(0, 10**6, 997)[:, None]
+    return numbers // 10 ** torch.arange(5, -1, -1) % 10 + 3
+
+
 def load_demo_model(
     kind: str | None = None,
     dtype: torch.dtype = torch.float32,
@@ -104,7 +119,8 @@ def load_demo_model(
 
     Args:
         kind: ``"hooked"`` for a HookedTransformer (TransformerLens 3.9), ``"bridge"`` for a TransformerBridge (3.9 and
-            4.x); None takes the first that is there. `encoder`, `whitened` and `digits` are always a TransformerBridge.
+            4.x); None takes the first that is there. `encoder`, `whitened`, `digits` and `reversal` are always a
+            TransformerBridge.
         dtype: of the weights.
         name: one of `FOLDERS`.
         folder: another model of the same architecture, in Hugging Face format.
@@ -156,6 +172,7 @@ def _module(folder: Path, dtype: torch.dtype, name: str) -> tuple[Any, list[tupl
         "encoder": ("BertConfig", "BertForMaskedLM"),
         "whitened": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
         "digits": ("ViTConfig", "ViTForImageClassification"),
+        "reversal": ("BartConfig", "BartForConditionalGeneration"),
     }.get(name, ("GPT2Config", "GPT2LMHeadModel"))
     facts = getattr(transformers, config).from_pretrained(folder, attn_implementation="eager", dtype=dtype)
     module = getattr(transformers, architecture)(facts)

@@ -35,6 +35,7 @@ def prompt(
     label: str,
     stacks: Sequence[Stack] = (),
     note: str = "",
+    parts: Sequence[str] = (),
 ) -> str:
     """One prompt: coloured text for one query, a matrix for several; stacks below, to be opened.
 
@@ -46,21 +47,22 @@ def prompt(
         label: what is shown, for screen readers.
         stacks: what it is made of.
         note: a line below.
+        parts: which part of the prompt each token belongs to, by name, where it has several.
     """
     if len(queries) == 1:
-        parts = [token_line(tokens, plane[0].tolist(), next(iter(queries)), positions)]
+        drawings = [token_line(tokens, plane[0].tolist(), next(iter(queries)), positions, parts)]
     else:
-        parts = [matrix(list(queries.values()), tokens, plane, label=label)]
+        drawings = [matrix(list(queries.values()), tokens, plane, label=label)]
     if note:
-        parts.append(f'<div class="n">{escape(note)}</div>')
+        drawings.append(f'<div class="n">{escape(note)}</div>')
     for name, planes, rows in stacks:
         names = [f"{name} {place}" for place in range(len(planes))]
         if planes.shape[1] == 1:
             drawn = matrix(names, tokens, planes[:, 0], label=f"by {name}", corner=f"{name} ↓ key →")
         else:
             drawn = small_multiples(names, rows, tokens, planes, label=f"by {name}")
-        parts.append(f"<details><summary>By {escape(name)}</summary>{drawn}</details>")
-    return "".join(parts)
+        drawings.append(f"<details><summary>By {escape(name)}</summary>{drawn}</details>")
+    return "".join(drawings)
 
 
 def side_by_side(

@@ -79,15 +79,24 @@ def item(token: str, label: str, style: str = "", *, marked: bool = False, first
 
 
 def token_line(
-    tokens: Sequence[str], values: Sequence[float], query: int | None = None, positions: Sequence[int] | None = None
+    tokens: Sequence[str],
+    values: Sequence[float],
+    query: int | None = None,
+    positions: Sequence[int] | None = None,
+    parts: Sequence[str] = (),
 ) -> str:
-    """One prompt as coloured text; a value shows on hover and focus, the token at position `query` is underlined."""
+    """One prompt as coloured text; a value shows on hover and focus, the token at position `query` is underlined.
+
+    `parts` names for each token the part of the prompt it belongs to; each part begins a line with its name.
+    """
     positions = range(len(tokens)) if positions is None else positions
     largest = largest_of(np.asarray(values, dtype=float))
-    marks = []
-    for position, token, value in zip(positions, tokens, values, strict=True):
+    marks: list[str] = []
+    for count, (position, token, value) in enumerate(zip(positions, tokens, values, strict=True)):
+        if parts and (count == 0 or parts[count] != parts[count - 1]):
+            marks.append(f'{"<br>" * bool(marks)}<span class="n">{escape(parts[count])} </span>')
         label = f"{visible(token)} at {position}: {number(value)}"
-        marks.append(item(visible(token), label, colour(value, largest), marked=position == query, first=not marks))
+        marks.append(item(visible(token), label, colour(value, largest), marked=position == query, first=count == 0))
         if "\n" in token:
             marks.append("<br>")
     return f'<div class="line rove">{"".join(marks)}</div>{colour_bar(np.asarray(values, dtype=float))}'

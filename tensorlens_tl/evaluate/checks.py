@@ -87,13 +87,14 @@ def randomisation(model: Any, prompts: Any, methods: Any = None, *, seed: int = 
     """
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)
+    frozen.view.refuse_encoder_decoder("randomisation")
     scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
     before = torch.stack([scorer(frozen) for scorer in scorers])
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     layers, curve = frozen.n_layers, [spearman(before, before, frozen.mask)]
     for layer in reversed(range(layers)):
         _scramble(other.blocks[layer], generator)
-        again = freeze(other, frozen.tokens, **_as_given(frozen), verify=False)
+        again = freeze(other, **frozen.prompt.again(), verify=False)
         curve.append(spearman(before, torch.stack([scorer(again) for scorer in scorers]), frozen.mask))
     curves = torch.stack(curve, dim=-1)[None]
     return Evaluation(
@@ -147,6 +148,7 @@ def stability(
     draws = whole_number("draws", draws, least=1)
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)
+    frozen.view.refuse_encoder_decoder("stability")
     scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
     before = torch.stack([scorer(frozen) for scorer in scorers])
     generator, total = torch.Generator().manual_seed(seed), torch.zeros(before.shape[:2], dtype=torch.float64)
@@ -155,7 +157,7 @@ def stability(
         added = torch.randn(x.shape, generator=generator).to(x) * x.norm(dim=-1, keepdim=True)
         noisy = x + noise * added / x.shape[-1] ** 0.5
         with lock_of(model), model.hooks(fwd_hooks=[(frozen.points.blocks[0].resid_pre, _replaced_by(noisy))]):
-            again = freeze(model, frozen.tokens, **_as_given(frozen), verify=False)
+            again = freeze(model, **frozen.prompt.again(), verify=False)
             after = torch.stack([scorer(again) for scorer in scorers])
         total += spearman(before, after, frozen.mask).to(total)
     return Evaluation(
@@ -237,13 +239,6 @@ def _centred_ranks(scores: Tensor, mask: Tensor) -> Tensor:
     ranks = below.sum(-1) + 0.5 * equal.sum(-1)
     mean = (ranks * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
     return ((ranks - mean) * mask).double()
-
-
-def _as_given(frozen: FrozenPass) -> dict[str, Any]:
-    given: dict[str, Any] = {} if bool(frozen.mask.all()) else {"attention_mask": frozen.mask}
-    if "token_type_ids" in frozen.inputs:
-        given["token_type_ids"] = frozen.inputs["token_type_ids"]
-    return given
 
 
 def _units(frozen: FrozenPass) -> list[str]:

@@ -82,6 +82,7 @@ def compression(
     if choose_by not in CHOOSE_BY:
         raise InvalidInputError(f"choose_by={choose_by!r}; use one of {', '.join(CHOOSE_BY)}.")
     view = ModelView(model)
+    view.refuse_encoder_decoder("compression")
     refuse_dropout(view.model)
     refuse_attached(view.model)
     candidates, ratios = _candidates(plans)

@@ -20,6 +20,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE, rank
 from tensorlens_tl.evaluate.scorers import predictions, scorers_of, usable
 from tensorlens_tl.evaluate.tasks import KnownAnswers
+from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.results.evaluation import Evaluation
 
@@ -60,6 +61,7 @@ def known_answer(
         )
     k = None if k is None else whole_number("k", k, 1, task.tokens.shape[1])
     scorers = scorers_of(methods, seed=seed)
+    ModelView(model).refuse_encoder_decoder("known_answer")
     first = freeze(model, task.tokens[:1])
     scorers, skipped = usable(scorers, first, -1, skip=methods is None)
     parts = [slice(start, start + PROMPTS_AT_ONCE) for start in range(0, len(task), PROMPTS_AT_ONCE)]

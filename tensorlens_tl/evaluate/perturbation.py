@@ -68,7 +68,8 @@ def perturbation(
 
     Args:
         model: a TransformerLens model.
-        prompts: strings, or token ids `[prompt, pos]`.
+        prompts: strings, or token ids `[prompt, pos]`; of a model of images or sound, what it reads (see
+            `tlens.freeze`): its patches are replaced, or a sound's frames.
         methods: see `tensorlens_tl.evaluate.scorers`; None is all that fit the model, and a random order. Methods that
             you name must fit the model.
         query: ``"last"``, ``"cls"`` (the first token), a position counted over real tokens, or ``"mean"``: scores and
@@ -77,7 +78,8 @@ def perturbation(
         fractions: shares of a prompt's tokens to replace, ascending, the first 0.
         replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the token
             embedding's mean over all prompts) or ``"zero"`` (no token embedding; positions stay). None is the mask
-            token where there is one, else the mean.
+            token where there is one, else the mean. Of patches, `"mean"` and `"zero"` are those of what the patch
+            embedding gives.
         metrics: of `hs_mse` (mean squared change of the final hidden state), `aopc` (how far the probability of the
             model's own first choice falls), `aopc_abs` (the absolute value of that: TensorLens' Table 1), `logit` (how
             far its logit falls).
@@ -103,8 +105,11 @@ def perturbation(
         raise InvalidInputError(f"order={order!r}; use 'descending' (most relevant first) or 'ascending'.")
     bound = in_bytes(memory)
     view = ModelView(model)
+    view.refuse_encoder_decoder("perturbation")
     prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
     place = _query(query, prompt)
+    if set(PREDICTED) & set(wanted) and place is not None:
+        prompt.in_logits(query_positions(prompt, place))
     if view.unembedding is None and set(PREDICTED) & set(wanted):
         raise UnsupportedModelError(f"{view.description} predicts no tokens; use metrics=['hs_mse'].")
     allowed = perturbable(view, prompt)
@@ -172,8 +177,10 @@ def rank(
 
 
 def perturbable(view: ModelView, prompt: Prompt) -> Bool[Tensor, "prompt pos"]:
-    """True at tokens that may be replaced: neither padding nor special tokens of the tokenizer."""
+    """True at tokens that may be replaced: neither padding nor special tokens (of an image, all but its patches)."""
     tokenizer = view.tokenizer
+    if view.reads != "tokens":
+        return (prompt.mask & (prompt.tokens >= prompt.special)).cpu()
     special = torch.tensor(sorted(getattr(tokenizer, "all_special_ids", None) or []), dtype=torch.long)
     return (prompt.mask.cpu() & ~torch.isin(prompt.tokens.cpu(), special)).clone()
 
@@ -251,6 +258,10 @@ class _Replacement:
         tokenizer = view.tokenizer
         if replacement is None:
             replacement = "mask" if getattr(tokenizer, "mask_token_id", None) is not None else "mean"
+        if view.reads != "tokens":
+            if replacement not in ("mean", "zero"):
+                raise InvalidInputError(f"replacement={replacement!r}: of {view.reads}, use 'mean' or 'zero'.")
+            return cls._of_signal(view, prompt, replacement)
         if replacement in ("mask", "pad"):
             token = getattr(tokenizer, f"{replacement}_token_id", None)
             if token is None:
@@ -278,6 +289,20 @@ class _Replacement:
             raise InvalidInputError(f"{error} Or use one of {', '.join(map(repr, REPLACEMENTS))}.") from error
         return cls(repr(replacement), token=token)
 
+    @classmethod
+    def _of_signal(cls, view: ModelView, prompt: Prompt, replacement: str) -> "_Replacement":
+        """What stands for a patch, or for a sound's frame: its position alone, or the mean patch at its position.
+
+        Where no position embedding is read (sound), it is the mean vector of the first block's input, or zero.
+        """
+        at = model_points(view).blocks[0].resid_pre
+        parts = [slice(start, start + 64) for start in range(0, len(prompt.tokens), 64)]
+        kept = [capture(view.model, _inputs(prompt, part), [at], last=at)[0][at] for part in parts]
+        stream = torch.cat([part.cpu() for part in kept])
+        positions = torch.zeros_like(stream[0]) if view.patches is None else view.patches.constant.to(stream)
+        mean = (stream - positions)[:, prompt.special :].mean((0, 1))
+        return cls(replacement, at=at, vector=positions + mean if replacement == "mean" else positions)
+
 
 class _Engine:
     """Runs the live model on perturbed prompts, and compares it with itself on the whole ones."""
@@ -294,7 +319,8 @@ class _Engine:
         memory: int,
     ) -> None:
         self.model, self.prompt, self.replacement, self.metrics = model, prompt, replacement, metrics
-        self.hidden_at = points.unembed_in or points.output
+        # a mean over positions is one of the output; a classifier's head reads too few of them
+        self.hidden_at = points.output if place is None and view.class_head else points.unembed_in or points.output
         self.place, self.predicts = place, bool(set(PREDICTED) & set(metrics))
         batch, pos = prompt.tokens.shape
         self.positions = None if place is None else query_positions(prompt, place)
@@ -354,10 +380,15 @@ class _Engine:
         at = self.positions[rows]
         if not self.predicts:
             kept, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
-            return torch.take_along_dim(kept[self.hidden_at], at[..., None], dim=1)[:, 0], None
+            return _vectors(kept[self.hidden_at], at), None
         hooks += logit_hooks(self.model, self.hidden_at, at)
         kept, logits = capture(self.model, inputs, [self.hidden_at], hooks=hooks)
-        return torch.take_along_dim(kept[self.hidden_at], at[..., None], dim=1)[:, 0], logits_at(logits, at)[:, 0]
+        return _vectors(kept[self.hidden_at], at), logits_at(logits, at)[:, 0]
+
+
+def _vectors(hidden: Tensor, at: Int[Tensor, "row 1"]) -> Tensor:
+    """Vectors at one position per prompt; a classifier's head may have been given no other."""
+    return hidden if hidden.ndim == 2 else torch.take_along_dim(hidden, at[..., None], dim=1)[:, 0]
 
 
 def _inputs(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:
@@ -367,5 +398,4 @@ def _inputs(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:
 
 def _pass(model: Any, prompt: Prompt, part: slice) -> FrozenPass:
     """Some of the prompts, frozen."""
-    mask = prompt.mask[part]
-    return freeze(model, prompt.tokens[part], attention_mask=None if bool(mask.all()) else mask)
+    return freeze(model, **prompt.again(part))

@@ -91,6 +91,7 @@ class RelationDecoder:
             InvalidInputError: fewer than m examples, or of unequal length (says which).
         """
         m = whole_number("m", m, least=1)
+        ModelView(model).refuse_encoder_decoder("relation decoding")
         tokens = _example_tokens(model, examples, m, template, shots, length)
         frozen = freeze(model, tokens)
         return cls(frozen, frozen.operator(activation=activation))
@@ -190,6 +191,7 @@ class LinearRelation:
         Raises:
             InvalidInputError: a layer out of range.
         """
+        ModelView(model).refuse_encoder_decoder("relation decoding")
         frozen = freeze(model, prompts.tokens, verify=False)
         layer = frozen.n_layers // 2 if layer is None else whole_number("layer", layer, 0, frozen.n_layers - 1)
         found = [_jacobian(frozen, row, layer, int(end)) for row, end in enumerate(prompts.subject_ends)]
@@ -301,8 +303,10 @@ def relation_decoding(
     m, splits = whole_number("m", m, least=1), whole_number("splits", splits, least=1)
     top_k = None if top_k is None else whole_number("top_k", top_k, least=1)
     shots = m - 1 if shots is None else whole_number("shots", shots, 0, m - 1)
+    view = ModelView(model)
+    view.refuse_encoder_decoder("relation decoding")
     chosen = list(shipped_relations().values()) if relations is None else list(relations)
-    layers = range(ModelView(model).n_layers) if layers is None else layers
+    layers = range(view.n_layers) if layers is None else layers
     lres = {f"LRE layer {layer}, β={beta:g}": (layer, beta) for layer in layers for beta in betas}
     labels = ["tensorlens mean operator", *lres, RANDOM]
     rng, values, units, skipped = random.Random(seed), [], [], {}
@@ -332,7 +336,7 @@ def relation_decoding(
         axis=torch.arange(splits, dtype=torch.float64),
         axis_name="split",
         settings={
-            **ModelView(model).provenance(), "m": m, "shots": shots, "splits": splits, "top_k": top_k, "seed": seed,
+            **view.provenance(), "m": m, "shots": shots, "splits": splits, "top_k": top_k, "seed": seed,
         },
         skipped=skipped,
     )  # fmt: skip

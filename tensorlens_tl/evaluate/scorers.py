@@ -11,6 +11,7 @@ or a tensor `[batch, key]`. `PREDICTED` among the options stands for the token t
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -205,8 +206,10 @@ def random_scores(seed: int = 0) -> Callable[[FrozenPass], Float[Tensor, "batch 
 
     def draw(frozen: FrozenPass) -> Tensor:
         rows = []
-        for tokens, mask in zip(frozen.tokens.tolist(), frozen.mask.tolist(), strict=True):
-            rng = random.Random(hash((seed, *(t for t, real in zip(tokens, mask, strict=True) if real))))
+        given = frozen.inputs["input"]  # of images and sound, their values: they all have the same positions
+        prompts = frozen.tokens.tolist() if not given.is_floating_point() else given.flatten(1).tolist()
+        for tokens, mask in zip(prompts, frozen.mask.tolist(), strict=True):
+            rng = random.Random(hash((seed, *(tokens if given.is_floating_point() else compress(tokens, mask)))))
             rows.append([rng.random() if real else 0.0 for real in mask])
         return torch.tensor(rows, dtype=torch.float64, device=frozen.tokens.device)
 

@@ -173,7 +173,12 @@ def logit_hooks(model: HookedModel, unembed_in: str | None, positions: Int[Tenso
 
 
 def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
-    """The logits at some positions, whether a run made all of them or, by `logit_hooks`, only those."""
+    """The logits at some positions, whether a run made all of them or, by `logit_hooks`, only those.
+
+    A classifier's `[batch, class]` are one position's, whichever that is.
+    """
+    if isinstance(logits, Tensor) and logits.ndim == 2:
+        return logits[:, None].expand(-1, positions.shape[1], -1)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] == positions.shape[1] == 1:
         return logits
     return torch.take_along_dim(logits, positions[..., None].to(logits.device), dim=1)
@@ -181,15 +186,15 @@ def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
 
 def _only_at(name: str, positions: Int[Tensor, "batch 1"]) -> FwdHook:
     def pick(tensor: Tensor, *, hook: Any) -> Tensor:
-        if tensor.shape[1] == 1:
+        if tensor.shape[1] == 1 or tensor.ndim == 2:  # a classifier's head takes one position out by itself
             return tensor
         return torch.take_along_dim(tensor, positions[..., None].to(tensor.device), dim=1)
 
     return name, in_this_thread(pick)
 
 
-def from_cache(cache: Any, names: Sequence[str], batch: int, pos: int) -> dict[str, Tensor]:
-    """The activations at `names` out of an existing cache.
+def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[str, int]) -> dict[str, Tensor]:
+    """The activations at `names` out of an existing cache; `lengths` says how many positions some of them have.
 
     Raises:
         InvalidInputError: the cache lacks a name, or was made for another batch or length.
@@ -204,11 +209,12 @@ def from_cache(cache: Any, names: Sequence[str], batch: int, pos: int) -> dict[s
     first = next(iter(kept.values()))
     if first.ndim == 2:
         raise InvalidInputError("cache: it has no batch axis; make it without remove_batch_dim=True.")
-    if tuple(first.shape[:2]) != (batch, pos):
-        raise InvalidInputError(
-            f"cache: {names[0]} is {tuple(first.shape)}, but the input has batch {batch} and {pos} tokens. "
-            "Pass the same input that made the cache."
-        )
+    for name, pos in lengths.items():
+        if tuple(kept[name].shape[:2]) != (batch, pos):
+            raise InvalidInputError(
+                f"cache: {name} is {tuple(kept[name].shape)}, but the input has batch {batch} and {pos} tokens. "
+                "Pass the same input that made the cache."
+            )
     return kept
 
 

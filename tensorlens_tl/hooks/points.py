@@ -75,6 +75,9 @@ class BlockPoints:
         scales: of each norm, the point of its scale; of a norm in `norms`, of what it reads.
         pre, pre_linear, post: of an MLP held from inside, the second if it is gated.
         attention, mlp: where they begin and end, if they are held as a whole; any other mixer always is.
+        shared: the same of a shared expert that stands beside the experts.
+        per_layer: the same of what an input of each token at this layer adds; `per_layer_input` names that input in
+            `ModelPoints.calls`.
         norms: the same of norms.
         cross: of cross-attention.
         index, weight: where the routing of experts is seen, names in `ModelPoints.calls`; `index` is None where the
@@ -92,6 +95,9 @@ class BlockPoints:
     post: str | None
     attention: Ends | None = None
     mlp: Ends | None = None
+    shared: Ends | None = None
+    per_layer: Ends | None = None
+    per_layer_input: str | None = None
     norms: dict[str, Ends] = field(default_factory=dict)
     cross: AttentionPoints | None = None
     index: str | None = None
@@ -107,10 +113,15 @@ class BlockPoints:
     @property
     def captured(self) -> list[str]:
         """What a pass keeps of this block."""
-        whole = [ends.into for ends in (self.attention, self.mlp) if ends is not None]
+        parts = (self.attention, self.mlp, self.shared, self.per_layer)
+        whole = [ends.into for ends in parts if ends is not None]
         names = [self.resid_pre, self.whitened, self.pattern, *self.scales.values(), self.pre, self.pre_linear]
         names.append(None if self.cross is None else self.cross.pattern)
-        return list(dict.fromkeys(name for name in (*names, *whole, self.index, self.weight) if name is not None))
+        return list(
+            dict.fromkeys(
+                name for name in (*names, *whole, self.index, self.weight, self.per_layer_input) if name is not None
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +159,6 @@ def model_points(view: ModelView) -> ModelPoints:
         UnsupportedModelError: a hook point is missing, or a block has a part that cannot be frozen.
     """
     last = "hook_normalized_resid_post" if view.is_hooked_encoder else "hook_resid_post"
-    head = view.mlm_head
     last_output = f"{view.blocks[-1].name}.{last}"
     unembed_in = "unembed.hook_in" if view.unembedding is not None else None
     if unembed_in is not None and view.is_bridge and view.final_norm is None and view.mlm_head is None:
@@ -158,7 +168,10 @@ def model_points(view: ModelView) -> ModelPoints:
         name = view.final_norm_name
         if view.scales_decoder_output:  # what is unembedded is scaled; so, then, are the logits
             unembed_in = f"{name}.hook_out"
-        final_out = unembed_in if unembed_in is not None and view.mlm_head is None else f"{name}.hook_out"
+        if view.class_head is not None and view.class_head.norm is None:  # what is unembedded is one position of it
+            unembed_in = f"{name}.hook_out"
+        headless = view.mlm_head is None and view.class_head is None
+        final_out = unembed_in if unembed_in is not None and headless else f"{name}.hook_out"
         # some models norm the embeddings with the same module: what it reads last is the last block's output
         whole = None if view.final_norm.epsilon is None else Ends(last_output, f"{name}.hook_out")
         final_scale = f"{name}.hook_scale" if whole is None else last_output
@@ -171,7 +184,7 @@ def model_points(view: ModelView) -> ModelPoints:
         output=final_out or last_output,
         final_scale=final_scale,
         final_norm=whole,
-        head_scale=head.scale_name if head is not None else None,
+        head_scale=_head_scale(view),
         unembed_in=unembed_in,
     )
     known = view.model.hook_dict
@@ -185,6 +198,14 @@ def model_points(view: ModelView) -> ModelPoints:
     return points
 
 
+def _head_scale(view: ModelView) -> str | None:
+    """Where the scale of a prediction head's norm is, or of a classifier's."""
+    classes = view.class_head
+    if classes is not None and classes.norm is not None:
+        return "classifier_ln.hook_scale" if classes.norm.epsilon is None else "classifier_ln.hook_in"
+    return None if view.mlm_head is None else view.mlm_head.scale_name
+
+
 def _block_points(view: ModelView, layer: int) -> BlockPoints:
     block = view.blocks[layer]
     at = block.name + "."
@@ -194,21 +215,32 @@ def _block_points(view: ModelView, layer: int) -> BlockPoints:
     attention = None if block.mixer is not None else block.attention
     heads = [None] * 3 if attention is None else [f"{attn}.hook_{what}" for what in ("pattern", "v", "z")]
     inside = mlp if isinstance(mlp, MLPWeights) and mlp.hooked else None
-    whole = {name: _ends(at + name) for name, norm in block.norms.items() if norm.epsilon is not None}
-    index, weight = (f"{at}mlp.experts.{what}" for what in ("index", "weight"))
+    norms, per_layer = block.norms | block.inner_norms, block.per_layer
+    whole = {name: _ends(at + name) for name, norm in norms.items() if norm.epsilon is not None}
+    experts_at = at + "experts" if block.has_experts_beside else f"{at}{block.mlp_name}"
+    mlp_at = at + block.mlp_name
+    index, weight = (f"{mlp_at}.experts.{what}" for what in ("index", "weight"))
     routed = isinstance(mlp, ExpertsWeights)
+    shared = "mlp" if block.has_experts_beside else block.shared_name
     return BlockPoints(
         resid_pre=at + ("hook_resid_pre" if whitening is None else "whitening.hook_in"),
         whitened=None if whitening is None else at + "whitening.hook_out",
         pattern=heads[0],
         value=heads[1],
         z=heads[2],
-        scales={name: whole[name].into if name in whole else f"{at}{name}.hook_scale" for name in block.norms},
-        pre=at + "mlp.hook_pre" if inside is not None else None,
-        pre_linear=at + "mlp.hook_pre_linear" if inside is not None and inside.W_gate is not None else None,
-        post=at + "mlp.hook_post" if inside is not None else None,
+        scales={name: whole[name].into if name in whole else f"{at}{name}.hook_scale" for name in norms},
+        pre=f"{at}{block.mlp_name}.hook_pre" if inside is not None else None,
+        pre_linear=f"{at}{block.mlp_name}.hook_pre_linear"
+        if inside is not None and inside.W_gate is not None
+        else None,
+        post=f"{at}{block.mlp_name}.hook_post" if inside is not None else None,
         attention=None if attention is not None and attention.hooked else _ends(attn),
-        mlp=_ends(at + "mlp") if mlp is not None and not mlp.hooked else None,
+        mlp=_ends(experts_at) if mlp is not None and not mlp.hooked else None,
+        shared=None if shared is None else _ends(at + shared),
+        per_layer=None
+        if per_layer is None
+        else Ends(f"{at}per_layer_input_gate.hook_in", f"{at}per_layer_projection.hook_out"),
+        per_layer_input=None if per_layer is None else f"{at}per_layer_input",
         norms=whole,
         cross=None
         if block.cross_attention is None
@@ -235,9 +267,11 @@ def _ends(name: str) -> Ends:
 
 
 def _calls(view: ModelView, blocks: list[BlockPoints]) -> dict[str, CallPoint]:
-    """Where the routing of every mixture of experts is seen."""
+    """Where the routing of every mixture of experts is seen, and inputs of single layers."""
     calls: dict[str, CallPoint] = {}
     for block, points in zip(view.blocks, blocks, strict=True):
+        if block.per_layer is not None and points.per_layer_input is not None:
+            calls[points.per_layer_input] = CallPoint(block.per_layer.module, block.per_layer.argument)
         if isinstance(block.mlp, ExpertsWeights):
             routing = block.mlp.routing
             for name, argument in ((points.index, routing.index), (points.weight, routing.weight)):

@@ -39,6 +39,9 @@ class LocalLayer:
     layer: int
     with_biases: bool = True
 
+    def __post_init__(self) -> None:
+        self.frozen.view.refuse_encoder_decoder("what the tokens of one layer give each other (layer maps)")
+
     @cached_property
     def x(self) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that the block's sublayers read; of a whitened block, the whitened one."""

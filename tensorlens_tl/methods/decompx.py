@@ -7,7 +7,8 @@ they are still apart, and is bias in later ones. Vectors sum to the model's own 
 Outside post-LN (ours): biases inside a branch are spread there, attention's after the residual connection, whatever the
 layout; the final norm's shift and, for a target, the prediction head's biases are spread too. A source token that
 cannot reach a query (causal, padding) gets no share. On a whitened model the sources are not apart in the first layer
-either: whitening has passed them on between positions, so b_V is bias there too.
+either: whitening has passed them on between positions, so b_V is bias there too; as it is, for simplicity, in every
+layer of an encoder–decoder, whose sources are the tokens of both sides.
 """
 
 from typing import Any
@@ -91,6 +92,7 @@ def decompx(
         fields |= {
             "tokens": [[*row, "[bias]"] for row in frozen.str_tokens],
             "word_starts": None if starts is None else [[*row, True] for row in starts],
+            "sides": None if frozen.prompt.sides is None else [[*row, ""] for row in frozen.prompt.sides],
             "mask": torch.cat([frozen.mask, torch.ones_like(frozen.mask[:, :1])], dim=1),
         }
     return Attribution.of(frozen, scores, method="decompx", query=query, axes=axes, options=options, **fields)
@@ -137,7 +139,7 @@ def source_to_output(
     width = 3 * frozen.resid_pre(0).shape[-1] + _widest(frozen)
     spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))
     stages = _stages(frozen.block(0, activation=activation))
-    if frozen.whitening(0) is None:
+    if frozen.whitening(0) is None and frozen.sides is None:
         vectors, stages = _first_attention(frozen, spread, activation, width), stages[1:]
     else:
         vectors = source_vectors(frozen.resid_pre(0), rule == "token")
@@ -145,7 +147,7 @@ def source_to_output(
     for layer in range(1, last):
         stages += _stages(frozen.block(layer, activation=activation))
     if layers is None:
-        ends = (frozen.final_norm(), frozen.prediction_head() if through_head else None)
+        ends = (frozen.final_map(), frozen.prediction_head() if through_head else None)
         stages += [end for end in ends if end is not None]
     vectors = walk(Chain(tuple(stages)), vectors, spread, causal=frozen.causal, width=width)
     pairs = frozen.mask[None, :, :] & _real_keys(frozen, len(vectors))
@@ -206,9 +208,20 @@ def _real_keys(frozen: FrozenPass, keys: int) -> Tensor:
 
 
 def _reach(frozen: FrozenPass) -> Tensor:
-    """`[key, batch, query]`: both real, and the key not ahead of the query where the model is causal."""
+    """`[key, batch, query]`: both real, and the key not ahead of the query where the model is causal.
+
+    In an encoder–decoder nothing reaches the encoder from the decoder, whose own positions are causal where it is.
+    """
     mask = frozen.mask
     reach = mask.T[:, :, None] & mask[None]
+    if frozen.sides is not None:
+        pos, encoder = mask.shape[1], frozen.sides[0]
+        allowed = torch.ones(pos, pos, dtype=torch.bool, device=mask.device)
+        allowed[encoder:, :encoder] = False
+        decoder = range(frozen.view.encoder_layers, frozen.n_layers)
+        if not any(bool(frozen.pattern(layer).triu(1).any()) for layer in decoder):
+            allowed[encoder:, encoder:] = allowed[encoder:, encoder:].triu()
+        return reach & allowed[:, None]
     if frozen.causal:
         pos = mask.shape[1]
         reach = reach & torch.ones(pos, pos, dtype=torch.bool, device=mask.device).triu()[:, None]

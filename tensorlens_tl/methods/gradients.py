@@ -1,7 +1,7 @@
 """Gradient baselines on the live model: input × gradient, and integrated gradients (Sundararajan et al. 2017).
 
 The input is the residual stream entering the first block (token and position embeddings, after an encoder's embedding
-norm); the target is a logit at one query. Nothing is frozen here.
+norm), in an encoder–decoder that of both its sides; the target is a logit at one query. Nothing is frozen here.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
-from tensorlens_tl.hooks import in_this_thread, refuse_attached, run
+from tensorlens_tl.hooks import in_this_thread, logits_at, refuse_attached, run
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -149,12 +149,17 @@ class _Logit:
                 for name, value in frozen.inputs.items()
             }
             leaf = x.detach().repeat_interleave(copies, dim=0).requires_grad_(True)
-            hooks = [(frozen.points.blocks[0].resid_pre, in_this_thread(lambda live, *, hook: leaf))]
+            parts = leaf.split([leaf.shape[1]] if frozen.sides is None else list(frozen.sides), dim=1)
+            hooks = [
+                (name, in_this_thread(lambda live, *, hook, part=part: part))
+                for name, part in zip(frozen.stream_names(0), parts, strict=True)
+            ]
             made = run(frozen.model, repeated, hooks)
-            rows, at = torch.arange(batch * copies, device=x.device), positions.flatten().clone()
-            logit = made[rows, at, self.ids[:, chosen].flatten().clone()]
+            made = logits_at(made, frozen.prompt.in_logits(positions).flatten().clone()[:, None])[:, 0]
+            rows = torch.arange(batch * copies, device=x.device)
+            logit = made[rows, self.ids[:, chosen].flatten().clone()]
             if self.others is not None:
-                logit = logit - made[rows, at, self.others[:, chosen].flatten().clone()]
+                logit = logit - made[rows, self.others[:, chosen].flatten().clone()]
             (gradient,) = torch.autograd.grad(logit.sum(), leaf)
         if not bool(torch.isfinite(gradient).all()):
             hint = "use float32 or float64"

@@ -46,6 +46,8 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
         return _latent(inner, cfg, refuse)
     W_O, W_V = shown(attn, "W_O"), shown(attn, "W_V")
     if not isinstance(W_O, Tensor) or not isinstance(W_V, Tensor):
+        if (read := _by_module(inner, refuse)) is not None:
+            return _with_inner_norms(read, inner, cfg)
         raise refuse(
             "no attention with readable W_V and W_O (a state-space, recurrent or compressed-attention "
             "layer?). Only softmax attention can be frozen."
@@ -69,6 +71,25 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
         kv_heads=W_V.shape[0],
     )
     return _with_inner_norms(read, inner, cfg)
+
+
+def _by_module(inner: Any, refuse: Refuse) -> AttentionWeights | None:
+    """The weights of a layer with a head size of its own (Gemma 4), which a Bridge does not show; None without them.
+
+    Values may be read through the keys' projection.
+    """
+    projections = (innermost(getattr(inner, name, None)) for name in ("v_proj", "k_proj"))
+    values = next((part for part in projections if isinstance(part, nn.Module)), None)
+    out, d_head = innermost(getattr(inner, "o_proj", None)), getattr(inner, "head_dim", None)
+    if values is None or not isinstance(out, nn.Module) or not isinstance(d_head, int):
+        return None
+    linear, read = Linear(*_weights(values, "attn.v_proj", refuse)), Linear(*_weights(out, "attn.o_proj", refuse))
+    heads, kv_heads = read.weight.shape[0] // d_head, linear.weight.shape[1] // d_head
+    return AttentionWeights(linear.weight, linear.offset, read.weight, read.offset, heads, kv_heads)
+
+
+def _weights(linear: Any, name: str, refuse: Refuse) -> tuple[Tensor, Tensor | None]:
+    return floating(linear.weight, name, refuse).T, detached(linear.bias)
 
 
 def _with_inner_norms(read: AttentionWeights, inner: Any, cfg: Any) -> AttentionWeights:

@@ -5,14 +5,16 @@ is read where it takes effect: in the arguments that the experts are called with
 """
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra import Linear
+from tensorlens_tl.models.activations import Activation
 from tensorlens_tl.models.attention import Refuse, floating
 from tensorlens_tl.models.mlps import read_activation, read_module
 from tensorlens_tl.models.weights import MLPWeights, detached, innermost
@@ -50,6 +52,8 @@ class ExpertsWeights:
         routing: where the routing is seen.
         shared: the shared expert or experts as one MLP; None without.
         shared_gate: what the shared expert is scaled by, from what the layer reads; None for 1.
+        around: for experts that stand beside an MLP with norms of their own (Gemma 4), the names of the norms before
+            and after each: ``{"experts": (before, after), "shared": ...}``.
         choices: how many experts a token is sent to.
         branch_factor: what the block multiplies all of it by.
     """
@@ -59,6 +63,7 @@ class ExpertsWeights:
     routing: Routing
     shared: MLPWeights | None = None
     shared_gate: Callable[[Tensor], Tensor] | None = None
+    around: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     choices: int = 1
     branch_factor: float = 1.0
 
@@ -73,6 +78,29 @@ class ExpertsWeights:
         return self.choices * self.expert(0).hidden + (0 if self.shared is None else self.shared.hidden)
 
 
+@dataclass(frozen=True)
+class PerLayerWeights:
+    """What a block adds for an input that each token has at each layer (Gemma 3n, Gemma 4): out(φ(gate(x)) ⊙ input).
+
+    `module` is called with the inputs, as its argument `argument`.
+    """
+
+    W_gate: Float[Tensor, "d_model d_input"]
+    W_out: Float[Tensor, "d_input d_model"]
+    activation: Activation
+    module: nn.Module
+    argument: str
+
+
+def read_per_layer(block: Any, cfg: Any, refuse: Refuse) -> PerLayerWeights | None:
+    """The same of one block, or None."""
+    gate, out = (innermost(getattr(block, name, None)) for name in ("per_layer_input_gate", "per_layer_projection"))
+    if not isinstance(gate, nn.Module) or not isinstance(out, nn.Module):
+        return None
+    W_gate, W_out = (floating(cast(Tensor, part.weight), "per_layer", refuse).T for part in (gate, out))
+    return PerLayerWeights(W_gate, W_out, read_activation(block, cfg, refuse), block, "per_layer_input")
+
+
 def has_experts(mlp: Any) -> bool:
     """Whether an MLP sends its tokens to experts."""
     experts = innermost(getattr(innermost(mlp), "experts", None))
@@ -80,7 +108,7 @@ def has_experts(mlp: Any) -> bool:
 
 
 def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
-    """The experts of one layer.
+    """The experts of one layer: of an MLP, or of a block where they stand beside its MLP.
 
     Raises:
         UnsupportedModelError: their weights, or the arguments they are called with, are not of a known form.

@@ -62,6 +62,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("post-only", Place(after="ln1"), Place(after="ln2")),
     Layout("post-only", Place(after="ln1_post"), Place(after="ln2_post")),
     Layout("sandwich", Place(before="ln1", after="ln1_post"), Place(before="ln2", after="ln2_post")),
+    Layout("sandwich", Place(before="ln1", after="ln1_post"), Place(after="ln2_post")),
     Layout("pre", Place(), Place()),
     Layout("pre", Place(), Place(before="ln2")),
     Layout("pre", Place(before="norm"), Place()),

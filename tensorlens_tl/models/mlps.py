@@ -85,6 +85,12 @@ def read_module(module: nn.Module, cfg: Any, refuse: Refuse) -> MLPWeights:
     Raises:
         UnsupportedModelError: its projections are not found.
     """
+    fused = [innermost(getattr(module, name, None)) for name in ("input_linear", "output_linear")]
+    if all(isinstance(getattr(part, "weight", None), Tensor) and part.weight.ndim == 2 for part in fused):
+        both, out = (floating(part.weight, "shared_mlp", refuse).T for part in fused)
+        gate, linear = both.chunk(2, dim=1)
+        phi = read_activation(module, cfg, refuse)
+        return MLPWeights(linear, None, gate, None, None, out, None, phi, hooked=False)
     for names in PROJECTIONS:
         parts = [innermost(getattr(module, name, None)) if name else None for name in names]
         if all(

@@ -5,7 +5,7 @@ structural: nothing here imports a model class, because HookedTransformer does n
 TransformerLens 4. Whether the reading is right is decided by the block proof (`tensorlens_tl.passes.proof`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -18,9 +18,16 @@ from torch import Tensor
 
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.attention import floating, read_attention, shown
-from tensorlens_tl.models.experts import ExpertsWeights, has_experts, read_experts
+from tensorlens_tl.models.experts import (
+    ExpertsWeights,
+    PerLayerWeights,
+    has_experts,
+    read_experts,
+    read_per_layer,
+)
 from tensorlens_tl.models.mixers import Mixer, read_mixer
-from tensorlens_tl.models.mlps import read_mlp
+from tensorlens_tl.models.mlps import read_mlp, read_module
+from tensorlens_tl.models.patches import ClassHead, PatchWeights, read_patches
 from tensorlens_tl.models.weights import (
     AttentionWeights,
     MLMHead,
@@ -39,6 +46,12 @@ from tensorlens_tl.models.weights import (
 
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post", "ln3", "ln3_post")
 ATTENTION = ("attn", "self_attn")
+EXPERTS_BESIDE = {
+    "experts": ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
+    "shared": ("ln2", "post_feedforward_layernorm_1"),
+}
+PER_LAYER_NORM = "post_per_layer_input_norm"
+MLPS = ("mlp", "moe", "shared_mlp")
 MIXERS = ("mixer", "mamba", "conv", "linear_attn")
 STACKS = ("encoder_blocks", "decoder_blocks")
 
@@ -102,8 +115,29 @@ class BlockView:
         So are an MLP's where there is none: folding gives attention-only blocks an `ln2` that never runs.
         """
         names = NORMS if self.has_mlp else ("norm", *NORMS[:2])
+        return self._norms(name for name in names if name not in self.inner_norms)
+
+    @cached_property
+    def inner_norms(self) -> dict[str, NormWeights]:
+        """Norms inside its sublayers: around experts that stand beside an MLP, and after an input of its own."""
+        beside = [name for pair in EXPERTS_BESIDE.values() for name in pair] if self.has_experts_beside else []
+        return self._norms([*beside, PER_LAYER_NORM] if PER_LAYER_NORM in self.module._modules else beside)
+
+    def _norms(self, names: Iterable[str]) -> dict[str, NormWeights]:
         found = {name: getattr(self.module, name, None) for name in names}
         return {name: norm_weights(norm, self.model.cfg) for name, norm in found.items() if is_norm(norm)}
+
+    @property
+    def has_experts_beside(self) -> bool:
+        """Whether experts stand beside its MLP, each with norms of its own (Gemma 4)."""
+        return {"mlp", "experts"} <= set(self.module._modules)
+
+    @cached_property
+    def per_layer(self) -> PerLayerWeights | None:
+        """What it adds for an input of each token at this layer, or None."""
+        if "per_layer_input_gate" not in self.module._modules:
+            return None
+        return read_per_layer(innermost(self.module), self.model.cfg, self._refuse)
 
     @cached_property
     def whitening(self) -> WhiteningWeights | None:
@@ -220,18 +254,44 @@ class BlockView:
         return other
 
     @property
+    def scalar(self) -> Tensor | None:
+        """What the block multiplies its output by (Gemma 4), `[1]`; None for nothing."""
+        return detached(getattr(innermost(self.module), "layer_scalar", None))
+
+    @property
     def has_mlp(self) -> bool:
         """Whether the block has an MLP, readable or not."""
-        return getattr(self.module, "mlp", None) is not None
+        return self._mlp_module is not None
+
+    @property
+    def mlp_name(self) -> str:
+        """What the block calls its MLP or its experts."""
+        return next((name for name in MLPS if self.module._modules.get(name) is not None), "mlp")
+
+    @property
+    def _mlp_module(self) -> Any:
+        return getattr(self.module, self.mlp_name, None)
+
+    @property
+    def shared_name(self) -> str | None:
+        """What it calls a shared expert that stands beside its experts instead of among them; None without."""
+        beside = [name for name in MLPS if self.module._modules.get(name) is not None]
+        return beside[1] if len(beside) > 1 else None
 
     @cached_property
     def mlp(self) -> MLPWeights | ExpertsWeights | None:
         """The weights of the MLP, or of its experts; None without; refuses what is neither plain nor gated."""
-        mlp: Any = getattr(self.module, "mlp", None)
+        mlp: Any = self._mlp_module
         if mlp is None:
             return None
+        if self.has_experts_beside:
+            read = read_experts(innermost(self.module), self.model.cfg, self._refuse)
+            return replace(read, shared=read_mlp(mlp, self.model.cfg, self._refuse), around=EXPERTS_BESIDE)
         if has_experts(mlp):
             read = read_experts(mlp, self.model.cfg, self._refuse)
+            if self.shared_name is not None:
+                shared = innermost(self.module._modules[self.shared_name])
+                read = replace(read, shared=read_module(shared, self.model.cfg, self._refuse))
             return read if self.branch_factor == 1 else replace(read, branch_factor=self.branch_factor)
         plain = read_mlp(mlp, self.model.cfg, self._refuse)
         if self.branch_factor == 1:
@@ -275,10 +335,9 @@ class ModelView:
         self.class_name = type(model).__name__
         self.is_bridge = hasattr(model, "original_model")
         self.is_hooked_encoder = not self.is_bridge and hasattr(model, "encoder_output")
-        if self.d_vocab < 1:
+        if self.reads == "tokens" and self.d_vocab < 1:
             raise UnsupportedModelError(
-                f"{self.description} reads no tokens (a model of images or sound?); only models of token sequences are "
-                "supported."
+                f"{self.description} reads neither tokens nor, as far as its config says, images or sound."
             )
         stacks = STACKS if self.is_encoder_decoder else ("blocks",)
         places = [(stack, number) for stack in stacks for number in range(len(getattr(model, stack)))]
@@ -300,6 +359,18 @@ class ModelView:
             block.with_weights(weights[block.layer]) if block.layer in weights else block for block in self.blocks
         ]
         return other
+
+    def refuse_encoder_decoder(self, what: str) -> None:
+        """Refuse an encoder–decoder where something reads blocks as those of one stack.
+
+        Raises:
+            UnsupportedModelError: the model is one.
+        """
+        if self.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "
+                "operator, method='tensorlens', method='decompx' and gradients are exact for it."
+            )
 
     @property
     def is_whitened(self) -> bool:
@@ -337,13 +408,56 @@ class ModelView:
 
     @property
     def n_ctx(self) -> int:
-        """The longest prompt."""
+        """The longest prompt (of images and sound the config says nothing reliable)."""
         return self.cfg.n_ctx
 
     @property
     def d_vocab(self) -> int:
-        """The size of the vocabulary."""
+        """The size of the vocabulary; of a model of images or sound, how many classes it tells apart."""
+        if self.reads != "tokens":
+            return 0 if self.unembedding is None else self.unembedding[0].shape[1]
         return self.cfg.d_vocab
+
+    @property
+    def decoder_vocab(self) -> int:
+        """The size of the vocabulary that an encoder–decoder's decoder reads (Marian may have two)."""
+        return getattr(self.config, "decoder_vocab_size", None) or self.d_vocab
+
+    @property
+    def reads(self) -> str:
+        """What the model reads: ``"tokens"``, ``"images"`` or ``"sound"``."""
+        if getattr(self.cfg, "is_visual_model", False):
+            return "images"
+        return "sound" if getattr(self.cfg, "is_audio_model", False) else "tokens"
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config of a Bridge, or None."""
+        return getattr(getattr(self.model, "original_model", None), "config", None)
+
+    @cached_property
+    def patches(self) -> PatchWeights | None:
+        """How an image's patches (or a spectrogram's) are embedded, or None."""
+        if self.reads == "tokens":
+            return None
+        return read_patches(getattr(self.model, "embed", None), transposed=self.reads == "sound")
+
+    @cached_property
+    def class_head(self) -> ClassHead | None:
+        """Where the classes of an image or a spectrogram are read from; None where logits are those of positions."""
+        if self.reads == "tokens" or getattr(self.model, "unembed", None) is None:
+            return None
+        norm: Any = getattr(self.model, "classifier_ln", None)
+        if is_norm(norm):  # an audio spectrogram transformer's mean of CLS and distillation token
+            return ClassHead(2, norm_weights(norm, self.cfg))
+        return ClassHead(1, None) if self.reads == "images" else None
+
+    @cached_property
+    def labels(self) -> dict[int, str]:
+        """The names of a classifier's classes; empty for other models."""
+        if self.class_head is None:
+            return {}
+        return {int(number): str(label) for number, label in (getattr(self.config, "id2label", None) or {}).items()}
 
     @cached_property
     def final_norm(self) -> NormWeights | None:
@@ -353,6 +467,8 @@ class ModelView:
     @property
     def final_norm_name(self) -> str:
         """What the model calls the norm after its last block."""
+        if getattr(self.config, "do_stable_layer_norm", False):  # Hubert and Wav2Vec2 with norms before sublayers
+            return "embed_ln"
         return "decoder_ln_final" if self.is_encoder_decoder else "ln_final"
 
     @cached_property
@@ -398,6 +514,8 @@ class ModelView:
         unembed = getattr(self.model, "unembed", None)
         if unembed is None:
             return None
+        if getattr(unembed, "W_U", None) is None and isinstance(getattr(unembed, "weight", None), Tensor):
+            return unembed.weight.detach().T, detached(getattr(unembed, "bias", None))  # an image classifier's
         b_U, model = detached(getattr(unembed, "b_U", None)), getattr(self.model, "original_model", None)
         added = detached(getattr(model, "final_logits_bias", None))  # BART adds one besides
         return unembed.W_U.detach(), b_U if added is None else added[0] if b_U is None else b_U + added[0]

@@ -233,7 +233,7 @@ def find_activation(component: Any, cfg: Any) -> Activation | None:
     """The activation function of an MLP or head: its own module where it has one, else the one the config names."""
     owners = (component, getattr(component, "original_component", None))
     for owner in owners:
-        for name in ("act_fn", "act", "activation_fn", "gelu_impl"):
+        for name in ("act_fn", "act", "activation_fn", "gelu_impl", "activation"):
             phi = getattr(owner, name, None) if owner is not None else None
             if callable(phi):
                 return _unhooked(phi)

@@ -7,6 +7,8 @@
 | `proof` | is what the weights say what the model does? |
 | `target`, `selection`, `collapse` | about what, of which part, and with what result is the map asked? |
 | `operator` | what can be asked of the whole map? |
+| `signals` | what do models of images and sound read, and what else do multimodal ones take? |
+| `pixels` | what does each pixel give? |
 | `frozen` | the pass that users hold: its operator, and the hooks that hold the live model |
 | `freezing` | how is a pass made and checked? |
 """
@@ -15,5 +17,15 @@ from tensorlens_tl.passes.collapse import Collapse
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.operator import FrozenOperator
+from tensorlens_tl.passes.pixels import PatchEmbedding, PixelScores, patch_embedding, pixel_scores
 
-__all__ = ["Collapse", "FrozenOperator", "FrozenPass", "freeze"]
+__all__ = [
+    "Collapse",
+    "FrozenOperator",
+    "FrozenPass",
+    "PatchEmbedding",
+    "PixelScores",
+    "freeze",
+    "patch_embedding",
+    "pixel_scores",
+]

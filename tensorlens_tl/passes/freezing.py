@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.algebra.recursion import spectral_radius
-from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, NumericalError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     FwdHook,
     ModelPoints,
@@ -51,6 +51,7 @@ def freeze(
     decoder_attention_mask: Any = None,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
+    model_inputs: Any = None,
     cache: Any = None,
     store: str = "model",
     verify: bool = True,
@@ -65,7 +66,8 @@ def freeze(
     Args:
         model: a HookedTransformer, HookedEncoder (TransformerLens 3.9) or TransformerBridge (3.9 and 4.x).
         input: a string or a list of strings; or token ids, as a tensor `[batch, pos]` or `[pos]`, or as lists, which
-            may differ in length.
+            may differ in length. Of a model that reads images or sound, the values that it reads: pixels
+            `[batch, channel, height, width]`, a spectrogram `[batch, time, mel]` or samples `[batch, sample]`.
         attention_mask: 1 at real tokens, `[batch, pos]`; with token ids of equal length only.
         token_type_ids: segment ids for BERT-like models.
         decoder_input_ids: what the decoder of an encoder–decoder reads, as text or token ids; its positions follow
@@ -74,6 +76,8 @@ def freeze(
         prepend_bos: as in TransformerLens.
         padding_side: ``"left"`` or ``"right"`` (the default, whatever the tokenizer says), where prompts differ in
             length.
+        model_inputs: what a multimodal model takes besides its tokens, by the names of its forward:
+            ``{"pixel_values": ...}``.
         cache: the ActivationCache of an earlier ``run_with_cache`` on the same input, kept instead of this run's
             activations; each of them is compared with this run's.
         store: ``"cpu"`` keeps the captured activations off the model's device.
@@ -109,30 +113,55 @@ def freeze(
                 decoder_attention_mask=decoder_attention_mask,
                 prepend_bos=prepend_bos,
                 padding_side=padding_side,
+                model_inputs=model_inputs,
             )
             points, last = model_points(view), query_positions(prompt, -1)
-            logits = logit_hooks(view.model, points.unembed_in, prompt.of_decoder(last))
+            logits = logit_hooks(view.model, points.unembed_in, prompt.in_logits(last))
             if cache is None:
-                kept, made = capture(
-                    view.model, prompt.kwargs, points.captured, store=store, hooks=logits, calls=points.calls
-                )
+                kept, made = _captured(view, prompt, points, store, logits)
             else:
                 hooked = [name for name in points.captured if name not in points.calls]
-                kept, made = from_cache(cache, hooked, *prompt.tokens.shape), None
+                kept, made = from_cache(cache, hooked, len(prompt.tokens), _lengths(view, prompt, points)), None
             frozen = FrozenPass(view, points, prompt, kept, WeightState.of(view.model), other_hooks(view.model))
             _check_width(frozen)
             frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
             if cache is not None:
                 made = _compare_with_own_run(frozen, logits)
-            _check_padding(prompt, points, kept, view.encoder_layers)
+            _check_padding(prompt, points, kept)
             _check_growth(frozen)
             check_finite({name: kept[name] for name in points.captured})
             prove(frozen, verify)
             if points.unembed_in is not None:
-                compare_logits(frozen, frozen.unembedded(), logits_at(made, prompt.of_decoder(last)), last)
+                compare_logits(frozen, frozen.unembedded(), logits_at(made, prompt.in_logits(last)), last)
             if cache is None:
                 _check_repeats(frozen)
     return frozen
+
+
+def _captured(
+    view: ModelView, prompt: Prompt, points: ModelPoints, store: str, hooks: list[FwdHook]
+) -> tuple[dict[str, Tensor], Any]:
+    """What the pass keeps, and the model's logits.
+
+    Raises:
+        UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers).
+    """
+    try:
+        return capture(view.model, prompt.kwargs, points.captured, store=store, hooks=hooks, calls=points.calls)
+    except ValueError as error:
+        if isinstance(error, TensorLensError) or not view.is_encoder_decoder:
+            raise
+        raise UnsupportedModelError(
+            f"{view.description} cannot run on the TransformerLens and transformers that are installed: {error}. "
+            "TransformerLens 4 may run it."
+        ) from error
+
+
+def _lengths(view: ModelView, prompt: Prompt, points: ModelPoints) -> dict[str, int]:
+    """How many positions the input of the first block has, or of the first block on either side."""
+    encoder, both = prompt.encoder_length, prompt.tokens.shape[1]
+    first = {points.blocks[0].resid_pre: encoder or both}
+    return first | ({points.blocks[view.encoder_layers].resid_pre: both - encoder} if encoder else {})
 
 
 def _check_growth(frozen: FrozenPass) -> None:
@@ -175,11 +204,7 @@ def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:
         mine = frozen.captured(name)
         own = activation.to(mine).reshape(mine.shape)
         by_query = (mine.transpose(1, 2), own.transpose(1, 2)) if mine.ndim == 4 else (mine, own)
-        encoder, length = frozen.prompt.encoder_length, by_query[0].shape[1]
-        side = (
-            slice(0, encoder) if encoder and name.startswith("encoder") else slice(frozen.mask.shape[1] - length, None)
-        )
-        errors[name] = relative_error(*by_query, frozen.mask[:, side])
+        errors[name] = relative_error(*by_query, frozen.mask[:, frozen.span(name)])
 
     names, calls = frozen.points.captured, frozen.points.calls
     logits = observe(frozen.model, frozen.inputs, names, see, hooks=hooks, calls=calls)
@@ -223,10 +248,11 @@ def _check_width(frozen: FrozenPass) -> None:
         )
 
 
-def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tensor], encoder_layers: int) -> None:
+def _check_padding(prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tensor]) -> None:
     """Refuse padding that the model does not handle: weight on padded tokens, or NaN that padding brought."""
     if bool(prompt.mask.all()):
         return
+    encoder_layers = sum(block.cross is None for block in points.blocks) if prompt.encoder_length else 0
     for number, block in enumerate(points.blocks):
         start = prompt.encoder_length if number >= encoder_layers and encoder_layers else 0
         own = slice(start, None) if start or not encoder_layers else slice(0, prompt.encoder_length)

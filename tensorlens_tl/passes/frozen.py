@@ -61,7 +61,8 @@ class FrozenPass(Record):
 
         Args:
             layers: a contiguous range; one that ends at the last layer includes the final norm.
-            heads: layer → heads to keep. Unnamed layers keep all. A dropped head drops its b_V share; b_O stays.
+            heads: layer → heads of self-attention to keep. Unnamed layers keep all. A dropped head drops its b_V share;
+                b_O stays.
             mlp: False leaves every MLP out, a collection of layers keeps only theirs.
             final_norm: False ends at the last block's output.
             activation: `"ratio"`, `"ig"`, `"split"` or `"tangent"` (see `tensorlens_tl.models.activations`).
@@ -92,7 +93,8 @@ class FrozenPass(Record):
             InvalidInputError: no such rule.
             InvalidInputError: the model was put in train mode since, and drops activations there.
             FrozenModelError: the weights changed since the pass, or another frozen pass is attached.
-            UnsupportedModelError: a hook point of this model only observes (tried once per model, on other tokens).
+            UnsupportedModelError: a hook point of this model only observes (tried once per model, with another residual
+                stream).
         """
         check_rule(activation)
         self.check_fresh()
@@ -140,7 +142,7 @@ class FrozenPass(Record):
         if self.view.unembedding is None or self.points.unembed_in is None:
             return None
         positions = query_positions(self.prompt, query)
-        own = self.prompt.of_decoder(positions)
+        own = self.prompt.in_logits(positions)
         _, logits = own_logits(self.model, self.inputs, self.points.unembed_in, own)
         return logits.detach() if isinstance(logits, Tensor) and logits.ndim == 3 else None
 

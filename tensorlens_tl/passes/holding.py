@@ -2,15 +2,19 @@
 
 On some models a hook point only observes: what a hook returns there is ignored, and the model would run unfrozen
 without a word. Patterns have another way (`tensorlens_tl.hooks.freeze`); anything else that is ignored is refused. Both
-are found by trying, once per model: the model runs on other tokens, held, and every block must do what its map says.
+are found by trying, once per model: the model runs, held, with something else in its residual stream, and every block
+must do what its map says.
 """
 
 import dataclasses
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
+
 from tensorlens_tl.algebra import Identity, Norm
-from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import (
     Ends,
@@ -93,12 +97,16 @@ def _hooks(
             ]
             for name, ends in points.norms.items():
                 hooks += whole_hooks(ends, record.norm(layer, name), shape)
+        per_layer = record.per_layer(layer, activation) if activations else None
+        if per_layer is not None and points.per_layer is not None:
+            hooks += whole_hooks(points.per_layer, per_layer, shape)
         if activations:
             hooks += _mlp_hooks(record, layer, activation, shape)
     if norms:
         hooks += _end_hooks(record, record.encoder_norm(), record.points.encoder_scale, record.points.encoder_norm, 0)
         last = record.n_layers - 1
         hooks += _end_hooks(record, record.final_norm(), record.points.final_scale, record.points.final_norm, last)
+        hooks += _class_hooks(record)
     return hooks
 
 
@@ -112,6 +120,14 @@ def _end_hooks(record: Record, norm: Norm | None, scale: str | None, whole: Ends
     return whole_hooks(whole, norm, (record.tokens.shape[0], stop - start), again=True)
 
 
+def _class_hooks(record: Record) -> list[FwdHook]:
+    """What holds the norm of the mean that a classifier of sound reads its classes from."""
+    classes, scale = record.view.class_head, record.points.head_scale
+    if classes is None or classes.norm is None or classes.norm.epsilon is not None or scale is None:
+        return []
+    return [replace(scale, record.captured(scale)[:, 0])]
+
+
 def _mlp_hooks(record: Record, layer: int, activation: str, shape: tuple[int, int]) -> list[FwdHook]:
     """What holds one layer's MLP: its activation, or all of it where nothing inside can be held."""
     points, weights = record.points.blocks[layer], record.view.blocks[layer].mlp
@@ -120,25 +136,32 @@ def _mlp_hooks(record: Record, layer: int, activation: str, shape: tuple[int, in
     if points.mlp is None:
         held, dense = record.mlp_coefficients(layer, activation), record.view.blocks[layer].dense_mlp
         return [] if held is None or dense is None else mlp_hooks(points, held, dense.b_post)
+    if points.shared is not None:
+        parts = record.experts_alone(layer, activation)
+        return [
+            *whole_hooks(points.mlp, parts["experts"], shape),
+            *whole_hooks(points.shared, parts["shared"], shape),
+        ]
     whole = record.mlp_alone(layer, activation)
     return [] if whole is None else whole_hooks(points.mlp, whole, shape)
 
 
 def _prove(record: Record) -> _Proved:
-    """Run the model, held, on other tokens, and compare every block with its map there."""
+    """Run the model, held, with another stream at its first block, and compare every block with its map there."""
     model, points = record.model, record.points
     with own_run(model):
         sites = [site for block in points.blocks for site in (block.heads, block.cross) if site is not None]
         reached = patterns_take_effect(model, record.inputs, sites)
         taken = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
         proved = _Proved(record.weights.versions, taken)
-    other = record.prompt.others(record.view.d_vocab)
+    # another stream and not another prompt: a model of images and tokens checks that both fit together
+    others = [replace(name, _other(record.captured(name))) for name in record.stream_names(0)]
     names = list(dict.fromkeys(name for layer in range(record.n_layers + 1) for name in record.stream_names(layer)))
     after = record.final_map() or Identity()
     ends = [] if record.final_map() is None else [points.output]
     # patterns by way of hook_z: live ablations take heads away there, and hook_pattern was tried above
-    hooks, last = _hooks(record, frozenset()), points.output if ends else points.last_output
-    seen, _ = capture(model, other, [*dict.fromkeys(names + ends)], hooks=hooks, last=last, changed=True)
+    hooks, last = [*others, *_hooks(record, frozenset())], points.output if ends else points.last_output
+    seen, _ = capture(model, record.inputs, [*dict.fromkeys(names + ends)], hooks=hooks, last=last, changed=True)
     live = dataclasses.replace(record, cache=seen, _ratios={}, _experts={})
     streams = [live.resid_pre(layer) for layer in range(record.n_layers + 1)]
     streams += [live.output] if ends else []
@@ -149,10 +172,16 @@ def _prove(record: Record) -> _Proved:
             where = f"blocks.{layer}" if layer < record.n_layers else "ln_final"
             raise UnsupportedModelError(
                 f"{where} of this {record.view.description} does not obey the hooks that should hold it fixed: held, "
-                f"and on other tokens, it differs from its map by {error:.1e} (allowed {record.tolerance:.0e}). One of "
-                "its hook points only observes, or another hook undoes it. What reads the weights works (operator, "
-                "most methods and circuits); fwd_hooks, attached and live ablations do not."
+                f"and with another stream, it differs from its map by {error:.1e} (allowed {record.tolerance:.0e}). "
+                "One of its hook points only observes, or another hook undoes it. What reads the weights works "
+                "(operator, most methods and circuits); fwd_hooks, attached and live ablations do not."
             )
     if not other_hooks(model):
         _proved[model] = proved
     return proved
+
+
+def _other(x: Tensor) -> Tensor:
+    """Vectors of like size that point elsewhere: a uniform factor would be invisible behind a norm."""
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(x)
+    return x + noise * upcast(x).square().mean(-1, keepdim=True).sqrt().to(x)

@@ -48,6 +48,7 @@ def frozen_mlp(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"], activ
 def expert_maps(
     weights: ExpertsWeights,
     x: Float[Tensor, "batch pos d_model"],
+    beside: Float[Tensor, "batch pos d_model"],
     index: Int[Tensor, "batch pos choice"] | None,
     weight: Float[Tensor, "batch pos choice"],
     activation: str,
@@ -56,7 +57,8 @@ def expert_maps(
 
     Args:
         weights: of the experts.
-        x: what the layer reads.
+        x: what the experts read.
+        beside: what stands beside them reads.
         index: which experts each token is sent to; None where `weight` counts every expert.
         weight: what each of them counts.
         activation: the rule for their activations.
@@ -86,8 +88,8 @@ def expert_maps(
         branches.append(Branch(made, places, outer, number))
     maps: dict[str, AffineMap] = {"experts": Routed(tuple(branches), tuple(x.shape[:2]), x.shape[-1])}
     if weights.shared is not None:
-        shared = frozen_mlp(weights.shared, x, activation)
-        gates = [] if weights.shared_gate is None else [weights.shared_gate(x)]
+        shared = frozen_mlp(weights.shared, beside, activation)
+        gates = [] if weights.shared_gate is None else [weights.shared_gate(beside)]
         if weights.branch_factor != 1:
             gates.append(torch.full_like(x[:1, :1, :1], weights.branch_factor))
         maps["shared"] = Chain((*shared.stages, *(Diagonal(gate) for gate in gates)))

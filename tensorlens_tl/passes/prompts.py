@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.signals import Signal, extra_inputs, named_images, read_signal, refuse_signal
 from tensorlens_tl.passes.spans import find_real
 
 
@@ -21,10 +22,13 @@ from tensorlens_tl.passes.spans import find_real
 class Prompt:
     """A checked batch of prompts.
 
-    An encoder–decoder's positions are its encoder's, `encoder_length` of them, and then its decoder's.
+    An encoder–decoder's positions are its encoder's, `encoder_length` of them, and then its decoder's. Images and sound
+    have no token ids: there `tokens` are position numbers.
 
     `mask` is True at real tokens; `kwargs` is what the model's forward takes; `str_tokens` are for people, and
-    `word_starts` says which of them begin a word (None without a tokenizer).
+    `word_starts` says which of them begin a word (None without a tokenizer). A classifier reads its classes at
+    `class_at`; the first `special` positions of an image or a sound are no part of it; `image` is what its patches
+    tile exactly, where they do. `extra` names the keyword arguments that a multimodal model was given besides tokens.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -33,13 +37,31 @@ class Prompt:
     str_tokens: list[list[str]]
     word_starts: list[list[bool]] | None = None
     encoder_length: int = 0
+    class_at: int | None = None
+    special: int = 0
+    image: Float[Tensor, "batch channel height width"] | None = None
+    extra: tuple[str, ...] = ()
 
-    def of_decoder(self, positions: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
-        """Positions as an encoder–decoder's decoder counts them; any other model's are its own.
+    @property
+    def sides(self) -> list[list[str]] | None:
+        """Whether each position is the encoder's or the decoder's, by name; None of a model with one stack."""
+        if not self.encoder_length:
+            return None
+        decoder = self.tokens.shape[1] - self.encoder_length
+        return [["encoder"] * self.encoder_length + ["decoder"] * decoder for _ in self.tokens]
+
+    def in_logits(self, positions: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
+        """Positions as the model's logits count them: an encoder–decoder's decoder has its own, a classifier just one.
 
         Raises:
-            InvalidInputError: a position of the encoder, which predicts nothing.
+            InvalidInputError: a position of the encoder, or of a classifier that its classes are not read from: these
+                predict nothing.
         """
+        if self.class_at is not None and bool((positions != self.class_at).any()):
+            raise InvalidInputError(
+                f"query: this model tells its classes at position {self.class_at} alone; use query={self.class_at} (or "
+                "leave it out), or direction= for another position."
+            )
         if self.encoder_length and bool((positions < self.encoder_length).any()):
             raise InvalidInputError(
                 f"query: positions 0 to {self.encoder_length - 1} are the encoder's, which predicts no tokens; the "
@@ -47,10 +69,26 @@ class Prompt:
             )
         return positions - self.encoder_length
 
-    def others(self, d_vocab: int) -> dict[str, Any]:
-        """The keyword arguments of a run on other tokens, as many of them."""
-        tokens = ("input", "decoder_input_ids")
-        return self.kwargs | {name: (self.kwargs[name] + 1) % d_vocab for name in tokens if name in self.kwargs}
+    def again(self, rows: slice | Tensor = slice(None)) -> dict[str, Any]:
+        """What `freeze` takes to run these prompts, or some of them, once more.
+
+        Raises:
+            InvalidInputError: some prompts of several, where a model was given more than tokens: images need not be
+                one for each prompt.
+        """
+        some = isinstance(rows, Tensor) or rows != slice(None)
+        if self.extra and some and len(self.tokens) > 1:
+            raise InvalidInputError("model_inputs: these belong to all prompts together; pass one prompt at a time.")
+        if self.kwargs["input"].is_floating_point():
+            return {"input": self.kwargs["input"][rows]}
+        mask, start = self.mask[rows], self.encoder_length or self.mask.shape[1]
+        given: dict[str, Any] = {"input": self.kwargs["input"][rows]}
+        given |= {} if bool(mask[:, :start].all()) else {"attention_mask": mask[:, :start]}
+        named = [name for name in ("token_type_ids", "decoder_input_ids") if name in self.kwargs]
+        given |= {name: self.kwargs[name][rows] for name in named}
+        if self.encoder_length and not bool(mask[:, start:].all()):
+            given["decoder_attention_mask"] = mask[:, start:]
+        return given | ({"model_inputs": {name: self.kwargs[name] for name in self.extra}} if self.extra else {})
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
@@ -67,13 +105,14 @@ def prepare(
     decoder_attention_mask: Any = None,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
+    model_inputs: Any = None,
 ) -> Prompt:
     """Check an input and turn it into a `Prompt`.
 
     Args:
         view: the model.
         input: a string, a list of strings, or token ids: a tensor `[batch, pos]` or `[pos]`, or lists, which may differ
-            in length.
+            in length; of a model that reads images or sound, see `tensorlens_tl.passes.signals`.
         attention_mask: 1 at real tokens, 0 at padding, `[batch, pos]`; only with token ids.
         token_type_ids: segment ids for BERT-like models, `[batch, pos]`.
         decoder_input_ids, decoder_attention_mask: what an encoder–decoder's decoder reads, likewise; for such a model
@@ -81,10 +120,18 @@ def prepare(
         prepend_bos: as in TransformerLens; None is the model's default. Strings only.
         padding_side: ``"left"`` or ``"right"``, where several strings differ in length. None pads right, whatever the
             tokenizer says: real tokens never see it, while some bridges give NaN for left-padded prompts.
+        model_inputs: what else a multimodal model's forward takes, by name; goes to the model as it is.
 
     Raises:
-        InvalidInputError: empty, longer than the context, token ids outside the vocabulary, or shapes that differ.
+        InvalidInputError: empty, longer than the context, token ids outside the vocabulary, or shapes that differ; see
+            also `read_signal` and `extra_inputs`.
     """
+    if view.reads != "tokens":
+        others = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "model_inputs": model_inputs}
+        others |= {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
+        return _of_signal(read_signal(view, input, others | {"prepend_bos": prepend_bos, "padding_side": padding_side}))
+    refuse_signal(view, input)
+    extra = extra_inputs(view, model_inputs)
     if (decoder_input_ids is not None) != view.is_encoder_decoder:
         raise InvalidInputError(
             f"decoder_input_ids: {view.description} is an encoder–decoder; pass what its decoder reads, beginning with "
@@ -93,16 +140,21 @@ def prepare(
             else f"decoder_input_ids: {view.description} is no encoder–decoder."
         )
     read = partial(_rows, view, prepend_bos=prepend_bos, padding_side=padding_side)
-    tokens, mask = read(input, attention_mask, "attention_mask")
+    tokens, mask = read(input, attention_mask, "attention_mask", view.d_vocab)
     kwargs: dict[str, Any] = {"input": tokens}
     # HookedTransformer derives a mask of its own from padding tokens where it pads left; an explicit one is exact.
     if attention_mask is not None or not bool(mask.all()) or not view.is_bridge:
         kwargs["one_zero_attention_mask" if view.is_hooked_encoder else "attention_mask"] = mask.long()
     if token_type_ids is not None:
         kwargs["token_type_ids"] = _segments(view, token_type_ids, tokens)
+    kwargs |= extra
     if decoder_input_ids is None:
-        return Prompt(tokens, mask, kwargs, *_readable(view, tokens))
-    decoder, real = read(decoder_input_ids, decoder_attention_mask, "decoder_attention_mask")
+        texts, starts = _readable(view, tokens)
+        return Prompt(tokens, mask, kwargs, named_images(view, tokens, texts), starts, extra=tuple(extra))
+    try:
+        decoder, real = read(decoder_input_ids, decoder_attention_mask, "decoder_attention_mask", view.decoder_vocab)
+    except InvalidInputError as error:
+        raise InvalidInputError(str(error).replace("input: ", "decoder_input_ids: ", 1)) from None
     if len(decoder) != len(tokens):
         raise InvalidInputError(
             f"decoder_input_ids: {len(decoder)} prompts for the decoder, but {len(tokens)} for the encoder."
@@ -110,12 +162,39 @@ def prepare(
     kwargs["decoder_input_ids"] = decoder
     if decoder_attention_mask is not None or not bool(real.all()):
         kwargs["decoder_attention_mask"] = real.long()
-    both = torch.cat([tokens, decoder], dim=1)
-    return Prompt(both, torch.cat([mask, real], dim=1), kwargs, *_readable(view, both), tokens.shape[1])
+    both, length = torch.cat([tokens, decoder], dim=1), tokens.shape[1]
+    texts, starts = _readable(view, both)
+    for row, first in zip(starts or (), real.long().argmax(1).tolist(), strict=starts is not None):
+        row[length + first] = True  # a word never goes on from the encoder to the decoder
+    return Prompt(both, torch.cat([mask, real], dim=1), kwargs, texts, starts, length, extra=tuple(extra))
+
+
+def _of_signal(signal: Signal) -> Prompt:
+    """Images or sound as prompts, all of their positions real."""
+    batch, pos = len(signal.input), len(signal.names)
+    tokens = torch.arange(pos, device=signal.input.device).expand(batch, pos)
+    rows = [list(signal.names) for _ in range(batch)]
+    return Prompt(
+        tokens,
+        torch.ones_like(tokens, dtype=torch.bool),
+        {"input": signal.input},
+        rows,
+        [[True] * pos for _ in range(batch)],
+        class_at=signal.class_at,
+        special=signal.special,
+        image=signal.image,
+    )
 
 
 def _rows(
-    view: ModelView, input: Any, attention_mask: Any, name: str, *, prepend_bos: bool | None, padding_side: str | None
+    view: ModelView,
+    input: Any,
+    attention_mask: Any,
+    name: str,
+    vocabulary: int,
+    *,
+    prepend_bos: bool | None,
+    padding_side: str | None,
 ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
     """Token ids and mask of one input, on the model's device."""
     if _is_text(input) or _is_ragged(input):
@@ -141,7 +220,7 @@ def _rows(
                 "count as real. Pass attention_mask=, 1 at real tokens and 0 at padding.",
                 stacklevel=5,
             )
-    _check(view, tokens, mask)
+    _check(view, tokens, mask, name, vocabulary)
     device = next(view.model.parameters()).device
     return tokens.to(device), mask.to(device)
 
@@ -236,8 +315,8 @@ def _ends_in_padding(view: ModelView, tokens: Tensor) -> bool:
     return bool((ends == pad).all(-1).any())
 
 
-def _check(view: ModelView, tokens: Tensor, mask: Tensor) -> None:
-    length, vocabulary, context = tokens.shape[1], view.d_vocab, view.n_ctx
+def _check(view: ModelView, tokens: Tensor, mask: Tensor, name: str, vocabulary: int) -> None:
+    length, context = tokens.shape[1], view.n_ctx
     if length > context:
         raise InvalidInputError(
             f"input: {length} tokens, but the context of this model is {context}; shorten the prompt."
@@ -250,7 +329,7 @@ def _check(view: ModelView, tokens: Tensor, mask: Tensor) -> None:
         )
     empty = ~mask.any(dim=1)
     if bool(empty.any()):
-        raise InvalidInputError(f"attention_mask: row {int(empty.nonzero()[0])} has no real token.")
+        raise InvalidInputError(f"{name}: row {int(empty.nonzero()[0])} has no real token.")
 
 
 def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[list[bool]] | None]:
@@ -282,10 +361,11 @@ def query_positions(prompt: Prompt, query: Query = None, name: str = "query") ->
 
     Args:
         prompt: the prompts.
-        query: an integer counts each prompt's real tokens (−1 is the last); a list holds several; a slice is taken of
-            the real tokens; a text stands for the last token of its last occurrence; None for every position, padding
-            included (whose entries are zero in every result).
-        name: the argument's name, for messages.
+        query: an integer counts each prompt's real tokens (−1 is the last, or where a classifier of images or sound
+            reads its classes: the CLS token); a list holds several; a slice is taken of the real tokens; a text stands
+            for the last token of its last occurrence; None for every position, padding included (whose entries are
+            zero in every result).
+        name: the argument's name, for messages. Keys predict nothing: of them −1 is always the last.
 
     Raises:
         InvalidInputError: beyond a prompt's real tokens, not in it, none, or a slice of unequal lengths.
@@ -344,6 +424,8 @@ def _position(prompt: Prompt, query: Any, name: str) -> Int[Tensor, "batch 1"]:
     if isinstance(query, str):
         return torch.tensor([[span[-1]] for span in _spans(prompt, query, name)], device=mask.device)
     query = whole_number(name, query, why="a position, a list or a slice of them, a text, or None for all")
+    if query == -1 and prompt.class_at is not None and not name.startswith("key"):
+        return torch.full((len(mask), 1), prompt.class_at, device=mask.device)
     counts = mask.sum(1)
     shortest = int(counts.min())
     if not -shortest <= query < shortest:

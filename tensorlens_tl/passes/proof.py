@@ -102,7 +102,7 @@ def unembedding_error(record: Record, positions: Int[Tensor, "batch query"] | No
     compared = record.logits_compared
     if compared is None or not bool(torch.take_along_dim(compared, positions, dim=1).all()):
         record.check_fresh()
-        own = record.prompt.of_decoder(positions)
+        own = record.prompt.in_logits(positions)
         states, logits = own_logits(record.model, record.inputs, record.points.unembed_in, own)
         compare_logits(record, record.beside_encoder(states), logits, positions)
     return record.errors["unembed"]
@@ -137,7 +137,9 @@ def _choose(record: Record, layer: int, options: Sequence[Layout]) -> Layout | N
         # Folded norms commute with sublayers that have no bias, at a single token with attention too. A rule with a
         # constant of its own still tells on which side the norm is, and it is what would go wrong with the other one.
         tangent = short.parts(layer, "tangent")
-        held = [o for o in passing if block_error(short, layer, short.composed(layer, o, tangent)) <= tolerance]
+        held = [
+            o for o in passing if block_error(short, layer, short.composed(layer, o, tangent, "tangent")) <= tolerance
+        ]
         passing = held or passing
     rounding = torch.finfo(record.resid_pre(layer).dtype).eps
     if len(passing) > 1 and errors[passing[1]] < 10 * max(errors[passing[0]], rounding):

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Linear, Norm, Sum
+from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum
 from tensorlens_tl.algebra.recursion import Recursion
 from tensorlens_tl.algebra.segments import CrossAttention, Segment
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
@@ -25,7 +25,7 @@ from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.layouts import Layout, Within, compose
 from tensorlens_tl.models.protocol import HookedModel
 from tensorlens_tl.models.state import WeightState
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models.view import PER_LAYER_NORM, ModelView
 from tensorlens_tl.models.weights import NormWeights
 from tensorlens_tl.passes.mlps import expert_maps, frozen_mlp, held_coefficients, mlp_chain
 from tensorlens_tl.passes.prompts import Prompt
@@ -78,7 +78,7 @@ class Record:
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:
-        """Token ids."""
+        """Token ids; of images and sound, position numbers."""
         return self.prompt.tokens
 
     @property
@@ -134,6 +134,11 @@ class Record:
         encoder, decoder = self.sides
         return (0, encoder) if layer < self.view.encoder_layers else (encoder, encoder + decoder)
 
+    def span(self, name: str) -> slice:
+        """The positions that an activation is of: all of them, or one side of an encoder–decoder."""
+        encoder = self.prompt.encoder_length
+        return slice(0, encoder) if encoder and name.startswith("encoder") else slice(encoder, self.tokens.shape[1])
+
     def output_name(self, layer: int) -> str:
         """The hook point that holds a block's output."""
         blocks = self.points.blocks
@@ -183,10 +188,11 @@ class Record:
         """The stream that the model itself unembeds: after the final norm, or a masked model's prediction head."""
         if self.points.unembed_in is None:
             raise UnsupportedModelError(f"{self.view.description} predicts no tokens.")
-        return self.beside_encoder(self.captured(self.points.unembed_in))
+        own = self.beside_encoder(self.captured(self.points.unembed_in))
+        return own if self.view.class_head is None else own.expand(-1, self.tokens.shape[1], -1)
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The attention probabilities of one layer.
+        """The attention probabilities of one layer; of an encoder–decoder's, between the positions of its own side.
 
         Raises:
             InvalidInputError: no such layer.
@@ -198,6 +204,22 @@ class Record:
             _ = self.view.blocks[layer].attention  # says so
             raise AssertionError(layer)
         return self.captured(name)
+
+    def cross_pattern(self, layer: int) -> Float[Tensor, "batch head decoder encoder"]:
+        """The probabilities by which a decoder block of an encoder–decoder attends to the encoder's positions.
+
+        Args:
+            layer: counted with the encoder's blocks, which come first.
+
+        Raises:
+            InvalidInputError: no such layer, or one without cross-attention.
+        """
+        layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
+        points, first = self.points.blocks[layer].cross, self.view.encoder_layers
+        if points is None:
+            some = f"layers {first} to {self.n_layers - 1} have" if self.view.is_encoder_decoder else "no layer has"
+            raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {some}.")
+        return self.captured(points.pattern)
 
     @cached_property
     def causal(self) -> bool:
@@ -242,8 +264,9 @@ class Record:
     # ------------------------------------------------------------------ maps
 
     def norm(self, layer: int, name: str) -> Norm:
-        """One norm of one block, scale frozen."""
-        return self._norm(self.view.blocks[layer].norms[name], self.points.blocks[layer].scales[name])
+        """One norm of one block, scale frozen; a map of the positions that the block acts on (see `side`)."""
+        block = self.view.blocks[layer]
+        return self._norm((block.norms | block.inner_norms)[name], self.points.blocks[layer].scales[name])
 
     def final_norm(self) -> Norm | None:
         """The norm after the last block, or None."""
@@ -278,7 +301,7 @@ class Record:
         weights, points = self.view.blocks[layer].cross_attention, self.points.blocks[layer].cross
         if weights is None or points is None:
             return Within(start, stop, length)
-        pattern = self.captured(points.pattern).to(weights.W_O.dtype)
+        pattern = self.cross_pattern(layer).to(weights.W_O.dtype)
         mixing = CrossAttention(pattern, weights.kv_heads, (start, stop), (0, start), length)
         read = Chain((Linear(weights.W_V, weights.b_V), mixing))
         return Within(start, stop, length, read, Linear(weights.W_O, weights.b_O))
@@ -292,7 +315,10 @@ class Record:
         return Chain((Linear(weights.entry), Recursion(weights.step, keep)))
 
     def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
-        """One attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays)."""
+        """One self-attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays).
+
+        As `mlp`, a map of the positions that the block acts on (see `side`).
+        """
         weights, ends = self.view.blocks[layer].attention, self.points.blocks[layer].attention
         pattern = self.pattern(layer).to(weights.W_O.dtype)
         if heads is not None:
@@ -336,6 +362,11 @@ class Record:
         made = self.mlp(layer, activation)
         return None if made is None else _divided(made, self.view.blocks[layer].branch_factor)
 
+    def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
+        """The parts of a mixture of experts likewise."""
+        factor = self.view.blocks[layer].branch_factor
+        return {name: _divided(part, factor) for name, part in self.experts(layer, activation).items()}
+
     def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:
         """What one layer's activation is replaced by under a rule; None without an MLP.
 
@@ -361,8 +392,8 @@ class Record:
         """One MLP, or mixture of experts, with its activations and routing frozen, or None without one."""
         weights = self.view.blocks[layer].mlp
         if isinstance(weights, ExpertsWeights):
-            branches = self.experts(layer, activation).values()
-            return next(iter(branches)) if len(branches) == 1 else Sum(tuple(branches))
+            branches = [self.with_norms(layer, name, part) for name, part in self.experts(layer, activation).items()]
+            return branches[0] if len(branches) == 1 else Sum(tuple(branches))
         held, ends = self.mlp_coefficients(layer, activation), self.points.blocks[layer].mlp
         if weights is None or held is None:
             return None
@@ -382,10 +413,30 @@ class Record:
         if activation == "ratio" and layer in self._experts:
             return self._experts[layer]
         index = None if points.index is None else self.captured(points.index)
-        made = expert_maps(weights, self.captured(points.mlp.into), index, self.captured(points.weight), activation)
+        x, weight = self.captured(points.mlp.into), self.captured(points.weight)
+        beside = x if points.shared is None else self.captured(points.shared.into)
+        made = expert_maps(weights, x, beside, index, weight, activation)
         if activation == "ratio":
             self._experts[layer] = made
         return made
+
+    def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
+        """A part of a mixture of experts with the norms around it, where it has some of its own."""
+        weights = self.view.blocks[layer].mlp
+        if not isinstance(weights, ExpertsWeights) or name not in weights.around:
+            return part
+        before, after = weights.around[name]
+        return Chain((self.norm(layer, before), part, self.norm(layer, after)))
+
+    def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
+        """What a block adds for an input of each token at this layer, gate and input held; None without."""
+        weights, points = self.view.blocks[layer].per_layer, self.points.blocks[layer]
+        if weights is None or points.per_layer is None or points.per_layer_input is None:
+            return None
+        gate, given = Linear(weights.W_gate), self.captured(points.per_layer_input)
+        held = coefficients(weights.activation, gate(self.captured(points.per_layer.into)), None, activation)
+        rest = None if held.rest is None else held.rest * given
+        return Chain((gate, Diagonal(held.through * given, rest), Linear(weights.W_out)))
 
     def parts(
         self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
@@ -404,7 +455,7 @@ class Record:
         mlp: bool = True,
         layout: Layout | None = None,
     ) -> AffineMap:
-        """One block as a map; `heads` keeps only those heads, ``mlp=False`` leaves the MLP's branch out.
+        """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out.
 
         An encoder's last block ends with the encoder's norm.
 
@@ -412,18 +463,37 @@ class Record:
             InvalidInputError: no such layer.
         """
         layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
-        return self.composed(layer, layout or self.layouts[layer], self.parts(layer, activation, heads, mlp))
+        parts = self.parts(layer, activation, heads, mlp)
+        return self.composed(layer, layout or self.layouts[layer], parts, activation)
 
-    def composed(self, layer: int, layout: Layout, parts: Any) -> AffineMap:
+    def composed(self, layer: int, layout: Layout, parts: Any, activation: str = "ratio") -> AffineMap:
         """A block from its `parts`, put together in one way."""
-        made, norm = compose(layout, *parts), self.encoder_norm()
-        if norm is None or layer + 1 != self.view.encoder_layers:
-            return made
-        return Chain((made, Segment(norm, *self.side(layer), self.tokens.shape[1])))
+        per_layer, ends = self.per_layer(layer, activation), self.ends(layer)
+        if per_layer is not None:
+            ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
+        return Chain((compose(layout, *parts), *ends)) if ends else compose(layout, *parts)
+
+    def ends(self, layer: int) -> list[AffineMap]:
+        """What a block's output goes through besides: a factor of its own, an encoder's final norm."""
+        scalar, norm = self.view.blocks[layer].scalar, self.encoder_norm()
+        ends: list[AffineMap] = [] if scalar is None else [Diagonal(scalar.to(self.resid_pre(layer)).reshape(1, 1, 1))]
+        if norm is not None and layer + 1 == self.view.encoder_layers:
+            ends.append(Segment(norm, *self.side(layer), self.tokens.shape[1]))
+        return ends
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
-        """A masked language model's transform before its unembedding, norm(φ(x·W + b)), frozen; None otherwise."""
-        head = self.view.mlm_head
+        """What lies between the model's output and its unembedding, frozen; None where nothing does.
+
+        Of a masked language model it is norm(φ(x·W + b)); of a classifier that reads several positions, the norm of
+        their mean, the same for every query.
+        """
+        head, classes = self.view.mlm_head, self.view.class_head
+        if classes is not None and classes.norm is not None and self.points.head_scale is not None:
+            batch, pos = self.tokens.shape
+            mean = self.output.new_zeros(batch, 1, pos, pos)
+            mean[..., : classes.tokens] = 1 / classes.tokens
+            norm = self._norm(classes.norm, self.points.head_scale)
+            return Chain((Attention(mean, 1), replace(norm, scale=norm.scale.expand(batch, pos, 1))))
         if head is None:
             return None
         dense = Linear(head.W, head.b)

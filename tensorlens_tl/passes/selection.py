@@ -43,7 +43,7 @@ def chosen_layers(n_layers: int, layers: LayerRange) -> range:
 def end_of(frozen: Record, last: int, final_norm: bool) -> str:
     """Where some layers end, in words; `last` is the first layer after them."""
     if last < frozen.n_layers:
-        return f"blocks.{last} input"
+        return f"{frozen.view.blocks[last].name} input"
     return "the final norm's output" if final_norm and frozen.view.final_norm is not None else "the last block's output"
 
 

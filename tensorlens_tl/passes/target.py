@@ -57,6 +57,8 @@ def _token_id(view: ModelView, token: Any, name: str) -> int:
     vocabulary = view.d_vocab if view.unembedding is None else view.unembedding[0].shape[1]
     if isinstance(token, str):
         tokenizer = view.tokenizer
+        if view.labels:
+            return _class_number(view, token, name)
         if tokenizer is None:
             raise InvalidInputError(f"{name}={token!r}: this model has no tokenizer; pass a token id.")
         ids = tokenizer(token, add_special_tokens=False)["input_ids"]
@@ -76,9 +78,25 @@ def _token_id(view: ModelView, token: Any, name: str) -> int:
     return token
 
 
+def _class_number(view: ModelView, label: str, name: str) -> int:
+    """The class that a label, or one of its synonyms between commas, belongs to."""
+    wanted = label.strip()
+    found = [number for number, text in view.labels.items() if text.strip() == wanted]
+    found = found or [n for n, text in view.labels.items() if wanted in [part.strip() for part in text.split(",")]]
+    if len(found) != 1:
+        few = ", ".join(repr(text) for text in list(view.labels.values())[:8])
+        what = "no class" if not found else f"the label of classes {found}"
+        raise InvalidInputError(
+            f"{name}={label!r} is {what} of this model, whose labels are {few} …; or pass a number."
+        )
+    return found[0]
+
+
 def token_label(view: ModelView, token: int) -> str:
-    """A token id as readable text."""
+    """A token id, or the number of a class, as readable text."""
     tokenizer = view.tokenizer
+    if view.labels:
+        return view.labels.get(token, str(token))
     return str(token) if tokenizer is None else tokenizer.decode([token])
 
 

@@ -38,15 +38,18 @@ class Attribution(Shown, Stored):
         residual: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
         stderr: standard error of estimated scores.
         additive: whether scores and bias sum to `total`.
+        sides: of an encoder–decoder, which side each token is on, ``"encoder"`` or ``"decoder"`` (``""`` of a source
+            that is no token), one list per prompt; None of any other model.
         word_starts: which tokens begin a word, for `merge_words`; None reads it off white space.
+        image: of an image model, what its patches tile, `[batch, channel, height, width]`: pictures show it.
         target: what the scores explain, in words.
         method, options: how they were made.
         provenance: model name, class, TransformerLens version, weight processing, dtype, other people's hooks.
     """
 
-    TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "residual", "stderr")
+    TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "residual", "stderr", "image")
     FACTS: ClassVar = (
-        "tokens", "word_starts", "axes", "additive", "target", "method", "options", "provenance",
+        "tokens", "word_starts", "sides", "axes", "additive", "target", "method", "options", "provenance",
     )  # fmt: skip
 
     scores: Float[Tensor, "..."]
@@ -62,6 +65,8 @@ class Attribution(Shown, Stored):
     stderr: Float[Tensor, "batch query key"] | None = None
     additive: bool = False
     word_starts: list[list[bool]] | None = None
+    sides: list[list[str]] | None = None
+    image: Float[Tensor, "batch channel height width"] | None = None
     target: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
@@ -82,8 +87,10 @@ class Attribution(Shown, Stored):
         known = {
             "tokens": [list(row) for row in frozen.str_tokens],
             "word_starts": frozen.prompt.word_starts,
+            "sides": frozen.prompt.sides,
             "queries": query_positions(frozen.prompt, query),
             "mask": frozen.mask,
+            "image": frozen.prompt.image,
             "provenance": frozen.provenance(),
         }
         made = known | fields
@@ -219,13 +226,17 @@ class Attribution(Shown, Stored):
             for row, ids in zip(self.tokens, words, strict=True)
         ]
         mask = join.any(1)
+        sides = self.sides and [
+            [dict(zip(ids[::-1], row[::-1], strict=True)).get(word, "") for word in range(count)]
+            for row, ids in zip(self.sides, words, strict=True)
+        ]
         return replace(
             self, scores=scores, tokens=tokens, mask=mask, queries=queries, bias=bias, total=total, residual=residual,
-            layers=None, stderr=None, word_starts=[[True] * count for _ in words],
+            sides=sides, layers=None, stderr=None, word_starts=[[True] * count for _ in words],
         )  # fmt: skip
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per score of real tokens: the axes, the two tokens, the score."""
+        """One line per score of real tokens: the axes, the two tokens, of an encoder–decoder their sides, the score."""
         import pandas as pd
 
         index = torch.cartesian_prod(*(torch.arange(size) for size in self.scores.shape)).reshape(-1, self.scores.ndim)
@@ -234,6 +245,9 @@ class Attribution(Shown, Stored):
         frame["query"] = self.queries.cpu().numpy()[rows, frame["query"].to_numpy()]
         frame["query_token"] = [self.tokens[b][q] for b, q in zip(rows, frame["query"], strict=True)]
         frame["key_token"] = [self.tokens[b][k] for b, k in zip(rows, keys, strict=True)]
+        if self.sides is not None:
+            frame["query_side"] = [self.sides[b][q] for b, q in zip(rows, frame["query"], strict=True)]
+            frame["key_side"] = [self.sides[b][k] for b, k in zip(rows, keys, strict=True)]
         frame["score"] = self.scores.detach().double().cpu().reshape(-1).numpy()
         mask = self.mask.cpu().numpy()
         real = mask[rows, keys] & mask[rows, frame["query"].to_numpy()]
@@ -241,7 +255,7 @@ class Attribution(Shown, Stored):
 
     @classmethod
     def _unpacked(cls, tensors: dict[str, Tensor], facts: dict[str, Any]) -> "Attribution":
-        return super()._unpacked(tensors, facts | {"axes": tuple(facts["axes"])})
+        return super()._unpacked(tensors, {"sides": None} | facts | {"axes": tuple(facts["axes"])})
 
     def __sub__(self, other: "Attribution") -> "Attribution":
         """Scores minus another's, of the same prompt, queries and weight processing.
@@ -313,12 +327,17 @@ def _check_fit(result: Attribution) -> None:
         raise ValueError("mask, queries or scores are not of their kind")
     if bool(((result.queries < 0) | (result.queries >= key)).any()):
         raise ValueError("queries lie outside the prompt")
-    for lines in (result.tokens, result.tokens if result.word_starts is None else result.word_starts):
+    if result.image is not None and (result.image.ndim != 4 or len(result.image) != batch):
+        raise ValueError(f"image is {tuple(result.image.shape)}, not [{batch}, channel, height, width]")
+    named = [lines for lines in (result.word_starts, result.sides) if lines is not None]
+    for lines in (result.tokens, *named):
         if len(lines) != batch or any(not isinstance(line, list | tuple) or len(line) != key for line in lines):
             raise ValueError(f"tokens are not {key} for each of {batch} prompts")
     if not all(isinstance(token, str) for line in result.tokens for token in line):
         raise ValueError("tokens are not text")
     if not all(isinstance(start, bool) for line in result.word_starts or () for start in line):
         raise ValueError("word_starts are not yes or no")
+    if not all(side in ("encoder", "decoder", "") for line in result.sides or () for side in line):
+        raise ValueError("sides are neither 'encoder' nor 'decoder'")
     if not isinstance(result.options, dict) or not isinstance(result.provenance, dict):
         raise ValueError("options or provenance are not tables")

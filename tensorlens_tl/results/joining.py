@@ -56,6 +56,7 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
         layers=layers,
         stderr=whole("stderr", first.axes),
         **{name: whole(name, ("batch", "query")) for name in ("bias", "total", "residual")},
+        image=whole("image", ("batch", "channel", "height", "width")),
         tokens=[rows[i] + [""] * (length - len(rows[i])) for i in order],
         word_starts=None if starts is None else [starts[i] + [False] * (length - len(starts[i])) for i in order],
         target=labels[0] if len(labels) == 1 else "a target of its own for each prompt",

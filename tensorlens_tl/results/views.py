@@ -8,11 +8,14 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, heat_maps, page, terminal
+from tensorlens_tl.drawing import figure, heat_maps, images, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, with_others
 
 AXES = ("batch", "query", "key")
+
+PATCH = " patch "
+"""What the names of an image's patches begin with; their row and column follow, from 0."""
 
 MOST_PROMPTS = 8
 """Prompts of a batch that one picture shows."""
@@ -23,6 +26,7 @@ class Shown(ABC):
 
     scores: Float[Tensor, "..."]
     tokens: list[list[str]]
+    sides: list[list[str]] | None
     queries: Int[Tensor, "batch query"]
     mask: Bool[Tensor, "batch pos"]
     method: str
@@ -31,6 +35,7 @@ class Shown(ABC):
     bias: Float[Tensor, "batch query"] | None
     total: Float[Tensor, "batch query"] | None
     residual: Float[Tensor, "batch query"] | None
+    image: Float[Tensor, "batch channel height width"] | None
     additive: bool
     target: str
     provenance: dict[str, str]
@@ -57,7 +62,7 @@ class Shown(ABC):
         return scores
 
     def to_html(self, *, batch: int | None = None, style: bool = True) -> str:
-        """The heat maps as an HTML fragment: coloured text for one query, a matrix for several.
+        """The heat maps as an HTML fragment: coloured text for one query, a matrix for several, patches over an image.
 
         Args:
             batch: one prompt, or None for the first few of them.
@@ -102,14 +107,20 @@ class Shown(ABC):
         rows = [("", name, number(score)) for name, score in lines]
         for place, entry in enumerate(entries):
             rows[place] = (str(entry.position), repr(entry.name), number(entry.score))
-        sums = []
+        headings = ["position", "token", "score"]
+        sums: list[tuple[str, ...]] = []
         if self.bias is not None and self.total is not None:
             sums = [("", "bias (no token)", number(float(self.bias[batch, row])))]
             sums.append(("", "total", number(float(self.total[batch, row]))))
+        if self.sides is not None:  # a column more, between the token and its score
+            headings.insert(2, "side")
+            named = [self.sides[batch][int(row[0])] if row[0] else "" for row in rows]
+            rows = [(*row[:2], side, row[2]) for row, side in zip(rows, named, strict=True)]
+            sums = [(*line[:2], "", line[2]) for line in sums]
         which = shown_query(self.queries, self.tokens, row, batch)
         hint = "; show(query=...) shows another" if self.queries.shape[1] > 1 else ""
         title = self.describe() + (f" · {which}{hint}" if which else "")
-        terminal.show_table(title, ("position", "token", "score"), rows, sums, left=("token",))
+        terminal.show_table(title, headings, rows, sums, left=("token", "side"))
 
     def plot(self, batch: int = 0, ax: Any = None, *, values: bool | None = None) -> Any:
         """A matplotlib heat map of one prompt (install ``tensorlens-tl[plot]``); returns the axes.
@@ -141,10 +152,10 @@ class Shown(ABC):
         keys, rows = self._shown(batch)
         positions = self.queries[batch].tolist()
         queries = {positions[row]: self.tokens[batch][positions[row]] for row in rows}
-        note = ""
+        notes: list[str] = []
         if self.additive and self.bias is not None and self.total is not None and len(rows) == 1:
             bias, total = (float(t[batch, rows[0]]) for t in (self.bias, self.total))
-            note = f"bias, from no token: {number(bias)} · total: {number(total)}"
+            notes.append(f"bias, from no token: {number(bias)} · total: {number(total)}")
         stacks = []
         for name, planes in self._stacks(batch):
             whole = planes.shape[1] != len(
@@ -155,7 +166,31 @@ class Shown(ABC):
             stacks.append(heat_maps.Stack(name, planes[:, chosen][:, :, list(keys)], labels))
         plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
         tokens, label = list(keys.values()), self.describe()
-        return heat_maps.prompt(tokens, list(keys), plane, queries, label=label, stacks=stacks, note=note)
+        sides = [] if self.sides is None else [self.sides[batch][position] for position in keys]
+        if sides and len(rows) > 1:
+            notes.append(f"the first {sides.count('encoder')} keys are the encoder's tokens, then come the decoder's")
+        shown = heat_maps.prompt(
+            tokens, list(keys), plane, queries, label=label, stacks=stacks, note=" · ".join(notes), parts=sides
+        )
+        if self.image is None or len(rows) != 1:
+            return shown
+        return self._image_html(batch, plane[0], tokens) + shown
+
+    def _image_html(self, batch: int, scores: np.ndarray, tokens: list[str]) -> str:
+        """One query's scores over the image, beside those of tokens that are no patch."""
+        assert self.image is not None
+        places = [place for place, token in enumerate(tokens) if token.startswith(PATCH)]
+        if not places:
+            return ""
+        corner = tokens[places[-1]].removeprefix(PATCH).split(",")
+        rows, columns = (int(number) + 1 for number in corner)
+        others = {token.strip(): float(scores[n]) for n, token in enumerate(tokens) if n not in places}
+        return images.patch_scores(
+            array(self.image[batch]),
+            scores[places].reshape(rows, columns),
+            title=self.target or self.method,
+            special=others,
+        )
 
     def _stacks(self, batch: int) -> list[tuple[str, np.ndarray]]:
         """What can be taken apart further, `[plane, query, key]` each: a head axis, and layers."""

@@ -4,7 +4,7 @@ from tensorlens_tl.testing.allocations import Allocations
 from tensorlens_tl.testing.map_checks import check_map, map_checks
 from tensorlens_tl.testing.method_checks import check_attribution, check_method, method_checks
 from tensorlens_tl.testing.model_checks import ModelReport, check_model, held_output, model_checks
-from tensorlens_tl.testing.models import model_names, tiny_model
+from tensorlens_tl.testing.models import encoder_decoder_names, model_names, tiny_input, tiny_model
 from tensorlens_tl.testing.requirements import Check, parametrize_with_checks
 
 __all__ = [
@@ -15,11 +15,13 @@ __all__ = [
     "check_map",
     "check_method",
     "check_model",
+    "encoder_decoder_names",
     "held_output",
     "map_checks",
     "method_checks",
     "model_checks",
     "model_names",
     "parametrize_with_checks",
+    "tiny_input",
     "tiny_model",
 ]

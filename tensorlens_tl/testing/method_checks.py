@@ -25,17 +25,19 @@ from tensorlens_tl.errors import (
     UnsupportedModelError,
 )
 from tensorlens_tl.models.state import WeightState
-from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import attribute, get_method
 from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.testing.models import tiny_model
+from tensorlens_tl.testing.models import random_input, tiny_model
 from tensorlens_tl.testing.requirements import (
     COARSEST,
     ROUNDING,
     Check,
     Untouched,
     checks_of,
+    frozen_rows,
+    kept_places,
     own_change,
     precision,
     require,
@@ -146,12 +148,22 @@ class MethodCase:
         self.name, self.options, self.who, self._tolerance = name, options, f"{name} on {label}", tolerance
         self.model = tiny_model(model) if isinstance(model, str) else model
         generator = torch.Generator().manual_seed(seed)
-        self.tokens = torch.randint(3, self.model.cfg.d_vocab, (2, LENGTH), generator=generator)
+        self.tokens = random_input(self.model, LENGTH, generator)
+        self.encoder = LENGTH // 2 if ModelView(self.model).is_encoder_decoder else 0
 
     @cached_property
     def frozen(self) -> FrozenPass:
         """Both prompts."""
-        return freeze(self.model, self.tokens)
+        return self.freeze(self.tokens)
+
+    def freeze(self, tokens: Tensor, mask: Tensor | None = None, encoder: int | None = None) -> FrozenPass:
+        """A pass of other tokens; of an encoder–decoder the first of them are the encoder's."""
+        return frozen_rows(self.model, tokens, self.encoder if encoder is None else encoder, mask)
+
+    @property
+    def length(self) -> int:
+        """Positions of a prompt."""
+        return self.frozen.tokens.shape[1]
 
     @cached_property
     def tolerance(self) -> float:
@@ -206,14 +218,14 @@ def check_repeatable(case: MethodCase) -> None:
     """Twice on one pass, and on a pass made again: to the last bit."""
     again = case.made(case.frozen)
     case.require(torch.equal(case.result.scores, again.scores), "two runs on one pass differ.")
-    anew = case.made(freeze(case.model, case.tokens))
+    anew = case.made(case.freeze(case.tokens))
     case.require(torch.equal(case.result.scores, anew.scores), "two passes over one prompt differ.")
 
 
 def check_one_by_one(case: MethodCase) -> None:
     """A batch is its prompts one by one."""
     for row in range(2):
-        alone = case.made(freeze(case.model, case.tokens[row : row + 1]), **_per_prompt(case.options, row))
+        alone = case.made(case.freeze(case.tokens[row : row + 1]), **_per_prompt(case.options, row))
         case.same(case.result.scores[row], alone.scores[0], "a batch differs from its prompts one by one")
 
 
@@ -227,9 +239,9 @@ def _causality(case: MethodCase, result: Attribution, **more: Any) -> None:
         return
     tokens = case.tokens.clone()
     tokens[:, -1] = (tokens[:, -1] + 1) % case.model.cfg.d_vocab
-    other = case.made(freeze(case.model, tokens), **more)
+    other = case.made(case.freeze(tokens), **more)
     for row in range(2):
-        before = result.queries[row] < LENGTH - 1
+        before = result.queries[row] < case.length - 1
         mine, theirs = (_pairs_first(made)[row][before.to(made.scores.device)] for made in (result, other))
         if len(mine):
             case.same(mine, theirs, "a query's scores change with a token after it")
@@ -239,11 +251,13 @@ def check_every_query(case: MethodCase) -> None:
     """Queries beside the default one: each asked alone is what it is among all, and none knows a later token."""
     if "query" not in get_method(case.name).options or "query" in case.options:
         return
-    frozen = case.frozen
+    frozen, last = case.frozen, case.length - 1
     try:
         whole = case.made(frozen, query=None)
-    except InvalidInputError:  # one query at a time
-        rows = {query: case.made(frozen, query=query) for query in (0, LENGTH // 2)}
+    except InvalidInputError:  # one query at a time, or the one that a classifier reads its classes at
+        at, first = frozen.prompt.class_at, case.encoder  # what an encoder's positions predict cannot be asked
+        asked = (first, max(first + 1, last // 2)) if at is None else (at,)
+        rows = {query: case.made(frozen, query=query) for query in asked}
     else:
         check_attribution(whole, frozen, tolerance=case.tolerance)
         _causality(case, whole, query=None)
@@ -252,13 +266,13 @@ def check_every_query(case: MethodCase) -> None:
         if _pairs_first(whole).ndim == 3:
             there = torch.take_along_dim(_pairs_first(whole), at.to(whole.scores.device), dim=1)
             case.same(_pairs_first(case.result), there, "what it gives by default is not what query=None gives there")
-        for query in (0, LENGTH // 2, LENGTH - 1):
+        for query in (0, last // 2, last):
             rows[query] = alone = case.made(frozen, query=query)
             mine = _pairs_first(alone)[:, 0]
             case.same(mine, _pairs_first(whole)[:, query], f"query={query} is not what query=None gives there")
-        some = case.made(frozen, query=[LENGTH - 1, 0])
-        case.require(some.queries.tolist() == [[LENGTH - 1, 0]] * 2, "query=[…] gives other queries.")
-        case.same(_pairs_first(some), _pairs_first(whole)[:, [LENGTH - 1, 0]], "query=[…] is not what query=None gives")
+        some = case.made(frozen, query=[last, 0])
+        case.require(some.queries.tolist() == [[last, 0]] * 2, "query=[…] gives other queries.")
+        case.same(_pairs_first(some), _pairs_first(whole)[:, [last, 0]], "query=[…] is not what query=None gives")
     for query, alone in rows.items():
         case.require(alone.queries.tolist() == [[query]] * 2, f"query={query} gives queries {alone.queries.tolist()}.")
         check_attribution(alone, frozen, tolerance=case.tolerance)
@@ -267,14 +281,20 @@ def check_every_query(case: MethodCase) -> None:
 
 def check_padding(case: MethodCase) -> None:
     """The second prompt cut short and padded is what it is alone, as far as the model's own activations are."""
-    short = freeze(case.model, case.tokens[1:, :SHORT])
+    if case.frozen.view.reads != "tokens":  # images and sounds of one batch are equally large
+        return
+    sizes = [case.encoder, LENGTH - case.encoder] if case.encoder else [LENGTH]
+    kept = [SHORT // len(sizes)] * len(sizes)
+    cut = case.tokens[1, kept_places(sizes, kept, "right")]
+    short = case.freeze(cut[None], encoder=kept[0] if case.encoder else 0)
     alone = case.made(short, **_per_prompt(case.options, 1))
-    for side, real in (("right", slice(0, SHORT)), ("left", slice(LENGTH - SHORT, LENGTH))):
+    for side in ("right", "left"):
+        real = kept_places(sizes, kept, side)
         tokens, mask = case.tokens.clone(), torch.ones_like(case.tokens)
-        tokens[1], mask[1] = 0, 0
-        tokens[1, real], mask[1, real] = case.tokens[1, :SHORT], 1
+        tokens[1], mask[1] = 0, real.to(mask)
+        tokens[1, real] = cut
         try:
-            frozen = freeze(case.model, tokens, attention_mask=mask)
+            frozen = case.freeze(tokens, mask)
         except (UnsupportedModelError, NumericalError):
             continue  # the model itself does not handle such padding
         own = own_change(frozen, 1, real, short)
@@ -287,7 +307,9 @@ def check_padding(case: MethodCase) -> None:
         check_attribution(padded, frozen, tolerance=case.tolerance)
         mine, theirs = _pairs_first(padded)[1], _pairs_first(alone)[0]
         mine = mine[real] if len(mine) == LENGTH else mine
-        mine = torch.cat([mine[:, real], mine[:, LENGTH:]], dim=1)  # a source may be no token, such as a bias
+        mine = torch.cat(
+            [mine[:, :LENGTH][:, real], mine[:, LENGTH:]], dim=1
+        )  # a source may be no token, such as a bias
         case.same(mine, theirs, f"padding on the {side} changes the scores", at_least=ROUNDING * own)
 
 
@@ -297,7 +319,7 @@ def check_refusals(case: MethodCase) -> None:
     if not method.takes_any_option:
         case.refused(InvalidInputError, "an option it does not have", lambda: case.made(frozen, no_such_option=1))
     if "query" in method.options:
-        case.refused(InvalidInputError, "a query out of range", lambda: case.made(frozen, query=LENGTH))
+        case.refused(InvalidInputError, "a query out of range", lambda: case.made(frozen, query=case.length))
     stale = replace(frozen, weights=WeightState(frozen.weights.versions, frozen.weights.sample + 1))
     case.refused(FrozenModelError, "a pass older than the model's weights", lambda: case.made(stale))
 

@@ -20,15 +20,19 @@ from torch import Tensor
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import run
 from tensorlens_tl.models.activations import RULES
+from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.testing.models import tiny_model
+from tensorlens_tl.passes.prompts import token_rows
+from tensorlens_tl.testing.models import random_input, tiny_input, tiny_model
 from tensorlens_tl.testing.requirements import (
     ROUNDING,
     Check,
     Untouched,
     checks_of,
     difference,
+    frozen_rows,
+    kept_places,
     own_change,
     precision,
     require,
@@ -67,7 +71,7 @@ def check_model(
 
     Args:
         model: any TransformerLens model, best in float64.
-        input: one prompt or several; None takes two of random tokens.
+        input: one prompt or several; None takes two of random tokens, or images or sounds where the model reads those.
         tolerance: largest relative error; None takes 1e-9, or a hundred times what the proof of its blocks measures
             where that is more (norms that compute in float32, models in half precision).
         seed: of random tokens and vectors.
@@ -102,11 +106,14 @@ class ModelCase:
     """A model and a pass of it; what is measured is collected."""
 
     def __init__(self, model: Any, input: Any, tolerance: float | None, seed: int, options: dict[str, Any]) -> None:
-        self.model, self.options, self._tolerance = model, options, tolerance
+        self.model, self._tolerance = model, tolerance
+        self.options: dict[str, Any] = dict(options)
         self.generator = torch.Generator().manual_seed(seed)
         if input is None:
-            length = min(8, model.cfg.n_ctx)
-            input = torch.randint(3, model.cfg.d_vocab, (2, length), generator=self.generator)
+            input = random_input(model, 8, self.generator)
+        view: ModelView = ModelView(model)
+        if view.is_encoder_decoder and "decoder_input_ids" not in options:
+            self.options |= tiny_input(model, len(token_rows(view, input)), seed=seed)[1]
         self.input = input
         self.errors: dict[str, float] = {}
         self.refused: dict[str, str] = {}
@@ -114,7 +121,8 @@ class ModelCase:
     @cached_property
     def frozen(self) -> FrozenPass:
         """The pass that everything is asked of."""
-        return freeze(self.model, self.input, **self.options)
+        options: dict[str, Any] = self.options
+        return freeze(self.model, self.input, **options)
 
     @cached_property
     def tolerance(self) -> float:
@@ -192,12 +200,16 @@ def check_autograd(case: ModelCase) -> None:
     case.same("autograd through the held model is pull", pulled[real], op.pull(g)[real])
 
 
+PLAIN = {"input", "attention_mask", "one_zero_attention_mask", "decoder_input_ids", "decoder_attention_mask"}
+"""The inputs of a model that can be cut to fewer prompts and fewer tokens."""
+
+
 def check_one_by_one(case: ModelCase) -> None:
     """A batch is its prompts one by one."""
     frozen = case.frozen
-    if len(frozen.tokens) < 2 or not bool(frozen.mask.all()) or set(frozen.inputs) - {"input", "attention_mask"}:
+    if len(frozen.tokens) < 2 or not bool(frozen.mask.all()) or set(frozen.inputs) - PLAIN:
         return
-    alone = freeze(frozen.model, frozen.tokens[:1], tolerance=frozen.tolerance)
+    alone = freeze(frozen.model, **frozen.prompt.again(slice(0, 1)), tolerance=frozen.tolerance)
     mine, theirs = (f.operator().contributions() for f in (frozen, alone))
     case.same("a batch is its prompts one by one", mine[:1], theirs)
 
@@ -214,27 +226,30 @@ def check_padding_on_the_left(case: ModelCase) -> None:
 
 def _padding(case: ModelCase, side: str) -> None:
     frozen, claim = case.frozen, f"padding on the {side} changes nothing"
-    whole = frozen.tokens[0][frozen.mask[0]]
-    kept = len(whole) // 2
-    if not kept or set(frozen.inputs) - {"input", "attention_mask", "one_zero_attention_mask"}:
+    real = frozen.mask[0].cpu()
+    whole, encoder = frozen.tokens[0][real], int(real[: frozen.prompt.encoder_length].sum())
+    sizes = [len(whole)] if not encoder else [encoder, len(whole) - encoder]
+    halves = [size // 2 for size in sizes]
+    if not all(halves) or frozen.view.reads != "tokens" or set(frozen.inputs) - PLAIN:
         return
-    real = slice(0, kept) if side == "right" else slice(len(whole) - kept, len(whole))
+    short = whole[kept_places(sizes, halves, "right")]
+    kept = kept_places(sizes, halves, side)
     tokens = torch.stack([whole, torch.zeros_like(whole)])
-    mask = torch.stack([torch.ones_like(whole), torch.zeros_like(whole)])
-    tokens[1, real], mask[1, real] = whole[:kept], 1
+    tokens[1, kept] = short
+    mask = torch.stack([torch.ones_like(whole), kept.to(whole)])
     try:
-        padded = freeze(frozen.model, tokens, attention_mask=mask, tolerance=frozen.tolerance)
+        padded = frozen_rows(frozen.model, tokens, encoder, mask, tolerance=frozen.tolerance)
     except (UnsupportedModelError, NumericalError) as refusal:
         case.refused[f"padding on the {side}"] = str(refusal)
         return
-    alone = freeze(frozen.model, whole[None, :kept], tolerance=frozen.tolerance)
-    if difference(padded.resid_pre(0)[1, real], alone.resid_pre(0)[0]) > 1e-3:
+    alone = frozen_rows(frozen.model, short[None], halves[0] if encoder else 0, tolerance=frozen.tolerance)
+    if difference(padded.resid_pre(0)[1, kept], alone.resid_pre(0)[0]) > 1e-3:
         case.refused[f"padding on the {side}"] = "positions are counted from the first column: another input"
         return
-    own = own_change(padded, 1, real, alone)
+    own = own_change(padded, 1, kept, alone)
     who = frozen.view.description
     require(own <= frozen.tolerance, f"{who}: {claim} (the model's own activations change by {own:.1e}).")
-    mine, theirs = padded.operator().contributions()[1, real, real], alone.operator().contributions()[0]
+    mine, theirs = padded.operator().contributions()[1, kept][:, kept], alone.operator().contributions()[0]
     case.same(claim, mine, theirs, at_least=ROUNDING * own)
 
 

@@ -8,14 +8,18 @@ biases, unit gains) half of the ways to be wrong cannot be seen. No network is n
 """
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.testing.signals import SIGNALS, seeing_module, signal_module
 from tensorlens_tl.whitening.insertion import whiten
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 48, 24, 16, 4, 2
@@ -217,6 +221,55 @@ _BRIDGE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {**_SMALL, **_TOKENS, "num_key_value_heads": 2}),
 }
 
+_START = {**_TOKENS, "decoder_start_token_id": 1}
+_BART: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "max_position_embeddings": CONTEXT,
+    "dropout": 0.0,
+    **{f"{side}_layers": LAYERS for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": HEADS for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 24 for side in ("encoder", "decoder")},
+    **_START,
+}
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "d_kv": WIDTH // HEADS,
+    "d_ff": 24,
+    "num_layers": LAYERS,
+    "num_heads": HEADS,
+    "relative_attention_num_buckets": 8,
+    "dropout_rate": 0.0,
+    **_START,
+}
+_T5_GEMMA = {**_GROUPED, **_LOCAL, "query_pre_attn_scalar": 4, "dropout_rate": 0.0}
+
+_ENCODER_DECODER: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
+    "marian": ("MarianConfig", "MarianMTModel", {**_BART, "decoder_vocab_size": VOCABULARY}),
+    "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", _BART),
+    "t5gemma": (
+        "T5GemmaConfig",
+        "T5GemmaForConditionalGeneration",
+        {"encoder": _T5_GEMMA, "decoder": _T5_GEMMA, "vocab_size": VOCABULARY, "dropout_rate": 0.0, **_START},
+    ),
+    "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
+    "t5-gated": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+}
+_BRIDGE |= _ENCODER_DECODER
+
+
+def _wrapped(module: Any) -> Any:
+    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
+    module = module.to(torch.float64).eval()
+    randomise(module)
+    return builder.build_bridge_from_module(module, type(module).__name__, hf_config=module.config).eval()
+
 
 def _bridge(family: str, compatibility: bool = False, **changes: Any) -> Any:
     import transformers
@@ -227,6 +280,7 @@ def _bridge(family: str, compatibility: bool = False, **changes: Any) -> Any:
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"  # the others have no float64
     auto = AutoModelForMaskedLM if "MaskedLM" in architecture else AutoModelForCausalLM
+    auto = AutoModelForSeq2SeqLM if family in _ENCODER_DECODER else auto
     module = auto.from_config(config, attn_implementation="eager").to(torch.float64).eval()
     randomise(module)
     model = builder.build_bridge_from_module(module, architecture, hf_config=config)
@@ -276,7 +330,8 @@ def _builders() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "encoder/bert", _hooked_encoder
         yield "hooked/whitened", lambda: _whitened(_hooked(**_HOOKED["rotary"]))
     for family in _BRIDGE:
-        if family == "roberta" and HookedTransformer is not None:  # TransformerLens 3.9 has no adapter for it
+        # TransformerLens 3.9 has no adapter for RoBERTa, and cannot run T5 with the transformers of today
+        if family in ("roberta", "t5", "t5-gated") and HookedTransformer is not None:
             continue
         yield f"bridge/{family}", lambda family=family: _bridge(family)
     for family in ("gpt2", "llama", "neox"):
@@ -290,10 +345,60 @@ def _builders() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 BUILDERS: dict[str, Callable[[], Any]] = dict(_builders())
 
+SIGNAL_BUILDERS: dict[str, Callable[[], Any]] = {
+    f"bridge/{family}": lambda family=family: _wrapped(signal_module(family))
+    for family in SIGNALS
+    if family != "wav2vec2" or HookedTransformer is None  # TransformerLens 3.9 has no adapter for it
+}
+MULTIMODAL_BUILDERS: dict[str, Callable[[], Any]] = {
+    f"bridge/{family}": lambda family=family: _wrapped(seeing_module(family)) for family in ("llava", "gemma3-sees")
+}
 
-def model_names() -> list[str]:
-    """The names `tiny_model` knows on the installed TransformerLens, as ``class/variant``."""
-    return list(BUILDERS)
+
+def model_names(reads: str = "tokens") -> list[str]:
+    """The names `tiny_model` knows on the installed TransformerLens, as ``class/variant``.
+
+    Args:
+        reads: ``"tokens"``, or ``"signals"`` for models of images and sound; ``"both"`` for those of images and tokens.
+
+    Raises:
+        InvalidInputError: something else.
+    """
+    known = {"tokens": BUILDERS, "signals": SIGNAL_BUILDERS, "both": MULTIMODAL_BUILDERS}
+    if reads not in known:
+        raise InvalidInputError(f"model_names: reads={reads!r}; use one of {', '.join(map(repr, known))}.")
+    return list(known[reads])
+
+
+def encoder_decoder_names() -> list[str]:
+    """Those of them with an encoder and a decoder: `freeze` needs ``decoder_input_ids`` for them (see `tiny_input`)."""
+    return [name for name in BUILDERS if name.removeprefix("bridge/") in _ENCODER_DECODER]
+
+
+def tiny_input(model: Any, prompts: int = 2, length: int = 6, *, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    """Random tokens for any model that reads tokens, and the options `freeze` needs with them.
+
+    >>> from tensorlens_tl import freeze
+    >>> input, options = tiny_input(model := tiny_model("bridge/bart"))
+    >>> freeze(model, input, **options).sides
+    (6, 4)
+
+    Args:
+        model: a TransformerLens model.
+        prompts: how many.
+        length: in tokens; an encoder–decoder's decoder gets two thirds as many.
+        seed: of the tokens.
+
+    Returns:
+        Token ids `[prompt, pos]`, and of an encoder–decoder ``{"decoder_input_ids": …}``.
+    """
+    generator, view = torch.Generator().manual_seed(seed), ModelView(model)
+
+    def draw(pos: int) -> Tensor:
+        return torch.randint(3, view.d_vocab, (prompts, pos), generator=generator)
+
+    tokens = draw(length)
+    return tokens, {"decoder_input_ids": draw(max(1, 2 * length // 3))} if view.is_encoder_decoder else {}
 
 
 def tiny_model(name: str, *, seed: int = 0) -> Any:
@@ -306,11 +411,34 @@ def tiny_model(name: str, *, seed: int = 0) -> Any:
     Raises:
         InvalidInputError: no such name on this TransformerLens.
     """
-    if name not in BUILDERS:
-        raise InvalidInputError(f"tiny_model: no model called {name!r}; there are {', '.join(BUILDERS)}.")
+    builders = BUILDERS | SIGNAL_BUILDERS | MULTIMODAL_BUILDERS
+    if name not in builders:
+        raise InvalidInputError(f"tiny_model: no model called {name!r}; there are {', '.join(builders)}.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return BUILDERS[name]()
+        return builders[name]()
+
+
+def random_input(model: Any, length: int, generator: torch.Generator) -> Any:
+    """Two random prompts, images, spectrograms or waveforms, as a model reads them.
+
+    Args:
+        model: the model.
+        length: of the prompts, as far as the context goes, and about as many frames of a waveform; images and
+            spectrograms have the size that the model's config says.
+        generator: of the numbers.
+    """
+    view = ModelView(model)
+    if view.reads == "tokens":
+        return torch.randint(3, view.d_vocab, (2, min(length, view.n_ctx)), generator=generator)
+    config = view.config
+    if view.reads == "images":
+        shape = (config.num_channels, config.image_size, config.image_size)
+    elif view.patches is not None:
+        shape = (config.max_length, config.num_mel_bins)
+    else:
+        shape = ((length + 2) * math.prod(config.conv_stride),)
+    return torch.randn(2, *shape, generator=generator)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tensorlens_tl.errors import ConformanceError
 from tensorlens_tl.hooks import hooks_on
+from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 
 EXACT = 1e-9
@@ -80,17 +81,38 @@ def precision(frozen: FrozenPass) -> float:
     return min(max(EXACT, digits, 100 * max(frozen.errors.values())), 10 * frozen.tolerance, COARSEST)
 
 
-def own_change(padded: FrozenPass, row: int, real: slice, alone: FrozenPass) -> float:
+def frozen_rows(model: Any, tokens: Tensor, encoder: int = 0, mask: Tensor | None = None, **options: Any) -> FrozenPass:
+    """A pass of token ids `[prompt, pos]`; of an encoder–decoder the first `encoder` positions are the encoder's."""
+    both = {"": tokens} if mask is None else {"": tokens, "attention_mask": mask}
+    if not encoder:
+        return freeze(model, both.pop(""), **both, **options)
+    given = {name: ids[:, :encoder] for name, ids in both.items()}
+    options |= {f"decoder_{name or 'input_ids'}": ids[:, encoder:] for name, ids in both.items()}
+    return freeze(model, given.pop(""), **given, **options)
+
+
+def kept_places(sizes: Sequence[int], kept: Sequence[int], side: str) -> Tensor:
+    """True at so many positions of each part of a prompt, `[pos]`: where a short prompt lies, padded on one side."""
+    places = [torch.arange(size) if side == "right" else torch.arange(size).flip(0) for size in sizes]
+    return torch.cat([place < keep for place, keep in zip(places, kept, strict=True)])
+
+
+def own_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenPass) -> float:
     """How much the model's own activations of one prompt change when it is padded, on this machine.
 
     A softmax in float32, say, rounds otherwise over a longer row; nothing computed from it can change less.
     """
-    worst = 0.0
     patterns = [block.pattern for block in alone.points.blocks if block.pattern is not None]
-    for name in patterns:
-        worst = max(worst, difference(padded.captured(name)[row][:, real, real], alone.captured(name)[0]))
-    names = set(alone.points.captured) - set(patterns)
-    return max([worst, *(difference(padded.captured(name)[row, real], alone.captured(name)[0]) for name in names)])
+    keys = {name: padded.span(name) for name in patterns}
+    keys |= {block.cross.pattern: padded.span("encoder") for block in alone.points.blocks if block.cross is not None}
+    worst = 0.0
+    for name in alone.points.captured:
+        mine = padded.captured(name)[row]
+        if name in keys:
+            mine = mine[:, :, real[keys[name]]].movedim(1, 0)
+        mine = mine[real[padded.span(name)]]
+        worst = max(worst, difference(mine.movedim(0, 1) if name in keys else mine, alone.captured(name)[0]))
+    return worst
 
 
 class Untouched:

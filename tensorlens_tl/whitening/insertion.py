@@ -52,6 +52,7 @@ def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", value
             cannot separate; heads that do not share d_model evenly, for ``values="dropped"``.
     """
     view = ModelView(model)
+    view.refuse_encoder_decoder("whiten")
     if view.is_hooked_encoder or not (view.is_bridge or hasattr(model, "setup")):
         raise UnsupportedModelError(
             f"whiten: {view.description} is neither a HookedTransformer nor a TransformerBridge."

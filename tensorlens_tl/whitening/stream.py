@@ -105,6 +105,7 @@ def stream_filters(
 def activations(model: ModelLike, prompts: Any, points: Any = None) -> dict[str, Float[Tensor, "batch pos d"]]:
     """What a model has at hook points, for prompts of equal length; see `measure`."""
     view = ModelView(model)
+    view.refuse_encoder_decoder("whiteness")
     refuse_dropout(view.model)
     prompt = prepare(view, prompts)
     if not bool(prompt.mask.all()):

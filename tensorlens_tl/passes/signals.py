@@ -1,0 +1,199 @@
+"""Input that is no text: images, spectrograms and waveforms, and what a multimodal model takes besides its tokens.
+
+| model | input |
+| --- | --- |
+| ViT, DeiT | pixels, `[batch, channel, height, width]` |
+| audio spectrogram transformer | `[batch, time, mel]` |
+| Hubert, Wav2Vec2 | samples, `[batch, sample]` |
+
+Values are taken as they are: prepare them as the model's image processor or feature extractor does. How many positions
+they become is the model's own word: it runs up to its first block.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import capture
+from tensorlens_tl.models.view import ModelView
+
+SPECIAL = ("CLS", "distillation")
+"""What the positions before the first patch are called, in this order."""
+
+IMAGE_TOKENS = ("image_token_id", "image_token_index")
+"""Where configs of multimodal models say which token stands for a piece of an image."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A checked batch of images or sounds.
+
+    Attributes:
+        input: what the model's forward takes.
+        names: of the positions that it becomes, for people.
+        special: how many of the first positions are no part of the image or sound.
+        class_at: the position that a classifier reads its classes at; None of other models.
+        image: what the patches tile exactly, `[batch, channel, height, width]`; None where they overlap, or there are
+            none, or where it has not one channel or three.
+    """
+
+    input: Float[Tensor, "batch ..."]
+    names: list[str]
+    special: int
+    class_at: int | None
+    image: Float[Tensor, "batch channel height width"] | None
+
+
+def read_signal(view: ModelView, input: Any, others: Mapping[str, Any]) -> Signal:
+    """Check what a model of images or sound reads, and name its positions.
+
+    Args:
+        view: the model.
+        input: see the module; one image or sound without its batch axis, or a list of them, will do. It is cast to the
+            model's own dtype and device.
+        others: options that only token sequences have, to be refused by name.
+
+    Raises:
+        InvalidInputError: text or integers, another shape than the model's config says, values that are not finite,
+            something that the model itself does not take, or one of `others`.
+    """
+    wrong = [name for name, value in others.items() if value is not None]
+    if wrong:
+        raise InvalidInputError(f"{wrong[0]}: {view.description} reads {view.reads}, not tokens; leave it out.")
+    x = _values(view, input)
+    parameter = next(view.model.parameters())
+    x = x.to(dtype=parameter.dtype, device=parameter.device)
+    name = f"{view.blocks[0].name}.hook_resid_pre"
+    try:
+        kept, _ = capture(view.model, {"input": x[:1]}, [name], last=name)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidInputError(f"input: {view.description} does not read {list(x.shape)} ({error}).") from error
+    positions, patches = kept[name].shape[1], view.patches
+    class_at = None if view.class_head is None else 0
+    rows, columns = (0, 0) if patches is None else patches.grid(x)
+    special = positions - rows * columns
+    if patches is None or not 0 <= special <= len(SPECIAL):
+        return Signal(x, [f" frame {number}" for number in range(positions)], 0, class_at, None)
+    names = [f" {name}" for name in SPECIAL[:special]]
+    names += [f" patch {row},{column}" for row in range(rows) for column in range(columns)]
+    image = patches.image(x)[..., : rows * patches.kernel[0], : columns * patches.kernel[1]]
+    shown = patches.tiles and image.shape[1] in (1, 3)
+    return Signal(x, names, special, class_at, image.detach().cpu() if shown else None)
+
+
+def _values(view: ModelView, input: Any) -> Tensor:
+    axes, sizes = _expected(view)
+    wanted = f"{view.reads}, floating-point values [{', '.join(axes)}]"
+    if isinstance(input, str) or (isinstance(input, Sequence) and any(isinstance(one, str) for one in input)):
+        raise InvalidInputError(f"input: {view.description} reads {wanted}, not text.")
+    try:
+        stacked = torch.stack([torch.as_tensor(one) for one in input]) if isinstance(input, list | tuple) else input
+        x = torch.as_tensor(stacked).detach().clone()  # an inference tensor would not do where gradients are wanted
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"input: cannot read {type(input).__name__} as {wanted} of one size ({error})."
+        ) from error
+    if not x.is_floating_point():
+        raise InvalidInputError(
+            f"input: {view.description} reads {wanted}, got {x.dtype}. Token ids are for language models; make pixels "
+            "of an image with the model's image processor."
+        )
+    x = x[None] if x.ndim == len(axes) - 1 else x
+    fits = x.ndim == len(axes) and x.numel() > 0
+    if not fits or any(size not in (None, found) for size, found in zip(sizes, x.shape, strict=True)):
+        shape = ", ".join(name if size is None else str(size) for name, size in zip(axes, sizes, strict=True))
+        raise InvalidInputError(f"input: {view.description} reads {view.reads} [{shape}], got {list(x.shape)}.")
+    if not bool(torch.isfinite(x).all()):
+        raise InvalidInputError("input: it has values that are not finite (NaN or Inf).")
+    return x
+
+
+def _expected(view: ModelView) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+    """The axes of a model's input, and the sizes that its config fixes."""
+    config = view.config
+    if view.reads == "images":
+        size = getattr(config, "image_size", None)
+        height, width = size if isinstance(size, Sequence) else (size, size)
+        return ("batch", "channel", "height", "width"), (None, getattr(config, "num_channels", None), height, width)
+    if view.patches is not None:
+        return ("batch", "time", "mel"), (
+            None,
+            getattr(config, "max_length", None),
+            getattr(config, "num_mel_bins", None),
+        )
+    return ("batch", "sample"), (None, None)
+
+
+def refuse_signal(view: ModelView, input: Any) -> None:
+    """Raise `InvalidInputError` where a language model is given pixels or sound."""
+    if isinstance(input, Tensor) and input.is_floating_point() and input.ndim > 2:
+        raise InvalidInputError(
+            f"input: {view.description} reads tokens, got values of {input.dtype}, {list(input.shape)}. Images and "
+            "sound of a multimodal model go in model_inputs={'pixel_values': ...}, beside the token ids."
+        )
+
+
+def extra_inputs(view: ModelView, given: Any) -> dict[str, Any]:
+    """What a multimodal model takes besides tokens, checked by name and put on its device.
+
+    Raises:
+        InvalidInputError: no mapping, a name that the model's forward does not have, one that `freeze` has an argument
+            for, or numbers that are not finite.
+        UnsupportedModelError: images of a model that adds their features between blocks.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidInputError(
+            f"model_inputs={type(given).__name__}: pass a mapping, such as {{'pixel_values': ...}}."
+        )
+    own = {"input", "input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "labels"}
+    forward = inspect.signature(getattr(view.model, "original_model", view.model).forward).parameters
+    takes = [name for name, parameter in forward.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    for name, value in given.items():
+        if name in own or name not in takes:
+            why = "freeze has its own argument for it" if name in own else "its forward has no such argument"
+            raise InvalidInputError(
+                f"model_inputs: {name!r} cannot be given to {view.description}: {why}. It takes "
+                f"{', '.join(sorted(set(takes) - own))}."
+            )
+        if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise InvalidInputError(f"model_inputs: {name} has values that are not finite (NaN or Inf).")
+    _refuse_deep_stack(view, given)
+    parameter = next(view.model.parameters())
+    made = {name: _on(value, parameter) for name, value in given.items()}
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _refuse_deep_stack(view: ModelView, given: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedModelError` where features of an image go in between blocks too, which no block's map has."""
+    layers = getattr(getattr(view.config, "vision_config", None), "deepstack_visual_indexes", None)
+    images = [name for name in given if name.startswith("pixel_values")]
+    if layers and images:
+        raise UnsupportedModelError(
+            f"model_inputs: {view.description} adds features of the image to the residual stream between blocks 0 and "
+            f"{len(layers)} (DeepStack), which are no part of any block. With tokens alone it can be frozen."
+        )
+
+
+def _on(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(parameter) if value.is_floating_point() else value.to(parameter.device)
+
+
+def named_images(view: ModelView, tokens: Int[Tensor, "batch pos"], texts: list[list[str]]) -> list[list[str]]:
+    """Readable tokens, with those that stand for pieces of images numbered in each prompt."""
+    ids = {getattr(view.config, name, None) for name in IMAGE_TOKENS} - {None}
+    rows = []
+    for row, names in zip(tokens.tolist(), texts, strict=True):
+        places = [place for place, token in enumerate(row) if token in ids]
+        named = {place: f" image {number}" for number, place in enumerate(places)}
+        rows.append([named.get(place, text) for place, text in enumerate(names)])
+    return rows
