@@ -45,6 +45,9 @@ from tensorlens_tl.errors import (
     TensorLensError as TensorLensError,
     UnsupportedModelError as UnsupportedModelError,
 )
+from tensorlens_tl.layerwise import (
+    implicit_attention as implicit_attention,
+)
 from tensorlens_tl.methods import (
     contextualisation as contextualisation,
 )

@@ -27,7 +27,8 @@ REPRESENTATIVES = {
     "hooked/shortformer", "hooked/sandwich", "hooked/post-only", "hooked/soft-caps", "hooked/sinks",
     "hooked/parallel-processed", "encoder/bert", "bridge/gpt2", "bridge/neox", "bridge/llama", "bridge/gemma2",
     "bridge/phi", "bridge/opt", "bridge/bert", "bridge/llama-compatibility", "bridge/native-rms",
-    "hooked/whitened", "bridge/whitened", "bridge/bart", "bridge/t5", "bridge/deepseek-v3",
+    "hooked/whitened", "bridge/whitened", "bridge/bart", "bridge/t5", "bridge/deepseek-v3", "bridge/mamba",
+    "bridge/qwen3-next",
 }  # fmt: skip
 """One model at least of every class, block layout, norm, activation, position encoding and way to make attention; the
 others belong to the marked set `whole`."""
@@ -36,8 +37,16 @@ FEW = 12
 """A list of models that a test names itself runs as it stands, up to so many."""
 
 
-def pytest_collection_modifyitems(items):
+MIXED = ("mamba", "mamba2", "jamba", "lfm2", "qwen3-next")
+"""Families with layers that have no attention: what heads do, and what compresses them, is asked of others; these have
+`test_mixers`."""
+
+
+def pytest_collection_modifyitems(config, items):
     """Tests of every model run on the representatives by default, on the whole table where `whole` is asked for."""
+    of_heads = [item for item in items if item.path.stem in ("test_circuits", "test_compress") and _is_mixed(item)]
+    items[:] = [item for item in items if item not in of_heads]
+    config.hook.pytest_deselected(items=of_heads)
     for item in items:
         params = (getattr(item, "callspec", None) and item.callspec.params) or {}
         asked = next((params[key] for key in ("name", "whitened", "plain") if key in params), None)
@@ -45,6 +54,11 @@ def pytest_collection_modifyitems(items):
         named = [mark.args[1] for mark in item.iter_markers("parametrize") if mark.args[0] == "name"]
         if asked in model_names() and asked not in REPRESENTATIVES and not (named and len(named[0]) <= FEW):
             item.add_marker(pytest.mark.whole)
+
+
+def _is_mixed(item):
+    params = getattr(item, "callspec", None) and item.callspec.params
+    return bool(params) and params.get("name") in {f"bridge/{family}" for family in MIXED}
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +112,7 @@ def some_tokens(batch=2, pos=6, seed=0):
 
 FLOAT32_INSIDE = (
     "llama", "mistral", "qwen", "gemma", "phi3", "olmo2", "native-rms", "mixtral", "gpt-oss", "deepseek", "granite",
-    "afmoe", "bitnet",
+    "afmoe", "bitnet", "mamba", "jamba", "lfm2",
 )  # fmt: skip
 """Families whose own norms compute in float32 whatever the dtype."""
 

@@ -18,7 +18,7 @@ GROUPED = {**TEXT, "num_key_value_heads": 2, "pad_token_id": 0}
 OPT = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 24,
        "max_position_embeddings": 24, "word_embed_proj_dim": 16}  # fmt: skip
 
-MAMBA = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+RWKV = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2}
 T5 = {"vocab_size": 48, "d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 4, "d_kv": 4}
 
 
@@ -41,11 +41,11 @@ def wrapped(module, tokenizer=None):
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("MambaForCausalLM", MAMBA, r"blocks\.0"),
+        ("RwkvForCausalLM", RWKV, r"blocks\.0 .*time_mix"),
     ],
 )  # fmt: skip
 def test_other_architectures_are_refused(architecture, options, message):
-    attention = {} if architecture == "MambaForCausalLM" else {"attention": "eager"}
+    attention = {} if architecture == "RwkvForCausalLM" else {"attention": "eager"}
     model = wrapped(made(architecture, **attention, **options))
     with pytest.raises(tlens.UnsupportedModelError, match=message):
         tlens.freeze(model, some_tokens())

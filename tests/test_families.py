@@ -173,6 +173,7 @@ LLAMAS = (
 PADDING_THE_MODEL_GETS_WRONG = {
     *((name, side) for name in ("hooked/bidirectional", "bridge/gpt1") for side in ("left", "right")),
     *((f"bridge/{family}", "left") for family in (*LLAMAS, "phi", "phi3", "opt", "olmo2")),
+    *((f"bridge/{family}", "left") for family in ("jamba", "lfm2", "qwen3-next")),
 }
 """Where the model's own output is NaN, mixes padding in, or looks ahead; there we refuse."""
 
@@ -189,7 +190,8 @@ def test_padding_changes_nothing(model, name, side):
     tokens[1, real], mask[1, real] = short, 1
     alone = tlens.freeze(model, short[None])
     own = model_output(model, tokens, mask)
-    if not relative(own[1, real], model(short[None])[0]) < 1e-5:  # NaN on several bridges, ignored mask on another
+    # NaN on several bridges (of a last layer only at padding), ignored mask on another
+    if own.isnan().any() or not relative(own[1, real], model(short[None])[0]) < 1e-5:
         if (name, side) in POSITIONS_SHIFT:
             shifted = tlens.freeze(model, tokens, attention_mask=mask).operator().in_out(query=None)
             assert float(shifted.residual.max()) < tolerance(name)

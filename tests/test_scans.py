@@ -11,7 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 from tensorlens_tl.algebra import CausalConvolution, Chain, Diagonal, DiagonalRecursion
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.scans import mixer_map, mixer_weights, scan_of
+from tensorlens_tl.models.delta import delta_pattern
+from tensorlens_tl.models.mixers import mixer_map
+from tensorlens_tl.models.scans import mixer_weights, scan_of
 from tensorlens_tl.testing import check_map
 
 pytestmark = pytest.mark.numeric
@@ -24,6 +26,8 @@ HYBRID |= {"mamba_d_state": 6, "mamba_d_conv": 4, "mamba_expand": 2}
 GROUPS = HYBRID | {"mamba_n_groups": 2, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_chunk_size": 4}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 24}
 FALCON_H1 = GROUPS | {"mamba_d_ssm": 32, "mamba_rms_norm": True}
+DELTA = HYBRID | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6}
+DELTA |= {"linear_value_head_dim": 5, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
 FAMILIES = {
     "Mamba": MAMBA | {"use_bias": True, "time_step_rank": 3},
     "Mamba plain": MAMBA | {"use_conv_bias": False, "hidden_act": "gelu"},
@@ -42,6 +46,10 @@ FAMILIES = {
     | {"ssm_in_multiplier": 0.7, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.6], "mamba_proj_bias": True},
     "FalconH1 without a norm": FALCON_H1 | {"mamba_rms_norm": False},
     "FalconH1 norm first": FALCON_H1 | {"mamba_norm_before_gate": True},
+    "Qwen3Next": DELTA | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+    "Qwen3_5": DELTA,
+    "OlmoHybrid": DELTA | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
+    "OlmoHybrid of small steps": DELTA | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": False},
 }
 
 
@@ -61,9 +69,10 @@ def family(name):
     """A tiny model in float64 with every parameter random, and its first mixer."""
     if name not in _made:
         torch.manual_seed(0)
-        config = getattr(hf, f"{name.split()[0]}Config")(**FAMILIES[name])
+        kind = name.split()[0]
+        config = getattr(hf, "Qwen3_5TextConfig" if kind == "Qwen3_5" else f"{kind}Config")(**FAMILIES[name])
         config._attn_implementation = config._experts_implementation = "eager"
-        model = getattr(hf, f"{name.split()[0]}ForCausalLM")(config).double().eval()
+        model = getattr(hf, f"{kind}ForCausalLM")(config).double().eval()
         for part in model.parameters():
             part.data = part.data + 0.3 * torch.randn_like(part) if part.ndim == 1 else 0.4 * torch.randn_like(part)
         _made[name] = model, next(part for part in model.modules() if hasattr(part, "A_log"))
@@ -103,11 +112,11 @@ def test_the_map_gives_what_the_mixer_gives(name, padding):
     with Wide():  # the norms of Δ, B and C are the module's own
         m = mixer_map(mixer, x, mask)
     assert off(m(x), y) <= 1e-9
-    if name in ("Mamba", "Mamba2"):
+    if name in ("Mamba", "Mamba2", "Qwen3Next"):
         check_map(m, x)
 
 
-@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Qwen3Next"])
 def test_what_is_rounded_to_float32(name):
     """Left as it is, a float64 module differs by its own rounding; in float32 and bfloat16 dtypes are kept."""
     mixer, x, mask, y = run(name, wide=False)
@@ -174,13 +183,62 @@ def literal_mamba2(mixer, x, other):
     return mixer.out_proj(mixer.norm.weight * (through(u[..., :channels]) / scale).flatten(-2))
 
 
-@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+def delta_loop(q, k, v, decay, strength):
+    """The gated delta rule one position after the other: q, k and v `[b, i, h, d]`, decay and strength `[b, i, h]`."""
+    state, rows, one = torch.zeros_like(v[:, 0, ..., None] * k[:, 0, :, None]), [], torch.eye(k.shape[-1]).to(k)
+    for i in range(q.shape[1]):
+        a, beta, key = decay[:, i, :, None, None], strength[:, i, :, None, None], k[:, i, :, None]
+        state = a * state @ (one - beta * key.mT * key) + beta * v[:, i, ..., None] * key
+        rows.append((state * q[:, i, :, None]).sum(-1))
+    return torch.stack(rows, 1)
+
+
+def literal_delta(mixer, x, other):
+    """Qwen3-Next and Qwen3.5 as printed, everything that depends on the input from `x`, values from `other`."""
+
+    def made(given):
+        if hasattr(mixer, "in_proj_qkvz"):
+            parts = mixer.fix_query_key_value_ordering(mixer.in_proj_qkvz(given), mixer.in_proj_ba(given))
+            return torch.cat([part.flatten(2) for part in parts[:3]], -1), *parts[3:]
+        parts = [getattr(mixer, f"in_proj_{name}")(given) for name in ("qkv", "z", "b", "a")]
+        return parts[0], parts[1].unflatten(-1, (mixer.num_v_heads, -1)), *parts[2:]
+
+    first, z, b, a = made(x)
+    before, keys = convolved(mixer, first, False), 2 * mixer.key_dim
+    after = silu(before)
+    q, k = (part.unflatten(-1, (mixer.num_k_heads, -1)) for part in after[..., :keys].chunk(2, -1))
+    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+    q, k = (part.repeat_interleave(mixer.num_v_heads // mixer.num_k_heads, 2) for part in (q, k))
+    decay = torch.exp(-mixer.A_log.exp() * softplus(a + mixer.dt_bias))
+
+    def through(v):
+        return delta_loop(q / mixer.head_k_dim**0.5, k, v.unflatten(-1, (mixer.num_v_heads, -1)), decay, b.sigmoid())
+
+    scale = (through(after[..., keys:]).square().mean(-1, keepdim=True) + mixer.norm.variance_epsilon).sqrt()
+    u = (convolved(mixer, made(other)[0], False) * after / before)[..., keys:]
+    return mixer.out_proj((mixer.norm.weight * through(u) / scale * silu(z)).flatten(-2))
+
+
+LITERAL = {"Mamba": literal_mamba, "Mamba2": literal_mamba2, "Qwen3Next": literal_delta, "Qwen3_5": literal_delta}
+
+
+@pytest.mark.parametrize("name", LITERAL)
 @torch.no_grad()
 def test_held_at_one_input_and_used_at_another(name):
     mixer, x, _, _ = run(name)
     other = torch.randn_like(x)
-    expected = {"Mamba": literal_mamba, "Mamba2": literal_mamba2}[name](mixer, x, other)
+    expected = LITERAL[name](mixer, x, other)
     assert off(mixer_map(mixer, x)(other), expected) <= 1e-9
+
+
+def test_the_delta_rule_is_attention_with_a_pattern_of_its_own():
+    """Also where states change their sign (β above 1), keys are not of length 1, and decays are strong."""
+    q, k, v = (torch.randn(2, 13, 3, width, dtype=torch.float64) for width in (4, 4, 5))
+    decay, strength = (torch.rand(2, 13, 3, dtype=torch.float64) for _ in range(2))
+    k, decay, strength = 0.7 * k, decay**6, 2 * strength
+    pattern = delta_pattern(q, k, decay.log(), strength)
+    assert not pattern.triu(1).any()
+    assert off(torch.einsum("bhqk,bkhd->bqhd", pattern, v), delta_loop(q, k, v, decay, strength)) <= 1e-9
 
 
 @torch.no_grad()
@@ -242,8 +300,36 @@ REFUSED = {
     "odd": (lambda: changed("Mamba2", n_groups=4, conv1d=nn.Conv1d(33, 33, 4, groups=33, padding=3)), "`conv1d` of"),
     "with an MLP": (lambda: changed("Mamba2", in_proj=nn.Linear(16, 99)), "`in_proj` of Changed makes 99 numbers"),
     "wide skip": (lambda: changed("Mamba2", D=torch.ones(32)), "`D` of Changed is not one number"),
+    "few keys": (lambda: changed("Qwen3_5", num_k_heads=3), "`num_v_heads` of Changed .4. is no multiple of the 3"),
+    "another split": (
+        lambda: changed("Qwen3_5", head_v_dim=6),
+        "`in_proj_qkv` of Changed makes 44 numbers, not",
+    ),
+    "few of a delta": (
+        lambda: changed("Qwen3_5", conv1d=nn.Conv1d(20, 20, 4, groups=20, padding=3)),
+        "`conv1d` of Changed does not take queries",
+    ),
+    "softmax of a delta": (lambda: changed("Qwen3_5", activation="softmax"), "`activation` of Changed is softmax"),
+    "no way out": (lambda: changed("Qwen3_5", out_proj=None), "`out_proj` of Changed is missing"),
+    "layer norm of a delta": (lambda: changed("Qwen3_5", norm=nn.LayerNorm(5)), r"`norm` of Changed \(LayerNorm\) is"),
+    "half a convolution": (
+        lambda: Made(in_proj=nn.Linear(16, 40), conv=CONV_16, out_proj=nn.Linear(16, 16)),
+        "`in_proj` of Made does not make B, C and x",
+    ),
     "layer norm": (lambda: changed("Mamba2", norm=nn.LayerNorm(32)), r"`norm` of Changed \(LayerNorm\) is not"),
 }
+
+
+CONV_16 = nn.Conv1d(16, 16, 3, groups=16, padding=2)
+
+
+class Made(nn.Module):
+    """What it is made of."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
 
 
 def quantised():

@@ -46,8 +46,8 @@ def logit_attribution(
         frozen: the pass.
         target, minus, direction: as in `FrozenOperator.target`.
         by: ``"component"`` (embeddings, each layer's attention and MLP, each bias), ``"head"`` (attention by head),
-            ``"head_token"`` (the same, and each head's source tokens in `Terms.keys`), or ``"neuron"`` (also MLPs by
-            neuron).
+            ``"head_token"`` (the same, and each head's or mixer's source tokens in `Terms.keys`), or ``"neuron"`` (also
+            MLPs by neuron).
         query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
         layers: consecutive layers: a direction then reads the stream where they end (a probe, a feature in the
             middle of the model), and what comes before them is one term.
@@ -102,7 +102,7 @@ def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tens
     for number, step in enumerate(stream.steps):
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             met = sublayer.write.pull(pulled.sums[number])
-            if by == "neuron" and not sublayer.is_attention:
+            if by == "neuron" and not sublayer.is_attention and not sublayer.is_mixer:
                 _ = stream.frozen.view.blocks[sublayer.layer].dense_mlp  # refuses experts
                 neurons = [f"{sublayer.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
                 add(neurons, (met.to(asked.total) * hidden).sum(-2), partial(_by_position, met, hidden))
@@ -112,6 +112,8 @@ def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tens
                 by_key = partial(_by_node, sublayer, met, hidden)
                 if sublayer.is_attention:
                     by_key = partial(_by_source, sublayer, stream.x[number], met)
+                elif sublayer.is_mixer:
+                    by_key = partial(_by_source_of_mixer, sublayer, stream.x[number], met)
                 add(list(sublayer.nodes), sublayer.shares(met, hidden), by_key)
         for at, name, bias, g in biases:
             if at == number:
@@ -135,6 +137,12 @@ def _by_node(sublayer: Sublayer, met: Tensor, x: Tensor) -> Float[Tensor, "query
 def _by_source(sublayer: Sublayer, x: Tensor, met: Tensor) -> Float[Tensor, "query batch head key"]:
     """What each head moves from each source token, wherever it writes it."""
     return token_pairs(sublayer, x, met).sum(-2)
+
+
+def _by_source_of_mixer(sublayer: Sublayer, x: Tensor, met: Tensor) -> Float[Tensor, "query batch 1 pos"]:
+    """What a mixer moves from each source token; what it adds by itself counts where it comes out."""
+    moved = (upcast(sublayer.read.pull(met)) * x).sum(-1)
+    return (moved + (upcast(met) * sublayer.read.bias).sum(-1))[:, :, None]
 
 
 def _at_query(

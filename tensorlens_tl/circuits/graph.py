@@ -12,6 +12,7 @@ stream, and dot with the source's output there. So
 Nothing is trained and nothing is approximated: attention patterns, activation ratios and norm scales are frozen. In a
 post-LN model what a source wrote goes through the norms of the residual stream before it enters a node. Whitening
 passes vectors on from position to position, so it is a node of its own, which takes in all that was written before it.
+A mixer in place of attention (a state-space layer, a convolution) is one node with edges from every earlier position.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Attention, Chain
+from tensorlens_tl.algebra import AffineMap, Attention, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits.stream import Pulled, StreamTarget, Sublayer, stream_target
@@ -180,7 +181,8 @@ class _Builder:
             sublayer.split(met[0, 0] * own[0]).sum(-1).T,
             strict=True,
         ):
-            self._node(name, "head" if sublayer.is_attention else "mlp", sublayer.layer)
+            kind = "head" if sublayer.is_attention else "mixer" if sublayer.is_mixer else "mlp"
+            self._node(name, kind, sublayer.layer)
             self.weights.append(weight)
             self.biases.append(bias)
         return sublayer.outputs(hidden)[:, 0]
@@ -191,6 +193,9 @@ class _Builder:
         """Edges from every source so far into the sublayer's nodes."""
         first, pos, sources = len(self.names), outputs.shape[1], outputs.shape[0]
         at, carried = torch.arange(pos, device=outputs.device), torch.tensor(self.carried, device=outputs.device)
+        if sublayer.is_mixer:
+            self._enter_mixing(first, sublayer.read, met[0, 0], outputs)
+            return
         if not sublayer.is_attention:
             parts = sublayer.split(met)
             for node in range(len(sublayer.nodes)):
@@ -220,20 +225,31 @@ class _Builder:
         Only so does an edge keep the position that it comes from.
         """
         step, met = self.asked.stream.steps[number], self.pulled.stream[number + 1][0, 0]
-        made, pos = self.asked.stream.x[number + 1][0], outputs.shape[1]
+        made = self.asked.stream.x[number + 1][0]
         node = self._node(step.outer_name, "whitening", step.layer)
         self.weights.append((met * made).sum(-1))
-        self.entering[node] = torch.zeros(pos).to(made)
-        at, carried = torch.arange(pos, device=made.device), torch.tensor(self.carried, device=made.device)
-        chunk = max(1, EDGE_BYTES // ((len(outputs) + 3 * made.shape[1]) * pos * made.element_size()))
-        for start in range(0, pos, chunk):
-            queries = at[start : start + chunk]
-            rows = place(met[queries][:, None], queries[:, None], made[None])
-            weights = torch.einsum("qkd,mkd->mqk", step.outer.pull(rows)[:, 0], outputs)
-            self.entering[node][queries] = weights.abs().sum((0, 2))
-            self._keep(carried[:, None, None] * pos + at, node * pos + queries[:, None], weights)
+        self._enter_mixing(node, step.outer, met, outputs)
         self.carried = [node]
         return made[None]
+
+    def _enter_mixing(
+        self,
+        node: int,
+        m: AffineMap,
+        met: Float[Tensor, "pos width"],
+        outputs: Float[Tensor, "source pos d_model"],
+    ) -> None:
+        """Edges from every position into a node that mixes positions without a pattern, a few queries at a time."""
+        pos, width = met.shape
+        self.entering[node] = torch.zeros(pos).to(outputs)
+        at, carried = torch.arange(pos, device=met.device), torch.tensor(self.carried, device=met.device)
+        chunk = max(1, EDGE_BYTES // ((len(outputs) + 3 * width) * pos * outputs.element_size()))
+        for start in range(0, pos, chunk):
+            queries = at[start : start + chunk]
+            rows = place(met[queries][:, None], queries[:, None], met[None])
+            weights = torch.einsum("qkd,mkd->mqk", m.pull(rows)[:, 0], outputs)
+            self.entering[node][queries] = weights.abs().sum((0, 2))
+            self._keep(carried[:, None, None] * pos + at, node * pos + queries[:, None], weights)
 
     def _keep(self, source: Tensor, target: Tensor, weights: Tensor) -> None:
         """Note the edges that are worth it; numbers of nodes broadcast to `weights`."""

@@ -127,12 +127,14 @@ def _components(asked: StreamTarget, by: str) -> Iterator[_Component]:
     for step in asked.stream.steps:
         for sublayer in step.sublayers:
             at = points[sublayer.layer]
-            inside = at.post if not sublayer.is_attention else at.z if at.attention is None else None
+            inside = at.z if sublayer.is_attention else None if sublayer.is_mixer else at.post
+            inside = None if sublayer.is_attention and at.attention is not None else inside
             if inside is None:
                 raise UnsupportedModelError(
                     f"total_effects(live=True): nothing inside {sublayer.name} of this "
                     f"{asked.stream.frozen.view.description} can be taken away by a hook (a mixture of experts, a gate "
-                    "or a norm inside). Leave live out: the frozen model's effects are exact."
+                    "or a norm inside, a mixer in place of attention). Leave live out: the frozen model's effects are "
+                    "exact."
                 )
             if not sublayer.is_attention or by == "component":
                 yield _Component(sublayer.name, inside)

@@ -35,7 +35,7 @@ class GraphPicture:
     """A graph as lists: its nodes, one of them (the last) the target, and its edges by node number.
 
     Attributes:
-        names, kinds, tokens: of the nodes; kinds are embedding, whitening, head, mlp, bias and target.
+        names, kinds, tokens: of the nodes; kinds are embedding, whitening, head, mixer, mlp, bias and target.
         layers, positions: where they stand; layer −1 for none.
         weights: of the nodes.
         sources, targets, strengths: of the edges.
@@ -108,7 +108,7 @@ def _svg(found: GraphPicture) -> str:
 def _places(found: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Where each node stands: a column per position, a row per layer and kind; neighbours in a row keep apart."""
     top = 4 * (max(found.layers) + 2)
-    order = {"embedding": 0, "whitening": -1, "head": 0, "mlp": 1, "bias": 2}
+    order = {"embedding": 0, "whitening": -1, "head": 0, "mixer": 0, "mlp": 1, "bias": 2}
     levels = [4 * (layer + 1) + order.get(kind, 0) for kind, layer in zip(found.kinds, found.layers, strict=True)]
     levels[-1] = top
     for node, kind in enumerate(found.kinds):

@@ -9,12 +9,14 @@ from tensorlens_tl.layerwise.aggregate import (
     refuse_whitened,
     select_query,
 )
+from tensorlens_tl.layerwise.implicit import implicit_attention
 from tensorlens_tl.layerwise.local import LocalLayer, through
 
 __all__ = [
     "LocalLayer",
     "Maps",
     "add_residual",
+    "implicit_attention",
     "locals_of",
     "normalize_rows",
     "product",

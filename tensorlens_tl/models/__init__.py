@@ -6,14 +6,16 @@
 | `view` | what is this model made of, whichever its class? |
 | `layouts` | how are blocks put together? |
 | `activations` | how is an activation replaced by a linear form? |
-| `scans` | which map is a state-space mixer (Mamba 1, Mamba 2), its gates held at one input? |
+| `mixers` | which map mixes positions where there is no attention, its gates held at one input? |
+| `scans`, `delta` | the same of state-space layers (Mamba 1, Mamba 2) and of the gated delta rule |
 | `state` | is a model in a state to be frozen, and still in that of its pass? |
 """
 
 from tensorlens_tl.models.activations import RULES, Coefficients, Rule
 from tensorlens_tl.models.layouts import LAYOUTS, Layout, Place
+from tensorlens_tl.models.mixers import mixer_map
 from tensorlens_tl.models.protocol import HookedModel
-from tensorlens_tl.models.scans import mixer_map, scan_of
+from tensorlens_tl.models.scans import scan_of
 from tensorlens_tl.models.view import BlockView, ModelView
 
 __all__ = [

@@ -132,7 +132,21 @@ def _gate(inner: Any, read: AttentionWeights) -> Callable[[Tensor, Tensor], Tens
             weight = linear.weight
             assert isinstance(weight, Tensor)
             return _Gate(Linear(weight.detach().T, detached(linear.bias)), squash, width // len(weight))
-    return None
+    return _gate_beside_queries(inner, width)
+
+
+def _gate_beside_queries(inner: Any, width: int) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """A gate that the query projection makes as well, head by head after its query (Qwen3-Next, Qwen3.5)."""
+    linear, d_head = innermost(getattr(inner, "q_proj", None)), getattr(inner, "head_dim", None)
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, Tensor) or not isinstance(d_head, int) or len(weight) != 2 * width or width % d_head:
+        return None
+    halves = [
+        None if made is None else made.detach().unflatten(0, (-1, 2, d_head))[:, 1].flatten(0, 1)
+        for made in (weight, linear.bias)
+    ]
+    assert halves[0] is not None
+    return _Gate(Linear(halves[0].T, halves[1]), torch.sigmoid, 1)
 
 
 @dataclass(frozen=True)

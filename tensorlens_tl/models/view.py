@@ -25,9 +25,9 @@ from tensorlens_tl.models.experts import (
     read_experts,
     read_per_layer,
 )
+from tensorlens_tl.models.mixers import Mixer, read_mixer
 from tensorlens_tl.models.mlps import read_mlp, read_module
 from tensorlens_tl.models.patches import ClassHead, PatchWeights, read_patches
-from tensorlens_tl.models.scans import Mixer, read_mixer
 from tensorlens_tl.models.weights import (
     AttentionWeights,
     MLMHead,
@@ -87,8 +87,13 @@ class BlockView:
             raise self._refuse(f"{' and '.join(parts)} beside each other, which is not read.")
         if not parts or parts[0] in ATTENTION:
             return None
+        inner = innermost(self.module._modules[parts[0]])
+        if hasattr(inner, "q_proj") and hasattr(inner, "o_proj") and not hasattr(inner, "A_log"):
+            raise self._refuse(
+                f"{parts[0]} is attention here ({type(inner).__name__}), and TransformerLens shows no pattern of it."
+            )
         try:
-            return read_mixer(innermost(self.module._modules[parts[0]]))
+            return read_mixer(inner, self._refuse)
         except UnsupportedModelError as error:
             raise self._refuse(f"{parts[0]}: {error}") from None
 
@@ -152,14 +157,32 @@ class BlockView:
         """The attention weights; refuses what is not softmax attention with readable weights."""
         if self.mixer is not None:
             raise self._refuse(
-                f"{self.mixer_name} is no attention (a state-space or convolution layer): it has no pattern and no "
-                "heads. The operator and what is made from it work (tensorlens, gradients, logit_attribution)."
+                f"{self.mixer_name} is no softmax attention (a state-space layer, a delta rule, a convolution): it has "
+                "no pattern and no heads that are read. The operator and what is made from it work (tensorlens, "
+                "gradients, logit_attribution); tlens.implicit_attention shows which tokens it takes from."
             )
-        read = read_attention(getattr(self.module, self.mixer_name, None), self.model.cfg, self._refuse)
+        found: Any = getattr(self.module, self.mixer_name, None)
+        if found is None:
+            raise self._refuse(self._what_it_has())
+        read = read_attention(found, self.model.cfg, self._refuse)
         if self.branch_factor == 1:
             return read
         b_O = None if read.b_O is None else read.b_O * self.branch_factor
         return replace(read, W_O=read.W_O * self.branch_factor, b_O=b_O)
+
+    def _what_it_has(self) -> str:
+        """Why there is no attention and no mixer to be read."""
+        kind = type(innermost(self.module)).__name__
+        shown = [name for name, part in self.module._modules.items() if is_bridge_component(part)]
+        if not shown:
+            return (
+                f"it ({kind}) shows nothing inside: TransformerLens has hook points at its two ends only, so that what "
+                "its parts read, and any pattern, cannot be seen."
+            )
+        return (
+            f"it ({kind}) has {', '.join(shown)}: no attention, and no mixer under a name that is read "
+            f"({', '.join(MIXERS)})."
+        )
 
     @cached_property
     def cross_attention(self) -> AttentionWeights | None:
@@ -192,6 +215,8 @@ class BlockView:
     @cached_property
     def query_key(self) -> QueryKeyWeights:
         """The weights that make the attention scores; refuses what has none that can be read."""
+        if self.mixer is not None:
+            _ = self.attention  # refuses
         attn: Any = getattr(self.module, self.mixer_name, None)
         # as with W_V: HookedTransformer expands W_K to query heads and keeps _W_K
         kept = "_W_K" if hasattr(attn, "_W_K") else "W_K"

@@ -174,9 +174,20 @@ def norm_weights(norm: Any, cfg: Any) -> NormWeights:
     gain, shift = getattr(inner, "weight", None), getattr(inner, "bias", None)
     offset = getattr(norm, "uses_weight_offset", said and bool(getattr(cfg, "rmsnorm_uses_offset", False)))
     gain = detached(gain)
+    if said and not offset and gain is not None and _adds_one(inner, gain):
+        # TransformerLens 3.9 does not know it of Qwen3-Next: what its hooks replace would have another gain
+        return tried_norm(inner, cfg, width=len(gain))
     # a Bridge cannot apply a scale that a hook gave it where there is no weight
     epsilon = _epsilon(inner, cfg) if gain is None else None
     return NormWeights(1 + gain if gain is not None and offset else gain, detached(shift), not said, epsilon)
+
+
+def _adds_one(inner: nn.Module, gain: Tensor) -> bool:
+    """Whether an RMSNorm stores its gain as an offset from 1, by what it does to a random vector."""
+    x = torch.randn(len(gain), generator=torch.Generator().manual_seed(0)).to(gain)
+    with torch.no_grad():
+        made = inner(x[None])[0] * x.square().mean().sqrt()
+    return float((made - x * (1 + gain)).abs().sum()) < float((made - x * gain).abs().sum())
 
 
 def tried_norm(inner: nn.Module, cfg: Any, *, width: int, hooked: bool | None = None) -> NormWeights:

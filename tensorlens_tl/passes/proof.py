@@ -36,7 +36,8 @@ def prove(record: Record, every_block: bool = True) -> None:
         block = record.view.blocks[layer]
         options = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
         known = record.layouts[-1] if record.layouts and record.layouts[-1] in options else None
-        kind = (frozenset(block.norms), type(block.mlp), block.attention.hooked)
+        inside = block.mixer is None and block.attention.hooked
+        kind = (frozenset(block.norms), type(block.mlp), block.mixer is None, inside)
         if known is not None and kind in kinds and not every_block:
             record.layouts.append(known)
             continue

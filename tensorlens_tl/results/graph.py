@@ -22,7 +22,7 @@ SHOWN_EDGES = 60
 
 NUMBERS = {"nodes": ("layer", "pos", "weight", "bias", "entering"), "edges": ("source", "target", "weight")}
 WORDS = ("name", "kind", "token")
-KINDS = ("embedding", "whitening", "head", "mlp", "bias")
+KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "bias")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +30,9 @@ class ContributionGraph(Stored):
     """A logit as a weighted graph. Made by `circuits.contribution_graph`.
 
     Attributes:
-        nodes: one row per node: `name`, `kind` (embedding, whitening, head, mlp, bias, target), `layer` (-1 for none),
-            `pos`, `token`, `weight`, `bias` (what of the weight is the node's own bias) and `entering` (Σ abs of all
-            its incoming edges, kept or not). The last row is the target.
+        nodes: one row per node: `name`, `kind` (embedding, whitening, head, mixer, mlp, bias, target), `layer` (-1 for
+            none), `pos`, `token`, `weight`, `bias` (what of the weight is the node's own bias) and `entering` (Σ abs of
+            all its incoming edges, kept or not). The last row is the target.
         edges: `source`, `target` (row numbers of `nodes`) and `weight`.
         target: what is explained, in words.
         total: the model's own logit, before any final soft cap.
@@ -101,7 +101,7 @@ class ContributionGraph(Stored):
 
         Args:
             k: how many.
-            kind: of one kind only: embedding, whitening, head, mlp or bias.
+            kind: of one kind only: embedding, whitening, head, mixer, mlp or bias.
 
         Raises:
             InvalidInputError: k below 1, or no such kind.

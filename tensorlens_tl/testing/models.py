@@ -129,6 +129,34 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GROUPED = {**_SMALL, **_TOKENS, "num_key_value_heads": 2, "head_dim": 4}
 _LOCAL = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 
+_WIDTHS = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, **_TOKENS}
+_SCANNED = {**_WIDTHS, "state_size": 6}
+_DELTA = {
+    **_GROUPED,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mlp_only_layers": [0, 1],
+}
+_MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mamba": ("MambaConfig", "MambaForCausalLM", {**_SCANNED, "time_step_rank": 3}),
+    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", {**_SCANNED, "num_heads": 4, "head_dim": 8, "n_groups": 2}),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {**_GROUPED, "mamba_d_state": 6, "mamba_dt_rank": 3, "num_experts": 1, "attn_layer_offset": 1},
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {**_GROUPED, "layer_types": ["conv", "full_attention"], "conv_bias": True},
+    ),
+    "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _DELTA),
+}
+"""State-space layers, short convolutions and the gated delta rule in place of attention, in one layer or in both."""
+
 _BRIDGE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
@@ -188,6 +216,7 @@ _BRIDGE: dict[str, tuple[str, str, dict[str, Any]]] = {
             **_TOKENS,
         },
     ),
+    **_MIXERS,
     "bert": ("BertConfig", "BertForMaskedLM", {**_SMALL, **_NO_DROPOUT}),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", {**_SMALL, **_NO_DROPOUT, "pad_token_id": 0}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {**_SMALL, **_TOKENS, "num_key_value_heads": 2}),
