@@ -1,5 +1,6 @@
 """Mixers of state-space layers, read from Hugging Face's own modules: what they give, and what is held."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from tensorlens_tl.algebra import CausalConvolution, Chain, Diagonal, DiagonalRecursion
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.delta import delta_pattern
-from tensorlens_tl.models.mixers import mixer_map
+from tensorlens_tl.models.mixers import mixer_map, read_mixer
 from tensorlens_tl.models.scans import mixer_weights, scan_of
 from tensorlens_tl.testing import check_map
 
@@ -114,6 +115,19 @@ def test_the_map_gives_what_the_mixer_gives(name, padding):
     assert off(m(x), y) <= 1e-9
     if name in ("Mamba", "Mamba2", "Qwen3Next"):
         check_map(m, x)
+
+
+def test_a_delta_rule_masks_only_what_it_reads():
+    """A bias of its convolution, which none of these models has, would reach real tokens from padded ones."""
+    mixer = copy.deepcopy(family("Qwen3_5")[1])
+    mixer.conv1d.bias = nn.Parameter(torch.randn(len(mixer.conv1d.weight), dtype=torch.float64))
+    x, mask = torch.randn(2, 9, 16, dtype=torch.float64), torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :3] = False
+    with Wide():
+        assert off(mixer_map(mixer, x, mask)(x), mixer(x, attention_mask=mask)) <= 1e-9
+    with pytest.raises(UnsupportedModelError, match="the convolution of Qwen3_5GatedDeltaNet has a bias"):
+        read_mixer(mixer)(x, mask)
+    assert off(read_mixer(mixer)(x, mask.flip(1))(x), mixer_map(mixer, x, mask.flip(1))(x)) == 0
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Qwen3Next"])
