@@ -56,14 +56,23 @@ def test_an_encoder_decoder_without_its_second_input():
         tlens.freeze(wrapped(made("T5ForConditionalGeneration", **T5)), some_tokens())
 
 
+def test_logits_that_the_model_scales_are_read():
+    """Cohere multiplies them by a constant of its config."""
+    model = wrapped(made("CohereForCausalLM", **GROUPED, logit_scale=0.25))
+    own, asked = model(some_tokens()), tlens.freeze(model, some_tokens()).operator().target(5)
+    assert torch.allclose(asked.total[:, 0], own[:, -1, 5], rtol=1e-9)
+    assert asked.residual.max() < 1e-6
+
+
 def test_logits_scaled_after_the_unembedding_are_noticed():
     """Then a token's logit is not W_U·x + b_U, also when the pass came from a cache and nothing was proved yet."""
-    model = wrapped(made("CohereForCausalLM", **GROUPED, logit_scale=0.25))
-    _, cache = model.run_with_cache(some_tokens())
-    for frozen in (tlens.freeze(model, some_tokens()), tlens.freeze(model, some_tokens(), cache=cache)):
-        assert frozen.operator().in_out().residual.max() < 1e-6
-        with pytest.raises(tlens.UnsupportedModelError, match=r"not cap\(W_U"):
-            frozen.operator().target(5)
+    model = wrapped(made("CohereForCausalLM", **GROUPED))
+    with model.hooks(fwd_hooks=[("unembed.hook_out", lambda logits, hook: 0.3 * logits)]):
+        _, cache = model.run_with_cache(some_tokens())
+        for frozen in (tlens.freeze(model, some_tokens()), tlens.freeze(model, some_tokens(), cache=cache)):
+            assert frozen.operator().in_out().residual.max() < 1e-6
+            with pytest.raises(tlens.UnsupportedModelError, match=r"not cap\(W_U"):
+                frozen.operator().target(5)
 
 
 @pytest.mark.parametrize(

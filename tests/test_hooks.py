@@ -131,7 +131,8 @@ def test_which_layers_take_patterns_is_measured(model_named):
     expected = {LIVE: True, "bridge/gpt2": True, "bridge/opt": False, "bridge/bert": False}
     for name in FAMILIES:
         frozen = tlens.freeze(model_named(name), some_tokens())
-        measured = patterns_take_effect(frozen.model, {"input": frozen.tokens[:1, :2]}, frozen.points.blocks)
+        sites = [block.heads for block in frozen.points.blocks]
+        measured = patterns_take_effect(frozen.model, {"input": frozen.tokens[:1, :2]}, sites)
         assert measured == [expected[name]] * frozen.n_layers
 
 

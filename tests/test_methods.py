@@ -43,8 +43,8 @@ WHITENED = ("rollout", "alti", "globenc", "ff-ig")
 
 
 REFUSAL = r"undefined at blocks\.0| is whitened|blocks\.0 .*(no softmax attention|a gate or a norm)"
-ANY_MAP = ("tensorlens", "input-x-gradient", "integrated-gradients")
-"""All that asks for nothing but the operator, or the model itself."""
+ANY_MAP = ("tensorlens", "decompx", "input-x-gradient", "integrated-gradients")
+"""All that asks for nothing but maps, or the model itself."""
 
 
 def refuses(method, name):
