@@ -557,7 +557,8 @@ class ModelView:
     def scales_decoder_output(self) -> bool:
         """Whether what is unembedded is the final norm's output times √(1/d_model) (T5 with tied embeddings)."""
         config: Any = getattr(getattr(self.model, "original_model", None), "config", None)
-        tied = getattr(config, "scale_decoder_outputs", getattr(config, "tie_word_embeddings", False))
+        tied = getattr(config, "tie_word_embeddings", False) and getattr(config, "model_type", "") != "mt5"
+        tied = getattr(config, "scale_decoder_outputs", tied)
         return self.is_encoder_decoder and hasattr(config, "relative_attention_num_buckets") and bool(tied)
 
     @cached_property
