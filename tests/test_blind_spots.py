@@ -318,3 +318,21 @@ def test_positions_that_are_no_tokens_are_refused(name):
     with pytest.raises(tlens.UnsupportedModelError, match="makes 7 positions of 6 tokens"):
         tlens.freeze(model, some_tokens())
     assert hooks_left(model) == 0
+
+
+@pytest.mark.parametrize("name", ["bridge/mixtral", "bridge/gpt2", "bridge/opt"])
+def test_two_threads_in_one_attached_pass(name):
+    """Each of a user's threads that run the held model gets its own output."""
+    model = tiny_model(name)
+    frozen, start = tlens.freeze(model, some_tokens(1, 6)), threading.Barrier(2)
+    others = [some_tokens(1, 6, seed=seed) for seed in (3, 4)]
+
+    def work(tokens):
+        start.wait()
+        return [model(tokens) for _ in range(15)]
+
+    with frozen.attached(), torch.no_grad():
+        expected = [model(tokens) for tokens in others]
+        with ThreadPoolExecutor(2) as pool:
+            made = list(pool.map(work, others))
+    assert all(close(output, own) for outputs, own in zip(made, expected, strict=True) for output in outputs)

@@ -698,3 +698,8 @@ def test_integer_weights_are_refused():
     packed.blocks[0].attn.__dict__["W_Q"] = weight.detach().clone()  # a copy, as packed weights are unpacked into
     with pytest.raises(tlens.UnsupportedModelError, match="not a view"):
         compress.plan(packed, ratio=2)
+
+
+def test_matrices_around_a_norm_inside_an_mlp_are_refused():
+    with pytest.raises(tlens.UnsupportedModelError, match="a norm inside its MLP"):
+        compress.plan(tiny_model("bridge/bitnet"), [1], method=None, mlp=0.5)

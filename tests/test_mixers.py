@@ -239,3 +239,17 @@ def test_mixers_that_are_not_read_are_named(family):
     model = build_bridge_from_module(getattr(transformers, kind)(config).double().eval(), kind, hf_config=config)
     with pytest.raises(tlens.UnsupportedModelError, match=message):
         tlens.freeze(model, some_tokens())
+
+
+def test_a_prompt_of_one_token(model_named):
+    """A bias in front of a convolution is then a bias of that token, not of an unknown number of them."""
+    frozen = tlens.freeze(model_named(LFM2), [[5]])
+    op = frozen.operator()
+    assert close(op.push(op.x) + op.map.bias, op(op.x))
+    assert tlens.attribute(frozen, method="decompx").scores.shape == (1, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_wide_stream_beside_narrow_weights_is_refused(dtype):
+    with pytest.raises(tlens.UnsupportedModelError, match="residual_in_fp32"):
+        tlens.freeze(tiny_model(MAMBA).to(dtype), some_tokens())

@@ -68,6 +68,8 @@ class Segment(AffineMap):
             if start == stop and not self.only:  # nothing of it is left
                 kept = Identity()
             return replace(self, inner=kept, start=start - first, stop=stop - first, length=last - first)
+        if list(where) != sorted(where):
+            raise TypeError(f"positions {where} must ascend.")
         inside = [place for place in where if self.start <= place < self.stop]
         start = sum(place < self.start for place in where)
         kept = self.inner.at([place - self.start for place in inside])

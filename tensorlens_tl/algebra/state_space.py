@@ -37,15 +37,20 @@ class CausalConvolution(MixingMap):
 
     What is before the first position counts as zero. There is no mask: models zero what padding holds before the
     projection that comes first, whose bias the convolution does read, and again after the activation that follows.
-    Nor does it know how many positions there are, so a bias that comes to it must be given at each of them.
+    Unless `length` says how many positions there are, a bias that comes to it must be given at each of them.
     """
 
     weight: Float[Tensor, "channel width"]
     offset: Float[Tensor, "channel"] | None = None
+    length: int | None = None
 
     @property
     def needs_positions(self) -> bool:
         return True
+
+    @property
+    def positions(self) -> int | None:
+        return self.length
 
     def __repr__(self) -> str:
         offset = "" if self.offset is None else ", offset"
@@ -56,8 +61,11 @@ class CausalConvolution(MixingMap):
         return ZERO if self.offset is None else self.offset
 
     def at(self, where: Where) -> "CausalConvolution":
-        shared(where)
-        return self
+        where = shared(where)
+        if self.length is None:
+            return self
+        kept = len(range(self.length)[where]) if isinstance(where, slice) else len(where)
+        return replace(self, length=kept)
 
     def norm_bound(self) -> float:
         """Σ_k |weight_k| of the largest channel (Young's inequality)."""

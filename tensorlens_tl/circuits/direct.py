@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, token_pairs
+from tensorlens_tl.circuits.steps import Sublayer
+from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
 from tensorlens_tl.passes.frozen import PassLike

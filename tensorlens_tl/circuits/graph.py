@@ -26,7 +26,8 @@ from torch import Tensor
 from tensorlens_tl.algebra import AffineMap, Attention, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
-from tensorlens_tl.circuits.stream import Pulled, StreamTarget, Sublayer, stream_target
+from tensorlens_tl.circuits.steps import Sublayer
+from tensorlens_tl.circuits.stream import Pulled, StreamTarget, stream_target
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
 from tensorlens_tl.passes.frozen import PassLike

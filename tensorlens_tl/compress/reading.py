@@ -59,6 +59,11 @@ def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
     block, where = view.blocks[layer], f"blocks.{layer} of this {view.description}"
     if block.dense_mlp is None:
         raise InvalidInputError(f"mlp: {where} has no MLP.")
+    if block.dense_mlp.post_factor is not None:
+        raise UnsupportedModelError(
+            f"mlp: {where} has a norm inside its MLP, whose gain and scale stand between its matrices; they are not "
+            "compressed. Leave mlp= out."
+        )
     names = ["W_in", "W_out"] if block.dense_mlp.W_gate is None else ["W_in", "W_gate", "W_out"]
     there = writable(block)
     packed = [name for name in names if name not in there]

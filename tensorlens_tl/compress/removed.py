@@ -24,14 +24,15 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Attention, Chain, Linear
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, token_pairs
+from tensorlens_tl.circuits.steps import Sublayer
+from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target, token_pairs
 from tensorlens_tl.compress.plan import Plan
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError
 from tensorlens_tl.hooks import capture, other_hooks, own_run
 from tensorlens_tl.models.activations import Coefficients
+from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.models.state import refuse_dropout
-from tensorlens_tl.models.view import BlockView
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.record import Record, check_pass, mlp_chain
 from tensorlens_tl.results.terms import Terms

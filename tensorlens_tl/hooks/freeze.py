@@ -7,6 +7,7 @@ which is exact everywhere. Which of the two a layer needs is found by trying (`p
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -42,15 +43,15 @@ def attention_hooks(points: AttentionPoints, pattern: Tensor, takes_effect: bool
     """Hooks that hold one layer's pattern fixed, at `hook_pattern` where that takes effect, else at `hook_z`."""
     if takes_effect:
         return [replace(points.pattern, pattern)]
-    values: dict[str, Tensor] = {}
+    values: dict[int, Tensor] = {}  # by thread
     fired: set[str] = set()
 
     def record(v: Tensor, *, hook: Any) -> None:
-        values["v"] = v
+        values[get_ident()] = v
         fired.add(points.value)
 
     def mix(z: Tensor, *, hook: Any) -> Tensor | None:
-        v = values.pop("v", None)  # kept no longer than needed: it may hold an autograd graph
+        v = values.pop(get_ident(), None)  # kept no longer than needed: it may hold an autograd graph
         if v is None:
             _check_fired(points.value, fired)
             return None  # a Bridge in compatibility mode calls a hook once for each of its point's names
@@ -70,19 +71,21 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
     if points.pre is None or points.post is None:
         return []
     gate_name, through_name = points.pre, points.pre_linear or points.pre
-    live: dict[str, Tensor] = {}
+    recorded = {through_name, gate_name} if held.gate is not None else {through_name}
+    live: dict[tuple[str, int], Tensor] = {}  # by name and thread
     fired: set[str] = set()
 
     def record(name: str) -> FwdHook:
         def hook(tensor: Tensor, *, hook: Any) -> None:
-            live[name] = tensor
+            live[name, get_ident()] = tensor
             fired.add(name)
 
         return name, _marked(hook)
 
     def post(tensor: Tensor, *, hook: Any) -> Tensor | None:
-        u, g = live.get(through_name), live.get(gate_name)
-        live.clear()
+        u, g = (live.get((name, get_ident())) for name in (through_name, gate_name))
+        for name in recorded:
+            live.pop((name, get_ident()), None)
         if u is None:
             _check_fired(through_name, fired)
             return None
@@ -95,7 +98,6 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
             out = out + after.to(out)
         return out.reshape(tensor.shape)
 
-    recorded = {through_name, gate_name} if held.gate is not None else {through_name}
     return [*(record(name) for name in sorted(recorded)), (points.post, _marked(post))]
 
 
@@ -108,15 +110,15 @@ def whole_hooks(ends: Ends, held: AffineMap, shape: tuple[int, int], *, again: b
         shape: batch and positions of the pass that the map was made from; a batch of 1 serves any batch.
         again: whether its end may fire elsewhere before it begins (a norm that the embeddings go through as well).
     """
-    live: dict[str, Tensor] = {}
+    live: dict[int, Tensor] = {}  # by thread
     fired: set[str] = set()
 
     def record(x: Tensor, *, hook: Any) -> None:
-        live[ends.into] = x
+        live[get_ident()] = x
         fired.add(ends.into)
 
     def put(out: Tensor, *, hook: Any) -> Tensor | None:
-        x = live.pop(ends.into, None)
+        x = live.pop(get_ident(), None)
         if x is None:
             if not again:
                 _check_fired(ends.into, fired)

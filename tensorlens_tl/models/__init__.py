@@ -3,7 +3,8 @@
 | module | question |
 | --- | --- |
 | `protocol` | what must a model be able to do, and what may be passed as a query, a token, a range of layers? |
-| `view` | what is this model made of, whichever its class? |
+| `view`, `block` | what is this model made of, whichever its class, and each of its blocks? |
+| `attention`, `mlps`, `experts`, `mixers`, `scans`, `delta`, `patches` | how is each kind of part read? |
 | `layouts` | how are blocks put together? |
 | `activations` | how is an activation replaced by a linear form? |
 | `mixers` | which map mixes positions where there is no attention, its gates held at one input? |
@@ -12,11 +13,12 @@
 """
 
 from tensorlens_tl.models.activations import RULES, Coefficients, Rule
+from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.layouts import LAYOUTS, Layout, Place
 from tensorlens_tl.models.mixers import mixer_map
 from tensorlens_tl.models.protocol import HookedModel
 from tensorlens_tl.models.scans import scan_of
-from tensorlens_tl.models.view import BlockView, ModelView
+from tensorlens_tl.models.view import ModelView
 
 __all__ = [
     "LAYOUTS",

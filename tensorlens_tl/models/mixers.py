@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -38,7 +38,8 @@ class ShortConvolution:
         width = len(ends.W_out)
         own = None if ends.b_in is None else before * ends.b_in[2 * width :]
         stages: list[AffineMap] = [] if keep is None else [Diagonal(keep)]
-        stages += [Linear(ends.W_in[:, 2 * width :]), Diagonal(before, own), ends.convolution, Diagonal(after)]
+        convolution = replace(ends.convolution, length=x.shape[1])
+        stages += [Linear(ends.W_in[:, 2 * width :]), Diagonal(before, own), convolution, Diagonal(after)]
         return Chain((*stages, Linear(ends.W_out, ends.b_out)))
 
 

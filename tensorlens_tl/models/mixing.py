@@ -85,7 +85,7 @@ class Entry:
             entry.append(Diagonal(like.new_ones(()).expand_as(b_in), b_in))
         stages = (
             *entry,
-            CausalConvolution(weight[channels], None if offset is None else offset[channels]),
+            CausalConvolution(weight[channels], None if offset is None else offset[channels], like.shape[1]),
             Diagonal(ratio, rest),
             mixing,
             *(Diagonal(factor.to(like)) for factor in gates),

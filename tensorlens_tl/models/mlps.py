@@ -118,7 +118,9 @@ def read_activation(owner: Any, cfg: Any, refuse: Refuse) -> Activation:
     phi = find_activation(owner, cfg)
     if phi is None:
         raise refuse(f"mlp has no activation function called {cfg.act_fn!r} that we can find.")
-    if not is_elementwise(phi, torch.float32, "cpu"):
+    own = next(iter(phi.parameters()), None) if isinstance(phi, nn.Module) else None  # xIELU has weights
+    where = ("cpu", torch.float32) if own is None else (own.device, own.dtype)
+    if not is_elementwise(phi, where[1], where[0]):
         raise refuse(f"mlp activation {cfg.act_fn!r} mixes channels; only elementwise ones are frozen.")
     if getattr(owner, "hook_mid", None) is not None:
         raise refuse(f"mlp activation {cfg.act_fn!r} has a LayerNorm inside, which is not frozen.")

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.state import sampled
-from tensorlens_tl.models.view import BlockView, ModelView
+from tensorlens_tl.models.view import ModelView
 
 ATTENTION = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")
 MLP = ("W_in", "W_gate", "W_out")

@@ -3,7 +3,7 @@
 | module | question |
 | --- | --- |
 | `prompts`, `spans` | what does a model take, which positions does a query stand for, where does a text stand? |
-| `record`, `mlps` | what does one pass leave behind, and which maps do its parts become? |
+| `captured`, `record`, `mlps` | what does one pass leave behind, and which maps do its parts become? |
 | `proof` | is what the weights say what the model does? |
 | `target`, `selection`, `collapse` | about what, of which part, and with what result is the map asked? |
 | `operator` | what can be asked of the whole map? |

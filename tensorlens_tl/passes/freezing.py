@@ -125,6 +125,7 @@ def freeze(
                 kept, made = from_cache(cache, hooked, len(prompt.tokens), _lengths(view, prompt, points)), None
             frozen = FrozenPass(view, points, prompt, kept, WeightState.of(view.model), other_hooks(view.model))
             _check_width(frozen)
+            _check_dtype(frozen)
             frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
             if cache is not None:
                 made = _compare_with_own_run(frozen, logits)
@@ -263,6 +264,17 @@ def _check_repeats(frozen: FrozenPass) -> None:
             "output: something in it is random (dropout that is on in eval mode?). Switch it off."
         )
     _repeats[frozen.model] = versions
+
+
+def _check_dtype(frozen: FrozenPass) -> None:
+    """Refuse a state-space model that keeps its stream in float32 beside narrower weights."""
+    for layer, block in enumerate(frozen.view.blocks):
+        stream, weights = frozen.resid_pre(layer).dtype, next(block.module.parameters()).dtype
+        if block.mixer is not None and stream != weights and weights in (torch.float16, torch.bfloat16):
+            raise UnsupportedModelError(
+                f"{block.name} of this {frozen.view.description} reads a residual stream in {stream} with weights in "
+                f"{weights} (residual_in_fp32). Load the model in float32."
+            )
 
 
 def _check_width(frozen: FrozenPass) -> None:

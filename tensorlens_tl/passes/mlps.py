@@ -97,6 +97,9 @@ def expert_maps(
         else:
             made = frozen_mlp(weights.expert(number), packed, activation)
         branches.append(Branch(made, places, scale * weights.branch_factor, number))
+    if not branches:  # every token's choices count nothing
+        nothing = frozen_mlp(weights.expert(0), flat_x[:0][None], activation)
+        branches.append(Branch(nothing, flat_index.new_zeros(0), flat_weight.new_zeros(0)))
     maps: dict[str, AffineMap] = {"experts": Routed(tuple(branches), tuple(x.shape[:2]), x.shape[-1])}
     if weights.shared is not None:
         shared = frozen_mlp(weights.shared, beside, activation)

@@ -11,22 +11,18 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum
 from tensorlens_tl.algebra.recursion import Recursion
 from tensorlens_tl.algebra.segments import CrossAttention, Segment
-from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
-from tensorlens_tl.hooks import ModelPoints
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.activations import Coefficients, coefficients
+from tensorlens_tl.models.block import PER_LAYER_NORM
 from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.layouts import Layout, Within, compose
-from tensorlens_tl.models.protocol import HookedModel
-from tensorlens_tl.models.state import WeightState
-from tensorlens_tl.models.view import PER_LAYER_NORM, ModelView
 from tensorlens_tl.models.weights import NormWeights
+from tensorlens_tl.passes.captured import Captured
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 from tensorlens_tl.passes.prompts import Prompt
 
@@ -34,198 +30,13 @@ RecordType = TypeVar("RecordType", bound="Record")
 
 
 @dataclass(eq=False)
-class Record:
-    """One forward pass as data and maps.
+class Record(Captured):
+    """One forward pass as data and maps; the data are those of `Captured`, whose attributes these are."""
 
-    Attributes:
-        view: the reading of the model's weights.
-        points: the hook points it was captured at.
-        prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
-        cache: the captured activations by hook-point name (listed in `tensorlens_tl.hooks.points`).
-        weights: what the model's weights were, to tell whether they still are.
-        other_hooks: the hook points where other people's hooks were during the pass.
-        layouts: how each block is put together.
-        errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
-            ``"head"``, and ``"unembed"`` (of the tokens whose logits were compared: the last ones, and those asked
-            about since).
-        tolerance: the largest error a proof may show.
-    """
-
-    view: ModelView
-    points: ModelPoints
-    prompt: Prompt
-    cache: dict[str, Tensor]
-    weights: WeightState
-    other_hooks: list[str] = field(default_factory=list)
-    layouts: list[Layout] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
-    tolerance: float = 1e-4
-    logits_compared: Tensor | None = None
     _ratios: dict[int, Coefficients] = field(default_factory=dict)
     _experts: dict[int, dict[str, AffineMap]] = field(default_factory=dict)
 
-    # ------------------------------------------------------------------ the model and the prompt
-
-    @property
-    def model(self) -> HookedModel:
-        """The model the pass was taken from; no hook is left on it."""
-        return self.view.model
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """The keyword arguments that reproduce this pass: ``model.run_with_hooks(**frozen.inputs, fwd_hooks=...)``."""
-        return dict(self.prompt.kwargs)
-
-    @property
-    def tokens(self) -> Int[Tensor, "batch pos"]:
-        """Token ids; of images and sound, position numbers."""
-        return self.prompt.tokens
-
-    @property
-    def mask(self) -> Bool[Tensor, "batch pos"]:
-        """True at real tokens."""
-        return self.prompt.mask
-
-    @property
-    def str_tokens(self) -> list[list[str]]:
-        """Readable tokens, one list per prompt."""
-        return self.prompt.str_tokens
-
-    @property
-    def n_layers(self) -> int:
-        """The number of blocks."""
-        return self.view.n_layers
-
-    def check_fresh(self) -> None:
-        """Raise `FrozenModelError` if the model's weights were changed, moved or cast since this pass.
-
-        Also for writes through ``.data``, unless they touch no more than lone numbers (see `WeightState`).
-        """
-        if not self.weights.holds(self.view.model):
-            raise FrozenModelError(
-                "the model's weights were changed, moved or cast after this pass was frozen, so the two no longer "
-                "belong together. Freeze again (or leave the `with plan.applied():` that changed them)."
-            )
-
-    def provenance(self) -> dict[str, str]:
-        """What results depend on besides the prompt: the model's provenance, and other people's hooks where any are."""
-        return self.view.provenance() | ({"hooks": ", ".join(self.other_hooks)} if self.other_hooks else {})
-
-    # ------------------------------------------------------------------ activations
-
-    def captured(self, name: str) -> Tensor:
-        """The activation kept at one hook point, on the prompt's device, with batch and position apart."""
-        tensor = self.cache[name].to(self.tokens.device)
-        # OPT flattens batch and position inside its MLP, and experts are called with them flattened.
-        return tensor if tensor.ndim > 2 else tensor.reshape(len(self.tokens), -1, tensor.shape[-1])
-
-    @property
-    def sides(self) -> tuple[int, int] | None:
-        """How many positions are an encoder's and a decoder's, in this order; None where there is one stack."""
-        if not self.view.is_encoder_decoder:
-            return None
-        encoder = self.prompt.encoder_length
-        return encoder, self.tokens.shape[1] - encoder
-
-    def side(self, layer: int) -> tuple[int, int]:
-        """The positions that a block acts on: the first, and the one after the last."""
-        if self.sides is None:
-            return 0, self.tokens.shape[1]
-        encoder, decoder = self.sides
-        return (0, encoder) if layer < self.view.encoder_layers else (encoder, encoder + decoder)
-
-    def span(self, name: str) -> slice:
-        """The positions that an activation is of: all of them, or one side of an encoder–decoder."""
-        encoder = self.prompt.encoder_length
-        return slice(0, encoder) if encoder and name.startswith("encoder") else slice(encoder, self.tokens.shape[1])
-
-    def output_name(self, layer: int) -> str:
-        """The hook point that holds a block's output."""
-        blocks = self.points.blocks
-        if self.points.encoder_output is not None and layer + 1 == self.view.encoder_layers:
-            return self.points.encoder_output
-        return blocks[layer + 1].resid_pre if layer + 1 < len(blocks) else self.points.last_output
-
-    def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream entering a block; ``layer == n_layers`` is the last block's output.
-
-        Raises:
-            InvalidInputError: no such layer.
-        """
-        layer = whole_number("layer", layer, 0, self.n_layers, why="a layer, or their number for the last one's output")
-        if self.sides is not None:
-            return torch.cat([self.captured(name) for name in self.stream_names(layer)], dim=1)
-        return self.captured(self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1))
-
-    def stream_names(self, layer: int) -> list[str]:
-        """The hook points that together hold what `resid_pre` gives."""
-        if self.sides is None:
-            return [self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1)]
-        first, blocks, output = self.view.encoder_layers, self.points.blocks, self.points.encoder_output
-        assert output is not None
-        encoder = blocks[layer].resid_pre if layer < first else output
-        decoder = blocks[max(layer, first)].resid_pre if layer < self.n_layers else self.points.last_output
-        return [encoder, decoder]
-
-    def resid_read(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream that a block's norms, attention and MLP read: `resid_pre`, whitened where it is."""
-        x, blocks = self.resid_pre(layer), self.points.blocks
-        name = blocks[layer].whitened if layer < len(blocks) else None
-        return x if name is None else self.captured(name)
-
-    @property
-    def output(self) -> Float[Tensor, "batch pos d_model"]:
-        """The model's own output that the operator reproduces: after the final norm, or the last block's output."""
-        return self.beside_encoder(self.captured(self.points.output))
-
-    def beside_encoder(self, decoder: Tensor) -> Tensor:
-        """Beside what an encoder–decoder's decoder gives, its encoder's output."""
-        if self.points.encoder_output is None:
-            return decoder
-        return torch.cat([self.captured(self.points.encoder_output), decoder], dim=1)
-
-    def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
-        """The stream that the model itself unembeds: after the final norm, or a masked model's prediction head."""
-        if self.points.unembed_in is None:
-            raise UnsupportedModelError(f"{self.view.description} predicts no tokens.")
-        own = self.beside_encoder(self.captured(self.points.unembed_in))
-        return own if self.view.class_head is None else own.expand(-1, self.tokens.shape[1], -1)
-
-    def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The attention probabilities of one layer; of an encoder–decoder's, between the positions of its own side.
-
-        Raises:
-            InvalidInputError: no such layer.
-            UnsupportedModelError: a layer without attention.
-        """
-        layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
-        name = self.points.blocks[layer].pattern
-        if name is None:
-            _ = self.view.blocks[layer].attention  # says so
-            raise AssertionError(layer)
-        return self.captured(name)
-
-    def cross_pattern(self, layer: int) -> Float[Tensor, "batch head decoder encoder"]:
-        """The probabilities by which a decoder block of an encoder–decoder attends to the encoder's positions.
-
-        Args:
-            layer: counted with the encoder's blocks, which come first.
-
-        Raises:
-            InvalidInputError: no such layer, or one without cross-attention.
-        """
-        layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
-        points, first = self.points.blocks[layer].cross, self.view.encoder_layers
-        if points is None:
-            some = f"layers {first} to {self.n_layers - 1} have" if self.view.is_encoder_decoder else "no layer has"
-            raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {some}.")
-        return self.captured(points.pattern)
-
-    @cached_property
-    def causal(self) -> bool:
-        """Whether no layer attends forwards."""
-        attending = [layer for layer, points in enumerate(self.points.blocks) if points.pattern is not None]
-        return self.sides is None and not any(bool(self.pattern(layer).triu(1).any()) for layer in attending)
+    # ------------------------------------------------------------------ parts of the pass
 
     @cached_property
     def row_bytes(self) -> int:
@@ -258,7 +69,8 @@ class Record:
             for name in self.points.captured
         }
         rows = [row[:length] for row in self.str_tokens]
-        prompt = Prompt(self.tokens[:, :length], self.mask[:, :length], {}, rows)
+        cut = {"tokens": self.tokens[:, :length], "mask": self.mask[:, :length], "str_tokens": rows}
+        prompt = replace(self.prompt, **cut, kwargs={}, word_starts=None)
         return replace(self, prompt=prompt, cache=cache, logits_compared=None, _ratios={}, _experts={})
 
     # ------------------------------------------------------------------ maps
@@ -355,17 +167,19 @@ class Record:
 
     def attention_alone(self, layer: int) -> AffineMap:
         """The same as the model's own module computes it, without what the block multiplies its branches by."""
-        return _divided(self.mixer(layer), self.view.blocks[layer].branch_factor)
+        return _divided(self.mixer(layer), self.view.blocks[layer].branch_factor, self.tokens.device)
 
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
         made = self.mlp(layer, activation)
-        return None if made is None else _divided(made, self.view.blocks[layer].branch_factor)
+        return None if made is None else _divided(made, self.view.blocks[layer].branch_factor, self.tokens.device)
 
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """The parts of a mixture of experts likewise."""
         factor = self.view.blocks[layer].branch_factor
-        return {name: _divided(part, factor) for name, part in self.experts(layer, activation).items()}
+        return {
+            name: _divided(part, factor, self.tokens.device) for name, part in self.experts(layer, activation).items()
+        }
 
     def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:
         """What one layer's activation is replaced by under a rule; None without an MLP.
@@ -528,10 +342,10 @@ class Record:
         return Chain((*inside, Norm(scale, head.norm.gain, head.norm.shift, head.norm.centre)))
 
 
-def _divided(branch: AffineMap, factor: float) -> AffineMap:
+def _divided(branch: AffineMap, factor: float, device: torch.device) -> AffineMap:
     if factor == 1:
         return branch
-    return Chain((branch, Diagonal(torch.full((1, 1, 1), 1 / factor, dtype=torch.float64))))
+    return Chain((branch, Diagonal(torch.full((1, 1, 1), 1 / factor, device=device))))
 
 
 def check_pass(frozen: Any) -> None:

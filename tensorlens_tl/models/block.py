@@ -1,0 +1,331 @@
+"""One reading of a transformer block: its attention or what it has instead, its MLP or experts, and its norms.
+
+A part is found by what a block calls it or by what it is made of, never by the model's name; each is read in a module
+of its own (`attention`, `mlps`, `experts`, `mixers`, `weights`). What is not read is refused, naming block and part.
+"""
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+from einops import rearrange
+from torch import Tensor
+
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.attention import floating, read_attention, shown
+from tensorlens_tl.models.experts import (
+    ExpertsWeights,
+    PerLayerWeights,
+    has_experts,
+    read_experts,
+    read_per_layer,
+)
+from tensorlens_tl.models.mixers import Mixer, read_mixer
+from tensorlens_tl.models.mlps import read_mlp, read_module
+from tensorlens_tl.models.weights import (
+    AttentionWeights,
+    MLPWeights,
+    NormWeights,
+    QueryKeyWeights,
+    WhiteningWeights,
+    detached,
+    innermost,
+    is_bridge_component,
+    is_norm,
+    norm_weights,
+)
+
+NORMS = ("ln1", "ln1_post", "ln2", "ln2_post", "ln3", "ln3_post")
+ATTENTION = ("attn", "self_attn")
+EXPERTS_BESIDE = {
+    "experts": ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
+    "shared": ("ln2", "post_feedforward_layernorm_1"),
+}
+PER_LAYER_NORM = "post_per_layer_input_norm"
+MLPS = ("mlp", "moe", "shared_mlp")
+MIXERS = ("mixer", "mamba", "conv", "linear_attn")
+
+
+@runtime_checkable
+class Owner(Protocol):
+    """What a block asks of the reading of its model."""
+
+    model: Any
+    cfg: Any
+
+    @property
+    def description(self) -> str:
+        """Class and name, for messages."""
+        ...
+
+
+class BlockView:
+    """The parts of one transformer block.
+
+    Attributes:
+        layer: which of all the model's blocks, those of an encoder before those of its decoder.
+        name: where its hook points are: ``"blocks.0"``, ``"decoder_blocks.0"``.
+    """
+
+    def __init__(self, model: Owner, layer: int, stack: str = "blocks", number: int | None = None):
+        self.model = model
+        self.layer = layer
+        number = layer if number is None else number
+        self.name = f"{stack}.{number}"
+        self.module: Any = getattr(model.model, stack)[number]
+
+    @property
+    def mixer_name(self) -> str:
+        """What the block calls its self-attention, or what it has instead."""
+        return next((name for name in (*ATTENTION, *MIXERS) if name in self.module._modules), "attn")
+
+    @cached_property
+    def mixer(self) -> Mixer | None:
+        """What mixes positions in place of attention, from what it reads to its map; None where attention does.
+
+        Refuses both beside each other, and a mixer that is not read.
+        """
+        parts = [name for name in (*ATTENTION, *MIXERS) if name in self.module._modules]
+        if len(parts) > 1:
+            raise self._refuse(f"{' and '.join(parts)} beside each other, which is not read.")
+        if not parts or parts[0] in ATTENTION:
+            return None
+        inner = innermost(self.module._modules[parts[0]])
+        if hasattr(inner, "q_proj") and hasattr(inner, "o_proj") and not hasattr(inner, "A_log"):
+            raise self._refuse(
+                f"{parts[0]} is attention here ({type(inner).__name__}), and TransformerLens shows no pattern of it."
+            )
+        try:
+            return read_mixer(inner, self._refuse)
+        except UnsupportedModelError as error:
+            raise self._refuse(f"{parts[0]}: {error}") from None
+
+    @property
+    def width(self) -> int:
+        """Numbers that a vector takes inside attention, or inside what the block has instead, at most."""
+        if self.mixer is None:
+            return 3 * self.attention.W_O.shape[0]
+        parameters = innermost(self.module._modules[self.mixer_name]).parameters()
+        return 3 * max(max(parameter.shape) for parameter in parameters)
+
+    def _refuse(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.name} of this {self.model.description}: {what}")
+
+    @cached_property
+    def norms(self) -> dict[str, NormWeights]:
+        """The block's norms by TransformerLens name, in block order; absent ones (Identity, None) are left out.
+
+        So are an MLP's where there is none: folding gives attention-only blocks an `ln2` that never runs.
+        """
+        names = NORMS if self.has_mlp else ("norm", *NORMS[:2])
+        return self._norms(name for name in names if name not in self.inner_norms)
+
+    @cached_property
+    def inner_norms(self) -> dict[str, NormWeights]:
+        """Norms inside its sublayers: around experts that stand beside an MLP, and after an input of its own."""
+        beside = [name for pair in EXPERTS_BESIDE.values() for name in pair] if self.has_experts_beside else []
+        return self._norms([*beside, PER_LAYER_NORM] if PER_LAYER_NORM in self.module._modules else beside)
+
+    def _norms(self, names: Iterable[str]) -> dict[str, NormWeights]:
+        found = {name: getattr(self.module, name, None) for name in names}
+        return {name: norm_weights(norm, self.model.cfg) for name, norm in found.items() if is_norm(norm)}
+
+    @property
+    def has_experts_beside(self) -> bool:
+        """Whether experts stand beside its MLP, each with norms of its own (Gemma 4)."""
+        return {"mlp", "experts"} <= set(self.module._modules)
+
+    @cached_property
+    def per_layer(self) -> PerLayerWeights | None:
+        """What it adds for an input of each token at this layer, or None."""
+        if "per_layer_input_gate" not in self.module._modules:
+            return None
+        return read_per_layer(innermost(self.module), self.model.cfg, self._refuse)
+
+    @cached_property
+    def whitening(self) -> WhiteningWeights | None:
+        """What `tensorlens_tl.whiten` put in front of the block, or None; refuses what is not such a recursion."""
+        module: Any = getattr(self.module, "whitening", None)
+        if getattr(getattr(self.module, "attn", None), "whitening", None) is not None:
+            raise self._refuse("attention reads a whitened copy of the stream; only whiten(reads='stream') is read.")
+        if module is None:
+            return None
+        entry, step = getattr(module, "entry", None), getattr(module, "step", None)
+        if not isinstance(entry, Tensor) or not isinstance(step, Tensor):
+            raise self._refuse(f"its whitening ({type(module).__name__}) has no readable entry and step.")
+        return WhiteningWeights(self._floating(entry, "whitening.L_inv"), self._floating(step, "whitening.M"))
+
+    @cached_property
+    def attention(self) -> AttentionWeights:
+        """The attention weights; refuses what is not softmax attention with readable weights."""
+        if self.mixer is not None:
+            raise self._refuse(
+                f"{self.mixer_name} is no softmax attention (a state-space layer, a delta rule, a convolution): it has "
+                "no pattern and no heads that are read. The operator and what is made from it work (tensorlens, "
+                "gradients, logit_attribution); tlens.implicit_attention shows which tokens it takes from."
+            )
+        found: Any = getattr(self.module, self.mixer_name, None)
+        if found is None:
+            raise self._refuse(self._what_it_has())
+        read = read_attention(found, self.model.cfg, self._refuse)
+        if self.branch_factor == 1:
+            return read
+        b_O = None if read.b_O is None else read.b_O * self.branch_factor
+        return replace(read, W_O=read.W_O * self.branch_factor, b_O=b_O)
+
+    def _what_it_has(self) -> str:
+        """Why there is no attention and no mixer to be read."""
+        kind = type(innermost(self.module)).__name__
+        shown = [name for name, part in self.module._modules.items() if is_bridge_component(part)]
+        if not shown:
+            return (
+                f"it ({kind}) shows nothing inside: TransformerLens has hook points at its two ends only, so that what "
+                "its parts read, and any pattern, cannot be seen."
+            )
+        return (
+            f"it ({kind}) has {', '.join(shown)}: no attention, and no mixer under a name that is read "
+            f"({', '.join(MIXERS)})."
+        )
+
+    @cached_property
+    def cross_attention(self) -> AttentionWeights | None:
+        """The weights by which a decoder block reads the encoder's output, or None."""
+        cross = self.module._modules.get("cross_attn")
+        if getattr(getattr(self.module, self.mixer_name, None), "hook_cross_pattern", None) is not None:
+            raise self._refuse("self- and cross-attention in one softmax (T5Gemma 2), which is not read.")
+        if cross is None:
+            return None
+        read = read_attention(cross, self.model.cfg, self._refuse)
+        if not read.hooked:
+            raise self._refuse("cross-attention with a gate or a norm inside, which is not read.")
+        return read
+
+    @property
+    def plain_attention(self) -> AttentionWeights:
+        """The attention weights; refuses attention that is more than pattern, W_V and W_O."""
+        if not self.attention.hooked:
+            raise self._refuse(
+                "a gate, a norm or a latent stands inside its attention: what a head reads and writes is no product of "
+                "W_V and W_O alone. The operator and what is made from it work (tensorlens, decompx, terms, effects)."
+            )
+        return self.attention
+
+    @property
+    def branch_factor(self) -> float:
+        """What the block multiplies both branches by before it adds them to the stream (Granite)."""
+        return float(getattr(innermost(self.module), "residual_multiplier", 1.0))
+
+    @cached_property
+    def query_key(self) -> QueryKeyWeights:
+        """The weights that make the attention scores; refuses what has none that can be read."""
+        if self.mixer is not None:
+            _ = self.attention  # refuses
+        attn: Any = getattr(self.module, self.mixer_name, None)
+        # as with W_V: HookedTransformer expands W_K to query heads and keeps _W_K
+        kept = "_W_K" if hasattr(attn, "_W_K") else "W_K"
+        W_Q, W_K = shown(attn, "W_Q"), shown(attn, kept)
+        if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
+            raise self._refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
+        b_Q, b_K = shown(attn, "b_Q"), shown(attn, kept.replace("W", "b"))
+        norms = {name: getattr(attn, name, None) for name in ("q_norm", "k_norm")}
+        inner = getattr(norms["q_norm"], "original_component", norms["q_norm"])
+        epsilon = getattr(inner, "variance_epsilon", getattr(inner, "eps", getattr(self.model.cfg, "eps", 1e-5)))
+        return QueryKeyWeights(
+            W_Q=rearrange(self._floating(W_Q, "attn.W_Q"), "head d_model d_head -> d_model (head d_head)"),
+            b_Q=None if b_Q is None else b_Q.detach().reshape(-1),
+            W_K=rearrange(self._floating(W_K, "attn.W_K"), "kv d_model d_head -> d_model (kv d_head)"),
+            b_K=None if b_K is None else b_K.detach().reshape(-1),
+            q_norm=None if norms["q_norm"] is None else norm_weights(norms["q_norm"], self.model.cfg),
+            k_norm=None if norms["k_norm"] is None else norm_weights(norms["k_norm"], self.model.cfg),
+            epsilon=float(epsilon) if isinstance(epsilon, (int, float)) else 1e-5,
+        )
+
+    def with_weights(self, weights: Mapping[str, Tensor]) -> "BlockView":
+        """This reading with other weights, by TransformerLens' names; what the block itself holds is not touched."""
+
+        def flat(name: str) -> Tensor | None:
+            if name not in weights:
+                return None
+            weight = weights[name].detach().to(self.attention.W_O)
+            if name == "W_O":
+                return rearrange(weight, "head d_head d_model -> (head d_head) d_model")
+            return weight.reshape(-1) if name.startswith("b") else rearrange(weight, "h m d -> m (h d)")
+
+        if self.branch_factor != 1:
+            raise self._refuse("its branches are multiplied by a constant; other weights for it are not read.")
+        fields = {"W_V": "value_matrix"}
+        other = copy(self)  # what has been read of it, too
+        parts = {"plain_attention": ("attention", ("W_V", "b_V", "W_O"))}
+        parts |= {"query_key": ("query_key", ("W_Q", "b_Q", "W_K", "b_K"))}
+        for read, (part, names) in parts.items():
+            changed = {fields.get(name, name): new for name in names if (new := flat(name)) is not None}
+            if changed:
+                setattr(other, part, replace(getattr(self, read), **changed))
+        named = {name: weights[name] for name in ("W_in", "W_gate", "W_out") if name in weights}
+        if isinstance(self.mlp, MLPWeights) and named:
+            mlp = self.mlp
+            if mlp.post_factor is not None:
+                raise self._refuse(f"a norm stands inside its MLP; other {', '.join(named)} are not read.")
+            other.mlp = replace(mlp, **{name: weight.to(mlp.W_in) for name, weight in named.items()})
+        return other
+
+    @property
+    def scalar(self) -> Tensor | None:
+        """What the block multiplies its output by (Gemma 4), `[1]`; None for nothing."""
+        return detached(getattr(innermost(self.module), "layer_scalar", None))
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the block has an MLP, readable or not."""
+        return self._mlp_module is not None
+
+    @property
+    def mlp_name(self) -> str:
+        """What the block calls its MLP or its experts."""
+        return next((name for name in MLPS if self.module._modules.get(name) is not None), "mlp")
+
+    @property
+    def _mlp_module(self) -> Any:
+        return getattr(self.module, self.mlp_name, None)
+
+    @property
+    def shared_name(self) -> str | None:
+        """What it calls a shared expert that stands beside its experts instead of among them; None without."""
+        beside = [name for name in MLPS if self.module._modules.get(name) is not None]
+        return beside[1] if len(beside) > 1 else None
+
+    @cached_property
+    def mlp(self) -> MLPWeights | ExpertsWeights | None:
+        """The weights of the MLP, or of its experts; None without; refuses what is neither plain nor gated."""
+        mlp: Any = self._mlp_module
+        if mlp is None:
+            return None
+        if self.has_experts_beside:
+            read = read_experts(self.module, self.model.cfg, self._refuse)
+            return replace(read, shared=read_mlp(mlp, self.model.cfg, self._refuse), around=EXPERTS_BESIDE)
+        if has_experts(mlp):
+            read = read_experts(mlp, self.model.cfg, self._refuse)
+            if self.shared_name is not None:
+                shared = innermost(self.module._modules[self.shared_name])
+                read = replace(read, shared=read_module(shared, self.model.cfg, self._refuse))
+            return read if self.branch_factor == 1 else replace(read, branch_factor=self.branch_factor)
+        plain = read_mlp(mlp, self.model.cfg, self._refuse)
+        if self.branch_factor == 1:
+            return plain
+        b_out = None if plain.b_out is None else plain.b_out * self.branch_factor
+        return replace(plain, W_out=plain.W_out * self.branch_factor, b_out=b_out)
+
+    @property
+    def dense_mlp(self) -> MLPWeights | None:
+        """The MLP's weights; refuses a mixture of experts, whose neurons are not the same for every token."""
+        if isinstance(self.mlp, ExpertsWeights):
+            raise self._refuse(
+                "its MLP is a mixture of experts: which neurons a token meets depends on where it is sent. The "
+                "operator and what is made from it work; this needs one MLP for all tokens."
+            )
+        return self.mlp
+
+    def _floating(self, weight: Tensor, name: str) -> Tensor:
+        return floating(weight, name, self._refuse)
