@@ -27,7 +27,7 @@ REPRESENTATIVES = {
     "hooked/shortformer", "hooked/sandwich", "hooked/post-only", "hooked/soft-caps", "hooked/sinks",
     "hooked/parallel-processed", "encoder/bert", "bridge/gpt2", "bridge/neox", "bridge/llama", "bridge/gemma2",
     "bridge/phi", "bridge/opt", "bridge/bert", "bridge/llama-compatibility", "bridge/native-rms",
-    "hooked/whitened", "bridge/whitened", "bridge/bart", "bridge/t5", "bridge/mamba",
+    "bridge/whitened", "bridge/bart", "bridge/t5",
 }  # fmt: skip
 """One model at least of every class, block layout, norm, activation, position encoding and way to make attention; the
 others belong to the marked set `whole`."""
