@@ -500,9 +500,10 @@ def dropped_output_bias(monkeypatch):
 
 
 def kv_heads_mixed_up(monkeypatch):
-    misread(
-        monkeypatch, "attention", W_V=lambda w: w.W_V.flip(1), b_V=lambda w: None if w.b_V is None else w.b_V.flip(0)
-    )
+    def flipped(bias):
+        return None if bias is None else bias.flip(0)
+
+    misread(monkeypatch, "attention", value_matrix=lambda w: w.W_V.flip(1), b_V=lambda w: flipped(w.b_V))
 
 
 def another_activation(monkeypatch):
