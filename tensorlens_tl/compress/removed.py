@@ -179,13 +179,16 @@ class Removed:
         return before.attention is not after.attention if sublayer.is_attention else before.mlp is not after.mlp
 
     def _settled(self, asked: StreamTarget, activation: str) -> tuple[Tensor, Float[Tensor, "batch query"]]:
-        """What patterns, ratios and scales do, one after the other `[query, batch, 3]`; the model's own new number."""
+        """What patterns, ratios and scales do, one after the other `[query, batch, 3]`; the model's own new number.
+
+        With the ratios go routing, and what gates and parts held as a whole read.
+        """
         points = self.frozen.points
         cache, values = dict(self.kept.cache), []
         patterns = [block.pattern for block in points.blocks if block.pattern is not None]
-        read = [block.mlp.into for block in points.blocks if block.mlp is not None]
-        inside = [name for b in points.blocks for name in (b.pre, b.pre_linear, b.index, b.weight) if name is not None]
-        ratios = [*inside, *read]
+        inside = [(b.pre, b.pre_linear, b.index, b.weight, b.per_layer_input) for b in points.blocks]
+        whole = [ends.into for b in points.blocks for ends in (b.attention, b.mlp, b.shared, b.per_layer) if ends]
+        ratios = [*(name for names in inside for name in names if name is not None), *whole]
         steps = ([], patterns, [*ratios, points.last_output], list(points.captured))
         for names in steps:  # a masked model's prediction head takes its ratios from the last output
             cache |= {name: self.after[name] for name in names}
@@ -207,6 +210,7 @@ def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
 
     Raises:
         InvalidInputError: no pass or plan, or a plan of another model.
+        UnsupportedModelError: a layer of the model has no attention.
         FrozenModelError: the weights or the hooks on the model were changed since the pass, or one is attached.
     """
     check_pass(frozen)
@@ -214,6 +218,8 @@ def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
         raise InvalidInputError(f"plan: pass what compress.plan made, got {type(plan).__name__}.")
     if plan.model is not frozen.model:
         raise InvalidInputError(f"plan: it was made for {plan.description}, and this pass is of another model.")
+    for block in frozen.view.blocks:
+        _ = block.attention  # patterns of every layer are settled; a layer without one is refused before any work
     frozen.check_fresh()
     refuse_dropout(frozen.view.model)
     if other_hooks(frozen.model) != frozen.other_hooks:
