@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import close, some_tokens
+from conftest import close, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra import memory as budget
@@ -247,6 +247,28 @@ def test_a_direction_is_as_good_as_a_token(frozen):
     assert scores.residual.max() < 1e-6
     per_prompt = torch.randn(2, 16, dtype=op.x.dtype)
     assert torch.allclose(op.target(direction=per_prompt).total[:, 0], (frozen.output[:, -1] * per_prompt).sum(-1))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(
+    "family", [name for name in ("hooked/ln", "bridge/gpt2", "bridge/llama") if name in model_names()]
+)
+def test_the_gradient_is_what_the_frozen_model_does_when_the_stream_is_changed(family, layer, model_named):
+    frozen = tlens.freeze(model_named(family), some_tokens())
+    change = torch.randn_like(frozen.resid_pre(layer))
+    gradient = frozen.operator(layers=slice(layer, None)).gradient(3, 5, query=[-2, -1])
+    expected = torch.stack([(g * change * frozen.mask[..., None]).sum((-2, -1)) for g in gradient.unbind(1)], dim=1)
+
+    def add(stream, hook):
+        return stream + change * frozen.mask[..., None]
+
+    point = frozen.points.blocks[layer].resid_pre
+    with frozen.attached() as held:
+        logits = [held(**frozen.inputs), held.run_with_hooks(**frozen.inputs, fwd_hooks=[(point, add)])]
+    before, after = ((made[..., 3] - made[..., 5])[:, -2:] for made in logits)
+    assert close((after - before).detach(), expected, tolerance(family))
+    scores = frozen.operator(layers=slice(layer, None)).target(3, 5, query=[-2, -1]).scores
+    assert close((gradient * frozen.resid_pre(layer)[:, None]).sum(-1), scores)
 
 
 def test_one_target_for_each_prompt(frozen):

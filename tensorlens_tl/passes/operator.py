@@ -34,7 +34,7 @@ from tensorlens_tl.passes.selection import (
     end_of,
     places_bias,
 )
-from tensorlens_tl.passes.target import resolve_target
+from tensorlens_tl.passes.target import Target, resolve_target
 
 CAUSAL_PARTS = 16
 """Chunks of queries in a causal model: each is cut at its last query, so more of them waste less."""
@@ -334,16 +334,9 @@ class FrozenOperator:
             UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
         """
         positions, place_bias = self._positions(query), places_bias(bias)
-        if target is not None and direction is None and not self.reaches_end:
-            raise InvalidInputError(
-                f"target: this operator ends at {self.end}, before the unembedding; use direction=, or all layers "
-                "with their final norm."
-            )
-        asked = resolve_target(self.frozen, target, minus, direction, positions)
-        whole_map, explained, cap = self.map, self.output, None
+        asked, whole_map = self._asked(target, minus, direction, positions)
+        explained, cap = self.output, None
         if asked.of_tokens:
-            head = self.frozen.prediction_head(self.activation)
-            whole_map = self.map if head is None else head @ self.map
             explained = self.frozen.unembedded() if self.whole else whole_map(self.x)
             cap = self.frozen.view.soft_cap
         explained = torch.take_along_dim(explained, positions[..., None], dim=1)
@@ -353,7 +346,54 @@ class FrozenOperator:
             memory=memory,
         )  # fmt: skip
 
+    def gradient(
+        self,
+        target: TokenLike = None,
+        minus: TokenLike = None,
+        *,
+        query: Query = -1,
+        direction: Float[Tensor, "..."] | None = None,
+        memory: Memory = None,
+    ) -> Float[Tensor, "batch query pos d_model"]:
+        """The frozen model's gradient of a logit with respect to the stream at the operator's input: Tᵀ·g, one pull.
+
+        The frozen model is affine, so this is no approximation: adding a vector v to the stream at a position changes
+        the number asked about (before a final soft cap) by ⟨gradient at that position, v⟩, whatever the size of v.
+
+        Args:
+            target, minus, query, direction: as in `target`.
+            memory: as in `contributions`.
+
+        Raises:
+            InvalidInputError, UnsupportedModelError: as `target`.
+            SizeError: the result would be larger than `algebra.memory.MOST_BYTES`, or one row than `memory`.
+        """
+        positions = self._positions(query)
+        asked, whole_map = self._asked(target, minus, direction, positions)
+        (batch, queries), (_, pos, width) = positions.shape, self.x.shape
+        check_size("gradient", (batch, queries, pos, width), self.x)
+        result = self.x.new_zeros(batch, queries, pos, width)
+        for rows in self._chunks(queries, "queries", memory, parts=CAUSAL_PARTS if self.frozen.causal else 1):
+            some = slice(rows.start, rows.stop)
+            pulled = self._pull(whole_map, asked.vectors[:, some].transpose(0, 1), RowPositions(positions[:, some].T))
+            result[:, some, : pulled.shape[2]] = pulled.transpose(0, 1)
+        real = torch.take_along_dim(self.frozen.mask, positions, dim=1)
+        return result.mul_((real[:, :, None] & self.frozen.mask[:, None])[..., None])
+
     # ------------------------------------------------------------------ inside
+
+    def _asked(
+        self, target: TokenLike, minus: TokenLike, direction: Any, positions: Int[Tensor, "batch query"]
+    ) -> tuple[Target, AffineMap]:
+        """What is asked about, checked, and the map that leads to it."""
+        if target is not None and direction is None and not self.reaches_end:
+            raise InvalidInputError(
+                f"target: this operator ends at {self.end}, before the unembedding; use direction=, or all layers "
+                "with their final norm."
+            )
+        asked = resolve_target(self.frozen, target, minus, direction, positions)
+        head = self.frozen.prediction_head(self.activation) if asked.of_tokens else None
+        return asked, self.map if head is None else head @ self.map
 
     def _scores(
         self,
