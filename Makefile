@@ -18,7 +18,7 @@ test-whole: .venv/.ready .venv-tl4/.ready
 	.venv/bin/python -m pytest -m whole
 	.venv-tl4/bin/python -m pytest -m whole
 
-# random models, hooks, caches and loops: 300 of each
+# 120 random models; hooks, caches and loops: 300 of each
 fuzz: .venv/.ready
 	.venv/bin/python -m pytest tests/test_fuzz.py --hypothesis-profile=nightly
 

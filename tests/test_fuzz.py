@@ -126,7 +126,7 @@ def padded(lengths, side, vocabulary=48):
     return torch.where(mask, tokens, 0), mask.long()
 
 
-@settings(max_examples=settings.default.max_examples * 3 // 5)  # each builds and checks a model
+@settings(max_examples=settings.default.max_examples * 2 // 5)  # each builds and checks a model
 @given(
     st.one_of(hooked(), bridge()) if HOOKED else bridge(),
     prompts(),

@@ -84,8 +84,9 @@ def test_results_do_not_depend_on_chunks(frozen, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", ["gaussian", "orthonormal"])
-def test_probes_estimate_the_square_without_bias_and_state_their_error(frozen, rows):
-    op = frozen.operator()
+@pytest.mark.parametrize("name", ["bridge/bert", pytest.param("bridge/llama", marks=pytest.mark.whole)])
+def test_probes_estimate_the_square_without_bias_and_state_their_error(name, rows, model_named):
+    op = tlens.freeze(model_named(name), some_tokens()).operator()
     exact = op.norm(None).scores
     estimates = [op.norm(None, probes=8, rows=rows, seed=seed) for seed in range(60)]
     squares = torch.stack([estimate.scores.square() for estimate in estimates])
