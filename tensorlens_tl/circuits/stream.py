@@ -197,6 +197,12 @@ class StreamTarget:
     soft_cap: float | None
     label: str
 
+    def number(self, read: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch query"]:
+        """What is asked, of another stream at `read_at`, before any final soft cap."""
+        places = self.positions[..., None].expand(*read.shape[:-2], -1, 1)
+        own = torch.take_along_dim(upcast(read.to(self.vectors.device)), places, dim=-2)
+        return (own * self.vectors).sum(-1) + self.constant
+
     def fields(self) -> dict[str, Any]:
         """What a result of these queries says about them."""
         frozen = self.stream.frozen
