@@ -7,15 +7,19 @@ else as it is for the clean prompt:
 | method | score of an edge | queries and keys |
 | --- | --- | --- |
 | `frozen` | (a_clean − a_corrupted) · pull of the target to what the destination reads | zero: patterns are held |
-| `frozen+qk` | the same | as `gradient` |
-| `gradient` | (a_clean − a_corrupted) · ∂target/∂(what it reads) at the clean prompt (EAP, Syed et al. 2023) | the same |
-| `integrated` | gradients averaged from the corrupted to the clean embeddings (EAP-IG, Hanna et al. 2024) | the same |
+| `frozen+qk` | the same, the pull joined by the patterns' responses where they are read | as `integrated` |
+| `gradient` | (a_clean − a_corrupted) · ∂target/∂(what it reads) at the clean prompt | the same |
+| `integrated` | gradients averaged from the corrupted to the clean embeddings | the same |
 | `patching` | target(clean) − target(edge patched), a run for each edge | the same |
 
 Edges into values, MLPs and the target are exact in the model frozen at the clean prompt, and a node's outgoing edges
 sum to its score there. Edges into queries and keys act through patterns, which a frozen model holds: there they are
-zero by construction, and only live gradients, or patching, show them. Everything but ``"frozen"`` runs the model from
-its weights (`tensorlens_tl.circuits.replay`), which blocks with norms on their way back to the stream do not allow.
+zero by construction, and only live gradients, or patching, show them. A gradient at the clean prompt alone misses a
+head that is sure where to look (its softmax is flat there), so `frozen+qk` takes averaged ones.
+
+`gradient` is edge attribution patching (Syed et al. 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al.
+2024). All but ``"frozen"`` run the model from its weights (`tensorlens_tl.circuits.replay`), which blocks with norms on
+their way back to the stream do not allow.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +32,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.replay import Replay
-from tensorlens_tl.circuits.stream import Stream, StreamTarget
+from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
 from tensorlens_tl.circuits.two_prompts import corrupted_stream, number_of, pair_target
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query, TokenLike
@@ -60,7 +64,7 @@ def edge_scores(
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"patching"``.
         activation: the rule for MLPs, of the frozen methods.
-        steps: gradients of ``"integrated"``, at the midpoints of as many equal steps.
+        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, at the midpoints of as many equal steps.
         memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
@@ -75,18 +79,22 @@ def edge_scores(
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
     steps = whole_number("steps", steps, least=1)
     asked = pair_target(clean, corrupted, target, minus, direction, query, activation)
-    layout = edge_layout(asked.stream)
+    layout, midpoints = edge_layout(asked.stream), [(step + 0.5) / steps for step in range(steps)]
     if method == "patching":
-        scores = Replay(asked, corrupted, layout.exists).patched(memory)[..., None]
+        scores = Replay(asked, clean, corrupted, layout.exists).patched(memory)[..., None]
     elif method in ("gradient", "integrated"):
-        shares = [1.0] if method == "gradient" else [(step + 0.5) / steps for step in range(steps)]
-        scores = Replay(asked, corrupted, layout.exists).along_gradients(shares)
+        shares = [1.0] if method == "gradient" else midpoints
+        scores = Replay(asked, clean, corrupted, layout.exists).along_gradients(shares)
     else:
-        scores = _frozen(asked, corrupted_stream(asked, corrupted, activation), layout)
-        if method == "frozen+qk":
-            live = Replay(asked, corrupted, layout.exists).along_gradients([1.0])
+        other = corrupted_stream(asked, corrupted, activation)
+        if method == "frozen":
+            scores = _frozen(asked, other, layout, asked.stream.pull(asked.seed))
+        else:
+            replay = Replay(asked, clean, corrupted, layout.exists)
+            responses = replay.gradients(midpoints)
+            scores = _frozen(asked, other, layout, asked.stream.pull(asked.seed, joining=_joining(asked, responses)))
             matching = [name.endswith((".q", ".k")) for name in layout.destinations]
-            scores[:, :, matching] = live[:, :, matching]
+            scores[:, :, matching] = replay.products(responses)[:, :, matching]
     return EdgeScores(
         sources=layout.sources,
         destinations=layout.destinations,
@@ -143,7 +151,7 @@ def run_circuits(
     if not circuits:
         raise InvalidInputError("circuits: none given.")
     kept = torch.stack([circuit.kept for circuit in circuits]).to(asked.total.device)
-    return Replay(asked, corrupted, layout.exists).numbers(kept, memory)
+    return Replay(asked, clean, corrupted, layout.exists).numbers(kept, memory)
 
 
 class EdgeLayout(NamedTuple):
@@ -173,9 +181,23 @@ def edge_layout(stream: Stream) -> EdgeLayout:
     return EdgeLayout(sources, destinations, before < torch.tensor(known, device=before.device))
 
 
-def _frozen(asked: StreamTarget, other: Stream, layout: EdgeLayout) -> Float[Tensor, "batch source destination pos"]:
+def _joining(asked: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> dict[int, Tensor]:
+    """By step, what the patterns' responses add to the target where queries and keys are read."""
+    joining, first = dict[int, Tensor](), 0
+    for number, step in enumerate(asked.stream.steps):
+        for sublayer in step.sublayers:
+            heads = len(sublayer.nodes) if sublayer.is_attention else 0
+            if heads:
+                joining[number] = responses[first : first + 2 * heads].sum(0)
+            first += 3 * heads or len(sublayer.nodes)
+    return joining
+
+
+def _frozen(
+    asked: StreamTarget, other: Stream, layout: EdgeLayout, pulled: Pulled
+) -> Float[Tensor, "batch source destination pos"]:
     """Each source's difference, carried past the sublayers to every destination, and dotted with the target there."""
-    stream, pulled = asked.stream, asked.stream.pull(asked.seed)
+    stream = asked.stream
     batch, pos = stream.x[0].shape[:2]
     scores = upcast(stream.x[0]).new_zeros(batch, *layout.exists.shape, pos)
     carried, first = (stream.x[0] - other.x[0])[None], 0

@@ -5,17 +5,19 @@ A node's score is what the target loses when the node's clean value is replaced 
 
 | method | score of a node with values a | what it takes |
 | --- | --- | --- |
-| `frozen` | (a_clean − a_corrupted) · pull of the target to the node | one pull; exact in the model frozen at the clean prompt |
-| `gradient` | (a_clean − a_corrupted) · ∂target/∂a at the clean prompt | one gradient (attribution patching, Nanda 2023) |
-| `integrated` | the same, gradients averaged from the corrupted to the clean embeddings | `steps` gradients (EAP-IG, Hanna et al. 2024) |
+| `frozen` | (a_clean − a_corrupted) · pull of the target to the node | one pull |
+| `gradient` | (a_clean − a_corrupted) · ∂target/∂a at the clean prompt | one gradient |
+| `integrated` | the same, gradients averaged from the corrupted to the clean embeddings | `steps` gradients |
 | `patching` | target(clean) − target(node patched), measured | a live run for each node |
 
-Everything later than the node is linear in the frozen model, so the first is exact there, whatever the two prompts
-are. Patterns, ratios and scales do not respond in it: what acts through an attention pattern is invisible to it. The
-gradients see that to first order. Patching is the live model's own answer.
+Everything later than the node is linear in the model frozen at the clean prompt, so the first is exact there, whatever
+the two prompts are. Patterns, ratios and scales do not respond in it: what acts through an attention pattern is
+invisible to it. The gradients of the live model see that to first order: `gradient` is attribution patching (Nanda
+2023), `integrated` the inputs' variant of EAP-IG (Hanna et al. 2024). Patching is the live model's own answer.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -105,9 +107,9 @@ def patch_scores(
             shares = [1.0] if method == "gradient" else [(step + 0.5) / steps for step in range(steps)]
             by_position = nodes.along_gradients(shares)
             scores = by_position.sum(-1)
-    fields = asked.fields() | {"target": f"{asked.label}, clean − patched"}
     keys = by_position[:, None] if positions and by_position is not None else None
-    return Terms(names=names, scores=scores[:, None], keys=keys, **fields)
+    made = Terms(names=names, scores=scores[:, None], keys=keys, **asked.fields())
+    return replace(made, target=f"{asked.label}, clean − patched")
 
 
 # ------------------------------------------------------------------ frozen
@@ -179,10 +181,8 @@ def _sites(asked: StreamTarget, by: str) -> Iterator[_Site]:
             if neurons:
                 mlp = frozen.view.blocks[sublayer.layer].dense_mlp
                 width = 1 if mlp is None else mlp.W_out.shape[0]
-            if by == "component" or width == 1:
-                yield _Site(
-                    sublayer.name if by == "component" or not sublayer.is_attention else sublayer.nodes[0], inside
-                )
+            if by == "component":
+                yield _Site(sublayer.name, inside)
                 continue
             names = [f"{sublayer.name}.N{neuron}" for neuron in range(width)] if neurons else sublayer.nodes
             yield from (_Site(name, inside, part, width) for part, name in enumerate(names))

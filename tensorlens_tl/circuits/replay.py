@@ -12,7 +12,6 @@ block besides. The run is proved: it must give every block's own output for both
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -27,7 +26,6 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.models.weights import MLPWeights, NormWeights, QueryKeyWeights, norm_epsilon
 from tensorlens_tl.passes.frozen import PassLike
-from tensorlens_tl.passes.record import Record
 
 Enter = Callable[[slice, Float[Tensor, "source row batch pos d"], Tensor], Float[Tensor, "destination row batch pos d"]]
 """What some destinations read, given what all sources so far wrote and the biases so far."""
@@ -98,25 +96,31 @@ class Replay:
 
     Args:
         asked: what is asked about the clean prompt.
-        corrupted: the other pass.
+        clean, corrupted: the two passes.
         exists: which pairs are edges.
 
     Raises:
         UnsupportedModelError: a block is not read so, or the run is not the model's own.
     """
 
-    def __init__(self, asked: StreamTarget, corrupted: PassLike, exists: Bool[Tensor, "source destination"]) -> None:
-        self.asked, self.frozen, self.corrupted, self.exists = asked, asked.stream.frozen, corrupted, exists
-        view = self.frozen.view
+    def __init__(
+        self,
+        asked: StreamTarget,
+        clean: PassLike,
+        corrupted: PassLike,
+        exists: Bool[Tensor, "source destination"],
+    ) -> None:
+        self.asked, self.frozen, self.corrupted, self.exists = asked, clean, corrupted, exists
+        view = clean.view
         if view.mlm_head is not None or view.class_head is not None or asked.stream.steps[-1].outer.mixes:
             raise _refusal(view, "a prediction head or a classifier's stands after its final norm")
-        self.blocks = [_block(self.frozen, corrupted, layer) for layer in range(view.n_layers)]
+        self.blocks = [_block(clean, corrupted, layer) for layer in range(view.n_layers)]
         self.final = None
         if view.final_norm is not None:
             module = view.model.get_submodule(view.final_norm_name)
             self.final = replace(view.final_norm, epsilon=norm_epsilon(module, view.cfg))
         with torch.no_grad():
-            self.clean_written, _ = self._proved(self.frozen)
+            self.clean_written, _ = self._proved(clean)
             self.other_written, self.other_read = self._proved(corrupted)
 
     # ------------------------------------------------------------------ questions
@@ -147,13 +151,19 @@ class Replay:
 
     def along_gradients(self, shares: Sequence[float]) -> Float[Tensor, "batch source destination pos"]:
         """(a_clean − a_corrupted) · mean gradient, embeddings at these shares of the way from corrupted to clean."""
-        found = [self._gradients(share) for share in shares]
-        mean = sum(found[1:], start=found[0]) / len(found)
+        return self.products(self.gradients(shares))
+
+    def products(self, met: Float[Tensor, "destination batch pos d"]) -> Float[Tensor, "batch source destination pos"]:
+        """What differs in each source's output, dotted with a vector at each destination that reads it."""
         difference = self.clean_written - self.other_written
-        return torch.einsum("sbpd,tbpd->bstp", difference, mean) * self.exists[..., None]
+        return torch.einsum("sbpd,tbpd->bstp", difference, met) * self.exists[..., None]
+
+    def gradients(self, shares: Sequence[float]) -> Float[Tensor, "destination batch pos d"]:
+        """Gradients of the target by what every destination reads, averaged over these shares of the way."""
+        found = [self._gradients(share) for share in shares]
+        return sum(found[1:], start=found[0]) / len(found)
 
     def _gradients(self, share: float) -> Float[Tensor, "destination batch pos d"]:
-        """Gradients of the target by what every destination reads."""
         read: list[Tensor] = []
 
         def enter(places: slice, written: Tensor, biases: Tensor) -> Tensor:
@@ -193,8 +203,8 @@ class Replay:
 
         return enter
 
-    def _proved(self, frozen: Record) -> tuple[Float[Tensor, "source batch pos d"], dict[int, Tensor]]:
-        """What every source writes for a prompt, and the stream at every destination, proved against the model's own."""
+    def _proved(self, frozen: PassLike) -> tuple[Float[Tensor, "source batch pos d"], dict[int, Tensor]]:
+        """What every source writes for a prompt, and the stream where it is read; proved against the model's own."""
         streams: dict[int, Tensor] = {}
         last: list[Tensor] = []
 
@@ -227,7 +237,7 @@ def _normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tenso
     return made if norm.shift is None else made + norm.shift
 
 
-def _block(clean: Record, corrupted: PassLike, layer: int) -> _Block:
+def _block(clean: PassLike, corrupted: PassLike, layer: int) -> _Block:
     block, layout, points = clean.view.blocks[layer], clean.layouts[layer], clean.points.blocks[layer]
     attention, mlp = block.attention, block.dense_mlp  # both refuse what is neither
     odd = {
@@ -279,7 +289,7 @@ def _block(clean: Record, corrupted: PassLike, layer: int) -> _Block:
     )
 
 
-def _refusal(view: ModelView | Any, why: str) -> UnsupportedModelError:
+def _refusal(view: ModelView, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"live edges of this {view.description}: {why}. They need pre-LN blocks, sequential or parallel, with readable "
         "attention scores; edge_scores(method='frozen') and all of patch_scores work without."

@@ -327,7 +327,7 @@ def _check_shape(sources: Sequence[str], destinations: Sequence[str], *matrices:
 
 
 def _benchmark_name(name: str) -> str:
-    """``"L0H3.q"`` as ``"a0.h3<q>"``, ``"MLP1"`` as ``"m1"``, ``"embed"`` as ``"input"``, the target as ``"logits"``."""
+    """``"L0H3.q"`` as ``"a0.h3<q>"``, ``"MLP1"`` as ``"m1"``, the first block's input as ``"input"``."""
     if name in ("embed", TARGET):
         return "input" if name == "embed" else "logits"
     head, mlp = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?", name), re.fullmatch(r"MLP(\d+)", name)
