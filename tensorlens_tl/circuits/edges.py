@@ -92,7 +92,7 @@ def edge_scores(
         else:
             replay = Replay(asked, clean, corrupted, layout.exists)
             responses = replay.gradients(midpoints)
-            scores = _frozen(asked, other, layout, asked.stream.pull(asked.seed, joining=_joining(asked, responses)))
+            scores = _frozen(asked, other, layout, pull_with_patterns(asked, responses))
             matching = [name.endswith((".q", ".k")) for name in layout.destinations]
             scores[:, :, matching] = replay.products(responses)[:, :, matching]
     return EdgeScores(
@@ -136,17 +136,19 @@ def run_circuits(
     """
     circuits = [circuits] if isinstance(circuits, Circuit) else list(circuits)
     asked = pair_target(clean, corrupted, target, minus, direction, query)
-    layout = edge_layout(asked.stream)
+    layout, config = edge_layout(asked.stream), _config(asked)
     for number, circuit in enumerate(circuits):
         if not isinstance(circuit, Circuit):
             raise InvalidInputError(
                 f"circuits: number {number} is {type(circuit).__name__}; pass edge_scores().circuit()."
             )
-        if circuit.sources != layout.sources or circuit.destinations != layout.destinations:
+        same = circuit.sources == layout.sources and circuit.destinations == layout.destinations
+        if not same or config | circuit.config != config:
             raise InvalidInputError(
-                f"circuits: number {number} has {len(circuit.sources)} sources and {len(circuit.destinations)} "
-                f"destinations, and {asked.stream.frozen.view.description} has {len(layout.sources)} and "
-                f"{len(layout.destinations)}: it is a circuit of another model."
+                f"circuits: number {number} is of another model: {len(circuit.sources)} sources, "
+                f"{len(circuit.destinations)} destinations, {circuit.config}, and "
+                f"{asked.stream.frozen.view.description} has {len(layout.sources)}, {len(layout.destinations)}, "
+                f"{config}."
             )
     if not circuits:
         raise InvalidInputError("circuits: none given.")
@@ -181,8 +183,15 @@ def edge_layout(stream: Stream) -> EdgeLayout:
     return EdgeLayout(sources, destinations, before < torch.tensor(known, device=before.device))
 
 
-def _joining(asked: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> dict[int, Tensor]:
-    """By step, what the patterns' responses add to the target where queries and keys are read."""
+def pull_with_patterns(asked: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> Pulled:
+    """The target pulled through the frozen model, joined by gradients of the live one where queries and keys are read.
+
+    So a frozen pull also follows what acts through patterns, to the order that the gradients do.
+
+    Args:
+        asked: the target.
+        responses: its gradient by what every destination reads; only those of queries and keys join.
+    """
     joining, first = dict[int, Tensor](), 0
     for number, step in enumerate(asked.stream.steps):
         for sublayer in step.sublayers:
@@ -190,7 +199,7 @@ def _joining(asked: StreamTarget, responses: Float[Tensor, "destination batch po
             if heads:
                 joining[number] = responses[first : first + 2 * heads].sum(0)
             first += 3 * heads or len(sublayer.nodes)
-    return joining
+    return asked.stream.pull(asked.seed, joining=joining)
 
 
 def _frozen(

@@ -6,14 +6,17 @@ A node's score is what the target loses when the node's clean value is replaced 
 | method | score of a node with values a | what it takes |
 | --- | --- | --- |
 | `frozen` | (a_clean − a_corrupted) · pull of the target to the node | one pull |
+| `frozen+qk` | the same, the pull joined by live gradients where queries and keys are read | `steps` gradients |
 | `gradient` | (a_clean − a_corrupted) · ∂target/∂a at the clean prompt | one gradient |
 | `integrated` | the same, gradients averaged from the corrupted to the clean embeddings | `steps` gradients |
 | `patching` | target(clean) − target(node patched), measured | a live run for each node |
 
 Everything later than the node is linear in the model frozen at the clean prompt, so the first is exact there, whatever
 the two prompts are. Patterns, ratios and scales do not respond in it: what acts through an attention pattern is
-invisible to it. The gradients of the live model see that to first order: `gradient` is attribution patching (Nanda
-2023), `integrated` the inputs' variant of EAP-IG (Hanna et al. 2024). Patching is the live model's own answer.
+invisible to it. `frozen+qk` adds what the patterns do, by gradients of the live model averaged on the way from the
+corrupted to the clean embeddings (`tensorlens_tl.circuits.edges` says of which models). The gradients of the live model
+see it to first order: `gradient` is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG
+(Hanna et al. 2024). Patching is the live model's own answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +32,10 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.edges import edge_layout, pull_with_patterns
 from tensorlens_tl.circuits.live import bytes_per_copy, check_live, live_numbers
-from tensorlens_tl.circuits.stream import StreamTarget
+from tensorlens_tl.circuits.replay import Replay
+from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
 from tensorlens_tl.circuits.two_prompts import corrupted_stream, pair_target
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
@@ -39,7 +44,7 @@ from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.results.terms import Terms
 
 BY = ("component", "head", "neuron", "stream")
-METHODS = ("frozen", "gradient", "integrated", "patching")
+METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "patching")
 
 
 def patch_scores(
@@ -71,12 +76,13 @@ def patch_scores(
             one.
         target, minus, direction: as in `FrozenOperator.target`, of the clean prompt.
         by: what a node is.
-        method: ``"frozen"``, ``"gradient"``, ``"integrated"`` or ``"patching"``; see this module's table.
+        method: ``"frozen"``, ``"frozen+qk"``, ``"gradient"``, ``"integrated"`` or ``"patching"``; see this module's
+            table.
         positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
             node's score, except under ``"patching"``, where each is patched by itself.
         query: one position of each prompt, the last unless said.
-        activation: the rule for MLPs, of ``"frozen"``.
-        steps: gradients of ``"integrated"``, at the midpoints of as many equal steps.
+        activation: the rule for MLPs, of the frozen methods.
+        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, at the midpoints of as many equal steps.
         memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
@@ -94,8 +100,14 @@ def patch_scores(
             raise InvalidInputError(f"{name}={value!r}; use one of {', '.join(map(repr, known))}.")
     steps = whole_number("steps", steps, least=1)
     asked = pair_target(clean, corrupted, target, minus, direction, query, activation)
-    if method == "frozen":
-        names, by_position = _frozen(asked, corrupted, by, activation)
+    midpoints = [(step + 0.5) / steps for step in range(steps)]
+    if method in ("frozen", "frozen+qk"):
+        if method == "frozen":
+            pulled = asked.stream.pull(asked.seed)
+        else:
+            replay = Replay(asked, clean, corrupted, edge_layout(asked.stream).exists)
+            pulled = pull_with_patterns(asked, replay.gradients(midpoints))
+        names, by_position = _along(pulled, asked.stream, corrupted_stream(asked, corrupted, activation), by)
         scores = by_position.sum(-1)
     else:
         check_live(asked, f"patch_scores(method={method!r})")
@@ -104,8 +116,7 @@ def patch_scores(
         if method == "patching":
             scores, by_position = nodes.patched(memory), nodes.patched_at_positions(memory) if positions else None
         else:
-            shares = [1.0] if method == "gradient" else [(step + 0.5) / steps for step in range(steps)]
-            by_position = nodes.along_gradients(shares)
+            by_position = nodes.along_gradients([1.0] if method == "gradient" else midpoints)
             scores = by_position.sum(-1)
     keys = by_position[:, None] if positions and by_position is not None else None
     made = Terms(names=names, scores=scores[:, None], keys=keys, **asked.fields())
@@ -115,11 +126,8 @@ def patch_scores(
 # ------------------------------------------------------------------ frozen
 
 
-def _frozen(
-    asked: StreamTarget, corrupted: PassLike, by: str, activation: str
-) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
-    stream, other = asked.stream, corrupted_stream(asked, corrupted, activation)
-    pulled = stream.pull(asked.seed)
+def _along(pulled: Pulled, stream: Stream, other: Stream, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
+    """What differs between two streams at every node, dotted with the target pulled back to it."""
     names, scores = ["embed"], [_at_positions(pulled.stream[0], stream.x[0] - other.x[0])]
     for number, step in enumerate(stream.steps):
         if by == "stream":

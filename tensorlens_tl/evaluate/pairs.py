@@ -60,8 +60,8 @@ class PromptPairs:
     def __repr__(self) -> str:
         return f"PromptPairs({self.name!r}, prompts={len(self)}, pos={self.clean.shape[1]})"
 
-    def only(self, keep: Bool[Tensor, "prompt"]) -> "PromptPairs":
-        """Some of the pairs."""
+    def only(self, keep: Bool[Tensor, "prompt"] | Int[Tensor, "kept"]) -> "PromptPairs":
+        """Some of the pairs, by a mask or by number."""
         return PromptPairs(self.name, self.clean[keep], self.corrupted[keep], self.answers[keep], self.others[keep])
 
 

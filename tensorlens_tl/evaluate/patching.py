@@ -27,7 +27,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.edges import METHODS as EDGE_METHODS, edge_scores, run_circuits
 from tensorlens_tl.circuits.patching import METHODS as NODE_METHODS, patch_scores
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.checks import spearman
 from tensorlens_tl.evaluate.pairs import PromptPairs
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
@@ -61,7 +61,8 @@ def patching_agreement(
     Args:
         model: a TransformerLens model.
         pairs: prompts; see `prompt_pairs`.
-        methods: of `circuits.patch_scores`, or with ``by="edge"`` of `circuits.edge_scores`; None is all of them.
+        methods: of `circuits.patch_scores`, or with ``by="edge"`` of `circuits.edge_scores`; None is all that the
+            model allows.
         by: as in `circuits.patch_scores`, or ``"edge"``.
         only_correct: leave out pairs of which the model answers one prompt wrongly.
         steps: gradients of ``"integrated"``.
@@ -75,7 +76,9 @@ def patching_agreement(
     """
     known = [name for name in (EDGE_METHODS if by == "edge" else NODE_METHODS) if name != "patching"]
     chosen = _checked(methods, known)
-    work = _Work(model, pairs, only_correct)
+    work, skipped = _Work(model, pairs, only_correct), dict[str, str]()
+    if methods is None:
+        chosen, skipped = work.usable(chosen, by)
     found: list[Tensor] = []
     for part in work.parts():
         options: dict[str, Any] = {"target": part.answers, "minus": part.others, "steps": steps, "memory": memory}
@@ -90,6 +93,7 @@ def patching_agreement(
         methods=chosen,
         units=work.units,
         settings=work.settings | {"by": by, "steps": steps},
+        skipped=skipped,
     )
 
 
@@ -229,6 +233,19 @@ class _Work:
             for tokens, answers in ((pairs.clean, pairs.answers), (pairs.corrupted, pairs.others)):
                 right.append(predictions(freeze(model, tokens[part], verify=False))[0].cpu() == answers[part])
         return torch.cat([torch.cat(right[::2])[None], torch.cat(right[1::2])[None]]).all(0)
+
+    def usable(self, methods: Sequence[str], by: str) -> tuple[list[str], dict[str, str]]:
+        """The methods that this model allows, and why not the others, tried on one pair."""
+        part, works, refused = _Part(self.model, self.pairs.only(torch.arange(1)), verify=True), list[str](), {}
+        for name in methods:
+            try:
+                _scores(part, by, name, {"target": part.answers, "minus": part.others, "steps": 1})
+                works.append(name)
+            except UnsupportedModelError as error:
+                refused[name] = str(error)
+        if not works:
+            raise UnsupportedModelError(f"no method fits this model: {refused}")
+        return works, refused
 
     def parts(self) -> "list[_Part]":
         """The pairs, some at a time, frozen."""
