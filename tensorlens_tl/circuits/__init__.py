@@ -9,6 +9,8 @@
 | what is lost without a head, whatever lies between | `total_effects` |
 | what does one head move, and what becomes of it | `head_map` |
 | through which nodes did it come | `paths`, `top_paths`, `contribution_graph` |
+| what differs between a clean and a corrupted prompt | `patch_scores`, `edge_scores` |
+| what does a circuit of some edges do by itself | `EdgeScores.circuit`, `run_circuits` |
 | why does this head attend there | `qk_attribution` |
 | how large is the operator | `spectral_norm`, `singular_directions`, `norm_bound`, `appendix_e_bound` |
 | how wrong is it away from its input | `error_bound`, `proposition_1` |
@@ -24,9 +26,11 @@ from tensorlens_tl.circuits.bounds import (
 )
 from tensorlens_tl.circuits.composition import composition_scores
 from tensorlens_tl.circuits.direct import logit_attribution
+from tensorlens_tl.circuits.edges import edge_scores, run_circuits
 from tensorlens_tl.circuits.expansion import paths, top_paths
 from tensorlens_tl.circuits.graph import contribution_graph
 from tensorlens_tl.circuits.head import HeadMap, head_map
+from tensorlens_tl.circuits.patching import patch_scores
 from tensorlens_tl.circuits.score_attribution import qk_attribution
 from tensorlens_tl.circuits.spectrum import (
     Directions,
@@ -45,13 +49,16 @@ from tensorlens_tl.circuits.weights import (
     svd_tokens,
     virtual_head,
 )
+from tensorlens_tl.results.circuit import Circuit, EdgeScores
 from tensorlens_tl.results.graph import ContributionGraph
 from tensorlens_tl.results.pairs import ScoreAttribution
 from tensorlens_tl.results.terms import Paths, Terms
 
 __all__ = [
+    "Circuit",
     "ContributionGraph",
     "Directions",
+    "EdgeScores",
     "ErrorBound",
     "HeadMap",
     "Paths",
@@ -63,6 +70,7 @@ __all__ = [
     "composition_scores",
     "contribution_graph",
     "copying_scores",
+    "edge_scores",
     "error_bound",
     "full_ov",
     "full_qk",
@@ -71,10 +79,12 @@ __all__ = [
     "norm_bound",
     "ov",
     "ov_eigenvalues",
+    "patch_scores",
     "paths",
     "proposition_1",
     "qk",
     "qk_attribution",
+    "run_circuits",
     "singular_directions",
     "spectral_norm",
     "svd_tokens",

@@ -15,7 +15,7 @@ what it writes is linear in its own part of the hidden vector, so its share of a
 part of the pulled-back vector. What `write` and `outer` add besides are *biases*, sources of their own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -143,14 +143,28 @@ class Stream:
                     return number, sublayer
         raise InvalidInputError(f"layers: layer {layer} is not among {list(self.layers)}.")
 
-    def pull(self, g: Float[Tensor, "*rows batch pos d_model"], *, sublayers: bool = True) -> Pulled:
-        """A vector at the end pulled through everything, or (``sublayers=False``) past all of them: directly."""
+    def pull(
+        self,
+        g: Float[Tensor, "*rows batch pos d_model"],
+        *,
+        sublayers: bool = True,
+        joining: Mapping[int, Tensor] | None = None,
+    ) -> Pulled:
+        """A vector at the end pulled through everything, or (``sublayers=False``) past all of them: directly.
+
+        Args:
+            g: the vector, `[*rows, batch, pos, d_model]`.
+            sublayers: whether it goes through the sublayers.
+            joining: vectors that join it on its way, at the stream before a step.
+        """
         stream, sums = [g], []
-        for step in reversed(self.steps):
+        for number, step in reversed(list(enumerate(self.steps))):
             g = step.outer.pull(g)
             sums.append(g)
             if sublayers:
                 g = sum((s.read.pull(s.write.pull(g)) for s in step.sublayers), start=g)
+            if joining and number in joining:
+                g = g + joining[number]
             stream.append(g)
         return Pulled(stream[::-1], sums[::-1])
 
@@ -196,6 +210,12 @@ class StreamTarget:
     positions: Int[Tensor, "batch query"]
     soft_cap: float | None
     label: str
+
+    def number(self, read: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch query"]:
+        """What is asked, of another stream at `read_at`, before any final soft cap."""
+        places = self.positions[..., None].expand(*read.shape[:-2], -1, 1)
+        own = torch.take_along_dim(upcast(read.to(self.vectors.device)), places, dim=-2)
+        return (own * self.vectors).sum(-1) + self.constant
 
     def fields(self) -> dict[str, Any]:
         """What a result of these queries says about them."""

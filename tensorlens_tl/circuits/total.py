@@ -16,14 +16,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.live import bytes_per_copy, check_live, live_numbers
 from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
-from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
-from tensorlens_tl.hooks import capture, refuse_attached
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import FwdHook
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.passes.frozen import PassLike
-from tensorlens_tl.passes.holding import prove_obedience
 from tensorlens_tl.results.terms import Terms
 
 BY = ("component", "head")
@@ -95,31 +93,13 @@ class _Component(NamedTuple):
 
 
 def _live(asked: StreamTarget, by: str, memory: Memory) -> tuple[list[str], Float[Tensor, "query batch term"]]:
-    frozen = asked.stream.frozen
-    refuse_attached(frozen.model)
-    refuse_dropout(frozen.view.model)
-    prove_obedience(frozen)
-    _check_live(asked)
-    components = list(_components(asked, by))
-    x, heads = asked.stream.x[0], frozen.pattern(0).shape[1]
-    widest = max(hidden.shape[-1] for held in asked.stream.hidden for hidden in held)
-    per_row = 4 * x.shape[0] * x.shape[1] * (2 * x.shape[2] + widest + heads * x.shape[1]) * x.element_size()
+    check_live(asked, "total_effects")
+    components, per_row = list(_components(asked, by)), bytes_per_copy(asked)
     left = [
         _without(asked, components[rows.start : rows.stop])
         for rows in chunks(len(components), per_row, memory, "ablations")
     ]
     return [component.name for component in components], asked.total.T[..., None] - torch.cat(left, dim=-1)
-
-
-def _check_live(asked: StreamTarget) -> None:
-    """Refuse a model that, with nothing ablated, no longer gives the number that the pass holds."""
-    now, held = _without(asked, [None])[..., 0].T, asked.total
-    off = float((now - held).abs().max() / held.abs().max().clamp_min(torch.finfo(held.dtype).tiny))
-    if not off <= asked.stream.frozen.tolerance:
-        raise FrozenModelError(
-            f"total_effects: the live model gives another number than this pass holds (they differ by {off:.1e}): "
-            "hooks were put on it or taken off since. Freeze again."
-        )
 
 
 def _components(asked: StreamTarget, by: str) -> Iterator[_Component]:
@@ -143,27 +123,17 @@ def _components(asked: StreamTarget, by: str) -> Iterator[_Component]:
                 yield from (_Component(name, inside, head, heads) for head, name in enumerate(sublayer.nodes))
 
 
-def _without(asked: StreamTarget, components: Sequence[_Component | None]) -> Float[Tensor, "query batch term"]:
-    """The number asked about, with each component (or, None, nothing) taken away in a copy of every prompt."""
-    frozen, copies = asked.stream.frozen, len(components)
-    batch, pos = frozen.tokens.shape
-    inputs = {
-        name: value.repeat(copies, *(1,) * (value.ndim - 1)) if isinstance(value, Tensor) else value
-        for name, value in frozen.inputs.items()
-    }
-    hooks = []
-    removed = [(copy, component) for copy, component in enumerate(components) if component is not None]
-    for point in dict.fromkeys(component.point for _, component in removed):
-        there = [(copy, component) for copy, component in removed if component.point == point]
-        keep = torch.ones(copies, there[0][1].heads, dtype=torch.bool, device=frozen.tokens.device)
+def _without(asked: StreamTarget, components: Sequence[_Component]) -> Float[Tensor, "query batch term"]:
+    """The number asked about, with each component taken away in a copy of every prompt."""
+    tokens, copies = asked.stream.frozen.tokens, len(components)
+    hooks: list[FwdHook] = []
+    for point in dict.fromkeys(component.point for component in components):
+        there = [(copy, component) for copy, component in enumerate(components) if component.point == point]
+        keep = torch.ones(copies, there[0][1].heads, dtype=torch.bool, device=tokens.device)
         for copy, component in there:
             keep[copy, slice(None) if component.head is None else component.head] = False
-        hooks.append((point, partial(_keep_only, keep=keep, positions=batch * pos)))
-    kept, _ = capture(frozen.model, inputs, [asked.read_at], hooks=hooks, last=asked.read_at)
-    own = upcast(kept[asked.read_at].to(asked.vectors.device).unflatten(0, (copies, batch)))
-    own = own[:, :, None] if own.ndim == 3 else own  # a classifier's head is given one vector for each prompt
-    own = torch.take_along_dim(own, asked.positions[None, ..., None], dim=2)
-    return ((own * asked.vectors).sum(-1) + asked.constant).permute(2, 1, 0)
+        hooks.append((point, partial(_keep_only, keep=keep, positions=tokens.numel())))
+    return live_numbers(asked, copies, hooks).permute(2, 1, 0)
 
 
 def _keep_only(hidden: Tensor, *, hook: Any, keep: Bool[Tensor, "copy head"], positions: int) -> Tensor:

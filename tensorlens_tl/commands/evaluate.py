@@ -25,6 +25,8 @@ HELP = "Which method is faithful? A table over methods, and a saved result."
 EVALUATIONS = {
     "perturbation": "Replace tokens in the order of their scores, and see what that does to the model.",
     "known-answer": "How high do scores rank the tokens that truly determine the answer?",
+    "patching": "Do scores of nodes, from a clean and a corrupted prompt, agree with patching the live model?",
+    "circuits": "CPR and CMD: which scores choose the circuits that do the task?",
     "relations": "Does a linear map made from a few examples give the objects of other subjects?",
     "completeness": "Do scores sum to what they explain?",
     "randomisation": "Do scores change when the weights are scrambled?",
@@ -45,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("--relations", nargs="+", type=Path, help="JSON files (default: the shipped ones)")
             sub.add_argument("--splits", type=count, default=6, help="draws of examples")
             continue
+        if name in ("patching", "circuits"):
+            _add_pair_arguments(sub, name)
+            continue
         add_import_argument(sub)
         sub.add_argument(
             "--methods", nargs="+", metavar="METHOD", help="labels such as 'tensorlens in+out' (default: all)"
@@ -60,12 +65,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("--replacement", help="mask, pad, mean, zero or a token")
 
 
+def _add_pair_arguments(sub: argparse.ArgumentParser, name: str) -> None:
+    sub.add_argument("--task", choices=("recall", "induction"), help="(default: the model's)")
+    sub.add_argument("--change", choices=("source", "question"), default="source", help="what the corrupted prompt has")
+    sub.add_argument("-n", type=count, help=f"how many pairs of prompts (default: {PROMPTS})")
+    sub.add_argument(
+        "--methods", nargs="+", metavar="METHOD", help="such as 'frozen+qk' or 'integrated' (default: all)"
+    )
+    sub.add_argument("--steps", type=count, default=5, help="gradients that are averaged (default: 5)")
+    if name == "patching":
+        sub.add_argument("--by", default="head", choices=("component", "head", "neuron", "stream", "edge"))
+        return
+    sub.add_argument("--choice", default="top", choices=("top", "greedy"), help="which edges circuits take in")
+    sub.add_argument("--circuits", type=Path, metavar="FOLDER", help="save each method's circuit there, as MIB's JSON")
+
+
 def run(args: argparse.Namespace) -> None:
     """Run one evaluation, print its table, and save it where asked."""
     from tensorlens_tl import evaluate
 
     check_output(args.output)
-    run_imports(args) if args.what != "relations" else None
+    run_imports(args) if args.what not in ("relations", "patching", "circuits") else None
     model = loaded_model(args)
     result = _RUN.get(args.what, _check)(args, model)
     if args.what == "agreement":
@@ -79,6 +99,21 @@ def _known_answer(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import evaluate
 
     return evaluate.known_answer(model, task_of(args, model), args.methods, seed=args.seed)
+
+
+def _patching(args: argparse.Namespace, model: Any) -> Any:
+    from tensorlens_tl import evaluate
+
+    pairs = evaluate.prompt_pairs(task_of(args, model), args.change, seed=args.seed)
+    return evaluate.patching_agreement(model, pairs, args.methods, by=args.by, steps=args.steps)
+
+
+def _circuits(args: argparse.Namespace, model: Any) -> Any:
+    from tensorlens_tl import evaluate
+
+    pairs = evaluate.prompt_pairs(task_of(args, model), args.change, seed=args.seed)
+    options = {"choice": args.choice, "steps": args.steps, "seed": args.seed, "folder": args.circuits}
+    return evaluate.circuit_faithfulness(model, pairs, args.methods, **options)
 
 
 def _relations(args: argparse.Namespace, model: Any) -> Any:
@@ -103,6 +138,8 @@ def _check(args: argparse.Namespace, model: Any) -> Any:
 
 _RUN: dict[str, Callable[[argparse.Namespace, Any], Any]] = {
     "known-answer": _known_answer,
+    "patching": _patching,
+    "circuits": _circuits,
     "relations": _relations,
     "perturbation": _perturbation,
 }

@@ -16,6 +16,8 @@ from tensorlens_tl.evaluate.checks import agreement, agreement_table, completene
 from tensorlens_tl.evaluate.compression import compression, compression_table
 from tensorlens_tl.evaluate.few_shot import few_shot_prompts
 from tensorlens_tl.evaluate.known_answer import expected_mrr, known_answer
+from tensorlens_tl.evaluate.pairs import PromptPairs, prompt_pairs
+from tensorlens_tl.evaluate.patching import PROPORTIONS, circuit_faithfulness, patching_agreement
 from tensorlens_tl.evaluate.perturbation import perturbation
 from tensorlens_tl.evaluate.relation_decoding import (
     LinearRelation,
@@ -31,11 +33,13 @@ from tensorlens_tl.results.statistics import bootstrap_interval
 
 __all__ = [
     "PREDICTED",
+    "PROPORTIONS",
     "STANDARD",
     "Comparison",
     "Evaluation",
     "KnownAnswers",
     "LinearRelation",
+    "PromptPairs",
     "Relation",
     "RelationDecoder",
     "Sample",
@@ -44,6 +48,7 @@ __all__ = [
     "bootstrap_interval",
     "brackets",
     "by_relation",
+    "circuit_faithfulness",
     "completeness",
     "compression",
     "compression_table",
@@ -51,8 +56,10 @@ __all__ = [
     "few_shot_prompts",
     "induction",
     "known_answer",
+    "patching_agreement",
     "perturbation",
     "predictions",
+    "prompt_pairs",
     "randomisation",
     "recall",
     "relation_decoding",

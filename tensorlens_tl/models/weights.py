@@ -221,6 +221,11 @@ def tried_norm(inner: nn.Module, cfg: Any, *, width: int, hooked: bool | None = 
     return replace(best, epsilon=None) if good else best
 
 
+def norm_epsilon(norm: Any, cfg: Any) -> float:
+    """ε of a norm of either class."""
+    return _epsilon(innermost(norm), cfg)
+
+
 def _epsilon(inner: Any, cfg: Any) -> float:
     for owner, name in ((inner, "variance_epsilon"), (inner, "eps"), (inner, "epsilon"), (cfg, "eps")):
         value = getattr(owner, name, None)

@@ -1,0 +1,365 @@
+"""Edges between the parts of a model with a score each, and circuits made of some of them.
+
+An edge leads from what one node writes to what a later one reads. Nodes that write are *sources*: the first block's
+input (``"embed"``), heads, MLPs. What reads are *destinations*: a head's queries, keys and values (``"L1H0.q"``,
+``"L1H0.k"``, ``"L1H0.v"``), MLPs, and the target. An edge is called ``"L0H3 → L1H0.k"``.
+"""
+
+import heapq
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.drawing import terminal
+from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.errors import FileFormatError, InvalidInputError
+from tensorlens_tl.results.entry import Entry, check_batch
+from tensorlens_tl.results.storage import Stored
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ARROW = " → "
+TARGET = "target"
+CHOICES = ("top", "greedy")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EdgeScores(Stored):
+    """A score for every edge and prompt: what the target loses when the edge carries its corrupted value.
+
+    Attributes:
+        sources, destinations: what the two axes are, in the order of the forward pass.
+        scores: `[batch, source, destination]`, zero where there is no edge.
+        exists: which pairs are edges, `[source, destination]`.
+        clean, corrupted: the target's number for the two prompts, before any final soft cap, `[batch]`.
+        target: what the scores explain, in words.
+        method: how they were made.
+        config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`, for files.
+        by_position: each edge at each position where its destination reads, `[batch, source, destination, pos]`; None
+            where not asked for.
+    """
+
+    TENSORS: ClassVar = ("scores", "exists", "clean", "corrupted", "by_position")
+    FACTS: ClassVar = ("sources", "destinations", "target", "method", "config")
+
+    sources: list[str]
+    destinations: list[str]
+    scores: Float[Tensor, "batch source destination"]
+    exists: Bool[Tensor, "source destination"]
+    clean: Float[Tensor, "batch"]
+    corrupted: Float[Tensor, "batch"]
+    target: str
+    method: str
+    config: dict[str, Any] = field(default_factory=dict)
+    by_position: Float[Tensor, "batch source destination pos"] | None = None
+
+    def __post_init__(self) -> None:
+        _check_shape(self.sources, self.destinations, self.exists, self.scores[0] if len(self.scores) else self.scores)
+
+    def __len__(self) -> int:
+        return int(self.exists.sum())
+
+    def __repr__(self) -> str:
+        return f"EdgeScores({len(self)} edges, {len(self.scores)} prompts, {self.target!r}, method={self.method!r})"
+
+    def __getitem__(self, edge: str) -> Float[Tensor, "batch"]:
+        """One edge's score for every prompt.
+
+        Raises:
+            InvalidInputError: no such edge.
+        """
+        source, _, destination = edge.partition(ARROW)
+        if source not in self.sources or destination not in self.destinations:
+            some = ARROW.join((self.sources[0], self.destinations[0]))
+            raise InvalidInputError(f"no edge {edge!r}; edges are called as {some!r}.")
+        place = self.sources.index(source), self.destinations.index(destination)
+        if not self.exists[place]:
+            raise InvalidInputError(f"no edge {edge!r}: {source} does not come before {destination}.")
+        return self.scores[(slice(None), *place)]
+
+    def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
+        """The k edges of largest absolute score, of one prompt, or (None) of the mean over prompts."""
+        scores = self._row(batch)
+        order = edge_order(scores, self.exists, self.sources, self.destinations)[: whole_number("k", k, least=1)]
+        names = [self._name(place) for place in order.tolist()]
+        return [Entry(name, float(scores.flatten()[place])) for name, place in zip(names, order.tolist(), strict=True)]
+
+    def circuit(self, edges: Any, batch: int | None = None, *, absolute: bool = True, choice: str = "top") -> "Circuit":
+        """The circuit of so many edges, without those that no path from the input to the target goes through.
+
+        Args:
+            edges: how many are chosen, before pruning.
+            batch: by one prompt's scores, or (None) by the mean over prompts.
+            absolute: choose by size; else by score, the most positive first.
+            choice: ``"top"`` takes the best edges wherever they are, ``"greedy"`` the best of those that lead into
+                what is already reached, from the target backwards.
+
+        Raises:
+            InvalidInputError: more edges than there are, or no such choice or prompt.
+        """
+        edges = whole_number("edges", edges, 0, len(self), why=f"this model has {len(self)} edges")
+        scores = self._row(batch)
+        order = edge_order(scores, self.exists, self.sources, self.destinations, absolute=absolute, choice=choice)
+        kept = torch.zeros_like(self.exists)
+        kept.view(-1)[order[:edges]] = True
+        kept = pruned(kept, self.sources, self.destinations)
+        return Circuit(self.sources, self.destinations, scores, self.exists, kept, self.config)
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per prompt and edge: batch, source, destination, score."""
+        import pandas as pd
+
+        source, destination = (places.tolist() for places in self.exists.nonzero(as_tuple=True))
+        rows = self.scores[:, source, destination].double().cpu()
+        return pd.DataFrame(
+            {
+                "batch": [batch for batch in range(len(rows)) for _ in source],
+                "source": [self.sources[place] for place in source] * len(rows),
+                "destination": [self.destinations[place] for place in destination] * len(rows),
+                "score": rows.flatten().tolist(),
+            }
+        )
+
+    def show(self, k: int = 10, batch: int | None = None) -> None:
+        """Print the k edges of largest absolute score."""
+        rows = [(entry.name, number(entry.score)) for entry in self.top(k, batch)]
+        of = f"mean of {len(self.scores)} prompts" if batch is None else f"prompt {batch}"
+        title = f"{self.target} · {self.method} · {of}"
+        terminal.show_table(title, ("edge", "score"), rows, [], left=("edge",))
+
+    def _row(self, batch: int | None) -> Float[Tensor, "source destination"]:
+        if batch is None:
+            return self.scores.mean(0)
+        check_batch(batch, list(self.scores))
+        return self.scores[batch]
+
+    def _name(self, place: int) -> str:
+        source, destination = divmod(place, len(self.destinations))
+        return self.sources[source] + ARROW + self.destinations[destination]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Circuit:
+    """Some edges of a model. Everything else is to carry what it carries for the corrupted prompt.
+
+    Attributes:
+        sources, destinations, exists: as of `EdgeScores`.
+        scores: by which it was chosen, `[source, destination]`.
+        kept: which edges are in it, `[source, destination]`.
+        config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`.
+    """
+
+    sources: list[str]
+    destinations: list[str]
+    scores: Float[Tensor, "source destination"]
+    exists: Bool[Tensor, "source destination"]
+    kept: Bool[Tensor, "source destination"]
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_shape(self.sources, self.destinations, self.exists, self.scores, self.kept)
+        if bool((self.kept & ~self.exists).any()):
+            raise InvalidInputError("Circuit: it keeps a pair that is no edge.")
+
+    def __len__(self) -> int:
+        return int(self.kept.sum())
+
+    def __repr__(self) -> str:
+        return f"Circuit({len(self)} of {int(self.exists.sum())} edges, {len(self.nodes)} nodes)"
+
+    @property
+    def edges(self) -> list[str]:
+        """The names of its edges."""
+        pairs = self.kept.nonzero().tolist()
+        return [self.sources[source] + ARROW + self.destinations[destination] for source, destination in pairs]
+
+    @property
+    def nodes(self) -> list[str]:
+        """The sources that an edge of it leads from."""
+        return [name for name, used in zip(self.sources, self.kept.any(1).tolist(), strict=True) if used]
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the JSON of the Mechanistic Interpretability Benchmark (Mueller et al. 2025).
+
+        An object with `cfg`, `nodes` (name → ``{"in_graph": …}``) and `edges` (name →
+        ``{"score": …, "in_graph": …}``); nodes are called ``input``, ``a0.h1``, ``m0``, ``logits``, edges
+        ``a0.h1->m0`` or, into a head, ``input->a0.h1<q>``.
+
+        Raises:
+            InvalidInputError: no such folder, or a node that the benchmark has no name for.
+        """
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise InvalidInputError(f"save: there is no folder {path.parent}.")
+        sources = [_benchmark_name(name) for name in self.sources]
+        destinations = [_benchmark_name(name) for name in self.destinations]
+        used = set(self.nodes)
+        nodes = {name: {"in_graph": own in used} for name, own in zip(sources, self.sources, strict=True)}
+        edges = {
+            f"{sources[s]}->{destinations[d]}": {
+                "score": float(self.scores[s, d]),
+                "in_graph": bool(self.kept[s, d]),
+            }
+            for s, d in self.exists.nonzero().tolist()
+        }
+        content = {"cfg": self.config, "nodes": nodes | {"logits": {"in_graph": True}}, "edges": edges}
+        path.write_text(json.dumps(content), encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Circuit":
+        """Read such a file, ours or the benchmark's. Scores and edges of neurons are not read.
+
+        Raises:
+            FileFormatError: no such JSON.
+            OSError: there is no such file.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            content = json.loads(text)
+            config, edges = dict(content["cfg"]), dict(content["edges"])
+            sources = ["embed", *(_own_name(n) for n in content["nodes"] if n not in ("input", "logits"))]
+            pairs = [tuple(map(_own_name, name.split("->"))) for name in edges]
+            destinations = sorted({end for _, end in pairs}, key=_place)
+            sources.sort(key=_place)
+            exists = torch.zeros(len(sources), len(destinations), dtype=torch.bool)
+            kept, scores = exists.clone(), torch.zeros(exists.shape, dtype=torch.float64)
+            for (source, destination), edge in zip(pairs, edges.values(), strict=True):
+                place = sources.index(source), destinations.index(destination)
+                exists[place], kept[place] = True, bool(edge["in_graph"])
+                scores[place] = float("nan") if edge["score"] is None else float(edge["score"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FileFormatError(
+                f"{path}: not a circuit in the benchmark's JSON ({type(error).__name__}: {error})."
+            ) from error
+        return cls(sources, destinations, scores, exists, kept, config)
+
+
+# ------------------------------------------------------------------ choosing
+
+
+def edge_order(
+    scores: Float[Tensor, "source destination"],
+    exists: Bool[Tensor, "source destination"],
+    sources: Sequence[str],
+    destinations: Sequence[str],
+    *,
+    absolute: bool = True,
+    choice: str = "top",
+) -> Int[Tensor, "edge"]:
+    """All edges in the order in which circuits take them in, as places in the flattened matrix; see `EdgeScores`.
+
+    Raises:
+        InvalidInputError: no such choice, or scores that are not finite.
+    """
+    if choice not in CHOICES:
+        raise InvalidInputError(f"choice={choice!r}; use one of {', '.join(map(repr, CHOICES))}.")
+    if not bool(torch.isfinite(scores[exists]).all()):
+        raise InvalidInputError("edges: some of their scores are not finite, so that they have no order.")
+    size = scores.abs() if absolute else scores
+    places = exists.flatten().nonzero()[:, 0]
+    by_size = places[size.flatten()[places].argsort(descending=True, stable=True)]
+    if choice == "top":
+        return by_size
+    width, node_of = len(destinations), [node_read_at(name) for name in destinations]
+    into: dict[str, list[int]] = {}
+    for place in by_size.tolist():
+        into.setdefault(node_of[place % width], []).append(place)
+    flat = size.flatten().tolist()
+    waiting = [(-flat[place], place) for place in into[TARGET]]
+    heapq.heapify(waiting)
+    reached, order = {TARGET}, list[int]()
+    while waiting:
+        _, place = heapq.heappop(waiting)
+        order.append(place)
+        source = sources[place // width]
+        if source not in reached:
+            reached.add(source)
+            for other in into.get(source, ()):
+                heapq.heappush(waiting, (-flat[other], other))
+    return torch.tensor(order, device=scores.device)
+
+
+def pruned(
+    kept: Bool[Tensor, "*row source destination"], sources: Sequence[str], destinations: Sequence[str]
+) -> Bool[Tensor, "*row source destination"]:
+    """Without the edges that no path from the input to the target goes through; for many circuits at once."""
+    node_of = [node_read_at(name) for name in destinations]
+    entries = torch.tensor(
+        [[own == name for own in node_of] for name in sources], device=kept.device
+    )  # [source, destination]: what the node reads at
+    fed = torch.zeros(kept.shape[:-1], dtype=torch.bool, device=kept.device)
+    fed[..., 0] = True
+    for place in range(1, len(sources)):  # in the order of the forward pass: what feeds a node is known before it
+        fed[..., place] = (kept[..., entries[place]] & fed[..., None]).flatten(-2).any(-1)
+    used = torch.zeros_like(fed)
+    to_target = torch.tensor([name == TARGET for name in node_of], device=kept.device)
+    for place in reversed(range(len(sources))):
+        goes_on = (used[..., None, :] & entries.T).any(-1) | to_target  # destinations whose node is used
+        used[..., place] = (kept[..., place, :] & goes_on).any(-1)
+    ends = (used[..., None, :] & fed[..., None, :] & entries.T).any(-1) | to_target
+    return kept & (fed & used)[..., None] & ends[..., None, :]
+
+
+# ------------------------------------------------------------------ names
+
+
+def node_read_at(destination: str) -> str:
+    """The node that a destination belongs to: ``"L0H3"`` of ``"L0H3.q"``."""
+    return re.sub(r"(H\d+)\.[qkv]$", r"\1", destination)
+
+
+def _check_shape(sources: Sequence[str], destinations: Sequence[str], *matrices: Tensor) -> None:
+    shape = (len(sources), len(destinations))
+    for matrix in matrices:
+        if tuple(matrix.shape) != shape:
+            raise InvalidInputError(f"edges: a matrix is {tuple(matrix.shape)}, not {shape} of sources, destinations.")
+
+
+def _benchmark_name(name: str) -> str:
+    """``"L0H3.q"`` as ``"a0.h3<q>"``, ``"MLP1"`` as ``"m1"``, the first block's input as ``"input"``."""
+    if name in ("embed", TARGET):
+        return "input" if name == "embed" else "logits"
+    head, mlp = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?", name), re.fullmatch(r"MLP(\d+)", name)
+    if mlp is not None:
+        return f"m{mlp[1]}"
+    if head is None:
+        raise InvalidInputError(f"save: the benchmark's files have heads and MLPs only, and no name for {name!r}.")
+    return f"a{head[1]}.h{head[2]}" + (f"<{head[3]}>" if head[3] else "")
+
+
+def _own_name(name: str) -> str:
+    """The other way round.
+
+    Raises:
+        ValueError: no such name.
+    """
+    if name in ("input", "logits"):
+        return "embed" if name == "input" else TARGET
+    found = re.fullmatch(r"a(\d+)\.h(\d+)(?:<([qkv])>)?|m(\d+)", name)
+    if found is None:
+        raise ValueError(f"no node {name!r}")
+    layer, head, letter, mlp = found.groups()
+    return f"MLP{mlp}" if mlp is not None else f"L{layer}H{head}" + (f".{letter}" if letter else "")
+
+
+def _place(name: str) -> tuple[int, int, str, int]:
+    """Where a name comes in the order of the forward pass: queries of a layer, keys, values, its MLP."""
+    if name in ("embed", TARGET):
+        return (-1, 0, "", 0) if name == "embed" else (1 << 30, 0, "", 0)
+    found = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?|MLP(\d+)", name)
+    assert found is not None
+    layer, head, letter, mlp = found.groups()
+    if mlp is not None:
+        return int(mlp), 1, "", 0
+    return int(layer), 0, "" if letter is None else str("qkv".index(letter)), int(head)

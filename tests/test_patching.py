@@ -1,0 +1,665 @@
+"""Two prompts: what a patch costs in the frozen model is its score, and live runs are the model's own.
+
+The independent computations are TransformerLens' own hooks: a node's or an edge's corrupted value put into the model,
+frozen or live, and autograd at its split query, key and value inputs.
+"""
+
+import json
+from functools import partial
+
+import networkx
+import pytest
+import torch
+from conftest import close, hooks_left, some_tokens, tolerance
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits, evaluate
+from tensorlens_tl.circuits import patching
+from tensorlens_tl.circuits.edges import edge_layout
+from tensorlens_tl.circuits.stream import Stream
+from tensorlens_tl.circuits.two_prompts import corrupted_stream, pair_target
+from tensorlens_tl.commands import main
+from tensorlens_tl.results.circuit import edge_order, pruned
+from tensorlens_tl.testing import model_names, tiny_model
+from tensorlens_tl.testing.models import _bridge
+
+HERE = set(model_names())
+NAMES = ["hooked/gqa", "hooked/sandwich", "encoder/bert", "bridge/gpt2", "bridge/llama", "bridge/neox", "bridge/opt"]
+NAMES = [name for name in NAMES if name in HERE]
+LIVE = [name for name in NAMES if name not in ("hooked/sandwich", "encoder/bert")]
+SPLIT = pytest.mark.skipif("hooked/ln" not in HERE, reason="its split inputs are TransformerLens 3.9's")
+ASKED = {"target": 5, "minus": 7}
+
+
+def two(model, batch=2):
+    """Passes of two prompts that differ in one token, and not in the last."""
+    tokens = some_tokens(batch)
+    changed = tokens.clone()
+    changed[:, 2] = torch.where(tokens[:, 2] > 25, tokens[:, 2] - 11, tokens[:, 2] + 11)
+    return tlens.freeze(model, tokens), tlens.freeze(model, changed)
+
+
+def number(frozen, hooks, held=True):
+    """The logit difference of the model, frozen or live, with hooks on."""
+    seen, by_stream = {}, frozen.view.mlm_head is not None
+    point = frozen.points.last_output if by_stream else frozen.points.unembed_in
+    hooks = [*(frozen.fwd_hooks() if held else ()), *hooks]
+    with torch.no_grad():
+        see = partial(lambda live, hook: seen.update(x=live.detach()))
+        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[*hooks, (point, see)])
+    x = seen["x"]
+    if by_stream:
+        x = frozen.prediction_head()(x if frozen.final_norm() is None else frozen.final_norm()(x))
+    asked = pair_target(frozen, frozen, 5, 7, None, -1)
+    return asked.number(x)[:, 0]
+
+
+def put(value, part=slice(None), pos=slice(None)):
+    """A hook that puts in another run's values: of one part of the vector, at some positions."""
+
+    def hook(live, hook):
+        made, other = live.clone(), value.reshape(live.shape)
+        if made.ndim == 2:
+            made[:, part] = other[:, part]
+        else:
+            made[:, pos, part] = other[:, pos, part]
+        return made
+
+    return hook
+
+
+def values(frozen, points):
+    seen = {}
+
+    def see(live, hook, name):
+        seen[name] = live.detach().clone()
+
+    with torch.no_grad():
+        hooks = [(name, partial(see, name=name)) for name in points]
+        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
+    return seen
+
+
+def node_hooks(frozen, corrupted):
+    """By node: the hook point, and the hook that patches it. Attention by head, as `by="head"`."""
+    points = frozen.points.blocks
+    first = frozen.stream_names(0)[0]
+    other = values(corrupted, [first, *(p.z for p in points), *(p.post for p in points)])
+    made = {"embed": (first, put(other[first]))}
+    for layer, at in enumerate(points):
+        for head in range(frozen.view.blocks[layer].attention.heads):
+            made[f"L{layer}H{head}"] = (at.z, put(other[at.z], part=head))
+        made[f"MLP{layer}"] = (at.post, put(other[at.post]))
+    return made
+
+
+# ------------------------------------------------------------------ nodes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_patching_a_node_of_the_frozen_model_costs_its_score(name, model_named):
+    clean, corrupted = two(model_named(name))
+    scores = circuits.patch_scores(clean, corrupted, **ASKED)
+    before, hooks = number(clean, []), node_hooks(clean, corrupted)
+    assert scores.names == list(hooks)
+    assert not scores.additive
+    for node in ("embed", "L0H1", "MLP0", "L1H2", "MLP1"):
+        assert close(before - number(clean, [hooks[node]]), scores[node][:, 0], tolerance(name)), node
+    assert float(scores.scores.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama"])
+def test_so_do_neurons_positions_and_the_stream(name, model_named):
+    clean, corrupted = two(model_named(name))
+    before, points = number(clean, []), clean.points.blocks
+    streams = [clean.stream_names(layer)[0] for layer in range(clean.n_layers)]
+    other = values(corrupted, [points[1].post, points[1].z, *streams])
+    neurons = circuits.patch_scores(clean, corrupted, **ASKED, by="neuron", positions=True)
+    hook = (points[1].post, put(other[points[1].post], part=3))
+    assert close(before - number(clean, [hook]), neurons["MLP1.N3"][:, 0], tolerance(name))
+    place = neurons.names.index("L1H2")
+    hook = (points[1].z, put(other[points[1].z], part=2, pos=-1))
+    assert close(before - number(clean, [hook]), neurons.keys[:, 0, place, -1], tolerance(name))
+    assert close(neurons.keys.sum(-1), neurons.scores, 1e-12)
+    stream = circuits.patch_scores(clean, corrupted, **ASKED, by="stream")
+    for layer, point in enumerate(streams):
+        hook = (point, put(other[point]))
+        assert close(before - number(clean, [hook]), stream[f"L{layer}.stream"][:, 0], tolerance(name))
+    whole = circuits.patch_scores(clean, corrupted, **ASKED, by="component")
+    heads = [neurons[f"L1H{head}"] for head in range(4)]
+    assert close(sum(heads), whole["L1.attn"], 1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in LIVE if name not in ("bridge/llama", "bridge/neox")])
+def test_patching_the_live_model_is_what_hooks_do(name, model_named):
+    clean, corrupted = two(model_named(name))
+    live = circuits.patch_scores(clean, corrupted, **ASKED, method="patching", positions=True)
+    before, hooks = number(clean, [], held=False), node_hooks(clean, corrupted)
+    for node in ("L0H1", "L1H3", "MLP0"):
+        assert close(before - number(clean, [hooks[node]], held=False), live[node][:, 0], tolerance(name)), node
+    assert close(live["embed"][:, 0], before - number(corrupted, [], held=False), tolerance(name))
+    changed = live.keys[:, 0, 0]  # patched elsewhere, the first block's input is as it was
+    assert float(changed[:, [0, 1, 3, 4, 5]].abs().max()) < tolerance(name) < float(changed[:, 2].abs().max())
+    chunked = circuits.patch_scores(clean, corrupted, **ASKED, method="patching", memory="200KB")
+    assert close(chunked.scores, live.scores, tolerance(name))
+    assert not hooks_left(clean.model)
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_gradients_of_nodes_are_those_of_their_edges(name, model_named):
+    """Two computations: autograd through the model's own hook points, and through the run from its weights."""
+    clean, corrupted = two(model_named(name))
+    for method in ("frozen", "frozen+qk", "gradient", "integrated"):
+        nodes = circuits.patch_scores(clean, corrupted, **ASKED, method=method, steps=2, positions=True)
+        edges = circuits.edge_scores(clean, corrupted, **ASKED, method=method, steps=2)
+        assert nodes.names == edges.sources
+        error = 1e-6 if name == "bridge/opt" else tolerance(name)  # a Bridge OPT's softmax is float32's
+        assert close(nodes.scores[:, 0], edges.scores.sum(-1), error), method
+        assert close(nodes.keys.sum(-1), nodes.scores, 1e-9)
+
+
+def test_integrated_gradients_of_the_embedding_find_the_whole_difference(model_named):
+    clean, corrupted = two(model_named("bridge/gpt2"))
+    whole = pair_target(clean, corrupted, 5, 7, None, -1).total[:, 0]
+    whole = whole - pair_target(corrupted, corrupted, 5, 7, None, -1).total[:, 0]
+    errors = []
+    for steps in (1, 40):
+        made = circuits.patch_scores(clean, corrupted, **ASKED, method="integrated", steps=steps)["embed"][:, 0]
+        errors.append(float((made - whole).abs().max() / whole.abs().max()))
+    assert errors[1] < 1e-3 < errors[0]
+
+
+def test_one_prompt_twice_has_no_scores(model_named):
+    clean, _ = two(model_named("bridge/gpt2"))
+    for method in patching.METHODS:
+        assert float(circuits.patch_scores(clean, clean, **ASKED, method=method).scores.abs().max()) < 1e-12
+
+
+def test_mixers_have_frozen_scores_and_no_others(model_named):
+    clean, corrupted = two(model_named("bridge/lfm2"))
+    nodes = circuits.patch_scores(clean, corrupted, **ASKED)
+    edges = circuits.edge_scores(clean, corrupted, **ASKED)
+    assert "L0.mixer" in nodes.names
+    assert close(nodes.scores[:, 0], edges.scores.sum(-1), 1e-9)
+    with pytest.raises(tlens.UnsupportedModelError, match=r"L0\.mixer"):
+        circuits.patch_scores(clean, corrupted, **ASKED, method="gradient")
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0"):
+        circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
+
+
+# ------------------------------------------------------------------ edges
+
+
+@pytest.mark.parametrize("name", [*NAMES, "bridge/whitened"])
+def test_patching_an_edge_of_the_frozen_steps_costs_its_score(name, model_named):
+    clean, corrupted = two(model_named(name))
+    edges = circuits.edge_scores(clean, corrupted, **ASKED, positions=True)
+    assert close(edges.by_position.sum(-1), edges.scores, 1e-12)
+    asked = pair_target(clean, corrupted, 5, 7, None, -1)
+    before = rerun(asked, corrupted, None, None)
+    assert close(before, edges.clean, tolerance(name))
+    names = ["embed → L0H1.v", "L0H2 → L1H0.v", "embed → MLP1", "L0H3 → MLP1", "MLP0 → target", "L1H1 → target"]
+    for edge in names:
+        patched = rerun(asked, corrupted, *edge.split(" → "))
+        assert close(before - patched, edges[edge], tolerance(name)), edge
+    matching = [name.endswith((".q", ".k")) for name in edges.destinations]
+    assert sum(matching) == 16
+    assert not bool(edges.scores[:, :, matching].any())
+
+
+@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/neox"])
+def test_patching_an_edge_by_hooks_on_the_frozen_model_costs_its_score(name, model_named):
+    """What the embedding gives a head's values, an MLP's neurons, and the end, taken away at their own hook points."""
+    clean, corrupted = two(model_named(name))
+    edges, before = circuits.edge_scores(clean, corrupted, **ASKED), number(clean, [])
+    start, points = clean.stream_names(0)[0], clean.points.blocks[1]
+    away = values(clean, [start])[start] - values(corrupted, [start])[start]
+    block = clean.view.blocks[1]
+    values_away = clean.norm(1, "ln1").push(away[None])[0] @ block.attention.W_V
+    neurons_away = clean.norm(1, "ln2").push(away[None])[0] @ block.dense_mlp.W_in
+
+    def less_values(live, hook):
+        live = live.clone()
+        live[:, :, 2] -= values_away.unflatten(-1, (4, -1))[:, :, 2]
+        return live
+
+    ratio = clean.mlp_coefficients(1).through  # the hook that holds it reads what the MLP reads before this one does
+    taken = {
+        "embed → L1H2.v": (points.value, less_values),
+        "embed → MLP1": (points.post, lambda live, hook: live - (ratio * neurons_away).reshape(live.shape)),
+        "embed → target": (clean.points.last_output, lambda live, hook: live - away),
+    }
+    for edge, hook in taken.items():
+        assert close(before - number(clean, [hook]), edges[edge]), edge
+
+
+def rerun(asked, corrupted, source, destination):
+    """The frozen steps run forwards, one destination reading one source's corrupted output."""
+    stream, other = asked.stream, corrupted_stream(asked, corrupted)
+    x, away = stream.x[0], torch.zeros_like(stream.x[0])  # what the destination must not read, carried along
+    if source == "embed":
+        away = stream.x[0] - other.x[0]
+    for number_, step in enumerate(stream.steps):
+        written, joined = x, away
+        for place, sublayer in enumerate(step.sublayers):
+            hidden = sublayer.read(x)
+            apart = sublayer.split(hidden).clone()
+            for node, own in enumerate(sublayer.nodes):
+                if destination in (own, f"{own}.v"):
+                    apart[..., node, :] = sublayer.read_of(node)(x - away)
+            written = written + sublayer.write(apart.flatten(-2))
+            if source in sublayer.nodes:
+                node = sublayer.nodes.index(source)
+                away_here = stream.hidden[number_][place] - other.hidden[number_][place]
+                joined = joined + sublayer.outputs(away_here)[node]
+        x, away = step.outer(written), step.outer.push(joined[None])[0]
+    return asked.number(x - away if destination == "target" else x)[:, 0]
+
+
+@pytest.fixture
+def split(model_named):
+    """Two passes of a model whose parts have inputs of their own, and what every source wrote in each."""
+    model = tiny_model("hooked/ln")
+    clean, corrupted = two(model)
+    model.set_use_split_qkv_input(True)
+    model.set_use_hook_mlp_in(True)
+    model.set_use_attn_result(True)
+    written = []
+    for frozen in (clean, corrupted):
+        _, cache = model.run_with_cache(frozen.tokens)
+        rows = [cache["blocks.0.hook_resid_pre"]]
+        for layer in range(2):
+            rows += [*cache[f"blocks.{layer}.attn.hook_result"].unbind(2), cache[f"blocks.{layer}.hook_mlp_out"]]
+        written.append(torch.stack(rows).detach())
+    return clean, corrupted, written
+
+
+def reading_hook(destination):
+    """The hook point where a destination reads, and its head or None."""
+    if destination == "target":
+        return "blocks.1.hook_resid_post", None
+    if destination.startswith("MLP"):
+        return f"blocks.{destination[3:]}.hook_mlp_in", None
+    layer, head, letter = destination[1], int(destination[3]), destination[-1]
+    return f"blocks.{layer}.hook_{letter}_input", head
+
+
+@SPLIT
+def test_edges_are_what_split_inputs_of_the_model_say(split):
+    """Live gradients and live patching, at every destination's own hook point."""
+    clean, corrupted, (own, other) = split
+    difference = own - other
+    live = ("gradient", "patching")
+    made = {method: circuits.edge_scores(clean, corrupted, **ASKED, method=method) for method in live}
+    layout = edge_layout(Stream.of(clean))
+    gradients = live_gradients(clean, layout.destinations)
+    before = number(clean, [], held=False)
+    for place, destination in enumerate(layout.destinations):
+        point, head = reading_hook(destination)
+        for source in range(int(layout.exists[:, place].sum())):
+            edge = f"{layout.sources[source]} → {destination}"
+            expected = (difference[source] * gradients[destination]).sum((-2, -1))
+            assert close(made["gradient"][edge], expected), edge
+            if (source + 3 * place) % 5:
+                continue
+
+            def patch(live, hook, head=head, source=source):
+                live = live.clone()
+                live[:, :, slice(None) if head is None else head] -= difference[source]
+                return live
+
+            def patch_stream(live, hook, source=source):
+                return live - difference[source]
+
+            hook = (point, patch_stream if head is None else patch)
+            assert close(before - number(clean, [hook], held=False), made["patching"][edge]), edge
+
+
+def live_gradients(clean, destinations):
+    seen, asked = {}, pair_target(clean, clean, 5, 7, None, -1)
+
+    def see(live, hook):
+        live.retain_grad()
+        seen[hook.name] = live
+
+    points = dict.fromkeys(reading_hook(name)[0] for name in destinations)
+    with torch.enable_grad():
+        hooks = [(point, see) for point in [*points, "unembed.hook_in"] if point in clean.model.hook_dict]
+        final = []
+        hooks.append(("ln_final.hook_normalized", lambda live, hook: final.append(live)))
+        clean.model.run_with_hooks(clean.tokens, fwd_hooks=hooks)
+        x = seen["blocks.1.hook_resid_post"]
+        asked.number(clean.model.ln_final(x)).sum().backward()
+    clean.model.zero_grad()
+    found = {}
+    for name in destinations:
+        point, head = reading_hook(name)
+        gradient = seen[point].grad
+        found[name] = gradient if head is None else gradient[:, :, head]
+    return found
+
+
+@SPLIT
+def test_a_circuit_runs_as_hooks_at_split_inputs_run_it(split):
+    clean, corrupted, (_, other) = split
+    layout = edge_layout(Stream.of(clean))
+    kept = layout.exists & (torch.rand(layout.exists.shape, generator=torch.Generator().manual_seed(1)) < 0.6)
+    config = {"n_layers": 2, "n_heads": 4}
+    some = circuits.Circuit(layout.sources, layout.destinations, kept.double(), layout.exists, kept, config)
+    written, hooks = [], []
+
+    def note(live, hook, heads):
+        written.extend(live.unbind(2) if heads else [live])
+
+    def enter(live, hook, places, heads):
+        live = live.clone()
+        for head, place in enumerate(places):
+            for source, out in enumerate(written):
+                if layout.exists[source, place] and not kept[source, place]:
+                    into = live[:, :, head] if heads else live
+                    into -= out - other[source]
+        return live
+
+    hooks.append(("blocks.0.hook_resid_pre", partial(note, heads=False)))
+    for layer in range(2):
+        first = layer * 13
+        for letter, name in enumerate("qkv"):
+            places = range(first + 4 * letter, first + 4 * letter + 4)
+            hooks.append((f"blocks.{layer}.hook_{name}_input", partial(enter, places=places, heads=True)))
+        hooks.append((f"blocks.{layer}.attn.hook_result", partial(note, heads=True)))
+        hooks.append((f"blocks.{layer}.hook_mlp_in", partial(enter, places=[first + 12], heads=False)))
+        hooks.append((f"blocks.{layer}.hook_mlp_out", partial(note, heads=False)))
+    hooks.append(("blocks.1.hook_resid_post", partial(enter, places=[26], heads=False)))
+    expected = number(clean, hooks, held=False)
+    made = circuits.run_circuits(clean, corrupted, some, **ASKED)[0]
+    assert close(made, expected)
+    assert float((made - number(clean, [], held=False)).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_all_edges_give_the_clean_number_and_none_the_corrupted(name, model_named):
+    clean, corrupted = two(model_named(name))
+    scores = circuits.edge_scores(clean, corrupted, **ASKED)
+    both = [scores.circuit(len(scores)), scores.circuit(0)]
+    made = circuits.run_circuits(clean, corrupted, both, **ASKED)
+    error = 1e-6 if name == "bridge/opt" else tolerance(name)
+    assert close(made, torch.stack([scores.clean, scores.corrupted]), error)
+    assert len(both[0]) == len(scores) == (102 if clean.layouts[0].parallel else 110)
+    chunked = circuits.run_circuits(clean, corrupted, both, **ASKED, memory="200KB")
+    assert close(chunked, made, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("bridge/gemma2", "sandwich layout has norms"),
+        ("bridge/bert", "prediction head"),
+        ("bridge/olmo2", "post-only layout"),
+        ("bridge/whitened", "whitening stands"),
+        *([("hooked/sinks", "sinks"), ("hooked/shortformer", "position embeddings")] if "hooked/ln" in NAMES else []),
+    ],
+)
+def test_live_edges_are_refused_by_name_where_they_are_not_defined(name, why, model_named):
+    clean, corrupted = two(model_named(name))
+    with pytest.raises(tlens.UnsupportedModelError, match=why):
+        circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
+
+
+# ------------------------------------------------------------------ circuits
+
+
+@pytest.fixture(scope="module")
+def scores():
+    model = tlens.load_demo_model("bridge", torch.float64, name="recall")
+    pairs = evaluate.prompt_pairs(evaluate.recall(4))
+    clean, corrupted = tlens.freeze(model, pairs.clean), tlens.freeze(model, pairs.corrupted)
+    asked = {"target": pairs.answers.tolist(), "minus": pairs.others.tolist()}
+    return circuits.edge_scores(clean, corrupted, **asked, method="gradient")
+
+
+@pytest.mark.parametrize("choice", ["top", "greedy"])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_pruned_circuit_is_what_paths_go_through(scores, choice, absolute):
+    mean = scores.scores.mean(0)
+    for edges in (0, 3, 10, 40, len(scores)):
+        made = scores.circuit(edges, absolute=absolute, choice=choice)
+        order = edge_order(mean, scores.exists, scores.sources, scores.destinations, absolute=absolute, choice=choice)
+        graph = networkx.DiGraph()
+        graph.add_nodes_from(["embed", "target"])
+        chosen = [divmod(place, len(scores.destinations)) for place in order[:edges].tolist()]
+        names = [(scores.sources[s], scores.destinations[d]) for s, d in chosen]
+        graph.add_edges_from((s, d.split(".")[0]) for s, d in names)
+        alive = (networkx.descendants(graph, "embed") | {"embed"}) & (networkx.ancestors(graph, "target") | {"target"})
+        expected = {f"{s} → {d}" for s, d in names if s in alive and d.split(".")[0] in alive}
+        assert set(made.edges) == expected
+        assert len(made) == len(expected) <= edges
+    if choice == "top":
+        sizes = (mean.abs() if absolute else mean).flatten()[order]
+        assert bool((sizes.diff() <= 0).all())
+        assert len(order) == len(scores)
+
+
+def test_many_circuits_are_pruned_at_once(scores):
+    kept = scores.exists & (torch.rand(5, *scores.exists.shape, generator=torch.Generator().manual_seed(0)) < 0.2)
+    together = pruned(kept, scores.sources, scores.destinations)
+    for number_, one in enumerate(kept):
+        assert torch.equal(together[number_], pruned(one, scores.sources, scores.destinations))
+    assert bool((kept & ~together).any())
+
+
+def test_the_benchmarks_json_round_trips(scores, tmp_path):
+    made = scores.circuit(20)
+    content = json.loads(made.save(tmp_path / "circuit.json").read_text())
+    assert set(content) == {"cfg", "nodes", "edges"}
+    assert content["cfg"] == {"n_layers": 2, "n_heads": 4, "d_model": 64, "parallel_attn_mlp": False}
+    assert list(content["nodes"])[:3] == ["input", "a0.h0", "a0.h1"]
+    assert {"input->a0.h0<q>", "a0.h3->m0", "m0->a1.h2<v>", "m1->logits"} <= set(content["edges"])
+    assert len(content["edges"]) == len(scores)
+    kept = {name for name, edge in content["edges"].items() if edge["in_graph"]}
+    assert len(kept) == len(made)
+    assert {name.split("->")[0] for name in kept} == {n for n, node in content["nodes"].items() if node["in_graph"]} - {
+        "logits"
+    }
+    again = circuits.Circuit.load(tmp_path / "circuit.json")
+    assert (again.sources, again.destinations, again.edges) == (made.sources, made.destinations, made.edges)
+    assert close(again.scores, made.scores, 1e-12)
+    assert torch.equal(again.exists, made.exists)
+    for text in ("{}", "no JSON", '{"cfg": {}, "nodes": {}, "edges": {"x->y": {"score": 1, "in_graph": true}}}'):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(tlens.FileFormatError, match="benchmark"):
+            circuits.Circuit.load(tmp_path / "other.json")
+    with pytest.raises(tlens.InvalidInputError, match="no folder"):
+        made.save(tmp_path / "none" / "circuit.json")
+
+
+def test_gpt2_has_the_benchmarks_number_of_edges():
+    model = _bridge("gpt2", n_layer=12, n_head=12, n_embd=24)
+    layout = edge_layout(Stream.of(tlens.freeze(model, some_tokens(1, 3))))
+    assert int(layout.exists.sum()) == 32491
+
+
+def test_edge_scores_are_kept_and_shown(scores, tmp_path, capsys):
+    again = circuits.EdgeScores.load(scores.save(tmp_path / "edges.safetensors"))
+    assert close(again.scores, scores.scores, 0)
+    assert again.top(3) == scores.top(3)
+    assert scores.top(1)[0].score == pytest.approx(float(scores[scores.top(1)[0].name].mean()))
+    frame = scores.to_dataframe()
+    assert len(frame) == 4 * len(scores)
+    assert frame["score"].sum() == pytest.approx(float(scores.scores.sum()))
+    scores.show(3)
+    assert scores.top(1)[0].name in capsys.readouterr().out
+    for edge in ("embed → nowhere", "MLP1 → MLP0", "x"):
+        with pytest.raises(tlens.InvalidInputError, match="no edge"):
+            scores[edge]
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def test_prompts_that_cannot_be_compared_are_refused(model_named, scores):
+    model = model_named("bridge/gpt2")
+    clean, corrupted = two(model)
+    other = tlens.freeze(model_named("bridge/llama"), some_tokens())
+    padded = tlens.freeze(model, some_tokens(), attention_mask=torch.tensor([[1] * 6, [0] + [1] * 5]))
+    wrong = [
+        ((clean, other), "two models"),
+        ((clean, tlens.freeze(model, some_tokens(2, 5))), "6 tokens and the corrupted ones 5"),
+        ((clean, tlens.freeze(model, some_tokens(1))), "2 clean prompts and 1"),
+        ((clean, padded), "corrupted prompt 1 is padded"),
+        ((clean, model), "a frozen pass is needed"),
+    ]
+    for passes, message in wrong:
+        for call in (circuits.patch_scores, circuits.edge_scores):
+            with pytest.raises(tlens.InvalidInputError, match=message):
+                call(*passes, **ASKED)
+    for options, message in (
+        ({"by": "word"}, "by="),
+        ({"method": "guess"}, "method="),
+        ({"steps": 0}, "steps"),
+        ({"target": None, "minus": None}, "target: missing"),
+        ({"minus": 5}, "same token"),
+        ({"query": [0, 1]}, "one"),
+    ):
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            circuits.patch_scores(clean, corrupted, **{**ASKED, **options})
+    with pytest.raises(tlens.InvalidInputError, match="method="):
+        circuits.edge_scores(clean, corrupted, **ASKED, method="guess")
+    with pytest.raises(tlens.InvalidInputError, match="positions"):
+        circuits.edge_scores(clean, corrupted, **ASKED, method="patching", positions=True)
+    with pytest.raises(tlens.InvalidInputError, match="another model"):
+        circuits.run_circuits(clean, corrupted, scores.circuit(3), **ASKED)
+    for given in ([], ["L0H1"]):
+        with pytest.raises(tlens.InvalidInputError, match="circuits"):
+            circuits.run_circuits(clean, corrupted, given, **ASKED)
+    for edges in (111, -1, 1.5):
+        with pytest.raises(tlens.InvalidInputError, match="edges"):
+            scores.circuit(edges)
+    with pytest.raises(tlens.InvalidInputError, match="choice"):
+        scores.circuit(3, choice="best")
+
+
+def test_encoder_decoders_and_experts_are_refused_by_name(model_named):
+    model = model_named("bridge/bart")
+    frozen = tlens.freeze(model, some_tokens(), decoder_input_ids=some_tokens(2, 4))
+    with pytest.raises(tlens.UnsupportedModelError, match="comparing two prompts"):
+        circuits.patch_scores(frozen, frozen, **ASKED)
+    frozen = tlens.freeze(model_named("bridge/mixtral"), some_tokens())
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0.*mixture of experts"):
+        circuits.edge_scores(frozen, frozen, **ASKED)
+
+
+def test_a_stale_pass_and_an_attached_one_are_refused():
+    model = tiny_model("bridge/gpt2")
+    clean, corrupted = two(model)
+    with clean.attached(), pytest.raises(tlens.FrozenModelError, match="attached"):
+        circuits.patch_scores(clean, corrupted, **ASKED, method="gradient")
+    with torch.no_grad():
+        next(iter(model.parameters())).add_(0.1)
+    with pytest.raises(tlens.FrozenModelError, match="changed"):
+        circuits.patch_scores(tlens.freeze(model, some_tokens()), corrupted, **ASKED)
+
+
+# ------------------------------------------------------------------ tasks
+
+
+@pytest.mark.parametrize("change", ["source", "question"])
+@pytest.mark.parametrize(
+    "task", [evaluate.recall(12), evaluate.induction(12, d_vocab=200)], ids=["recall", "induction"]
+)
+def test_pairs_differ_in_one_token_and_in_their_answers(task, change):
+    pairs = evaluate.prompt_pairs(task, change)
+    differ = pairs.clean != pairs.corrupted
+    assert bool((differ.sum(1) == 1).all())
+    expected = task.sources if change == "source" else torch.arange(differ.shape[1]) == differ.shape[1] - 1
+    assert bool((differ == expected).all())
+    assert bool((pairs.answers != pairs.others).all())
+    for row, other in zip(pairs.corrupted.tolist(), pairs.others.tolist(), strict=True):
+        place = row.index(row[-1])  # what the question asks for stood there first, and its answer after it
+        assert row[place + 1] == other
+    assert torch.equal(evaluate.prompt_pairs(task, change).corrupted, pairs.corrupted)
+    assert not torch.equal(evaluate.prompt_pairs(task, change, seed=1).corrupted, pairs.corrupted)
+
+
+def test_pairs_that_are_none_are_refused():
+    tokens = torch.tensor([[1, 2]])
+    for answers, others, corrupted, message in (
+        ([3], [3], tokens, "one answer"),
+        ([3, 4], [5], tokens, "answers are"),
+        ([3], [4], tokens[:, :1], "positions must match"),
+    ):
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            evaluate.PromptPairs("x", tokens, corrupted, torch.tensor(answers), torch.tensor(others))
+    with pytest.raises(tlens.InvalidInputError, match="brackets"):
+        evaluate.prompt_pairs(evaluate.brackets(2))
+    with pytest.raises(tlens.InvalidInputError, match="change"):
+        evaluate.prompt_pairs(evaluate.recall(2), "both")
+
+
+def test_faithfulness_is_the_benchmarks_ratio_of_means(tmp_path):
+    model = tlens.load_demo_model("bridge", torch.float64, name="recall")
+    pairs = evaluate.prompt_pairs(evaluate.recall(4))
+    made = evaluate.circuit_faithfulness(model, pairs, ["gradient", "random"], folder=tmp_path)
+    clean, corrupted = tlens.freeze(model, pairs.clean), tlens.freeze(model, pairs.corrupted)
+    asked = {"target": pairs.answers.tolist(), "minus": pairs.others.tolist()}
+    scores = circuits.edge_scores(clean, corrupted, **asked, method="gradient")
+    areas = []
+    for absolute in (False, True):
+        chosen = [scores.circuit(int(p * len(scores)), absolute=absolute) for p in evaluate.PROPORTIONS]
+        means = circuits.run_circuits(clean, corrupted, chosen, **asked).mean(1)
+        curve = (means - scores.corrupted.mean()) / (scores.clean.mean() - scores.corrupted.mean())
+        curve = (1 - curve).abs() if absolute else curve
+        areas.append(float(torch.trapezoid(curve, torch.tensor(evaluate.PROPORTIONS, dtype=curve.dtype))))
+    assert made.mean("cpr", "gradient") == pytest.approx(areas[0], abs=1e-9)
+    assert made.mean("cmd", "gradient") == pytest.approx(areas[1], abs=1e-9)
+    assert made.mean("cpr", "gradient") > made.mean("cpr", "random") + 0.2
+    assert close(made.curves[0, :, :, -1].mean(-1), torch.ones(2, dtype=torch.float64), 1e-9)
+    saved = circuits.Circuit.load(tmp_path / "gradient.json")
+    assert saved.edges == scores.circuit(int(0.1 * len(scores))).edges
+    for options, message in (
+        ({"proportions": [0.5, 0.1]}, "proportions"),
+        ({"methods": ["guess"]}, "methods"),
+        ({"methods": ["random", "random"]}, "twice"),
+        ({"choice": "best"}, "choice"),
+        ({"folder": tmp_path / "none"}, "folder"),
+    ):
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            evaluate.circuit_faithfulness(model, pairs, **options)
+    with pytest.raises(tlens.InvalidInputError, match="pairs="):
+        evaluate.circuit_faithfulness(model, evaluate.recall(2))
+
+
+def test_agreement_finds_what_acts_through_patterns():
+    """Where the question changes, heads attend elsewhere: a frozen model cannot see it, what joins its pull does."""
+    model = tlens.load_demo_model("bridge", torch.float64, name="recall")
+    task = evaluate.recall(3)
+    source = evaluate.patching_agreement(model, evaluate.prompt_pairs(task))
+    question = evaluate.patching_agreement(model, evaluate.prompt_pairs(task, "question"))
+    assert source.methods == ["frozen", "frozen+qk", "gradient", "integrated"]
+    assert source.mean("pearson", "frozen") > 0.95
+    assert question.mean("pearson", "frozen") < 0.7 < 0.85 < question.mean("pearson", "frozen+qk")
+    edges = evaluate.patching_agreement(model, evaluate.prompt_pairs(task), ["frozen"], by="edge")
+    assert edges.mean("pearson", "frozen") > 0.95
+
+
+def test_methods_that_a_model_does_not_allow_are_left_out(model_named):
+    tokens = some_tokens()
+    changed = tokens.clone()
+    changed[:, 2] = 40
+    pairs = evaluate.PromptPairs("random", tokens, changed, torch.tensor([5, 6]), torch.tensor([7, 8]))
+    made = evaluate.patching_agreement(model_named("bridge/gemma2"), pairs, only_correct=False)
+    assert made.methods == ["frozen", "gradient", "integrated"]
+    assert "sandwich" in made.skipped["frozen+qk"]
+    with pytest.raises(tlens.InvalidInputError, match="nothing to explain"):
+        evaluate.patching_agreement(model_named("bridge/gemma2"), pairs)
+
+
+def test_commands(tmp_path, capsys):
+    asked = ["--model", "demo:recall", "-n", "2", "--methods", "frozen+qk"]
+    assert main(["evaluate", "circuits", *asked, "--circuits", str(tmp_path), "-o", str(tmp_path / "r.csv")]) == 0
+    assert "cpr" in capsys.readouterr().out
+    assert (tmp_path / "frozen+qk.json").is_file()
+    assert (tmp_path / "r.csv").is_file()
+    assert main(["evaluate", "patching", *asked, "--change", "question"]) == 0
+    assert "pearson" in capsys.readouterr().out
+    assert main(["evaluate", "circuits", *asked, "--circuits", str(tmp_path / "none")]) == 1
+    assert "no folder" in capsys.readouterr().err
