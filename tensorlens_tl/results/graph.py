@@ -1,6 +1,7 @@
-"""A logit as a weighted graph of heads, MLPs, embeddings and biases."""
+"""A logit as a weighted graph of heads, MLPs, neurons, embeddings and biases."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 SHOWN_EDGES = 60
 """Edges of a graph that a picture shows: more are a thicket."""
 
-NUMBERS = {"nodes": ("layer", "pos", "weight", "bias", "entering"), "edges": ("source", "target", "weight")}
+NUMBERS = {"nodes": ("layer", "pos", "part", "weight", "bias", "entering"), "edges": ("source", "target", "weight")}
 WORDS = ("name", "kind", "token")
-KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "bias")
+KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "neuron", "feature", "error", "bias")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,19 +31,25 @@ class ContributionGraph(Stored):
     """A logit as a weighted graph. Made by `circuits.contribution_graph`.
 
     Attributes:
-        nodes: one row per node: `name`, `kind` (embedding, whitening, head, mixer, mlp, bias, target), `layer` (-1 for
-            none), `pos`, `token`, `weight`, `bias` (what of the weight is the node's own bias) and `entering` (Σ abs of
-            all its incoming edges, kept or not). The last row is the target.
+        nodes: one row per node: `name`, `kind` (embedding, whitening, head, mixer, mlp, neuron, feature, error, bias,
+            target), `layer` (-1 for none), `pos`, `token`, `part` (a neuron's or feature's number, or the position that
+            a part of a head reads; -1 for none), `weight`, `bias` (what of the weight is the node's own bias) and
+            `entering` (Σ abs of all its incoming edges, kept or not). The last row is the target.
         edges: `source`, `target` (row numbers of `nodes`) and `weight`.
         target: what is explained, in words.
         total: the model's own logit, before any final soft cap.
         constant: b_U's part of it.
         residual: how far the target's incoming edges and `constant`, and all sources, are from the total: the larger.
         soft_cap: the cap that the model applies after it, or None.
+        tokens, token_ids: the whole prompt's; no ids where it is no text.
+        n_layers: the model's.
+        token_id, probability: of the token that the target is the logit of; None where it is something else.
+        provenance: model name, class, TransformerLens version, weight processing, dtype.
     """
 
     TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
     FACTS: ClassVar = ("target", "total", "constant", "residual", "soft_cap")
+    LATER_FACTS: ClassVar = ("tokens", "token_ids", "n_layers", "token_id", "probability", "provenance")
 
     nodes: "pd.DataFrame"
     edges: "pd.DataFrame"
@@ -51,6 +58,12 @@ class ContributionGraph(Stored):
     constant: float
     residual: float
     soft_cap: float | None = None
+    tokens: Sequence[str] = ()
+    token_ids: Sequence[int] = ()
+    n_layers: int = 0
+    token_id: int | None = None
+    probability: float | None = None
+    provenance: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __repr__(self) -> str:
         return (
@@ -101,7 +114,7 @@ class ContributionGraph(Stored):
 
         Args:
             k: how many.
-            kind: of one kind only: embedding, whitening, head, mixer, mlp or bias.
+            kind: of one kind only: embedding, whitening, head, mixer, mlp, neuron, feature, error or bias.
 
         Raises:
             InvalidInputError: k below 1, or no such kind.
@@ -178,14 +191,19 @@ class ContributionGraph(Stored):
             for column in columns
         }
         words = {column: self.nodes[column].tolist() for column in WORDS}
-        return tensors, {name: getattr(self, name) for name in self.FACTS} | {"words": words}
+        facts = {name: getattr(self, name) for name in (*self.FACTS, *self.LATER_FACTS)}
+        return tensors, facts | {"words": words}
 
     @classmethod
     def _unpacked(cls, tensors: dict[str, Tensor], facts: dict[str, Any]) -> "ContributionGraph":
         import pandas as pd
 
         nodes = {column: facts["words"][column] for column in WORDS}
+        count = len(nodes["name"])
+        tensors = {"nodes.part": torch.full((count,), -1)} | tensors  # files of earlier versions have none
         nodes |= {column: tensors[f"nodes.{column}"].numpy() for column in NUMBERS["nodes"]}
         edges = {column: tensors[f"edges.{column}"].numpy() for column in NUMBERS["edges"]}
-        order = ["name", "kind", "layer", "pos", "token", "weight", "bias", "entering"]
-        return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **{name: facts[name] for name in cls.FACTS})
+        order = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias", "entering"]
+        kept = {name: facts[name] for name in cls.FACTS}
+        kept |= {name: facts[name] for name in cls.LATER_FACTS if name in facts}
+        return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **kept)
