@@ -82,11 +82,7 @@ def contribution_graph(
         UnsupportedModelError: neurons of a mixture of experts.
         SizeError: more than `MOST_NODES` nodes, or more than `MOST_EDGES` edges would be kept.
     """
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
-        raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
-    split = {"neurons": neurons, "sources": sources}
-    for name, asked_for in split.items():
-        _check_parts(name, asked_for)
+    check_options(threshold, neurons, sources)
     asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
@@ -94,18 +90,23 @@ def contribution_graph(
         for layer in asked.stream.layers:
             _ = frozen.view.blocks[layer].dense_mlp  # refuses experts
     pulled = asked.stream.pull(asked.seed)
+    split = {"neurons": neurons, "sources": sources}
     choices = {name: _choice(asked.stream, pulled, name, value) for name, value in split.items() if value is not None}
     builder = _Builder(asked, pulled, Edges(float(threshold), MOST_EDGES), choices)
     return builder.graph(_prediction(asked, target, minus, direction))
 
 
-def _check_parts(name: str, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (number and (0 < value < 1 or (isinstance(value, int) and value >= 1))):
-        raise InvalidInputError(
-            f"{name}={value!r}: a whole number of them at each position, 1 or more, or a share of the largest, "
-            "above 0 and below 1."
-        )
+def check_options(threshold: Any, neurons: Any, sources: Any) -> None:
+    """Raise `InvalidInputError` for options that `contribution_graph` refuses, before there is a pass."""
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+        raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
+    for name, value in {"neurons": neurons, "sources": sources}.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and (0 < value < 1 or (isinstance(value, int) and value >= 1))):
+            raise InvalidInputError(
+                f"{name}={value!r}: a whole number of them at each position, 1 or more, or a share of the largest, "
+                "above 0 and below 1."
+            )
 
 
 def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Choice:
@@ -136,6 +137,7 @@ def _prediction(asked: StreamTarget, target: TokenLike, minus: TokenLike, direct
         "tokens": list(frozen.str_tokens[0]),
         "token_ids": frozen.tokens[0].tolist() if not frozen.tokens.is_floating_point() else [],
         "n_layers": frozen.n_layers,
+        "d_vocab": 0 if view.unembedding is None else view.unembedding[0].shape[1],
         "provenance": frozen.provenance(),
     }
     if direction is None and minus is None and view.unembedding is not None:

@@ -23,8 +23,8 @@ def asset(name: str) -> str:
 
 
 def head() -> str:
-    """What every picture needs beside it, once: style, and the script that reads values."""
-    return f"<style>{asset('style.css')}</style><script>{asset('script.js')}</script>"
+    """What every picture needs beside it, once: style, and the scripts that read values and work graphs."""
+    return f"<style>{asset('style.css')}</style><script>{asset('script.js')}{asset('graph.js')}</script>"
 
 
 def panel(title: str, *parts: str, notes: str = "") -> str:
