@@ -242,7 +242,7 @@ class ContributionGraph(Stored):
         )
         notes = f"{shown} · sums to the logit to {self.residual:.1e}"
         drawn = page.panel(title or f"How the {self.target} comes about", graphs.graph(picture), notes=notes)
-        return (page.head() if style else "") + drawn
+        return (page.head(drawn) if style else "") + drawn
 
     def _small(self, most: int) -> "ContributionGraph":
         """The largest share of the edges, to a four-thousandth, that a picture can bear."""
