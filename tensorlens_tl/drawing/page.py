@@ -23,9 +23,11 @@ def asset(name: str) -> str:
 
 
 def head(body: str = "") -> str:
-    """What every picture needs beside it, once: style, the script that reads values, and, for graphs, theirs."""
-    graphs = asset("graph.js") if 'class="graph circuit"' in body else ""
-    return f"<style>{asset('style.css')}</style><script>{asset('script.js')}{graphs}</script>"
+    """What every picture needs beside it, once: style, and the script that reads values; for graphs theirs as well."""
+    names = ("style", "graph") if 'class="graph circuit"' in body else ("style",)
+    style = "".join(asset(f"{name}.css") for name in names)
+    script = "".join(asset(f"{name}.js") for name in ("script", *names[1:]))
+    return f"<style>{style}</style><script>{script}</script>"
 
 
 def panel(title: str, *parts: str, notes: str = "") -> str:

@@ -20,15 +20,15 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.errors import InvalidInputError
 
-if TYPE_CHECKING:
-    from tensorlens_tl.results.graph import ContributionGraph
+Graph = Any
+"""A `ContributionGraph`, whose module imports this one."""
 
 FORMATS = ("html", "json", "circuit-tracer", "graphml", "csv")
 """What a graph is written as; ``json`` is networkx' node-link form."""
@@ -63,7 +63,7 @@ def format_of(path: Path, asked: str | None) -> str:
     return SUFFIXES[path.suffix] if asked is None else asked
 
 
-def circuit_tracer(graph: "ContributionGraph", slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
+def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
     """A graph as circuit-tracer writes one; see `ContributionGraph.to_circuit_tracer`."""
     import tensorlens_tl
 
@@ -109,7 +109,7 @@ def circuit_tracer(graph: "ContributionGraph", slug: str, scan: str | None, thre
     }
 
 
-def _tokens(graph: "ContributionGraph") -> list[str]:
+def _tokens(graph: Graph) -> list[str]:
     """The prompt's tokens; of a graph from an earlier file, those of its nodes."""
     if graph.tokens:
         return list(graph.tokens)
@@ -117,7 +117,7 @@ def _tokens(graph: "ContributionGraph") -> list[str]:
     return [found.get(pos, "") for pos in range(max(found) + 1)]
 
 
-def _nodes(graph: "ContributionGraph") -> list[dict[str, Any]]:
+def _nodes(graph: Graph) -> list[dict[str, Any]]:
     """Every node in circuit-tracer's fields, the target last."""
     nodes = list[dict[str, Any]]()
     numbers: dict[tuple[str, str], int] = {}  # of nodes that are no features, by layer and name; never a feature's own
@@ -165,7 +165,7 @@ def _node(
     }
 
 
-def _logit(graph: "ContributionGraph", pos: int, bias: float) -> dict[str, Any]:
+def _logit(graph: Graph, pos: int, bias: float) -> dict[str, Any]:
     """The target. What is no single token has the number behind the vocabulary's last, and no probability."""
     layer, chance = str(graph.n_layers + 1), graph.probability or 0.0
     number = graph.d_vocab if graph.token_id is None else graph.token_id
@@ -191,14 +191,14 @@ def _note_influence(nodes: list[dict[str, Any]]) -> None:
         inner[place]["influence"] = min(share, 1.0)
 
 
-def _as_html(graph: "ContributionGraph", options: Mapping[str, Any]) -> bytes:
+def _as_html(graph: Graph, options: Mapping[str, Any]) -> bytes:
     from tensorlens_tl.drawing.page import page
 
     title = f"How the {graph.target} comes about"
     return page(title, graph.to_html(**{"most": graph.PAGE_EDGES, **options}, style=False)).encode()
 
 
-def _as_json(graph: "ContributionGraph", options: Mapping[str, Any]) -> bytes:
+def _as_json(graph: Graph, options: Mapping[str, Any]) -> bytes:
     made = graph.to_networkx(**options)
     linked = {
         "directed": True,
@@ -210,7 +210,7 @@ def _as_json(graph: "ContributionGraph", options: Mapping[str, Any]) -> bytes:
     return _written(linked)
 
 
-def _as_graphml(graph: "ContributionGraph", options: Mapping[str, Any]) -> bytes:
+def _as_graphml(graph: Graph, options: Mapping[str, Any]) -> bytes:
     import networkx
 
     made, file = graph.to_networkx(**options), io.BytesIO()
@@ -221,11 +221,11 @@ def _as_graphml(graph: "ContributionGraph", options: Mapping[str, Any]) -> bytes
     return file.getvalue()
 
 
-def _as_circuit_tracer(graph: "ContributionGraph", options: Mapping[str, Any]) -> bytes:
+def _as_circuit_tracer(graph: Graph, options: Mapping[str, Any]) -> bytes:
     return _written(graph.to_circuit_tracer(**options))
 
 
-def _as_csv(graph: "ContributionGraph", options: Mapping[str, Any]) -> bytes:
+def _as_csv(graph: Graph, options: Mapping[str, Any]) -> bytes:
     return graph.to_dataframe(**options).to_csv(index=False).encode()
 
 
@@ -234,7 +234,7 @@ def _written(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=lambda number: number.item()).encode()
 
 
-WRITERS: Mapping[str, Callable[["ContributionGraph", Mapping[str, Any]], bytes]] = {
+WRITERS: Mapping[str, Callable[[Graph, Mapping[str, Any]], bytes]] = {
     "html": _as_html,
     "json": _as_json,
     "circuit-tracer": _as_circuit_tracer,
