@@ -17,9 +17,11 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from subprocess import run
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from browser import CLICK, SLIDE, chromium
 from shapes import Shape, bert_base, embedded, gpt2_small, llama_160m, mixture, small_neox
 from timing import LEAST_SHARE, beside_a_product, interleaved
 
@@ -417,6 +419,9 @@ def graphs() -> Lines:
     calls = {
         "`contribution_graph(threshold=0.01)`": lambda: circuits.contribution_graph(frozen, 5),
         "`contribution_graph(threshold=0)`, every edge": lambda: circuits.contribution_graph(frozen, 5, threshold=0),
+        "`contribution_graph(neurons=5, sources=2)`": lambda: circuits.contribution_graph(
+            frozen, 5, neurons=5, sources=2
+        ),
         '`logit_attribution(by="head")`': lambda: circuits.logit_attribution(frozen, 5, by="head"),
         "`paths(max_order=2)`": lambda: circuits.paths(frozen, 5, max_order=2),
         "`top_paths(10)`": lambda: circuits.top_paths(frozen, 5, k=10),
@@ -426,6 +431,38 @@ def graphs() -> Lines:
     yield table("call", "forwards")
     for name in calls:
         yield row(name, seconds[name] / seconds["forward"])
+
+
+def clicks() -> Lines:
+    """## From a click in a contribution graph to the picture, in milliseconds
+
+    Chromium without a window, a page of the embedded model's graph with neurons and source tokens. From the click's dispatch to the
+    second frame after it (at 60 frames a second two frames are 33 ms by themselves), and the script's own part; medians and largest of 30 nodes.
+    """
+    try:
+        browser = chromium()
+    except Exception as error:
+        yield f"Not measured: no Chromium with selenium here ({type(error).__name__})."
+        return
+    shape = embedded()
+    frozen = tlens.freeze(shape.model, shape.tokens(32))
+    graph = circuits.contribution_graph(frozen, 5, threshold=0, neurons=2, sources=1)
+    yield table(
+        "nodes", "edges", "width", "page, kB", "median", "largest", "the script's median", "hiding by threshold"
+    )
+    with TemporaryDirectory() as folder, browser:
+        for most in (300, 1000, 6000):
+            page = graph.export(Path(folder) / f"{most}.html", most=most)
+            for width in (1280, 400):
+                browser.set_window_size(width, 900)
+                browser.get(page.as_uri())
+                count = "return [document.querySelectorAll('.circuit .t').length, document.querySelectorAll('[data-e]').length]"
+                nodes, edges = browser.execute_script(count)
+                timed = [browser.execute_async_script(CLICK, number * nodes // 30) for number in range(30)]
+                own, frames = (sorted(column) for column in zip(*timed, strict=True))
+                slid = sorted(browser.execute_async_script(SLIDE, value)[1] for value in range(5, 65, 2))
+                times = (float(frames[15]), float(frames[-1]), float(own[15]), float(slid[15]))
+                yield row(nodes, edges, width, page.stat().st_size // 1000, *times)
 
 
 def scans() -> Lines:
@@ -591,6 +628,7 @@ SECTIONS = (
     methods,
     composition,
     graphs,
+    clicks,
     scans,
     selective,
     whitened,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorlens_tl as tlens
-from tensorlens_tl import report
+from tensorlens_tl import circuits, report
 from tensorlens_tl.drawing.images import patch_scores
 from tensorlens_tl.drawing.page import page
 
@@ -61,12 +61,18 @@ def pages(tmp_path_factory):
         patch_scores(rng.normal(size=shape), rng.normal(size=grid), title=f"{shape}", special={NASTY: 1.0, "CLS": -9.0})
         for shape, grid in (((1, 8, 8), (4, 4)), ((3, 60, 900), (2, 15)), ((3, 70, 50), (7, 3)))
     )
-    names = ("maps", "evaluation", "images")
+    frozen = tlens.freeze(model, f"Return {NASTY} the value of the")
+    graph = circuits.contribution_graph(frozen, " first", threshold=0, neurons=2, sources=1)
+    small = circuits.contribution_graph(frozen, " first").prune(0.7)
+    two = "".join(found.to_html(300, style=False) for found in (small, small))
+    names = ("maps", "evaluation", "images", "graphs")
     paths = {"report": explained.save(folder / "report.html"), **{name: folder / f"{name}.html" for name in names}}
     paths["evaluation"].write_text(page("evaluation", evaluated.to_html(style=False)), encoding="utf-8")
     paths["images"].write_text(page("images", drawn), encoding="utf-8")
     paths["maps"].write_text(page("maps", maps), encoding="utf-8")
-    return {name: path.as_uri() for name, path in paths.items()}, results
+    paths["graphs"].write_text(page("graphs", two), encoding="utf-8")
+    paths["graph"] = graph.export(folder / "graph.html", most=5000)
+    return {name: path.as_uri() for name, path in paths.items()}, results, small
 
 
 @pytest.fixture
@@ -110,7 +116,7 @@ def find(browser, css):
     return browser.find_element("css selector", css)
 
 
-@pytest.mark.parametrize("name", ["report", "maps", "evaluation", "images"])
+@pytest.mark.parametrize("name", ["report", "maps", "evaluation", "images", "graphs", "graph"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_sticks_out_and_nothing_is_logged(opened, name, width, scheme):
@@ -274,3 +280,162 @@ def test_patches_cover_the_image_and_their_scores_can_be_read(opened, width, sch
     assert out.text.startswith("row 2, column 2: ")
     press(browser, "ARROW_LEFT")
     assert out.text.startswith("row 2, column 1: ")
+
+
+# ------------------------------------------------------------------ contribution graphs
+
+
+def edges_of(browser, which=0):
+    """Source, target and weight of the edges that are seen in a graph, by the names and positions of their ends."""
+    return browser.execute_script(
+        """const graph = document.querySelectorAll('.circuit')[arguments[0]], marks = [...graph.querySelectorAll('.t')];
+        const name = i => `${marks[i].dataset.name} ${marks[i].dataset.at}`;
+        return [...graph.querySelectorAll('path[data-e]:not([hidden])')].map(path => {
+            const [from, to, weight] = path.dataset.e.split(' ').map(Number);
+            return [name(from), name(to), weight] })""",
+        which,
+    )
+
+
+def lines_of(browser, title):
+    """Name and number of each line of a list beside the graph."""
+    tables = """return [...document.querySelectorAll('.side table')].map(table =>
+        [...table.rows].map(row => [...row.cells].map(cell => cell.textContent)))"""
+    (found,) = [rows[1:] for rows in browser.execute_script(tables) if rows[0][0].startswith(title)]
+    return {name.split(" “")[0].replace(" at ", " "): float(value) for name, value in found}
+
+
+def mark_of(browser, name, at):
+    return find(browser, f'.circuit .t[data-name="{name}"][data-at="{at}"]')
+
+
+def click(browser, element):
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center', inline: 'center'})", element)
+    webdriver.ActionChains(browser).move_to_element(element).click().perform()
+
+
+def test_a_node_of_a_graph_shows_its_inputs_and_outputs(opened, browser, pages):
+    opened("graphs")
+    small = pages[2]
+    target = len(small.nodes) - 1
+    end = small.nodes.iloc[target]
+    click(browser, mark_of(browser, "target", end["pos"]).find_element("css selector", "circle"))
+    mark = mark_of(browser, "target", end["pos"])
+    assert mark.get_attribute("aria-pressed") == "true"
+    assert mark.get_attribute("role") == "button"
+    into = small.edges[small.edges["target"] == target]
+    names = small.nodes["name"] + " " + small.nodes["pos"].astype(str)
+    shown = lines_of(browser, "Inputs")
+    for source, weight in zip(into["source"], into["weight"], strict=True):
+        assert shown[names[source]] == pytest.approx(weight, rel=1e-3)
+    assert shown["sum"] == pytest.approx(small.total, rel=1e-3)
+    left = small.total - small.constant - into["weight"].sum()
+    assert shown["not in this picture"] == pytest.approx(left, rel=1e-3)
+    # from the list on to a node, and the other graph on the page is as it was
+    first = browser.find_elements("css selector", ".side button.go")[0]
+    name = first.text
+    first.click()
+    assert browser.switch_to.active_element.get_attribute("data-name") == name.split(" at ")[0]
+    largest = int(into.loc[into["weight"].abs().idxmax(), "source"])
+    given = small.edges[small.edges["source"] == largest]["weight"].sum()
+    assert lines_of(browser, "Outputs")["sum"] == pytest.approx(given, rel=1e-3)
+    assert browser.execute_script("return document.querySelectorAll('.circuit svg.picked').length") == 1
+
+
+def test_small_edges_of_a_graph_are_hidden_except_between_pinned_nodes(opened, browser, pages):
+    opened("graphs")
+    every = edges_of(browser)
+    assert len(every) == len(pages[2].edges)
+    slide = """const slider = document.querySelector('.least'); slider.value = arguments[0];
+        slider.dispatchEvent(new Event('input', {bubbles: true}))"""
+    browser.execute_script(slide, 50)
+    largest = max(abs(weight) for *_, weight in every)
+    large = [edge for edge in every if abs(edge[2]) >= largest / 4]
+    assert edges_of(browser) == large
+    assert 0 < len(large) < len(every)
+    assert f"{len(large)} of {len(every)} shown" in find(browser, ".count").text
+    assert "25 percent" in find(browser, ".least").get_attribute("aria-valuetext")
+    assert len(edges_of(browser, 1)) == len(every)
+    small = min((edge for edge in every if edge not in large), key=lambda edge: abs(edge[2]))
+    for end in small[:2]:
+        mark = mark_of(browser, *end.split(" "))
+        browser.execute_script("arguments[0].focus()", mark)
+        webdriver.ActionChains(browser).send_keys("p").perform()
+        assert "pinned" in mark.get_attribute("class")
+    assert small in edges_of(browser)
+    listed = [button.text for button in browser.find_elements("css selector", ".side .n button")]
+    assert [text.split(" “")[0].replace(" at ", " ") for text in listed] == small[:2]
+
+
+def test_grouped_nodes_have_the_sums_of_their_edges(opened, browser, pages):
+    opened("graphs")
+    every = edges_of(browser)
+    into_target = [edge for edge in every if edge[1].startswith("target")]
+    members = [edge[0] for edge in into_target[:3]]
+    for member in members:
+        browser.execute_script("arguments[0].focus()", mark_of(browser, *member.split(" ")))
+        webdriver.ActionChains(browser).send_keys("p").perform()
+    find(browser, ".name").send_keys(NASTY + webdriver.Keys.ENTER)
+    assert find(browser, ".side .title").text == f"{NASTY} at 3 places"
+    assert browser.title == "graphs"
+    assert not browser.find_elements("css selector", ".circuit img")
+    expected = {}
+    for source, end, weight in every:
+        if source in members and end not in members:
+            expected[end] = expected.get(end, 0.0) + weight
+    shown = lines_of(browser, "Outputs")
+    assert shown.pop("sum") == pytest.approx(sum(expected.values()), rel=1e-3)
+    assert shown == {end: pytest.approx(weight, rel=1e-3) for end, weight in expected.items()}
+    assert not set(members) & {end for edge in edges_of(browser) for end in edge[:2]}
+    assert not mark_of(browser, *members[0].split(" ")).is_displayed()
+    find(browser, ".part").click()
+    assert edges_of(browser) == every
+    assert mark_of(browser, *members[0].split(" ")).is_displayed()
+
+
+def test_a_graph_is_searched_and_walked_by_keyboard(opened, browser, pages):
+    opened("graphs")
+    find(browser, ".find").send_keys("mlp")
+    found = [mark.get_attribute("data-name") for mark in browser.find_elements("css selector", ".found")]
+    assert found
+    assert all(name.startswith("MLP") for name in found)
+    assert find(browser, ".hits").text == f"{len(found)} found"
+    find(browser, ".find").send_keys(webdriver.Keys.ENTER)
+    assert find(browser, ".side .title").text.startswith(found[0])
+    assert browser.switch_to.active_element.get_attribute("class") == "find"
+    end = pages[2].nodes.iloc[-1]
+    browser.execute_script("arguments[0].focus()", mark_of(browser, "target", end["pos"]))
+    press(browser, "ARROW_DOWN")  # to the strongest input
+    strongest = max((edge for edge in edges_of(browser) if edge[1].startswith("target")), key=lambda edge: abs(edge[2]))
+    active = browser.switch_to.active_element
+    assert f"{active.get_attribute('data-name')} {active.get_attribute('data-at')}" == strongest[0]
+    assert active.get_attribute("aria-pressed") == "true"
+    press(browser, "ESCAPE")
+    assert active.get_attribute("aria-pressed") == "false"
+    press(browser, "ENTER")
+    assert active.get_attribute("aria-pressed") == "true"
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_graph_of_500_nodes_answers(opened, width):
+    browser = opened("graph", width)
+    assert len(browser.find_elements("css selector", ".circuit .t")) >= 500
+    assert browser.title.startswith("How the logit")
+    mark = browser.find_elements("css selector", ".circuit .t")[-1]
+    click(browser, mark.find_element("css selector", "circle"))
+    assert lines_of(browser, "Inputs")["sum"] == pytest.approx(float(mark.get_attribute("data-weight")), rel=1e-3)
+    side, graph = (find(browser, css).rect for css in (".side", ".circuit .scroll"))
+    assert side["x"] + side["width"] <= width
+    assert (side["y"] >= graph["y"] + graph["height"]) is (width == 400)  # beside it, or below
+
+
+def test_a_graph_needs_no_script_to_be_read(opened, browser):
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        opened("graphs")
+        assert not find(browser, ".tools").is_displayed()
+        assert not find(browser, ".side").is_displayed()
+        assert find(browser, ".circuit svg circle").is_displayed()
+        assert find(browser, ".circuit .t title").get_attribute("textContent")
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

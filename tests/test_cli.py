@@ -221,3 +221,36 @@ def test_verify_without_a_tokenizer(tmp_path, capsys):
     assert "verified on random tokens" in capsys.readouterr().out
     assert main(["attribute", "a text", "--model", str(tmp_path)]) == 1
     assert "no tokenizer, or an empty one" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "format_", "first"),
+    [("a.html", None, "<!doctype html>"), ("a.graphml", None, "<?xml"), ("a.json", "circuit-tracer", '{"metadata"')],
+)
+def test_graph_is_written(tmp_path, capsys, name, format_, first):
+    asked = ["graph", "Return the value of", "--target", " the", "--neurons", "1", "--keep", "0.5", "--sources", "0.5"]
+    assert main([*asked, "-o", str(tmp_path / name), *(["--format", format_] if format_ else [])]) == 0
+    assert (tmp_path / name).read_text(encoding="utf-8").startswith(first)
+    assert "logit of ' the'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "a.html", "--format", "dot"], "format='dot': there is no such format"),
+        (["-o", "a.txt"], "does not end in .html, .json"),
+        (["-o", "no/such/folder/a.html"], "there is no folder"),
+        (["-o", "a.html", "--threshold", "2"], "threshold=2.0: a share of the largest edge"),
+        (["-o", "a.html", "--neurons", "1.5"], "neurons=1.5: a whole number"),
+    ],
+)
+def test_a_graph_that_cannot_be_written_is_refused_before_the_model_is_loaded(capsys, arguments, message):
+    assert main(["graph", "the", "--model", "no/such/folder", *arguments]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("arguments", [[], ["-o", "a.html", "--keep", "0"], ["-o", "a.html", "--sources", "some"]])
+def test_a_graph_needs_an_output_and_numbers(capsys, arguments):
+    with pytest.raises(SystemExit):
+        main(["graph", "the", *arguments])
+    assert "usage" in capsys.readouterr().err

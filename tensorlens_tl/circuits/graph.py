@@ -9,35 +9,43 @@ stream, and dot with the source's output there. So
 * a node's incoming edges and its own bias sum to its weight;
 * embeddings and biases (the sources, and the nodes' own) sum to the logit.
 
+An edge into a head comes from the source's own position, so that it says which token was read; an edge out of a head
+mixes all that the head has read. ``sources=k`` splits each head at each query into a node for each of the k tokens
+that give most, ``L0H3←5``, and one for all others, ``L0H3.rest``: an edge out of one then belongs to one head and one
+source token. ``neurons=k`` splits each MLP at each position into its k largest neurons, ``MLP0.N17``, and the rest,
+``MLP0.rest``. A node's parts sum to it, edge by edge, and both sums above hold for the parts as they do for the whole.
+
 Nothing is trained and nothing is approximated: attention patterns, activation ratios and norm scales are frozen. In a
 post-LN model what a source wrote goes through the norms of the residual stream before it enters a node. Whitening
 passes vectors on from position to position, so it is a node of its own, which takes in all that was written before it.
 A mixer in place of attention (a state-space layer, a convolution) is one node with edges from every earlier position.
 """
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Attention, Chain
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.algebra.positions import place
+from tensorlens_tl.circuits import parts
+from tensorlens_tl.circuits.graph_edges import Edges
+from tensorlens_tl.circuits.graph_nodes import Choice
 from tensorlens_tl.circuits.steps import Sublayer
-from tensorlens_tl.circuits.stream import Pulled, StreamTarget, stream_target
+from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
 from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.passes.target import target_ids
 from tensorlens_tl.results.graph import ContributionGraph
 
 MOST_EDGES = 2_000_000
 """Edges a graph may keep."""
 
-EDGE_BYTES = 256 * 2**20
-"""Bytes of edge weights that are looked at at once."""
+MOST_NODES = 200_000
+"""Nodes a graph may have."""
 
 
 def contribution_graph(
@@ -46,6 +54,8 @@ def contribution_graph(
     minus: TokenLike = None,
     *,
     threshold: Any = 0.01,
+    neurons: Any = None,
+    sources: Any = None,
     query: Query = -1,
     direction: Any = None,
     layers: LayerRange = None,
@@ -59,60 +69,126 @@ def contribution_graph(
         target, minus, direction, layers, final_norm: as in `logit_attribution`.
         threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
             keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
+        neurons: split MLPs into neurons: an integer, so many at each position of each MLP, the largest; or a number
+            below 1, all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
+        sources: split heads by the token they read, in the same way: so many for each head and query, or all that are
+            at least this share of the largest. None leaves heads whole. Mixers have no pattern and stay whole.
         query: one position; see `tensorlens_tl.passes.prompts.query_positions`.
         activation: the rule for MLPs.
 
     Raises:
-        InvalidInputError: several prompts or queries, a threshold outside [0, 1], and what `logit_attribution` refuses.
-        SizeError: more than `MOST_EDGES` edges would be kept.
+        InvalidInputError: several prompts or queries, a threshold outside [0, 1], neurons or sources that are neither a
+            number of them nor a share, and what `logit_attribution` refuses.
+        UnsupportedModelError: neurons of a mixture of experts.
+        SizeError: more than `MOST_NODES` nodes, or more than `MOST_EDGES` edges would be kept.
     """
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
-        raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
+    check_options(threshold, neurons, sources)
     asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
-    return _Builder(asked, asked.stream.pull(asked.seed), float(threshold)).graph()
+    if neurons is not None:
+        for layer in asked.stream.layers:
+            _ = frozen.view.blocks[layer].dense_mlp  # refuses experts
+    pulled = asked.stream.pull(asked.seed)
+    split = {"neurons": neurons, "sources": sources}
+    choices = {name: _choice(asked.stream, pulled, name, value) for name, value in split.items() if value is not None}
+    builder = _Builder(asked, pulled, Edges(float(threshold), MOST_EDGES), choices)
+    return builder.graph(_prediction(asked, target, minus, direction))
+
+
+def check_options(threshold: Any, neurons: Any, sources: Any) -> None:
+    """Raise `InvalidInputError` for options that `contribution_graph` refuses, before there is a pass."""
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+        raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
+    for name, value in {"neurons": neurons, "sources": sources}.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and (0 < value < 1 or (isinstance(value, int) and value >= 1))):
+            raise InvalidInputError(
+                f"{name}={value!r}: a whole number of them at each position, 1 or more, or a share of the largest, "
+                "above 0 and below 1."
+            )
+
+
+def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Choice:
+    """Which neurons or source tokens become nodes; for a share, all are looked at for the largest."""
+    if value >= 1:
+        return Choice(name, MOST_NODES, int(value))
+    largest = 0.0
+    for number, step in enumerate(stream.steps):
+        for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+            if _splits(sublayer) != name:
+                continue
+            met = sublayer.write.pull(pulled.sums[number])
+            shares = met[0] * hidden if name == "neurons" else token_pairs(sublayer, stream.x[number], met)
+            largest = max(largest, float(shares.abs().max()))
+    return Choice(name, MOST_NODES, sys.maxsize, value * largest)
+
+
+def _splits(sublayer: Sublayer) -> str:
+    """What a sublayer's nodes are split into: heads by source, MLPs by neuron."""
+    return "sources" if sublayer.is_attention else "" if sublayer.is_mixer else "neurons"
+
+
+def _prediction(asked: StreamTarget, target: TokenLike, minus: TokenLike, direction: Any) -> dict[str, Any]:
+    """What others' formats say about the model and its prediction besides the graph."""
+    frozen, (query,) = asked.stream.frozen, asked.positions[0].tolist()
+    view = frozen.view
+    facts: dict[str, Any] = {
+        "tokens": list(frozen.str_tokens[0]),
+        "token_ids": frozen.tokens[0].tolist() if not frozen.tokens.is_floating_point() else [],
+        "n_layers": frozen.n_layers,
+        "d_vocab": 0 if view.unembedding is None else view.unembedding[0].shape[1],
+        "provenance": frozen.provenance(),
+    }
+    if direction is None and minus is None and view.unembedding is not None:
+        W_U, b_U = view.unembedding
+        logits = upcast(frozen.unembedded()[0, query].to(W_U) @ W_U + (0 if b_U is None else b_U)) * view.logit_factor
+        logits = logits if view.soft_cap is None else view.soft_cap * torch.tanh(logits / view.soft_cap)
+        token = int(target_ids(view, target, None, 1, 1)[0])
+        facts |= {"token_id": token, "probability": float(logits.softmax(-1)[token])}
+    return facts
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """One node at every position, or one part of a node; `numbers` are the parts', −1 where there is none."""
+
+    name: str
+    kind: str
+    layer: int
+    weights: Float[Tensor, "pos"]
+    biases: Float[Tensor, "pos"]
+    numbers: Int[Tensor, "pos"] | None = None
 
 
 @dataclass(eq=False)
 class _Builder:
     """Walks the steps forwards with every source's output, and collects nodes and edges.
 
-    `outputs` holds what each source wrote, carried directly to the stream before the current step.
+    `carried` are the rows whose outputs the stream still carries, directly, to the stream before the current step.
     """
 
     asked: StreamTarget
     pulled: Pulled
-    threshold: float
-    names: list[str] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    layers: list[int] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)  # [pos] each
-    biases: list[Tensor] = field(default_factory=list)
-    entering: dict[int, Tensor] = field(default_factory=dict)
-    edges: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    largest: float = 0.0
-    carried: list[int] = field(default_factory=list)  # the nodes whose outputs the stream still carries
+    edges: Edges
+    choices: dict[str, Choice]
+    rows: list[_Row] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)
 
-    def graph(self) -> ContributionGraph:
-        import pandas as pd
-
-        stream, frozen = self.asked.stream, self.asked.stream.frozen
-        query, total, constant = int(self.asked.positions), self.asked.total[0, 0], self.asked.constant[0, 0]
-        parts = stream.sources()
-        outputs = torch.stack([part[0] for part in parts.values()])
-        for name in parts:
-            self.carried.append(self._node(name, "embedding", -1))
-        self.weights += list((outputs * self.pulled.stream[0][0, 0]).sum(-1))
+    def graph(self, prediction: dict[str, Any]) -> ContributionGraph:
+        """The whole graph."""
+        stream = self.asked.stream
+        found = stream.sources()
+        outputs = torch.stack([part[0] for part in found.values()])
+        for name, weights in zip(found, (outputs * self.pulled.stream[0][0, 0]).sum(-1), strict=True):
+            self.carried.append(self._add(name, "embedding", -1, weights))
         for number, step in enumerate(stream.steps):
             if step.outer.mixes:
                 outputs = self._through(number, outputs)
                 continue
-            written, before = list[Tensor](), len(self.names)
+            written, before = list[Tensor](), len(self.rows)
             for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
-                met = sublayer.write.pull(self.pulled.sums[number])
-                self._enter(sublayer, met, outputs)
-                written.append(self._leave(sublayer, hidden, met))
+                written += self._sublayer(sublayer, stream.x[number], hidden, self.pulled.sums[number], outputs)
             for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
                 written.append(self._bias(name, step.layer, bias, self.pulled.sums[number]))
             outputs = torch.cat([outputs, *written])
@@ -121,104 +197,116 @@ class _Builder:
                 if not within:
                     met = self.pulled.stream[number + 1]
                     outputs = torch.cat([outputs, self._bias(name, step.layer, bias, met)])
-            self.carried += range(before, len(self.names))
-        final = (outputs * self.pulled.stream[-1][0, 0]).sum(-1)[:, query]
-        pos = outputs.shape[1]
-        target = len(self.names) * pos
-        sources = torch.tensor(self.carried, device=final.device)
-        self._keep(sources * pos + query, torch.full_like(sources, target), final)
-        weights, biases = torch.stack(self.weights), torch.stack(self.biases)
-        sources = torch.tensor([kind in ("embedding", "bias") for kind in self.kinds])
+            self.carried += range(before, len(self.rows))
+        return self._tables((outputs * self.pulled.stream[-1][0, 0]).sum(-1), prediction)
+
+    def _tables(self, final: Float[Tensor, "source pos"], prediction: dict[str, Any]) -> ContributionGraph:
+        import pandas as pd
+
+        query, total, constant = int(self.asked.positions), self.asked.total[0, 0], self.asked.constant[0, 0]
+        pos, count, tokens = final.shape[1], len(self.rows), prediction["tokens"]
+        final = final[:, query]
+        carried = self._carried(final)
+        self.edges.keep(carried * pos + query, torch.full_like(carried, count * pos), final)
+        weights = torch.stack([row.weights for row in self.rows])
+        biases = torch.stack([row.biases.to(weights) for row in self.rows])
+        numbers = torch.stack([self._numbers(row, pos) for row in self.rows]).cpu()
+        entering = torch.zeros_like(weights)
+        for first, amounts in self.edges.entering.items():
+            entering[first : first + len(amounts)] = amounts
+        sources = torch.tensor([row.kind in ("embedding", "bias") for row in self.rows])
         reached = [float(final.sum() + constant), float(weights[sources].sum() + biases[~sources].sum() + constant)]
         size = float(final.abs().sum() + constant.abs())
-        entering = torch.zeros(len(self.names), pos).to(weights)
-        for node, amount in self.entering.items():
-            entering[node] = amount
-        tokens = frozen.str_tokens[0]
-        count = len(self.names)
+        residual = max(abs(value - float(total)) for value in reached) / max(size, torch.finfo(weights.dtype).tiny)
+        split = [row.numbers is not None for row in self.rows]
         nodes = pd.DataFrame(
             {
-                "name": [*(name for name in self.names for _ in range(pos)), "target"],
-                "kind": [*(kind for kind in self.kinds for _ in range(pos)), "target"],
-                "layer": [*(layer for layer in self.layers for _ in range(pos)), -1],
+                "name": [
+                    f"{row.name}{part}" if row.numbers is not None else row.name
+                    for row, own in zip(self.rows, numbers.tolist(), strict=True)
+                    for part in own
+                ]
+                + ["target"],
+                "kind": [*(row.kind for row in self.rows for _ in range(pos)), "target"],
+                "layer": [*(row.layer for row in self.rows for _ in range(pos)), -1],
                 "pos": [*list(range(pos)) * count, query],
                 "token": [*list(tokens) * count, tokens[query]],
+                "part": [*numbers.flatten().tolist(), -1],
                 "weight": [*weights.flatten().tolist(), float(total)],
                 "bias": [*biases.flatten().tolist(), float(constant)],
                 "entering": [*entering.flatten().tolist(), float(final.abs().sum())],
             }
         )
-        self.edges = self._large()
-        self._check_count(MOST_EDGES)
-        source, end, weight = (upcast(torch.cat(column)).cpu().numpy() for column in zip(*self.edges, strict=True))
-        edges = pd.DataFrame({"source": source, "target": end, "weight": weight})
-        residual = max(abs(value - float(total)) for value in reached) / max(size, torch.finfo(weights.dtype).tiny)
-        return ContributionGraph(
-            nodes, edges, self.asked.label, float(total), float(constant), residual, self.asked.soft_cap
+        there = torch.cat([((numbers >= 0) | ~torch.tensor(split)[:, None]).flatten(), torch.tensor([True])])
+        source, end, weight = self.edges.table()
+        renumbered = there.cumsum(0) - 1
+        edges = pd.DataFrame(
+            {"source": renumbered[source].numpy(), "target": renumbered[end].numpy(), "weight": weight.numpy()}
         )
+        return ContributionGraph(
+            nodes.loc[there.numpy()].reset_index(drop=True), edges, self.asked.label, float(total), float(constant),
+            residual, self.asked.soft_cap, **prediction,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ nodes
 
-    def _node(self, name: str, kind: str, layer: int) -> int:
-        self.names.append(name)
-        self.kinds.append(kind)
-        self.layers.append(layer)
-        if kind in ("embedding", "bias", "whitening"):
-            self.biases.append(self.pulled.stream[0].new_zeros(self.pulled.stream[0].shape[2]))
-        return len(self.names) - 1
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        layer: int,
+        weights: Float[Tensor, "pos"],
+        biases: Float[Tensor, "pos"] | None = None,
+        numbers: Int[Tensor, "pos"] | None = None,
+    ) -> int:
+        biases = torch.zeros_like(weights) if biases is None else biases
+        self.rows.append(_Row(name, kind, layer, weights, biases, numbers))
+        return len(self.rows) - 1
+
+    def _numbers(self, row: _Row, pos: int) -> Int[Tensor, "pos"]:
+        return torch.full((pos,), -1, device=row.weights.device) if row.numbers is None else row.numbers
+
+    def _carried(self, like: Tensor) -> Int[Tensor, "source"]:
+        return torch.tensor(self.carried, device=like.device)
 
     def _bias(self, name: str, layer: int, bias: Tensor, met: Tensor) -> Float[Tensor, "1 pos d_model"]:
         bias = bias.expand_as(met[0])
-        self._node(name, "bias", layer)
-        self.weights.append((bias * met[0])[0].sum(-1))
+        self._add(name, "bias", layer, (bias * met[0])[0].sum(-1))
         return bias
 
-    def _leave(self, sublayer: Sublayer, hidden: Tensor, met: Tensor) -> Float[Tensor, "node pos d_model"]:
-        """The sublayer's nodes: their weights, their own biases, and what they wrote."""
-        own = torch.zeros_like(hidden) if sublayer.read.bias.ndim == 0 else sublayer.read.bias.expand_as(hidden)
-        for name, weight, bias in zip(
-            sublayer.nodes,
-            sublayer.split(met[0, 0] * hidden[0]).sum(-1).T,
-            sublayer.split(met[0, 0] * own[0]).sum(-1).T,
-            strict=True,
-        ):
-            kind = "head" if sublayer.is_attention else "mixer" if sublayer.is_mixer else "mlp"
-            self._node(name, kind, sublayer.layer)
-            self.weights.append(weight)
-            self.biases.append(bias)
-        return sublayer.outputs(hidden)[:, 0]
-
-    # ------------------------------------------------------------------ edges
-
-    def _enter(self, sublayer: Sublayer, met: Tensor, outputs: Float[Tensor, "source pos d_model"]) -> None:
-        """Edges from every source so far into the sublayer's nodes."""
-        first, pos, sources = len(self.names), outputs.shape[1], outputs.shape[0]
-        at, carried = torch.arange(pos, device=outputs.device), torch.tensor(self.carried, device=outputs.device)
+    def _sublayer(
+        self,
+        sublayer: Sublayer,
+        x: Float[Tensor, "1 pos d_model"],
+        hidden: Float[Tensor, "1 pos width"],
+        g: Float[Tensor, "1 1 pos d_model"],
+        outputs: Float[Tensor, "source pos d_model"],
+    ) -> list[Float[Tensor, "row pos d_model"]]:
+        """A sublayer's nodes with their edges, and what each of them wrote."""
+        met, choice = sublayer.write.pull(g), self.choices.get(_splits(sublayer))
+        if choice is None:
+            nodes = parts.whole(sublayer, hidden, met)
+        elif sublayer.is_attention:
+            nodes = parts.sources(sublayer, x, met, choice)
+        else:
+            nodes = parts.neurons(sublayer, hidden, met, choice)
+        first = len(self.rows)
+        for node in nodes:
+            for (name, kind, numbers), weights, biases in zip(node.rows, node.weights, node.biases, strict=True):
+                self._add(name, kind, sublayer.layer, weights, biases, numbers)
+        if len(self.rows) * x.shape[1] > MOST_NODES:
+            raise SizeError(
+                f"contribution_graph: more than {MOST_NODES:,} nodes up to layer {sublayer.layer}. Ask for fewer "
+                "neurons= or sources=, shorten the prompt, or raise tensorlens_tl.circuits.graph.MOST_NODES."
+            )
+        carried = self._carried(outputs)
         if sublayer.is_mixer:
-            self._enter_mixing(first, sublayer.read, met[0, 0], outputs)
-            return
-        if not sublayer.is_attention:
-            parts = sublayer.split(met)
-            for node in range(len(sublayer.nodes)):
-                weights = (outputs * sublayer.read_of(node).pull(parts[..., node, :])[0, 0]).sum(-1)
-                self.entering[first + node] = weights.abs().sum(0)
-                self._keep(carried[:, None] * pos + at, (first + node) * pos + at, weights)
-            return
-        *before, mix = sublayer.read.stages
-        assert isinstance(mix, Attention)
-        values = rearrange(Chain(tuple(before)).push(outputs[:, None])[:, 0], "m k (kv d) -> kv m k d", kv=mix.kv_heads)
-        asked = sublayer.split(met[0, 0])
-        chunk = max(1, EDGE_BYTES // (pos * pos * outputs.element_size()))
-        for head in range(len(sublayer.nodes)):
-            self.entering[first + head] = torch.zeros(pos).to(outputs)
-            own = values[head // (len(sublayer.nodes) // mix.kv_heads)]
-            for start in range(0, sources, chunk):
-                weights = mix.pattern[0, head] * (
-                    asked[:, head] @ own[start : start + chunk].mT
-                )  # [source, query, key]
-                self.entering[first + head] += weights.abs().sum((0, 2))
-                source = carried[start : start + len(weights)] * pos
-                self._keep(source[:, None, None] + at, (first + head) * pos + at[:, None], weights)
+            self.edges.into_mixing(first, sublayer.read, met[0, 0], outputs, carried)
+        elif sublayer.is_attention:
+            self.edges.into_heads(sublayer, nodes, first, met, outputs, carried)
+        else:
+            self.edges.into_positionwise(sublayer, nodes, first, met, outputs, carried)
+        return [node.outputs for node in nodes]
 
     def _through(self, number: int, outputs: Float[Tensor, "source pos d_model"]) -> Float[Tensor, "1 pos d_model"]:
         """A step that mixes positions (whitening) as a node at every position: all that was written before ends there.
@@ -227,52 +315,7 @@ class _Builder:
         """
         step, met = self.asked.stream.steps[number], self.pulled.stream[number + 1][0, 0]
         made = self.asked.stream.x[number + 1][0]
-        node = self._node(step.outer_name, "whitening", step.layer)
-        self.weights.append((met * made).sum(-1))
-        self._enter_mixing(node, step.outer, met, outputs)
-        self.carried = [node]
+        row = self._add(step.outer_name, "whitening", step.layer, (met * made).sum(-1))
+        self.edges.into_mixing(row, step.outer, met, outputs, self._carried(outputs))
+        self.carried = [row]
         return made[None]
-
-    def _enter_mixing(
-        self,
-        node: int,
-        m: AffineMap,
-        met: Float[Tensor, "pos width"],
-        outputs: Float[Tensor, "source pos d_model"],
-    ) -> None:
-        """Edges from every position into a node that mixes positions without a pattern, a few queries at a time."""
-        pos, width = met.shape
-        self.entering[node] = torch.zeros(pos).to(outputs)
-        at, carried = torch.arange(pos, device=met.device), torch.tensor(self.carried, device=met.device)
-        chunk = max(1, EDGE_BYTES // ((len(outputs) + 3 * width) * pos * outputs.element_size()))
-        for start in range(0, pos, chunk):
-            queries = at[start : start + chunk]
-            rows = place(met[queries][:, None], queries[:, None], met[None])
-            weights = torch.einsum("qkd,mkd->mqk", m.pull(rows)[:, 0], outputs)
-            self.entering[node][queries] = weights.abs().sum((0, 2))
-            self._keep(carried[:, None, None] * pos + at, node * pos + queries[:, None], weights)
-
-    def _keep(self, source: Tensor, target: Tensor, weights: Tensor) -> None:
-        """Note the edges that are worth it; numbers of nodes broadcast to `weights`."""
-        sizes = weights.abs()
-        self.largest = max(self.largest, float(sizes.max()))
-        kept = (sizes >= self.threshold * self.largest) & (sizes > 0)
-        self.edges.append((source.expand_as(weights)[kept], target.expand_as(weights)[kept], weights[kept]))
-        count = sum(len(edge[2]) for edge in self.edges)
-        if count > 4 * MOST_EDGES:  # the largest edge may come late, and with it what the threshold means
-            self.edges = self._large()
-            self._check_count(4 * MOST_EDGES)
-
-    def _check_count(self, most: int) -> None:
-        if sum(len(edge[2]) for edge in self.edges) > most:
-            raise SizeError(
-                f"contribution_graph: more than {most:,} edges are at least {self.threshold:g} of the largest "
-                f"so far. Raise threshold={self.threshold:g}, shorten the prompt, or raise "
-                "tensorlens_tl.circuits.graph.MOST_EDGES."
-            )
-
-    def _large(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The edges that are still large beside the largest, which may have come late."""
-        source, target, weights = (torch.cat(column) for column in zip(*self.edges, strict=True))
-        large = weights.abs() >= self.threshold * self.largest
-        return [(source[large], target[large], weights[large])]

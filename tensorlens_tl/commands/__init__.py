@@ -1,4 +1,4 @@
-"""The command line: ``tensorlens-tl demo | attribute | report | methods | verify | evaluate | compress | whiteness``.
+"""The command line: ``tensorlens-tl``, and one of `COMMANDS`.
 
 A file for each command names its arguments and what it does, and imports nothing heavy before it runs, so that help
 comes within a second.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tensorlens_tl import __version__
 
-COMMANDS = ("attribute", "report", "methods", "evaluate", "compress", "whiteness", "verify", "demo")
+COMMANDS = ("attribute", "report", "graph", "methods", "evaluate", "compress", "whiteness", "verify", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

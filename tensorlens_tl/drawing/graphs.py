@@ -9,7 +9,10 @@ import numpy as np
 from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, largest_of, number, share, short, visible
 
 SPACING, ROW_HEIGHT, MARGIN = 52, 58, 40
-"""Pixels between neighbours, between rows, and around a graph."""
+"""Pixels between neighbours at least, between rows, and around a graph."""
+
+LABEL, LETTER = 12, 6.5
+"""Letters of a node's label at most, and pixels of one."""
 
 
 def bars(rows: Sequence[tuple[str, float]], sums: Sequence[tuple[str, float]]) -> str:
@@ -35,9 +38,10 @@ class GraphPicture:
     """A graph as lists: its nodes, one of them (the last) the target, and its edges by node number.
 
     Attributes:
-        names, kinds, tokens: of the nodes; kinds are embedding, whitening, head, mixer, mlp, bias and target.
+        names, kinds, tokens: of the nodes; kinds are embedding, whitening, head, mixer, mlp, neuron, feature, error,
+            bias and target.
         layers, positions: where they stand; layer −1 for none.
-        weights: of the nodes.
+        weights, biases: of the nodes; a bias is the node's own part of its weight.
         sources, targets, strengths: of the edges.
     """
 
@@ -47,19 +51,36 @@ class GraphPicture:
     layers: list[int]
     positions: list[int]
     weights: list[float]
+    biases: list[float]
     sources: list[int]
     targets: list[int]
     strengths: list[float]
 
 
+TOOLS = (
+    '<div class="tools" role="group" aria-label="what the graph shows">'
+    '<label>Hide edges below <input class="least" type="range" min="0" max="100" value="0"></label>'
+    '<output class="count"></output>'
+    '<label>Find <input class="find" type="search" placeholder="name or token" size="14"></label>'
+    '<output class="hits"></output>'
+    '<button class="pin" type="button" aria-pressed="false" disabled>Pin</button>'
+    '<label>Group the pinned as <input class="name" size="10"></label>'
+    '<button class="join" type="button" disabled>Group</button>'
+    '<button class="part" type="button" hidden>Ungroup</button></div>'
+)
+
+
 def graph(found: GraphPicture) -> str:
     """Positions side by side, layers upwards, the target on top.
 
-    Blue adds to the target, orange takes away; a mark's size and an edge's width are its weight.
+    Blue adds to the target, orange takes away; a mark's size and an edge's width are its weight. The picture can be
+    read without a script; with it one hides small edges, looks at a node's inputs and outputs, pins, groups, searches.
     """
-    drawn = _svg(found) if found.strengths else "<p>No edge leads to the target.</p>"
+    if not found.strengths:
+        return '<div class="graph circuit"><p>No edge leads to the target.</p></div>'
     return (
-        f'<div class="graph"><div class="scroll rove">{drawn}</div>'
+        f'<div class="graph circuit">{TOOLS}<div class="both"><div class="scroll rove">{_svg(found)}</div>'
+        '<div class="side" role="region" aria-label="the chosen node"></div></div>'
         '<output class="out" aria-live="polite">Point at a node to read what it adds and what feeds it.</output></div>'
     )
 
@@ -69,29 +90,36 @@ def _svg(found: GraphPicture) -> str:
     largest, strongest = largest_of(np.array(found.weights[:-1])), largest_of(np.array(found.strengths))
     order = np.abs(found.strengths).argsort().tolist()
     lines = []
+    fed: dict[int, list[int]] = {}
     for edge in order:
         a, b, size = found.sources[edge], found.targets[edge], share(found.strengths[edge], strongest)
         middle = (y[a] + y[b]) / 2
         lines.append(
-            f'<path d="M{x[a]:.0f} {y[a]:.0f}C{x[a]:.0f} {middle:.0f} {x[b]:.0f} {middle:.0f} {x[b]:.0f} {y[b]:.0f}" '
+            f'<path data-e="{a} {b} {found.strengths[edge]:.9g}" '
+            f'd="M{x[a]:.0f} {y[a]:.0f}C{x[a]:.0f} {middle:.0f} {x[b]:.0f} {middle:.0f} {x[b]:.0f} {y[b]:.0f}" '
             f'fill="none" stroke="{_rgb(size)}" stroke-opacity=".55" stroke-width="{0.7 + 6 * abs(size):.1f}"/>'
         )
+        fed.setdefault(b, []).append(edge)
     marks = []
     for node, name in enumerate(found.names):
-        position = found.positions[node]
-        fed = [edge for edge in reversed(order) if found.targets[edge] == node][:4]
+        position, token = found.positions[node], visible(found.tokens[node])
         inputs = ", ".join(
             f"{found.names[found.sources[e]]} at {found.positions[found.sources[e]]} {number(found.strengths[e])}"
-            for e in fed
+            for e in reversed(fed.get(node, [])[-4:])
         )
-        label = f"{name} at {position} ({visible(found.tokens[node])}): {number(found.weights[node])}"
+        label = f"{name} at {position} ({token}): {number(found.weights[node])}"
         label += f"; from {inputs}" if inputs else ""
         part = 1.0 if found.kinds[node] == "target" else share(found.weights[node], largest)
+        caption = (
+            f'<text x="{x[node]:.0f}" y="{y[node] - 13:.0f}" text-anchor="middle">{escape(short(name, LABEL))}</text>'
+        )
         marks.append(
-            f'<g class="t" role="img" tabindex="{0 if node == 0 else -1}" aria-label="{escape(label)}">'
+            f'<g class="t" role="img" tabindex="{0 if node == 0 else -1}" aria-label="{escape(label)}" '
+            f'data-name="{escape(name)}" data-at="{position}" data-token="{escape(token)}" '
+            f'data-weight="{found.weights[node]:.9g}" data-bias="{found.biases[node]:.9g}">'
             f"<title>{escape(label)}</title>"
             f'<circle cx="{x[node]:.0f}" cy="{y[node]:.0f}" r="{4 + 7 * abs(part) ** 0.5:.1f}" fill="{_rgb(part)}"/>'
-            f'<text x="{x[node]:.0f}" y="{y[node] - 13:.0f}" text-anchor="middle">{escape(short(name, 12))}</text></g>'
+            f"{caption}</g>"
         )
     positions = np.array(found.positions)
     heads = [
@@ -108,7 +136,7 @@ def _svg(found: GraphPicture) -> str:
 def _places(found: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Where each node stands: a column per position, a row per layer and kind; neighbours in a row keep apart."""
     top = 4 * (max(found.layers) + 2)
-    order = {"embedding": 0, "whitening": -1, "head": 0, "mixer": 0, "mlp": 1, "bias": 2}
+    order = {"whitening": -1, "mlp": 1, "neuron": 1, "feature": 2, "error": 2, "bias": 2}  # others are below: 0
     levels = [4 * (layer + 1) + order.get(kind, 0) for kind, layer in zip(found.kinds, found.layers, strict=True)]
     levels[-1] = top
     for node, kind in enumerate(found.kinds):
@@ -118,10 +146,11 @@ def _places(found: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
     cells: dict[tuple[int, int], list[int]] = {}
     for node, (level, pos) in enumerate(zip(levels, found.positions, strict=True)):
         cells.setdefault((level, pos), []).append(node)
+    spacing = max(SPACING, LETTER * min(LABEL, max(map(len, found.names))))
     columns, start = {}, float(MARGIN)
     for pos in sorted(set(found.positions)):
         count = max(len(nodes) for (_, at), nodes in cells.items() if at == pos)
-        width = max(66.0, SPACING * (count + 1))
+        width = max(66.0, spacing * (count + 1))
         columns[pos] = (start, width)
         start += width
     height = float(ROW_HEIGHT * len(used) + MARGIN)

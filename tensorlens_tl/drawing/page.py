@@ -22,9 +22,12 @@ def asset(name: str) -> str:
     return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
-def head() -> str:
-    """What every picture needs beside it, once: style, and the script that reads values."""
-    return f"<style>{asset('style.css')}</style><script>{asset('script.js')}</script>"
+def head(body: str = "") -> str:
+    """What every picture needs beside it, once: style, and the script that reads values; for graphs theirs as well."""
+    names = ("style", "graph") if 'class="graph circuit"' in body else ("style",)
+    style = "".join(asset(f"{name}.css") for name in names)
+    script = "".join(asset(f"{name}.js") for name in ("script", *names[1:]))
+    return f"<style>{style}</style><script>{script}</script>"
 
 
 def panel(title: str, *parts: str, notes: str = "") -> str:
@@ -45,7 +48,7 @@ def page(title: str, body: str) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{PAGE_STYLE}</style>{head()}</head><body>{body}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{PAGE_STYLE}</style>{head(body)}</head><body>{body}</body></html>\n"
     )
 
 
@@ -67,7 +70,7 @@ class Picture:
         )
 
     def _repr_html_(self) -> str:
-        return head() + self.body
+        return head(self.body) + self.body
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML file that opens without a network.

@@ -1,6 +1,9 @@
-"""A logit as a weighted graph of heads, MLPs, embeddings and biases."""
+"""A logit as a weighted graph of heads, MLPs, neurons, embeddings and biases."""
 
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -10,6 +13,7 @@ from torch import Tensor
 from tensorlens_tl.drawing import graphs, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results import exchange
 from tensorlens_tl.results.entry import Entry, largest
 from tensorlens_tl.results.storage import Stored
 
@@ -20,9 +24,12 @@ if TYPE_CHECKING:
 SHOWN_EDGES = 60
 """Edges of a graph that a picture shows: more are a thicket."""
 
-NUMBERS = {"nodes": ("layer", "pos", "weight", "bias", "entering"), "edges": ("source", "target", "weight")}
+MOST_SHOWN = 600
+"""Nodes of a graph that a page can bear."""
+
+NUMBERS = {"nodes": ("layer", "pos", "part", "weight", "bias", "entering"), "edges": ("source", "target", "weight")}
 WORDS = ("name", "kind", "token")
-KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "bias")
+KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "neuron", "feature", "error", "bias")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,19 +37,26 @@ class ContributionGraph(Stored):
     """A logit as a weighted graph. Made by `circuits.contribution_graph`.
 
     Attributes:
-        nodes: one row per node: `name`, `kind` (embedding, whitening, head, mixer, mlp, bias, target), `layer` (-1 for
-            none), `pos`, `token`, `weight`, `bias` (what of the weight is the node's own bias) and `entering` (Σ abs of
-            all its incoming edges, kept or not). The last row is the target.
+        nodes: one row per node: `name`, `kind` (embedding, whitening, head, mixer, mlp, neuron, feature, error, bias,
+            target), `layer` (-1 for none), `pos`, `token`, `part` (a neuron's or feature's number, or the position that
+            a part of a head reads; -1 for none), `weight`, `bias` (what of the weight is the node's own bias) and
+            `entering` (Σ abs of all its incoming edges, kept or not). The last row is the target.
         edges: `source`, `target` (row numbers of `nodes`) and `weight`.
         target: what is explained, in words.
         total: the model's own logit, before any final soft cap.
         constant: b_U's part of it.
         residual: how far the target's incoming edges and `constant`, and all sources, are from the total: the larger.
         soft_cap: the cap that the model applies after it, or None.
+        tokens, token_ids: the whole prompt's; no ids where it is no text.
+        n_layers, d_vocab: the model's; 0 tokens where it predicts none.
+        token_id, probability: of the token that the target is the logit of; None where it is something else.
+        provenance: model name, class, TransformerLens version, weight processing, dtype.
     """
 
     TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
     FACTS: ClassVar = ("target", "total", "constant", "residual", "soft_cap")
+    PAGE_EDGES: ClassVar = 600
+    LATER_FACTS: ClassVar = ("tokens", "token_ids", "n_layers", "d_vocab", "token_id", "probability", "provenance")
 
     nodes: "pd.DataFrame"
     edges: "pd.DataFrame"
@@ -51,6 +65,13 @@ class ContributionGraph(Stored):
     constant: float
     residual: float
     soft_cap: float | None = None
+    tokens: Sequence[str] = ()
+    token_ids: Sequence[int] = ()
+    n_layers: int = 0
+    d_vocab: int = 0
+    token_id: int | None = None
+    probability: float | None = None
+    provenance: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __repr__(self) -> str:
         return (
@@ -101,7 +122,7 @@ class ContributionGraph(Stored):
 
         Args:
             k: how many.
-            kind: of one kind only: embedding, whitening, head, mixer, mlp or bias.
+            kind: of one kind only: embedding, whitening, head, mixer, mlp, neuron, feature, error or bias.
 
         Raises:
             InvalidInputError: k below 1, or no such kind.
@@ -138,18 +159,73 @@ class ContributionGraph(Stored):
         """The graph with every column of `nodes` and `edges` as attributes (networkx comes with torch)."""
         import networkx
 
-        graph = networkx.DiGraph(target=self.target, total=self.total, constant=self.constant)
+        graph = networkx.DiGraph(target=self.target, total=self.total, constant=self.constant, residual=self.residual)
         graph.add_nodes_from((number, dict(row)) for number, row in self.nodes.iterrows())
         graph.add_weighted_edges_from(self.edges[["source", "target", "weight"]].itertuples(index=False, name=None))
         return graph
 
+    def to_circuit_tracer(
+        self, slug: str = "tensorlens", *, scan: str | None = None, node_threshold: Any = 1.0
+    ) -> dict[str, Any]:
+        """The graph as circuit-tracer writes it and Neuronpedia shows it.
+
+        `tensorlens_tl.results.exchange` says what stands for what.
+
+        Args:
+            slug: the graph's name there: ``{slug}.json``.
+            scan: the model's name there, by default the model's own.
+            node_threshold: the share of Σ abs(weight) whose largest nodes are shown at first.
+
+        Raises:
+            InvalidInputError: no slug, or a threshold outside [0, 1].
+        """
+        if not slug:
+            raise InvalidInputError("slug: empty; it names the graph and its file.")
+        if (
+            isinstance(node_threshold, bool)
+            or not isinstance(node_threshold, (int, float))
+            or not 0 <= node_threshold <= 1
+        ):
+            raise InvalidInputError(f"node_threshold={node_threshold!r}: a share of all nodes' size, from 0 to 1.")
+        return exchange.circuit_tracer(self, slug, scan, float(node_threshold))
+
+    def export(self, path: str | os.PathLike[str], format: str | None = None, **options: Any) -> Path:
+        """Write the graph for others to read; `save` and `load` keep it for this library.
+
+        Args:
+            path: where to.
+            format: ``"html"`` (an interactive page that needs no network), ``"circuit-tracer"``, ``"graphml"``,
+                ``"json"`` (networkx' node-link form) or ``"csv"`` (edges); by default what the name ends in says.
+            options: of `to_html` or `to_circuit_tracer`.
+
+        Raises:
+            InvalidInputError: no such format or folder.
+        """
+        path = Path(path)
+        chosen = exchange.format_of(path, format)
+        if path.is_dir() or not path.parent.is_dir():
+            why = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise InvalidInputError(f"export: cannot write {path}, {why}.")
+        written = exchange.WRITERS[chosen](self, options)  # before an older file is emptied
+        try:
+            path.write_bytes(written)
+        except OSError as error:
+            raise InvalidInputError(f"export: cannot write {path}: {error.strerror}.") from error
+        return path
+
     def to_html(self, most: int = SHOWN_EDGES, *, title: str = "", style: bool = True) -> str:
-        """Positions side by side, layers upwards, the target on top; pruned until at most `most` edges are left."""
-        small, keep = self, 1.0
-        while len(small.edges) > most and keep > 0.01:
-            keep *= 0.9
-            small = self.prune(keep)
-        shown = f"{len(small.edges)} of {len(self.edges)} edges"
+        """Positions side by side, layers upwards, the target on top; pruned until at most `most` edges are left.
+
+        No more than `MOST_SHOWN` nodes are drawn; what is left out is said below the picture. Where scripts run, small
+        edges can be hidden, a node's inputs and outputs looked at, nodes pinned, grouped and searched for.
+
+        Raises:
+            InvalidInputError: most below 1.
+        """
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise InvalidInputError(f"most={most!r}: the number of edges to show, at least 1.")
+        small = self._small(most)
+        shown = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
         shown += f", which carry {small.completeness:.0%} of what enters the nodes shown"
         nodes, edges = small.nodes, small.edges
         picture = graphs.GraphPicture(
@@ -159,13 +235,30 @@ class ContributionGraph(Stored):
             layers=nodes["layer"].tolist(),
             positions=nodes["pos"].tolist(),
             weights=nodes["weight"].tolist(),
+            biases=nodes["bias"].tolist(),
             sources=edges["source"].to_numpy(int).tolist(),
             targets=edges["target"].to_numpy(int).tolist(),
             strengths=edges["weight"].tolist(),
         )
         notes = f"{shown} · sums to the logit to {self.residual:.1e}"
-        drawn = page.panel(title or f"How {self.target} comes about", graphs.graph(picture), notes=notes)
-        return (page.head() if style else "") + drawn
+        drawn = page.panel(title or f"How the {self.target} comes about", graphs.graph(picture), notes=notes)
+        return (page.head(drawn) if style else "") + drawn
+
+    def _small(self, most: int) -> "ContributionGraph":
+        """The largest share of the edges, to a four-thousandth, that a picture can bear."""
+
+        def fits(found: "ContributionGraph") -> bool:
+            return len(found.edges) <= most and len(found.nodes) <= MOST_SHOWN
+
+        if fits(self):
+            return self
+        low, high = 0.0, 1.0
+        small = self.prune(1e-9)  # the largest edge alone
+        for _ in range(12):
+            keep = (low + high) / 2
+            found = self.prune(keep)
+            low, high, small = (keep, high, found) if fits(found) else (low, keep, small)
+        return small
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -178,14 +271,19 @@ class ContributionGraph(Stored):
             for column in columns
         }
         words = {column: self.nodes[column].tolist() for column in WORDS}
-        return tensors, {name: getattr(self, name) for name in self.FACTS} | {"words": words}
+        facts = {name: getattr(self, name) for name in (*self.FACTS, *self.LATER_FACTS)}
+        return tensors, facts | {"words": words}
 
     @classmethod
     def _unpacked(cls, tensors: dict[str, Tensor], facts: dict[str, Any]) -> "ContributionGraph":
         import pandas as pd
 
         nodes = {column: facts["words"][column] for column in WORDS}
+        count = len(nodes["name"])
+        tensors = {"nodes.part": torch.full((count,), -1)} | tensors  # files of earlier versions have none
         nodes |= {column: tensors[f"nodes.{column}"].numpy() for column in NUMBERS["nodes"]}
         edges = {column: tensors[f"edges.{column}"].numpy() for column in NUMBERS["edges"]}
-        order = ["name", "kind", "layer", "pos", "token", "weight", "bias", "entering"]
-        return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **{name: facts[name] for name in cls.FACTS})
+        order = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias", "entering"]
+        kept = {name: facts[name] for name in cls.FACTS}
+        kept |= {name: facts[name] for name in cls.LATER_FACTS if name in facts}
+        return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **kept)

@@ -50,7 +50,7 @@
 
   document.addEventListener("keydown", (event) => {
     const step = STEPS[event.key];
-    if (!step || !(event.target instanceof Element)) return;
+    if (!step || event.defaultPrevented || !(event.target instanceof Element)) return;
     if (event.target.matches(".tlens .grid")) {
       const grid = event.target;
       const seen = "row" in grid.dataset;
@@ -59,7 +59,7 @@
       event.preventDefault();
     } else if (event.target.matches(".tlens .rove .t")) {
       const group = event.target.closest(".rove");
-      const marks = [...group.querySelectorAll(".t")];
+      const marks = [...group.querySelectorAll(".t:not([hidden])")];
       const next = marks[marks.indexOf(event.target) + step[0] * Number(group.dataset.width ?? 1) + step[1]];
       if (!next) return;
       event.target.setAttribute("tabindex", -1);

@@ -1,0 +1,78 @@
+"""``tensorlens-tl graph``: the contribution graph of one prediction, as a page or in a format of others."""
+
+import argparse
+from pathlib import Path
+
+from tensorlens_tl.commands.options import add_model_arguments, check_output, loaded_model, position
+
+HELP = (
+    "The contribution graph of one prediction: an interactive page, or a file for circuit-tracer, networkx and others."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_model_arguments(parser)
+    parser.add_argument("text")
+    parser.add_argument("--target", help="the token to explain (default: the model's first choice)")
+    parser.add_argument("--minus", help="another token to hold it against (default: none)")
+    parser.add_argument(
+        "--query", type=position, help="a position, or a text of the prompt (default: the last, or the mask)"
+    )
+    parser.add_argument("--threshold", type=float, default=0.01, help="leave out edges below this share of the largest")
+    parser.add_argument(
+        "--keep", type=share, default=1.0, help="then keep the largest edges that carry this share of all (default: 1)"
+    )
+    parser.add_argument(
+        "--neurons",
+        type=parts,
+        help="split MLPs: so many neurons at each position, or all above a share of the largest",
+    )
+    parser.add_argument("--sources", type=parts, help="split heads by source token, in the same way")
+    parser.add_argument("--format", help="html, circuit-tracer, graphml, json or csv (default: by the output's name)")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="where to write it")
+
+
+def parts(text: str) -> int | float:
+    """How many neurons or source tokens, or a share of the largest."""
+    return int(text) if text.isdigit() else float(text)
+
+
+def share(text: str) -> float:
+    """A share, above 0 and at most 1."""
+    if not 0 < float(text) <= 1:
+        raise ValueError
+    return float(text)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the graph of one prediction."""
+    import tensorlens_tl as tlens
+    from tensorlens_tl import circuits
+    from tensorlens_tl.circuits.graph import check_options
+    from tensorlens_tl.report.prediction import predict
+    from tensorlens_tl.results.exchange import format_of
+
+    check_output(args.output)
+    chosen = format_of(args.output, args.format)
+    check_options(args.threshold, args.neurons, args.sources)
+    frozen = tlens.freeze(loaded_model(args), args.text)
+    prediction = predict(frozen, args.target, args.minus, args.query)
+    if prediction.target is None:
+        raise tlens.InvalidInputError(
+            f"graph: {frozen.view.description} predicts no tokens; use direction= from Python."
+        )
+    graph = circuits.contribution_graph(
+        frozen,
+        prediction.target,
+        prediction.minus if args.minus is not None else None,
+        threshold=args.threshold,
+        neurons=args.neurons,
+        sources=args.sources,
+        query=prediction.query,
+    )
+    graph = graph if args.keep == 1 else graph.prune(args.keep)
+    options = {"slug": args.output.stem} if chosen == "circuit-tracer" else {}
+    graph.export(args.output, chosen, **options)
+    print(graph)
+    print(f"saved to {args.output}")

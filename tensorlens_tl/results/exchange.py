@@ -1,0 +1,243 @@
+"""Graphs in others' formats: circuit-tracer's JSON, node-link JSON and GraphML.
+
+circuit-tracer's schema is that of `circuit_tracer.frontend.graph_models` (version 0.5, ``schema_version`` 1), which
+Neuronpedia shows as well. Its pages know four values of `feature_type` and draw every other as a node with a name:
+
+* ``embedding``: token embeddings; ``logit``: the target, whatever it is;
+* ``cross layer transcoder`` and ``mlp reconstruction error``: features and errors;
+* ``attention head``, ``mlp``, ``neuron``, ``mixer``, ``whitening``, ``bias``, ``other embedding`` (positions, token
+  types): ours, with the node's name and token as the label `clerp`, and without a feature's examples.
+
+`activation` holds a node's weight, its contribution to the target. `influence` is the share of Σ abs(weight) that the
+nodes up to this one hold, largest first, as circuit-tracer's own pruning by a threshold reads it. b_U, which is no node
+here, becomes one, so that links into the logit sum to it. Beside circuit-tracer's fields nodes have ``bias``, their own
+part of the weight, and the metadata say which library wrote the file and how exactly the sums hold.
+"""
+
+import ast
+import io
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tensorlens_tl.drawing.marks import visible
+from tensorlens_tl.errors import InvalidInputError
+
+Graph = Any
+"""A `ContributionGraph`, whose module imports this one."""
+
+FORMATS = ("html", "json", "circuit-tracer", "graphml", "csv")
+"""What a graph is written as; ``json`` is networkx' node-link form."""
+
+SUFFIXES = {".html": "html", ".json": "json", ".graphml": "graphml", ".csv": "csv"}
+
+FEATURE_TYPES = {
+    "embedding": "embedding",
+    "whitening": "whitening",
+    "head": "attention head",
+    "mixer": "mixer",
+    "mlp": "mlp",
+    "neuron": "neuron",
+    "feature": "cross layer transcoder",
+    "error": "mlp reconstruction error",
+    "bias": "bias",
+    "target": "logit",
+}
+
+
+def format_of(path: Path, asked: str | None) -> str:
+    """The format that is asked for, or that the end of the name says.
+
+    Raises:
+        InvalidInputError: no such format, or none is said.
+    """
+    known = f"use one of {', '.join(FORMATS)}"
+    if asked is None and path.suffix not in SUFFIXES:
+        raise InvalidInputError(f"format: {path.name!r} does not end in {', '.join(SUFFIXES)}; {known}.")
+    if asked is not None and asked not in FORMATS:
+        raise InvalidInputError(f"format={asked!r}: there is no such format; {known}.")
+    return SUFFIXES[path.suffix] if asked is None else asked
+
+
+def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
+    """A graph as circuit-tracer writes one; see `ContributionGraph.to_circuit_tracer`."""
+    import tensorlens_tl
+
+    nodes = _nodes(graph)
+    tokens = _tokens(graph)
+    logit = nodes[-1]["node_id"]
+    links = [
+        {"source": nodes[source]["node_id"], "target": nodes[target]["node_id"], "weight": weight}
+        for source, target, weight in graph.edges[["source", "target", "weight"]].itertuples(index=False, name=None)
+    ]
+    if graph.constant:
+        position = nodes[-1]["ctx_idx"]
+        number = -2 - len(nodes)  # none of the others has it
+        constant = _node("b_U", "bias", str(graph.n_layers), position, number, graph.constant, tokens[position])
+        nodes.insert(-1, constant)
+        links.append({"source": constant["node_id"], "target": logit, "weight": graph.constant})
+    _note_influence(nodes)
+    return {
+        "metadata": {
+            "slug": slug,
+            "scan": graph.provenance.get("model", "custom") if scan is None else scan,
+            "transcoder_list": [],
+            "prompt_tokens": tokens,
+            "prompt": "".join(tokens),
+            "node_threshold": threshold,
+            "schema_version": 1,
+            "info": {
+                "description": f"{graph.target} = {graph.total:.6g}: exact contributions of the frozen model",
+                "generator": {"name": "tensorlens_tl", "version": tensorlens_tl.__version__},
+            },
+            "generation_settings": {
+                "target": graph.target,
+                "total": graph.total,
+                "constant": graph.constant,
+                "residual": graph.residual,
+                "completeness": graph.completeness,
+                **graph.provenance,
+            },
+        },
+        "qParams": {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": logit, "sg_pos": ""},
+        "nodes": nodes,
+        "links": links,
+    }
+
+
+def _tokens(graph: Graph) -> list[str]:
+    """The prompt's tokens; of a graph from an earlier file, those of its nodes."""
+    if graph.tokens:
+        return list(graph.tokens)
+    found = dict(zip(graph.nodes["pos"].tolist(), graph.nodes["token"].tolist(), strict=True))
+    return [found.get(pos, "") for pos in range(max(found) + 1)]
+
+
+def _nodes(graph: Graph) -> list[dict[str, Any]]:
+    """Every node in circuit-tracer's fields, the target last."""
+    nodes = list[dict[str, Any]]()
+    numbers: dict[tuple[str, str], int] = {}  # of nodes that are no features, by layer and name; never a feature's own
+    columns = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias"]
+    for name, kind, layer, pos, token, part, weight, bias in graph.nodes[columns].itertuples(index=False, name=None):
+        if kind == "target":
+            nodes.append(_logit(graph, pos, bias))
+            continue
+        level = "E" if kind == "embedding" else str(graph.n_layers if layer < 0 else layer)
+        number = numbers.setdefault((level, name), -2 - len(numbers))
+        type_ = FEATURE_TYPES[kind]
+        if kind == "embedding" and name != "embed" and not name.endswith(" input"):
+            type_ = "other embedding"  # its page names every ``embedding`` by the token alone
+        node = _node(name, type_, level, pos, number, weight, token, bias)
+        if type_ == "embedding":
+            vocabulary = graph.token_ids[pos] if len(graph.token_ids) else pos
+            node |= {"node_id": f"E_{vocabulary}_{pos}", "jsNodeId": f"E_{vocabulary}-{pos}", "feature": pos}
+        elif kind == "feature":  # numbered by layer and feature together, as circuit-tracer does
+            node |= {"node_id": f"{layer}_{part}_{pos}", "jsNodeId": f"{layer}_{part}-0"}
+            node["feature"] = (layer + part) * (layer + part + 1) // 2 + part
+        elif kind == "error":
+            node |= {"node_id": f"0_{layer}_{pos}", "jsNodeId": f"{layer}_{pos}-0", "feature": -1}
+        nodes.append(node)
+    return nodes
+
+
+def _node(
+    name: str, feature_type: str, layer: str, pos: int, number: int, weight: float, token: str, bias: float = 0.0
+) -> dict[str, Any]:
+    return {
+        "node_id": f"{name}_{pos}",
+        "feature": number,
+        "layer": layer,
+        "ctx_idx": pos,
+        "feature_type": feature_type,
+        "token_prob": 0.0,
+        "is_target_logit": False,
+        "run_idx": 0,
+        "reverse_ctx_idx": 0,
+        "jsNodeId": f"{name}-{pos}",
+        "clerp": f"{name} at {visible(token)}",
+        "influence": None,
+        "activation": weight,
+        "bias": bias,
+    }
+
+
+def _logit(graph: Graph, pos: int, bias: float) -> dict[str, Any]:
+    """The target. What is no single token has the number behind the vocabulary's last, and no probability."""
+    layer, chance = str(graph.n_layers + 1), graph.probability or 0.0
+    number = graph.d_vocab if graph.token_id is None else graph.token_id
+    said = graph.target.removeprefix("logit of ")
+    with suppress(ValueError, SyntaxError):  # a single token stands there as Python writes it
+        said = str(ast.literal_eval(said))
+    return _node("target", "logit", layer, pos, number, graph.total, "", bias) | {
+        "node_id": f"{layer}_{number}_{pos}",
+        "jsNodeId": f"L_{number}-{pos}",
+        "token_prob": chance,
+        "is_target_logit": True,
+        # circuit-tracer's page reads the token between the quotes, and p, from these words
+        "clerp": 'Output "{}" (p={:.3f})'.format(said.replace('"', "”"), chance),
+    }
+
+
+def _note_influence(nodes: list[dict[str, Any]]) -> None:
+    inner = nodes[:-1]
+    sizes = np.abs([node["activation"] for node in inner]) if inner else np.zeros(0)
+    order = sizes.argsort(kind="stable")[::-1]
+    shares = sizes[order].cumsum() / (sizes.sum() or 1.0)
+    for place, share in zip(order.tolist(), shares.tolist(), strict=True):
+        inner[place]["influence"] = min(share, 1.0)
+
+
+def _as_html(graph: Graph, options: Mapping[str, Any]) -> bytes:
+    from tensorlens_tl.drawing.page import page
+
+    title = f"How the {graph.target} comes about"
+    return page(title, graph.to_html(**{"most": graph.PAGE_EDGES, **options}, style=False)).encode()
+
+
+def _as_json(graph: Graph, options: Mapping[str, Any]) -> bytes:
+    made = graph.to_networkx(**options)
+    linked = {
+        "directed": True,
+        "multigraph": False,
+        "graph": made.graph,
+        "nodes": [{"id": number, **node} for number, node in made.nodes(data=True)],
+        "links": [{"source": source, "target": target, **edge} for source, target, edge in made.edges(data=True)],
+    }
+    return _written(linked)
+
+
+def _as_graphml(graph: Graph, options: Mapping[str, Any]) -> bytes:
+    import networkx
+
+    made, file = graph.to_networkx(**options), io.BytesIO()
+    for _, node in made.nodes(data=True):  # XML has no control characters
+        node["token"] = visible(node["token"])
+    made.graph["target"] = visible(made.graph["target"])
+    networkx.write_graphml(made, file)
+    return file.getvalue()
+
+
+def _as_circuit_tracer(graph: Graph, options: Mapping[str, Any]) -> bytes:
+    return _written(graph.to_circuit_tracer(**options))
+
+
+def _as_csv(graph: Graph, options: Mapping[str, Any]) -> bytes:
+    return graph.to_dataframe(**options).to_csv(index=False).encode()
+
+
+def _written(value: Mapping[str, Any]) -> bytes:
+    """As JSON; numpy's numbers as Python's, and none that JSON lacks."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=lambda number: number.item()).encode()
+
+
+WRITERS: Mapping[str, Callable[[Graph, Mapping[str, Any]], bytes]] = {
+    "html": _as_html,
+    "json": _as_json,
+    "circuit-tracer": _as_circuit_tracer,
+    "graphml": _as_graphml,
+    "csv": _as_csv,
+}
