@@ -30,7 +30,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits import parts
+from tensorlens_tl.circuits import graph_nodes
 from tensorlens_tl.circuits.graph_edges import Edges
 from tensorlens_tl.circuits.graph_nodes import Choice
 from tensorlens_tl.circuits.steps import Sublayer
@@ -285,11 +285,11 @@ class _Builder:
         """A sublayer's nodes with their edges, and what each of them wrote."""
         met, choice = sublayer.write.pull(g), self.choices.get(_splits(sublayer))
         if choice is None:
-            nodes = parts.whole(sublayer, hidden, met)
+            nodes = graph_nodes.whole(sublayer, hidden, met)
         elif sublayer.is_attention:
-            nodes = parts.sources(sublayer, x, met, choice)
+            nodes = graph_nodes.sources(sublayer, x, met, choice)
         else:
-            nodes = parts.neurons(sublayer, hidden, met, choice)
+            nodes = graph_nodes.neurons(sublayer, hidden, met, choice)
         first = len(self.rows)
         for node in nodes:
             for (name, kind, numbers), weights, biases in zip(node.rows, node.weights, node.biases, strict=True):
