@@ -10,10 +10,13 @@
 | what does one head move, and what becomes of it | `head_map` |
 | through which nodes did it come | `paths`, `top_paths`, `contribution_graph` |
 | why does this head attend there | `qk_attribution` |
+| which features of a sparse dictionary are active | `features` |
+| what makes a feature, what does it do, which make which | `feature_attribution`, `feature_effects`, `feature_edges` |
 | how large is the operator | `spectral_norm`, `singular_directions`, `norm_bound`, `appendix_e_bound` |
 | how wrong is it away from its input | `error_bound`, `proposition_1` |
 """
 
+from tensorlens_tl.circuits.active_features import Features, features
 from tensorlens_tl.circuits.bounds import (
     ErrorBound,
     PropositionBound,
@@ -25,6 +28,7 @@ from tensorlens_tl.circuits.bounds import (
 from tensorlens_tl.circuits.composition import composition_scores
 from tensorlens_tl.circuits.direct import logit_attribution
 from tensorlens_tl.circuits.expansion import paths, top_paths
+from tensorlens_tl.circuits.feature_circuits import feature_attribution, feature_edges, feature_effects
 from tensorlens_tl.circuits.graph import contribution_graph
 from tensorlens_tl.circuits.head import HeadMap, head_map
 from tensorlens_tl.circuits.score_attribution import qk_attribution
@@ -45,6 +49,7 @@ from tensorlens_tl.circuits.weights import (
     svd_tokens,
     virtual_head,
 )
+from tensorlens_tl.results.feature_edges import FeatureEdges
 from tensorlens_tl.results.graph import ContributionGraph
 from tensorlens_tl.results.pairs import ScoreAttribution
 from tensorlens_tl.results.terms import Paths, Terms
@@ -53,6 +58,8 @@ __all__ = [
     "ContributionGraph",
     "Directions",
     "ErrorBound",
+    "FeatureEdges",
+    "Features",
     "HeadMap",
     "Paths",
     "PropositionBound",
@@ -64,6 +71,10 @@ __all__ = [
     "contribution_graph",
     "copying_scores",
     "error_bound",
+    "feature_attribution",
+    "feature_edges",
+    "feature_effects",
+    "features",
     "full_ov",
     "full_qk",
     "head_map",
