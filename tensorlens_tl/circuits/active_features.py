@@ -7,7 +7,7 @@ dictionary is read: `tensorlens_tl.models.dictionaries`; where it stands: `tenso
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,6 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Norm
 from tensorlens_tl.circuits.places import ReadAt, WriteAt, mlp_output, read_at, write_at
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.dictionaries import DictionaryWeights, read_dictionary
-from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.passes.prompts import one_query
 from tensorlens_tl.passes.record import Record, check_pass
@@ -130,9 +129,16 @@ class Features:
         """What the encoder makes of some features before its activation, at a position of every prompt."""
         read = self.dictionary.reads(self.reads.x)
         here = read[torch.arange(len(read), device=read.device), positions]
-        return torch.einsum("rbd,dr->rb", here, self.dictionary.W_enc[:, features]) + self.dictionary.b_enc[
-            features, None
-        ]
+        return (
+            torch.einsum("rbd,dr->rb", here, self.dictionary.W_enc[:, features]) + self.dictionary.b_enc[features, None]
+        )
+
+
+if TYPE_CHECKING:
+    FeaturesLike = Features
+    """Features, as a user passes them."""
+else:
+    FeaturesLike = Any  # what is none is refused in our own words
 
 
 def features(
@@ -165,8 +171,7 @@ def features(
     hook = read.hook if hook is None else hook
     if hook is None:
         raise InvalidInputError(
-            f"features: this {read.name} does not say where it belongs; pass hook=, such as "
-            f"{frozen.output_name(0)!r}."
+            f"features: this {read.name} does not say where it belongs; pass hook=, such as {frozen.output_name(0)!r}."
         )
     if read.transcodes:
         hook_out = hook_out or read.hook_out or mlp_output(hook)
@@ -185,8 +190,8 @@ def features(
         raise NumericalError(f"features: {read.name} overflows; use a wider dtype for model and dictionary.")
     reconstruction = torch.zeros_like(writes.x)
     reconstruction[mask] = made.decoded
-    tokens = mask.nonzero()[made.index[:, 0]]
-    index = torch.cat([tokens, made.index[:, 1:]], dim=1)
+    tokens = mask.nonzero()[made.where[:, 0]]
+    index = torch.cat([tokens, made.where[:, 1:]], dim=1)
     return Features(frozen, read, hook, hook_out or hook, reads, writes, index, made.values, reconstruction)
 
 

@@ -25,7 +25,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, Identity, RowPositions
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import BiasTerms, in_total
-from tensorlens_tl.circuits.active_features import Features
+from tensorlens_tl.circuits.active_features import Features, FeaturesLike
 from tensorlens_tl.circuits.direct import BY as DIRECT, direct_effects
 from tensorlens_tl.circuits.places import Place, maps_between, stream_to
 from tensorlens_tl.circuits.stream import StreamTarget
@@ -43,7 +43,7 @@ BY = ("feature_token", "feature")
 
 
 def feature_attribution(
-    found: Features,
+    found: FeaturesLike,
     feature: Any,
     *,
     query: Query = -1,
@@ -98,7 +98,7 @@ def feature_attribution(
 
 
 def feature_effects(
-    found: Features,
+    found: FeaturesLike,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
@@ -134,7 +134,10 @@ def feature_effects(
     own = upcast(torch.take_along_dim(own, positions[..., None], dim=1))
     total = (own * resolved.vectors).sum(-1) + resolved.constant
     asked = _Asked(resolved.vectors.transpose(0, 1), resolved.constant.T, total.T, positions.T).at_real(frozen)
-    ends: Iterable[AffineMap | None] = (frozen.final_map(), frozen.prediction_head(rule) if resolved.of_tokens else None)
+    ends: Iterable[AffineMap | None] = (
+        frozen.final_map(),
+        frozen.prediction_head(rule) if resolved.of_tokens else None,
+    )
     stages = maps_between(frozen, found.writes.place, Place(frozen.n_layers, 0), rule)
     names, scores = _effects(found, _chain([*stages, *(end for end in ends if end is not None)]), asked, by, memory)
     return Terms(
@@ -147,8 +150,8 @@ def feature_effects(
 
 
 def feature_edges(
-    early: Features,
-    late: Features,
+    early: FeaturesLike,
+    late: FeaturesLike,
     features: Any = None,
     *,
     query: Query = -1,
@@ -299,7 +302,9 @@ def _effects(
     frozen, writes = found.frozen, found.writes
     through = through if isinstance(writes.outer, Identity) else Chain((writes.outer, through))
     parts = _Parts.of(found, by)
-    per_row = frozen.row_bytes + found.values.element_size() * (len(parts.names) * len(frozen.tokens) + len(found.values))
+    per_row = frozen.row_bytes + found.values.element_size() * (
+        len(parts.names) * len(frozen.tokens) + len(found.values)
+    )
     scores = []
     for rows in chunks(len(asked.vectors), per_row, memory, "rows"):
         part, terms = asked.part(rows), BiasTerms()

@@ -108,9 +108,9 @@ def read_at(frozen: Record, hook: str, *, mlp: bool) -> ReadAt:
                 place, at = Place(layer, number), stream.x[number]
                 found += [(place, norm, norm(at)), (place, plain, plain(at))]
     for place, through, at in found:
-        if relative_error(at, x, frozen.mask) <= frozen.tolerance:
+        if _same(frozen, at, x):
             return ReadAt(place, through, x)
-    raise _other(frozen, layer, hook, "the residual stream" + " or what its MLP reads" * mlp, mlp)
+    raise _other(frozen, layer, hook, "the residual stream" + " or what the MLP reads" * mlp, mlp)
 
 
 def write_at(frozen: Record, hook: str) -> WriteAt:
@@ -129,13 +129,13 @@ def write_at(frozen: Record, hook: str) -> WriteAt:
             ends += [(Chain(tuple(inside)), last)] if isinstance(last, Norm) else []
             for output, after in ends:
                 made = output(hidden[sublayer])
-                if relative_error(made, x, frozen.mask) <= frozen.tolerance:
+                if _same(frozen, made, x):
                     others = (s.write(h) for s, h in hidden.items() if s is not sublayer)
                     beside = sum(others, start=stream.x[number])
                     beside = beside if after.bias is ZERO else beside + after.bias
                     place = _normal(Place(layer, number + 1), len(stream.steps))
                     return WriteAt(place, step.outer, after, x, beside, f"beside {sublayer.name}")
-    raise _other(frozen, layer, hook, "what its MLP gives", True)
+    raise _other(frozen, layer, hook, "what the MLP gives", True)
 
 
 def mlp_output(hook: str) -> str:
@@ -148,6 +148,10 @@ def mlp_output(hook: str) -> str:
 
 def _block(frozen: Record, layer: int) -> Stream:
     return Stream.of(frozen, layers=slice(layer, layer + 1), final_norm=False, to_tokens=False)
+
+
+def _same(frozen: Record, made: Tensor, own: Tensor) -> bool:
+    return made.shape == own.shape and relative_error(made, own, frozen.mask) <= frozen.tolerance
 
 
 def _places(frozen: Record, stream: Stream) -> Iterator[tuple[Place, Tensor]]:
@@ -168,20 +172,22 @@ def _held(frozen: Record, hook: str, mlp: bool) -> tuple[int, Tensor]:
     """A hook point's block, and what it holds in this pass."""
     frozen.view.refuse_encoder_decoder("sparse dictionaries")
     match = re.match(r"blocks\.(\d+)\.", hook)
-    if match is None or hook not in frozen.model.hook_dict or not int(match[1]) < frozen.n_layers:
-        layer = min(int(match[1]), frozen.n_layers - 1) if match else 0
+    layer = min(int(match[1]), frozen.n_layers - 1) if match else 0
+    if match is None or hook not in frozen.model.hook_dict or layer != int(match[1]):
         some = ", ".join(_names(frozen, layer, mlp))
         raise InvalidInputError(
             f"hook={hook!r} is no hook point of a block of this {frozen.view.description}, which has "
             f"{frozen.n_layers}; of blocks.{layer} there are {some}."
         )
     if hook in frozen.cache:
-        return int(match[1]), frozen.captured(hook)
+        return layer, frozen.captured(hook)
     frozen.check_fresh()
     refuse_attached(frozen.model)
-    kept, _ = capture(frozen.model, frozen.inputs, [hook], last=hook)
+    kept, _ = capture(frozen.model, frozen.inputs, [hook], last=hook, optional=True)
+    if hook not in kept:
+        raise _other(frozen, layer, hook, "anything (it does not fire)", mlp)
     x = kept[hook].to(frozen.tokens.device)
-    return int(match[1]), x if x.ndim > 2 else x.reshape(*frozen.tokens.shape, x.shape[-1])
+    return layer, x if x.ndim > 2 else x.reshape(*frozen.tokens.shape, x.shape[-1])
 
 
 def _names(frozen: Record, layer: int, mlp: bool) -> list[str]:
@@ -194,6 +200,6 @@ def _names(frozen: Record, layer: int, mlp: bool) -> list[str]:
 
 def _other(frozen: Record, layer: int, hook: str, what: str, mlp: bool) -> InvalidInputError:
     return InvalidInputError(
-        f"hook={hook!r} does not hold {what} of blocks.{layer} in this {frozen.view.description} (measured). Hook "
-        f"points that may: {', '.join(_names(frozen, layer, mlp))}."
+        f"hook={hook!r} does not hold {what} in this {frozen.view.description}. Try one of "
+        f"{', '.join(_names(frozen, layer, mlp))}: what each of them holds is compared with the model's own steps."
     )

@@ -162,7 +162,13 @@ def load_demo_dictionary(
     folder = DICTIONARY_FOLDER if folder is None else Path(folder)
     weights = {name: weight.to(dtype) for name, weight in load_file(folder / f"{hook}.safetensors").items()}
     facts = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    return Dictionary(**weights, k=facts["k"], hook_name=hook)
+    return dictionary_of(weights, facts["k"], hook)
+
+
+def dictionary_of(weights: dict[str, Tensor], k: int, hook: str) -> Dictionary:
+    """A dictionary of the embedded model from the weights that a file holds."""
+    W_enc, b_enc, W_dec, b_dec = (weights[name] for name in ("W_enc", "b_enc", "W_dec", "b_dec"))
+    return Dictionary(W_enc, b_enc, W_dec, b_dec, k, hook)
 
 
 def load_demo_model(

@@ -45,12 +45,12 @@ class Encoded(NamedTuple):
     """What a dictionary makes of some tokens.
 
     Attributes:
-        index: token and feature of every active feature, `[active, 2]`, tokens in order.
+        where: token and feature of every active feature, `[active, 2]`, tokens in order.
         values: what they are worth.
         decoded: the reconstruction, `[token, d_out]`.
     """
 
-    index: Int[Tensor, "active 2"]
+    where: Int[Tensor, "active 2"]
     values: Float[Tensor, "active"]
     decoded: Float[Tensor, "token d_out"]
 
@@ -156,7 +156,8 @@ class DictionaryWeights:
             made = made + part
         if self.W_skip is not None and callable(self.source):
             with torch.no_grad():
-                self._check("forward", made, self.source(x), tolerance)
+                whole: Any = self.source(x)
+            self._check("forward", made, whole, tolerance)
         index = active.nonzero()
         values = features[index[:, 0], index[:, 1]]
         index[:, 0] += start
@@ -172,9 +173,9 @@ class DictionaryWeights:
         off = relative_error(made.flatten(), own.flatten())  # of all vectors: nothing at all may be active at one
         if not off <= tolerance:
             raise InvalidInputError(
-                f"dictionary: {self.name}.{what} gives something else than its weights say with its own active features "
-                f"(relative error {off:.1e}). Only dictionaries whose features are ⟨W_enc, x⟩ + b_enc where they are "
-                "active (ReLU, JumpReLU, TopK) and whose reconstruction is features·W_dec + b_dec are read."
+                f"dictionary: {self.name}.{what} gives something else than its weights say (relative error {off:.1e}, "
+                "its own active features taken). Only dictionaries whose features are ⟨W_enc, x⟩ + b_enc where they "
+                "are active (ReLU, JumpReLU, TopK) and whose reconstruction is features·W_dec + b_dec are read."
             )
 
     def subtracting_b_dec(self) -> "DictionaryWeights":
@@ -233,8 +234,8 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
     threshold = _vector(source, "threshold", features, what)
     W_skip = _weight(source, "W_skip", what)
     hook_in, hook_out = _said(source, "hook_name"), _said(source, "hook_name_out")
-    if transcodes is None:
-        transcodes = (hook_out is not None and hook_out != hook_in) or W_skip is not None
+    elsewhere = (hook_out is not None and hook_out != hook_in) or W_skip is not None
+    between = elsewhere if transcodes is None else transcodes
     read = DictionaryWeights(
         W_enc,
         W_enc.new_zeros(features) if b_enc is None else b_enc,
@@ -248,22 +249,23 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
         hook_in,
         hook_out,
         _said(source, "model_name"),
-        transcodes,
+        between,
     )
     if _said(source, "rescale_acts_by_decoder_norm"):
         norms = W_dec.norm(dim=1)
         read = replace(read, W_enc=W_enc * norms, b_enc=read.b_enc * norms, W_dec=W_dec / norms[:, None])
-    return read.subtracting_b_dec() if _said(source, "apply_b_dec_to_input") and not transcodes else read
+    return read.subtracting_b_dec() if _said(source, "apply_b_dec_to_input") and not between else read
 
 
-def _own(source: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _own(source: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """What an object's own `encode` and `decode` give, in this order: a scale may pass from one to the other."""
     own = source.encode(x)
     own = own.to_dense() if isinstance(own, Tensor) and own.is_sparse else own
     if not isinstance(own, Tensor):
         raise InvalidInputError(f"dictionary: {type(source).__name__}.encode gives a {type(own).__name__}, no tensor.")
-    decode = getattr(source, "decode", None)
-    return own, decode(own) if callable(decode) else None
+    decode: Any = getattr(source, "decode", None)
+    decoded: Any = decode(own) if callable(decode) else None
+    return own, decoded
 
 
 def _said(source: Any, name: str) -> Any:

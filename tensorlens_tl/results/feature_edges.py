@@ -43,6 +43,6 @@ class FeatureEdges(Terms):
         frames = []
         for feature in dict.fromkeys(self.features):
             frame = self.into(feature).to_dataframe(keys=keys)
-            frame.insert(frame.columns.get_loc("term"), "feature", feature)
+            frame.insert(list(frame.columns).index("term"), "feature", feature)
             frames.append(frame)
         return pd.concat(frames, ignore_index=True)
