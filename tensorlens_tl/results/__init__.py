@@ -3,6 +3,7 @@
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.entry import Entry
 from tensorlens_tl.results.evaluation import Comparison, Evaluation
+from tensorlens_tl.results.feature_edges import FeatureEdges
 from tensorlens_tl.results.graph import ContributionGraph
 from tensorlens_tl.results.pairs import ScoreAttribution
 from tensorlens_tl.results.terms import Paths, Terms
@@ -13,6 +14,7 @@ __all__ = [
     "ContributionGraph",
     "Entry",
     "Evaluation",
+    "FeatureEdges",
     "Paths",
     "ScoreAttribution",
     "Terms",
