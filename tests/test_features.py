@@ -16,6 +16,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.models.dictionaries import read_dictionary
 from tensorlens_tl.results.feature_edges import FeatureEdges
+from tensorlens_tl.testing import tiny_input
 
 CASES = [
     ("hooked/ln", "jumprelu", "layer_norm"),
@@ -420,6 +421,14 @@ def test_weights_that_are_not_finite():
     for name in ("W_enc", "b_enc", "W_dec", "b_dec"):
         with pytest.raises(tlens.NumericalError, match=f"{name} has values that are not finite"):
             read_dictionary(broken(name))
+
+
+def test_encoder_decoders_are_refused(model_named):
+    model = model_named("bridge/bart")
+    input, options = tiny_input(model)
+    frozen = tlens.freeze(model, input, **options)
+    with pytest.raises(tlens.UnsupportedModelError, match="sparse dictionaries"):
+        circuits.features(frozen, Dictionary(), "blocks.0.hook_resid_post")
 
 
 def test_bad_questions(model_named):

@@ -172,12 +172,13 @@ def _held(frozen: Record, hook: str, mlp: bool) -> tuple[int, Tensor]:
     """A hook point's block, and what it holds in this pass."""
     frozen.view.refuse_encoder_decoder("sparse dictionaries")
     match = re.match(r"blocks\.(\d+)\.", hook)
-    layer = min(int(match[1]), frozen.n_layers - 1) if match else 0
-    if match is None or hook not in frozen.model.hook_dict or layer != int(match[1]):
-        some = ", ".join(_names(frozen, layer, mlp))
+    ends = {frozen.output_name(layer): layer for layer in range(frozen.n_layers)}  # GPT-1's last is no block's own
+    layer = int(match[1]) if match else ends.get(hook, -1)
+    if hook not in frozen.model.hook_dict or not 0 <= layer < frozen.n_layers:
+        near = min(max(layer, 0), frozen.n_layers - 1)
         raise InvalidInputError(
             f"hook={hook!r} is no hook point of a block of this {frozen.view.description}, which has "
-            f"{frozen.n_layers}; of blocks.{layer} there are {some}."
+            f"{frozen.n_layers}; of blocks.{near} there are {', '.join(_names(frozen, near, mlp))}."
         )
     if hook in frozen.cache:
         return layer, frozen.captured(hook)
