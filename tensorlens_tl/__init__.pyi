@@ -32,6 +32,7 @@ from tensorlens_tl.algebra import (
     Transpose as Transpose,
 )
 from tensorlens_tl.demo import (
+    load_demo_dictionary as load_demo_dictionary,
     load_demo_model as load_demo_model,
 )
 from tensorlens_tl.errors import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorlens_tl as tlens
-from tensorlens_tl.demo import train, train_reversal, train_small, train_vision, train_whitened
+from tensorlens_tl.demo import train, train_dictionary, train_reversal, train_small, train_vision, train_whitened
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,25 @@ def test_small_models(name, tmp_path, monkeypatch, few_documents):
     model = tlens.load_demo_model(name=name, folder=tmp_path)
     made, shipped = (dict(m.named_parameters()) for m in (model, tlens.load_demo_model(name=name)))
     assert {key: value.shape for key, value in made.items()} == {key: value.shape for key, value in shipped.items()}
+
+
+def test_dictionaries(tmp_path, monkeypatch, few_documents):
+    """A few steps bring the error down, and what the script saves is what `load_demo_dictionary` reads."""
+    monkeypatch.setattr(train_dictionary, "python_documents", lambda: few_documents)
+    monkeypatch.setattr(train_dictionary, "ASLEEP", 2)
+    monkeypatch.setattr(train_dictionary, "ROWS", 4)
+    train_dictionary.main([str(tmp_path), "--steps", "5"])
+    facts = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
+    assert facts["steps"] == 5
+    for hook in tlens.demo.DICTIONARIES:
+        made, shipped = (tlens.load_demo_dictionary(hook, folder=folder) for folder in (tmp_path, None))
+        assert made.W_enc.shape == shipped.W_enc.shape
+        assert made.W_dec.norm(dim=1).allclose(torch.ones(512), atol=1e-2)
+        assert 0.1 < facts[hook]["explained"] < shipped_facts()[hook]["explained"]
+
+
+def shipped_facts():
+    return json.loads((tlens.demo.DICTIONARY_FOLDER / "training.json").read_text(encoding="utf-8"))
 
 
 def test_whitened_models(tmp_path, monkeypatch, few_documents):

@@ -12,10 +12,13 @@
 | what differs between a clean and a corrupted prompt | `patch_scores`, `edge_scores` |
 | what does a circuit of some edges do by itself | `EdgeScores.circuit`, `run_circuits` |
 | why does this head attend there | `qk_attribution` |
+| which features of a sparse dictionary are active | `features` |
+| what makes a feature, what does it do, which make which | `feature_attribution`, `feature_effects`, `feature_edges` |
 | how large is the operator | `spectral_norm`, `singular_directions`, `norm_bound`, `appendix_e_bound` |
 | how wrong is it away from its input | `error_bound`, `proposition_1` |
 """
 
+from tensorlens_tl.circuits.active_features import Features, features
 from tensorlens_tl.circuits.bounds import (
     ErrorBound,
     PropositionBound,
@@ -28,6 +31,7 @@ from tensorlens_tl.circuits.composition import composition_scores
 from tensorlens_tl.circuits.direct import logit_attribution
 from tensorlens_tl.circuits.edges import edge_scores, run_circuits
 from tensorlens_tl.circuits.expansion import paths, top_paths
+from tensorlens_tl.circuits.feature_circuits import feature_attribution, feature_edges, feature_effects
 from tensorlens_tl.circuits.graph import contribution_graph
 from tensorlens_tl.circuits.head import HeadMap, head_map
 from tensorlens_tl.circuits.patching import patch_scores
@@ -50,6 +54,7 @@ from tensorlens_tl.circuits.weights import (
     virtual_head,
 )
 from tensorlens_tl.results.circuit import Circuit, EdgeScores
+from tensorlens_tl.results.feature_edges import FeatureEdges
 from tensorlens_tl.results.graph import ContributionGraph
 from tensorlens_tl.results.pairs import ScoreAttribution
 from tensorlens_tl.results.terms import Paths, Terms
@@ -60,6 +65,8 @@ __all__ = [
     "Directions",
     "EdgeScores",
     "ErrorBound",
+    "FeatureEdges",
+    "Features",
     "HeadMap",
     "Paths",
     "PropositionBound",
@@ -72,6 +79,10 @@ __all__ = [
     "copying_scores",
     "edge_scores",
     "error_bound",
+    "feature_attribution",
+    "feature_edges",
+    "feature_effects",
+    "features",
     "full_ov",
     "full_qk",
     "head_map",

@@ -64,6 +64,11 @@ def logit_attribution(
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
     asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
+    return direct_effects(asked, by, memory)
+
+
+def direct_effects(asked: StreamTarget, by: str, memory: Memory = None) -> Terms:
+    """The same of what is asked about any stream; `by` is one of `BY`."""
     stream = asked.stream
     x, widest = stream.x[0], max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
     per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * widest) * x[..., 0].numel() * x.element_size()
@@ -121,7 +126,7 @@ def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tens
                 add([name], dot(g, bias), partial(_by_position, g, bias))
     if bool(asked.constant.any()):
         constant = asked.constant[:, rows].T[..., None]
-        add(["b_U"], constant, partial(_at_query, constant, positions, stream.x[0].shape[1]))
+        add([asked.constant_name], constant, partial(_at_query, constant, positions, stream.x[0].shape[1]))
     return names, torch.cat(scores, dim=-1), torch.cat(keys, dim=2) if keys else None
 
 

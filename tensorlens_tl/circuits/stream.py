@@ -199,6 +199,7 @@ class StreamTarget:
         positions: the queries, `[batch, query]`.
         soft_cap: the cap that the model applies after it, or None.
         label: the target for people.
+        constant_name: what the constant is called among the terms.
     """
 
     stream: Stream
@@ -210,6 +211,24 @@ class StreamTarget:
     positions: Int[Tensor, "batch query"]
     soft_cap: float | None
     label: str
+    constant_name: str = "b_U"
+
+    @classmethod
+    def at(
+        cls,
+        stream: Stream,
+        read_at: str,
+        vectors: Float[Tensor, "batch query d_model"],
+        constant: Float[Tensor, "batch query"],
+        total: Float[Tensor, "batch query"],
+        positions: Int[Tensor, "batch query"],
+        label: str,
+        constant_name: str = "b_U",
+        soft_cap: float | None = None,
+    ) -> "StreamTarget":
+        """A target of any stream, its vectors placed where they are asked."""
+        seed = place(vectors.transpose(0, 1), positions.T, stream.x[-1])
+        return cls(stream, read_at, vectors, seed, constant, total, positions, soft_cap, label, constant_name)
 
     def number(self, read: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch query"]:
         """What is asked, of another stream at `read_at`, before any final soft cap."""
@@ -278,16 +297,15 @@ def stream_target(
     own = upcast(torch.take_along_dim(frozen.captured(read_at), positions[..., None], dim=1))
     real = torch.take_along_dim(frozen.mask, positions, dim=1)  # nothing is asked at padding
     vectors, constant = asked.vectors * real[..., None], asked.constant.to(own) * real
-    return StreamTarget(
+    return StreamTarget.at(
         stream,
         read_at,
-        vectors=vectors,
-        seed=place(vectors.transpose(0, 1), positions.T, stream.x[-1]),
-        constant=constant,
-        total=(own * vectors).sum(-1) + constant,
-        positions=positions,
+        vectors,
+        constant,
+        (own * vectors).sum(-1) + constant,
+        positions,
+        asked.label if asked.of_tokens else f"{asked.label} at {end_of(frozen, chosen.stop, normed)}",
         soft_cap=frozen.view.soft_cap if asked.of_tokens else None,
-        label=asked.label if asked.of_tokens else f"{asked.label} at {end_of(frozen, chosen.stop, normed)}",
     )
 
 

@@ -13,10 +13,11 @@
 
 The first is trained by `tensorlens_tl.demo.train`, `whitened` by `tensorlens_tl.demo.train_whitened`, `digits` by
 `tensorlens_tl.demo.train_vision`, `reversal` by `tensorlens_tl.demo.train_reversal`, the others by
-`tensorlens_tl.demo.train_small`.
+`tensorlens_tl.demo.train_small`. `load_demo_dictionary` gives sparse autoencoders of the first one's residual stream.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,20 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.whitening.insertion import whiten
 
 __all__ = [
-    "FOLDERS", "PROMPT", "digit_images", "held_out_prompts", "held_out_text", "load_demo_model", "reversal_words",
+    "DICTIONARIES", "FOLDERS", "PROMPT", "Dictionary", "digit_images", "held_out_prompts", "held_out_text",
+    "load_demo_dictionary", "load_demo_model", "reversal_words",
 ]  # fmt: skip
 
 MODEL_FOLDER = Path(__file__).parent / "model"
+DICTIONARY_FOLDER = Path(__file__).parent / "dictionaries"
 FOLDERS = {"language": MODEL_FOLDER} | {
     name: Path(__file__).parent / "models" / name
     for name in ("recall", "brackets", "relations", "encoder", "whitened", "digits", "reversal")
 }
 """Where each model lies, in Hugging Face format."""
+
+DICTIONARIES = ("blocks.0.hook_resid_post", "blocks.2.hook_resid_post")
+"""Where the embedded model `language` has sparse autoencoders."""
 
 ONLY_BRIDGE = ("encoder", "whitened", "digits", "reversal")
 
@@ -104,6 +110,65 @@ def reversal_words() -> Int[Tensor, "word letter"]:
     """The 1004 words that the model `reversal` has not seen, six letters each, as token ids."""
     numbers = torch.arange(0, 10**6, 997)[:, None]
     return numbers // 10 ** torch.arange(5, -1, -1) % 10 + 3
+
+
+@dataclass(eq=False)
+class Dictionary:
+    """A TopK sparse autoencoder: ``x ≈ encode(x) @ W_dec + b_dec`` with at most `k` active features for a token.
+
+    Attributes:
+        hook_name, model_name: whose residual stream it was trained on.
+    """
+
+    W_enc: Float[Tensor, "d_model feature"]
+    b_enc: Float[Tensor, "feature"]
+    W_dec: Float[Tensor, "feature d_model"]
+    b_dec: Float[Tensor, "d_model"]
+    k: int
+    hook_name: str
+    model_name: str = "tensorlens-demo"
+
+    def encode(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any feature"]:
+        """What each feature is worth, zero for all but the `k` largest."""
+        before = x @ self.W_enc + self.b_enc
+        largest = before.topk(self.k)
+        return torch.zeros_like(before).scatter(-1, largest.indices, largest.values.relu())
+
+    def decode(self, features: Float[Tensor, "*any feature"]) -> Float[Tensor, "*any d_model"]:
+        """The reconstruction."""
+        return features @ self.W_dec + self.b_dec
+
+
+def load_demo_dictionary(
+    hook: str = "blocks.2.hook_resid_post", dtype: torch.dtype = torch.float32, *, folder: Path | str | None = None
+) -> Dictionary:
+    """A sparse autoencoder of the embedded model `language`: 512 features, of which 16 are active at a token.
+
+    Trained by `tensorlens_tl.demo.train_dictionary`; how well it reconstructs held-out text stands in
+    ``dictionaries/training.json``.
+
+    Args:
+        hook: one of `DICTIONARIES`.
+        dtype: of the weights, as the model's.
+        folder: another folder of dictionaries.
+
+    Raises:
+        InvalidInputError: no dictionary for that hook point.
+    """
+    from safetensors.torch import load_file
+
+    if hook not in DICTIONARIES:
+        raise InvalidInputError(f"load_demo_dictionary: hook={hook!r}; use {' or '.join(map(repr, DICTIONARIES))}.")
+    folder = DICTIONARY_FOLDER if folder is None else Path(folder)
+    weights = {name: weight.to(dtype) for name, weight in load_file(folder / f"{hook}.safetensors").items()}
+    facts = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    return dictionary_of(weights, facts["k"], hook)
+
+
+def dictionary_of(weights: dict[str, Tensor], k: int, hook: str) -> Dictionary:
+    """A dictionary of the embedded model from the weights that a file holds."""
+    W_enc, b_enc, W_dec, b_dec = (weights[name] for name in ("W_enc", "b_enc", "W_dec", "b_dec"))
+    return Dictionary(W_enc, b_enc, W_dec, b_dec, k, hook)
 
 
 def load_demo_model(

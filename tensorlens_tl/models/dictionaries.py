@@ -1,0 +1,320 @@
+"""One reading of any sparse dictionary: an autoencoder of a stream, or a transcoder from one place to another.
+
+A dictionary is whatever has ``W_enc`` `[d_in, feature]` and ``W_dec`` `[feature, d_out]`, by its own names or those of
+SAELens. With the active features held (and the scale, where it normalises what it reads), it is affine:
+
+    f_i = ⟨W_enc_i, n(x)⟩ + b_enc_i     for active i, 0 for all others
+    x̂   = s · (Σ_i f_i · W_dec_i + b_dec)  (+ the mean that n takes away, + x·W_skip)
+
+The active set is the dictionary's own, whatever chooses it: ReLU, JumpReLU and TopK differ in nothing else. What is
+read is compared with the object's own `encode` and `decode`, where it has them, and refused where it differs.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.errors import InvalidInputError, NumericalError
+
+NORMALISED = ("layer_norm", "constant_norm_rescale")
+"""How SAELens' dictionaries may normalise each vector they read (`cfg.normalize_activations`)."""
+
+FOLDED = ("none", "expected_average_only_in", "covariance_whitening")
+"""Ways that are part of the weights once training has ended, or are none."""
+
+GATED = ("r_mag", "b_gate", "W_gate", "gate_bias")
+EPSILON = 1e-5  # SAELens adds it to the standard deviation by which it divides, not to the one it multiplies by
+CHUNK_BYTES = 64 * 2**20
+
+
+class Normalised(NamedTuple):
+    """How one dictionary normalises the vectors of one pass, `[*any, 1]` each."""
+
+    divided_by: Float[Tensor, "*any 1"]
+    multiplied_by: Float[Tensor, "*any 1"]
+    centred: bool
+
+
+class Encoded(NamedTuple):
+    """What a dictionary makes of some tokens.
+
+    Attributes:
+        where: token and feature of every active feature, `[active, 2]`, tokens in order.
+        values: what they are worth.
+        decoded: the reconstruction, `[token, d_out]`.
+    """
+
+    where: Int[Tensor, "active 2"]
+    values: Float[Tensor, "active"]
+    decoded: Float[Tensor, "token d_out"]
+
+
+@dataclass(frozen=True, eq=False)
+class DictionaryWeights:
+    """A sparse dictionary, as its weights say. Made by `read_dictionary`.
+
+    Attributes:
+        b_enc: with ``−b_dec·W_enc`` inside, where the dictionary subtracts b_dec from what it reads.
+        threshold: of JumpReLU, or None.
+        k: of TopK, or None.
+        normalise: one of `NORMALISED`, or None.
+        W_skip: of a skip transcoder, `[d_in, d_out]`, or None.
+        source: the object it was read from.
+        hook, hook_out, model_name: what the object says about where it belongs, or None.
+    """
+
+    W_enc: Float[Tensor, "d_in feature"]
+    b_enc: Float[Tensor, "feature"]
+    W_dec: Float[Tensor, "feature d_out"]
+    b_dec: Float[Tensor, "d_out"]
+    threshold: Float[Tensor, "feature"] | None
+    k: int | None
+    normalise: str | None
+    W_skip: Float[Tensor, "d_in d_out"] | None
+    source: Any
+    hook: str | None = None
+    hook_out: str | None = None
+    model_name: str | None = None
+    transcodes: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its class, for messages."""
+        return type(self.source).__name__
+
+    @property
+    def features(self) -> int:
+        """How many features it has."""
+        return self.W_enc.shape[1]
+
+    def normalised(self, x: Float[Tensor, "*any d_in"]) -> Normalised | None:
+        """By what it divides vectors, and multiplies what it makes of them; None where it does neither."""
+        if self.normalise is None:
+            return None
+        if self.normalise == "layer_norm":
+            deviation = x.std(-1, keepdim=True)
+            divided = Normalised(deviation + EPSILON, deviation, centred=True)
+        else:
+            norm = x.norm(dim=-1, keepdim=True) / x.shape[-1] ** 0.5
+            divided = Normalised(norm, norm, centred=False)
+        # a transcoder's output is another place's: SAELens does not scale it
+        return divided._replace(multiplied_by=torch.ones_like(divided.multiplied_by)) if self.transcodes else divided
+
+    def reads(self, x: Float[Tensor, "*any d_in"]) -> Float[Tensor, "*any d_in"]:
+        """What its encoder is given: the vectors, normalised where it does so."""
+        how = self.normalised(x)
+        return x if how is None else (x - x.mean(-1, keepdim=True) if how.centred else x) / how.divided_by
+
+    def beside(self, x: Float[Tensor, "*any d_in"]) -> dict[str, Float[Tensor, "*any d_out"]]:
+        """What it gives besides its features and b_dec, by name."""
+        how, found = self.normalised(x), {}
+        if how is not None and how.centred and not self.transcodes:
+            found["input mean"] = x.mean(-1, keepdim=True).expand_as(x)
+        if self.W_skip is not None:
+            found["skip"] = x @ self.W_skip
+        return found
+
+    def encode(self, x: Float[Tensor, "token d_in"], tolerance: float) -> Encoded:
+        """Its active features for some vectors, and the reconstruction, compared with what the object itself gives.
+
+        Args:
+            x: in the dictionary's dtype and on its device.
+            tolerance: the largest relative error.
+
+        Raises:
+            InvalidInputError: the object's own features or reconstruction are others than those of its weights.
+        """
+        found = [self._encoded(part, start, tolerance) for start, part in self._chunks(x)]
+        return Encoded(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+    def _chunks(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        size = max(1, CHUNK_BYTES // (4 * self.features * x.element_size()))
+        return ((start, x[start : start + size]) for start in range(0, max(1, len(x)), size))
+
+    def _encoded(self, x: Tensor, start: int, tolerance: float) -> Encoded:
+        before, own, decoded = self.reads(x) @ self.W_enc + self.b_enc, None, None
+        if callable(getattr(self.source, "encode", None)):
+            with torch.no_grad():
+                own, decoded = _own(self.source, x)
+        active = self._active(before) if own is None else own != 0
+        features = before * active
+        made = features @ self.W_dec + self.b_dec
+        how = self.normalised(x)
+        made = made if how is None else made * how.multiplied_by
+        beside = self.beside(x)
+        if own is not None:
+            self._check("encode", features, own, tolerance)
+        if decoded is not None:  # a skip transcoder's decode leaves the skip out
+            self._check("decode", made + beside.get("input mean", 0), decoded, tolerance)
+        for part in beside.values():
+            made = made + part
+        if self.W_skip is not None and callable(self.source):
+            with torch.no_grad():
+                whole: Any = self.source(x)
+            self._check("forward", made, whole, tolerance)
+        index = active.nonzero()
+        values = features[index[:, 0], index[:, 1]]
+        index[:, 0] += start
+        return Encoded(index, values, made)
+
+    def _active(self, before: Float[Tensor, "token feature"]) -> Tensor:
+        if self.k is not None:
+            chosen = torch.zeros_like(before, dtype=torch.bool)
+            return chosen.scatter(-1, before.topk(self.k).indices, True) & (before > 0)
+        return before > 0 if self.threshold is None else (before > 0) & (before > self.threshold)
+
+    def _check(self, what: str, made: Tensor, own: Tensor, tolerance: float) -> None:
+        off = relative_error(made.flatten(), own.flatten())  # of all vectors: nothing at all may be active at one
+        if not off <= tolerance:
+            raise InvalidInputError(
+                f"dictionary: {self.name}.{what} gives something else than its weights say (relative error {off:.1e}, "
+                "its own active features taken). Only dictionaries whose features are ⟨W_enc, x⟩ + b_enc where they "
+                "are active (ReLU, JumpReLU, TopK) and whose reconstruction is features·W_dec + b_dec are read."
+            )
+
+    def subtracting_b_dec(self) -> "DictionaryWeights":
+        """The same with b_dec taken from what it reads."""
+        return replace(self, b_enc=self.b_enc - self.b_dec @ self.W_enc)
+
+    def fitting(self, x: Float[Tensor, "token d_in"], tolerance: float) -> "DictionaryWeights":
+        """The same, or with b_dec taken from what it reads: where the object does not say which, its `encode` shows.
+
+        Raises:
+            InvalidInputError: neither fits.
+        """
+        said = _said(self.source, "apply_b_dec_to_input") is not None
+        if said or self.transcodes or self.b_dec.shape != self.W_enc.shape[:1] or not bool(self.b_dec.any()):
+            return self
+        try:
+            self.encode(x[:8], tolerance)
+        except InvalidInputError:
+            other = self.subtracting_b_dec()
+            with suppress(InvalidInputError):
+                other.encode(x[:8], tolerance)
+                return other
+            raise
+        return self
+
+
+def read_dictionary(source: Any, *, transcodes: bool | None = None) -> DictionaryWeights:
+    """The weights of a sparse dictionary, checked.
+
+    Args:
+        source: an object with `W_enc` and `W_dec`; `b_enc`, `b_dec`, `threshold` and `k` are zero or absent where it
+            has none. A configuration at `cfg` may say more, as SAELens' does: `apply_b_dec_to_input`,
+            `normalize_activations`, `rescale_acts_by_decoder_norm`, `metadata`.
+        transcodes: whether it reads one place and reconstructs another; None takes what its metadata says.
+
+    Raises:
+        InvalidInputError: no dictionary, a weight missing or of a wrong shape, a gated one, or a normalisation or
+            activation that is not known.
+        NumericalError: weights that are not finite.
+    """
+    what = f"dictionary: {type(source).__name__}"
+    if gates := [name for name in GATED if getattr(source, name, None) is not None]:
+        raise InvalidInputError(
+            f"{what} is gated ({gates[0]}): whether a feature is active and what it is worth come from different "
+            "pre-activations. Only ReLU, JumpReLU and TopK are read."
+        )
+    W_enc, W_dec = (_weight(source, name, what) for name in ("W_enc", "W_dec"))
+    if W_enc is None or W_dec is None or W_enc.ndim != 2 or W_dec.ndim != 2 or W_enc.shape[1] != W_dec.shape[0]:
+        shapes = ", ".join(
+            f"{name} {'missing' if w is None else tuple(w.shape)}" for name, w in (("W_enc", W_enc), ("W_dec", W_dec))
+        )
+        raise InvalidInputError(f"{what} has {shapes}; needed are W_enc [d_in, feature] and W_dec [feature, d_out].")
+    features, width = W_dec.shape
+    b_enc = _vector(source, "b_enc", features, what)
+    b_dec = _vector(source, "b_dec", width, what)
+    threshold = _vector(source, "threshold", features, what)
+    W_skip = _weight(source, "W_skip", what)
+    hook_in, hook_out = _said(source, "hook_name"), _said(source, "hook_name_out")
+    elsewhere = (hook_out is not None and hook_out != hook_in) or W_skip is not None
+    between = elsewhere if transcodes is None else transcodes
+    read = DictionaryWeights(
+        W_enc,
+        W_enc.new_zeros(features) if b_enc is None else b_enc,
+        W_dec,
+        W_dec.new_zeros(width) if b_dec is None else b_dec,
+        threshold,
+        _choices(source, features, what),
+        _normalisation(source, what),
+        None if W_skip is None else W_skip.T,
+        source,
+        hook_in,
+        hook_out,
+        _said(source, "model_name"),
+        between,
+    )
+    if _said(source, "rescale_acts_by_decoder_norm"):
+        norms = W_dec.norm(dim=1)
+        read = replace(read, W_enc=W_enc * norms, b_enc=read.b_enc * norms, W_dec=W_dec / norms[:, None])
+    return read.subtracting_b_dec() if _said(source, "apply_b_dec_to_input") and not between else read
+
+
+def _own(source: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What an object's own `encode` and `decode` give, in this order: a scale may pass from one to the other."""
+    own = source.encode(x)
+    own = own.to_dense() if isinstance(own, Tensor) and own.is_sparse else own
+    if not isinstance(own, Tensor):
+        raise InvalidInputError(f"dictionary: {type(source).__name__}.encode gives a {type(own).__name__}, no tensor.")
+    decode: Any = getattr(source, "decode", None)
+    decoded: Any = decode(own) if callable(decode) else None
+    return own, decoded
+
+
+def _said(source: Any, name: str) -> Any:
+    """What an object, its configuration or its metadata says, in this order; None where none does."""
+    cfg = getattr(source, "cfg", None)
+    for holder in (source, cfg, getattr(cfg, "metadata", None)):
+        found = holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _weight(source: Any, name: str, what: str) -> Tensor | None:
+    found = getattr(source, name, None)
+    if found is None:
+        return None
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        raise InvalidInputError(f"{what}.{name} is a {type(found).__name__}; pass a tensor of floating-point numbers.")
+    if not bool(torch.isfinite(found).all()):
+        raise NumericalError(f"{what}.{name} has values that are not finite.")
+    return found.detach()
+
+
+def _vector(source: Any, name: str, length: int, what: str) -> Tensor | None:
+    found = _weight(source, name, what)
+    if found is not None and found.shape != (length,) and found.ndim > 0:
+        raise InvalidInputError(f"{what}.{name} is {tuple(found.shape)}; [{length}] fits its other weights.")
+    return found if found is None or found.ndim else found.expand(length)
+
+
+def _choices(source: Any, features: int, what: str) -> int | None:
+    """The k of TopK; refuses an activation that is not known, unless `encode` shows what it does."""
+    activation = _said(source, "activation_fn")
+    named = activation if isinstance(activation, str) else type(activation).__name__
+    k = _said(source, "k")
+    k = getattr(activation, "k", None) if k is None else k
+    if k is not None and not (isinstance(k, int | float | Tensor) and 1 <= int(k) <= features):
+        raise InvalidInputError(f"{what}.k is {k!r}; TopK of {features} features takes 1 to {features}.")
+    known = activation is None or callable(getattr(source, "encode", None)) or "relu" in named.lower()
+    if not known and k is None:
+        raise InvalidInputError(f"{what} has the activation {named}; only ReLU, JumpReLU and TopK are read.")
+    return None if k is None else int(k)
+
+
+def _normalisation(source: Any, what: str) -> str | None:
+    how = _said(source, "normalize_activations")
+    if how is None or how in FOLDED:
+        return None
+    if how not in NORMALISED:
+        known = ", ".join((*FOLDED, *NORMALISED))
+        raise InvalidInputError(f"{what} normalises its input by {how!r}; known are {known}.")
+    return how
