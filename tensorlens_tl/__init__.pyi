@@ -52,6 +52,7 @@ from tensorlens_tl.methods import (
     contextualisation as contextualisation,
 )
 from tensorlens_tl.models import (
+    NEXT as NEXT,
     RULES as RULES,
     HookedModel as HookedModel,
 )
