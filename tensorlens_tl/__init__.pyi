@@ -7,6 +7,7 @@ from tensorlens_tl import (
     demo as demo,
     drawing as drawing,
     evaluate as evaluate,
+    generation as generation,
     hooks as hooks,
     layerwise as layerwise,
     methods as methods,
@@ -44,6 +45,9 @@ from tensorlens_tl.errors import (
     SizeError as SizeError,
     TensorLensError as TensorLensError,
     UnsupportedModelError as UnsupportedModelError,
+)
+from tensorlens_tl.generation import (
+    attribute_generation as attribute_generation,
 )
 from tensorlens_tl.layerwise import (
     implicit_attention as implicit_attention,

@@ -54,9 +54,7 @@ if TYPE_CHECKING:
     ModelLike = HookedModel
     """A model, as a user passes it."""
 
-    TokenLike = (
-        str | int | Tensor | Sequence[str | int] | Sequence[Sequence[str | int]] | Literal[Relative.NEXT] | None
-    )
+    TokenLike = str | int | Tensor | Sequence[str | int] | Sequence[Sequence[str | int]] | Literal[Relative.NEXT] | None
     """A token as text or id; one for each prompt; one for each query of each prompt, `[batch][query]`; or `NEXT`."""
 
     Query = int | str | slice | Sequence[int | str] | Tensor | None
