@@ -6,6 +6,7 @@ from conftest import close, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, generation
+from tensorlens_tl.commands import main
 from tensorlens_tl.generation import freeze_generation, sent_on
 from tensorlens_tl.report.prediction import predict
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_model
@@ -187,24 +188,29 @@ def test_hops_of_every_token_and_of_differences(written):
 # ------------------------------------------------------------------ many prompts
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_side": "left"}, {"memory": "150KB"}])
-def test_prompts_together_are_what_each_is_alone(options, demo_model):
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({"span": "all", "minus": "runner-up", "hops": "all"}, {"padding_side": "left"}),
+        ({"hops": 1}, {"memory": "150KB"}),
+    ],
+)
+def test_prompts_together_are_what_each_is_alone(asked, options, demo_model):
     given = [[5, 6], [7, 8, 9], [4]]
-    for asked in ({"hops": 1}, {"span": "all", "minus": "runner-up", "hops": "all"}):
-        together = tlens.attribute_generation(demo_model, PROMPTS, continuation=given, **asked, **options)
-        for row, (prompt, more) in enumerate(zip(PROMPTS, given, strict=True)):
-            alone = tlens.attribute_generation(demo_model, prompt, continuation=more, **asked)
-            real = together.mask[row].nonzero()[:, 0]
-            held = together.mask[row][together.queries[row]]
-            assert [together.tokens[row][place] for place in real] == alone.tokens[0]
-            assert close(together.scores[row][held][:, real], alone.scores[0])
-            assert not together.scores[row][~held].any()
-            for part in ("bias", "total"):
-                assert close(getattr(together, part)[row, held], getattr(alone, part)[0])
-            first, stop = together.options["generated"][row]
-            assert together.tokens[row][first:stop] == alone.tokens[0][-len(more) :]
-            assert len(together.options["asked"][row]) == len(alone.options["asked"][0])
-            assert together.to_html(batch=row)
+    together = tlens.attribute_generation(demo_model, PROMPTS, continuation=given, **asked, **options)
+    for row, (prompt, more) in enumerate(zip(PROMPTS, given, strict=True)):
+        alone = tlens.attribute_generation(demo_model, prompt, continuation=more, **asked)
+        real = together.mask[row].nonzero()[:, 0]
+        held = together.mask[row][together.queries[row]]
+        assert [together.tokens[row][place] for place in real] == alone.tokens[0]
+        assert close(together.scores[row][held][:, real], alone.scores[0])
+        assert not together.scores[row][~held].any()
+        for part in ("bias", "total"):
+            assert close(getattr(together, part)[row, held], getattr(alone, part)[0])
+        first, stop = together.options["generated"][row]
+        assert together.tokens[row][first:stop] == alone.tokens[0][-len(more) :]
+        assert len(together.options["asked"][row]) == len(alone.options["asked"][0])
+        assert together.to_html(batch=row)
 
 
 def test_targets_of_many_prompts_in_batches(demo_model):
@@ -228,8 +234,8 @@ def test_a_continuation_is_what_was_generated(written, demo_model):
 def test_spans_in_every_way(written):
     tokens = written.attribute()
     for span, chosen in (
-        ("all", range(8)), ((2, 5), range(2, 5)), (slice(-2, None), (6, 7)), (3, (3,)), (-1, (7,)), ("not found", (2, 3)),
-        ("not", (7,)),
+        ("all", range(8)), ((2, 5), range(2, 5)), (slice(-2, None), (6, 7)), (3, (3,)), (-1, (7,)),
+        ("not found", (2, 3)), ("not", (7,)),
     ):  # fmt: skip
         made = written.attribute(span=span)
         assert close(made.total[0, 0], tokens.total[0, list(chosen)].sum())
@@ -299,9 +305,10 @@ def test_bad_input_of_several_prompts(demo_model):
             tlens.attribute_generation(demo_model, PROMPTS[:2], continuation=given)
     with pytest.raises(tlens.InvalidInputError, match="pass the continuation as token ids"):
         tlens.attribute_generation(demo_model, [4, 5], continuation=" x")
-    same = ["Return the value", "Return the file"]
+    same, read = ["Return the value", "Return the file"], demo_model.tokenizer.encode
+    given = [[*read(" is"), *read(" not")], [*read("i"), *read("s")]]  # the same text as one token, and as two
     with pytest.raises(tlens.InvalidInputError, match="equally long"):
-        tlens.attribute_generation(demo_model, same, continuation=[" is is not", " not is not"], span="is not is")
+        tlens.attribute_generation(demo_model, same, continuation=given, span="is")
 
 
 @pytest.mark.parametrize("name", ["encoder/bert", "bridge/bert", "hooked/bidirectional", "bridge/bart", "bridge/t5"])
@@ -315,3 +322,42 @@ def test_models_that_continue_nothing_are_refused(name, model_named):
 def test_images_are_refused():
     with pytest.raises(tlens.UnsupportedModelError, match="reads images"):
         tlens.attribute_generation(tlens.load_demo_model(name="digits"), torch.zeros(1, 1, 8, 8), max_new_tokens=2)
+
+
+# ------------------------------------------------------------------ what is shown
+
+
+def test_words_and_files_of_generated_text(written):
+    words = written.attribute(span="all").merge_words()
+    assert close(words.scores.sum(-1), written.attribute(span="all").scores.sum(-1))
+    assert 'class="generated"' in written.attribute().to_html()
+    assert "generated" not in words.options
+    assert words.to_html()
+    written.attribute().show()
+
+
+def test_report_of_a_generated_text(tmp_path, capsys, written):
+    page = tmp_path / "page.html"
+    assert main(["generate-report", PROMPT, "--max-new-tokens", "6", "--span", "2:4", "-o", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "http" not in text
+    for part in ("Each token", "not found", "on generated tokens", "hops: Σ scores"):
+        assert part in text
+    assert main(["generate-report", PROMPT, "--continuation", " file is", "--hops", "0", "-o", str(page)]) == 0
+    assert "on generated tokens" not in page.read_text(encoding="utf-8")
+    for wrong, message in (
+        (["--continuation", "bcd"], "changes the prompt"),
+        (["--max-new-tokens", "2", "--continuation", " x"], "pass one of them"),
+        (["--span", "nowhere"], "does not occur"),
+        (["--minus", "two words"], "one token"),
+    ):
+        assert main(["generate-report", PROMPT, "-o", str(page), *wrong]) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate-report", PROMPT, "--hops", "-1"])
+    assert "What made" in tlens.report.explain_generation(written).title
+    for bad in ({"prompt": PROMPT}, {"continuation": " x"}):
+        with pytest.raises(tlens.InvalidInputError, match="frozen already"):
+            tlens.report.explain_generation(written, **bad)
+    with pytest.raises(tlens.InvalidInputError, match="2 prompts"):
+        tlens.report.explain_generation(tlens.load_demo_model(), PROMPTS[:2], continuation=[" is", " is"])

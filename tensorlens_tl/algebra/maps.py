@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.positions import BiasTerms, RowPositions, Where, add_at, spread_to
+from tensorlens_tl.algebra.positions import BiasTerms, Where, add_at, spread_to
 
 ZERO = torch.zeros(())
 """The bias of a linear map: a scalar, which broadcasts on any device without promoting any dtype."""

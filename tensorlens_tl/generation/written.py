@@ -147,8 +147,8 @@ class FrozenGeneration:
         if any(len(row) < most for row in rows) and not bool(padding.any(1).all()):
             counts = sorted({len(row) for row in rows})
             raise InvalidInputError(
-                f"span={span!r} stands for {counts} tokens of these prompts, which are equally long; freeze them one by "
-                "one, or pass a slice."
+                f"span={span!r} stands for {counts} tokens of these prompts, which are equally long; freeze them one "
+                "by one, or pass a slice."
             )
         spare = padding.argmax(1).tolist()
         filled = [row + [place] * (most - len(row)) for row, place in zip(rows, spare, strict=True)]
