@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.positions import BiasTerms, Where, add_at, spread_to
+from tensorlens_tl.algebra.positions import BiasTerms, Queries, Where, add_at, spread_to
 
 ZERO = torch.zeros(())
 """The bias of a linear map: a scalar, which broadcasts on any device without promoting any dtype."""
@@ -144,7 +144,7 @@ class AffineMap(ABC):
     def pull_between(
         self,
         vectors: Float[Tensor, "row batch *live d_out"],
-        queries: Where,
+        queries: Queries,
         sources: list[int] | None,
         length: int,
         *,

@@ -29,6 +29,9 @@ class RowPositions:
 Where = RowPositions | slice | list[int]
 """Where vectors live: a position of their own for each row, or the same positions for all."""
 
+Queries = RowPositions | slice
+"""Where vectors begin: a position of their own for each row, or the same neighbouring positions for all."""
+
 BiasTerms = list[tuple[Tensor, Where]]
 """⟨vector, bias⟩ of primitives, `[row, batch, live]` each, and where those positions are."""
 

@@ -69,18 +69,17 @@ def texts_of(
         raise InvalidInputError(
             "max_new_tokens, continuation: pass one of them: how many tokens to write, or the text that was written."
         )
-    if max_new_tokens is not None:
-        max_new_tokens = whole_number("max_new_tokens", max_new_tokens, least=1)
+    most = 0 if max_new_tokens is None else whole_number("max_new_tokens", max_new_tokens, least=1)
     prompts = tokenized(view, prompt, prepend_bos)
     if continuation is None:
         longest = max(map(len, prompts))
-        if longest + max_new_tokens > view.n_ctx:
+        if longest + most > view.n_ctx:
             raise InvalidInputError(
-                f"max_new_tokens={max_new_tokens}: with a prompt of {longest} tokens that goes beyond the context of "
+                f"max_new_tokens={most}: with a prompt of {longest} tokens that goes beyond the context of "
                 f"{view.n_ctx}; ask for at most {view.n_ctx - longest}."
             )
         ends = end_tokens(view) if stop_at_eos else set[int]()
-        return [_written(view, ids, max_new_tokens, ends, number) for number, ids in enumerate(prompts)]
+        return [_written(view, ids, most, ends, number) for number, ids in enumerate(prompts)]
     given = _one_each(continuation, len(prompts))
     texts = [prompt] if isinstance(prompt, str) else list(plain(prompt))
     return [

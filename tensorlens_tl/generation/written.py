@@ -328,7 +328,8 @@ def attribute_generation(
     texts = texts_of(
         view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
     )  # fmt: skip
-    asked = {"span": span, "hops": hops, "minus": minus, "bias": bias, "activation": activation, "memory": memory}
+    asked: dict[str, Any] = {"span": span, "hops": hops, "minus": minus}
+    asked |= {"bias": bias, "activation": activation, "memory": memory}
     freezing = {"padding_side": padding_side, "store": store, "verify": verify}
     batches = memory_batches(view, [len(ids) for ids, _ in texts], memory)
     if len(batches) == 1:
@@ -336,7 +337,7 @@ def attribute_generation(
     split = None if isinstance(minus, str) else one_per_prompt("minus", minus, len(texts))
     parts = []
     for batch in batches:
-        own = asked if split is None else asked | {"minus": taken(split, batch)}
+        own: dict[str, Any] = asked if split is None else {**asked, "minus": taken(split, batch)}
         try:
             parts.append(_frozen(model, [texts[number] for number in batch], **freezing).attribute(**own))
         except InvalidInputError as error:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.algebra.numerics import relative_residual, upcast
-from tensorlens_tl.algebra.positions import BiasTerms, Where, by_position, in_total
+from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
 from tensorlens_tl.algebra.probes import check_probes, kept_rows, probed
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.activations import Rule, check_rule
@@ -404,7 +404,7 @@ class FrozenOperator:
 
     def _together(
         self, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"]
-    ) -> tuple[Where, Float[Tensor, "batch 1 live d"]]:
+    ) -> tuple[Queries, Float[Tensor, "batch 1 live d"]]:
         """Vectors at several positions as one that lives at all of them, and the stretch that it lives in."""
         first = 0 if self.frozen.sides is not None else int(positions.min())
         placed = vectors.new_zeros(len(vectors), int(positions.max()) + 1 - first, vectors.shape[-1])
@@ -415,7 +415,7 @@ class FrozenOperator:
         self,
         through: AffineMap,
         vectors: Float[Tensor, "row batch *live d"],
-        queries: Where,
+        queries: Queries,
         sources: list[int] | None = None,
         biases: BiasTerms | None = None,
     ) -> Float[Tensor, "row batch live d_in"]:
