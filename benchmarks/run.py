@@ -634,12 +634,9 @@ def flashtrace() -> Lines:
     shape = llama_160m()
     ids, prompt = shape.tokens(128), 96
     torch.manual_seed(0)
-    module = LlamaForCausalLM(shape.model.original_model.config).eval()
-    with torch.no_grad():  # of a Bridge the names differ; the parameters come in one order
-        for mine, theirs in zip(
-            module.parameters(), dict.fromkeys(shape.model.original_model.parameters()), strict=True
-        ):
-            mine.copy_(theirs)
+    config = shape.model.original_model.config
+    _, module = LlamaForCausalLM(config), LlamaForCausalLM(config).eval()  # drawn as the shape draws its own
+    with torch.no_grad():
         assert torch.allclose(module(ids).logits, shape.model(ids), atol=1e-3)
     peer = LLMIFRAttribution(module, None, show_progress=False)
 

@@ -305,8 +305,8 @@ def test_bad_input_of_several_prompts(demo_model):
             tlens.attribute_generation(demo_model, PROMPTS[:2], continuation=given)
     with pytest.raises(tlens.InvalidInputError, match="pass the continuation as token ids"):
         tlens.attribute_generation(demo_model, [4, 5], continuation=" x")
-    same, read = ["Return the value", "Return the file"], demo_model.tokenizer.encode
-    given = [[*read(" is"), *read(" not")], [*read("i"), *read("s")]]  # the same text as one token, and as two
+    same, read = ["Return the value", "Return the file"], demo_model.tokenizer.convert_tokens_to_ids
+    given = [read(["Ġis", "Ġnot"]), read(["i", "s"])]  # the same text as one token, and as two
     with pytest.raises(tlens.InvalidInputError, match="equally long"):
         tlens.attribute_generation(demo_model, same, continuation=given, span="is")
 

@@ -33,7 +33,7 @@ def refuse_non_causal(view: ModelView) -> None:
         what = f"reads {view.reads}"
     elif view.is_encoder_decoder:
         what = "is an encoder–decoder; attribute its decoder's tokens with tlens.attribute(..., decoder_input_ids=...)"
-    elif view.is_hooked_encoder or view.mlm_head is not None or bidirectional:
+    elif view.is_hooked_encoder or hasattr(view.model, "mlm_head") or bidirectional:
         what = "is an encoder, which fills gaps and continues nothing"
     elif view.unembedding is None or model_points(view).unembed_in is None:
         what = "predicts no tokens"

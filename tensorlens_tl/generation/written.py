@@ -222,7 +222,7 @@ def _frozen(model: ModelLike, texts: Sequence[Text], padding_side: str | None, *
             place = slice(width - len(row), None) if padding_side == "left" else slice(0, len(row))
             tokens[number, place], mask[number, place] = torch.tensor(row), 1
         frozen = freeze(model, tokens, attention_mask=mask, **freezing)
-    if not frozen.causal:
+    if _looks_ahead(frozen):
         raise UnsupportedModelError(
             f"generated text: tokens of this {frozen.view.description} attend to later ones. A causal language model "
             "is needed."
@@ -235,6 +235,12 @@ def _frozen(model: ModelLike, texts: Sequence[Text], padding_side: str | None, *
         for left, begin, length, spare in zip(start, first, lengths, padding, strict=True)
     ]
     return FrozenGeneration(frozen, torch.tensor(places, device=frozen.mask.device))
+
+
+def _looks_ahead(frozen: FrozenPass) -> bool:
+    """Whether a real token attends to later ones; padding on the left may, where all of its own keys are masked."""
+    patterns = (frozen.pattern(n) for n, points in enumerate(frozen.points.blocks) if points.pattern is not None)
+    return any(bool((pattern.triu(1) * frozen.mask[:, None, :, None]).any()) for pattern in patterns)
 
 
 def freeze_generation(
