@@ -8,6 +8,7 @@ one query, `d_model` times dearer. Padded entries are zero in every result.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -383,7 +384,8 @@ class FrozenOperator:
         batch, queries = positions.shape
         scores = upcast(self.x[:0]).new_zeros(batch, queries, self.x.shape[1])
         bias = scores.new_zeros(batch, queries)
-        parts = CAUSAL_PARTS if self.frozen.causal else 1
+        spread = (int(positions.max()) - int(positions.min()) + 1) / self.x.shape[1]
+        parts = min(CAUSAL_PARTS, ceil(2 * CAUSAL_PARTS * spread)) if self.frozen.causal else 1  # near ones gain little
         for rows in self._chunks(queries, "queries", memory, parts=parts):
             asked, terms = slice(rows.start, rows.stop), BiasTerms()
             live_at = RowPositions(positions[:, asked].T) if stretch is None else stretch
