@@ -615,6 +615,97 @@ def imports() -> Lines:
         yield row(name, seconds[name], seconds[name] / seconds["import transformer_lens"])
 
 
+def generated() -> Lines:
+    """## Generated text: 96 tokens of prompt, 32 generated, in forwards
+
+    What freezing the whole text does not include. "Matrix" is divided by the 32 tokens: in forwards per token. Hops are counted from the matrix, which
+    they need once.
+    """
+    from tensorlens_tl.generation import freeze_generation
+
+    yield table(
+        "shape", "threads", "forward, ms", "its share of the product rate", "span", "matrix ÷ 32", "all hops of a span"
+    )
+    for shape in (gpt2_small(), llama_160m()):
+        ids = shape.tokens(128)
+        text = freeze_generation(shape.model, ids[:, :96], continuation=ids[0, 96:])
+        for threads in THREADS:
+            torch.set_num_threads(threads)
+
+            def matrix(text: Any = text) -> None:
+                text._links.clear()
+                text.attribute()
+
+            text.attribute()
+            calls = {
+                "forward": lambda shape=shape, ids=ids: shape.forward(ids),
+                "hops": lambda text=text: text.attribute(span="all", hops="all"),
+                "span": lambda text=text: text.attribute(span="all"),
+                "matrix": matrix,
+            }
+            seconds, _, share = beside_a_product(calls, 3, shape.d_model, shape.flops(128))
+            if share < LEAST_SHARE:
+                yield row(shape.name, threads, f"discarded: {share:.0%} of the product rate", *[""] * 4)
+                continue
+            base = seconds["forward"]
+            ratios = (seconds["span"] / base, seconds["matrix"] / base / 32, (seconds["hops"] - seconds["span"]) / base)
+            yield row(shape.name, threads, 1000 * base, f"{share:.0%}", *ratios)
+
+
+def flashtrace() -> Lines:
+    """## Generated text beside FlashTrace
+
+    One span of 32 generated tokens after 96, both from token ids to scores, the same random Llama of 160M parameters, float32. Conservation error: of FlashTrace, how far what lands
+    on the prompt and what is left on generated tokens after its hops are from what it began with, its own scores at hop 0; of ours, how far scores and bias are from the model's logits.
+    """
+    try:
+        from flashtrace.attribution import LLMIFRAttribution
+        from flashtrace.core import compute_ifr_sentence_aggregate, compute_multi_hop_ifr
+    except ImportError:
+        yield "Not measured: flashtrace is not installed here."
+        return
+    from transformers import LlamaForCausalLM
+
+    from tensorlens_tl.generation import freeze_generation
+
+    shape = llama_160m()
+    ids, prompt = shape.tokens(128), 96
+    torch.manual_seed(0)
+    config = shape.model.original_model.config
+    _, module = LlamaForCausalLM(config), LlamaForCausalLM(config).eval()  # drawn as the shape draws its own
+    with torch.no_grad():
+        assert torch.allclose(module(ids).logits, shape.model(ids), atol=1e-3)
+    peer = LLMIFRAttribution(module, None, show_progress=False)
+
+    @torch.no_grad()
+    def theirs(hops: int = 0) -> Any:
+        cache, attentions, metadata, weights = peer._capture_model_state(ids, torch.ones_like(ids))
+        asked: dict[str, Any] = {
+            "sink_start": prompt, "sink_end": 127, "cache": cache, "attentions": attentions, "weight_pack": weights,
+            "params": peer._build_ifr_params(metadata, 128), "rotary_emb": metadata.rotary_emb,
+        }  # fmt: skip
+        if not hops:
+            return compute_ifr_sentence_aggregate(**asked)
+        return compute_multi_hop_ifr(thinking_span=(prompt, 127), n_hops=hops, **asked)
+
+    def ours(hops: Any = 0, verify: bool = True) -> Any:
+        text = freeze_generation(shape.model, ids[:, :prompt], continuation=ids[0, prompt:], verify=verify)
+        return text.attribute(span="all", hops=hops)
+
+    yield table("what", "threads", "FlashTrace, s", "ours, s", "ratio", "FlashTrace's conservation error", "ours")
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        for hops in (0, 2):
+            seconds = interleaved({"theirs": lambda hops=hops: theirs(hops), "ours": lambda hops=hops: ours(hops)}, 2)
+            began, error = float(theirs().token_importance_total.sum()), "no total but its own"
+            if hops:
+                found = theirs(hops)
+                ended = float(found.observation["sum"].sum()) + found.thinking_ratios[-1] * began
+                error = f"{abs(ended - began) / began:.1e}"
+            cells = seconds["theirs"], seconds["ours"], seconds["theirs"] / seconds["ours"]
+            yield row(f"a span, {hops} hops", threads, *cells, error, f"{float(ours(hops).residual):.1e}")
+
+
 SECTIONS = (
     imports,
     costs,
@@ -632,6 +723,8 @@ SECTIONS = (
     scans,
     selective,
     whitened,
+    generated,
+    flashtrace,
     profile,
 )
 

@@ -7,6 +7,7 @@ from tensorlens_tl import (
     demo as demo,
     drawing as drawing,
     evaluate as evaluate,
+    generation as generation,
     hooks as hooks,
     layerwise as layerwise,
     methods as methods,
@@ -46,6 +47,9 @@ from tensorlens_tl.errors import (
     TensorLensError as TensorLensError,
     UnsupportedModelError as UnsupportedModelError,
 )
+from tensorlens_tl.generation import (
+    attribute_generation as attribute_generation,
+)
 from tensorlens_tl.layerwise import (
     implicit_attention as implicit_attention,
 )
@@ -53,6 +57,7 @@ from tensorlens_tl.methods import (
     contextualisation as contextualisation,
 )
 from tensorlens_tl.models import (
+    NEXT as NEXT,
     RULES as RULES,
     HookedModel as HookedModel,
 )

@@ -65,8 +65,11 @@ def pages(tmp_path_factory):
     graph = circuits.contribution_graph(frozen, " first", threshold=0, neurons=2, sources=1)
     small = circuits.contribution_graph(frozen, " first").prune(0.7)
     two = "".join(found.to_html(300, style=False) for found in (small, small))
+        wrote = tlens.generation.freeze_generation(model, f"Return {NASTY} the value of the", max_new_tokens=8)
+    results += (wrote.attribute(),)
     names = ("maps", "evaluation", "images", "graphs")
     paths = {"report": explained.save(folder / "report.html"), **{name: folder / f"{name}.html" for name in names}}
+    paths["generated"] = report.explain_generation(wrote).save(folder / "generated.html")
     paths["evaluation"].write_text(page("evaluation", evaluated.to_html(style=False)), encoding="utf-8")
     paths["images"].write_text(page("images", drawn), encoding="utf-8")
     paths["maps"].write_text(page("maps", maps), encoding="utf-8")
@@ -116,7 +119,7 @@ def find(browser, css):
     return browser.find_element("css selector", css)
 
 
-@pytest.mark.parametrize("name", ["report", "maps", "evaluation", "images", "graphs", "graph"])
+@pytest.mark.parametrize("name", ["report", "maps", "evaluation", "images", "graphs", "graph", "generated"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_sticks_out_and_nothing_is_logged(opened, name, width, scheme):
@@ -209,6 +212,40 @@ def test_choosing_a_head(opened, pages, browser):
     point_at_cell(browser, grid, 5, 2)
     assert read(out) == (5, 2, pytest.approx(float(heads.scores[0, 3, 5, 2]), rel=1e-3))
     assert "head 3" in grid.get_attribute("aria-label")
+
+
+def test_a_generated_token_is_asked_by_pointer_click_and_keyboard(opened, pages, browser):
+    opened("generated")
+    scores = pages[1][3].scores[0]
+    first = pages[1][3].options["generated"][0][0]
+    marks = browser.find_elements("css selector", ".generated .t")
+    out = find(browser, ".generated .out")
+
+    def shown(question):
+        labels = [float(mark.get_attribute("aria-label").rsplit(": ", 1)[1]) for mark in marks]
+        total = float(out.text.rsplit(": ", 1)[1])
+        return labels == pytest.approx(scores[question].tolist(), rel=1e-3, abs=1e-6) and (
+            total == pytest.approx(float(pages[1][3].total[0, question]), rel=1e-3)
+        )
+
+    assert shown(7)  # the last, without a script
+    point_at(browser, marks[first + 2])
+    assert shown(2)
+    assert "q" in marks[first + 2].get_attribute("class").split()
+    ground = "return getComputedStyle(arguments[0]).backgroundColor"
+    strongest = int(scores[2].abs().argmax())
+    assert "0.65" in browser.execute_script(ground, marks[strongest])
+    marks[first + 4].click()  # kept while others are pointed at
+    point_at(browser, marks[first + 1])
+    assert shown(4)
+    assert marks[first + 4].get_attribute("aria-pressed") == "true"
+    marks[first + 4].click()
+    browser.execute_script("arguments[0].focus()", marks[first + 4])
+    press(browser, "ARROW_RIGHT")
+    assert browser.switch_to.active_element == marks[first + 5]
+    assert shown(5)
+    press(browser, "ENTER", "ARROW_LEFT")
+    assert shown(5)
 
 
 def test_nodes_of_the_circuit_can_be_read(opened, browser):

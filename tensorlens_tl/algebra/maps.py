@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.positions import BiasTerms, RowPositions, Where, add_at, spread_to
+from tensorlens_tl.algebra.positions import BiasTerms, Queries, Where, add_at, spread_to
 
 ZERO = torch.zeros(())
 """The bias of a linear map: a scalar, which broadcasts on any device without promoting any dtype."""
@@ -143,18 +143,21 @@ class AffineMap(ABC):
 
     def pull_between(
         self,
-        vectors: Float[Tensor, "row batch d_out"],
-        queries: RowPositions,
+        vectors: Float[Tensor, "row batch *live d_out"],
+        queries: Queries,
         sources: list[int] | None,
         length: int,
         *,
         causal: bool,
         biases: BiasTerms | None = None,
     ) -> Float[Tensor, "row batch live d_in"]:
-        """Pull vectors at one position per row back to the source tokens, touching no other position.
+        """Pull vectors at one position per row, or at some neighbouring ones, back to the source tokens.
+
+        No other position is touched.
 
         Args:
-            vectors: one per row and prompt.
+            vectors: one per row and prompt; where `queries` is a slice, one for each of its positions,
+                `[row, batch, live, d_out]`.
             queries: where they live.
             sources: the source tokens that are asked for, ascending, or None for all.
             length: the number of positions.
@@ -165,10 +168,15 @@ class AffineMap(ABC):
         Returns:
             The pulled vectors at the source tokens, as far as the last query can reach: those after it are zero.
         """
-        reach = slice(0, int(queries.positions.max()) + 1 if causal else length)
+        if isinstance(queries, slice):
+            begin, end, _ = queries.indices(length)
+            queries = slice(begin, end)
+        else:
+            end, vectors = int(queries.positions.max()) + 1, vectors[:, :, None]
+        reach = slice(0, end if causal else length)
         reached = reach.stop if sources is None else sum(place < reach.stop for place in sources)
         there: slice | list[int] = reach if sources is None else sources[:reached] or [0]  # none: pull one, cut it off
-        g = self._pull(vectors[:, :, None], queries, there, reach, biases)
+        g = self._pull(vectors, queries, there, reach, biases)
         if not self.mixes:
             count = there.stop if isinstance(there, slice) else len(there)
             g = add_at(g.new_zeros(*g.shape[:2], count, g.shape[-1]), g, queries, there)

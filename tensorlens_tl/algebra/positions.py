@@ -29,6 +29,9 @@ class RowPositions:
 Where = RowPositions | slice | list[int]
 """Where vectors live: a position of their own for each row, or the same positions for all."""
 
+Queries = RowPositions | slice
+"""Where vectors begin: a position of their own for each row, or the same neighbouring positions for all."""
+
 BiasTerms = list[tuple[Tensor, Where]]
 """⟨vector, bias⟩ of primitives, `[row, batch, live]` each, and where those positions are."""
 
@@ -72,7 +75,13 @@ def add_at(total: Tensor, vectors: Tensor, here: Where, there: slice | list[int]
             vectors = vectors * (asked[column] == rows)
             rows = column
         return total.scatter_add_(2, rows.expand_as(vectors), vectors)
-    return total.add_(vectors if isinstance(there, slice) else vectors[:, :, there])
+    if isinstance(there, slice):  # it begins at 0
+        total[:, :, here] += vectors
+        return total
+    assert isinstance(here, slice)
+    columns = [column for column, place in enumerate(there) if here.start <= place < here.stop]
+    total[:, :, columns] += vectors[:, :, [there[column] - here.start for column in columns]]
+    return total
 
 
 def spread_to(vectors: Tensor, here: Where, reach: slice) -> Float[Tensor, "row batch live d"]:

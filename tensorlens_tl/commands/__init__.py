@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from tensorlens_tl import __version__
 
-COMMANDS = ("attribute", "report", "graph", "methods", "evaluate", "compress", "whiteness", "verify", "demo")
+COMMANDS = (
+    "attribute", "report", "generate-report", "graph", "methods", "evaluate", "compress", "whiteness", "verify", "demo",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=__version__)
     commands = whole.add_subparsers(required=True, metavar="command")
     for name in COMMANDS:
-        module = importlib.import_module(f"{__name__}.{name}")
+        module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
         sub = commands.add_parser(name, prog=f"tensorlens-tl {name}", help=module.HELP, description=module.HELP)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)

@@ -113,10 +113,7 @@ class _Logit:
         refuse_dropout(frozen.view.model)
         self.frozen, self.memory = frozen, memory
         self.positions = query_positions(frozen.prompt, query)
-        batch, queries = self.positions.shape
-        ids, others = target_ids(frozen.view, target, minus, batch, queries)
-        self.ids = ids.to(self.positions.device)
-        self.others = None if others is None else others.to(self.positions.device)
+        self.ids, self.others = target_ids(frozen, self.positions, target, minus)
         self.real = torch.take_along_dim(frozen.mask, self.positions, dim=1)
 
     def scores(self, gradient: Float[Tensor, "batch query pos d"]) -> Float[Tensor, "batch query pos"]:

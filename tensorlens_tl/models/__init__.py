@@ -16,12 +16,13 @@ from tensorlens_tl.models.activations import RULES, Coefficients, Rule
 from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.layouts import LAYOUTS, Layout, Place
 from tensorlens_tl.models.mixers import mixer_map
-from tensorlens_tl.models.protocol import HookedModel
+from tensorlens_tl.models.protocol import NEXT, HookedModel
 from tensorlens_tl.models.scans import scan_of
 from tensorlens_tl.models.view import ModelView
 
 __all__ = [
     "LAYOUTS",
+    "NEXT",
     "RULES",
     "BlockView",
     "Coefficients",

@@ -7,7 +7,8 @@ is wrong with an argument is said by our own errors, which name the argument and
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +38,24 @@ class HookedModel(Protocol):
         ...
 
 
+class Relative(Enum):
+    """Targets that depend on the query."""
+
+    NEXT = "next"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+NEXT = Relative.NEXT
+"""As a target: every query asks for its own next token, the one that follows it in the prompt."""
+
 if TYPE_CHECKING:
     ModelLike = HookedModel
     """A model, as a user passes it."""
 
-    TokenLike = str | int | Tensor | Sequence[str | int] | Sequence[Sequence[str | int]] | None
-    """A token as text or id; one for each prompt; or one for each query of each prompt, `[batch][query]`."""
+    TokenLike = str | int | Tensor | Sequence[str | int] | Sequence[Sequence[str | int]] | Literal[Relative.NEXT] | None
+    """A token as text or id; one for each prompt; one for each query of each prompt, `[batch][query]`; or `NEXT`."""
 
     Query = int | str | slice | Sequence[int | str] | Tensor | None
     """Positions, counted over each prompt's real tokens: one, a list or a slice of them, a text, or None for all."""

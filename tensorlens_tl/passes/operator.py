@@ -8,6 +8,7 @@ one query, `d_model` times dearer. Padded entries are zero in every result.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.algebra.numerics import relative_residual, upcast
-from tensorlens_tl.algebra.positions import BiasTerms, by_position, in_total
+from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
 from tensorlens_tl.algebra.probes import check_probes, kept_rows, probed
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.activations import Rule, check_rule
@@ -312,6 +313,7 @@ class FrozenOperator:
         query: Query = -1,
         direction: Float[Tensor, "..."] | None = None,
         bias: str = "apart",
+        summed: bool = False,
         memory: Memory = None,
     ) -> Collapse:
         """The effect of each source token on one logit (TensorLens Eq. 24), a logit difference, or any direction.
@@ -320,12 +322,15 @@ class FrozenOperator:
         language model the target is first pulled through the prediction head, frozen at this input.
 
         Args:
-            target: a token (string or id), one per prompt, or one per query (``[batch][query]``).
+            target: a token (string or id), one per prompt, one per query (``[batch][query]``), or `NEXT`: the token
+                that follows each query in its prompt.
             minus: another token, for ``logit(target) − logit(minus)``.
             query: the positions whose predictions are explained, the last real token unless said.
             direction: instead of a token, a vector at the operator's output (a probe, a feature, a classifier column):
                 `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]`.
             bias: as in `in_out`; b_U stays apart.
+            summed: one answer instead of one per query: what the source tokens give to the sum of all the queries'
+                targets, by one pull of a vector that lives at all of them.
             memory: as in `contributions`.
 
         Raises:
@@ -343,7 +348,7 @@ class FrozenOperator:
         total = (upcast(explained) * asked.vectors).sum(-1) + asked.constant
         return self._scores(
             asked.vectors, positions, whole_map, total, asked.constant, soft_cap=cap, place_bias=place_bias,
-            memory=memory,
+            summed=summed, memory=memory,
         )  # fmt: skip
 
     def gradient(
@@ -405,16 +410,25 @@ class FrozenOperator:
         *,
         soft_cap: float | None = None,
         place_bias: bool = False,
+        summed: bool = False,
         memory: Memory = None,
     ) -> Collapse:
-        """Pull one vector per query and dot with the source tokens."""
+        """Pull one vector per query, or their sum, and dot with the source tokens."""
+        real = torch.take_along_dim(self.frozen.mask, positions, dim=1)
+        total, constant = total * real, constant * real
+        stretch = None
+        if summed:
+            stretch, vectors = self._together(vectors * real[..., None], positions)
+            total, constant = (value.sum(1, keepdim=True) for value in (total, constant))
+            positions = (positions * real).amax(1, keepdim=True)
         batch, queries = positions.shape
         scores = upcast(self.x[:0]).new_zeros(batch, queries, self.x.shape[1])
         bias = scores.new_zeros(batch, queries)
-        parts = CAUSAL_PARTS if self.frozen.causal else 1
+        spread = (int(positions.max()) - int(positions.min()) + 1) / self.x.shape[1]
+        parts = min(CAUSAL_PARTS, ceil(2 * CAUSAL_PARTS * spread)) if self.frozen.causal else 1  # near ones gain little
         for rows in self._chunks(queries, "queries", memory, parts=parts):
             asked, terms = slice(rows.start, rows.stop), BiasTerms()
-            live_at = RowPositions(positions[:, asked].T)
+            live_at = RowPositions(positions[:, asked].T) if stretch is None else stretch
             pulled = self._pull(through, vectors[:, asked].transpose(0, 1), live_at, None, terms)
             live = pulled.shape[2]
             scores[:, asked, :live] = (upcast(pulled) * self.x[:, :live]).sum(-1).transpose(0, 1).to(scores)
@@ -422,21 +436,28 @@ class FrozenOperator:
                 scores[:, asked] += by_position(terms, scores[:, asked].transpose(0, 1)).transpose(0, 1)
             else:
                 bias[:, asked] = in_total(terms, bias[:, asked].T).T
-        bias = bias + constant
-        real = torch.take_along_dim(self.frozen.mask, positions, dim=1)
         scores = self._masked(scores, positions, chosen_keys(self.frozen.prompt, None))
-        bias, total = bias * real, total * real
+        bias = bias * torch.take_along_dim(self.frozen.mask, positions, dim=1) + constant
         if not bool(torch.isfinite(total).all() and torch.isfinite(scores).all() and torch.isfinite(bias).all()):
             raise NumericalError(
                 f"the scores overflow {str(self.x.dtype).removeprefix('torch.')}; load the model in a wider dtype."
             )
         return Collapse(scores, bias, total, relative_residual(scores, bias, total), soft_cap=soft_cap)
 
+    def _together(
+        self, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"]
+    ) -> tuple[Queries, Float[Tensor, "batch 1 live d"]]:
+        """Vectors at several positions as one that lives at all of them, and the stretch that it lives in."""
+        first = 0 if self.frozen.sides is not None else int(positions.min())
+        placed = vectors.new_zeros(len(vectors), int(positions.max()) + 1 - first, vectors.shape[-1])
+        placed.scatter_add_(1, (positions - first)[..., None].expand_as(vectors), vectors)
+        return slice(first, first + placed.shape[1]), placed[:, None]
+
     def _pull(
         self,
         through: AffineMap,
-        vectors: Float[Tensor, "row batch d"],
-        queries: RowPositions,
+        vectors: Float[Tensor, "row batch *live d"],
+        queries: Queries,
         sources: list[int] | None = None,
         biases: BiasTerms | None = None,
     ) -> Float[Tensor, "row batch live d_in"]:

@@ -364,7 +364,7 @@ def query_positions(prompt: Prompt, query: Query = None, name: str = "query") ->
         query: an integer counts each prompt's real tokens (−1 is the last, or where a classifier of images or sound
             reads its classes: the CLS token); a list holds several; a slice is taken of the real tokens; a text stands
             for the last token of its last occurrence; None for every position, padding included (whose entries are
-            zero in every result).
+            zero in every result). A tensor `[batch, query]` names places of each prompt, padding counted.
         name: the argument's name, for messages. Keys predict nothing: of them −1 is always the last.
 
     Raises:
@@ -373,6 +373,8 @@ def query_positions(prompt: Prompt, query: Query = None, name: str = "query") ->
     mask = prompt.mask
     if query is None:
         return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    if isinstance(query, Tensor) and query.ndim == 2:
+        return _places(query.to(mask.device), mask, name)
     if isinstance(query, slice):
         return _equally_many([where[query] for where in _real_positions(mask)], mask, f"{name}={query}")
     query = plain(query)
@@ -381,6 +383,18 @@ def query_positions(prompt: Prompt, query: Query = None, name: str = "query") ->
     if not query:
         raise InvalidInputError(f"{name}=[]: pass at least one position, or None for every one.")
     return torch.cat([_position(prompt, one, name) for one in query], dim=1)
+
+
+def _places(places: Tensor, mask: Bool[Tensor, "batch pos"], name: str) -> Int[Tensor, "batch query"]:
+    """Places of each prompt as they were passed, checked."""
+    batch, pos = mask.shape
+    whole = not (places.is_floating_point() or places.is_complex() or places.dtype == torch.bool)
+    if len(places) != batch or not places.numel() or not whole or not bool(((places >= 0) & (places < pos)).all()):
+        raise InvalidInputError(
+            f"{name}: a tensor {tuple(places.shape)} of {places.dtype}; places of several prompts are integers of 0 to "
+            f"{pos - 1}, [{batch}, query]."
+        )
+    return places.long()
 
 
 def one_query(prompt: Prompt, query: Query, name: str = "query") -> Int[Tensor, "batch 1"]:

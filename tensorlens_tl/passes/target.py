@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.protocol import TokenLike
+from tensorlens_tl.models.protocol import NEXT, TokenLike
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.prompts import query_positions
+from tensorlens_tl.passes.prompts import Prompt, query_positions
 from tensorlens_tl.passes.proof import unembedding_error
 from tensorlens_tl.passes.record import Record, check_pass
 
@@ -51,6 +51,31 @@ def token_ids(
         else:
             raise InvalidInputError(f"{name}: {len(row)} tokens for {queries} queries of a prompt; pass one for each.")
     return torch.tensor(rows)
+
+
+def next_ids(prompt: Prompt, positions: Int[Tensor, "batch query"], name: str = "target") -> Int[Tensor, "batch query"]:
+    """The token that follows each query in its prompt; at padding, where nothing is asked, any.
+
+    Raises:
+        InvalidInputError: a query at a prompt's last real token, or a prompt of images or sound.
+    """
+    if prompt.kwargs.get("input", prompt.tokens).is_floating_point():
+        raise InvalidInputError(f"{name}=NEXT: images and sound have no next token; pass a class, or direction=.")
+    pos, numbers = prompt.mask.shape[1], torch.arange(prompt.mask.shape[1], device=prompt.mask.device)
+    last = (numbers * prompt.mask).amax(1, keepdim=True)
+    if prompt.encoder_length:  # nor does the decoder's first token follow the encoder's last
+        inside = prompt.mask[:, : prompt.encoder_length]
+        last = torch.cat([(numbers[: prompt.encoder_length] * inside).amax(1, keepdim=True), last], dim=1)
+    ends = (positions[..., None] == last[:, None]).any(-1)
+    if bool(ends.any()):
+        row, query = ends.nonzero()[0].tolist()
+        at = int(positions[row, query])
+        token = prompt.str_tokens[row][at] if prompt.str_tokens else ""
+        raise InvalidInputError(
+            f"{name}=NEXT: nothing follows position {at} ({token!r}), the last token of prompt {row}. Ask at earlier "
+            "ones, such as query=slice(None, -1), or name a token."
+        )
+    return torch.take_along_dim(prompt.tokens, (positions + 1).clamp_max(pos - 1), dim=1)
 
 
 def _token_id(view: ModelView, token: Any, name: str) -> int:
@@ -102,12 +127,13 @@ def token_label(view: ModelView, token: int) -> str:
 
 def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> str:
     """What a token target explains, in words: ids are named by their text."""
-    asked = [plain(token) for token in (target, minus)]
-    return "logit of " + " − ".join(
-        repr(token_label(view, token)) if isinstance(token, int) else repr(token)
-        for token in asked
-        if token is not None
-    )
+
+    def named(token: Any) -> str:
+        if token is NEXT:
+            return "each query's next token"
+        return repr(token_label(view, token)) if isinstance(token, int) else repr(token)
+
+    return "logit of " + " − ".join(named(plain(token)) for token in (target, minus) if token is not None)
 
 
 @dataclass(frozen=True)
@@ -134,7 +160,8 @@ def resolve_target(
 
     Args:
         frozen: the pass.
-        target: a token (string or id), one per prompt, or one per prompt and query; see `token_ids`.
+        target: a token (string or id), one per prompt, or one per prompt and query; see `token_ids`. `NEXT` is each
+            query's own next token.
         minus: another token, for ``logit(target) − logit(minus)``.
         direction: instead of a token, a vector `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]` at the
             operator's output.
@@ -178,17 +205,24 @@ def _directions(frozen: Record, direction: Any, queries: int) -> Float[Tensor, "
 
 
 def target_ids(
-    view: ModelView, target: TokenLike, minus: TokenLike, batch: int, queries: int
+    frozen: Record, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
 ) -> tuple[Int[Tensor, "batch query"], Int[Tensor, "batch query"] | None]:
-    """The ids of a token target, and of what it is held against.
+    """The ids of a token target, and of what it is held against, on the pass's device.
 
     Raises:
-        InvalidInputError: see `token_ids`; also a token held against itself.
+        InvalidInputError: see `token_ids` and `next_ids`; also a token held against itself.
     """
-    ids = token_ids(view, target, batch, queries=queries)
-    others = None if minus is None else token_ids(view, minus, batch, "minus", queries)
-    if others is not None and bool((same := ids == others).any()):
-        token = int(ids[same][0])
+    batch, queries = positions.shape
+
+    def read(tokens: TokenLike, name: str) -> Int[Tensor, "batch query"]:
+        if tokens is NEXT:
+            return next_ids(frozen.prompt, positions, name)
+        return token_ids(frozen.view, tokens, batch, name, queries).to(positions.device)
+
+    ids, others = read(target, "target"), None if minus is None else read(minus, "minus")
+    real = torch.take_along_dim(frozen.mask, positions, dim=1)
+    if others is not None and bool((same := (ids == others) & real).any()):
+        view, token = frozen.view, int(ids[same][0])
         raise InvalidInputError(
             f"target and minus are the same token, {token_label(view, token)!r}: their difference is zero everywhere."
         )
@@ -207,7 +241,7 @@ def unembedding_rows(
     if frozen.view.unembedding is None:
         raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens; use direction=.")
     W_U, b_U = frozen.view.unembedding
-    ids, others = target_ids(frozen.view, target, minus, *positions.shape)
+    ids, others = target_ids(frozen, positions, target, minus)
     error = unembedding_error(frozen, positions)
     if error is None or not error <= frozen.tolerance:
         raise UnsupportedModelError(

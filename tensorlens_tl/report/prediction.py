@@ -7,7 +7,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.prompts import one_query
-from tensorlens_tl.passes.target import logit_label, target_ids, token_ids, token_label
+from tensorlens_tl.passes.target import logit_label, target_ids, token_label
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def predict(frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = Non
         InvalidInputError: several positions, a token that is none, or a target of a model that predicts no tokens.
     """
     query = _default_query(frozen) if query is None else query
-    position = int(one_query(frozen.prompt, query)[0, 0])
+    at = one_query(frozen.prompt, query)
+    position = int(at)
     number = int(frozen.mask[0, :position].sum())  # real tokens before it
     logits = frozen.logits(number)
     if logits is None:
@@ -58,11 +59,8 @@ def predict(frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = Non
     logits = logits[0, 0]
     chances, order = logits.double().softmax(-1), logits.argsort(descending=True).tolist()
     best = [(token_label(frozen.view, token), float(chances[token])) for token in order[:5]]
-    wanted = order[0] if target is None else int(token_ids(frozen.view, target, 1))
-    other = order[1] if minus is None and target is None else None
-    if minus is not None:
-        _, others = target_ids(frozen.view, wanted, minus, 1, 1)
-        other = None if others is None else int(others)
+    ids, others = target_ids(frozen, at, order[0] if target is None else target, minus)
+    wanted, other = int(ids), order[1] if minus is None and target is None else None if others is None else int(others)
     return Prediction(number, position, best, wanted, other, logit_label(frozen.view, wanted, other))
 
 

@@ -16,7 +16,7 @@ from tensorlens_tl.passes.record import Record
 from tensorlens_tl.passes.spans import find_real, without_mark, word_ids, word_starts
 from tensorlens_tl.results.entry import Entry, largest, query_row
 from tensorlens_tl.results.storage import Stored
-from tensorlens_tl.results.views import AXES, Shown
+from tensorlens_tl.results.views import AXES, OF_GENERATED, Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -233,6 +233,7 @@ class Attribution(Shown, Stored):
         return replace(
             self, scores=scores, tokens=tokens, mask=mask, queries=queries, bias=bias, total=total, residual=residual,
             sides=sides, layers=None, stderr=None, word_starts=[[True] * count for _ in words],
+            options={name: value for name, value in self.options.items() if name not in OF_GENERATED},  # count tokens
         )  # fmt: skip
 
     def to_dataframe(self) -> "pd.DataFrame":

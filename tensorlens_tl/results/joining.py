@@ -22,7 +22,11 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
     first = parts[0]
     order = torch.tensor([number for batch in batches for number in batch]).argsort()
     length = max(part.mask.shape[1] for part in parts)
-    every_query = any(part.queries.shape[1] != first.queries.shape[1] for part in parts)
+    uneven = any(part.queries.shape[1] != first.queries.shape[1] for part in parts)
+    every_query = uneven and all(
+        bool((row == torch.arange(len(row)).to(row)).all()) for part in parts for row in part.queries
+    )
+    length += uneven and not every_query  # a place of padding in every prompt, which missing queries stand at
     queries = max(part.queries.shape[1] for part in parts)
     sizes = {"key": length, "query": queries}
 
@@ -34,7 +38,8 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
         padded = []
         for tensor in tensors:
             missing = [sizes.get(axis, size) - size for axis, size in zip(axes, tensor.shape, strict=True)]
-            padded.append(pad(tensor, [n for added in reversed(missing) for n in (0, added)]))
+            fill = length - 1 if name == "queries" else 0
+            padded.append(pad(tensor, [n for added in reversed(missing) for n in (0, added)], value=fill))
         return torch.cat(padded, batch).index_select(batch, order.to(padded[0].device))
 
     layers = None

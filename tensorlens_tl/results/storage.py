@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
+from tensorlens_tl.models.protocol import Relative
 
 FORMAT_VERSION = 1
 Result = TypeVar("Result", bound="Stored")
@@ -144,6 +145,8 @@ def _tagged(value: Any) -> Any:
     """Options as JSON can hold them; what JSON has no kind for is a table with one key that names it."""
     if isinstance(value, Tensor):
         return {"$tensor": value.detach().double().tolist() if value.is_floating_point() else value.tolist()}
+    if isinstance(value, Relative):
+        return {"$target": value.value}
     if isinstance(value, slice):
         return {"$slice": [value.start, value.stop, value.step]}
     if isinstance(value, range):
@@ -163,6 +166,7 @@ def _tagged(value: Any) -> Any:
 
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "$tensor": torch.tensor,
+    "$target": Relative,
     "$slice": lambda bounds: slice(*bounds),
     "$range": lambda bounds: range(*bounds),
     "$tuple": tuple,

@@ -8,11 +8,14 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, heat_maps, images, page, terminal
+from tensorlens_tl.drawing import figure, generated, heat_maps, images, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, with_others
 
 AXES = ("batch", "query", "key")
+
+OF_GENERATED = ("generated", "asked")
+"""Options of an attribution of generated text: where its generated tokens stand, and which of them are asked about."""
 
 PATCH = " patch "
 """What the names of an image's patches begin with; their row and column follow, from 0."""
@@ -38,6 +41,7 @@ class Shown(ABC):
     image: Float[Tensor, "batch channel height width"] | None
     additive: bool
     target: str
+    options: dict[str, Any]
     provenance: dict[str, str]
 
     @abstractmethod
@@ -149,6 +153,8 @@ class Shown(ABC):
         return keys, [row for row, position in enumerate(self.queries[batch].tolist()) if mask[position]]
 
     def _prompt_html(self, batch: int) -> str:
+        if set(OF_GENERATED) <= set(self.options):
+            return self._generated_html(batch)
         keys, rows = self._shown(batch)
         positions = self.queries[batch].tolist()
         queries = {positions[row]: self.tokens[batch][positions[row]] for row in rows}
@@ -175,6 +181,35 @@ class Shown(ABC):
         if self.image is None or len(rows) != 1:
             return shown
         return self._image_html(batch, plane[0], tokens) + shown
+
+    def _generated_html(self, batch: int) -> str:
+        """Generated text: each of its tokens can be asked; the matrix of all pairs below, to be opened."""
+        keys, rows = self._shown(batch)
+        places = {position: number for number, position in enumerate(keys)}
+        tokens, plane = list(keys.values()), array(self.plane(batch))[np.ix_(rows, list(keys))]
+        asked = [places[position] for position in self.options["asked"][batch]]
+        together = len(rows) == 1
+        facts = []
+        for row, number_of in enumerate(rows):
+            what = "".join(tokens[place] for place in asked) if together else tokens[asked[row]]
+            sums = ""
+            if self.bias is not None and self.total is not None:
+                bias, total = (float(t[batch, number_of]) for t in (self.bias, self.total))
+                sums = f" · bias, from no token: {number(bias)} · total: {number(total)}"
+            facts.append(f"what made {what!r}{sums}")
+        drawn = generated.generated_text(
+            tokens,
+            list(keys),
+            plane,
+            places[self.options["generated"][batch][0]],
+            [asked] if together else [[place] for place in asked],
+            facts,
+        )
+        if together:
+            return drawn
+        labels = [tokens[place] for place in asked]
+        whole = heat_maps.matrix(labels, tokens, plane, label=self.describe(), corner="generated ↓ source →")
+        return f"{drawn}<details><summary>All of them as a matrix</summary>{whole}</details>"
 
     def _image_html(self, batch: int, scores: np.ndarray, tokens: list[str]) -> str:
         """One query's scores over the image, beside those of tokens that are no patch."""

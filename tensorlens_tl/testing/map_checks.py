@@ -251,6 +251,26 @@ def check_pull_between(case: MapCase) -> None:
         size = share.abs().max().clamp_min(torch.finfo(share.dtype).tiny)
         off = float((total - share).abs().max() / size)
         case.require(off <= max(case.tolerance, 1e-12), f"pull_between misses ⟨g, bias⟩ (by {off:.1e}).")
+    _check_stretch(case)
+
+
+def _check_stretch(case: MapCase) -> None:
+    """The same of vectors that live at neighbouring positions."""
+    pos = case.like.shape[1]
+    stretch = slice(pos // 3, max(pos - 1, 1))
+    placed = torch.zeros_like(case.draw(2, out=True))
+    placed[:, :, stretch] = case.draw(2, out=True)[:, :, stretch]
+    whole, share = case.m.pull_with_bias(placed)
+    for keys in (None, [0, pos - 1] if pos > 1 else [0]):
+        terms: list[Any] = []
+        made = case.m.pull_between(placed[:, :, stretch], stretch, keys, pos, causal=case.causal, biases=terms)
+        expected = whole if keys is None else whole[:, :, keys]
+        padded = torch.zeros_like(expected)
+        padded[:, :, : made.shape[2]] = made
+        case.same(padded, expected, f"pull_between (a stretch of queries, keys={keys}) is not pull")
+        if keys is None:
+            total = sum((term.sum(-1) for term, _ in terms), start=torch.zeros_like(share))
+            case.same(total, share, "pull_between (a stretch of queries) misses ⟨g, bias⟩")
 
 
 def check_norm_bound(case: MapCase) -> None:

@@ -1,0 +1,57 @@
+"""``tensorlens-tl generate-report``: what made a text that the model wrote, as one page."""
+
+import argparse
+from pathlib import Path
+
+from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model
+
+HELP = "What made a text that the model wrote, as one page that opens without a network."
+
+
+def hops(text: str) -> int | str:
+    """A number of hops, or all."""
+    if text != "all" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of hops nor 'all'")
+    return text if text == "all" else int(text)
+
+
+def stretch(text: str) -> tuple[int, int] | str:
+    """Generated tokens by number, ``2:5``, or a text of them."""
+    start, colon, stop = text.partition(":")
+    return (int(start), int(stop)) if colon and start.isdigit() and stop.isdigit() else text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_model_arguments(parser)
+    parser.add_argument("text", help="the prompt")
+    parser.add_argument("--max-new-tokens", type=count, help="write so many tokens, greedily (default: 12)")
+    parser.add_argument("--continuation", help="or take this text as what was written: only what follows the prompt")
+    parser.add_argument(
+        "--span",
+        type=stretch,
+        default="all",
+        help="the stretch that is asked about: a text, or START:STOP (default: all)",
+    )
+    parser.add_argument("--hops", type=hops, default="all", help="how many hops to follow (default: all)")
+    parser.add_argument("--minus", help="hold each token against this one, or against its 'runner-up'")
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html here)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the report of one generated text."""
+    import tensorlens_tl as tlens
+
+    check_output(args.output)
+    most = 12 if args.max_new_tokens is None and args.continuation is None else args.max_new_tokens
+    picture = tlens.report.explain_generation(
+        loaded_model(args),
+        args.text,
+        max_new_tokens=most,
+        continuation=args.continuation,
+        span=args.span,
+        hops=args.hops,
+        minus=args.minus,
+    )
+    picture.save(args.output)
+    print(f"report written to {args.output}")

@@ -1,0 +1,19 @@
+"""Text that a model has written: which part of the prompt made it, and through which of its own tokens?
+
+One pass of prompt and continuation is frozen, and every generated token is a query that asks for itself:
+
+* `attribute_generation`: writes a continuation (or takes one) and attributes its tokens, or a stretch of them;
+* `freeze_generation`: the frozen text by itself, a `FrozenGeneration`, to ask as often as you like;
+* `sent_on`: the hops, from what a stretch took of generated tokens to what made those.
+
+| module | question |
+| --- | --- |
+| `writing` | what does a model write after a prompt, and is a given continuation one of it? |
+| `written` | what can be asked of a frozen text, and how are the answers of many prompts put together? |
+| `hops` | what made the generated tokens that a score landed on? |
+"""
+
+from tensorlens_tl.generation.hops import sent_on
+from tensorlens_tl.generation.written import FrozenGeneration, attribute_generation, freeze_generation
+
+__all__ = ["FrozenGeneration", "attribute_generation", "freeze_generation", "sent_on"]

@@ -1,0 +1,190 @@
+"""What a model writes after a prompt, greedily; and what somebody else wrote, as tokens after the prompt's own.
+
+Greedy means: every token has the largest logit of a plain run of what stands before it. The model's own ``generate``,
+which keeps keys and values, makes a draft; one plain run checks all of it at once, and where the draft differs it is
+mended and written on. So a model whose ``generate`` is wrong (with whitening, say) costs time and nothing else.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tensorlens_tl._arguments import plain, whole_number
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import model_points, own_logits, own_run, refuse_attached
+from tensorlens_tl.models.state import refuse_dropout
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.batches import tokenized
+from tensorlens_tl.passes.prompts import prepare
+
+Text = tuple[list[int], int]
+"""Token ids of a prompt and its continuation, and how many of them are the prompt's."""
+
+
+def refuse_non_causal(view: ModelView) -> None:
+    """Refuse a model that does not write text from left to right.
+
+    Raises:
+        UnsupportedModelError: an encoder, an encoder–decoder, or a model of images or sound.
+    """
+    bidirectional = getattr(view.cfg, "attention_dir", "causal") == "bidirectional"
+    if view.reads != "tokens":
+        what = f"reads {view.reads}"
+    elif view.is_encoder_decoder:
+        what = "is an encoder–decoder; attribute its decoder's tokens with tlens.attribute(..., decoder_input_ids=...)"
+    elif view.is_hooked_encoder or hasattr(view.model, "mlm_head") or bidirectional:
+        what = "is an encoder, which fills gaps and continues nothing"
+    elif view.unembedding is None or model_points(view).unembed_in is None:
+        what = "predicts no tokens"
+    else:
+        return
+    raise UnsupportedModelError(f"generated text: {view.description} {what}. A causal language model is needed.")
+
+
+def texts_of(
+    view: ModelView,
+    prompt: Any,
+    max_new_tokens: Any = None,
+    continuation: Any = None,
+    *,
+    stop_at_eos: bool = True,
+    prepend_bos: bool | None = None,
+) -> list[Text]:
+    """Every prompt with what follows it, written by the model or given.
+
+    Args:
+        view: the model.
+        prompt: a string, a list of strings, or token ids.
+        max_new_tokens: write so many tokens, fewer where the model ends before.
+        continuation: or take this: the new text only, one for each prompt, as text or token ids.
+        stop_at_eos: end a text before the first end token that the model writes.
+        prepend_bos: as in TransformerLens.
+
+    Raises:
+        InvalidInputError: both or neither of `max_new_tokens` and `continuation`; a continuation that is empty, that
+            changes the prompt's tokens, or not one per prompt; nothing written; a text beyond the context.
+    """
+    if (max_new_tokens is None) == (continuation is None):
+        raise InvalidInputError(
+            "max_new_tokens, continuation: pass one of them: how many tokens to write, or the text that was written."
+        )
+    most = 0 if max_new_tokens is None else whole_number("max_new_tokens", max_new_tokens, least=1)
+    prompts = tokenized(view, prompt, prepend_bos)
+    if continuation is None:
+        longest = max(map(len, prompts))
+        if longest + most > view.n_ctx:
+            raise InvalidInputError(
+                f"max_new_tokens={most}: with a prompt of {longest} tokens that goes beyond the context of "
+                f"{view.n_ctx}; ask for at most {view.n_ctx - longest}."
+            )
+        ends = end_tokens(view) if stop_at_eos else set[int]()
+        return [_written(view, ids, most, ends, number) for number, ids in enumerate(prompts)]
+    given = _one_each(continuation, len(prompts))
+    texts = [prompt] if isinstance(prompt, str) else list(plain(prompt))
+    return [
+        _continued(view, text, ids, more, prepend_bos) for text, ids, more in zip(texts, prompts, given, strict=True)
+    ]
+
+
+def end_tokens(view: ModelView) -> set[int]:
+    """The tokens that end a text, as tokenizer and config name them."""
+    inner = getattr(view.model, "original_model", None)
+    named = [
+        plain(getattr(owner, "eos_token_id", None))
+        for owner in (view.tokenizer, view.config, getattr(inner, "generation_config", None))
+    ]
+    return {int(token) for ids in named if ids is not None for token in (ids if isinstance(ids, list) else [ids])}
+
+
+# ------------------------------------------------------------------ written by the model
+
+
+def _written(view: ModelView, ids: list[int], most: int, ends: set[int], number: int) -> Text:
+    """One prompt with its greedy continuation."""
+    points, first = model_points(view), len(ids)
+    assert points.unembed_in is not None  # `refuse_non_causal`
+    with torch.no_grad(), own_run(view.model):
+        refuse_dropout(view.model)
+        refuse_attached(view.model)
+        text = ids + _before_end(_draft(view, ids, most, ends), ends)
+        while True:
+            seen = prepare(view, torch.tensor([text]))
+            places = torch.arange(first - 1, len(text), device=seen.tokens.device)[None]
+            _, logits = own_logits(view.model, seen.kwargs, points.unembed_in, places)
+            choices: list[int] = logits[0].argmax(-1).tolist()
+            written = text[first:]
+            right = next((n for n, token in enumerate(written) if token != choices[n]), len(written))
+            text = text[: first + right]
+            if right == most or choices[right] in ends:
+                break
+            text.append(choices[right])
+            if right + 1 == most:
+                break
+    if len(text) == first:
+        raise InvalidInputError(
+            f"max_new_tokens: after prompt {number} the model's first choice is its end token, so nothing is written. "
+            "Pass stop_at_eos=False, another prompt, or a continuation=."
+        )
+    return text, first
+
+
+def _draft(view: ModelView, ids: list[int], most: int, ends: set[int]) -> list[int]:
+    """What the model's own ``generate`` writes, right or not; nothing where it cannot."""
+    if view.is_whitened or not hasattr(view.model, "generate"):
+        return []
+    model: Any = view.model
+    device = next(model.parameters()).device
+    stop: dict[str, Any] = {"stop_at_eos": True, "eos_token_id": min(ends)} if ends else {"stop_at_eos": False}
+    try:
+        made = model.generate(
+            torch.tensor([ids], device=device), max_new_tokens=most, do_sample=False, return_type="tokens",
+            verbose=False, **stop,
+        )  # fmt: skip
+        return made[0].tolist()[len(ids) : len(ids) + most]
+    except Exception:  # a draft only saves time: what fails here for a reason fails in the plain run as well
+        return []
+
+
+def _before_end(tokens: Sequence[int], ends: set[int]) -> list[int]:
+    stop = next((number for number, token in enumerate(tokens) if token in ends), len(tokens))
+    return list(tokens[:stop])
+
+
+# ------------------------------------------------------------------ given
+
+
+def _one_each(continuation: Any, prompts: int) -> list[Any]:
+    """One continuation for each prompt."""
+    given = plain(continuation)
+    flat = isinstance(given, str) or (isinstance(given, Sequence) and all(isinstance(one, int) for one in given))
+    if flat and prompts == 1:
+        return [given]
+    if flat or not isinstance(given, Sequence) or len(given) != prompts:
+        count = "one" if flat else len(given) if isinstance(given, Sequence) else repr(given)
+        raise InvalidInputError(
+            f"continuation: {count} for {prompts} prompts; pass one for each, as text or token ids."
+        )
+    return [plain(one) for one in given]
+
+
+def _continued(view: ModelView, prompt: Any, ids: list[int], more: Any, prepend_bos: bool | None) -> Text:
+    """One prompt with a given continuation."""
+    if not isinstance(more, str):
+        if not isinstance(more, Sequence) or not all(type(token) is int for token in more):
+            raise InvalidInputError(f"continuation={more!r}: pass text or token ids.")
+        whole = [*ids, *more]
+    elif not isinstance(prompt, str):
+        raise InvalidInputError("continuation: the prompt is token ids; pass the continuation as token ids too.")
+    else:
+        (whole,) = tokenized(view, prompt + more, prepend_bos)
+        if whole[: len(ids)] != ids:
+            apart, together = (view.tokenizer.convert_ids_to_tokens(row) for row in (ids, whole[: len(ids) + 1]))
+            raise InvalidInputError(
+                f"continuation: {more!r} changes the prompt's own tokens: they are {apart}, and with it they begin "
+                f"{together}. Pass only what follows the prompt, with the space between them at its beginning, or "
+                "token ids."
+            )
+    if len(whole) == len(ids):
+        raise InvalidInputError("continuation: it has no token; pass what the model wrote after the prompt.")
+    return whole, len(ids)

@@ -1,0 +1,362 @@
+"""A frozen text of prompt and continuation, and what made its generated tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.generation.hops import check_hops, sent_on
+from tensorlens_tl.generation.writing import Text, refuse_non_causal, texts_of
+from tensorlens_tl.models.activations import check_rule
+from tensorlens_tl.models.protocol import NEXT, ModelLike, TokenLike
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.batches import memory_batches, numbered, one_per_prompt, taken
+from tensorlens_tl.passes.collapse import Collapse
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.spans import find
+from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results.joining import joined
+
+RUNNER_UP = "runner-up"
+"""As `minus=`: at each position the token of largest logit besides the one that is there."""
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenGeneration:
+    """Prompts and their continuations in one frozen pass. Made by `freeze_generation`.
+
+    Attributes:
+        frozen: the pass of the whole text.
+        places: where each generated token stands, `[batch, token]`; where a prompt has fewer of them, padding.
+    """
+
+    frozen: FrozenPass
+    places: Int[Tensor, "batch token"]
+    _links: dict[tuple[str, str], Collapse] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        counts = sorted(set(self.real.sum(1).tolist()))
+        return f"FrozenGeneration({'–'.join(map(str, counts))} generated tokens, {self.frozen})"
+
+    @property
+    def real(self) -> Bool[Tensor, "batch token"]:
+        """Which entries of `places` are generated tokens."""
+        return torch.take_along_dim(self.frozen.mask, self.places, dim=1)
+
+    @property
+    def texts(self) -> list[str]:
+        """What was generated after each prompt."""
+        return ["".join(self._tokens(row)) for row in range(len(self.places))]
+
+    def attribute(
+        self,
+        *,
+        span: Any = None,
+        hops: Any = 0,
+        minus: TokenLike = None,
+        bias: str = "apart",
+        activation: str = "ratio",
+        memory: Memory = None,
+    ) -> Attribution:
+        """What made the generated tokens, one query for each, or a stretch of them together.
+
+        Args:
+            span, hops, minus, bias, activation, memory: as for `attribute_generation`.
+
+        Raises:
+            InvalidInputError: a span that is empty, outside the generated text or not in it; no such number of hops;
+                and what `FrozenOperator.target` raises.
+        """
+        check_hops(hops)
+        asked = self._queries(self.places if span is None else self._span(span))
+        operator = self.frozen.operator(activation=activation)
+        if span is None and minus is None:
+            found = self.links(bias=bias, activation=activation, memory=memory)
+        else:
+            others = self._runners_up(asked) if isinstance(minus, str) and minus == RUNNER_UP else minus
+            found = operator.target(NEXT, others, query=asked, bias=bias, summed=span is not None, memory=memory)
+        scores, constant = found.scores, found.bias
+        assert constant is not None
+        if hops != 0:
+            made = self.links(bias=bias, activation=activation, memory=memory)
+            assert made.bias is not None
+            positions = torch.arange(self.frozen.tokens.shape[1], device=self.places.device)
+            generated = (self.places[..., None] == positions) & self.real[..., None]
+            scores, constant = sent_on(scores, constant, made.scores, made.bias, generated, hops)
+        options = {"span": span, "hops": hops, "minus": minus, "bias": bias, "activation": activation}
+        shown = asked if span is None else self._last(asked)
+        return Attribution.of(
+            self.frozen,
+            scores,
+            method="generation",
+            query=shown,
+            bias=constant,
+            total=found.total,
+            additive=True,
+            target=self._label(asked, span, minus, hops),
+            options={name: value for name, value in options.items() if value is not None}
+            | {"generated": self.places_of_each(), "asked": self._asked(asked)},
+        )
+
+    def links(self, *, bias: str = "apart", activation: str = "ratio", memory: Memory = None) -> Collapse:
+        """What made the logit of every generated token: the scores that hops go along; kept for the next question."""
+        kept = self._links.get((bias, activation))
+        if kept is None:
+            operator, asked = self.frozen.operator(activation=activation), self._queries(self.places)
+            kept = self._links[bias, activation] = operator.target(NEXT, query=asked, bias=bias, memory=memory)
+        return kept
+
+    def places_of_each(self) -> list[list[int]]:
+        """The first place of each prompt's generated tokens, and the one after the last."""
+        counts = self.real.sum(1).tolist()
+        return [[row[0], row[count - 1] + 1] for row, count in zip(self.places.tolist(), counts, strict=True)]
+
+    # ------------------------------------------------------------------ inside
+
+    def _queries(self, places: Int[Tensor, "batch token"]) -> Int[Tensor, "batch token"]:
+        """Where tokens are predicted: one position earlier; padding stays."""
+        return places - torch.take_along_dim(self.frozen.mask, places, dim=1).long()
+
+    def _last(self, asked: Int[Tensor, "batch query"]) -> Int[Tensor, "batch 1"]:
+        real = torch.take_along_dim(self.frozen.mask, asked, dim=1)
+        return (asked * real).amax(1, keepdim=True)
+
+    def _asked(self, asked: Int[Tensor, "batch query"]) -> list[list[int]]:
+        """The generated tokens that are asked about, by place."""
+        real = torch.take_along_dim(self.frozen.mask, asked, dim=1).tolist()
+        return [
+            [p + 1 for p, kept in zip(*pair, strict=True) if kept] for pair in zip(asked.tolist(), real, strict=True)
+        ]
+
+    def _tokens(self, row: int) -> list[str]:
+        first, stop = self.places_of_each()[row]
+        return self.frozen.str_tokens[row][first:stop]
+
+    def _span(self, span: Any) -> Int[Tensor, "batch token"]:
+        """The places of a span's tokens."""
+        rows = [self._stretch(span, row) for row in range(len(self.places))]
+        most = max(map(len, rows))
+        padding = (~self.frozen.mask).long()
+        if any(len(row) < most for row in rows) and not bool(padding.any(1).all()):
+            counts = sorted({len(row) for row in rows})
+            raise InvalidInputError(
+                f"span={span!r} stands for {counts} tokens of these prompts, which are equally long; freeze them one "
+                "by one, or pass a slice."
+            )
+        spare = padding.argmax(1).tolist()
+        filled = [row + [place] * (most - len(row)) for row, place in zip(rows, spare, strict=True)]
+        return torch.tensor(filled, device=self.places.device)
+
+    def _stretch(self, span: Any, row: int) -> list[int]:
+        """The same of one prompt; `span` counts its generated tokens."""
+        first, stop = self.places_of_each()[row]
+        places, tokens = list(range(first, stop)), self._tokens(row)
+        if isinstance(span, str) and span != "all":
+            try:
+                begin, end = find(tokens, span)[-1]
+            except InvalidInputError:
+                raise InvalidInputError(
+                    f"span={span!r} does not occur as whole tokens in the text generated after prompt {row}: {tokens}."
+                ) from None
+            return places[begin:end]
+        within = _bounds(span, len(places))
+        if not places[within]:
+            raise InvalidInputError(
+                f"span={span!r} is empty: {len(places)} tokens were generated after prompt {row}, 0 to "
+                f"{len(places) - 1}."
+            )
+        return places[within]
+
+    def _runners_up(self, asked: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
+        """The token of largest logit besides the next one, at each query."""
+        logits = self.frozen.logits(asked)
+        assert logits is not None  # `refuse_non_causal`
+        after = (asked + 1).clamp_max(self.frozen.tokens.shape[1] - 1)
+        own = torch.take_along_dim(self.frozen.tokens, after, dim=1)
+        return logits.scatter(-1, own[..., None].to(logits.device), -torch.inf).argmax(-1)
+
+    def _label(self, asked: Int[Tensor, "batch query"], span: Any, minus: TokenLike, hops: Any) -> str:
+        what = "logit" if minus is None else "logit difference"
+        against = "" if minus is None else " to the runner-up" if minus == RUNNER_UP else f" to {minus!r}"
+        if span is None:
+            what = f"{what}{against} of each generated token"
+        else:
+            tokens = [self.frozen.str_tokens[0][place] for place in self._asked(asked)[0]]
+            text = f" {''.join(tokens)!r}" if len(self.places) == 1 and len(tokens) <= 12 else ""
+            what = f"sum of the {what}s{against} of {len(tokens)} generated token{'s' * (len(tokens) > 1)}{text}"
+        return what if hops == 0 else f"{what}, after {'all' if hops == 'all' else hops} hop{'s' * (hops != 1)}"
+
+
+def _bounds(span: Any, count: int) -> slice:
+    """A span by numbers as a slice of the generated tokens."""
+    if isinstance(span, slice):
+        return span
+    if span == "all":
+        return slice(None)
+    if isinstance(span, tuple | list) and len(span) == 2:
+        start, stop = (whole_number("span", end, 0, count, "ends among the generated tokens") for end in span)
+        return slice(start, stop)
+    place = whole_number("span", span, -count, count - 1, "a generated token, (start, stop), a slice or a text")
+    return slice(place, place + 1 or None)
+
+
+def _frozen(model: ModelLike, texts: Sequence[Text], padding_side: str | None, **freezing: Any) -> FrozenGeneration:
+    """Texts in one pass; where they are unequal, with one place of padding at least in each."""
+    ids, first = [text for text, _ in texts], [begin for _, begin in texts]
+    lengths = [len(row) for row in ids]
+    if padding_side not in (None, "left", "right"):
+        raise InvalidInputError(f"padding_side={padding_side!r}; use 'left' or 'right'.")
+    if len(set(lengths)) == len(set(first)) == 1:
+        frozen = freeze(model, torch.tensor(ids), **freezing)
+    else:
+        width = max(lengths) + 1  # a prompt with fewer generated tokens asks there for the missing ones
+        tokens, mask = torch.zeros(len(ids), width, dtype=torch.long), torch.zeros(len(ids), width, dtype=torch.long)
+        for number, row in enumerate(ids):
+            place = slice(width - len(row), None) if padding_side == "left" else slice(0, len(row))
+            tokens[number, place], mask[number, place] = torch.tensor(row), 1
+        frozen = freeze(model, tokens, attention_mask=mask, **freezing)
+    if _looks_ahead(frozen):
+        raise UnsupportedModelError(
+            f"generated text: tokens of this {frozen.view.description} attend to later ones. A causal language model "
+            "is needed."
+        )
+    most = max(length - begin for length, begin in zip(lengths, first, strict=True))
+    start = frozen.mask.long().argmax(1).tolist()
+    padding = (~frozen.mask).long().argmax(1).tolist()
+    places = [
+        [*range(left + begin, left + length)] + [spare] * (most - length + begin)
+        for left, begin, length, spare in zip(start, first, lengths, padding, strict=True)
+    ]
+    return FrozenGeneration(frozen, torch.tensor(places, device=frozen.mask.device))
+
+
+def _looks_ahead(frozen: FrozenPass) -> bool:
+    """Whether a real token attends to later ones; padding on the left may, where all of its own keys are masked."""
+    patterns = (frozen.pattern(n) for n, points in enumerate(frozen.points.blocks) if points.pattern is not None)
+    return any(bool((pattern.triu(1) * frozen.mask[:, None, :, None]).any()) for pattern in patterns)
+
+
+def freeze_generation(
+    model: ModelLike,
+    prompt: Any,
+    *,
+    max_new_tokens: Any = None,
+    continuation: Any = None,
+    stop_at_eos: bool = True,
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,
+    store: str = "model",
+    verify: bool = True,
+) -> FrozenGeneration:
+    """Write or take continuations of prompts, and freeze the whole texts once, in one pass.
+
+    Args:
+        model, prompt, max_new_tokens, continuation, stop_at_eos, prepend_bos, padding_side: as for
+            `attribute_generation`.
+        store, verify: as for `freeze`.
+
+    Raises:
+        InvalidInputError: see `attribute_generation`.
+        UnsupportedModelError: not a causal language model, and what `freeze` refuses.
+    """
+    view = ModelView(model)
+    refuse_non_causal(view)
+    texts = texts_of(
+        view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
+    )  # fmt: skip
+    return _frozen(model, texts, padding_side, store=store, verify=verify)
+
+
+def attribute_generation(
+    model: ModelLike,
+    prompt: Any,
+    *,
+    max_new_tokens: Any = None,
+    continuation: Any = None,
+    span: Any = None,
+    hops: Any = 0,
+    minus: TokenLike = None,
+    bias: str = "apart",
+    activation: str = "ratio",
+    stop_at_eos: bool = True,
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,
+    store: str = "model",
+    verify: bool = True,
+    memory: Memory = None,
+) -> Attribution:
+    """What made the text that a model writes after a prompt: scores of the prompt and of earlier generated tokens.
+
+    The whole text is frozen once. The result has one query for each generated token, which is the position that
+    predicts it, one before its own; or with `span` one query in all, made by one pull. Its options say where the
+    generated tokens stand (``"generated"``: first place, and the one after the last, of each prompt) and which of them
+    are asked about (``"asked"``).
+
+    Args:
+        model: a causal language model.
+        prompt: a string, a list of strings, or token ids.
+        max_new_tokens: write so many tokens greedily: each has the largest logit of a plain run. Fewer where the model
+            ends before.
+        continuation: or take this continuation: the new text only, one for each prompt, as text or token ids.
+        span: a stretch of the generated text, asked about as a whole: the sum of its tokens' targets. ``"all"``, a
+            text (its last occurrence), ``(start, stop)`` or a slice of the generated tokens, or the number of one.
+        hops: send what reached generated tokens on to what made those: so many times, or ``"all"``, after which only
+            the prompt and the bias have scores. See `tensorlens_tl.generation.hops`; weights are those of each token's
+            own logit, whatever `minus` says.
+        minus: a token to hold each one against, ``"runner-up"`` for the likeliest other token at each position, or one
+            for each prompt or query, as in `FrozenOperator.target`.
+        bias: ``"apart"`` from the scores, or by ``"position"``; see `FrozenOperator.in_out`.
+        activation: the rule for activations; see `FrozenPass.operator`.
+        stop_at_eos: end a text before the first end token (of the tokenizer or the config) that the model writes.
+        prepend_bos: as in TransformerLens; of strings.
+        padding_side: ``"left"`` or ``"right"`` (the default), where texts differ in length.
+        store, verify: as for `freeze`.
+        memory: what may be allocated at once, as ``"512MB"`` or bytes; it bounds how many prompts run together.
+
+    Raises:
+        InvalidInputError: both or neither of `max_new_tokens` and `continuation`; a continuation that is empty, that
+            changes the prompt's tokens, or not one per prompt; nothing written; a text beyond the context; a span that
+            is empty, outside the generated text or not in it; no such number of hops.
+        UnsupportedModelError: not a causal language model, and what `freeze` refuses.
+    """
+    check_hops(hops)
+    check_rule(activation)
+    in_bytes(memory)
+    view = ModelView(model)
+    refuse_non_causal(view)
+    texts = texts_of(
+        view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
+    )  # fmt: skip
+    asked: dict[str, Any] = {"span": span, "hops": hops, "minus": minus}
+    asked |= {"bias": bias, "activation": activation, "memory": memory}
+    freezing = {"padding_side": padding_side, "store": store, "verify": verify}
+    batches = memory_batches(view, [len(ids) for ids, _ in texts], memory)
+    if len(batches) == 1:
+        return _frozen(model, texts, **freezing).attribute(**asked)
+    split = None if isinstance(minus, str) else one_per_prompt("minus", minus, len(texts))
+    parts = []
+    for batch in batches:
+        own: dict[str, Any] = asked if split is None else {**asked, "minus": taken(split, batch)}
+        try:
+            parts.append(_frozen(model, [texts[number] for number in batch], **freezing).attribute(**own))
+        except InvalidInputError as error:
+            raise InvalidInputError(numbered(str(error), batch)) from error
+    kept = {
+        name: [row for _, row in sorted(_by_prompt(parts, batches, name), key=lambda numbered: numbered[0])]
+        for name in ("generated", "asked")
+    }
+    return joined(parts, batches, kept if split is None else kept | {"minus": minus})
+
+
+def _by_prompt(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], name: str) -> list[tuple[int, Any]]:
+    """An option of every prompt, with the prompt's number."""
+    return [
+        pair for part, batch in zip(parts, batches, strict=True) for pair in zip(batch, part.options[name], strict=True)
+    ]

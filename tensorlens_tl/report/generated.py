@@ -1,0 +1,121 @@
+"""Everything about a text that a model wrote, as one page."""
+
+from html import escape
+from typing import Any
+
+import torch
+
+from tensorlens_tl.drawing.marks import number, visible
+from tensorlens_tl.drawing.page import Picture, table
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.generation import FrozenGeneration, freeze_generation
+from tensorlens_tl.generation.hops import check_hops
+from tensorlens_tl.models.protocol import ModelLike, TokenLike
+from tensorlens_tl.results.attribution import Attribution
+
+NAMED = 12
+"""Source tokens that a table of the page names."""
+
+
+def explain_generation(
+    model: ModelLike | FrozenGeneration,
+    prompt: Any = None,
+    *,
+    max_new_tokens: Any = None,
+    continuation: Any = None,
+    span: Any = "all",
+    hops: Any = "all",
+    minus: TokenLike = None,
+) -> Picture:
+    """What made a generated text: every token of it, a stretch as a whole, and what the stretch took by way of others.
+
+    Args:
+        model: a causal language model, or a `FrozenGeneration` of one prompt (then leave `prompt` out).
+        prompt, max_new_tokens, continuation: as for `tlens.attribute_generation`.
+        span: the stretch that is asked about as a whole.
+        hops: how far the page follows it; see `tensorlens_tl.generation.hops`.
+        minus: what each token is held against, as for `tlens.attribute_generation`.
+
+    Raises:
+        InvalidInputError: several prompts, none, and what `tlens.attribute_generation` refuses.
+        UnsupportedModelError: not a causal language model, or one that cannot be frozen.
+    """
+    last = check_hops(hops)
+    if isinstance(model, FrozenGeneration):
+        if prompt is not None or max_new_tokens is not None or continuation is not None:
+            raise InvalidInputError(
+                "explain_generation: the text is frozen already; leave the prompt and its text out."
+            )
+        text = model
+    elif prompt is None:
+        raise InvalidInputError("explain_generation: `prompt` is missing; pass a string or token ids.")
+    else:
+        text = freeze_generation(model, prompt, max_new_tokens=max_new_tokens, continuation=continuation)
+    if len(text.places) != 1:
+        raise InvalidInputError(f"explain_generation: {len(text.places)} prompts; pass one.")
+    tokens, whole = text.attribute(minus=minus), text.attribute(span=span, minus=minus)
+    steps = {hop: text.attribute(span=span, minus=minus, hops=hop) for hop in _followed(last, tokens.queries.shape[1])}
+    first, stop = text.places_of_each()[0]
+    words = text.frozen.str_tokens[0]
+    before, after = "".join(words[:first]), "".join(words[first:stop])
+    parts = [
+        f"<h1>What made a generated text</h1><p><q>{escape(visible(before))}</q> goes on with "
+        f"<q>{escape(visible(after))}</q>.</p>",
+        "<h2>Each token</h2>",
+        tokens.to_html(style=False),
+        "<h2>The stretch as a whole</h2>",
+        whole.to_html(style=False),
+        _largest(whole),
+    ]
+    if steps:
+        ended = list(steps.values())[-1]
+        parts += [
+            "<h2>By way of generated tokens</h2>",
+            "<p>What the stretch took of generated tokens, sent on to what made those: in proportion to absolute "
+            "scores, the bias among them. Everything sums to the same total at every hop.</p>",
+            _hops({0: whole} | steps, first),
+            ended.to_html(style=False),
+            _largest(ended),
+        ]
+    parts.append(
+        _proofs(text, {"each token": tokens, "the stretch": whole} | {f"{h} hops": s for h, s in steps.items()})
+    )
+    title = f"What made a generated text: {visible(after)[:60]}"
+    return Picture(title, "".join(parts))
+
+
+def _followed(last: int | None, tokens: int) -> list[Any]:
+    """The hops that the page shows: the first few, and the last of them."""
+    if last is None:
+        return [*range(1, min(4, tokens)), "all"]
+    return sorted({*range(1, min(4, last + 1)), last} - {0})
+
+
+def _hops(steps: dict[Any, Attribution], first: int) -> str:
+    """Where the total is after each hop."""
+    rows = []
+    for hop, found in steps.items():
+        assert found.bias is not None
+        scores = found.scores[0, 0]
+        shares = (scores[:first].sum(), scores[first:].sum(), found.bias[0, 0])
+        total = torch.stack(shares).sum()
+        rows.append((str(hop), *(number(float(value)) for value in (*shares, total))))
+    drawn = table(("hops", "on the prompt", "on generated tokens", "bias", "sum"), rows)
+    return f'<div class="tlens">{drawn}</div>'
+
+
+def _largest(found: Attribution) -> str:
+    rows = [(repr(entry.name), str(entry.position), number(entry.score)) for entry in found.top(NAMED)]
+    return f'<div class="tlens">{table(("source", "position", "score"), rows)}</div>'
+
+
+def _proofs(text: FrozenGeneration, found: dict[str, Attribution]) -> str:
+    """How exactly everything on the page sums to the model's own logits."""
+    measured = {
+        f"{part}: the composed map against the model's own": error for part, error in text.frozen.errors.items()
+    }
+    for name, result in found.items():
+        assert result.residual is not None
+        measured[f"{name}: Σ scores + bias against the logits"] = float(result.residual.max())
+    rows = ((name, f"{value:.1e}") for name, value in measured.items())
+    return f'<h2>The proofs</h2><div class="tlens">{table(("claim", "residual"), rows, "words")}</div>'

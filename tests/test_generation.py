@@ -1,0 +1,363 @@
+"""Generated text: every token and span exact, one pull for a span, and hops that conserve the total."""
+
+import pytest
+import torch
+from conftest import close, some_tokens, tolerance
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits, generation
+from tensorlens_tl.commands import main
+from tensorlens_tl.generation import freeze_generation, sent_on
+from tensorlens_tl.report.prediction import predict
+from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_model
+
+NEXT = tlens.NEXT
+PROMPT = "If the file is not found, a"
+PROMPTS = [PROMPT, "Return the value of the", "Raise"]
+ENCODERS = {"encoder/bert", "bridge/bert", "bridge/roberta", "hooked/bidirectional", *encoder_decoder_names()}
+
+
+@pytest.fixture(params=[name for name in model_names() if name not in ENCODERS])
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def written():
+    return freeze_generation(tlens.load_demo_model(dtype=torch.float64), PROMPT, max_new_tokens=8)
+
+
+def sums(result):
+    return result.scores.sum(-1) + result.bias
+
+
+# ------------------------------------------------------------------ exact, in every family
+
+
+def test_tokens_spans_and_hops_are_exact(model, name):
+    prompts, limit = some_tokens(batch=2, pos=4), tolerance(name)
+    text = freeze_generation(model, prompts, max_new_tokens=4, stop_at_eos=False)
+    logits = model(text.frozen.tokens).detach()[:, 3:7]
+    assert torch.equal(text.frozen.tokens[:, 4:], logits.argmax(-1))  # greedy
+    cap = text.frozen.view.soft_cap
+    own = logits.amax(-1) if cap is None else cap * torch.atanh(logits.amax(-1) / cap)
+
+    tokens = text.attribute()
+    assert tokens.queries.tolist() == [[3, 4, 5, 6]] * 2
+    assert close(tokens.total, own, limit)
+    span = text.attribute(span=(1, 4))  # one pull
+    assert close(span.total[:, 0], own[:, 1:].sum(1), limit)
+    assert close(span.scores[:, 0], tokens.scores[:, 1:].sum(1), limit)
+    assert close(span.bias[:, 0], tokens.bias[:, 1:].sum(1), limit)
+    sent = text.attribute(span=(1, 4), hops="all")
+    assert not sent.scores[:, :, 4:].any()  # everything has landed on the prompt
+    for result in (tokens, span, sent, text.attribute(span=(1, 4), hops=1)):
+        assert float(result.residual.max()) <= limit
+        assert close(sums(result), result.total, limit)
+
+
+def test_a_difference_to_the_runner_up(model_named):
+    model, prompts = model_named("bridge/gpt2"), some_tokens(batch=2, pos=5)
+    text = freeze_generation(model, prompts, max_new_tokens=4, stop_at_eos=False)
+    best, _ = model(text.frozen.tokens).detach()[:, 4:8].topk(2, dim=-1)  # greedy: the first is what is there
+    tokens = text.attribute(minus="runner-up")
+    assert close(tokens.total, best[..., 0] - best[..., 1])
+    assert close(sums(text.attribute(minus="runner-up", span="all")), tokens.total.sum(1, keepdim=True))
+
+
+# ------------------------------------------------------------------ the next token as a target
+
+
+def test_the_next_token_in_every_method_and_circuit():
+    frozen = tlens.freeze(tlens.load_demo_model(dtype=torch.float64), PROMPT)
+    named = frozen.tokens[:, [4, 7]].tolist()
+    for method in ("tensorlens", "decompx", "input-x-gradient"):
+        made = tlens.attribute(frozen, method=method, target=NEXT, minus=" the", query=[3, 6])
+        said = tlens.attribute(frozen, method=method, target=named, minus=" the", query=[3, 6])
+        assert torch.equal(made.scores, said.scores)
+        assert "each query's next token − ' the'" in made.target
+    made = circuits.logit_attribution(frozen, NEXT, query=[3, 6])
+    assert torch.equal(made.scores, circuits.logit_attribution(frozen, named, query=[3, 6]).scores)
+    against = tlens.attribute(frozen, target=" the", minus=NEXT, query=[3, 6])
+    assert torch.equal(against.scores, -tlens.attribute(frozen, target=NEXT, minus=" the", query=[3, 6]).scores)
+    prediction = predict(frozen, NEXT, query=3)
+    assert prediction.target == named[0][0]
+
+
+def test_the_next_token_is_kept_in_files(tmp_path):
+    model = tlens.load_demo_model()
+    made = tlens.attribute(model, PROMPTS[:2], target=NEXT, query=slice(0, 3), memory="1MB")
+    kept = tlens.Attribution.load(made.save(tmp_path / "a.safetensors"))
+    assert kept.options["target"] is NEXT
+    again = tlens.attribute_generation(model, PROMPT, max_new_tokens=2, span=slice(0, 2), hops="all")
+    kept = tlens.Attribution.load(again.save(tmp_path / "b.safetensors"))
+    assert kept.options == again.options
+    assert kept.to_html() == again.to_html()
+
+
+@pytest.mark.parametrize("query", [-1, None, [0, -1], slice(None)])
+def test_the_last_token_has_no_next(query):
+    frozen = tlens.freeze(tlens.load_demo_model(), PROMPTS[:2], padding_side="left")
+    with pytest.raises(tlens.InvalidInputError, match=r"nothing follows position|unequal|same number"):
+        tlens.attribute(frozen, target=NEXT, query=query)
+
+
+def test_an_image_has_no_next_token():
+    images, _ = tlens.demo.digit_images()
+    with pytest.raises(tlens.InvalidInputError, match="no next token"):
+        tlens.attribute(tlens.freeze(tlens.load_demo_model(name="digits"), images[:1]), target=NEXT)
+
+
+def test_neither_side_of_an_encoder_decoder_goes_on(model_named):
+    frozen = tlens.freeze(model_named("bridge/bart"), some_tokens(), decoder_input_ids=some_tokens(pos=4))
+    made = tlens.attribute(frozen, target=NEXT, query=[6, 8])
+    assert close(made.scores, tlens.attribute(frozen, target=frozen.tokens[:, [7, 9]].tolist(), query=[6, 8]).scores)
+    summed = frozen.operator().target(NEXT, query=[6, 8], summed=True)
+    assert close(summed.scores[:, 0], made.scores.sum(1))
+    for query in (5, 9):
+        with pytest.raises(tlens.InvalidInputError, match="nothing follows"):
+            frozen.operator().target(NEXT, query=query)
+
+
+def test_places_of_each_prompt_as_a_query():
+    frozen = tlens.freeze(tlens.load_demo_model(dtype=torch.float64), PROMPTS)
+    places = torch.tensor([[3, 8], [2, 4], [1, 8]])  # the last is padding
+    made = frozen.operator().in_out(places)
+    every = frozen.operator().in_out(None)
+    assert close(made.scores[0], every.scores[0, [3, 8]])
+    assert close(made.scores[1], every.scores[1, [2, 4]])
+    assert not made.scores[2, 1].any()
+    for bad in (places[:2], places + 90, places.double(), places[:, :0]):
+        with pytest.raises(tlens.InvalidInputError, match=r"\[3, query\]"):
+            frozen.operator().in_out(bad)
+
+
+# ------------------------------------------------------------------ hops
+
+
+def slowly(scores, bias, made, made_bias, places, hops):
+    """The definition, one token after another."""
+    scores, total = scores.clone(), bias.clone()
+    for _ in range(hops):
+        before = scores.clone()
+        for token, place in enumerate(places):
+            scores[place] -= before[place]
+            size = made[token].abs().sum() + made_bias[token].abs()
+            scores += before[place] * made[token].abs() / size
+            total += before[place] * made_bias[token].abs() / size
+    return scores, total
+
+
+@pytest.mark.parametrize("hops", [0, 1, 2, 4, 9, "all"])
+def test_hops_are_the_definition(hops):
+    tokens, pos, first = 4, 9, 5
+    draw = torch.Generator().manual_seed(1)
+    scores, made = (torch.randn(2, n, pos, dtype=torch.float64, generator=draw) for n in (3, tokens))
+    bias, made_bias = (torch.randn(2, n, dtype=torch.float64, generator=draw) for n in (3, tokens))
+    made = made * (torch.arange(pos) < torch.arange(first, pos)[:, None])
+    generated = (torch.arange(pos) == torch.arange(first, pos)[:, None]).expand(2, -1, -1)
+    landed, left = sent_on(scores, bias, made, made_bias, generated, hops)
+    count = tokens if hops == "all" else hops
+    for row in range(2):
+        for query in range(3):
+            args = scores[row, query], bias[row, query], made[row], made_bias[row], range(first, pos), count
+            expected, total = slowly(*args)
+            assert close(landed[row, query], expected)
+            assert close(left[row, query], total)
+    assert close(landed.sum(-1) + left, scores.sum(-1) + bias)
+
+
+def test_a_token_that_nothing_made_gives_to_the_bias():
+    generated = torch.tensor([[[False, True]]])
+    landed, left = sent_on(
+        torch.tensor([[[1.0, 2.0]]]), torch.zeros(1, 1), torch.zeros(1, 1, 2), torch.zeros(1, 1), generated
+    )
+    assert landed.tolist() == [[[1.0, 0.0]]]
+    assert left.tolist() == [[2.0]]
+
+
+def test_hops_of_every_token_and_of_differences(written):
+    plain, sent = written.attribute(), written.attribute(hops="all")
+    assert close(sums(sent), plain.total)
+    assert torch.equal(written.attribute(hops=0).scores, plain.scores)
+    assert close(sent.scores.sum(1), written.attribute(span="all", hops="all").scores[:, 0])
+    place = written.attribute(span="all", bias="position", hops=2)
+    assert float(place.residual.max()) < 1e-9
+
+
+# ------------------------------------------------------------------ many prompts
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({"span": "all", "minus": "runner-up", "hops": "all"}, {"padding_side": "left"}),
+        ({"hops": 1}, {"memory": "150KB"}),
+    ],
+)
+def test_prompts_together_are_what_each_is_alone(asked, options, demo_model):
+    given = [[5, 6], [7, 8, 9], [4]]
+    together = tlens.attribute_generation(demo_model, PROMPTS, continuation=given, **asked, **options)
+    for row, (prompt, more) in enumerate(zip(PROMPTS, given, strict=True)):
+        alone = tlens.attribute_generation(demo_model, prompt, continuation=more, **asked)
+        real = together.mask[row].nonzero()[:, 0]
+        held = together.mask[row][together.queries[row]]
+        assert [together.tokens[row][place] for place in real] == alone.tokens[0]
+        assert close(together.scores[row][held][:, real], alone.scores[0])
+        assert not together.scores[row][~held].any()
+        for part in ("bias", "total"):
+            assert close(getattr(together, part)[row, held], getattr(alone, part)[0])
+        first, stop = together.options["generated"][row]
+        assert together.tokens[row][first:stop] == alone.tokens[0][-len(more) :]
+        assert len(together.options["asked"][row]) == len(alone.options["asked"][0])
+        assert together.to_html(batch=row)
+
+
+def test_targets_of_many_prompts_in_batches(demo_model):
+    asked = {"continuation": [[5, 6]] * 3, "span": "all", "minus": [" the", " a", " is"]}
+    whole, split = (tlens.attribute_generation(demo_model, PROMPTS, memory=m, **asked) for m in (None, "150KB"))
+    assert close(split.total, whole.total)
+    assert split.options["minus"] == whole.options["minus"]
+
+
+# ------------------------------------------------------------------ texts and spans
+
+
+def test_a_continuation_is_what_was_generated(written, demo_model):
+    (text,) = written.texts
+    for given in (text, written.frozen.tokens[0, 9:].tolist(), written.frozen.tokens[:, 9:]):
+        made = freeze_generation(demo_model, PROMPT, continuation=given)
+        assert torch.equal(made.frozen.tokens, written.frozen.tokens)
+        assert torch.equal(made.places, written.places)
+
+
+def test_spans_in_every_way(written):
+    tokens = written.attribute()
+    for span, chosen in (
+        ("all", range(8)), ((2, 5), range(2, 5)), (slice(-2, None), (6, 7)), (3, (3,)), (-1, (7,)),
+        ("not found", (2, 3)), ("not", (7,)),
+    ):  # fmt: skip
+        made = written.attribute(span=span)
+        assert close(made.total[0, 0], tokens.total[0, list(chosen)].sum())
+        assert made.options["asked"] == [[9 + number for number in chosen]]
+
+
+def test_a_text_ends_before_the_first_end_token(model_named):
+    model = tiny_model("bridge/llama")
+    prompt = some_tokens(batch=1, pos=4)
+    free = freeze_generation(model, prompt, max_new_tokens=4, stop_at_eos=False).frozen.tokens[0, 4:].tolist()
+    later = next(number for number, token in enumerate(free) if token not in free[:number] and number)
+    model.original_model.config.eos_token_id = [free[later]]
+    assert freeze_generation(model, prompt, max_new_tokens=4).frozen.tokens[0, 4:].tolist() == free[:later]
+    model.original_model.config.eos_token_id = free[0]
+    with pytest.raises(tlens.InvalidInputError, match="nothing is written"):
+        tlens.attribute_generation(model, prompt, max_new_tokens=4)
+    assert tlens.attribute_generation(model, prompt, max_new_tokens=4, stop_at_eos=False).queries.shape == (1, 4)
+
+
+def test_a_wrong_draft_is_mended(monkeypatch, demo_model, written):
+    for draft in ([], [3, 4, 5], written.frozen.tokens[0, 9:12].tolist() + [3] * 5):
+        monkeypatch.setattr(generation.writing, "_draft", lambda *_, draft=draft: draft)
+        made = freeze_generation(demo_model, PROMPT, max_new_tokens=8)
+        assert torch.equal(made.frozen.tokens, written.frozen.tokens)
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "pass one of them"),
+        ({"max_new_tokens": 2, "continuation": " x"}, "pass one of them"),
+        ({"max_new_tokens": 0}, "at least 1"),
+        ({"max_new_tokens": "4"}, "an integer"),
+        ({"max_new_tokens": 250}, "at most 247"),
+        ({"continuation": ""}, "no token"),
+        ({"continuation": []}, "no token"),
+        ({"continuation": [[4], [5]]}, "2 for 1 prompts"),
+        ({"continuation": [99999]}, "outside the vocabulary"),
+        ({"continuation": 1.5}, "1.5 for 1 prompts"),
+        ({"continuation": "bcd"}, "changes the prompt's own tokens.*'Ġa'"),
+        ({"max_new_tokens": 3, "span": (1, 1)}, "is empty"),
+        ({"max_new_tokens": 3, "span": (1, 9)}, "0 to 3"),
+        ({"max_new_tokens": 3, "span": slice(5, 9)}, "is empty"),
+        ({"max_new_tokens": 3, "span": 3}, "-3 to 2"),
+        ({"max_new_tokens": 3, "span": "the file is not"}, "does not occur"),
+        ({"max_new_tokens": 3, "span": 0.5}, "a generated token"),
+        ({"max_new_tokens": 3, "hops": -1}, "at least 0"),
+        ({"max_new_tokens": 3, "hops": "some"}, "a number of hops"),
+        ({"max_new_tokens": 3, "minus": "two words"}, "a target is one token"),
+        ({"max_new_tokens": 3, "bias": "nowhere"}, "bias"),
+        ({"max_new_tokens": 3, "activation": "relu"}, "ratio"),
+        ({"max_new_tokens": 3, "padding_side": "top"}, "padding_side"),
+        ({"max_new_tokens": 3, "memory": "much"}, "memory"),
+    ],
+)
+def test_bad_input(demo_model, asked, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        tlens.attribute_generation(demo_model, PROMPT, **asked)
+
+
+def test_bad_input_of_several_prompts(demo_model):
+    for given, message in (("x", "one for 2 prompts"), ([" x"], "1 for 2 prompts"), ([" x", ""], "no token")):
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            tlens.attribute_generation(demo_model, PROMPTS[:2], continuation=given)
+    with pytest.raises(tlens.InvalidInputError, match="pass the continuation as token ids"):
+        tlens.attribute_generation(demo_model, [4, 5], continuation=" x")
+    same, read = ["Return the value", "Return the file"], demo_model.tokenizer.convert_tokens_to_ids
+    given = [read(["Ġis", "Ġnot"]), read(["i", "s"])]  # the same text as one token, and as two
+    with pytest.raises(tlens.InvalidInputError, match="equally long"):
+        tlens.attribute_generation(demo_model, same, continuation=given, span="is")
+
+
+@pytest.mark.parametrize("name", ["encoder/bert", "bridge/bert", "hooked/bidirectional", "bridge/bart", "bridge/t5"])
+def test_models_that_continue_nothing_are_refused(name, model_named):
+    if name not in model_names():
+        pytest.skip("not on this TransformerLens")
+    with pytest.raises(tlens.UnsupportedModelError, match=r"generated text: .* is an encoder"):
+        tlens.attribute_generation(model_named(name), some_tokens(), max_new_tokens=2)
+
+
+def test_images_are_refused():
+    with pytest.raises(tlens.UnsupportedModelError, match="reads images"):
+        tlens.attribute_generation(tlens.load_demo_model(name="digits"), torch.zeros(1, 1, 8, 8), max_new_tokens=2)
+
+
+# ------------------------------------------------------------------ what is shown
+
+
+def test_words_and_files_of_generated_text(written):
+    words = written.attribute(span="all").merge_words()
+    assert close(words.scores.sum(-1), written.attribute(span="all").scores.sum(-1))
+    assert 'class="generated"' in written.attribute().to_html()
+    assert "generated" not in words.options
+    assert words.to_html()
+    written.attribute().show()
+
+
+def test_report_of_a_generated_text(tmp_path, capsys, written):
+    page = tmp_path / "page.html"
+    assert main(["generate-report", PROMPT, "--max-new-tokens", "6", "--span", "2:4", "-o", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "http" not in text
+    for part in ("Each token", "not found", "on generated tokens", "hops: Σ scores"):
+        assert part in text
+    assert main(["generate-report", PROMPT, "--continuation", " file is", "--hops", "0", "-o", str(page)]) == 0
+    assert "on generated tokens" not in page.read_text(encoding="utf-8")
+    for wrong, message in (
+        (["--continuation", "bcd"], "changes the prompt"),
+        (["--max-new-tokens", "2", "--continuation", " x"], "pass one of them"),
+        (["--span", "nowhere"], "does not occur"),
+        (["--minus", "two words"], "one token"),
+    ):
+        assert main(["generate-report", PROMPT, "-o", str(page), *wrong]) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate-report", PROMPT, "--hops", "-1"])
+    assert "What made" in tlens.report.explain_generation(written).title
+    for bad in ({"prompt": PROMPT}, {"continuation": " x"}):
+        with pytest.raises(tlens.InvalidInputError, match="frozen already"):
+            tlens.report.explain_generation(written, **bad)
+    with pytest.raises(tlens.InvalidInputError, match="2 prompts"):
+        tlens.report.explain_generation(tlens.load_demo_model(), PROMPTS[:2], continuation=[" is", " is"])
