@@ -65,7 +65,7 @@ def pages(tmp_path_factory):
     graph = circuits.contribution_graph(frozen, " first", threshold=0, neurons=2, sources=1)
     small = circuits.contribution_graph(frozen, " first").prune(0.7)
     two = "".join(found.to_html(300, style=False) for found in (small, small))
-        wrote = tlens.generation.freeze_generation(model, f"Return {NASTY} the value of the", max_new_tokens=8)
+    wrote = tlens.generation.freeze_generation(model, f"Return {NASTY} the value of the", max_new_tokens=8)
     results += (wrote.attribute(),)
     names = ("maps", "evaluation", "images", "graphs")
     paths = {"report": explained.save(folder / "report.html"), **{name: folder / f"{name}.html" for name in names}}
