@@ -144,7 +144,7 @@ def _prediction(asked: StreamTarget, target: TokenLike, minus: TokenLike, direct
         W_U, b_U = view.unembedding
         logits = upcast(frozen.unembedded()[0, query].to(W_U) @ W_U + (0 if b_U is None else b_U)) * view.logit_factor
         logits = logits if view.soft_cap is None else view.soft_cap * torch.tanh(logits / view.soft_cap)
-        token = int(target_ids(view, target, None, 1, 1)[0])
+        token = int(target_ids(frozen, asked.positions, target)[0])
         facts |= {"token_id": token, "probability": float(logits.softmax(-1)[token])}
     return facts
 

@@ -16,6 +16,13 @@ PAGE_STYLE = (
 )
 
 
+ONLY_WITH = {
+    'class="graph circuit"': ("graph.css", "graph.js"),
+    'class="generated"': ("generated.css", "generated.js"),
+}
+"""Assets that only some pictures need, by what these contain."""
+
+
 @cache
 def asset(name: str) -> str:
     """One of the files in `assets/`."""
@@ -23,10 +30,10 @@ def asset(name: str) -> str:
 
 
 def head(body: str = "") -> str:
-    """What every picture needs beside it, once: style, and the script that reads values; for graphs theirs as well."""
-    names = ("style", "graph") if 'class="graph circuit"' in body else ("style",)
-    style = "".join(asset(f"{name}.css") for name in names)
-    script = "".join(asset(f"{name}.js") for name in ("script", *names[1:]))
+    """What every picture needs beside it, once: style, and the script that reads values; and what only some need."""
+    names = ["style.css", "script.js"]
+    names += [name for mark, own in ONLY_WITH.items() if mark in body for name in own]
+    style, script = ("".join(asset(name) for name in names if name.endswith(kind)) for kind in (".css", ".js"))
     return f"<style>{style}</style><script>{script}</script>"
 
 

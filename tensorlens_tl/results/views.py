@@ -80,7 +80,8 @@ class Shown(ABC):
         if batch is None and count > MOST_PROMPTS:
             parts.append(f'<div class="n">{count - MOST_PROMPTS} more prompts: to_html(batch={MOST_PROMPTS}) …</div>')
         facts = " · ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in self.provenance.items())
-        return (page.head() if style else "") + page.panel(self.describe(), *parts, notes=facts)
+        drawn = page.panel(self.describe(), *parts, notes=facts)
+        return (page.head(drawn) if style else "") + drawn
 
     def _repr_html_(self) -> str:
         return self.to_html()
