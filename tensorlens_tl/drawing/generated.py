@@ -1,7 +1,7 @@
 """Generated text as coloured tokens: point at a generated token, or reach it by keyboard, and see what made it.
 
-The first row is coloured without a script; the script colours others (`assets/generated.js`). A click, or Enter, keeps a
-row while others are pointed at.
+The first row is coloured without a script; the script colours others (`assets/generated.js`). A click, or Enter,
+keeps a row while others are pointed at.
 """
 
 from collections.abc import Sequence
