@@ -435,8 +435,11 @@ def test_bad_questions(model_named):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
     early, late = (circuits.features(frozen, Dictionary(), frozen.output_name(layer)) for layer in range(2))
     again = circuits.features(tlens.freeze(frozen.model, some_tokens()), Dictionary(), frozen.output_name(1))
+    named, numbered = (circuits.feature_attribution(late, feature) for feature in ("F7", 7))
+    assert torch.equal(named.scores, numbered.scores)
     for call, message in (
         (lambda: circuits.feature_attribution(late, 40), "feature=40: pass 0 to 39"),
+        (lambda: circuits.feature_attribution(late, "F7@2"), "feature='F7@2': pass an integer"),
         (lambda: circuits.feature_attribution(late, 1, by="path"), "by='path'; use one of token"),
         (lambda: circuits.feature_effects(late, 5, by="head"), "use one of feature_token"),
         (lambda: circuits.feature_effects(late), "target: missing"),

@@ -5,6 +5,7 @@ of the reconstruction: whatever reads the stream reads features, error and b_dec
 dictionary is read: `tensorlens_tl.models.dictionaries`; where it stands: `tensorlens_tl.circuits.places`.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -101,11 +102,13 @@ class Features:
         return found
 
     def checked(self, feature: Any) -> int:
-        """A feature's number.
+        """A feature's number, which may be passed as its name, ``"F12"``.
 
         Raises:
             InvalidInputError: there is none.
         """
+        if isinstance(feature, str) and re.fullmatch(r"F\d+", feature):
+            feature = int(feature[1:])
         return whole_number("feature", feature, 0, self.dictionary.features - 1, why="a feature of this dictionary")
 
     @cached_property

@@ -55,7 +55,7 @@ def feature_attribution(
 
     Args:
         found: the features of a pass, by `features`.
-        feature: its number; it need not be active.
+        feature: its number or name (``"F12"``); it need not be active.
         query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
         by: ``"token"``, source tokens through everything before the dictionary; or direct effects by ``"component"``,
             ``"head"``, ``"head_token"`` or ``"neuron"``, as in `logit_attribution`.
