@@ -162,7 +162,7 @@ def test_too_many_nodes_are_refused(model_named, monkeypatch):
     monkeypatch.setattr(graph_module, "MOST_NODES", 50)
     with pytest.raises(tlens.SizeError, match="fewer neurons="):
         circuits.contribution_graph(one, 5, neurons=40)
-    with pytest.raises(tlens.SizeError, match="neurons= or sources="):
+    with pytest.raises(tlens.SizeError, match="neurons=, sources= or features="):
         circuits.contribution_graph(one, 5, neurons=4)
 
 

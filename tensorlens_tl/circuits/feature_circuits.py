@@ -9,6 +9,8 @@ its value times its row of the decoder, and its score is the inner product of th
 So the score is what the frozen model's target loses when the feature is taken out of the stream. One pull is enough for
 all features of a target. A feature that is not active has a pre-activation like any other, and no effect.
 
+A graph with features among heads and MLPs as its nodes is `contribution_graph` with ``dictionaries=``.
+
 A transcoder stands in its MLP's place: the error is what the MLP gives and the transcoder does not, and what reaches
 the target beside that MLP is one term.
 """

@@ -15,6 +15,13 @@ that give most, ``L0H3←5``, and one for all others, ``L0H3.rest``: an edge out
 source token. ``neurons=k`` splits each MLP at each position into its k largest neurons, ``MLP0.N17``, and the rest,
 ``MLP0.rest``. A node's parts sum to it, edge by edge, and both sums above hold for the parts as they do for the whole.
 
+``dictionaries`` takes the stream apart where a sparse autoencoder stands: all that was written before ends in its
+active features, ``F12``, the error of its reconstruction, and b_dec; all that is later is fed by them. ``features=k``
+makes nodes of the k largest features at each position, and one node, ``F.rest``, of the others. With several
+dictionaries their nodes' names begin with the block after which each stands, ``L0.F12``, or, inside a block, with the
+block and how many of its steps come before, ``L0.1.F12``. Both sums hold as before, and a feature's weight is its score
+in `feature_effects`.
+
 Nothing is trained and nothing is approximated: attention patterns, activation ratios and norm scales are frozen. In a
 post-LN model what a source wrote goes through the norms of the residual stream before it enters a node. Whitening
 passes vectors on from position to position, so it is a node of its own, which takes in all that was written before it.
@@ -32,6 +39,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits import graph_nodes
 from tensorlens_tl.circuits.graph_edges import Edges
+from tensorlens_tl.circuits.graph_features import Dictionaries, FeatureSplit, feature_splits
 from tensorlens_tl.circuits.graph_nodes import Choice
 from tensorlens_tl.circuits.steps import Sublayer
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, stream_target, token_pairs
@@ -56,6 +64,8 @@ def contribution_graph(
     threshold: Any = 0.01,
     neurons: Any = None,
     sources: Any = None,
+    dictionaries: Dictionaries = None,
+    features: Any = None,
     query: Query = -1,
     direction: Any = None,
     layers: LayerRange = None,
@@ -73,16 +83,24 @@ def contribution_graph(
             below 1, all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
         sources: split heads by the token they read, in the same way: so many for each head and query, or all that are
             at least this share of the largest. None leaves heads whole. Mixers have no pattern and stay whole.
+        dictionaries: the active features of a sparse autoencoder, or of several, in this pass, made by
+            `tensorlens_tl.circuits.features`. Each takes the residual stream apart at its place; one place takes one.
+        features: which active features become nodes, in the same way: so many at each position, or all that are at
+            least this share of the largest. None makes a node of each.
         query: one position; see `tensorlens_tl.passes.prompts.query_positions`.
         activation: the rule for MLPs.
 
     Raises:
-        InvalidInputError: several prompts or queries, a threshold outside [0, 1], neurons or sources that are neither a
-            number of them nor a share, and what `logit_attribution` refuses.
+        InvalidInputError: several prompts or queries, a threshold outside [0, 1], neurons, sources or features that are
+            neither a number of them nor a share, features without dictionaries, dictionaries of another pass, outside
+            the layers or two at one place, transcoders (`feature_effects` takes them), and what `logit_attribution`
+            refuses.
         UnsupportedModelError: neurons of a mixture of experts.
         SizeError: more than `MOST_NODES` nodes, or more than `MOST_EDGES` edges would be kept.
     """
-    check_options(threshold, neurons, sources)
+    check_options(threshold, neurons, sources, features)
+    if features is not None and dictionaries in (None, [], ()):
+        raise InvalidInputError(f"features={features!r}: there are none without dictionaries=.")
     asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
@@ -92,15 +110,19 @@ def contribution_graph(
     pulled = asked.stream.pull(asked.seed)
     split = {"neurons": neurons, "sources": sources}
     choices = {name: _choice(asked.stream, pulled, name, value) for name, value in split.items() if value is not None}
-    builder = _Builder(asked, pulled, Edges(float(threshold), MOST_EDGES), choices)
+    places = feature_splits(dictionaries, asked.stream, pulled)
+    if features is not None:
+        shares = torch.cat([split.weights.abs() for split in places.values()])
+        choices["features"] = _of_largest("features", features, float(shares.max()) if len(shares) else 0.0)
+    builder = _Builder(asked, pulled, Edges(float(threshold), MOST_EDGES), choices, places)
     return builder.graph(_prediction(asked, target, minus, direction))
 
 
-def check_options(threshold: Any, neurons: Any, sources: Any) -> None:
+def check_options(threshold: Any, neurons: Any, sources: Any, features: Any = None) -> None:
     """Raise `InvalidInputError` for options that `contribution_graph` refuses, before there is a pass."""
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
-    for name, value in {"neurons": neurons, "sources": sources}.items():
+    for name, value in {"neurons": neurons, "sources": sources, "features": features}.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and (0 < value < 1 or (isinstance(value, int) and value >= 1))):
             raise InvalidInputError(
@@ -111,9 +133,9 @@ def check_options(threshold: Any, neurons: Any, sources: Any) -> None:
 
 def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Choice:
     """Which neurons or source tokens become nodes; for a share, all are looked at for the largest."""
-    if value >= 1:
-        return Choice(name, MOST_NODES, int(value))
     largest = 0.0
+    if value >= 1:
+        return _of_largest(name, value, largest)
     for number, step in enumerate(stream.steps):
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             if _splits(sublayer) != name:
@@ -121,6 +143,13 @@ def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Ch
             met = sublayer.write.pull(pulled.sums[number])
             shares = met[0] * hidden if name == "neurons" else token_pairs(sublayer, stream.x[number], met)
             largest = max(largest, float(shares.abs().max()))
+    return _of_largest(name, value, largest)
+
+
+def _of_largest(name: str, value: int | float, largest: float) -> Choice:
+    """So many, or all that are at least a share of the largest."""
+    if value >= 1:
+        return Choice(name, MOST_NODES, int(value))
     return Choice(name, MOST_NODES, sys.maxsize, value * largest)
 
 
@@ -172,6 +201,7 @@ class _Builder:
     pulled: Pulled
     edges: Edges
     choices: dict[str, Choice]
+    places: dict[int, FeatureSplit] = field(default_factory=dict[int, FeatureSplit])
     rows: list[_Row] = field(default_factory=list)
     carried: list[int] = field(default_factory=list)
 
@@ -183,6 +213,8 @@ class _Builder:
         for name, weights in zip(found, (outputs * self.pulled.stream[0][0, 0]).sum(-1), strict=True):
             self.carried.append(self._add(name, "embedding", -1, weights))
         for number, step in enumerate(stream.steps):
+            if number in self.places:
+                outputs = self._features(self.places[number], outputs)
             if step.outer.mixes:
                 outputs = self._through(number, outputs)
                 continue
@@ -198,6 +230,8 @@ class _Builder:
                     met = self.pulled.stream[number + 1]
                     outputs = torch.cat([outputs, self._bias(name, step.layer, bias, met)])
             self.carried += range(before, len(self.rows))
+        if len(stream.steps) in self.places:
+            outputs = self._features(self.places[len(stream.steps)], outputs)
         return self._tables((outputs * self.pulled.stream[-1][0, 0]).sum(-1), prediction)
 
     def _tables(self, final: Float[Tensor, "source pos"], prediction: dict[str, Any]) -> ContributionGraph:
@@ -294,11 +328,7 @@ class _Builder:
         for node in nodes:
             for (name, kind, numbers), weights, biases in zip(node.rows, node.weights, node.biases, strict=True):
                 self._add(name, kind, sublayer.layer, weights, biases, numbers)
-        if len(self.rows) * x.shape[1] > MOST_NODES:
-            raise SizeError(
-                f"contribution_graph: more than {MOST_NODES:,} nodes up to layer {sublayer.layer}. Ask for fewer "
-                "neurons= or sources=, shorten the prompt, or raise tensorlens_tl.circuits.graph.MOST_NODES."
-            )
+        self._check_count(x.shape[1], sublayer.layer)
         carried = self._carried(outputs)
         if sublayer.is_mixer:
             self.edges.into_mixing(first, sublayer.read, met[0, 0], outputs, carried)
@@ -307,6 +337,29 @@ class _Builder:
         else:
             self.edges.into_positionwise(sublayer, nodes, first, met, outputs, carried)
         return [node.outputs for node in nodes]
+
+    def _check_count(self, pos: int, layer: int) -> None:
+        if len(self.rows) * pos > MOST_NODES:
+            raise SizeError(
+                f"contribution_graph: more than {MOST_NODES:,} nodes up to layer {layer}. Ask for fewer neurons=, "
+                "sources= or features=, shorten the prompt, or raise tensorlens_tl.circuits.graph.MOST_NODES."
+            )
+
+    def _features(
+        self, split: FeatureSplit, outputs: Float[Tensor, "source pos d_model"]
+    ) -> Float[Tensor, "row pos d_model"]:
+        """A dictionary's nodes: all that was written before ends there."""
+        choice, first = self.choices.get("features"), len(self.rows)
+        chosen, rest = split.chosen(choice), choice is not None
+        for row in split.rows(chosen, rest):
+            self._add(row.name, row.kind, split.layer, row.weights, row.biases, row.numbers)
+        self._check_count(outputs.shape[1], split.layer)
+        row, carried = first, self._carried(outputs)
+        for reads in split.reads(chosen, rest):
+            self.edges.into_rows(row, reads, outputs, carried)
+            row += len(reads)
+        self.carried = list(range(first, len(self.rows)))
+        return split.outputs(chosen, rest)
 
     def _through(self, number: int, outputs: Float[Tensor, "source pos d_model"]) -> Float[Tensor, "1 pos d_model"]:
         """A step that mixes positions (whitening) as a node at every position: all that was written before ends there.

@@ -55,18 +55,39 @@ class Edges:
             outputs: what each source so far has written, carried to what the sublayer reads.
             carried: their rows.
         """
-        parts, pos = sublayer.split(met[0, 0]), outputs.shape[1]
-        at = torch.arange(pos, device=outputs.device)
-        chunk = max(1, EDGE_BYTES // (outputs[..., 0].numel() * outputs.element_size()))
+        parts = sublayer.split(met[0, 0])
         for number, node in enumerate(nodes):
             read = sublayer.read_of(number)
             for alone in rows_alone(parts[:, number], node.chosen):
-                for pulled in read.pull(alone[:, None])[:, 0].split(chunk):
-                    weights = torch.einsum("rpd,mpd->rmp", pulled, outputs)
-                    self.entering[first] = weights.abs().sum(1)
-                    rows = first + torch.arange(len(pulled), device=at.device)
-                    self.keep(carried[:, None] * pos + at, rows[:, None, None] * pos + at, weights)
-                    first += len(pulled)
+                self.into_rows(first, read.pull(alone[:, None])[:, 0], outputs, carried)
+                first += len(alone)
+
+    def into_rows(
+        self,
+        first: int,
+        reads: Float[Tensor, "row pos d_model"],
+        outputs: Float[Tensor, "source pos d_model"],
+        carried: Int[Tensor, "source"],
+    ) -> None:
+        """Edges into nodes that take what was written at their own position.
+
+        Args:
+            first: the first one's row.
+            reads: the target, pulled through each node to the stream.
+            outputs, carried: as in `into_positionwise`.
+        """
+        pos = outputs.shape[1]
+        at = torch.arange(pos, device=outputs.device)
+        for part in reads.split(self._at_once(outputs)):
+            weights = torch.einsum("rpd,mpd->rmp", part, outputs)
+            self.entering[first] = weights.abs().sum(1)
+            rows = first + torch.arange(len(part), device=at.device)
+            self.keep(carried[:, None] * pos + at, rows[:, None, None] * pos + at, weights)
+            first += len(part)
+
+    def _at_once(self, outputs: Float[Tensor, "source pos d_model"]) -> int:
+        """Rows whose edges are looked at at once."""
+        return max(1, EDGE_BYTES // (outputs[..., 0].numel() * outputs.element_size()))
 
     def into_heads(
         self,

@@ -4,9 +4,11 @@ circuit-tracer's schema is that of `circuit_tracer.frontend.graph_models` (versi
 Neuronpedia shows as well. Its pages know four values of `feature_type` and draw every other as a node with a name:
 
 * ``embedding``: token embeddings; ``logit``: the target, whatever it is;
-* ``cross layer transcoder`` and ``mlp reconstruction error``: features and errors;
+* ``cross layer transcoder`` and ``mlp reconstruction error``: features by their layer and number, and errors;
 * ``attention head``, ``mlp``, ``neuron``, ``mixer``, ``whitening``, ``bias``, ``other embedding`` (positions, token
-  types): ours, with the node's name and token as the label `clerp`, and without a feature's examples.
+  types) and ``other features`` (what features without a node of their own give together, the mean that a dictionary
+  takes away, and a second dictionary in the same block, whose numbers would be taken for the first's): ours, with the
+  node's name and token as the label `clerp`, and without a feature's examples.
 
 `activation` holds a node's weight, its contribution to the target. `influence` is the share of Σ abs(weight) that the
 nodes up to this one hold, largest first, as circuit-tracer's own pruning by a threshold reads it. b_U, which is no node
@@ -119,7 +121,8 @@ def _tokens(graph: Graph) -> list[str]:
 
 def _nodes(graph: Graph) -> list[dict[str, Any]]:
     """Every node in circuit-tracer's fields, the target last."""
-    nodes = list[dict[str, Any]]()
+    nodes, taken = list[dict[str, Any]](), set[str]()
+    first: dict[int, str] = {}  # whose features a layer's numbers are
     numbers: dict[tuple[str, str], int] = {}  # of nodes that are no features, by layer and name; never a feature's own
     columns = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias"]
     for name, kind, layer, pos, token, part, weight, bias in graph.nodes[columns].itertuples(index=False, name=None):
@@ -135,11 +138,16 @@ def _nodes(graph: Graph) -> list[dict[str, Any]]:
         if type_ == "embedding":
             vocabulary = graph.token_ids[pos] if len(graph.token_ids) else pos
             node |= {"node_id": f"E_{vocabulary}_{pos}", "jsNodeId": f"E_{vocabulary}-{pos}", "feature": pos}
-        elif kind == "feature":  # numbered by layer and feature together, as circuit-tracer does
-            node |= {"node_id": f"{layer}_{part}_{pos}", "jsNodeId": f"{layer}_{part}-0"}
-            node["feature"] = (layer + part) * (layer + part + 1) // 2 + part
-        elif kind == "error":
-            node |= {"node_id": f"0_{layer}_{pos}", "jsNodeId": f"{layer}_{pos}-0", "feature": -1}
+        elif kind in ("feature", "error"):
+            own = first.setdefault(layer, name.rpartition(".")[0]) == name.rpartition(".")[0]
+            if kind == "error" and own and f"0_{layer}_{pos}" not in taken:  # or a feature of layer 0 is called so
+                node |= {"node_id": f"0_{layer}_{pos}", "jsNodeId": f"{layer}_{pos}-0", "feature": -1}
+            elif kind == "feature" and own and part >= 0:  # numbered by layer and feature, as circuit-tracer does
+                node |= {"node_id": f"{layer}_{part}_{pos}", "jsNodeId": f"{layer}_{part}-0"}
+                node["feature"] = (layer + part) * (layer + part + 1) // 2 + part
+            elif kind == "feature":
+                node["feature_type"] = "other features"
+        taken.add(node["node_id"])
         nodes.append(node)
     return nodes
 
