@@ -29,7 +29,7 @@ FAMILIES = [pytest.param(f, marks=pytest.mark.whole) if f in ("gpt2", "llama") e
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.whole) if f != "neox" else f for f in WIDER])
 def test_the_bound_holds_and_changes_nothing(family, call):
     torch.manual_seed(0)
     model = _bridge(family, **WIDER[family])

@@ -60,7 +60,7 @@ FULLY = (
     "hooked/sandwich",
     "encoder/bert",
     "bridge/gpt2",
-    "bridge/neox",
+    "bridge/gptj",
     "bridge/llama",
     "bridge/olmo2",
     "bridge/roberta",

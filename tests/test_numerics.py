@@ -129,7 +129,7 @@ def test_exact_at_the_limits(kind, edge):
     assert hooks_left(model) == 0
 
 
-@pytest.mark.parametrize("kind", ["gelu", "gated silu"])
+@pytest.mark.parametrize("kind", [pytest.param("gelu", marks=pytest.mark.whole), "gated silu"])
 @pytest.mark.parametrize("sizes", ["one head", "one layer", "one wide"])
 @pytest.mark.parametrize("tokens", [[[5]], [[5], [9]], [[3, 4, 5, 6]]])
 def test_the_smallest_models_and_prompts(kind, sizes, tokens):
