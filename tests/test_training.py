@@ -38,14 +38,17 @@ def test_dictionaries(tmp_path, monkeypatch, few_documents):
     monkeypatch.setattr(train_dictionary, "python_documents", lambda: few_documents)
     monkeypatch.setattr(train_dictionary, "ASLEEP", 2)
     monkeypatch.setattr(train_dictionary, "ROWS", 4)
-    train_dictionary.main([str(tmp_path), "--steps", "5"])
-    facts = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
-    assert facts["steps"] == 5
-    for hook in tlens.demo.DICTIONARIES:
+    explained = []
+    for steps in (1, 25):
+        train_dictionary.main([str(tmp_path), "--steps", str(steps)])
+        facts = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
+        assert facts["steps"] == steps
+        explained.append([facts[hook]["explained"] for hook in tlens.demo.DICTIONARIES])
+    for hook, first, more in zip(tlens.demo.DICTIONARIES, *explained, strict=True):
+        assert first + 0.05 < more < shipped_facts()[hook]["explained"]
         made, shipped = (tlens.load_demo_dictionary(hook, folder=folder) for folder in (tmp_path, None))
         assert made.W_enc.shape == shipped.W_enc.shape
         assert made.W_dec.norm(dim=1).allclose(torch.ones(512), atol=1e-2)
-        assert 0.1 < facts[hook]["explained"] < shipped_facts()[hook]["explained"]
 
 
 def shipped_facts():
