@@ -316,7 +316,8 @@ def attribute(
     if isinstance(model, FrozenPass):
         if input is not None or for_freeze:
             raise InvalidInputError(
-                "attribute: a frozen pass has its input already; leave `input` and its options out."
+                "attribute: a frozen pass has its input already; leave `input` and its options out. A target is passed "
+                "by name: target=' Paris'."
             )
         model.check_fresh()
         return _checked(method, chosen.function(model, **for_method))

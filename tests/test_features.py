@@ -407,7 +407,7 @@ class Tanh(Dictionary):
         (altered(cfg=SimpleNamespace(normalize_activations="batch")), AFTER, "by 'batch'; known"),
         (Tanh(), AFTER, "encode gives something else than its weights say"),
         (altered(decode=lambda features: features[..., :16]), AFTER, "decode gives something else"),
-        (bare(altered(activation_fn="tanh"), "activation_fn"), AFTER, "has the activation tanh"),
+        (bare(altered(activation_fn="tanh"), "activation_fn"), AFTER, "activation_fn is tanh"),
         (SimpleNamespace(), AFTER, "W_enc missing, W_dec missing"),
     ],
 )
@@ -415,6 +415,59 @@ def test_bad_dictionaries(model_named, dictionary, hook, message):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
     with pytest.raises(tlens.InvalidInputError, match=message):
         circuits.features(frozen, dictionary, hook)
+
+
+class Bare:
+    """Weights without `encode`, and whatever else an object may say of itself."""
+
+    def __init__(self, **said):
+        whole = Dictionary()
+        for name in ("W_enc", "W_dec", "b_enc", "b_dec"):
+            setattr(self, name, getattr(whole, name))
+        vars(self).update(said)
+
+
+@pytest.mark.parametrize(
+    "said", [{"activation_fn": "relu"}, {"activation_fn": torch.relu}, {"act_fn": torch.nn.ReLU()}]
+)
+def test_a_plain_relu_is_read_from_weights_alone(model_named, said):
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
+    assert circuits.features(frozen, Bare(**said), frozen.output_name(0)).active_per_token > 0
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"activation_fn": "leaky_relu"}, "activation_fn is leaky_relu"),
+        ({"activation": torch.nn.GELU()}, "activation is GELU"),
+        ({"architecture": "gated"}, "architecture is gated"),
+        ({"log_threshold": torch.zeros(40)}, "has log_threshold"),
+        ({"k": 3, "threshold": torch.ones(40, dtype=torch.float64)}, "both k and threshold"),
+        ({"k": 3.7}, "k is 3.7"),
+        ({"k": torch.tensor([1, 2])}, "a whole number"),
+        ({"b_enc": torch.zeros(40)}, r"b_enc is torch.float32 .* W_enc torch.float64"),
+        ({"hook_name": "blocks.1.hook_resid_pre"}, "says that it belongs at 'blocks.1.hook_resid_pre'"),
+    ],
+)
+def test_what_weights_alone_do_not_tell_is_refused(model_named, said, message):
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        circuits.features(frozen, Bare(**said), frozen.output_name(1))
+
+
+def test_a_small_b_dec_is_found_in_half_precision():
+    """Whether b_dec is taken away is read from the better of both fits, not from the first that is good enough."""
+    frozen = tlens.freeze(tlens.testing.tiny_model("bridge/gpt2").to(torch.bfloat16), some_tokens())
+
+    class Subtracting(Bare):
+        def encode(self, x):
+            return torch.relu((x - self.b_dec) @ self.W_enc + self.b_enc)
+
+    whole = Subtracting()
+    for name in ("W_enc", "W_dec", "b_enc", "b_dec"):
+        setattr(whole, name, getattr(whole, name).to(torch.bfloat16) * (0.05 if name == "b_dec" else 1))
+    read = circuits.features(frozen, whole, frozen.output_name(0)).dictionary
+    assert torch.equal(read.b_enc, whole.b_enc - whole.b_dec @ whole.W_enc)
 
 
 def test_weights_that_are_not_finite():
@@ -439,6 +492,7 @@ def test_bad_questions(model_named):
     assert torch.equal(named.scores, numbered.scores)
     for call, message in (
         (lambda: circuits.feature_attribution(late, 40), "feature=40: pass 0 to 39"),
+        (lambda: circuits.features(frozen, Dictionary(), 3), "hook=3: pass the name of a hook point"),
         (lambda: circuits.feature_attribution(late, "F7@2"), "feature='F7@2': pass an integer"),
         (lambda: circuits.feature_attribution(late, 1, by="path"), "by='path'; use one of token"),
         (lambda: circuits.feature_effects(late, 5, by="head"), "use one of feature_token"),

@@ -299,6 +299,25 @@ def test_bad_input(demo_model, asked, message):
         tlens.attribute_generation(demo_model, PROMPT, **asked)
 
 
+def test_one_prompt_as_a_row_of_token_ids(demo_model):
+    rows = tlens.attribute_generation(demo_model, [[5, 6, 7]], continuation=[[8, 9]])
+    for prompt, more in (([5, 6, 7], [8, 9]), (torch.tensor([5, 6, 7]), torch.tensor([8, 9]))):
+        assert torch.equal(tlens.attribute_generation(demo_model, prompt, continuation=more).scores, rows.scores)
+
+
+def test_several_queries_of_one_word_have_a_row_each(demo_model):
+    """A word of several generated tokens is one row of the picture, and its neighbours keep their own names."""
+    written = tlens.attribute_generation(
+        demo_model, "If it is not found, a", continuation=" ModuleNotFoundError is raised"
+    )
+    html = written.merge_words().to_html()
+    assert "raised" in html
+    frozen = tlens.freeze(demo_model, "a ModuleNotFoundError is raised here")
+    words = tlens.attribute(frozen, target=tlens.NEXT, query=slice(1, -1)).merge_words()
+    rows = words.to_html().split('class="rows"')[1].split("</div>")[0]
+    assert rows.count("<span>") == words.scores.shape[1]
+
+
 def test_bad_input_of_several_prompts(demo_model):
     for given, message in (("x", "one for 2 prompts"), ([" x"], "1 for 2 prompts"), ([" x", ""], "no token")):
         with pytest.raises(tlens.InvalidInputError, match=message):

@@ -347,3 +347,19 @@ def test_a_page_bears_so_many_nodes_and_says_so(made, monkeypatch):
     shown = html.count("data-name=")
     assert 0 < shown <= 20
     assert f"{html.count('data-e=')} of {len(made.edges)} edges between {shown} of {len(made.nodes)} nodes" in html
+
+
+def test_inputs_and_outputs_of_a_node(demo_model):
+    frozen = tlens.freeze(demo_model, "If the file is not found, a FileNotFoundError is")
+    graph = circuits.contribution_graph(frozen, " raised", threshold=0)
+    nodes, last = graph.nodes, len(graph.nodes)
+    into = graph.inputs("MLP3", 16, k=last)
+    (row,) = nodes.index[(nodes["name"] == "MLP3") & (nodes["pos"] == 16)]
+    assert sum(entry.score for entry in into) + nodes["bias"][row] == pytest.approx(nodes["weight"][row], abs=1e-9)
+    assert abs(into[0].score) == max(abs(entry.score) for entry in into)
+    to = next(entry for entry in graph.outputs("MLP3", 16, k=last) if entry.name == "target")
+    assert to.score == next(e.score for e in graph.inputs("target", k=last) if (e.name, e.position) == ("MLP3", 16))
+    with pytest.raises(tlens.InvalidInputError, match="stands at positions"):
+        graph.inputs("MLP3")
+    with pytest.raises(tlens.InvalidInputError, match="none of this graph's nodes"):
+        graph.outputs("MLP9")

@@ -147,9 +147,9 @@ else:
 def features(
     frozen: PassLike,
     dictionary: Any,
-    hook: str | None = None,
+    hook: Any = None,
     *,
-    hook_out: str | None = None,
+    hook_out: Any = None,
     any_model: bool = False,
 ) -> Features:
     """The active features of a sparse dictionary in a frozen pass.
@@ -161,17 +161,24 @@ def features(
         hook: the hook point that it reads: of the residual stream, or, of a transcoder, of what an MLP reads; None for
             what the dictionary says (`hook_name`).
         hook_out: of a transcoder, the hook point that it reconstructs: what the MLP gives (`hook_name_out`).
-        any_model: take a dictionary that says it belongs to another model (a fine-tuned model's base, say).
+        any_model: take a dictionary that says it belongs to another model (a fine-tuned model's base, say) or to
+            another hook point.
 
     Raises:
-        InvalidInputError: no such hook point, or one that holds something else; a dictionary of another width, dtype or
-            model; one that is gated, or gives something else than its weights say; and what `read_dictionary` refuses.
+        InvalidInputError: no such hook point, or one that holds something else; a dictionary of another width, dtype,
+            model or hook point; one that is gated, or gives something else than its weights say; and what
+            `read_dictionary` refuses.
         NumericalError: weights that are not finite.
         UnsupportedModelError: an encoder–decoder.
     """
     check_pass(frozen)
     read = read_dictionary(dictionary, transcodes=None if hook_out is None else True)
     hook = read.hook if hook is None else hook
+    for name, point in (("hook", hook), ("hook_out", hook_out)):
+        if point is not None and not isinstance(point, str):
+            raise InvalidInputError(
+                f"{name}={point!r}: pass the name of a hook point, such as {frozen.output_name(0)!r}."
+            )
     if hook is None:
         raise InvalidInputError(
             f"features: this {read.name} does not say where it belongs; pass hook=, such as {frozen.output_name(0)!r}."
@@ -180,6 +187,8 @@ def features(
         hook_out = hook_out or read.hook_out or mlp_output(hook)
     _check_fit(frozen, read, hook, any_model)
     reads = read_at(frozen, hook, mlp=read.transcodes)
+    if not any_model:
+        _check_place(frozen, read, hook, reads)
     if hook_out is None:
         writes = WriteAt(reads.place, Identity(), Identity(), reads.x)
     else:
@@ -187,7 +196,7 @@ def features(
         if writes.place < reads.place:
             raise InvalidInputError(f"features: hook_out={hook_out!r} comes before hook={hook!r}.")
     mask = frozen.mask
-    read = read.fitting(reads.x[mask], frozen.tolerance)
+    read = read.fitting(reads.x[mask])
     made = read.encode(reads.x[mask], frozen.tolerance)
     if not bool(torch.isfinite(made.values).all() and torch.isfinite(made.decoded).all()):
         raise NumericalError(f"features: {read.name} overflows; use a wider dtype for model and dictionary.")
@@ -216,10 +225,25 @@ def _check_fit(frozen: Record, read: DictionaryWeights, hook: str, any_model: bo
     own = str(getattr(frozen.view.cfg, "model_name", "custom"))
     if read.model_name is None or any_model or own in ("custom", "external", "native"):
         return
-    if _plain_name(read.model_name) != _plain_name(own):
+    if _plain_name(str(read.model_name)) != _plain_name(own):
         raise InvalidInputError(
             f"dictionary: this {read.name} was trained on {read.model_name!r}, and this model is {own!r}. Pass "
             "any_model=True if the two belong together."
+        )
+
+
+def _check_place(frozen: Record, read: DictionaryWeights, hook: str, reads: ReadAt) -> None:
+    """Refuse a dictionary that says it reads another place; classes may give one place several names."""
+    if read.hook is None or read.hook == hook:
+        return
+    try:
+        own = read_at(frozen, str(read.hook), mlp=read.transcodes)
+    except InvalidInputError:  # a name of another class of models
+        return
+    if own.place != reads.place:
+        raise InvalidInputError(
+            f"hook={hook!r}: this {read.name} says that it belongs at {read.hook!r}. Leave hook out, or pass "
+            "any_model=True to read it elsewhere."
         )
 
 

@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tensorlens_tl._arguments import plain
 from tensorlens_tl.algebra import AffineMap, Chain, Identity, RowPositions
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
@@ -270,7 +271,8 @@ def _late_features(late: Features, features: Any, positions: Tensor) -> tuple[Te
     """Which query and which feature each row is about."""
     queries = range(positions.shape[1])
     if features is not None:
-        given = features if isinstance(features, Iterable) else [features]
+        given = plain(features)
+        given = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
         numbers = [late.checked(feature) for feature in given]
         if not numbers:
             raise InvalidInputError("features=[]: name at least one, or leave it out for those that are active.")

@@ -25,13 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_model_arguments(parser)
     parser.add_argument("text", help="the prompt")
-    parser.add_argument("--max-new-tokens", type=count, help="write so many tokens, greedily (default: 12)")
-    parser.add_argument("--continuation", help="or take this text as what was written: only what follows the prompt")
+    parser.add_argument("--max-new-tokens", type=count, help="the number of tokens to generate, greedily (default: 12)")
+    parser.add_argument(
+        "--continuation", help="or explain this text instead: only what follows the prompt, with its space"
+    )
     parser.add_argument(
         "--span",
         type=stretch,
         default="all",
-        help="the stretch that is asked about: a text, or START:STOP (default: all)",
+        help="what is explained: a text (its last occurrence), or START:STOP of the generated tokens (default: all)",
     )
     parser.add_argument("--hops", type=hops, default="all", help="how many hops to follow (default: all)")
     parser.add_argument("--minus", help="hold each token against this one, or against its 'runner-up'")

@@ -81,7 +81,8 @@ def graph(found: GraphPicture) -> str:
     return (
         f'<div class="graph circuit">{TOOLS}<div class="both"><div class="scroll rove">{_svg(found)}</div>'
         '<div class="side" role="region" aria-label="the chosen node"></div></div>'
-        '<output class="out" aria-live="polite">Point at a node to read what it adds and what feeds it.</output></div>'
+        '<output class="out" aria-live="polite">Point at a node to read what it adds and what feeds it; '
+        "click it for more.</output></div>"
     )
 
 

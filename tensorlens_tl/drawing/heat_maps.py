@@ -30,7 +30,7 @@ def prompt(
     tokens: Sequence[str],
     positions: Sequence[int],
     plane: np.ndarray,
-    queries: Mapping[int, str],
+    queries: Sequence[tuple[int, str]],
     *,
     label: str,
     stacks: Sequence[Stack] = (),
@@ -50,9 +50,9 @@ def prompt(
         parts: which part of the prompt each token belongs to, by name, where it has several.
     """
     if len(queries) == 1:
-        drawings = [token_line(tokens, plane[0].tolist(), next(iter(queries)), positions, parts)]
+        drawings = [token_line(tokens, plane[0].tolist(), queries[0][0], positions, parts)]
     else:
-        drawings = [matrix(list(queries.values()), tokens, plane, label=label)]
+        drawings = [matrix([token for _, token in queries], tokens, plane, label=label)]
     if note:
         drawings.append(f'<div class="n">{escape(note)}</div>')
     for name, planes, rows in stacks:

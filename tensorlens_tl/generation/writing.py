@@ -82,6 +82,7 @@ def texts_of(
         return [_written(view, ids, most, ends, number) for number, ids in enumerate(prompts)]
     given = _one_each(continuation, len(prompts))
     texts = [prompt] if isinstance(prompt, str) else list(plain(prompt))
+    texts = texts if len(texts) == len(prompts) else prompts  # one prompt as a row of token ids
     return [
         _continued(view, text, ids, more, prepend_bos) for text, ids, more in zip(texts, prompts, given, strict=True)
     ]

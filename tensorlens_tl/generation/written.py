@@ -107,6 +107,8 @@ class FrozenGeneration:
 
     def links(self, *, bias: str = "apart", activation: str = "ratio", memory: Memory = None) -> Collapse:
         """What made the logit of every generated token: the scores that hops go along; kept for the next question."""
+        self.frozen.check_fresh()
+        in_bytes(memory)  # refused also where nothing is left to compute
         kept = self._links.get((bias, activation))
         if kept is None:
             operator, asked = self.frozen.operator(activation=activation), self._queries(self.places)
@@ -197,6 +199,9 @@ class FrozenGeneration:
 def _bounds(span: Any, count: int) -> slice:
     """A span by numbers as a slice of the generated tokens."""
     if isinstance(span, slice):
+        for end in (span.start, span.stop, span.step):
+            if end is not None:
+                whole_number("span", end, why="a slice of the generated tokens")
         return span
     if span == "all":
         return slice(None)

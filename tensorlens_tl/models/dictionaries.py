@@ -11,7 +11,6 @@ read is compared with the object's own `encode` and `decode`, where it has them,
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +28,8 @@ FOLDED = ("none", "expected_average_only_in", "covariance_whitening")
 """Ways that are part of the weights once training has ended, or are none."""
 
 GATED = ("r_mag", "b_gate", "W_gate", "gate_bias")
+KNOWN_ACTIVATIONS = ("relu", "jumprelu", "topk", "standard", "transcoder", "skip_transcoder")
+UNREAD = ("log_threshold", "scaling_factor", "mean")
 EPSILON = 1e-5  # SAELens adds it to the standard deviation by which it divides, not to the one it multiplies by
 CHUNK_BYTES = 64 * 2**20
 
@@ -182,24 +183,25 @@ class DictionaryWeights:
         """The same with b_dec taken from what it reads."""
         return replace(self, b_enc=self.b_enc - self.b_dec @ self.W_enc)
 
-    def fitting(self, x: Float[Tensor, "token d_in"], tolerance: float) -> "DictionaryWeights":
+    def fitting(self, x: Float[Tensor, "token d_in"]) -> "DictionaryWeights":
         """The same, or with b_dec taken from what it reads: where the object does not say which, its `encode` shows.
 
-        Raises:
-            InvalidInputError: neither fits.
+        Without `encode`, b_dec is not taken away.
         """
         said = _said(self.source, "apply_b_dec_to_input") is not None
+        said = said or not callable(getattr(self.source, "encode", None))
         if said or self.transcodes or self.b_dec.shape != self.W_enc.shape[:1] or not bool(self.b_dec.any()):
             return self
-        try:
-            self.encode(x[:8], tolerance)
-        except InvalidInputError:
-            other = self.subtracting_b_dec()
-            with suppress(InvalidInputError):
-                other.encode(x[:8], tolerance)
-                return other
-            raise
-        return self
+        return min((self, self.subtracting_b_dec()), key=lambda read: read._misfit(x[:64]))
+
+    def _misfit(self, x: Float[Tensor, "token d_in"]) -> float:
+        """How far the features of some tokens are from the object's own: the median token's relative error."""
+        with torch.no_grad():
+            own, _ = _own(self.source, x)
+        assert own is not None
+        made = (self.reads(x) @ self.W_enc + self.b_enc) * (own != 0)
+        off = (made - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(torch.finfo(own.dtype).tiny)
+        return float(off.float().median())
 
 
 def read_dictionary(source: Any, *, transcodes: bool | None = None) -> DictionaryWeights:
@@ -233,6 +235,13 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
     b_dec = _vector(source, "b_dec", width, what)
     threshold = _vector(source, "threshold", features, what)
     W_skip = _weight(source, "W_skip", what)
+    weights = {"W_dec": W_dec, "b_enc": b_enc, "b_dec": b_dec, "threshold": threshold, "W_skip": W_skip}
+    for name, weight in weights.items():
+        if weight is not None and (weight.dtype != W_enc.dtype or weight.device != W_enc.device):
+            raise InvalidInputError(
+                f"{what}.{name} is {weight.dtype} on {weight.device}, W_enc {W_enc.dtype} on {W_enc.device}; convert "
+                f"one of them, such as dictionary.to({W_enc.dtype})."
+            )
     hook_in, hook_out = _said(source, "hook_name"), _said(source, "hook_name_out")
     elsewhere = (hook_out is not None and hook_out != hook_in) or W_skip is not None
     between = elsewhere if transcodes is None else transcodes
@@ -297,17 +306,36 @@ def _vector(source: Any, name: str, length: int, what: str) -> Tensor | None:
 
 
 def _choices(source: Any, features: int, what: str) -> int | None:
-    """The k of TopK; refuses an activation that is not known, unless `encode` shows what it does."""
-    activation = _said(source, "activation_fn")
-    named = activation if isinstance(activation, str) else type(activation).__name__
+    """The k of TopK; without `encode`, which shows what an object does, refuses whatever else could be meant."""
     k = _said(source, "k")
-    k = getattr(activation, "k", None) if k is None else k
-    if k is not None and not (isinstance(k, int | float | Tensor) and 1 <= int(k) <= features):
-        raise InvalidInputError(f"{what}.k is {k!r}; TopK of {features} features takes 1 to {features}.")
-    known = activation is None or callable(getattr(source, "encode", None)) or "relu" in named.lower()
-    if not known and k is None:
-        raise InvalidInputError(f"{what} has the activation {named}; only ReLU, JumpReLU and TopK are read.")
+    activations = {name: _said(source, name) for name in ("activation_fn", "activation", "act_fn", "architecture")}
+    activations = {name: found for name, found in activations.items() if found is not None}
+    k = (
+        next((n for found in activations.values() if (n := getattr(found, "k", None)) is not None), None)
+        if k is None
+        else k
+    )
+    whole = isinstance(k, int) or (isinstance(k, Tensor) and k.numel() == 1 and not k.is_floating_point())
+    if k is not None and (isinstance(k, bool) or not whole or not 1 <= int(k) <= features):
+        raise InvalidInputError(
+            f"{what}.k is {k!r}; TopK of {features} features takes a whole number from 1 to {features}."
+        )
+    if not callable(getattr(source, "encode", None)):
+        _refuse_unknown(source, activations, k, what)
     return None if k is None else int(k)
+
+
+def _refuse_unknown(source: Any, activations: dict[str, Any], k: Any, what: str) -> None:
+    """Refuse a dictionary without `encode` that has, or says, what might change its features."""
+    show = "Give the object an encode(x) method: it is then taken at its own word, by measurement."
+    for name, found in activations.items():
+        named = found if isinstance(found, str) else getattr(found, "__name__", type(found).__name__)
+        if named.lower() not in KNOWN_ACTIVATIONS:
+            raise InvalidInputError(f"{what}.{name} is {named}; only ReLU, JumpReLU and TopK are read. {show}")
+    if others := [name for name in UNREAD if _said(source, name) is not None]:
+        raise InvalidInputError(f"{what} has {', '.join(others)}, which is not read. {show}")
+    if k is not None and getattr(source, "threshold", None) is not None:
+        raise InvalidInputError(f"{what} has both k and threshold: which features are active is not clear. {show}")
 
 
 def _normalisation(source: Any, what: str) -> str | None:

@@ -230,6 +230,11 @@ def token_rows(view: ModelView, input: Any, prepend_bos: bool | None = None) -> 
     if isinstance(input, str):
         input = [input]
     if _is_text(input):
+        if wrong := [number for number, text in enumerate(input) if not isinstance(text, str)]:
+            raise InvalidInputError(
+                f"input: prompt 0 is text and prompt {wrong[0]} is {type(input[wrong[0]]).__name__}; pass all as text "
+                "or all as token ids."
+            )
         return [_tokenize(view, text, number, prepend_bos) for number, text in enumerate(input)]
     if _is_ragged(input):
         return [_as_ids(row)[0] for row in input]

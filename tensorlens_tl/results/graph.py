@@ -134,6 +134,39 @@ class ContributionGraph(Stored):
         weights = torch.tensor(nodes["weight"].to_numpy(float))
         return largest(weights, nodes["name"].tolist(), k, nodes["pos"].tolist())
 
+    def inputs(self, name: str, position: int | None = None, k: int = 10) -> list[Entry]:
+        """The k largest edges into a node: where each comes from. With every edge kept, all of them and the node's own
+        bias sum to its weight.
+
+        Args:
+            name: as in `top`; ``"target"`` is what the graph is about.
+            position: the node's, needed where nodes at several positions share the name.
+            k: how many.
+
+        Raises:
+            InvalidInputError: no such node, several, or k below 1.
+        """
+        return self._ends(name, position, k, "target", "source")
+
+    def outputs(self, name: str, position: int | None = None, k: int = 10) -> list[Entry]:
+        """The k largest edges out of a node: where each leads; see `inputs`."""
+        return self._ends(name, position, k, "source", "target")
+
+    def _ends(self, name: str, position: int | None, k: int, here: str, there: str) -> list[Entry]:
+        names, places = self.nodes["name"].to_numpy(), self.nodes["pos"].to_numpy(int)
+        found = np.flatnonzero((names == name) & ((places == position) | (position is None)))
+        if len(found) != 1:
+            at = places[names == name].tolist()
+            where = (
+                f"stands at positions {at}; pass one"
+                if at
+                else "is none of this graph's nodes; top() names the largest"
+            )
+            raise InvalidInputError(f"node {name!r}{'' if position is None else f' at {position}'}: it {where}.")
+        edges = self.edges[self.edges[here] == found[0]]
+        ends = edges[there].to_numpy(int)
+        return largest(torch.tensor(edges["weight"].to_numpy(float)), names[ends].tolist(), k, places[ends].tolist())
+
     def show(self, k: int = 10, *, kind: str | None = None) -> None:
         """Print the k largest nodes; a notebook draws the graph by itself, and `to_html` does so elsewhere."""
         rows = [
@@ -240,7 +273,7 @@ class ContributionGraph(Stored):
             targets=edges["target"].to_numpy(int).tolist(),
             strengths=edges["weight"].tolist(),
         )
-        notes = f"{shown} · sums to the logit to {self.residual:.1e}"
+        notes = f"{shown} · the graph with every edge sums to the logit to {self.residual:.1e}"
         drawn = page.panel(title or f"How the {self.target} comes about", graphs.graph(picture), notes=notes)
         return (page.head(drawn) if style else "") + drawn
 

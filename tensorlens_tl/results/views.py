@@ -158,7 +158,7 @@ class Shown(ABC):
             return self._generated_html(batch)
         keys, rows = self._shown(batch)
         positions = self.queries[batch].tolist()
-        queries = {positions[row]: self.tokens[batch][positions[row]] for row in rows}
+        queries = [(positions[row], self.tokens[batch][positions[row]]) for row in rows]
         notes: list[str] = []
         if self.additive and self.bias is not None and self.total is not None and len(rows) == 1:
             bias, total = (float(t[batch, rows[0]]) for t in (self.bias, self.total))
@@ -169,7 +169,7 @@ class Shown(ABC):
                 positions
             )  # a method's layers hold every query, also where one was asked for
             chosen = list(keys) if whole else rows
-            labels = list(keys.values()) if whole else list(queries.values())
+            labels = list(keys.values()) if whole else [token for _, token in queries]
             stacks.append(heat_maps.Stack(name, planes[:, chosen][:, :, list(keys)], labels))
         plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
         tokens, label = list(keys.values()), self.describe()

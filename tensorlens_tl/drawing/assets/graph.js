@@ -93,7 +93,7 @@
     if (node === null) make(side, "p", "Click a node, or press Enter on it, for its inputs and outputs. Arrow keys move; P pins, Escape lets go.", { class: "n" });
     else {
       make(side, "div", `${node.name} at ${node.at}`, { class: "title" });
-      make(side, "div", `${digits(node.weight)} to the target`, { class: "n" });
+      if (!node.members) make(side, "div", `${digits(node.weight)} to the target`, { class: "n" });
       if (node.members) make(side, "div", node.members.map((member) => `${member.name} at ${member.at}`).join(", "), { class: "n" });
       flows(side, "Inputs", all.filter((edge) => edge.to === node), "from", limit, state);
       flows(side, "Outputs", all.filter((edge) => edge.from === node), "to", limit, state);
@@ -147,7 +147,7 @@
   const join = (state) => {
     const members = [...state.pinned], name = state.graph.querySelector(".name").value.trim() || `group of ${members.length}`;
     const mean = (key) => members.reduce((sum, node) => sum + node[key], 0) / members.length;
-    const [x, y, weight] = [mean("x"), mean("y"), total(members)];
+    const [x, y, weight] = [mean("x"), mean("y"), null]; // what passes through two members would count twice
     const label = `${name}: ${members.map((node) => `${node.name} at ${node.at}`).join(", ")}`;
     const mark = make(state.svg, "g", "", { class: "t", tabindex: -1, "aria-label": label });
     dress(mark);

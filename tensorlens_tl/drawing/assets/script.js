@@ -1,7 +1,7 @@
 // Reading by pointer and by keyboard. Listeners sit on the document, once for all pictures on a page, so the order in
 // which a notebook adds pictures and scripts does not matter. Text is only ever set as text.
 (() => {
-  if (window.tensorlensPictures) return;
+  const before = window.tensorlensPictures;
   const STEPS = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] };
   const decoded = new WeakMap();
 
@@ -17,6 +17,7 @@
   const digits = (value) => (value >= 0 ? "+" : "") + Number(value.toPrecision(4));
 
   window.tensorlensPictures = { values, digits };
+  if (before) return;
 
   const read = (grid, row, column) => {
     const width = Number(grid.dataset.width);
