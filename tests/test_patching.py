@@ -376,6 +376,44 @@ def test_a_circuit_runs_as_hooks_at_split_inputs_run_it(split):
     assert float((made - number(clean, [], held=False)).abs().max()) > 1e-3
 
 
+def sharp(name):
+    """Passes of a model that is so sure where to look that many probabilities underflow."""
+    # a rotary pattern with nothing but zeros and ones would not tell its scores' reading
+    model, factor = tiny_model(name), 3000.0 if name.startswith("hooked") else 600.0
+    with torch.no_grad():
+        for block in model.blocks:
+            query = block.attn.W_Q if name.startswith("hooked") else block.attn.q.original_component.weight
+            query.mul_(factor)
+    tokens = [torch.tensor([row]) for row in ([3, 5, 7, 9, 2, 11], [3, 15, 17, 19, 12, 21])]
+    return [tlens.freeze(model, row) for row in tokens]
+
+
+@pytest.mark.parametrize("name", [n for n in ("hooked/ln", "hooked/local", "bridge/llama") if n in HERE])
+def test_a_circuit_may_attend_where_every_probability_underflowed(name):
+    """Clean queries meet corrupted keys, as hooks at the model's own queries make them."""
+    clean, corrupted = sharp(name)
+    closed = [frozen.pattern(0) == 0 for frozen in (clean, corrupted)]
+    assert bool((closed[0] & closed[1]).all(1).tril().any())  # probabilities of the causal part, zero in every head
+    scores = circuits.edge_scores(clean, corrupted, **ASKED)
+    kept = scores.exists.clone()
+    kept[:, [end.startswith("L0") and end.endswith(".q") for end in scores.destinations]] = False
+    some = circuits.Circuit(scores.sources, scores.destinations, scores.scores[0], scores.exists, kept, scores.config)
+    made = circuits.run_circuits(clean, corrupted, some, **ASKED)[0]
+    point = "blocks.0.attn.hook_q"
+    if name.startswith("bridge"):
+        point = "blocks.0.attn.q.hook_out"
+    expected = number(clean, [(point, put(values(corrupted, [point])[point]))], held=False)
+    assert close(made, expected)
+    assert float((made - scores.clean).abs().max()) > 1e-3
+
+
+def test_an_underflow_that_cannot_be_told_from_a_mask_is_refused(monkeypatch):
+    clean, corrupted = sharp("bridge/llama")
+    monkeypatch.setattr("tensorlens_tl.circuits.replay.capture", lambda *given, **options: ({}, None))
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0: no head has a probability.*underflowed"):
+        circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
+
+
 @pytest.mark.parametrize("name", LIVE)
 def test_all_edges_give_the_clean_number_and_none_the_corrupted(name, model_named):
     clean, corrupted = two(model_named(name))

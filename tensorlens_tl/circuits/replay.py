@@ -23,6 +23,7 @@ from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.circuits.qk_reading import ScoreReading, score_reading
 from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.models.weights import MLPWeights, NormWeights, QueryKeyWeights, norm_epsilon
 from tensorlens_tl.passes.frozen import PassLike
@@ -40,7 +41,7 @@ class _Block:
     norm: NormWeights | None
     weights: QueryKeyWeights
     reading: ScoreReading
-    allowed: Bool[Tensor, "head query key"]
+    allowed: Bool[Tensor, "query key"]
     W_V: Float[Tensor, "head d_model d_head"]
     b_V: Float[Tensor, "head d_head"] | None
     W_O: Float[Tensor, "head d_head d_model"]
@@ -58,7 +59,7 @@ class _Block:
             scores = reading.soft_cap * torch.tanh(scores / reading.soft_cap)
         if reading.alibi is not None:
             scores = scores + reading.alibi[:, None, None]
-        scores = scores.masked_fill(~self.allowed[:, None, None], -torch.inf)
+        scores = scores.masked_fill(~self.allowed, -torch.inf)
         v = torch.einsum("hrbpd,hde->hrbpe", _normed(self.norm, v_in), self.W_V)
         v = v if self.b_V is None else v + self.b_V[:, None, None, None]
         z = torch.softmax(upcast(scores), dim=-1).to(v) @ v
@@ -279,13 +280,50 @@ def _block(clean: PassLike, corrupted: PassLike, layer: int) -> _Block:
         norm=norm_of(layout.attn.before),
         weights=weights,
         reading=score_reading(clean, layer),
-        allowed=(patterns > 0).flatten(0, 1).any(0),
+        allowed=_allowed(clean, layer, patterns),
         W_V=by_kv(attention.W_V, "d (kv e) -> kv d e"),
         b_V=None if attention.b_V is None else by_kv(attention.b_V, "(kv e) -> kv e"),
         W_O=rearrange(attention.W_O, "(h e) d -> h e d", h=heads),
         b_O=attention.b_O,
         mlp_norm=norm_of(layout.mlp.before) if mlp is not None else None,
         mlp=mlp,
+    )
+
+
+def _allowed(
+    frozen: PassLike, layer: int, patterns: Float[Tensor, "prompts batch head query key"]
+) -> Bool[Tensor, "query key"]:
+    """The keys that a query may attend to, the same for every head and, without padding, for every prompt.
+
+    A probability of zero need not be a mask's: it may have underflowed, and a circuit may attend there again. So the
+    mask is the structure, causal or everything, where some head has a probability in each of its cells. Where none
+    has (a local window, or underflow in every head), the model's scores say which: a mask leaves -inf or the dtype's
+    lowest number there.
+
+    Raises:
+        UnsupportedModelError: probabilities outside the mask, or scores that do not show it.
+    """
+    weighted = (patterns > 0).flatten(0, 2).any(0)
+    structure = torch.ones_like(weighted)
+    structure = structure.tril() if frozen.causal else structure
+    if bool((weighted & ~structure).any()):
+        raise _refusal(frozen.view, f"blocks.{layer}: it attends to later tokens for the corrupted prompt only")
+    if torch.equal(weighted, structure):
+        return structure
+    pattern = frozen.points.blocks[layer].pattern
+    assert pattern is not None
+    name = pattern.replace("hook_pattern", "hook_attn_scores")
+    kept, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=True)
+    seen = kept.get(name)
+    if seen is not None and seen.shape == patterns.shape[1:]:
+        allowed = (seen > torch.finfo(seen.dtype).min / 2).flatten(0, 1).any(0).to(weighted.device)
+        if not bool((allowed & ~structure | weighted & ~allowed).any()):
+            return allowed
+    raise _refusal(
+        frozen.view,
+        f"blocks.{layer}: no head has a probability above zero in {int((structure & ~weighted).sum())} places that a "
+        f"query might attend to, and {name} does not show whether a mask closes them or they underflowed (a wider "
+        "dtype may help)",
     )
 
 
