@@ -11,6 +11,7 @@ import networkx
 import pytest
 import torch
 from conftest import close, hooks_left, some_tokens, tolerance
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
@@ -403,7 +404,7 @@ def test_a_circuit_may_attend_where_every_probability_underflowed(name):
     if name.startswith("bridge"):
         point = "blocks.0.attn.q.hook_out"
     expected = number(clean, [(point, put(values(corrupted, [point])[point]))], held=False)
-    assert close(made, expected)
+    assert close(made, expected, tolerance(name))
     assert float((made - scores.clean).abs().max()) > 1e-3
 
 
@@ -441,6 +442,43 @@ def test_live_edges_are_refused_by_name_where_they_are_not_defined(name, why, mo
     clean, corrupted = two(model_named(name))
     with pytest.raises(tlens.UnsupportedModelError, match=why):
         circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
+
+
+class Made(TorchDispatchMode):
+    """The shapes and dtypes of everything that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.tensors.add((tuple(tensor.shape), tensor.dtype))
+        return made
+
+
+@pytest.mark.parametrize("method", ["frozen", "frozen+qk", "gradient"])
+def test_edges_by_position_are_made_only_where_they_are_asked_for(method, model_named):
+    clean, corrupted = two(model_named("bridge/gpt2"))
+    seen, options = [], {**ASKED, "method": method, "steps": 1}
+    for positions in (False, True):
+        with Made() as made:
+            scores = circuits.edge_scores(clean, corrupted, **options, positions=positions)
+        seen.append(any(len(shape) == 4 and shape[1:3] == scores.scores.shape[1:] for shape, _ in made.tensors))
+        assert close(scores.scores, circuits.edge_scores(clean, corrupted, **options).scores, 1e-12)
+    assert seen == [False, True]
+
+
+def test_the_masks_of_patched_edges_are_within_the_memory_bound(model_named):
+    clean, corrupted = two(model_named("bridge/gpt2"))
+    scores = circuits.edge_scores(clean, corrupted, **ASKED, method="patching")
+    with Made() as made:
+        chunked = circuits.edge_scores(clean, corrupted, **ASKED, method="patching", memory="4MB")
+    assert close(chunked.scores, scores.scores, 1e-12)
+    masks = [shape[0] for shape, dtype in made.tensors if shape[1:] == scores.exists.shape and dtype == torch.bool]
+    assert 1 < max(masks) < len(scores)
 
 
 # ------------------------------------------------------------------ circuits

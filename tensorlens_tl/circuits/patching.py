@@ -12,7 +12,8 @@ A node's score is what the target loses when the node's clean value is replaced 
 | `patching` | target(clean) − target(node patched), measured | a live run for each node |
 
 Everything later than the node is linear in the model frozen at the clean prompt, so the first is exact there, whatever
-the two prompts are. Patterns, ratios and scales do not respond in it: what acts through an attention pattern is
+the two prompts are. (What follows the last block of a masked model, or of any other with a prediction head, is held in
+the algebra alone: hooks that freeze the blocks leave that head live.) Patterns, ratios and scales do not respond in it: what acts through an attention pattern is
 invisible to it. `frozen+qk` adds what the patterns do, by gradients of the live model averaged on the way from the
 corrupted to the clean embeddings (`tensorlens_tl.circuits.edges` says of which models). The gradients of the live model
 see it to first order: `gradient` is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG
@@ -215,10 +216,12 @@ class _Nodes:
 
     def along_gradients(self, shares: Sequence[float]) -> Float[Tensor, "batch node pos"]:
         """(a_clean − a_corrupted) · mean gradient, embeddings at these shares of the way from corrupted to clean."""
-        found = [self._gradients(share) for share in shares]
+        mean = self._gradients(shares[0])
+        for share in shares[1:]:
+            for point, gradient in self._gradients(share).items():
+                mean[point] = mean[point] + gradient
         products = {
-            point: (self.clean[point] - self.other[point]) * (sum(made[point] for made in found) / len(found))
-            for point in self.points
+            point: (self.clean[point] - self.other[point]) * (mean[point] / len(shares)) for point in self.points
         }
         scores: list[Tensor] = []
         for (point, parts), sites in groupby(self.sites, key=lambda site: (site.point, site.parts)):

@@ -131,38 +131,58 @@ class Replay:
         self, kept: Bool[Tensor, "circuit source destination"], memory: Memory
     ) -> Float[Tensor, "circuit batch"]:
         """The target's number with only these edges clean."""
+        return self._numbers(len(kept), lambda rows: kept[rows.start : rows.stop], memory)
+
+    def _numbers(
+        self, circuits: int, kept: Callable[[range], Bool[Tensor, "row source destination"]], memory: Memory
+    ) -> Float[Tensor, "circuit batch"]:
+        """The same, the edges of some circuits made when they are run."""
         x = self.frozen.resid_pre(0)
         widest = max(3 * block.heads for block in self.blocks) + 4 * len(self.exists)
-        per_row = 2 * widest * x.numel() * x.element_size()
+        per_row = 2 * widest * x.numel() * x.element_size() + (1 + x.element_size()) * self.exists.numel()
         made = [
-            self._walk(x.expand(len(rows), *x.shape), self._mixing(kept[rows.start : rows.stop].to(x)))
-            for rows in chunks(len(kept), per_row, memory, "circuits")
+            self._walk(x.expand(len(rows), *x.shape), self._mixing(kept(rows).to(x)))
+            for rows in chunks(circuits, per_row, memory, "circuits")
         ]
         return torch.cat(made)
 
     def patched(self, memory: Memory) -> Float[Tensor, "batch source destination"]:
         """What the target loses with each edge corrupted by itself."""
         edges = self.exists.nonzero()
-        kept = self.exists.repeat(len(edges), 1, 1)
-        kept[torch.arange(len(edges)), edges[:, 0], edges[:, 1]] = False
-        lost = self.asked.total[:, 0] - self.numbers(kept, memory)
+
+        def all_but_one(rows: range) -> Bool[Tensor, "row source destination"]:
+            source, destination = edges[rows.start : rows.stop].T
+            kept = self.exists.repeat(len(rows), 1, 1)
+            kept[torch.arange(len(rows), device=kept.device), source, destination] = False
+            return kept
+
+        lost = self.asked.total[:, 0] - self._numbers(len(edges), all_but_one, memory)
         scores = lost.new_zeros(lost.shape[1], *self.exists.shape)
         scores[:, self.exists] = lost.T
         return scores
 
-    def along_gradients(self, shares: Sequence[float]) -> Float[Tensor, "batch source destination pos"]:
+    def along_gradients(
+        self, shares: Sequence[float], positions: bool
+    ) -> Float[Tensor, "batch source destination *pos"]:
         """(a_clean − a_corrupted) · mean gradient, embeddings at these shares of the way from corrupted to clean."""
-        return self.products(self.gradients(shares))
+        return self.products(self.gradients(shares), positions)
 
-    def products(self, met: Float[Tensor, "destination batch pos d"]) -> Float[Tensor, "batch source destination pos"]:
-        """What differs in each source's output, dotted with a vector at each destination that reads it."""
-        difference = self.clean_written - self.other_written
-        return torch.einsum("sbpd,tbpd->bstp", difference, met) * self.exists[..., None]
+    def products(
+        self, met: Float[Tensor, "destination batch pos d"], positions: bool
+    ) -> Float[Tensor, "batch source destination *pos"]:
+        """What differs in each source's output, dotted with a vector at each destination that reads it.
+
+        Summed over positions unless they are asked for.
+        """
+        made = edge_products(self.clean_written - self.other_written, met, positions)
+        return made * (self.exists[..., None] if positions else self.exists)
 
     def gradients(self, shares: Sequence[float]) -> Float[Tensor, "destination batch pos d"]:
         """Gradients of the target by what every destination reads, averaged over these shares of the way."""
-        found = [self._gradients(share) for share in shares]
-        return sum(found[1:], start=found[0]) / len(found)
+        mean = self._gradients(shares[0]) / len(shares)
+        for share in shares[1:]:
+            mean += self._gradients(share) / len(shares)
+        return mean
 
     def _gradients(self, share: float) -> Float[Tensor, "destination batch pos d"]:
         read: list[Tensor] = []
@@ -226,6 +246,13 @@ class Replay:
         if not float((made - own).abs().max()) <= frozen.tolerance * max(size, 1.0):
             raise _refusal(frozen.view, "ln_final, run from its weights, differs from the model's own")
         return last[0][:, 0], streams
+
+
+def edge_products(
+    written: Float[Tensor, "source batch pos d"], met: Float[Tensor, "destination batch pos d"], positions: bool
+) -> Float[Tensor, "batch source destination *pos"]:
+    """What every source wrote dotted with what meets it at every destination, by position or summed over them."""
+    return torch.einsum("sbpd,tbpd->bstp" if positions else "sbpd,tbpd->bst", upcast(written), upcast(met))
 
 
 def _normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
