@@ -4,6 +4,7 @@ The independent computations are TransformerLens' own hooks: a node's or an edge
 frozen or live, and autograd at its split query, key and value inputs.
 """
 
+import copy
 import json
 from functools import partial
 
@@ -633,6 +634,85 @@ def test_a_stale_pass_and_an_attached_one_are_refused():
         next(iter(model.parameters())).add_(0.1)
     with pytest.raises(tlens.FrozenModelError, match="changed"):
         circuits.patch_scores(tlens.freeze(model, some_tokens()), corrupted, **ASKED)
+
+
+def test_hooks_put_on_since_the_passes_are_refused_as_such(model_named):
+    model = tiny_model("bridge/gpt2")
+    clean, corrupted = two(model)
+    scores = circuits.edge_scores(clean, corrupted, **ASKED)
+    live = [
+        *(partial(circuits.edge_scores, method=method) for method in ("gradient", "frozen+qk", "patching")),
+        partial(circuits.patch_scores, method="frozen+qk"),
+        lambda *given, **asked: circuits.run_circuits(*given, scores.circuit(9), **asked),
+    ]
+    by_hooks = [
+        partial(circuits.patch_scores, method="patching"),
+        lambda clean, _, **asked: circuits.total_effects(clean, **asked, live=True),
+    ]
+    for call in live:
+        with clean.attached(), pytest.raises(tlens.FrozenModelError, match="attached"):
+            call(clean, corrupted, **ASKED)
+    fixed = torch.ones_like(values(clean, ["blocks.1.mlp.hook_post"])["blocks.1.mlp.hook_post"])
+    model.add_hook("blocks.1.mlp.hook_post", lambda act, hook: fixed.repeat(len(act) // 2, 1, 1))
+    for call in (*live, *by_hooks):
+        with pytest.raises(tlens.FrozenModelError, match="hooks were put on"):
+            call(clean, corrupted, **ASKED)
+    assert close(circuits.edge_scores(clean, corrupted, **ASKED).scores, scores.scores, 0)
+    model.reset_hooks()
+    for call in live:
+        call(clean, corrupted, **ASKED)
+
+
+def test_what_are_no_circuits_and_no_edges_is_said(model_named):
+    clean, corrupted = two(model_named("bridge/gpt2"))
+    for given in (None, 3):
+        with pytest.raises(tlens.InvalidInputError, match=f"circuits={given}: pass one or a list"):
+            circuits.run_circuits(clean, corrupted, given, **ASKED)
+    with pytest.raises(tlens.InvalidInputError, match="no edge 3; edges are called by name"):
+        circuits.edge_scores(clean, corrupted, **ASKED)[3]
+
+
+def test_circuits_of_several_devices_run_together(model_named):
+    clean, corrupted = two(model_named("bridge/gpt2"))
+    one = circuits.edge_scores(clean, corrupted, **ASKED).circuit(9)
+    seen = []
+
+    class Elsewhere:
+        """A matrix that has to be moved before it can stand beside others."""
+
+        def to(self, device):
+            seen.append(device)
+            return one.kept
+
+    there = copy.copy(one)
+    object.__setattr__(there, "kept", Elsewhere())
+    made = circuits.run_circuits(clean, corrupted, [one, there], **ASKED)
+    assert seen == [clean.tokens.device]
+    assert torch.equal(made[0], made[1])
+
+
+@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/neox"])
+def test_a_file_of_a_circuit_is_json_and_complete(name, model_named, tmp_path):
+    clean, corrupted = two(model_named(name))
+    made, path = circuits.edge_scores(clean, corrupted, **ASKED).circuit(9), tmp_path / "circuit.json"
+    made.scores[0, 0] = torch.nan
+    content = json.loads(made.save(path).read_text(), parse_constant=pytest.fail)
+    assert content["edges"]["input->a0.h0<q>"]["score"] is None
+    again = circuits.Circuit.load(path)
+    assert torch.equal(again.exists, made.exists)
+    assert bool(again.scores[0, 0].isnan())
+    assert json.loads(again.save(path).read_text(), parse_constant=pytest.fail) == content
+    kept = {edge: entry for edge, entry in content["edges"].items() if entry["in_graph"]}
+    path.write_text(json.dumps(content | {"edges": kept}))
+    with pytest.raises(tlens.FileFormatError, match=rf"{len(made.exists.nonzero()) - len(made)} of the .*are missing"):
+        circuits.Circuit.load(path)
+    back = content["edges"] | {"m1->a0.h0<q>": {"score": 1.0, "in_graph": True}}
+    path.write_text(json.dumps(content | {"edges": back}))
+    with pytest.raises(tlens.FileFormatError, match=r"MLP1 → L0H0\.q' is no edge"):
+        circuits.Circuit.load(path)
+    made.scores[0, 0] = torch.inf
+    with pytest.raises(tlens.InvalidInputError, match="infinite"):
+        made.save(path)
 
 
 # ------------------------------------------------------------------ tasks

@@ -22,6 +22,7 @@ head that is sure where to look (its softmax is flat there), so `frozen+qk` take
 their way back to the stream do not allow.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,8 @@ def edge_scores(
         InvalidInputError: no such method, and what `patch_scores` refuses.
         UnsupportedModelError: an encoder–decoder, a mixture of experts, or, except under ``"frozen"``, blocks that
             are not read as a sum of what their parts write (see `tensorlens_tl.circuits.replay`).
-        FrozenModelError: weights changed since a pass.
+        FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
+            alone, hooks put on the model or taken off since, or a frozen pass attached to it.
     """
     if method not in METHODS:
         raise InvalidInputError(f"method={method!r}; use one of {', '.join(map(repr, METHODS))}.")
@@ -134,6 +136,10 @@ def run_circuits(
         InvalidInputError: no circuit, or one of another model; and what `patch_scores` refuses.
         UnsupportedModelError, FrozenModelError: as for `edge_scores`.
     """
+    if not isinstance(circuits, (Circuit, Iterable)):
+        raise InvalidInputError(
+            f"circuits={circuits!r}: pass one or a list of circuits, such as edge_scores().circuit(100)."
+        )
     circuits = [circuits] if isinstance(circuits, Circuit) else list(circuits)
     asked = pair_target(clean, corrupted, target, minus, direction, query)
     layout, config = edge_layout(asked.stream), _config(asked)
@@ -152,7 +158,7 @@ def run_circuits(
             )
     if not circuits:
         raise InvalidInputError("circuits: none given.")
-    kept = torch.stack([circuit.kept for circuit in circuits]).to(asked.total.device)
+    kept = torch.stack([circuit.kept.to(asked.total.device) for circuit in circuits])
     return Replay(asked, clean, corrupted, layout.exists).numbers(kept, memory)
 
 

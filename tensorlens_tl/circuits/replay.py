@@ -22,6 +22,7 @@ from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.circuits.qk_reading import ScoreReading, score_reading
 from tensorlens_tl.circuits.stream import StreamTarget
+from tensorlens_tl.circuits.two_prompts import refuse_hooks
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.view import ModelView
@@ -102,6 +103,7 @@ class Replay:
 
     Raises:
         UnsupportedModelError: a block is not read so, or the run is not the model's own.
+        FrozenModelError: hooks on the model make it another one than that of the passes.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Replay:
         corrupted: PassLike,
         exists: Bool[Tensor, "source destination"],
     ) -> None:
+        refuse_hooks(clean, corrupted)
         self.asked, self.frozen, self.corrupted, self.exists = asked, clean, corrupted, exists
         view = clean.view
         if view.mlm_head is not None or view.class_head is not None or asked.stream.steps[-1].outer.mixes:
