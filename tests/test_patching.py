@@ -4,6 +4,7 @@ The independent computations are TransformerLens' own hooks: a node's or an edge
 frozen or live, and autograd at its split query, key and value inputs.
 """
 
+import copy
 import json
 from functools import partial
 
@@ -11,6 +12,7 @@ import networkx
 import pytest
 import torch
 from conftest import close, hooks_left, some_tokens, tolerance
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
@@ -376,6 +378,44 @@ def test_a_circuit_runs_as_hooks_at_split_inputs_run_it(split):
     assert float((made - number(clean, [], held=False)).abs().max()) > 1e-3
 
 
+def sharp(name):
+    """Passes of a model that is so sure where to look that many probabilities underflow."""
+    # a rotary pattern with nothing but zeros and ones would not tell its scores' reading
+    model, factor = tiny_model(name), 3000.0 if name.startswith("hooked") else 600.0
+    with torch.no_grad():
+        for block in model.blocks:
+            query = block.attn.W_Q if name.startswith("hooked") else block.attn.q.original_component.weight
+            query.mul_(factor)
+    tokens = [torch.tensor([row]) for row in ([3, 5, 7, 9, 2, 11], [3, 15, 17, 19, 12, 21])]
+    return [tlens.freeze(model, row) for row in tokens]
+
+
+@pytest.mark.parametrize("name", [n for n in ("hooked/ln", "hooked/local", "bridge/llama") if n in HERE])
+def test_a_circuit_may_attend_where_every_probability_underflowed(name):
+    """Clean queries meet corrupted keys, as hooks at the model's own queries make them."""
+    clean, corrupted = sharp(name)
+    closed = [frozen.pattern(0) == 0 for frozen in (clean, corrupted)]
+    assert bool((closed[0] & closed[1]).all(1).tril().any())  # probabilities of the causal part, zero in every head
+    scores = circuits.edge_scores(clean, corrupted, **ASKED)
+    kept = scores.exists.clone()
+    kept[:, [end.startswith("L0") and end.endswith(".q") for end in scores.destinations]] = False
+    some = circuits.Circuit(scores.sources, scores.destinations, scores.scores[0], scores.exists, kept, scores.config)
+    made = circuits.run_circuits(clean, corrupted, some, **ASKED)[0]
+    point = "blocks.0.attn.hook_q"
+    if name.startswith("bridge"):
+        point = "blocks.0.attn.q.hook_out"
+    expected = number(clean, [(point, put(values(corrupted, [point])[point]))], held=False)
+    assert close(made, expected, tolerance(name))
+    assert float((made - scores.clean).abs().max()) > 1e-3
+
+
+def test_an_underflow_that_cannot_be_told_from_a_mask_is_refused(monkeypatch):
+    clean, corrupted = sharp("bridge/llama")
+    monkeypatch.setattr("tensorlens_tl.circuits.replay.capture", lambda *given, **options: ({}, None))
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0: no head has a probability.*underflowed"):
+        circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
+
+
 @pytest.mark.parametrize("name", LIVE)
 def test_all_edges_give_the_clean_number_and_none_the_corrupted(name, model_named):
     clean, corrupted = two(model_named(name))
@@ -403,6 +443,43 @@ def test_live_edges_are_refused_by_name_where_they_are_not_defined(name, why, mo
     clean, corrupted = two(model_named(name))
     with pytest.raises(tlens.UnsupportedModelError, match=why):
         circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
+
+
+class Made(TorchDispatchMode):
+    """The shapes and dtypes of everything that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.tensors.add((tuple(tensor.shape), tensor.dtype))
+        return made
+
+
+@pytest.mark.parametrize("method", ["frozen", "frozen+qk", "gradient"])
+def test_edges_by_position_are_made_only_where_they_are_asked_for(method, model_named):
+    clean, corrupted = two(model_named("bridge/gpt2"))
+    seen, options = [], {**ASKED, "method": method, "steps": 1}
+    for positions in (False, True):
+        with Made() as made:
+            scores = circuits.edge_scores(clean, corrupted, **options, positions=positions)
+        seen.append(any(len(shape) == 4 and shape[1:3] == scores.scores.shape[1:] for shape, _ in made.tensors))
+        assert close(scores.scores, circuits.edge_scores(clean, corrupted, **options).scores, 1e-12)
+    assert seen == [False, True]
+
+
+def test_the_masks_of_patched_edges_are_within_the_memory_bound(model_named):
+    clean, corrupted = two(model_named("bridge/gpt2"))
+    scores = circuits.edge_scores(clean, corrupted, **ASKED, method="patching")
+    with Made() as made:
+        chunked = circuits.edge_scores(clean, corrupted, **ASKED, method="patching", memory="4MB")
+    assert close(chunked.scores, scores.scores, 1e-12)
+    masks = [shape[0] for shape, dtype in made.tensors if shape[1:] == scores.exists.shape and dtype == torch.bool]
+    assert 1 < max(masks) < len(scores)
 
 
 # ------------------------------------------------------------------ circuits
@@ -557,6 +634,85 @@ def test_a_stale_pass_and_an_attached_one_are_refused():
         next(iter(model.parameters())).add_(0.1)
     with pytest.raises(tlens.FrozenModelError, match="changed"):
         circuits.patch_scores(tlens.freeze(model, some_tokens()), corrupted, **ASKED)
+
+
+def test_hooks_put_on_since_the_passes_are_refused_as_such(model_named):
+    model = tiny_model("bridge/gpt2")
+    clean, corrupted = two(model)
+    scores = circuits.edge_scores(clean, corrupted, **ASKED)
+    live = [
+        *(partial(circuits.edge_scores, method=method) for method in ("gradient", "frozen+qk", "patching")),
+        partial(circuits.patch_scores, method="frozen+qk"),
+        lambda *given, **asked: circuits.run_circuits(*given, scores.circuit(9), **asked),
+    ]
+    by_hooks = [
+        partial(circuits.patch_scores, method="patching"),
+        lambda clean, _, **asked: circuits.total_effects(clean, **asked, live=True),
+    ]
+    for call in live:
+        with clean.attached(), pytest.raises(tlens.FrozenModelError, match="attached"):
+            call(clean, corrupted, **ASKED)
+    fixed = torch.ones_like(values(clean, ["blocks.1.mlp.hook_post"])["blocks.1.mlp.hook_post"])
+    model.add_hook("blocks.1.mlp.hook_post", lambda act, hook: fixed.repeat(len(act) // 2, 1, 1))
+    for call in (*live, *by_hooks):
+        with pytest.raises(tlens.FrozenModelError, match="hooks were put on"):
+            call(clean, corrupted, **ASKED)
+    assert close(circuits.edge_scores(clean, corrupted, **ASKED).scores, scores.scores, 0)
+    model.reset_hooks()
+    for call in live:
+        call(clean, corrupted, **ASKED)
+
+
+def test_what_are_no_circuits_and_no_edges_is_said(model_named):
+    clean, corrupted = two(model_named("bridge/gpt2"))
+    for given in (None, 3):
+        with pytest.raises(tlens.InvalidInputError, match=f"circuits={given}: pass one or a list"):
+            circuits.run_circuits(clean, corrupted, given, **ASKED)
+    with pytest.raises(tlens.InvalidInputError, match="no edge 3; edges are called by name"):
+        circuits.edge_scores(clean, corrupted, **ASKED)[3]
+
+
+def test_circuits_of_several_devices_run_together(model_named):
+    clean, corrupted = two(model_named("bridge/gpt2"))
+    one = circuits.edge_scores(clean, corrupted, **ASKED).circuit(9)
+    seen = []
+
+    class Elsewhere:
+        """A matrix that has to be moved before it can stand beside others."""
+
+        def to(self, device):
+            seen.append(device)
+            return one.kept
+
+    there = copy.copy(one)
+    object.__setattr__(there, "kept", Elsewhere())
+    made = circuits.run_circuits(clean, corrupted, [one, there], **ASKED)
+    assert seen == [clean.tokens.device]
+    assert torch.equal(made[0], made[1])
+
+
+@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/neox"])
+def test_a_file_of_a_circuit_is_json_and_complete(name, model_named, tmp_path):
+    clean, corrupted = two(model_named(name))
+    made, path = circuits.edge_scores(clean, corrupted, **ASKED).circuit(9), tmp_path / "circuit.json"
+    made.scores[0, 0] = torch.nan
+    content = json.loads(made.save(path).read_text(), parse_constant=pytest.fail)
+    assert content["edges"]["input->a0.h0<q>"]["score"] is None
+    again = circuits.Circuit.load(path)
+    assert torch.equal(again.exists, made.exists)
+    assert bool(again.scores[0, 0].isnan())
+    assert json.loads(again.save(path).read_text(), parse_constant=pytest.fail) == content
+    kept = {edge: entry for edge, entry in content["edges"].items() if entry["in_graph"]}
+    path.write_text(json.dumps(content | {"edges": kept}))
+    with pytest.raises(tlens.FileFormatError, match=rf"{len(made.exists.nonzero()) - len(made)} of the .*are missing"):
+        circuits.Circuit.load(path)
+    back = content["edges"] | {"m1->a0.h0<q>": {"score": 1.0, "in_graph": True}}
+    path.write_text(json.dumps(content | {"edges": back}))
+    with pytest.raises(tlens.FileFormatError, match=r"MLP1 → L0H0\.q' is no edge"):
+        circuits.Circuit.load(path)
+    made.scores[0, 0] = torch.inf
+    with pytest.raises(tlens.InvalidInputError, match="infinite"):
+        made.save(path)
 
 
 # ------------------------------------------------------------------ tasks

@@ -22,6 +22,7 @@ head that is sure where to look (its softmax is flat there), so `frozen+qk` take
 their way back to the stream do not allow.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits.replay import Replay
+from tensorlens_tl.circuits.replay import Replay, edge_products
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
 from tensorlens_tl.circuits.two_prompts import corrupted_stream, number_of, pair_target
 from tensorlens_tl.errors import InvalidInputError
@@ -71,7 +72,8 @@ def edge_scores(
         InvalidInputError: no such method, and what `patch_scores` refuses.
         UnsupportedModelError: an encoder–decoder, a mixture of experts, or, except under ``"frozen"``, blocks that
             are not read as a sum of what their parts write (see `tensorlens_tl.circuits.replay`).
-        FrozenModelError: weights changed since a pass.
+        FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
+            alone, hooks put on the model or taken off since, or a frozen pass attached to it.
     """
     if method not in METHODS:
         raise InvalidInputError(f"method={method!r}; use one of {', '.join(map(repr, METHODS))}.")
@@ -81,24 +83,24 @@ def edge_scores(
     asked = pair_target(clean, corrupted, target, minus, direction, query, activation)
     layout, midpoints = edge_layout(asked.stream), [(step + 0.5) / steps for step in range(steps)]
     if method == "patching":
-        scores = Replay(asked, clean, corrupted, layout.exists).patched(memory)[..., None]
+        scores = Replay(asked, clean, corrupted, layout.exists).patched(memory)
     elif method in ("gradient", "integrated"):
         shares = [1.0] if method == "gradient" else midpoints
-        scores = Replay(asked, clean, corrupted, layout.exists).along_gradients(shares)
+        scores = Replay(asked, clean, corrupted, layout.exists).along_gradients(shares, positions)
     else:
         other = corrupted_stream(asked, corrupted, activation)
         if method == "frozen":
-            scores = _frozen(asked, other, layout, asked.stream.pull(asked.seed))
+            scores = _frozen(asked, other, layout, asked.stream.pull(asked.seed), positions)
         else:
             replay = Replay(asked, clean, corrupted, layout.exists)
             responses = replay.gradients(midpoints)
-            scores = _frozen(asked, other, layout, pull_with_patterns(asked, responses))
+            scores = _frozen(asked, other, layout, pull_with_patterns(asked, responses), positions)
             matching = [name.endswith((".q", ".k")) for name in layout.destinations]
-            scores[:, :, matching] = replay.products(responses)[:, :, matching]
+            scores[:, :, matching] = replay.products(responses, positions)[:, :, matching]
     return EdgeScores(
         sources=layout.sources,
         destinations=layout.destinations,
-        scores=scores.sum(-1),
+        scores=scores.sum(-1) if positions else scores,
         exists=layout.exists,
         clean=asked.total[:, 0],
         corrupted=number_of(asked, corrupted)[:, 0],
@@ -134,6 +136,10 @@ def run_circuits(
         InvalidInputError: no circuit, or one of another model; and what `patch_scores` refuses.
         UnsupportedModelError, FrozenModelError: as for `edge_scores`.
     """
+    if not isinstance(circuits, (Circuit, Iterable)):
+        raise InvalidInputError(
+            f"circuits={circuits!r}: pass one or a list of circuits, such as edge_scores().circuit(100)."
+        )
     circuits = [circuits] if isinstance(circuits, Circuit) else list(circuits)
     asked = pair_target(clean, corrupted, target, minus, direction, query)
     layout, config = edge_layout(asked.stream), _config(asked)
@@ -152,7 +158,7 @@ def run_circuits(
             )
     if not circuits:
         raise InvalidInputError("circuits: none given.")
-    kept = torch.stack([circuit.kept for circuit in circuits]).to(asked.total.device)
+    kept = torch.stack([circuit.kept.to(asked.total.device) for circuit in circuits])
     return Replay(asked, clean, corrupted, layout.exists).numbers(kept, memory)
 
 
@@ -203,12 +209,12 @@ def pull_with_patterns(asked: StreamTarget, responses: Float[Tensor, "destinatio
 
 
 def _frozen(
-    asked: StreamTarget, other: Stream, layout: EdgeLayout, pulled: Pulled
-) -> Float[Tensor, "batch source destination pos"]:
+    asked: StreamTarget, other: Stream, layout: EdgeLayout, pulled: Pulled, positions: bool
+) -> Float[Tensor, "batch source destination *pos"]:
     """Each source's difference, carried past the sublayers to every destination, and dotted with the target there."""
     stream = asked.stream
     batch, pos = stream.x[0].shape[:2]
-    scores = upcast(stream.x[0]).new_zeros(batch, *layout.exists.shape, pos)
+    scores = upcast(stream.x[0]).new_zeros(batch, *layout.exists.shape, *(pos,) * positions)
     carried, first = (stream.x[0] - other.x[0])[None], 0
     for number, step in enumerate(stream.steps):
         written = list[Tensor]()
@@ -217,18 +223,12 @@ def _frozen(
             parts, nodes = sublayer.split(met), len(sublayer.nodes)
             asked_at = torch.cat([sublayer.read_of(node).pull(parts[..., node, :]) for node in range(nodes)])
             first += 2 * nodes if sublayer.is_attention else 0  # queries and keys stay zero
-            scores[:, : len(carried), first : first + nodes] = _products(carried, asked_at)
+            scores[:, : len(carried), first : first + nodes] = edge_products(carried, asked_at, positions)
             first += nodes
             written.append(sublayer.outputs(hidden - others))
         carried = step.outer.push(torch.cat([carried, *written]))
-    scores[:, :, -1:] = _products(carried, pulled.stream[-1])
+    scores[:, :, -1:] = edge_products(carried, pulled.stream[-1], positions)
     return scores
-
-
-def _products(
-    carried: Float[Tensor, "source batch pos d"], met: Float[Tensor, "destination batch pos d"]
-) -> Float[Tensor, "batch source destination pos"]:
-    return torch.einsum("sbpd,tbpd->bstp", upcast(carried), upcast(met))
 
 
 def _config(asked: StreamTarget) -> dict[str, Any]:

@@ -40,7 +40,6 @@ def check_live(asked: StreamTarget, what: str) -> None:
     frozen = asked.stream.frozen
     refuse_attached(frozen.model)
     refuse_dropout(frozen.view.model)
-    prove_obedience(frozen)
     now, held = live_numbers(asked, 1, [])[0], asked.total
     off = float((now - held).abs().max() / held.abs().max().clamp_min(torch.finfo(held.dtype).tiny))
     if not off <= frozen.tolerance:
@@ -48,6 +47,7 @@ def check_live(asked: StreamTarget, what: str) -> None:
             f"{what}: the live model gives another number than this pass holds (they differ by {off:.1e}): "
             "hooks were put on it or taken off since. Freeze again."
         )
+    prove_obedience(frozen)  # after the number: a hook put on since would look like disobedience
 
 
 def bytes_per_copy(asked: StreamTarget) -> int:

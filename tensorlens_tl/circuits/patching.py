@@ -12,11 +12,13 @@ A node's score is what the target loses when the node's clean value is replaced 
 | `patching` | target(clean) − target(node patched), measured | a live run for each node |
 
 Everything later than the node is linear in the model frozen at the clean prompt, so the first is exact there, whatever
-the two prompts are. Patterns, ratios and scales do not respond in it: what acts through an attention pattern is
-invisible to it. `frozen+qk` adds what the patterns do, by gradients of the live model averaged on the way from the
-corrupted to the clean embeddings (`tensorlens_tl.circuits.edges` says of which models). The gradients of the live model
-see it to first order: `gradient` is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG
-(Hanna et al. 2024). Patching is the live model's own answer.
+the two prompts are. In a masked model, or another one with a prediction head after its blocks, that head is held in the
+algebra and not by the hooks: the frozen model's hooks leave it live. Patterns, ratios and scales do not respond in the
+frozen model: what acts through an attention pattern is invisible to it. `frozen+qk` adds what the patterns do, by
+gradients of the live model averaged on the way from the corrupted to the clean embeddings
+(`tensorlens_tl.circuits.edges` says of which models). The gradients of the live model see it to first order: `gradient`
+is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al. 2024). Patching is the
+live model's own answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -93,7 +95,9 @@ def patch_scores(
             `logit_attribution` refuses.
         UnsupportedModelError: an encoder–decoder, a mixture of experts, or, except under ``"frozen"``, a part that
             no hook reaches.
-        FrozenModelError: weights changed since a pass, or a live method while a frozen pass is attached.
+        FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
+            alone, hooks put on the model or taken off since that change what it does (under ``"frozen+qk"`` any), or
+            a frozen pass attached to it.
     """
     for name, value, known in (("by", by, BY), ("method", method, METHODS)):
         if value not in known:
@@ -215,10 +219,12 @@ class _Nodes:
 
     def along_gradients(self, shares: Sequence[float]) -> Float[Tensor, "batch node pos"]:
         """(a_clean − a_corrupted) · mean gradient, embeddings at these shares of the way from corrupted to clean."""
-        found = [self._gradients(share) for share in shares]
+        mean = self._gradients(shares[0])
+        for share in shares[1:]:
+            for point, gradient in self._gradients(share).items():
+                mean[point] = mean[point] + gradient
         products = {
-            point: (self.clean[point] - self.other[point]) * (sum(made[point] for made in found) / len(found))
-            for point in self.points
+            point: (self.clean[point] - self.other[point]) * (mean[point] / len(shares)) for point in self.points
         }
         scores: list[Tensor] = []
         for (point, parts), sites in groupby(self.sites, key=lambda site: (site.point, site.parts)):

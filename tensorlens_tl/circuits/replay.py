@@ -22,7 +22,9 @@ from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.circuits.qk_reading import ScoreReading, score_reading
 from tensorlens_tl.circuits.stream import StreamTarget
+from tensorlens_tl.circuits.two_prompts import refuse_hooks
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.models.weights import MLPWeights, NormWeights, QueryKeyWeights, norm_epsilon
 from tensorlens_tl.passes.frozen import PassLike
@@ -40,7 +42,7 @@ class _Block:
     norm: NormWeights | None
     weights: QueryKeyWeights
     reading: ScoreReading
-    allowed: Bool[Tensor, "head query key"]
+    allowed: Bool[Tensor, "query key"]
     W_V: Float[Tensor, "head d_model d_head"]
     b_V: Float[Tensor, "head d_head"] | None
     W_O: Float[Tensor, "head d_head d_model"]
@@ -58,7 +60,7 @@ class _Block:
             scores = reading.soft_cap * torch.tanh(scores / reading.soft_cap)
         if reading.alibi is not None:
             scores = scores + reading.alibi[:, None, None]
-        scores = scores.masked_fill(~self.allowed[:, None, None], -torch.inf)
+        scores = scores.masked_fill(~self.allowed, -torch.inf)
         v = torch.einsum("hrbpd,hde->hrbpe", _normed(self.norm, v_in), self.W_V)
         v = v if self.b_V is None else v + self.b_V[:, None, None, None]
         z = torch.softmax(upcast(scores), dim=-1).to(v) @ v
@@ -101,6 +103,7 @@ class Replay:
 
     Raises:
         UnsupportedModelError: a block is not read so, or the run is not the model's own.
+        FrozenModelError: hooks on the model make it another one than that of the passes.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Replay:
         corrupted: PassLike,
         exists: Bool[Tensor, "source destination"],
     ) -> None:
+        refuse_hooks(clean, corrupted)
         self.asked, self.frozen, self.corrupted, self.exists = asked, clean, corrupted, exists
         view = clean.view
         if view.mlm_head is not None or view.class_head is not None or asked.stream.steps[-1].outer.mixes:
@@ -130,38 +134,58 @@ class Replay:
         self, kept: Bool[Tensor, "circuit source destination"], memory: Memory
     ) -> Float[Tensor, "circuit batch"]:
         """The target's number with only these edges clean."""
+        return self._numbers(len(kept), lambda rows: kept[rows.start : rows.stop], memory)
+
+    def _numbers(
+        self, circuits: int, kept: Callable[[range], Bool[Tensor, "row source destination"]], memory: Memory
+    ) -> Float[Tensor, "circuit batch"]:
+        """The same, the edges of some circuits made when they are run."""
         x = self.frozen.resid_pre(0)
         widest = max(3 * block.heads for block in self.blocks) + 4 * len(self.exists)
-        per_row = 2 * widest * x.numel() * x.element_size()
+        per_row = 2 * widest * x.numel() * x.element_size() + (1 + x.element_size()) * self.exists.numel()
         made = [
-            self._walk(x.expand(len(rows), *x.shape), self._mixing(kept[rows.start : rows.stop].to(x)))
-            for rows in chunks(len(kept), per_row, memory, "circuits")
+            self._walk(x.expand(len(rows), *x.shape), self._mixing(kept(rows).to(x)))
+            for rows in chunks(circuits, per_row, memory, "circuits")
         ]
         return torch.cat(made)
 
     def patched(self, memory: Memory) -> Float[Tensor, "batch source destination"]:
         """What the target loses with each edge corrupted by itself."""
         edges = self.exists.nonzero()
-        kept = self.exists.repeat(len(edges), 1, 1)
-        kept[torch.arange(len(edges)), edges[:, 0], edges[:, 1]] = False
-        lost = self.asked.total[:, 0] - self.numbers(kept, memory)
+
+        def all_but_one(rows: range) -> Bool[Tensor, "row source destination"]:
+            source, destination = edges[rows.start : rows.stop].T
+            kept = self.exists.repeat(len(rows), 1, 1)
+            kept[torch.arange(len(rows), device=kept.device), source, destination] = False
+            return kept
+
+        lost = self.asked.total[:, 0] - self._numbers(len(edges), all_but_one, memory)
         scores = lost.new_zeros(lost.shape[1], *self.exists.shape)
         scores[:, self.exists] = lost.T
         return scores
 
-    def along_gradients(self, shares: Sequence[float]) -> Float[Tensor, "batch source destination pos"]:
+    def along_gradients(
+        self, shares: Sequence[float], positions: bool
+    ) -> Float[Tensor, "batch source destination *pos"]:
         """(a_clean − a_corrupted) · mean gradient, embeddings at these shares of the way from corrupted to clean."""
-        return self.products(self.gradients(shares))
+        return self.products(self.gradients(shares), positions)
 
-    def products(self, met: Float[Tensor, "destination batch pos d"]) -> Float[Tensor, "batch source destination pos"]:
-        """What differs in each source's output, dotted with a vector at each destination that reads it."""
-        difference = self.clean_written - self.other_written
-        return torch.einsum("sbpd,tbpd->bstp", difference, met) * self.exists[..., None]
+    def products(
+        self, met: Float[Tensor, "destination batch pos d"], positions: bool
+    ) -> Float[Tensor, "batch source destination *pos"]:
+        """What differs in each source's output, dotted with a vector at each destination that reads it.
+
+        Summed over positions unless they are asked for.
+        """
+        made = edge_products(self.clean_written - self.other_written, met, positions)
+        return made * (self.exists[..., None] if positions else self.exists)
 
     def gradients(self, shares: Sequence[float]) -> Float[Tensor, "destination batch pos d"]:
         """Gradients of the target by what every destination reads, averaged over these shares of the way."""
-        found = [self._gradients(share) for share in shares]
-        return sum(found[1:], start=found[0]) / len(found)
+        mean = self._gradients(shares[0]) / len(shares)
+        for share in shares[1:]:
+            mean += self._gradients(share) / len(shares)
+        return mean
 
     def _gradients(self, share: float) -> Float[Tensor, "destination batch pos d"]:
         read: list[Tensor] = []
@@ -227,6 +251,13 @@ class Replay:
         return last[0][:, 0], streams
 
 
+def edge_products(
+    written: Float[Tensor, "source batch pos d"], met: Float[Tensor, "destination batch pos d"], positions: bool
+) -> Float[Tensor, "batch source destination *pos"]:
+    """What every source wrote dotted with what meets it at every destination, by position or summed over them."""
+    return torch.einsum("sbpd,tbpd->bstp" if positions else "sbpd,tbpd->bst", upcast(written), upcast(met))
+
+
 def _normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
     """A norm as the live model computes it."""
     if norm is None:
@@ -279,13 +310,50 @@ def _block(clean: PassLike, corrupted: PassLike, layer: int) -> _Block:
         norm=norm_of(layout.attn.before),
         weights=weights,
         reading=score_reading(clean, layer),
-        allowed=(patterns > 0).flatten(0, 1).any(0),
+        allowed=_allowed(clean, layer, patterns),
         W_V=by_kv(attention.W_V, "d (kv e) -> kv d e"),
         b_V=None if attention.b_V is None else by_kv(attention.b_V, "(kv e) -> kv e"),
         W_O=rearrange(attention.W_O, "(h e) d -> h e d", h=heads),
         b_O=attention.b_O,
         mlp_norm=norm_of(layout.mlp.before) if mlp is not None else None,
         mlp=mlp,
+    )
+
+
+def _allowed(
+    frozen: PassLike, layer: int, patterns: Float[Tensor, "prompts batch head query key"]
+) -> Bool[Tensor, "query key"]:
+    """The keys that a query may attend to, the same for every head and, without padding, for every prompt.
+
+    A probability of zero need not be a mask's: it may have underflowed, and a circuit may attend there again. So the
+    mask is the structure, causal or everything, where some head has a probability in each of its cells. Where none
+    has (a local window, or underflow in every head), the model's scores say which: a mask leaves -inf or the dtype's
+    lowest number there.
+
+    Raises:
+        UnsupportedModelError: probabilities outside the mask, or scores that do not show it.
+    """
+    weighted = (patterns > 0).flatten(0, 2).any(0)
+    structure = torch.ones_like(weighted)
+    structure = structure.tril() if frozen.causal else structure
+    if bool((weighted & ~structure).any()):
+        raise _refusal(frozen.view, f"blocks.{layer}: it attends to later tokens for the corrupted prompt only")
+    if torch.equal(weighted, structure):
+        return structure
+    pattern = frozen.points.blocks[layer].pattern
+    assert pattern is not None
+    name = pattern.replace("hook_pattern", "hook_attn_scores")
+    kept, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=True)
+    seen = kept.get(name)
+    if seen is not None and seen.shape == patterns.shape[1:]:
+        allowed = (seen > torch.finfo(seen.dtype).min / 2).flatten(0, 1).any(0).to(weighted.device)
+        if not bool((allowed & ~structure | weighted & ~allowed).any()):
+            return allowed
+    raise _refusal(
+        frozen.view,
+        f"blocks.{layer}: no head has a probability above zero in {int((structure & ~weighted).sum())} places that a "
+        f"query might attend to, and {name} does not show whether a mask closes them or they underflowed (a wider "
+        "dtype may help)",
     )
 
 

@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import other_hooks, refuse_attached
 from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import PassLike
@@ -64,6 +65,23 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
             )
     clean.check_fresh()
     corrupted.check_fresh()
+
+
+def refuse_hooks(clean: PassLike, corrupted: PassLike) -> None:
+    """Refuse what runs the live model from its weights, past any hook, where hooks make it another model.
+
+    Raises:
+        FrozenModelError: a frozen pass is attached, or hooks were put on the model or taken off since one of the passes.
+    """
+    refuse_attached(clean.model)
+    now = other_hooks(clean.model)
+    for name, frozen in (("clean", clean), ("corrupted", corrupted)):
+        if frozen.other_hooks != now:
+            raise FrozenModelError(
+                f"hooks were put on the model or taken off since the {name} prompts were frozen (at "
+                f"{', '.join(sorted({*now} ^ {*frozen.other_hooks})) or 'the same points'}), so that the live model "
+                "is another one than theirs. Take them off, or freeze both again."
+            )
 
 
 def pair_target(

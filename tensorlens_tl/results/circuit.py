@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -72,12 +73,15 @@ class EdgeScores(Stored):
     def __repr__(self) -> str:
         return f"EdgeScores({len(self)} edges, {len(self.scores)} prompts, {self.target!r}, method={self.method!r})"
 
-    def __getitem__(self, edge: str) -> Float[Tensor, "batch"]:
+    def __getitem__(self, edge: Any) -> Float[Tensor, "batch"]:
         """One edge's score for every prompt.
 
         Raises:
             InvalidInputError: no such edge.
         """
+        if not isinstance(edge, str):
+            some = ARROW.join((self.sources[0], self.destinations[0]))
+            raise InvalidInputError(f"no edge {edge!r}; edges are called by name, as {some!r}.")
         source, _, destination = edge.partition(ARROW)
         if source not in self.sources or destination not in self.destinations:
             some = ARROW.join((self.sources[0], self.destinations[0]))
@@ -196,7 +200,8 @@ class Circuit:
         ``a0.h1->m0`` or, into a head, ``input->a0.h1<q>``.
 
         Raises:
-            InvalidInputError: no such folder, or a node that the benchmark has no name for.
+            InvalidInputError: no such folder, an infinite score, or a node that the benchmark has no name for. A score
+                that is NaN is written as null.
         """
         path = Path(path)
         if not path.parent.is_dir():
@@ -205,23 +210,26 @@ class Circuit:
         destinations = [_benchmark_name(name) for name in self.destinations]
         used = set(self.nodes)
         nodes = {name: {"in_graph": own in used} for name, own in zip(sources, self.sources, strict=True)}
+        if bool(self.scores[self.exists].isinf().any()):
+            raise InvalidInputError("save: some scores are infinite, which JSON has no number for.")
+        scores, kept = self.scores.tolist(), self.kept.tolist()
         edges = {
             f"{sources[s]}->{destinations[d]}": {
-                "score": float(self.scores[s, d]),
-                "in_graph": bool(self.kept[s, d]),
+                "score": None if isnan(scores[s][d]) else scores[s][d],
+                "in_graph": kept[s][d],
             }
             for s, d in self.exists.nonzero().tolist()
         }
         content = {"cfg": self.config, "nodes": nodes | {"logits": {"in_graph": True}}, "edges": edges}
-        path.write_text(json.dumps(content), encoding="utf-8")
+        path.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
         return path
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Circuit":
-        """Read such a file, ours or the benchmark's. Scores and edges of neurons are not read.
+        """Read such a file, ours or the benchmark's. Scores and edges of neurons are not read; null is NaN.
 
         Raises:
-            FileFormatError: no such JSON.
+            FileFormatError: no such JSON, or one without all edges of its nodes, those outside the circuit as well.
             OSError: there is no such file.
         """
         text = Path(path).read_text(encoding="utf-8")
@@ -242,6 +250,7 @@ class Circuit:
             raise FileFormatError(
                 f"{path}: not a circuit in the benchmark's JSON ({type(error).__name__}: {error})."
             ) from error
+        _check_all_edges(path, sources, pairs, bool(config.get("parallel_attn_mlp")))
         return cls(sources, destinations, scores, exists, kept, config)
 
 
@@ -324,6 +333,35 @@ def _check_shape(sources: Sequence[str], destinations: Sequence[str], *matrices:
     for matrix in matrices:
         if tuple(matrix.shape) != shape:
             raise InvalidInputError(f"edges: a matrix is {tuple(matrix.shape)}, not {shape} of sources, destinations.")
+
+
+def _check_all_edges(
+    path: str | os.PathLike[str], sources: Sequence[str], pairs: Sequence[tuple[str, ...]], parallel: bool
+) -> None:
+    """Refuse a file whose edges are not those of its nodes: every node to whatever comes later.
+
+    Raises:
+        FileFormatError: some are missing, or some lead backwards.
+    """
+    ends = [TARGET]
+    for name in sources[1:]:
+        ends += [name] if name.startswith("MLP") else [f"{name}.{letter}" for letter in "qkv"]
+
+    def step(name: str) -> tuple[int, int]:
+        layer, mlp, *_ = _place(name)
+        return layer, 0 if parallel else mlp
+
+    expected = {(source, end) for end in ends for source in sources if step(source) < step(end)}
+    if missing := expected - set(pairs):
+        some = ARROW.join(min(missing))
+        raise FileFormatError(
+            f"{path}: {len(missing)} of the {len(expected)} edges between its nodes are missing, such as {some!r}. A "
+            'circuit\'s file lists every edge of the model, those outside the circuit with "in_graph": false.'
+        )
+    if wrong := set(pairs) - expected:
+        raise FileFormatError(
+            f"{path}: {ARROW.join(min(wrong))!r} is no edge: what it leads from does not come before what it leads to."
+        )
 
 
 def _benchmark_name(name: str) -> str:
