@@ -776,7 +776,7 @@ def test_faithfulness_is_the_benchmarks_ratio_of_means(tmp_path):
         ({"methods": ["guess"]}, "methods"),
         ({"methods": ["random", "random"]}, "twice"),
         ({"choice": "best"}, "choice"),
-        ({"folder": tmp_path / "none"}, "folder"),
+        ({"folder": tmp_path / "none" / "deeper"}, "folder"),
     ):
         with pytest.raises(tlens.InvalidInputError, match=message):
             evaluate.circuit_faithfulness(model, pairs, **options)
@@ -817,5 +817,5 @@ def test_commands(tmp_path, capsys):
     assert (tmp_path / "r.csv").is_file()
     assert main(["evaluate", "patching", *asked, "--change", "question"]) == 0
     assert "pearson" in capsys.readouterr().out
-    assert main(["evaluate", "circuits", *asked, "--circuits", str(tmp_path / "none")]) == 1
+    assert main(["evaluate", "circuits", *asked, "--circuits", str(tmp_path / "none" / "deeper")]) == 1
     assert "no folder" in capsys.readouterr().err

@@ -141,7 +141,7 @@ def circuit_faithfulness(
         raise InvalidInputError(f"choice={choice!r}; use one of {', '.join(map(repr, CHOICES))}.")
     if folder is not None and not Path(folder).is_dir():
         if Path(folder).exists() or not Path(folder).parent.is_dir():
-            raise InvalidInputError(f"folder: {folder} is no folder, or there is none to make it in.")
+            raise InvalidInputError(f"folder: {folder} is a file, or there is no folder to make it in.")
         Path(folder).mkdir()
     chosen = _checked(
         methods, [*EDGE_METHODS, RANDOM], [name for name in (*EDGE_METHODS, RANDOM) if name != "patching"]

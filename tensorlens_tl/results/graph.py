@@ -163,9 +163,10 @@ class ContributionGraph(Stored):
                 else "is none of this graph's nodes; top() names the largest"
             )
             raise InvalidInputError(f"node {name!r}{'' if position is None else f' at {position}'}: it {where}.")
-        edges = self.edges[self.edges[here] == found[0]]
-        ends = edges[there].to_numpy(int)
-        return largest(torch.tensor(edges["weight"].to_numpy(float)), names[ends].tolist(), k, places[ends].tolist())
+        chosen = self.edges[here].to_numpy(int) == found[0]
+        ends = self.edges[there].to_numpy(int)[chosen]
+        weights = torch.tensor(self.edges["weight"].to_numpy(float)[chosen])
+        return largest(weights, names[ends].tolist(), k, places[ends].tolist())
 
     def show(self, k: int = 10, *, kind: str | None = None) -> None:
         """Print the k largest nodes; a notebook draws the graph by itself, and `to_html` does so elsewhere."""
