@@ -71,7 +71,7 @@ def refuse_hooks(clean: PassLike, corrupted: PassLike) -> None:
     """Refuse what runs the live model from its weights, past any hook, where hooks make it another model.
 
     Raises:
-        FrozenModelError: a frozen pass is attached, or hooks were put on the model or taken off since a pass was made.
+        FrozenModelError: a frozen pass is attached, or hooks were put on the model or taken off since a pass.
     """
     refuse_attached(clean.model)
     now = other_hooks(clean.model)
