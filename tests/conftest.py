@@ -23,7 +23,7 @@ _models: dict = {}
 
 
 REPRESENTATIVES = {
-    "hooked/ln", "hooked/rmspre", "hooked/attn-only-no-norm", "hooked/gated", "hooked/gqa-ungrouped", "hooked/alibi",
+    "hooked/ln", "hooked/rmspre", "hooked/attn-only-no-norm", "hooked/gqa-ungrouped", "hooked/alibi",
     "hooked/shortformer", "hooked/sandwich", "hooked/post-only", "hooked/soft-caps", "hooked/sinks",
     "hooked/parallel-processed", "encoder/bert", "bridge/gpt2", "bridge/neox", "bridge/llama", "bridge/gemma2",
     "bridge/phi", "bridge/opt", "bridge/bert", "bridge/llama-compatibility", "bridge/native-rms",

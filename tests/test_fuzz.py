@@ -6,6 +6,7 @@ fewest options that still fail.
 
 import functools
 
+import pytest
 import torch
 from conftest import hooks_left
 from hypothesis import event, given, note, settings, strategies as st
@@ -126,7 +127,8 @@ def padded(lengths, side, vocabulary=48):
     return torch.where(mask, tokens, 0), mask.long()
 
 
-@settings(max_examples=settings.default.max_examples * 2 // 5)  # each builds and checks a model
+@pytest.mark.whole
+@settings(max_examples=settings.default.max_examples * 3 // 5)  # each builds and checks a model
 @given(
     st.one_of(hooked(), bridge()) if HOOKED else bridge(),
     prompts(),

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parent.parent / "examples" / "third-party-method"
 SCRIPT = """
 import tensorlens_tl as tlens
@@ -15,6 +17,7 @@ print("passed")
 """
 
 
+@pytest.mark.whole
 def test_installed_from_its_own_folder(tmp_path):
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), str(PACKAGE)]
     subprocess.run(install, check=True, capture_output=True, text=True)

@@ -10,6 +10,8 @@ import torch
 import tensorlens_tl as tlens
 from tensorlens_tl.demo import train, train_dictionary, train_reversal, train_small, train_vision, train_whitened
 
+pytestmark = pytest.mark.whole  # every script reads and trains something
+
 
 @pytest.fixture(scope="module")
 def few_documents():
