@@ -5,39 +5,75 @@ What stands between the two comment lines of that page is written by people and 
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import programs
 import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate
+from tensorlens_tl.evaluate.scorers import RANDOM, scorers_of, usable
 
 PAGE = Path(__file__).parent.parent / "docs" / "evaluation.md"
 START, END = "<!-- findings, written by hand -->", "<!-- end of the findings -->"
 PROMPTS, FEWER, IMAGES = 104, 48, 96
 MASK_AT = 25
-METHODS = {label: label for label in evaluate.STANDARD} | {
+SEEDS = (11, 12, 13)
+"""Of drawn prompts, random orders, noise and scrambled weights."""
+
+SINGLE_LAYERS = ("attention", "norm")
+"""Registered methods that show layers one by one, and have no map of the whole model."""
+
+
+def every_method() -> dict[str, object]:
+    """The usual methods by label, then whatever else is registered, then a random order."""
+    chosen: dict[str, object] = {label: label for label in evaluate.STANDARD}
+    named = {name for name, _ in evaluate.STANDARD.values()} | set(SINGLE_LAYERS)
+    for name in tlens.list_methods():
+        if name not in named:
+            targeted = "target" in tlens.get_method(name).options
+            chosen[name] = (name, {"target": evaluate.PREDICTED} if targeted else {})
     # a quarter of the usual steps: the page is to be made in minutes
-    "integrated-gradients": ("integrated-gradients", {"target": evaluate.PREDICTED, "steps": 8}),
-    "random": "random",
-}
+    chosen["integrated-gradients"] = ("integrated-gradients", {"target": evaluate.PREDICTED, "steps": 8})
+    return chosen | {RANDOM: RANDOM}
+
+
+METHODS = every_method()
+
+
+def fitting(model: object, prompts: torch.Tensor, query: object = -1) -> tuple[dict[str, object], dict[str, str]]:
+    """The methods that are defined on a model, and the refusals of the others."""
+    place = {"last": -1, "cls": 0}.get(query, query)
+    scorers, refused = usable(scorers_of(METHODS), tlens.freeze(model, prompts[:1]), place, skip=True)
+    return {scorer.label: METHODS[scorer.label] for scorer in scorers}, refused
+
+
+def with_random_seeds(result: evaluate.Evaluation, run) -> evaluate.Evaluation:
+    """The result with its random order as the mean over `SEEDS`: no other method depends on them."""
+    drawn = evaluate.over_seeds(lambda seed: run({RANDOM: RANDOM}, seed=seed), SEEDS)
+    row = result.methods.index(RANDOM)
+    values, curves = result.values.clone(), result.curves.clone()
+    values[:, row], curves[:, row] = drawn.values[:, 0], drawn.curves[:, 0]
+    return replace(result, values=values, curves=curves)
 
 
 def leaders(result: evaluate.Evaluation, metric: str) -> str:
-    """Who leads, who cannot be told from it (paired test), and how the best TensorLens variant stands."""
+    """Who leads, who cannot be told from it (paired tests, corrected), and how the best TensorLens variant stands."""
     frame = result.table(metric)
     best = str(frame.index[0])
-    tied = [m for m in frame.index[1:] if result.compare(best, str(m), metric).p >= 0.05]
+    compared = result.paired(best, metric)  # one family: the first against every other method
+    tied = [m for m in frame.index[1:] if compared.loc[m, "p_holm"] >= 0.05]
     ours = next((str(m) for m in frame.index if str(m).startswith("tensorlens")), None)
     line = f"* `{metric}`: first is **{best}**"
     line += (
-        f"; not to be told from it (p ≥ 0.05, paired): {', '.join(tied)}."
+        f"; not to be told from it (corrected p ≥ 0.05, paired): {', '.join(tied)}."
         if tied
-        else "; all others differ from it (p < 0.05)."
+        else "; all others differ from it (corrected p < 0.05)."
     )
     if ours is not None and ours != best:
-        gap = result.compare(best, ours, metric)
-        line += f" Best TensorLens: {ours}, behind by {abs(gap.difference):.3g} (p = {gap.p:.2g})."
+        gap = compared.loc[ours]
+        line += f" Best TensorLens: {ours}, behind by {abs(gap['difference']):.3g} (corrected p = {gap['p_holm']:.2g})."
     return line
 
 
@@ -53,8 +89,13 @@ def perturbations(
     name: str, model: object, prompts: torch.Tensor, query: object, what: tuple[str, str] = ("tokens", "prompts")
 ) -> list[str]:
     parts = []
+    methods, refused = fitting(model, prompts, query)
     for order, better in (("descending", "higher"), ("ascending", "lower")):
-        result = evaluate.perturbation(model, prompts, METHODS, query=query, order=order)
+
+        def run(methods, *, seed=SEEDS[0], order=order):
+            return evaluate.perturbation(model, prompts, methods, query=query, order=order, seed=seed)
+
+        result = replace(with_random_seeds(run(methods), run), skipped=refused)
         first = "most relevant first" if order == "descending" else "least relevant first"
         parts_of, whole = what
         note = (
@@ -72,6 +113,25 @@ def vision() -> list[str]:
     return perturbations("Digits", tlens.load_demo_model(name="digits"), chosen, "cls", ("patches", "images"))
 
 
+def drawn_recall(prompts: int) -> torch.Tensor:
+    """Prompts of the recall task, as many from each seed."""
+    return torch.cat([evaluate.recall(prompts // len(SEEDS), seed=seed).tokens for seed in SEEDS])
+
+
+def known_answers(name: str, model: object, drawn) -> str:
+    """A task whose prompts are drawn anew for each seed."""
+    methods, refused = fitting(model, drawn(SEEDS[0]).tokens)
+    result = evaluate.over_seeds(
+        lambda seed: evaluate.known_answer(model, drawn(seed), methods, seed=seed), SEEDS, units="drawn"
+    )
+    facts = result.settings
+    note = (
+        f"{facts['prompts']} prompts of {facts['tokens']} tokens from {len(SEEDS)} seeds, {facts['accuracy']:.1%} answered "
+        f"by the model; a random score is expected to have mrr {facts['random_mrr']:.3f}."
+    )
+    return section(name, replace(result, skipped=refused), note)
+
+
 def page() -> str:
     language, encoder = tlens.load_demo_model(), tlens.load_demo_model(name="encoder")
     recall, brackets = (tlens.load_demo_model(name=name) for name in ("recall", "brackets"))
@@ -80,20 +140,17 @@ def page() -> str:
     parts = ["## Perturbation", ""]
     parts += perturbations("Language model", language, text, "last")
     parts += perturbations("Masked encoder", encoder, demo.held_out_prompts(encoder, FEWER, mask_at=MASK_AT), MASK_AT)
-    parts += perturbations("Recall model", recall, evaluate.recall(FEWER, seed=11).tokens, "last")
+    parts += perturbations("Recall model", recall, drawn_recall(FEWER), "last")
     parts += vision()
     parts += ["## Known answers", ""]
-    for name, model, task in (
-        ("Key–value recall", recall, evaluate.recall(200, seed=12)),
-        ("Brackets", brackets, evaluate.brackets(200, seed=12)),
-        ("Induction, language model", language, evaluate.induction(100, d_vocab=language.cfg.d_vocab, seed=12)),
+    width = language.cfg.d_vocab
+    for name, model, drawn in (
+        ("Key–value recall", recall, lambda seed: evaluate.recall(66, seed=seed)),
+        ("Brackets", brackets, lambda seed: evaluate.brackets(66, seed=seed)),
+        ("Induction, language model", language, lambda seed: evaluate.induction(33, d_vocab=width, seed=seed)),
     ):
-        result = evaluate.known_answer(model, task, METHODS)
-        note = (
-            f"{len(task)} prompts of {result.settings['tokens']} tokens, {result.settings['accuracy']:.1%} answered by the "
-            f"model; a random score is expected to have mrr {result.settings['random_mrr']:.3f}."
-        )
-        parts.append(section(name, result, note))
+        parts.append(known_answers(name, model, drawn))
+    parts += programs.sections()
     parts += ["## Relation decoding", ""]
     result = evaluate.relation_decoding(relations)
     note = (
@@ -109,10 +166,18 @@ def page() -> str:
     parts += ["### By relation, mean ± standard deviation over splits (`faithful`)", "", *rows, ""]
     parts += ["## Checks, language model", ""]
     few = text[:: PROMPTS // 8]
-    for run in (evaluate.completeness, evaluate.randomisation, evaluate.stability):
-        result = run(language, few)
-        parts += [f"### {result.kind.capitalize()}", "", f"{len(few)} prompts.", "", result.to_markdown(), ""]
-    table = evaluate.agreement_table(evaluate.agreement(language, few)).round(2)
+    methods, _ = fitting(language, few)
+    for run, seeds in (
+        (evaluate.completeness, SEEDS[:1]),
+        (evaluate.randomisation, SEEDS),
+        (evaluate.stability, SEEDS),
+    ):
+        result = evaluate.over_seeds(lambda seed, run=run: run(language, few, methods, seed=seed), seeds)
+        known = [m for m, row in zip(result.methods, result.values[0], strict=True) if bool(row.isfinite().any())]
+        result = result.only(*known)  # a method that sums to nothing has no completeness
+        said = f"{len(few)} prompts" + (f", each the mean over {len(seeds)} seeds." if len(seeds) > 1 else ".")
+        parts += [f"### {result.kind.capitalize()}", "", said, "", result.to_markdown(), ""]
+    table = evaluate.agreement_table(evaluate.agreement(language, few, methods)).round(2)
     heads = [str(n) for n in range(1, len(table) + 1)]
     parts += [
         "### Agreement (Spearman)",
@@ -131,7 +196,8 @@ def main() -> None:
     measured = page()
     head = (
         "# Which method is faithful?\n\nRegenerated by `make evaluation` (embedded models, float32, mean [95 % bootstrap interval] over prompts; how each number "
-        "is made: `tensorlens_tl.evaluate`).\nMethods without *biases* in their label leave the model's biases out of the scores, as the paper does.\n"
+        "is made: `tensorlens_tl.evaluate`).\np-values are of paired tests of the first method against every other one in the same metric, corrected for their number by Holm's method "
+        f"within each table and metric. Prompts that are drawn, random orders,\nnoise and scrambled weights are of {len(SEEDS)} seeds: of drawn prompts all are counted, else each prompt's value is its mean over the seeds.\nMethods without *biases* in their label leave the model's biases out of the scores, as the paper does.\n"
     )
     PAGE.write_text(f"{head}\n{findings}\n\n{measured}", encoding="utf-8")
     print(f"{PAGE.name}: {time.time() - started:.0f} s", file=sys.stderr)

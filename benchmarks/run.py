@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from subprocess import run
@@ -364,6 +365,8 @@ def methods() -> Lines:
     calls = {
         "GlobEnc": lambda: tlens.attribute(shape.model, ids, method="globenc"),
         "ALTI": lambda: tlens.attribute(shape.model, ids, method="alti"),
+        "ALTI-Logit": lambda: tlens.attribute(shape.model, ids, method="alti-logit", target=5),
+        "Information flow routes": lambda: tlens.attribute(shape.model, ids, method="ifr"),
         "DecompX vectors": lambda: tlens.attribute(shape.model, ids, method="decompx", aggregate="vector"),
     }
     seconds = interleaved({"forward": lambda: shape.forward(ids), **calls}, rounds=3)
@@ -372,6 +375,65 @@ def methods() -> Lines:
         with Allocations() as memory:
             call()
         yield row(name, seconds[name] / seconds["forward"], seconds[name], f"{memory.peak / 1e6:.0f}")
+
+
+def perturbing() -> Lines:
+    """## Methods that run the live model, 64 tokens, one thread
+
+    In forwards of the plain blocks in the same run, the pass frozen before; "÷ token" of that divided by the tokens.
+    """
+    torch.set_num_threads(1)
+    yield table("shape", "method", "forwards", "÷ token", "seconds", "peak, MB")
+    for shape in (bert_base(), gpt2_small()):
+        ids = shape.tokens(64)
+        frozen = tlens.freeze(shape.model, ids)
+        asked: dict[str, dict[str, Any]] = {"value-zeroing": {}}
+        if target_of(shape) is not None and frozen.view.unembedding is not None:
+            asked |= {"chefer": {"target": 5}, "leave-one-out": {"target": 5, "replacement": 7}}
+        calls = {
+            name: lambda name=name, options=options, frozen=frozen: tlens.attribute(frozen, method=name, **options)
+            for name, options in asked.items()
+        }
+        seconds = interleaved({"forward": lambda ids=ids, shape=shape: shape.forward(ids), **calls}, rounds=1)
+        for name, call in calls.items():
+            with Allocations() as memory:
+                call()
+            cells = seconds[name] / seconds["forward"], seconds[name] / seconds["forward"] / 64, seconds[name]
+            yield row(shape.name, name, *cells, f"{memory.peak / 1e6:.0f}")
+
+
+def rules() -> Lines:
+    """## Backward rules, 64 tokens
+
+    Of a pass that is frozen already: one query, and the last 16 together, per query; in forwards of the plain model in the same run.
+    """
+    torch.set_num_threads(THREADS[0])
+    yield table("shape", "method", "one query, forwards", "16 queries, forwards each")
+    for shape in (gpt2_small(), bert_base()):
+        ids = shape.tokens(64)
+        frozen = tlens.freeze(shape.model, ids)
+        target = target_of(shape)
+        if target is None or frozen.view.unembedding is None:
+            continue
+        cases: dict[str, dict[str, Any]] = {
+            "input-x-gradient": {}, "relp": {}, "relp, live": {"attention": "live"}, "cp-lrp": {}, "attnlrp": {}, "gim": {},
+        }  # fmt: skip
+
+        def ask(name: str, options: dict[str, Any], query: Any, of: Any = frozen, to: int = target) -> Any:
+            return tlens.attribute(of, method=name.split(",")[0], target=to, query=query, **options)
+
+        calls = {name: lambda n=name, o=options: ask(n, o, -1) for name, options in cases.items()}
+        calls |= {
+            f"{name} all": lambda n=name, o=options: ask(n, o, slice(-16, None)) for name, options in cases.items()
+        }
+        for call in calls.values():
+            call()  # what is proved once
+        forward = partial(shape.forward, ids)
+        seconds = interleaved({"forward": forward, **calls}, rounds=2)
+        for name in cases:
+            yield row(
+                shape.name, name, seconds[name] / seconds["forward"], seconds[f"{name} all"] / 16 / seconds["forward"]
+            )
 
 
 def composition() -> Lines:
@@ -652,6 +714,62 @@ def generated() -> Lines:
             yield row(shape.name, threads, 1000 * base, f"{share:.0%}", *ratios)
 
 
+def flashtrace_of(shape: Shape, ids: torch.Tensor) -> Any:
+    """FlashTrace around a Hugging Face model with the weights of a Llama-like shape."""
+    from flashtrace.attribution import LLMIFRAttribution
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = shape.model.original_model.config
+    _, module = LlamaForCausalLM(config), LlamaForCausalLM(config).eval()  # drawn as the shape draws its own
+    with torch.no_grad():
+        assert torch.allclose(module(ids).logits, shape.model(ids), atol=1e-3)
+    return LLMIFRAttribution(module, None, show_progress=False)
+
+
+def routes() -> Lines:
+    """## Information flow routes of all queries, 128 tokens, in forwards
+
+    From token ids to scores, freezing and proof included, the same random Llama of 160M parameters, float32, one thread. FlashTrace adds up attention's edges over layers, as
+    `aggregate="sum"` does; the product follows them to the input tokens. "Difference" is the largest one from FlashTrace's scores, in shares of its largest score.
+    """
+    try:
+        from flashtrace.core import compute_ifr_for_all_positions
+    except ImportError:
+        yield "Not measured: flashtrace is not installed here."
+        return
+    torch.set_num_threads(1)
+    shape = llama_160m()
+    ids = shape.tokens(128)
+    peer = flashtrace_of(shape, ids)
+
+    @torch.no_grad()
+    def theirs() -> Any:
+        cache, attentions, metadata, weights = peer._capture_model_state(ids, torch.ones_like(ids))
+        asked: dict[str, Any] = {"params": peer._build_ifr_params(metadata, 128), "rotary_emb": metadata.rotary_emb}
+        return compute_ifr_for_all_positions(cache, attentions, weights, **asked).token_importance_matrix
+
+    def ours(method: str, **options: Any) -> Any:
+        return tlens.attribute(shape.model, ids, method=method, **options).scores[0]
+
+    calls = {
+        "FlashTrace": theirs,
+        '`ifr`, `aggregate="sum"`': lambda: ours("ifr", aggregate="sum"),
+        "`ifr`": lambda: ours("ifr"),
+        "`alti`": lambda: ours("alti"),
+        "`alti-logit`, one query": lambda: ours("alti-logit", target=5),
+        "`alti-logit`, every query": lambda: ours("alti-logit", target=5, query=None),
+    }
+    seconds = interleaved({"forward": lambda: shape.forward(ids), **calls}, 2)
+    yield table("what", "forwards", "seconds", "peak, MB", "difference")
+    expected = theirs()
+    for name, call in calls.items():
+        with Allocations() as memory:
+            made = call()
+        off = f"{float((made - expected).abs().max() / expected.max()):.0e}" if "sum" in name else ""
+        yield row(name, seconds[name] / seconds["forward"], seconds[name], f"{memory.peak / 1e6:.0f}", off)
+
+
 def flashtrace() -> Lines:
     """## Generated text beside FlashTrace
 
@@ -659,23 +777,15 @@ def flashtrace() -> Lines:
     on the prompt and what is left on generated tokens after its hops are from what it began with, its own scores at hop 0; of ours, how far scores and bias are from the model's logits.
     """
     try:
-        from flashtrace.attribution import LLMIFRAttribution
         from flashtrace.core import compute_ifr_sentence_aggregate, compute_multi_hop_ifr
     except ImportError:
         yield "Not measured: flashtrace is not installed here."
         return
-    from transformers import LlamaForCausalLM
-
     from tensorlens_tl.generation import freeze_generation
 
     shape = llama_160m()
     ids, prompt = shape.tokens(128), 96
-    torch.manual_seed(0)
-    config = shape.model.original_model.config
-    _, module = LlamaForCausalLM(config), LlamaForCausalLM(config).eval()  # drawn as the shape draws its own
-    with torch.no_grad():
-        assert torch.allclose(module(ids).logits, shape.model(ids), atol=1e-3)
-    peer = LLMIFRAttribution(module, None, show_progress=False)
+    peer = flashtrace_of(shape, ids)
 
     @torch.no_grad()
     def theirs(hops: int = 0) -> Any:
@@ -717,6 +827,8 @@ SECTIONS = (
     growth,
     batches,
     methods,
+    perturbing,
+    rules,
     composition,
     graphs,
     clicks,
@@ -724,6 +836,7 @@ SECTIONS = (
     selective,
     whitened,
     generated,
+    routes,
     flashtrace,
     profile,
 )

@@ -34,7 +34,9 @@ goes through `check_model`, every method through `check_method`, and one head's 
 * Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) hold everything that needs the operator or the live model alone, with scores over both sides; T5 runs on TransformerLens 4 only.
 * Every architecture that TransformerLens 4 maps, exact or refused and why: [the census](census.md).
 """
-TARGETED = ("input-x-gradient", "integrated-gradients")
+TARGETED = (
+    "alti-logit", "input-x-gradient", "integrated-gradients", "chefer", "leave-one-out", "relp", "attnlrp", "cp-lrp", "gim",
+)  # fmt: skip
 
 
 def methods() -> list[str]:

@@ -4,6 +4,7 @@ from tensorlens_tl import (
     algebra as algebra,
     circuits as circuits,
     compress as compress,
+    datasets as datasets,
     demo as demo,
     drawing as drawing,
     evaluate as evaluate,
@@ -31,6 +32,11 @@ from tensorlens_tl.algebra import (
     PositionwiseMap as PositionwiseMap,
     Sum as Sum,
     Transpose as Transpose,
+)
+from tensorlens_tl.datasets import (
+    BatchAttributor as BatchAttributor,
+    attribute_dataset as attribute_dataset,
+    load_results as load_results,
 )
 from tensorlens_tl.demo import (
     load_demo_dictionary as load_demo_dictionary,

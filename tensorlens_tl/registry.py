@@ -31,7 +31,7 @@ that registers them when it is imported. The built-in ones are published and reg
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
@@ -304,15 +304,7 @@ def attribute(
     in_bytes(memory)
     if memory is not None and "memory" in chosen.options:
         options = {**options, "memory": memory}
-    freezing = {k: v for k, v in inspect.signature(freeze).parameters.items() if v.kind is v.KEYWORD_ONLY}
-    for_freeze = {name: value for name, value in options.items() if name in freezing and name not in chosen.options}
-    for_method = {name: value for name, value in options.items() if name not in for_freeze}
-    unknown = [name for name in for_method if name not in chosen.options and not chosen.takes_any_option]
-    if unknown:
-        raise InvalidInputError(
-            f"attribute: method {method!r} has no option {unknown[0]!r}.{_nearest(unknown[0], chosen.options)} It "
-            f"takes {', '.join(chosen.options) or 'none'}; freezing takes {', '.join(freezing)}."
-        )
+    for_freeze, for_method = split_options(chosen, options)
     if isinstance(model, FrozenPass):
         if input is not None or for_freeze:
             raise InvalidInputError(
@@ -339,6 +331,24 @@ def attribute(
             raise InvalidInputError(numbered(str(error), batch)) from error
     given = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
     return joined(parts, batches, given)
+
+
+def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of `freeze`, and the method's own.
+
+    Raises:
+        InvalidInputError: one that neither knows; suggests the nearest.
+    """
+    freezing = {k: v for k, v in inspect.signature(freeze).parameters.items() if v.kind is v.KEYWORD_ONLY}
+    for_freeze = {name: value for name, value in options.items() if name in freezing and name not in method.options}
+    for_method = {name: value for name, value in options.items() if name not in for_freeze}
+    unknown = [name for name in for_method if name not in method.options and not method.takes_any_option]
+    if unknown:
+        raise InvalidInputError(
+            f"attribute: method {method.name!r} has no option {unknown[0]!r}.{_nearest(unknown[0], method.options)} It "
+            f"takes {', '.join(method.options) or 'none'}; freezing takes {', '.join(freezing)}."
+        )
+    return for_freeze, for_method
 
 
 def _batches(

@@ -111,7 +111,7 @@ def some_tokens(batch=2, pos=6, seed=0):
 
 FLOAT32_INSIDE = (
     "llama", "mistral", "qwen", "gemma", "phi3", "olmo2", "native-rms", "mixtral", "gpt-oss", "deepseek", "granite",
-    "afmoe", "bitnet", "mamba", "jamba", "lfm2",
+    "afmoe", "bitnet", "mamba", "jamba", "lfm2", "t5",
 )  # fmt: skip
 """Families whose own norms compute in float32 whatever the dtype."""
 

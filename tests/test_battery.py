@@ -464,6 +464,7 @@ def test_a_method_that_takes_stale_passes_is_caught(clean_registry, monkeypatch)
         check_method("patterns", GPT2)
 
 
+@pytest.mark.whole
 def test_by_default_every_layout_is_tried():
     refusals = check_method("globenc")
     assert set(refusals) == {"bridge/neox", "bridge/olmo2"}

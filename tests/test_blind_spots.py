@@ -122,7 +122,7 @@ def test_two_threads_freeze_their_own_prompts(name):
 
     def work(tokens):
         start.wait()
-        return [tlens.freeze(model, tokens) for _ in range(200 if name == MODELS[0] else 15)]
+        return [tlens.freeze(model, tokens) for _ in range(60 if name == MODELS[0] else 15)]
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(work, prompts))

@@ -79,3 +79,11 @@ def test_spearman_is_pandas(pairs):
     mine = float(evaluate.spearman(pad(a), pad(b), mask))
     theirs = pd.Series(a).corr(pd.Series(b), method="spearman") if len(set(a)) and len(set(b)) else float("nan")
     assert mine == pytest.approx(theirs, abs=1e-9, nan_ok=True)
+
+
+def test_methods_that_run_copies_of_the_prompts_are_stable_too(model_named):
+    """The noise is added to every copy, and to a prompt with another token: a replaced stream would fit none."""
+    methods = ["value-zeroing", "leave-one-out", "chefer"]
+    result = evaluate.stability(model_named("bridge/gpt2"), some_tokens(), methods, noise=1e-6, draws=1)
+    assert not result.skipped
+    assert bool((result.values > 0.99).all())

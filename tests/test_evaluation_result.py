@@ -5,12 +5,13 @@ import pytest
 import torch
 from conftest import some_tokens
 from evaluation_cases import THIRDS
+from hypothesis import given, strategies as st
 
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate
 from tensorlens_tl.commands import main
 from tensorlens_tl.evaluate.scorers import random_scores, scorers_of
-from tensorlens_tl.results.statistics import bootstrap_interval, sign_flip_p
+from tensorlens_tl.results.statistics import bootstrap_interval, holm, sign_flip_p
 
 
 @pytest.fixture
@@ -52,6 +53,48 @@ def test_bootstrap_covers():
 def test_nothing_known_is_not_significant():
     assert np.isnan(sign_flip_p(torch.full((4,), torch.nan)))
     assert np.isnan(sign_flip_p(torch.zeros(0)))
+
+
+def test_holm_by_hand():
+    """The smallest times 4, the next times 3, and so on, each raised to the one before it; NaN is no comparison."""
+    nan = float("nan")
+    for p, expected in [
+        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),
+        ([0.04, 0.01, 0.02, 0.03], [0.06, 0.04, 0.06, 0.06]),
+        ([0.5, nan, 0.6], [1.0, nan, 1.0]),
+        ([0.01, nan], [0.01, nan]),
+        ([nan], [nan]),
+        ([], []),
+    ]:
+        made = holm(torch.tensor(p, dtype=torch.float64))
+        np.testing.assert_allclose(made.numpy(), expected, rtol=1e-12)
+    with pytest.raises(tlens.InvalidInputError, match=r"in \[0, 1\]"):
+        holm(torch.tensor([0.2, 1.5]))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_holm_holds(p):
+    raw = torch.tensor(p, dtype=torch.float64)
+    made = holm(raw)
+    assert bool((made >= raw).all() and (made <= 1).all())
+    assert bool((made[raw.argsort()].diff() >= 0).all())  # keeps the order
+    assert torch.equal(made, holm(raw.flip(0)).flip(0))  # and does not depend on the order given
+    assert bool((made <= (raw * len(p)).clamp(max=1) + 1e-15).all())  # never stricter than Bonferroni
+    assert float(made.min()) == min(1.0, float(raw.min()) * len(p))
+    if len(p) == 1:
+        assert torch.equal(made, raw)
+
+
+def test_paired_comparisons_are_corrected_for_their_number(result):
+    table = result.paired("a")
+    assert list(table.columns) == ["difference", "low", "high", "p", "p_holm"]
+    np.testing.assert_allclose(table["p_holm"], holm(torch.tensor(table["p"].to_numpy())))
+    assert (table["p_holm"] >= table["p"]).all()
+    assert (table["p_holm"] > table["p"]).any()
+    alone = result.only("a", "b").paired("a")
+    assert alone.loc["b", "p_holm"] == alone.loc["b", "p"] == result.compare("b", "a").p
+    with pytest.raises(tlens.InvalidInputError, match="method='z'"):
+        result.paired("z")
 
 
 def test_files(result, tmp_path):

@@ -41,11 +41,31 @@ def uses(frozen):
         "qk_attribution": lambda: circuits.qk_attribution(frozen, 1, 0, query=-1, key=1),
         **{
             method: lambda method=method: tlens.attribute(frozen, method=method)
-            for method in ("tensorlens", "attention", "rollout", "norm", "globenc", "alti", "decompx", "ff-ig", "mean")
+            for method in (
+                "tensorlens",
+                "attention",
+                "rollout",
+                "norm",
+                "globenc",
+                "alti",
+                "decompx",
+                "ff-ig",
+                "mean",
+                "value-zeroing",
+            )
         },
+        "ifr": lambda: tlens.attribute(frozen, method="ifr"),
         **{
             method: lambda method=method: tlens.attribute(frozen, method=method, target=5)
-            for method in ("input-x-gradient", "integrated-gradients")
+            for method in (
+                "input-x-gradient",
+                "integrated-gradients",
+                "alti-logit",
+                "chefer",
+                "leave-one-out",
+                "relp",
+                "attnlrp",
+            )
         },
     }
 
@@ -273,13 +293,20 @@ ERRORS = [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError, 
         lambda m, f: f.attached().__enter__()(**f.inputs),
         lambda m, f: tlens.attribute(f, method="input-x-gradient", target=5),
         lambda m, f: tlens.attribute(f, method="integrated-gradients", target=5, steps=2),
+        lambda m, f: tlens.attribute(f, method="value-zeroing"),
+        lambda m, f: tlens.attribute(f, method="chefer", target=5),
+        lambda m, f: tlens.attribute(f, method="leave-one-out", target=5),
+        lambda m, f: tlens.attribute(f, method="gim", target=5),
         lambda m, f: f.last_logits,
         lambda m, f: f.operator().target(5, query=0),
         lambda m, f: circuits.logit_attribution(f, 5, query=0),
         lambda m, f: circuits.total_effects(f, 5, live=True),
     ],
-    ids=["freeze", "rollout", "fwd_hooks", "attached", "ixg", "ig", "last_logits", "unembedding", "circuits", "total"],
-)
+    ids=[
+        "freeze", "rollout", "fwd_hooks", "attached", "ixg", "ig", "value-zeroing", "chefer", "leave-one-out", "gim",
+        "last_logits", "unembedding", "circuits", "total",
+    ],
+)  # fmt: skip
 def test_an_error_inside_a_run_leaves_no_hook(model, frozen, run, error):
     """Raised by a hook in the last block, after ours are on."""
 

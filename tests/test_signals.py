@@ -17,6 +17,10 @@ SIGNALS = [
 ]
 CLASSIFIERS = [case for case in SIGNALS if case.values[0] in (*DEFAULT, "bridge/deit")]
 
+TARGETED = {
+    "alti-logit", "input-x-gradient", "integrated-gradients", "chefer", "leave-one-out", "relp", "attnlrp", "cp-lrp",
+    "gim",
+}  # fmt: skip
 _made = {}
 
 
@@ -46,19 +50,19 @@ def test_everything_a_pass_promises(frozen):
 def test_every_method_holds_or_refuses_by_name(frozen):
     refused = {}
     for method in tlens.list_methods():
-        options = {"target": 2} if method in ("input-x-gradient", "integrated-gradients") else {}
+        options = {"target": 2} if method in TARGETED else {}
         options |= {"steps": 2} if method == "integrated-gradients" else {}
         for why in check_method(method, frozen.model, options=options).values():
             refused[method] = why
     headless = frozen.view.unembedding is None
-    assert set(refused) == ({"input-x-gradient", "integrated-gradients"} if headless else set())
+    assert set(refused) == (TARGETED if headless else set())
     assert all("predicts no tokens" in why for why in refused.values())
 
 
 @pytest.mark.parametrize("method", tlens.list_methods())
 def test_methods_run_on_images(digits, method):
     images, _ = tlens.demo.digit_images()
-    options = {"target": "3"} if method in ("input-x-gradient", "integrated-gradients") else {}
+    options = {"target": "3"} if method in TARGETED else {}
     options |= {"steps": 2} if method == "integrated-gradients" else {}
     attribution = tlens.attribute(digits, images[:2], method=method, **options)
     assert bool(torch.isfinite(attribution.scores).all())
@@ -262,7 +266,11 @@ def seen():
     """Prompts with an image of four pieces, and the pass."""
     model = tiny_model("bridge/llava")
     tokens = torch.tensor([[5, 6, 47, 47, 47, 47, 7, 8]])
-    return tlens.freeze(model, tokens, model_inputs={"pixel_values": torch.randn(1, 3, 8, 8)})
+    return tlens.freeze(model, tokens, model_inputs={"pixel_values": _image(1)})
+
+
+def _image(seed):
+    return torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.whole
@@ -272,7 +280,7 @@ def test_text_and_image_are_sources_together(seen):
     target = seen.operator().target(11, minus=4)
     assert close(target.total[0], (own[:, -1, 11] - own[:, -1, 4]))
     assert float(target.residual.max()) < 1e-6  # Llama's norms compute in float32
-    other = tlens.freeze(seen.model, seen.tokens, model_inputs={"pixel_values": torch.randn(1, 3, 8, 8)})
+    other = tlens.freeze(seen.model, seen.tokens, model_inputs={"pixel_values": _image(2)})
     assert not close(other.operator().target(11).scores, seen.operator().target(11).scores, 1e-3)
     assert max(check_model(seen.model, seen.tokens, model_inputs=_images(seen)).errors.values()) < 1e-6
     words = tlens.freeze(seen.model, [[5, 6, 7]])
@@ -302,7 +310,7 @@ def _images(frozen):
 @pytest.mark.whole
 def test_methods_take_multimodal_passes(seen):
     for method in tlens.list_methods():
-        options = {"target": 3} if method in ("input-x-gradient", "integrated-gradients") else {}
+        options = {"target": 3} if method in TARGETED else {}
         attribution = tlens.attribute(seen, method=method, **options)
         assert bool(torch.isfinite(attribution.scores).all())
     again = tlens.attribute(seen.model, seen.tokens, model_inputs=_images(seen), target=3)

@@ -34,6 +34,7 @@ def python(code, **environment):
     return json.loads(run.stdout.strip().split("\n")[-1]), run.stderr
 
 
+@pytest.mark.whole
 def test_nothing_is_asked_of_the_network():
     """Neither by importing nor by freezing, attributing, drawing, saving and evaluating on the embedded model."""
     job = """
@@ -126,6 +127,7 @@ def test_archives_hold_the_package_and_nothing_else(built):
     assert not [name for name in inside if ".venv" in name or ".git/" in name or "__pycache__" in name]
 
 
+@pytest.mark.whole
 def test_the_wheel_works_outside_the_checkout(built, tmp_path):
     """Installed into an empty folder and run from another: nothing may come from here."""
     site = tmp_path / "site"

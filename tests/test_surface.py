@@ -12,7 +12,10 @@ from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.testing import tiny_model
 
 TEXT = "If the file is not found, a FileNotFoundError is"
-ABOUT_A_PREDICTION = {"tensorlens", "input-x-gradient", "integrated-gradients"}
+ABOUT_A_PREDICTION = {
+    "tensorlens", "alti-logit", "input-x-gradient", "integrated-gradients", "chefer", "leave-one-out", "relp",
+    "attnlrp", "cp-lrp", "gim",
+}  # fmt: skip
 METHODS = tlens.list_methods()
 
 
@@ -104,7 +107,7 @@ def test_target_and_minus_come_in_one_order():
 
 def test_a_target_for_each_query(frozen, pair):
     tokens, others = [" the", " not"], [" a", " is"]
-    for method, more in (("tensorlens", {}), ("decompx", {}), ("input-x-gradient", {})):
+    for method, more in (("tensorlens", {}), ("decompx", {}), ("alti-logit", {}), ("input-x-gradient", {})):
         made = tlens.attribute(frozen, method=method, target=tokens, minus=others, query=[3, -1], **more)
         for row, query in enumerate((3, -1)):
             alone = tlens.attribute(frozen, method=method, target=tokens[row], minus=others[row], query=query, **more)
@@ -139,6 +142,7 @@ def test_a_token_held_against_itself_is_refused(frozen):
     for ask in (
         lambda: frozen.operator().target(" the", " the"),
         lambda: tlens.attribute(frozen, method="input-x-gradient", target=" the", minus=" the"),
+        lambda: tlens.attribute(frozen, method="alti-logit", target=" the", minus=" the"),
         lambda: tlens.attribute(frozen, method="decompx", target=" the", minus=" the"),
         lambda: circuits.logit_attribution(frozen, [" the", " a"], [" not", " a"], query=[3, 4]),
         lambda: tlens.report.explain(frozen, target=" the", minus=" the"),
@@ -432,6 +436,7 @@ def test_what_asks_the_live_model_wants_it_free_and_unchanged(frozen):
             lambda: circuits.total_effects(frozen, " the", live=True),
             lambda: tlens.attribute(frozen, method="input-x-gradient", target=" the"),
             lambda: tlens.attribute(frozen, method="integrated-gradients", target=" the", steps=2),
+            lambda: tlens.attribute(frozen, method="attnlrp", target=" the"),
         ):
             with pytest.raises(tlens.FrozenModelError, match="attached"):
                 ask()
@@ -460,11 +465,12 @@ def test_dropout_switched_on_later_is_noticed():
 
 
 def test_gradients_in_inference_mode(frozen):
-    outside = tlens.attribute(frozen, method="input-x-gradient", target=" the")
-    with torch.inference_mode():
-        again = tlens.freeze(frozen.model, TEXT)
-        for one in (frozen, again):
-            assert close(tlens.attribute(one, method="input-x-gradient", target=" the").scores, outside.scores)
+    for method in ("input-x-gradient", "attnlrp"):
+        outside = tlens.attribute(frozen, method=method, target=" the")
+        with torch.inference_mode():
+            again = tlens.freeze(frozen.model, TEXT)
+            for one in (frozen, again):
+                assert close(tlens.attribute(one, method=method, target=" the").scores, outside.scores)
 
 
 def test_a_key_after_its_query_is_refused(frozen):

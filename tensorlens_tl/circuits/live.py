@@ -1,7 +1,6 @@
 """Runs of the live model that give the number that is asked about, with something changed in copies of the prompts."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -11,15 +10,8 @@ from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks import FwdHook, capture, refuse_attached
 from tensorlens_tl.models.state import refuse_dropout
+from tensorlens_tl.passes.copies import repeated
 from tensorlens_tl.passes.holding import prove_obedience
-
-
-def repeated(inputs: Mapping[str, Any], copies: int) -> dict[str, Any]:
-    """A pass's inputs with every prompt as often as there are copies, copy after copy."""
-    return {
-        name: value.repeat(copies, *(1,) * (value.ndim - 1)) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
 
 
 def live_numbers(asked: StreamTarget, copies: int, hooks: Sequence[FwdHook]) -> Float[Tensor, "copy batch query"]:

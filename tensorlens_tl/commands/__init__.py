@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from tensorlens_tl import __version__
 
 COMMANDS = (
-    "attribute", "report", "generate-report", "graph", "methods", "evaluate", "compress", "whiteness", "verify", "demo",
+    "attribute", "dataset", "report", "generate-report", "graph", "methods", "evaluate", "reproduce", "compress",
+    "whiteness", "verify", "demo",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from tensorlens_tl.commands.options import (
     check_output,
     count,
     loaded_model,
+    named_program,
     position,
     prompts_of,
     run_imports,
@@ -25,6 +26,8 @@ HELP = "Which method is faithful? A table over methods, and a saved result."
 EVALUATIONS = {
     "perturbation": "Replace tokens in the order of their scores, and see what that does to the model.",
     "known-answer": "How high do scores rank the tokens that truly determine the answer?",
+    "known-components": "Do scores of heads, MLPs and edges find those that make the answer of a program?",
+    "known-attention": "Do the sources of an attention score name what chose the attention of a program?",
     "patching": "Do scores of nodes, from a clean and a corrupted prompt, agree with patching the live model?",
     "circuits": "CPR and CMD: which scores choose the circuits that do the task?",
     "relations": "Does a linear map made from a few examples give the objects of other subjects?",
@@ -33,6 +36,9 @@ EVALUATIONS = {
     "stability": "Do scores stay when the embeddings get a little noise?",
     "agreement": "How alike do methods rank the tokens?",
 }
+
+OF_PROGRAMS = ("known-components", "known-attention")
+"""Evaluations of what is known of programs only: ``--model program:NAME``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "relations":
             sub.add_argument("--relations", nargs="+", type=Path, help="JSON files (default: the shipped ones)")
             sub.add_argument("--splits", type=count, default=6, help="draws of examples")
+            continue
+        if name in OF_PROGRAMS:
+            _add_program_arguments(sub, name)
             continue
         if name in ("patching", "circuits"):
             _add_pair_arguments(sub, name)
@@ -63,6 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("--query", type=position, default="last", help="last, cls, mean or a position")
             sub.add_argument("--order", default="descending", choices=("descending", "ascending"))
             sub.add_argument("--replacement", help="mask, pad, mean, zero or a token")
+
+
+def _add_program_arguments(sub: argparse.ArgumentParser, name: str) -> None:
+    sub.set_defaults(model="program:induction")
+    sub.add_argument("-n", type=count, default=12, help="how many prompts (default: 12)")
+    sub.add_argument("--methods", nargs="+", metavar="METHOD", help="such as 'contribution_graph' (default: all)")
+    if name == "known-components":
+        change = "what the corrupted prompt has: another source, or another choice of the source (default: source)"
+        sub.add_argument("--change", choices=("source", "choice"), default="source", help=change)
 
 
 def _add_pair_arguments(sub: argparse.ArgumentParser, name: str) -> None:
@@ -85,7 +103,10 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl import evaluate
 
     check_output(args.output)
-    run_imports(args) if args.what not in ("relations", "patching", "circuits") else None
+    if "imports" in args:
+        run_imports(args)
+    if args.what in OF_PROGRAMS:
+        named_program(args.model)  # before a model is loaded
     model = loaded_model(args)
     result = _RUN.get(args.what, _check)(args, model)
     if args.what == "agreement":
@@ -101,17 +122,40 @@ def _known_answer(args: argparse.Namespace, model: Any) -> Any:
     return evaluate.known_answer(model, task_of(args, model), args.methods, seed=args.seed)
 
 
+def _known_components(args: argparse.Namespace, model: Any) -> Any:
+    from tensorlens_tl import evaluate
+
+    task = named_program(args.model).components(args.n, seed=args.seed, change=args.change)
+    return evaluate.known_components(model, task, args.methods)
+
+
+def _known_attention(args: argparse.Namespace, model: Any) -> Any:
+    from tensorlens_tl import evaluate
+
+    task = named_program(args.model).attention(args.n, seed=args.seed)
+    return evaluate.known_attention(model, task, args.methods, seed=args.seed)
+
+
+def _pairs(args: argparse.Namespace, model: Any) -> Any:
+    """Clean and corrupted prompts: a program's own, or those that a task's are made into."""
+    from tensorlens_tl import evaluate
+
+    if args.task is None and args.model.startswith("program:"):
+        change = "source" if args.change == "source" else "choice"
+        return named_program(args.model).components(args.n or PROMPTS, seed=args.seed, change=change).pairs
+    return evaluate.prompt_pairs(task_of(args, model), args.change, seed=args.seed)
+
+
 def _patching(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import evaluate
 
-    pairs = evaluate.prompt_pairs(task_of(args, model), args.change, seed=args.seed)
-    return evaluate.patching_agreement(model, pairs, args.methods, by=args.by, steps=args.steps)
+    return evaluate.patching_agreement(model, _pairs(args, model), args.methods, by=args.by, steps=args.steps)
 
 
 def _circuits(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import evaluate
 
-    pairs = evaluate.prompt_pairs(task_of(args, model), args.change, seed=args.seed)
+    pairs = _pairs(args, model)
     options = {"choice": args.choice, "steps": args.steps, "seed": args.seed, "folder": args.circuits}
     return evaluate.circuit_faithfulness(model, pairs, args.methods, **options)
 
@@ -138,6 +182,8 @@ def _check(args: argparse.Namespace, model: Any) -> Any:
 
 _RUN: dict[str, Callable[[argparse.Namespace, Any], Any]] = {
     "known-answer": _known_answer,
+    "known-components": _known_components,
+    "known-attention": _known_attention,
     "patching": _patching,
     "circuits": _circuits,
     "relations": _relations,

@@ -16,7 +16,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="demo",
-        help="'demo', 'demo:NAME' (recall, brackets, relations, encoder, whitened), a Hugging Face name, or a folder",
+        help="'demo', 'demo:NAME' (recall, brackets, relations, encoder, whitened), 'program:NAME' (a model that was "
+        "written down, such as program:induction; program:induction:norm has norms), a Hugging Face name, or a folder",
     )
     parser.add_argument("--kind", choices=("hooked", "bridge"), help="model class (default: hooked where it exists)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
@@ -81,8 +82,12 @@ def loaded_model(args: argparse.Namespace) -> Any:
     return load_model(args.model, args.kind, getattr(torch, args.dtype), args.device)
 
 
-def load_model(name: str, kind: str | None = None, dtype: Any = None, device: str | None = None) -> Any:
-    """A model by name: ``"demo"``, ``"demo:recall"``, a hub name, or a folder (always a TransformerBridge).
+def load_model(
+    name: str, kind: str | None = None, dtype: Any = None, device: str | None = None, *, images: bool = False
+) -> Any:
+    """A model by name: ``"demo"``, ``"demo:recall"``, ``"program:sort"``, a hub name, or a folder (always a Bridge).
+
+    ``images=True`` allows the embedded model that reads images, for a command that can give it some.
 
     Raises:
         InvalidInputError: the model cannot be loaded, or there is no such device; carries the loader's own message.
@@ -98,10 +103,13 @@ def load_model(name: str, kind: str | None = None, dtype: Any = None, device: st
             torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         raise InvalidInputError(f"--device {device}: {str(error).splitlines()[0]}") from error
-    if name == "demo:digits":
+    if name == "demo:digits" and not images:
         raise InvalidInputError("--model demo:digits: it reads images, and the commands take text; use it from Python.")
     if name.partition(":")[0] == "demo":
         model = demo.load_demo_model(kind, dtype, name=name.partition(":")[2] or "language")
+        return model if where is None else model.to(where)
+    if name.partition(":")[0] == "program":
+        model = named_program(name).model(kind, norm=name.endswith(":norm"), dtype=dtype)
         return model if where is None else model.to(where)
     placed: dict[str, Any] = {"dtype": dtype} if where is None else {"dtype": dtype, "device": where}
     folder = Path(name).is_dir()
@@ -126,6 +134,21 @@ def load_model(name: str, kind: str | None = None, dtype: Any = None, device: st
         raise InvalidInputError(f"--model {name}: {tried} ({type(error).__name__}: {why}).") from error
 
 
+def named_program(name: str) -> Any:
+    """The program of a model's name, ``"program:sort"`` or ``"program:sort:norm"``.
+
+    Raises:
+        InvalidInputError: no program of that name.
+    """
+    from tensorlens_tl import demo
+
+    if name.partition(":")[0] != "program":
+        raise InvalidInputError(
+            f"--model {name}: this is known of programs only; use program:NAME, such as program:induction."
+        )
+    return demo.program(name.partition(":")[2].removesuffix(":norm"))
+
+
 def write_result(result: Any, title: str, path: Path | None) -> None:
     """Save a result where asked: ``.html`` is a page, ``.csv`` a table, anything else a file that `load` reads."""
     if path is None:
@@ -142,9 +165,11 @@ def write_result(result: Any, title: str, path: Path | None) -> None:
 
 
 def task_of(args: argparse.Namespace, model: Any) -> Any:
-    """The task with known answers that is asked for: the embedded model's own unless said, or induction."""
+    """The task with known answers that is asked for: the model's own unless said, or induction."""
     from tensorlens_tl import evaluate
 
+    if args.task is None and args.model.startswith("program:"):
+        return named_program(args.model).answers(args.n or PROMPTS, seed=args.seed)
     name = args.task or args.model.partition(":")[2] or "induction"
     if name in ("recall", "brackets"):
         return getattr(evaluate, name)(args.n or PROMPTS, seed=args.seed)

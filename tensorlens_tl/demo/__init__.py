@@ -14,6 +14,7 @@
 The first is trained by `tensorlens_tl.demo.train`, `whitened` by `tensorlens_tl.demo.train_whitened`, `digits` by
 `tensorlens_tl.demo.train_vision`, `reversal` by `tensorlens_tl.demo.train_reversal`, the others by
 `tensorlens_tl.demo.train_small`. `load_demo_dictionary` gives sparse autoencoders of the first one's residual stream.
+`program` gives models that nobody trained: their weights are written down (`tensorlens_tl.demo.programs`).
 """
 
 import json
@@ -25,12 +26,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl.demo.programs import PROGRAMS, Program, program
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.whitening.insertion import whiten
 
 __all__ = [
-    "DICTIONARIES", "FOLDERS", "PROMPT", "Dictionary", "digit_images", "held_out_prompts", "held_out_text",
-    "load_demo_dictionary", "load_demo_model", "reversal_words",
+    "DICTIONARIES", "FOLDERS", "PROGRAMS", "PROMPT", "Dictionary", "Program", "digit_images", "held_out_prompts",
+    "held_out_text", "load_demo_dictionary", "load_demo_model", "program", "reversal_words",
 ]  # fmt: skip
 
 MODEL_FOLDER = Path(__file__).parent / "model"

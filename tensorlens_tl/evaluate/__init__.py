@@ -9,16 +9,20 @@
 True
 
 Every evaluation returns an `Evaluation`: a value per metric, method and prompt, with `table()` (bootstrap intervals),
-`compare()` (paired), `plot()`, `to_dataframe()`, `save()` and `load()`.
+`compare()` (two methods on the same prompts), `paired()` (all against one, p-values corrected for their number),
+`plot()`, `to_dataframe()`, `save()` and `load()`.
 """
 
 from tensorlens_tl.evaluate.checks import agreement, agreement_table, completeness, randomisation, spearman, stability
 from tensorlens_tl.evaluate.compression import compression, compression_table
 from tensorlens_tl.evaluate.few_shot import few_shot_prompts
 from tensorlens_tl.evaluate.known_answer import expected_mrr, known_answer
+from tensorlens_tl.evaluate.known_attention import known_attention
+from tensorlens_tl.evaluate.known_components import known_components
 from tensorlens_tl.evaluate.pairs import PromptPairs, prompt_pairs
 from tensorlens_tl.evaluate.patching import PROPORTIONS, circuit_faithfulness, patching_agreement
 from tensorlens_tl.evaluate.perturbation import perturbation
+from tensorlens_tl.evaluate.published import EXPERIMENTS, Experiment, PublishedNumber, published
 from tensorlens_tl.evaluate.relation_decoding import (
     LinearRelation,
     RelationDecoder,
@@ -26,25 +30,36 @@ from tensorlens_tl.evaluate.relation_decoding import (
     relation_decoding,
 )
 from tensorlens_tl.evaluate.relations import Relation, Sample, shipped_relations
+from tensorlens_tl.evaluate.reproduction import Reproduction, reproduce
 from tensorlens_tl.evaluate.scorers import PREDICTED, STANDARD, predictions
+from tensorlens_tl.evaluate.seeds import over_seeds
 from tensorlens_tl.evaluate.tasks import KnownAnswers, brackets, induction, recall
+from tensorlens_tl.evaluate.truths import KnownAttention, KnownChoice, KnownComponents
 from tensorlens_tl.results.evaluation import Comparison, Evaluation
-from tensorlens_tl.results.statistics import bootstrap_interval
+from tensorlens_tl.results.statistics import auroc, bootstrap_interval, holm
 
 __all__ = [
+    "EXPERIMENTS",
     "PREDICTED",
     "PROPORTIONS",
     "STANDARD",
     "Comparison",
     "Evaluation",
+    "Experiment",
     "KnownAnswers",
+    "KnownAttention",
+    "KnownChoice",
+    "KnownComponents",
     "LinearRelation",
     "PromptPairs",
+    "PublishedNumber",
     "Relation",
     "RelationDecoder",
+    "Reproduction",
     "Sample",
     "agreement",
     "agreement_table",
+    "auroc",
     "bootstrap_interval",
     "brackets",
     "by_relation",
@@ -54,15 +69,21 @@ __all__ = [
     "compression_table",
     "expected_mrr",
     "few_shot_prompts",
+    "holm",
     "induction",
     "known_answer",
+    "known_attention",
+    "known_components",
+    "over_seeds",
     "patching_agreement",
     "perturbation",
     "predictions",
     "prompt_pairs",
+    "published",
     "randomisation",
     "recall",
     "relation_decoding",
+    "reproduce",
     "shipped_relations",
     "spearman",
     "stability",

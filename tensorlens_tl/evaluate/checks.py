@@ -155,8 +155,8 @@ def stability(
     x = frozen.resid_pre(0)
     for _ in range(draws):
         added = torch.randn(x.shape, generator=generator).to(x) * x.norm(dim=-1, keepdim=True)
-        noisy = x + noise * added / x.shape[-1] ** 0.5
-        with lock_of(model), model.hooks(fwd_hooks=[(frozen.points.blocks[0].resid_pre, _replaced_by(noisy))]):
+        added = noise * added / x.shape[-1] ** 0.5
+        with lock_of(model), model.hooks(fwd_hooks=[(frozen.points.blocks[0].resid_pre, _plus(added))]):
             again = freeze(model, **frozen.prompt.again(), verify=False)
             after = torch.stack([scorer(again) for scorer in scorers])
         total += spearman(before, after, frozen.mask).to(total)
@@ -171,9 +171,11 @@ def stability(
     )
 
 
-def _replaced_by(value: Tensor) -> Callable[..., Tensor]:
+def _plus(value: Tensor) -> Callable[..., Tensor]:
+    """A hook that adds the same to every copy of the prompts: methods run several at once."""
+
     def hook(live: Tensor, *, hook: Any) -> Tensor:
-        return value.to(live)
+        return live + value.to(live).repeat(len(live) // len(value), 1, 1)
 
     return hook
 

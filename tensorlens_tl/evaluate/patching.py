@@ -75,8 +75,8 @@ def patching_agreement(
         InvalidInputError: no pairs, no such method, or no pair that the model answers.
     """
     known = [name for name in (EDGE_METHODS if by == "edge" else NODE_METHODS) if name != "patching"]
-    chosen = _checked(methods, known)
-    work, skipped = _Work(model, pairs, only_correct), dict[str, str]()
+    chosen = checked_methods(methods, known)
+    work, skipped = PairWork(model, pairs, only_correct), dict[str, str]()
     if methods is None:
         chosen, skipped = work.usable(chosen, by)
     found: list[Tensor] = []
@@ -143,10 +143,10 @@ def circuit_faithfulness(
         if Path(folder).exists() or not Path(folder).parent.is_dir():
             raise InvalidInputError(f"folder: {folder} is a file, or there is no folder to make it in.")
         Path(folder).mkdir()
-    chosen = _checked(
+    chosen = checked_methods(
         methods, [*EDGE_METHODS, RANDOM], [name for name in (*EDGE_METHODS, RANDOM) if name != "patching"]
     )
-    work = _Work(model, pairs, only_correct)
+    work = PairWork(model, pairs, only_correct)
     parts = list(work.parts())
     scores = {name: _mean_scores(parts, name, steps, seed, memory) for name in chosen}
     if folder is not None:
@@ -192,7 +192,7 @@ def circuit_faithfulness(
 # ------------------------------------------------------------------ prompts
 
 
-class _Part:
+class FrozenPairs:
     """Some pairs, frozen."""
 
     def __init__(self, model: Any, pairs: PromptPairs, verify: bool) -> None:
@@ -201,7 +201,7 @@ class _Part:
         self.answers, self.others = pairs.answers.tolist(), pairs.others.tolist()
 
 
-class _Work:
+class PairWork:
     """The pairs that are measured, and what is said of them."""
 
     def __init__(self, model: Any, pairs: Any, only_correct: bool) -> None:
@@ -238,7 +238,7 @@ class _Work:
 
     def usable(self, methods: Sequence[str], by: str) -> tuple[list[str], dict[str, str]]:
         """The methods that this model allows, and why not the others, tried on one pair."""
-        part, works, refused = _Part(self.model, self.pairs.only(torch.arange(1)), verify=True), list[str](), {}
+        part, works, refused = FrozenPairs(self.model, self.pairs.only(torch.arange(1)), verify=True), list[str](), {}
         for name in methods:
             try:
                 _scores(part, by, name, {"target": part.answers, "minus": part.others, "steps": 1})
@@ -249,12 +249,12 @@ class _Work:
             raise UnsupportedModelError(f"no method fits this model: {refused}")
         return works, refused
 
-    def parts(self) -> "list[_Part]":
+    def parts(self) -> "list[FrozenPairs]":
         """The pairs, some at a time, frozen."""
         starts = range(0, len(self.pairs), PROMPTS_AT_ONCE)
         every = torch.arange(len(self.pairs))
         return [
-            _Part(self.model, self.pairs.only(every[start : start + PROMPTS_AT_ONCE]), verify=not start)
+            FrozenPairs(self.model, self.pairs.only(every[start : start + PROMPTS_AT_ONCE]), verify=not start)
             for start in starts
         ]
 
@@ -262,7 +262,8 @@ class _Work:
 # ------------------------------------------------------------------ scores
 
 
-def _checked(methods: Any, known: Sequence[str], default: Sequence[str] | None = None) -> list[str]:
+def checked_methods(methods: Any, known: Sequence[str], default: Sequence[str] | None = None) -> list[str]:
+    """The methods that are asked for, all known and none twice; None is `default`, or all that are known."""
     chosen = list(known if default is None else default) if methods is None else methods
     chosen = [chosen] if isinstance(chosen, str) else list(chosen)
     for name in chosen:
@@ -280,7 +281,7 @@ def _axis(proportions: Sequence[float]) -> Float[Tensor, "step"]:
     return axis
 
 
-def _scores(part: _Part, by: str, method: str, options: dict[str, Any]) -> Float[Tensor, "batch part"]:
+def _scores(part: FrozenPairs, by: str, method: str, options: dict[str, Any]) -> Float[Tensor, "batch part"]:
     """One method's scores of every node or edge."""
     if by == "edge":
         made = edge_scores(part.clean, part.corrupted, method=method, **options)
@@ -288,7 +289,7 @@ def _scores(part: _Part, by: str, method: str, options: dict[str, Any]) -> Float
     return patch_scores(part.clean, part.corrupted, by=by, method=method, **options).scores[:, 0, 1:]
 
 
-def _mean_scores(parts: Sequence[_Part], method: str, steps: int, seed: int, memory: Memory) -> EdgeScores:
+def _mean_scores(parts: Sequence[FrozenPairs], method: str, steps: int, seed: int, memory: Memory) -> EdgeScores:
     """One method's edge scores of all prompts."""
     made = [
         edge_scores(

@@ -6,7 +6,7 @@ it was: lower is better. After a share f of a prompt's tokens has been replaced,
 
 | metric | damage(f) |
 | --- | --- |
-| `hs_mse` | mean squared difference of the final hidden state (what the model unembeds) |
+| `hs_mse` | mean squared difference of the final hidden state (what the model unembeds, or what its blocks give) |
 | `aopc` | p(0) − p(f), p the probability of the token that was predicted for the whole prompt |
 | `logit` | the same token's logit(0) − logit(f) |
 
@@ -15,7 +15,6 @@ Special tokens and padding are never replaced. (TensorLens 2026, Figures 3 to 7;
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +32,7 @@ from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.prompts import Prompt, prepare, query_positions
-from tensorlens_tl.passes.target import token_ids
+from tensorlens_tl.passes.replacement import Replacement, inputs_of
 from tensorlens_tl.results.evaluation import Evaluation
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
@@ -42,9 +41,7 @@ METRICS = ("hs_mse", "aopc", "logit")
 
 PREDICTED = ("aopc", "aopc_abs", "logit")
 """Metrics of a prediction."""
-REPLACEMENTS = ("mask", "pad", "mean", "zero")
-EMBEDDINGS = ("embed.hook_out", "embed.hook_embed", "hook_embed")
-"""Where token embeddings appear before positions are added: a Bridge, a HookedEncoder, a HookedTransformer."""
+HIDDEN = ("unembedded", "output")
 PROMPTS_AT_ONCE = 16
 
 
@@ -59,6 +56,7 @@ def perturbation(
     metrics: Any = METRICS,
     order: str = "descending",
     absolute: bool = False,
+    hidden: str = "unembedded",
     attention_mask: Any = None,
     prepend_bos: bool | None = None,
     seed: int = 0,
@@ -85,6 +83,8 @@ def perturbation(
             far its logit falls).
         order: ``"descending"`` (positive perturbation) or ``"ascending"`` (negative).
         absolute: order by absolute score; the paper and the default keep the sign.
+        hidden: which vector `hs_mse` measures: ``"unembedded"``, what the model unembeds, or ``"output"``, what its
+            blocks and final norm give. They differ where a prediction head lies between (masked language models).
         attention_mask: 1 at real tokens, with token ids only.
         prepend_bos: as in TransformerLens, with strings only.
         seed: of the random order and of the order of equal scores.
@@ -103,6 +103,8 @@ def perturbation(
     wanted = _metrics(metrics, query)
     if order not in ("descending", "ascending"):
         raise InvalidInputError(f"order={order!r}; use 'descending' (most relevant first) or 'ascending'.")
+    if hidden not in HIDDEN:
+        raise InvalidInputError(f"hidden={hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give).")
     bound = in_bytes(memory)
     view = ModelView(model)
     view.refuse_encoder_decoder("perturbation")
@@ -115,7 +117,8 @@ def perturbation(
     allowed = perturbable(view, prompt)
     counts = _counts(allowed, steps)
     points = model_points(view)
-    engine = _Engine(model, view, points, prompt, place, _Replacement.of(view, prompt, replacement), wanted, bound)
+    by = Replacement.of(view, prompt, replacement)
+    engine = _Engine(model, view, points, prompt, place, by, wanted, hidden == "output", bound)
     scorers, skipped = usable(scorers, _pass(model, prompt, slice(0, 1)), place, skip=methods is None)
 
     curves = torch.zeros(len(wanted), len(scorers), len(prompt.tokens), len(steps), dtype=torch.float64)
@@ -137,6 +140,7 @@ def perturbation(
         "replacement": engine.replacement.name,
         "order": order,
         "absolute": absolute,
+        "hidden": hidden,
         "seed": seed,
         "biases": "methods without 'biases' in their label leave the model's biases out of the scores, as the paper",
     }
@@ -244,66 +248,6 @@ def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[
 # ------------------------------------------------------------------------------------- perturbed runs
 
 
-@dataclass(frozen=True, eq=False)
-class _Replacement:
-    """A token id, or a vector put in the place of token embeddings at the hook point `at`."""
-
-    name: str
-    token: int | None = None
-    at: str | None = None
-    vector: Tensor | None = None
-
-    @classmethod
-    def of(cls, view: ModelView, prompt: Prompt, replacement: Any) -> "_Replacement":
-        tokenizer = view.tokenizer
-        if replacement is None:
-            replacement = "mask" if getattr(tokenizer, "mask_token_id", None) is not None else "mean"
-        if view.reads != "tokens":
-            if replacement not in ("mean", "zero"):
-                raise InvalidInputError(f"replacement={replacement!r}: of {view.reads}, use 'mean' or 'zero'.")
-            return cls._of_signal(view, prompt, replacement)
-        if replacement in ("mask", "pad"):
-            token = getattr(tokenizer, f"{replacement}_token_id", None)
-            if token is None:
-                raise InvalidInputError(
-                    f"replacement={replacement!r}: this model's tokenizer has no {replacement} token; use 'mean', "
-                    "'zero' or a token."
-                )
-            return cls(str(replacement), token=int(token))
-        if replacement in ("mean", "zero"):
-            known = [name for name in EMBEDDINGS if name in view.model.hook_dict]
-            if not known:
-                raise UnsupportedModelError(
-                    f"replacement={replacement!r}: {view.description} has no hook point for token embeddings; use a "
-                    "token."
-                )
-            parts = [slice(start, start + 64) for start in range(0, len(prompt.tokens), 64)]
-            runs = (capture(view.model, _inputs(prompt, part), known[:1], last=known[0])[0] for part in parts)
-            mean = torch.cat([kept[known[0]][prompt.mask[part]] for kept, part in zip(runs, parts, strict=True)]).mean(
-                0
-            )
-            return cls(replacement, at=known[0], vector=mean if replacement == "mean" else torch.zeros_like(mean))
-        try:
-            token = int(token_ids(view, replacement, 1, "replacement"))
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{error} Or use one of {', '.join(map(repr, REPLACEMENTS))}.") from error
-        return cls(repr(replacement), token=token)
-
-    @classmethod
-    def _of_signal(cls, view: ModelView, prompt: Prompt, replacement: str) -> "_Replacement":
-        """What stands for a patch, or for a sound's frame: its position alone, or the mean patch at its position.
-
-        Where no position embedding is read (sound), it is the mean vector of the first block's input, or zero.
-        """
-        at = model_points(view).blocks[0].resid_pre
-        parts = [slice(start, start + 64) for start in range(0, len(prompt.tokens), 64)]
-        kept = [capture(view.model, _inputs(prompt, part), [at], last=at)[0][at] for part in parts]
-        stream = torch.cat([part.cpu() for part in kept])
-        positions = torch.zeros_like(stream[0]) if view.patches is None else view.patches.constant.to(stream)
-        mean = (stream - positions)[:, prompt.special :].mean((0, 1))
-        return cls(replacement, at=at, vector=positions + mean if replacement == "mean" else positions)
-
-
 class _Engine:
     """Runs the live model on perturbed prompts, and compares it with itself on the whole ones."""
 
@@ -314,13 +258,16 @@ class _Engine:
         points: ModelPoints,
         prompt: Prompt,
         place: int | None,
-        replacement: _Replacement,
+        replacement: Replacement,
         metrics: Sequence[str],
+        of_output: bool,
         memory: int,
     ) -> None:
         self.model, self.prompt, self.replacement, self.metrics = model, prompt, replacement, metrics
         # a mean over positions is one of the output; a classifier's head reads too few of them
-        self.hidden_at = points.output if place is None and view.class_head else points.unembed_in or points.output
+        of_output = of_output or (place is None and view.class_head is not None)
+        self.unembed_at = points.unembed_in or points.output
+        self.hidden_at = points.output if of_output else self.unembed_at
         self.place, self.predicts = place, bool(set(PREDICTED) & set(metrics))
         batch, pos = prompt.tokens.shape
         self.positions = None if place is None else query_positions(prompt, place)
@@ -362,17 +309,8 @@ class _Engine:
         return torch.cat(hidden), torch.cat(logits) if logits else None
 
     def _run(self, rows: Tensor, replaced: Tensor) -> tuple[Tensor, Tensor | None]:
-        inputs, mask = _inputs(self.prompt, rows), self.prompt.mask[rows]
-        hooks = []
-        if self.replacement.token is not None:
-            inputs["input"] = inputs["input"].masked_fill(replaced, self.replacement.token)
-        elif self.replacement.at is not None:
-            vector = self.replacement.vector
-
-            def put(embedded: Tensor, *, hook: Any) -> Tensor:
-                return torch.where(replaced[..., None], vector.to(embedded), embedded)  # pyright: ignore[reportOptionalMemberAccess]
-
-            hooks.append((self.replacement.at, put))
+        inputs, mask = inputs_of(self.prompt, rows), self.prompt.mask[rows]
+        inputs, hooks = self.replacement.put(inputs, replaced)
         if self.positions is None:
             kept, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
             found = kept[self.hidden_at] * mask[..., None]
@@ -381,7 +319,7 @@ class _Engine:
         if not self.predicts:
             kept, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
             return _vectors(kept[self.hidden_at], at), None
-        hooks += logit_hooks(self.model, self.hidden_at, at)
+        hooks += logit_hooks(self.model, self.unembed_at, at)
         kept, logits = capture(self.model, inputs, [self.hidden_at], hooks=hooks)
         return _vectors(kept[self.hidden_at], at), logits_at(logits, at)[:, 0]
 
@@ -389,11 +327,6 @@ class _Engine:
 def _vectors(hidden: Tensor, at: Int[Tensor, "row 1"]) -> Tensor:
     """Vectors at one position per prompt; a classifier's head may have been given no other."""
     return hidden if hidden.ndim == 2 else torch.take_along_dim(hidden, at[..., None], dim=1)[:, 0]
-
-
-def _inputs(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:
-    """The model's keyword arguments for some prompts."""
-    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in prompt.kwargs.items()}
 
 
 def _pass(model: Any, prompt: Prompt, part: slice) -> FrozenPass:

@@ -1,7 +1,7 @@
 """Relations: a subject, an object, and templates that ask for it; in the published JSON format.
 
 ``{"name": ..., "prompt_templates": ["The capital of {} is"], "samples": [{"subject": ..., "object": ...}]}``, the
-format of Hernandez et al. 2024; other fields are ignored.
+format of Hernandez et al. 2024; of its other fields ``properties.relation_type`` is read, as the category.
 
     >>> relation = shipped_relations()["country capital"]
     >>> few_shot_text(relation.prompt_templates[0], relation.samples[:1], relation.samples[1].subject)
@@ -31,11 +31,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Relation:
-    """A named relation: templates with ``{}`` for the subject, and its pairs."""
+    """A named relation: templates with ``{}`` for the subject, its pairs, and its category where the file has one."""
 
     name: str
     prompt_templates: tuple[str, ...]
     samples: tuple[Sample, ...]
+    category: str = ""
 
     def __repr__(self) -> str:
         return f"Relation({self.name!r}, {len(self.samples)} samples, {self.prompt_templates[0]!r})"
@@ -50,8 +51,9 @@ class Relation:
         try:
             facts: Any = json.loads(Path(path).read_text(encoding="utf-8"))
             samples = tuple(Sample(str(s["subject"]), str(s["object"])) for s in facts["samples"])
-            relation = cls(str(facts["name"]), tuple(map(str, facts["prompt_templates"])), samples)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            category = str(facts.get("properties", {}).get("relation_type", ""))
+            relation = cls(str(facts["name"]), tuple(map(str, facts["prompt_templates"])), samples, category)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(
                 f"{path}: not a relation ({type(error).__name__}: {error}). It is JSON with name, prompt_templates and "
                 "samples of subject and object."

@@ -53,10 +53,19 @@ STANDARD: dict[str, tuple[str, dict[str, Any]]] = {
     "globenc": ("globenc", {}),
     "ff-ig": ("ff-ig", {}),
     "alti": ("alti", {}),
+    "alti-logit": ("alti-logit", {"target": PREDICTED}),
+    "ifr": ("ifr", {}),
     "decompx norm": ("decompx", {"aggregate": "norm"}),
     "decompx target": ("decompx", {"aggregate": "target", "target": PREDICTED}),
     "input-x-gradient": ("input-x-gradient", {"target": PREDICTED}),
     "integrated-gradients": ("integrated-gradients", {"target": PREDICTED}),
+    "value-zeroing": ("value-zeroing", {}),
+    "chefer": ("chefer", {"target": PREDICTED}),
+    "leave-one-out": ("leave-one-out", {"target": PREDICTED}),
+    "relp": ("relp", {"target": PREDICTED}),
+    "attnlrp": ("attnlrp", {"target": PREDICTED}),
+    "cp-lrp": ("cp-lrp", {"target": PREDICTED}),
+    "gim": ("gim", {"target": PREDICTED}),
 }
 """The methods of this library as they are usually run, by label: the paper's collapses, without biases as the paper has
 them and with; its eight baselines (mean and rollout of four layer maps); and the other methods of the field."""

@@ -4,6 +4,7 @@ from tensorlens_tl.hooks.capture import (
     capture,
     check_finite,
     from_cache,
+    graph_of,
     logit_hooks,
     logits_at,
     observe,
@@ -19,19 +20,23 @@ from tensorlens_tl.hooks.freeze import (
 )
 from tensorlens_tl.hooks.inspection import PlacedHook, hooks_on, is_attached, other_hooks, refuse_attached
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, Ends, ModelPoints, model_points
+from tensorlens_tl.hooks.rules import BackwardRule, RuleHooks
 from tensorlens_tl.hooks.running import FwdHook, in_this_thread, lock_of, own_run, run
 
 __all__ = [
     "AttentionPoints",
+    "BackwardRule",
     "BlockPoints",
     "Ends",
     "FwdHook",
     "ModelPoints",
     "PlacedHook",
+    "RuleHooks",
     "attention_hooks",
     "capture",
     "check_finite",
     "from_cache",
+    "graph_of",
     "hooks_on",
     "in_this_thread",
     "is_attached",

@@ -113,13 +113,37 @@ def capture(
         The activations by name, and the model's output (None where the run ended before it).
     """
     kept: dict[str, Tensor] = {}
-
-    def keep(name: str, activation: Tensor) -> None:
-        kept[name] = activation.cpu() if store == "cpu" else activation
-
     options: dict[str, Any] = {"hooks": hooks, "last": last, "optional": optional, "calls": calls, "changed": changed}
-    output = observe(model, inputs, names, keep, **options)
+    output = observe(model, inputs, names, partial(_keep, kept, store), **options)
     return kept, output
+
+
+def graph_of(
+    model: HookedModel, inputs: Mapping[str, Any], names: Sequence[str], hooks: Sequence[FwdHook]
+) -> list[Tensor]:
+    """Run the model once and hand out its activations at `names` with their autograd graph, as hooks left them.
+
+    Args:
+        model, inputs: as for `observe`.
+        names: hook points; of one that fires several times, the last activation.
+        hooks: further hooks of the run, called first.
+
+    Raises:
+        UnsupportedModelError: a hook point did not fire.
+    """
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, tensor: Tensor, *, hook: Any) -> None:
+        found[name] = tensor
+
+    run(model, inputs, [*hooks, *((name, in_this_thread(partial(keep, name))) for name in names)])
+    if silent := [name for name in names if name not in found]:
+        raise UnsupportedModelError(f"the hook point {silent[0]!r} did not fire in a run of {type(model).__name__}.")
+    return [found[name] for name in names]
+
+
+def _keep(kept: dict[str, Tensor], store: str, name: str, activation: Tensor) -> None:
+    kept[name] = activation.cpu() if store == "cpu" else activation
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -185,12 +209,13 @@ def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
 
 
 def _only_at(name: str, positions: Int[Tensor, "batch 1"]) -> FwdHook:
-    def pick(tensor: Tensor, *, hook: Any) -> Tensor:
-        if tensor.shape[1] == 1 or tensor.ndim == 2:  # a classifier's head takes one position out by itself
-            return tensor
-        return torch.take_along_dim(tensor, positions[..., None].to(tensor.device), dim=1)
+    return name, in_this_thread(partial(_picked, positions))
 
-    return name, in_this_thread(pick)
+
+def _picked(positions: Int[Tensor, "batch 1"], tensor: Tensor, *, hook: Any) -> Tensor:
+    if tensor.shape[1] == 1 or tensor.ndim == 2:  # a classifier's head takes one position out by itself
+        return tensor
+    return torch.take_along_dim(tensor, positions[..., None].to(tensor.device), dim=1)
 
 
 def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[str, int]) -> dict[str, Tensor]:

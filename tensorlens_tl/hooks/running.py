@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,9 +54,8 @@ def is_own_run() -> bool:
 
 def in_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that does nothing in other threads."""
-    home = threading.get_ident()
+    return partial(_in_thread, threading.get_ident(), function)
 
-    def hook(tensor: Any, *, hook: Any) -> Any:
-        return function(tensor, hook=hook) if threading.get_ident() == home else None
 
-    return hook
+def _in_thread(home: int, function: Callable[..., Any], tensor: Any, *, hook: Any) -> Any:
+    return function(tensor, hook=hook) if threading.get_ident() == home else None

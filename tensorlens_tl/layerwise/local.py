@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import Chain, Norm
+from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.layouts import Place
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -90,15 +91,19 @@ class LocalLayer:
 
     def attended(self) -> Float[Tensor, "batch query d_model"]:
         """The residual stream after attention, biases included, and after the norm around it where there is one."""
+        y = self.attention_sum()
+        for norm in self.norms(self.attn.outer):
+            y = norm(y)
+        return y
+
+    def attention_sum(self) -> Float[Tensor, "batch query d_model"]:
+        """The same before the norm around it: the residual stream plus what attention adds, biases included."""
         stream = self.frozen.attention(self.layer)
         for norm in self.norms(self.attn.before):
             stream = stream @ norm
         for norm in self.norms(self.attn.after):
             stream = norm @ stream
-        y = stream(self.x) + self.x
-        for norm in self.norms(self.attn.outer):
-            y = norm(y)
-        return y
+        return stream(self.x) + self.x
 
     # ------------------------------------------------------------------ norms of all pairs
 
@@ -138,6 +143,26 @@ class LocalLayer:
         everything = torch.einsum("bhqk,bkhm->bqm", self.pattern, self.outputs)
         own, others = through(after, own), through(after, everything - own)
         return through(outer, own + self.x if residual else own), through(outer, others)
+
+    def head_distances(self, sums: Float[Tensor, "batch query d_model"]) -> Float[Tensor, "batch head query key"]:
+        """‖y_i − A^h_ij u_j^h‖₁ of every head and pair, with a norm after the sublayer where there is one.
+
+        Args:
+            sums: y, one vector for each query.
+        """
+        outputs, shares = self.outputs, self.pattern
+        for norm in self.norms(self.attn.after):
+            outputs, shares = _unscaled(norm).push(outputs), shares / norm.scale[:, None].to(shares.dtype)
+        sums, outputs = upcast(sums), upcast(rearrange(outputs, "b k h m -> (k h) b 1 m"))
+        shares = upcast(rearrange(shares, "b h q k -> (k h) b q 1"))
+        distances = sums.norm(p=1, dim=-1).repeat(len(shares), 1, 1)
+        step = max(1, VECTOR_BUDGET // (sums.numel() * sums.element_size()))
+        for start in range(0, len(shares), step):
+            rows = slice(start, start + step)
+            reached = slice(start // self.pattern.shape[1] if self.frozen.causal else 0, None)
+            away = torch.addcmul(sums[:, reached], shares[rows, :, reached], outputs[rows], value=-1)
+            distances[rows, :, reached] = away.norm(p=1, dim=-1)
+        return rearrange(distances, "(k h) b q -> b h q k", h=self.pattern.shape[1])
 
     # ------------------------------------------------------------------ vectors, a few source tokens at a time
 

@@ -26,7 +26,7 @@ def rollout(
     Args:
         frozen: the pass.
         layer_map: one of `list_layer_maps()`: `attention`, `norm:attn`, `norm:attn_res`, `norm:attn_res_ln`, `globenc`,
-            `alti`, `ff-ig`, and those that are registered.
+            `alti`, `ifr`, `ff-ig`, `value-zeroing`, and those that are registered.
         residual: the share of the residual connection, or None for none. ``"auto"`` is 0.5, and none for maps that hold
             the residual connection already.
         normalize: whether rows are divided by their sum first.

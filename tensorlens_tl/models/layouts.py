@@ -123,28 +123,29 @@ def compose(
     The outer norm of a left-out sublayer stays: it is part of the stream, not of the branch. A block of an
     encoder–decoder becomes a map of both sides' positions.
     """
-
-    def branch(place: Place, sublayer: AffineMap) -> AffineMap:
-        parts = (norms[place.before] if place.before else None, sublayer, norms[place.after] if place.after else None)
-        stages = [part for part in parts if part is not None]
-        return stages[0] if len(stages) == 1 else Chain(tuple(stages))
-
-    def placed(inner: AffineMap) -> AffineMap:
-        return inner if within is None else within(inner)
-
     halves = [(place, sub) for place, sub in ((layout.attn, attention), (layout.mlp, mlp))]
     stages: list[AffineMap] = [] if whitening is None else [*whitening.stages]
     if layout.parallel:
-        both = Sum((Identity(), *(branch(place, sub) for place, sub in halves if sub is not None)))
-        return Chain((*stages, placed(both))) if stages else placed(both)
+        both = Sum((Identity(), *(_branch(place, sub, norms) for place, sub in halves if sub is not None)))
+        return Chain((*stages, _placed(both, within))) if stages else _placed(both, within)
     for number, (place, sub) in enumerate(halves):
         if number and layout.cross is not None and within is not None:
             stages += _crossing(layout.cross, norms, within)
         if sub is not None:
-            stages.append(placed(Sum((Identity(), branch(place, sub)))))
+            stages.append(_placed(Sum((Identity(), _branch(place, sub, norms))), within))
         if place.outer is not None and place.outer in norms:
-            stages.append(placed(norms[place.outer]))
+            stages.append(_placed(norms[place.outer], within))
     return stages[0] if len(stages) == 1 else Chain(tuple(stages) or (Identity(),))
+
+
+def _branch(place: Place, sublayer: AffineMap, norms: Mapping[str, Norm]) -> AffineMap:
+    parts = (norms[place.before] if place.before else None, sublayer, norms[place.after] if place.after else None)
+    stages = [part for part in parts if part is not None]
+    return stages[0] if len(stages) == 1 else Chain(tuple(stages))
+
+
+def _placed(inner: AffineMap, within: Within | None) -> AffineMap:
+    return inner if within is None else within(inner)
 
 
 def _crossing(place: Place, norms: Mapping[str, Norm], within: Within) -> list[AffineMap]:

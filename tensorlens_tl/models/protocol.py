@@ -20,10 +20,12 @@ class HookedModel(Protocol):
 
     cfg: Any
 
-    @property
-    def hook_dict(self) -> Mapping[str, Any]:
-        """Hook points by name."""
-        ...
+    if TYPE_CHECKING:  # not asked for at run time: a Bridge makes the dictionary anew for each such question
+
+        @property
+        def hook_dict(self) -> Mapping[str, Any]:
+            """Hook points by name."""
+            ...
 
     def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
         """Run once, with ``fwd_hooks=[(name, function), ...]``."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tensorlens_tl.drawing import charts, figure, page, terminal
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.statistics import bootstrap_interval, sign_flip_p
+from tensorlens_tl.results.statistics import bootstrap_interval, holm, sign_flip_p
 from tensorlens_tl.results.storage import Stored
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ _ENDS = ("mean", "low", "high")
 
 
 class Comparison(NamedTuple):
-    """Two methods on the same prompts: mean difference, its interval, and the p-value of a sign-flip test."""
+    """Two methods on the same prompts: mean difference, its interval, and the p-value of a sign-flip test.
+
+    The p-value is that of one test by itself; `Evaluation.paired` corrects those of several.
+    """
 
     difference: float
     low: float
@@ -127,11 +130,22 @@ class Evaluation(Stored):
         return Comparison(float(difference.nanmean()), float(low), float(high), sign_flip_p(difference))
 
     def paired(self, reference: str, metric: str | None = None) -> "pd.DataFrame":
-        """Every other method minus `reference`: columns difference, low, high, p (of one test each, uncorrected)."""
+        """Every other method minus `reference`, by one metric (the first unless named).
+
+        Columns are difference, low, high, p (of one test by itself) and p_holm: p corrected by Holm's method for the
+        family of these comparisons, those of every other method with `reference` in this metric. Comparisons in other
+        metrics, or of other results, are not counted.
+
+        Raises:
+            InvalidInputError: no such metric or method.
+        """
         import pandas as pd
 
-        rows = {m: self.compare(m, reference, metric)._asdict() for m in self.methods if m != reference}
-        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("method")
+        self._row(metric or next(iter(self.metrics)), reference)
+        rows = {m: self.compare(m, reference, metric) for m in self.methods if m != reference}
+        frame = pd.DataFrame(rows.values(), index=pd.Index(rows, name="method"), columns=Comparison._fields)
+        frame["p_holm"] = holm(torch.tensor(frame["p"].tolist(), dtype=torch.float64)).tolist()
+        return frame
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One row per metric, method and unit; with curves, one per step too."""

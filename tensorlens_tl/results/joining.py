@@ -10,6 +10,9 @@ from torch.nn.functional import pad
 
 from tensorlens_tl.results.attribution import Attribution
 
+SEVERAL_TARGETS = "a target of its own for each prompt"
+"""What is explained, where that differs."""
+
 
 def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], options: dict[str, Any]) -> Attribution:
     """One Attribution out of those of batches of prompts.
@@ -64,6 +67,6 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
         image=whole("image", ("batch", "channel", "height", "width")),
         tokens=[rows[i] + [""] * (length - len(rows[i])) for i in order],
         word_starts=None if starts is None else [starts[i] + [False] * (length - len(starts[i])) for i in order],
-        target=labels[0] if len(labels) == 1 else "a target of its own for each prompt",
+        target=labels[0] if len(labels) == 1 else SEVERAL_TARGETS,
         options=first.options | options,
     )

@@ -1,8 +1,11 @@
-"""Uncertainty of means over prompts: bootstrap intervals and paired tests."""
+"""Uncertainty of means over prompts: bootstrap intervals, paired tests and their correction; and how well scores tell
+apart."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError
 
 RESAMPLES = 2000
 
@@ -44,3 +47,37 @@ def sign_flip_p(differences: Float[Tensor, "unit"], *, seed: int = 0, resamples:
     means = (signs @ differences).abs() / len(differences)
     as_large = (means >= differences.mean().abs() * (1 - 1e-12)).sum()
     return float((as_large + 1) / (resamples + 1))
+
+
+def holm(p: Float[Tensor, "comparison"]) -> Float[Tensor, "comparison"]:
+    """p-values of one family of comparisons, corrected for how many there are by Holm's step-down method.
+
+    Of n known p-values in ascending order the k-th is multiplied by n − k + 1; none may then be smaller than the one
+    before it, or larger than 1. Calling those below α significant is wrong about any of the family with a probability
+    of at most α, however the comparisons depend on each other (Holm 1979). NaN stays NaN and counts as no comparison.
+
+    Raises:
+        InvalidInputError: a value outside [0, 1].
+    """
+    p = p.double()
+    known = ~p.isnan()
+    ordered, order = p[known].sort()
+    if bool(((ordered < 0) | (ordered > 1)).any()):
+        raise InvalidInputError(f"p={p.tolist()}: p-values are in [0, 1].")
+    stepped = (ordered * torch.arange(len(ordered), 0, -1)).clamp(max=1)
+    corrected = torch.full_like(p, torch.nan)
+    if len(ordered):
+        corrected[known.nonzero()[order, 0]] = stepped.cummax(0).values
+    return corrected
+
+
+def auroc(scores: Float[Tensor, "item"], true: Bool[Tensor, "item"]) -> float:
+    """The area under the ROC curve: how often a true item scores above one that is not, equal scores counting half.
+
+    NaN where no item is true, or every one, or a score is NaN.
+    """
+    if bool(scores.isnan().any()):
+        return float("nan")
+    above, below = scores[true].double(), scores[~true].double().sort().values
+    lower, upper = (torch.searchsorted(below, above, right=right) for right in (False, True))
+    return float((lower + upper).double().mean() / (2 * len(below))) if len(above) and len(below) else float("nan")

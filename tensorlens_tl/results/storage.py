@@ -78,7 +78,7 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
         raise InvalidInputError(f"save: cannot write {path}, {hint}.")
     # clones: safetensors refuses tensors that share memory
     kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    text = json.dumps(_tagged(facts))
+    text = json.dumps(tagged(facts))
     metadata = {
         "format": f"tensorlens_tl.{kind}", "version": str(FORMAT_VERSION), "facts": text, "digest": _digest(kept, text),
     }  # fmt: skip
@@ -120,7 +120,7 @@ def read(
             raise FileFormatError(
                 f"{path}: damaged, or changed after it was saved (its digest does not fit). Save anew."
             )
-        facts = _untagged(json.loads(metadata["facts"]))
+        facts = untagged(json.loads(metadata["facts"]))
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, FileFormatError):
             raise
@@ -141,7 +141,7 @@ def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:
     return digest.hexdigest()
 
 
-def _tagged(value: Any) -> Any:
+def tagged(value: Any) -> Any:
     """Options as JSON can hold them; what JSON has no kind for is a table with one key that names it."""
     if isinstance(value, Tensor):
         return {"$tensor": value.detach().double().tolist() if value.is_floating_point() else value.tolist()}
@@ -152,16 +152,16 @@ def _tagged(value: Any) -> Any:
     if isinstance(value, range):
         return {"$range": [value.start, value.stop, value.step]}
     if isinstance(value, tuple | set | frozenset):
-        return {"$tuple" if isinstance(value, tuple) else "$set": [_tagged(item) for item in value]}
+        return {"$tuple" if isinstance(value, tuple) else "$set": [tagged(item) for item in value]}
     if isinstance(value, list):
-        return [_tagged(item) for item in value]
+        return [tagged(item) for item in value]
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _tagged(item) for key, item in value.items()}
-        return {"$pairs": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+            return {key: tagged(item) for key, item in value.items()}
+        return {"$pairs": [[tagged(key), tagged(item)] for key, item in value.items()]}
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    return _tagged(value.tolist()) if hasattr(value, "tolist") else repr(value)  # numpy's
+    return tagged(value.tolist()) if hasattr(value, "tolist") else repr(value)  # numpy's
 
 
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
@@ -175,11 +175,12 @@ _KINDS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def _untagged(value: Any) -> Any:
+def untagged(value: Any) -> Any:
+    """What `tagged` was given."""
     if isinstance(value, list):
-        return [_untagged(item) for item in value]
+        return [untagged(item) for item in value]
     if not isinstance(value, dict):
         return value
-    inner = {key: _untagged(item) for key, item in value.items()}
+    inner = {key: untagged(item) for key, item in value.items()}
     kind = next(iter(inner), "")
     return _KINDS[kind](inner[kind]) if len(inner) == 1 and kind in _KINDS else inner

@@ -1,0 +1,79 @@
+"""``tensorlens-tl dataset``: one method over a file of texts."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tensorlens_tl.commands.options import (
+    add_import_argument,
+    add_model_arguments,
+    count,
+    loaded_model,
+    position,
+    run_imports,
+)
+from tensorlens_tl.errors import InvalidInputError
+
+HELP = "Attribute every row of a JSONL, CSV or Parquet file, and write the results as Parquet shards."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_model_arguments(parser)
+    add_import_argument(parser)
+    parser.add_argument("rows", type=Path, metavar="FILE", help="a .jsonl, .csv or .parquet file")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the run's folder; a run in it goes on")
+    parser.add_argument("--method", default="tensorlens", help="one of `tensorlens-tl methods`")
+    parser.add_argument("--text", default="text", help="the column of texts or token ids (default: text)")
+    parser.add_argument("--id", default="id", help="the column that names rows (default: id, else their number)")
+    parser.add_argument("--target", help="a token to explain in every row, such as ' Paris'")
+    parser.add_argument("--target-column", help="the column of each row's own target")
+    parser.add_argument("--query", type=position, help="a position or a text of each row (default: the method's)")
+    parser.add_argument("--keep", default="scores", help="scores, top:32 (the largest of each query), or all")
+    parser.add_argument("--tokens-per-batch", type=count, default=8192, help="run together at most (default: 8192)")
+    parser.add_argument("--memory", help="what may be allocated at once, such as 512MB")
+    parser.add_argument("--truncate", action="store_true", help="cut the end off texts longer than the context")
+    parser.add_argument(
+        "--option",
+        dest="options",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="another option of the method, its value as JSON or a text, such as collapse=norm (may be given again)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run what is left of the run, and say what came of it."""
+    import tensorlens_tl as tlens
+
+    run_imports(args)
+    options: dict[str, Any] = dict(_option(given) for given in args.options)
+    named = {"target": args.target, "query": args.query, "memory": args.memory}
+    options |= {name: value for name, value in named.items() if value is not None}
+    results = tlens.attribute_dataset(
+        loaded_model(args),
+        args.rows,
+        args.output,
+        method=args.method,
+        text=args.text,
+        id=args.id,
+        columns={"target": args.target_column} if args.target_column else None,
+        tokens_per_batch=args.tokens_per_batch,
+        keep=args.keep,
+        truncate=args.truncate,
+        **options,
+    )
+    print(f"{len(results)} rows in {results.path}, {len(results.errors())} of them with an error")
+
+
+def _option(given: str) -> tuple[str, Any]:
+    import json
+
+    name, equals, value = given.partition("=")
+    if not equals or not name.isidentifier():
+        raise InvalidInputError(f"--option {given}: write NAME=VALUE, such as collapse=norm.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

@@ -1,0 +1,121 @@
+"""``tensorlens-tl reproduce``: the tables and figures of TensorLens (2026) on a model of yours."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tensorlens_tl.commands.options import add_model_arguments, check_output, count, load_model, write_result
+from tensorlens_tl.errors import FileFormatError, InvalidInputError
+
+HELP = "Run a table or a figure of the TensorLens paper on a model; published numbers are printed beside ours."
+EXPERIMENTS = ("table-1", "table-2", "figure-3", "figure-4", "figure-5", "figure-6", "figure-7")
+DEMO_INPUTS = 16
+"""How many texts or images an embedded model is run on unless said."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(EXPERIMENTS)}")
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="texts, one a line, or .jsonl with a field 'text'; of figure-3 and figure-7 images as .npy, [image, "
+        "channel, height, width]; of figure-5 a folder of relations in LRE's format (default: what comes with embedded "
+        "models)",
+    )
+    parser.add_argument("--length", type=count, help="tokens of each text (default: 128, as in the paper)")
+    parser.add_argument(
+        "-n", type=count, help=f"how many texts or images (default: all; {DEMO_INPUTS} of embedded ones)"
+    )
+    parser.add_argument("--replacement", help="mask, pad, mean, zero or a token (default: mask where there is one)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--output", type=Path, help="save: .html, .csv, or for Reproduction.load")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run one experiment, print its tables, and save it where asked."""
+    import torch
+
+    from tensorlens_tl import evaluate
+    from tensorlens_tl.evaluate.published import experiment_named
+
+    check_output(args.output)
+    experiment = experiment_named(args.name)
+    data = None if args.data is None else _read(args.data, experiment)
+    name = f"demo:{experiment.demo}" if args.model == "demo" else args.model  # one that fits the experiment
+    model = load_model(name, args.kind, getattr(torch, args.dtype), args.device, images=True)
+    options: dict[str, Any] = {"length": args.length, "n": args.n, "replacement": args.replacement}
+    if data is None and name.startswith("demo"):
+        data, options = _embedded(name.partition(":")[2], model, experiment, options)
+    result = evaluate.reproduce(args.name, model, data, seed=args.seed, **options)
+    result.show()
+    write_result(result, f"Reproduction: {args.name}", args.output)
+
+
+def _embedded(name: str, model: Any, experiment: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Held-out text or images of an embedded model, and the options that are left; None where it has none."""
+    from tensorlens_tl import demo
+    from tensorlens_tl.evaluate.published import LENGTH
+
+    n = options["n"] or DEMO_INPUTS
+    if experiment.reads == "images" and name == "digits":
+        images, _ = demo.digit_images()
+        return images[:: max(1, len(images) // n)], options | {"n": n}
+    if experiment.reads == "tokens" and name in ("language", "encoder", "whitened"):
+        special = demo.held_out_prompts(model, 1, 1).shape[1] - 1
+        length = options["length"] or LENGTH
+        if length <= special:
+            raise InvalidInputError(f"--length {length}: that leaves no token beside the special ones.")
+        return demo.held_out_prompts(model, n, length - special), options | {"length": None}
+    return None, options
+
+
+def _read(path: Path, experiment: Any) -> Any:
+    """Texts, images or relations of a file or folder."""
+    if not path.exists():
+        raise InvalidInputError(f"--data {path}: no such file.")
+    if experiment.reads == "relations":
+        return _relations(path)
+    if path.is_dir():
+        raise InvalidInputError(f"--data {path}: that is a folder; {experiment.name} reads a file.")
+    return _images(path) if experiment.reads == "images" else _texts(path)
+
+
+def _relations(path: Path) -> list[Any]:
+    """Every relation of a folder and of those in it; of a file, that one."""
+    from tensorlens_tl.evaluate import Relation
+
+    files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise InvalidInputError(f"--data {path}: no .json file in this folder.")
+    return [Relation.load(file) for file in files]
+
+
+def _images(path: Path) -> Any:
+    """Images of a .npy file, as floating-point numbers."""
+    import numpy as np
+    import torch
+
+    try:
+        values = np.load(path, allow_pickle=False)
+        return torch.from_numpy(values)
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        raise FileFormatError(f"--data {path}: not an array of numbers in .npy ({error}).") from error
+
+
+def _texts(path: Path) -> list[str]:
+    """The lines of a file, or the field "text" of each line of a .jsonl file; empty ones are left out."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        texts = [json.loads(line)["text"] for line in lines] if path.suffix == ".jsonl" else lines
+    except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise FileFormatError(
+            f"--data {path}: not UTF-8 text, or a line that is no JSON with a field 'text' ({type(error).__name__}: "
+            f"{error})."
+        ) from error
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InvalidInputError(f"--data {path}: the file is empty, or a 'text' in it is no text.")
+    return texts

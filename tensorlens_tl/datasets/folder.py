@@ -1,0 +1,258 @@
+"""A run's folder: its manifest, its shards, and who is writing which of them.
+
+``manifest.json`` says what the run is (model, data, method, options) and which rows go into which batch and shard. A
+shard is written under a temporary name and renamed when it is whole. Who writes one holds its lock, which the system
+releases when the process ends in whatever way.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensorlens_tl.errors import FileFormatError, InvalidInputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT = "tensorlens_tl.dataset"
+VERSION = 1
+MANIFEST = "manifest.json"
+BATCHES_PER_SHARD, ROWS_PER_SHARD = 8, 512
+"""A shard ends with whichever comes first: what a crash may cost."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a run is.
+
+    Attributes:
+        identity: what must be the same when it is resumed, as JSON holds it: model, data, method, options, `keep`.
+        batches: the rows of each batch, by number; the rows of the last are those that are no prompt, if there are any.
+        rejected: whether there are such rows.
+        shards: the first batch of each shard, and the one after its last.
+        double: whether scores are float64.
+    """
+
+    identity: dict[str, Any]
+    batches: list[list[int]]
+    rejected: bool
+    shards: list[list[int]]
+    double: bool
+
+    def rows_of(self, shard: int) -> list[int]:
+        """The rows of a shard, by number."""
+        return [row for batch in self.batches[slice(*self.shards[shard])] for row in batch]
+
+    @cached_property
+    def rows(self) -> int:
+        """How many rows the data set has."""
+        return sum(map(len, self.batches))
+
+
+def planned(
+    lengths: Sequence[int], rejected: Sequence[int], tokens_per_batch: int
+) -> tuple[list[list[int]], list[Any]]:
+    """Batches of rows of like length, longest first, none of more tokens than asked (one row may be); and shards."""
+    refused, batches = set(rejected), list[list[int]]()
+    for row in sorted((row for row in range(len(lengths)) if row not in refused), key=lambda row: -lengths[row]):
+        # padded to the longest, which is the first
+        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch:
+            batches.append([])
+        batches[-1].append(row)
+    shards, start = [], 0
+    for stop in range(1, len(batches) + 1):
+        enough = stop - start == BATCHES_PER_SHARD or sum(map(len, batches[start:stop])) >= ROWS_PER_SHARD
+        if enough or stop == len(batches):
+            shards.append([start, stop])
+            start = stop
+    if rejected:
+        batches.append(list(rejected))
+        shards.append([len(batches) - 1, len(batches)])
+    return batches, shards
+
+
+class Folder:
+    """Where a run is kept."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    # ------------------------------------------------------------------ the manifest
+
+    def begun(self) -> bool:
+        """Whether a run was begun here."""
+        return (self.path / MANIFEST).is_file()
+
+    def begin(self, manifest: Manifest, resume: bool) -> Manifest:
+        """Write the manifest, or go on with the one that is there.
+
+        Raises:
+            InvalidInputError: the folder cannot be written, holds something else, or holds a run of another model, data
+                or options; or it holds a run and `resume` is False.
+            FileFormatError: its manifest is damaged or from a newer version.
+        """
+        import filelock
+
+        lock = filelock.FileLock(self.path / "locks" / "manifest")
+        try:
+            (self.path / "locks").mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except OSError as error:
+            raise InvalidInputError(f"out={self.path}: cannot write there ({error.strerror or error}).") from error
+        try:
+            for half in self.path.glob(f".{MANIFEST}.*.tmp"):  # who wrote it was killed
+                half.unlink()
+            if not self.begun():
+                strange = [path.name for path in self.path.iterdir() if path.name != "locks"]
+                if strange:
+                    raise InvalidInputError(
+                        f"out={self.path}: the folder holds {sorted(strange)[0]!r} and no {MANIFEST}; name a new or an "
+                        "empty folder."
+                    )
+                self._write_manifest(manifest)
+                return manifest
+            if not resume:
+                raise InvalidInputError(f"out={self.path}: a run was begun there; name another folder, or resume it.")
+            there = self.manifest()
+            for name, value in manifest.identity.items():
+                if json.dumps(there.identity.get(name), sort_keys=True) != json.dumps(value, sort_keys=True):
+                    raise InvalidInputError(
+                        f"out={self.path}: that run was begun with another {name} "
+                        f"({_differing(there.identity.get(name), value)}). Pass the same to resume it, or name another "
+                        "folder."
+                    )
+            return there
+        finally:
+            lock.release()
+
+    def manifest(self) -> Manifest:
+        """The run that was begun here.
+
+        Raises:
+            FileFormatError: there is none, or it is damaged, changed, or from a newer version.
+        """
+        path = self.path / MANIFEST
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            if said["format"] != FORMAT:
+                raise FileFormatError(f"{path}: no manifest of this library.")
+            if said["version"] > VERSION:
+                raise FileFormatError(f"{path}: format {said['version']} is newer than this library's; update it.")
+            facts = said["facts"]
+            if said["digest"] != _digest(facts):
+                raise FileFormatError(f"{path}: damaged, or changed after it was written (its digest does not fit).")
+            return Manifest(**facts)
+        except FileNotFoundError as error:
+            raise FileFormatError(f"{self.path}: no run was begun here (there is no {MANIFEST}).") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, FileFormatError):
+                raise
+            raise FileFormatError(f"{path}: not a readable manifest ({type(error).__name__}: {error}).") from error
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        facts = asdict(manifest)
+        said = {"format": FORMAT, "version": VERSION, "digest": _digest(facts), "facts": facts}
+        with self._whole(self.path / MANIFEST) as temporary:
+            temporary.write_text(json.dumps(said), encoding="utf-8")
+
+    # ------------------------------------------------------------------ shards
+
+    def shard(self, number: int) -> Path:
+        """The file of a shard."""
+        return self.path / f"part-{number:05d}.parquet"
+
+    def results(self, batch: int, row: int | None) -> Path:
+        """The file of one whole result, where those are kept: of a batch, or of one row of a batch that failed."""
+        return self.path / (f"batch-{batch:06d}" + ("" if row is None else f"-row-{row}") + ".safetensors")
+
+    @contextlib.contextmanager
+    def claimed(self, number: int, wait: bool) -> Generator[bool, None, None]:
+        """Inside, whether this shard is ours to write: not there yet, and nobody else is writing it.
+
+        `wait` until who writes it is done, or gone.
+        """
+        import filelock
+
+        lock = filelock.FileLock(self.path / "locks" / f"part-{number:05d}")
+        try:
+            lock.acquire(timeout=-1 if wait else 0)
+        except filelock.Timeout:
+            yield False
+            return
+        try:
+            for half in self.path.glob(f".{self.shard(number).name}.*.tmp"):  # who wrote it was killed
+                half.unlink()
+            yield not self.shard(number).exists()
+        finally:
+            lock.release()
+
+    def write_shard(self, number: int, table: "pa.Table") -> None:
+        """Write one shard in one step.
+
+        Raises:
+            OSError: it cannot be written, as on a full disk; what was written before is whole.
+        """
+        import pyarrow.parquet as pq
+
+        with self._whole(self.shard(number)) as temporary:
+            pq.write_table(table, temporary, write_page_checksum=True)
+
+    def read_shard(self, manifest: Manifest, number: int, columns: Sequence[str] | None = None) -> "pa.Table":
+        """One shard, or some of its columns; `row` is always there.
+
+        Raises:
+            FileFormatError: damaged, or with other rows than the manifest says.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = self.shard(number)
+        try:
+            asked = None if columns is None else [*dict.fromkeys([*columns, "row"])]
+            table = pq.ParquetFile(path, page_checksum_verification=True).read(columns=asked)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            why = " ".join(str(error).split())
+            raise FileFormatError(f"{path}: damaged ({why}). Delete it and run again to write it anew.") from error
+        if table["row"].to_pylist() != manifest.rows_of(number):
+            raise FileFormatError(
+                f"{path}: its rows are not those of the manifest. Delete it and run again to write it anew."
+            )
+        return table
+
+    @contextlib.contextmanager
+    def _whole(self, path: Path) -> Generator[Path, None, None]:
+        """A temporary name for a file, which has its own when it is written and on the disk."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(
+                    error.errno,
+                    f"{path}: the disk is full. What was written before is whole; make room and run again",
+                ) from error
+            raise
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _differing(before: Any, now: Any) -> str:
+    """What differs, in few words: the entries of tables, else both values."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        return ", ".join(f"{name}: {before.get(name)!r}, now {now.get(name)!r}" for name in names)
+    return f"{before!r}, now {now!r}"

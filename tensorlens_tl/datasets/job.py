@@ -1,0 +1,143 @@
+"""One run: what is asked of which rows, and how a shard of it is made."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tensorlens_tl import __version__
+from tensorlens_tl.datasets.batches import attribute_rows
+from tensorlens_tl.datasets.folder import Folder, Manifest
+from tensorlens_tl.datasets.packing import facts_of, table_of
+from tensorlens_tl.datasets.rows import Rows
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.hooks import other_hooks
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.results.storage import tagged
+
+PROBED = 4
+"""So many rows, from the shortest to the longest, are tried before a run begins, until one does not fail: where all of
+them fail, the options are at fault."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What is asked of which rows.
+
+    Attributes:
+        model: a TransformerLens model.
+        rows: the data set.
+        method, keep, options: see `attribute_dataset`.
+        folder: where the results go.
+    """
+
+    model: Any
+    rows: Rows
+    method: str
+    keep: str
+    options: Mapping[str, Any]
+    folder: Folder
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same when the run is resumed, as JSON holds it."""
+        said = {
+            "model": model_identity(self.model),
+            "data": {"rows": len(self.rows), "digest": self.rows.digest()},
+            "method": self.method,
+            "options": dict(self.options),
+            "keep": self.keep,
+        }
+        return tagged(said)
+
+    def with_model(self, model: Any) -> "Job":
+        """The same run by another copy of its model."""
+        return replace(self, model=model)
+
+    def try_some(self) -> None:
+        """Refuse options that no row works with, before anything is written.
+
+        Raises:
+            InvalidInputError: no row is a prompt, or the first that are tried all fail.
+        """
+        good = [row for row in range(len(self.rows)) if row not in self.rows.errors]
+        if not good:
+            first = min(self.rows.errors)
+            raise InvalidInputError(f"rows: none is a prompt. Row {first}: {self.rows.errors[first]}.")
+        good.sort(key=lambda row: len(self.rows.tokens[row]))
+        said = None
+        for row in dict.fromkeys(good[share * (len(good) - 1) // (PROBED - 1)] for share in range(PROBED)):
+            said = self._records([row])[0][0].get("error")
+            if not said:
+                return
+        raise InvalidInputError(f"attribute_dataset: none of {PROBED} rows that were tried can be attributed. {said}")
+
+    def write(self, manifest: Manifest, shard: int) -> None:
+        """Make and write one shard.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        first, after = manifest.shards[shard]
+        records: list[dict[str, Any]] = []
+        facts: dict[str, Any] = {}
+        for at in range(first, after):
+            batch = manifest.batches[at]
+            if manifest.rejected and at == len(manifest.batches) - 1:
+                made, results = [{"error": self.rows.errors[row]} for row in batch], []
+            else:
+                made, results = self._records(batch)
+            for place, result in results:
+                facts = facts_of(result, self.options)
+                if self.keep == "all":
+                    result.save(self.folder.results(at, None if place is None else batch[place]))
+            records += [self.rows.record(row) | record for row, record in zip(batch, made, strict=True)]
+        facts["version"] = __version__
+        self.folder.write_shard(shard, table_of(records, facts, manifest.double))
+
+    def _records(self, batch: list[int]) -> tuple[list[dict[str, Any]], list[tuple[int | None, Any]]]:
+        return attribute_rows(
+            self.model,
+            [self.rows.tokens[row] for row in batch],
+            method=self.method,
+            keep=self.keep,
+            per_row={name: [values[row] for row in batch] for name, values in self.rows.options.items()},
+            options=self.options,
+        )
+
+
+def model_identity(model: Any) -> dict[str, Any]:
+    """What tells one model from another: names, versions, dtype, a digest of all its numbers, other people's hooks.
+
+    Of hooks only their places are known, not what they do.
+    """
+    view, digest = ModelView(model), hashlib.sha256()
+    for name, numbers in sorted(view.model.state_dict().items()):
+        if isinstance(numbers, torch.Tensor):
+            digest.update(f"{name} {tuple(numbers.shape)} {numbers.dtype}".encode())
+            digest.update(numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return view.provenance() | {"weights": digest.hexdigest(), "hooks": other_hooks(view.model)}
+
+
+def run_here(job: Job, manifest: Manifest) -> Iterator[int]:
+    """Write the shards that are not there, in this process; gives the number of each when it is there.
+
+    First those that nobody writes; then, when who writes them is done or gone, the others.
+    """
+    left = list(range(len(manifest.shards)))
+    for wait in (False, True):
+        for number in list(left):
+            if write_once(job, manifest, number, wait):
+                left.remove(number)
+                yield number
+
+
+def write_once(job: Job, manifest: Manifest, shard: int, wait: bool) -> bool:
+    """Write a shard unless it is there or somebody else is writing it; whether it is there now."""
+    if job.folder.shard(shard).exists():
+        return True
+    with job.folder.claimed(shard, wait) as ours:
+        if ours:
+            job.write(manifest, shard)
+    return job.folder.shard(shard).exists()

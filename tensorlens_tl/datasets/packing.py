@@ -1,0 +1,159 @@
+"""Results as rows of a table, and back: each row has its own tokens, without padding."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results.storage import tagged, untagged
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FACTS = "tensorlens_tl"
+"""Where a shard's metadata say what its rows have in common."""
+
+PER_QUERY = ("bias", "total", "residual")
+"""Numbers of each query."""
+
+
+def kept_entries(keep: Any) -> int | None:
+    """How many scores of each query are kept: None for all of them.
+
+    Raises:
+        InvalidInputError: neither ``"scores"``, ``"all"`` nor ``"top:N"``.
+    """
+    if keep in ("scores", "all"):
+        return None
+    if isinstance(keep, str) and keep.startswith("top:") and keep[4:].isdigit() and int(keep[4:]) > 0:
+        return int(keep[4:])
+    raise InvalidInputError(f"keep={keep!r}; use 'scores', 'all', or 'top:32' for the 32 largest of each query.")
+
+
+def schema(double: bool) -> "pa.Schema":
+    """The columns of a shard; scores in float64 or float32."""
+    import pyarrow as pa
+
+    number = pa.float64() if double else pa.float32()
+    return pa.schema(
+        [
+            ("id", pa.string()),
+            ("row", pa.int64()),
+            ("error", pa.string()),
+            ("dropped_tokens", pa.int32()),
+            ("token_ids", pa.list_(pa.int32())),
+            ("tokens", pa.list_(pa.string())),
+            ("word_starts", pa.list_(pa.bool_())),
+            ("queries", pa.list_(pa.int32())),
+            ("shape", pa.list_(pa.int32())),
+            ("keys", pa.list_(pa.int32())),
+            ("scores", pa.list_(number)),
+            ("rest", pa.list_(number)),
+            *((name, pa.list_(number)) for name in PER_QUERY),
+            ("target", pa.string()),
+            ("options", pa.string()),
+        ]
+    )
+
+
+def packed(result: Attribution, keep: str) -> list[dict[str, Any]]:
+    """Each prompt of a result as a row: what is padding is left out.
+
+    ``shape`` is that of the prompt's scores, the axes of the result but the batch. Of ``"top:N"``, ``keys`` says which
+    source tokens the scores belong to, and ``rest`` is the sum of the others, so that sums still hold.
+    """
+    most = kept_entries(keep)
+    scores, mask = result.scores.detach().cpu(), result.mask.cpu()
+    queries, starts = result.queries.cpu(), result.word_starts
+    query, key = (result.axes.index(name) - 1 for name in ("query", "key"))
+    if most is not None and key != len(result.axes) - 2:
+        raise InvalidInputError(
+            f"keep={keep!r}: these results are {result.axes}, not one number for each source token."
+        )
+    numbers = {name: getattr(result, name) for name in PER_QUERY}
+    rows = []
+    for number, real in enumerate(mask):
+        places = real.nonzero()[:, 0]
+        asked = real[queries[number]]  # a shorter prompt of the batch has fewer
+        own = scores[number].index_select(key, places).index_select(query, asked.nonzero()[:, 0])
+        keys, rest = None, None
+        if most is not None:
+            own, keys, rest = _largest(own, most)
+        positions = (real.long().cumsum(0) - 1)[queries[number][asked]]
+        kept = places.tolist()
+        rows.append(
+            {
+                "tokens": [result.tokens[number][place] for place in kept],
+                "word_starts": None if starts is None else [starts[number][place] for place in kept],
+                "queries": positions.numpy(),
+                "shape": list(own.shape),
+                "keys": None if keys is None else keys.flatten().numpy(),
+                "scores": own.flatten().numpy(),
+                "rest": None if rest is None else rest.flatten().numpy(),
+                **{
+                    name: None if value is None else value[number].detach().cpu()[asked].numpy()
+                    for name, value in numbers.items()
+                },
+                "target": result.target or None,
+            }
+        )
+    return rows
+
+
+def _largest(scores: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest scores of each query by size, the keys they belong to, and the sum of all the others."""
+    keys = scores.abs().sort(dim=-1, descending=True, stable=True).indices[..., :most].sort(-1).values
+    top = scores.gather(-1, keys)
+    return top, keys, scores.sum(-1) - top.sum(-1)
+
+
+def unpacked(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Attribution:
+    """One row as a result. Scores that were not kept are zero, and the result then does not claim to be additive."""
+    shape, dtype = list(row["shape"]), getattr(torch, facts["dtype"])
+    scores = torch.tensor(row["scores"], dtype=dtype).reshape(shape)
+    if row["keys"] is not None:
+        keys = torch.tensor(row["keys"]).reshape(shape)
+        scores = scores.new_zeros(*shape[:-1], len(row["tokens"])).scatter(-1, keys, scores)
+    numbers: dict[str, Any] = {
+        name: torch.tensor(row[name], dtype=dtype)[None] for name in PER_QUERY if row[name] is not None
+    }
+    return Attribution(
+        scores=scores[None],
+        tokens=[list(row["tokens"])],
+        word_starts=None if row["word_starts"] is None else [list(row["word_starts"])],
+        queries=torch.tensor(row["queries"])[None],
+        mask=torch.ones(1, len(row["tokens"]), dtype=torch.bool),
+        axes=tuple(facts["axes"]),
+        additive=facts["additive"] and row["keys"] is None,
+        target=row["target"] or "",
+        method=facts["method"],
+        options=untagged(facts["options"] | json.loads(row["options"] or "{}")),
+        provenance=facts["provenance"],
+        **numbers,
+    )
+
+
+def facts_of(result: Attribution, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What all rows of a result have in common; its options as they were given for one row."""
+    given = {name: options.get(name, value) for name, value in result.options.items()}
+    dtype = "float64" if result.scores.dtype == torch.float64 else "float32"
+    return {
+        "method": result.method, "options": tagged(given), "axes": list(result.axes),
+        "additive": result.additive, "dtype": dtype, "provenance": result.provenance,
+    }  # fmt: skip
+
+
+def table_of(records: list[dict[str, Any]], facts: Mapping[str, Any], double: bool) -> "pa.Table":
+    """Records as a shard, which says what they have in common in its metadata."""
+    import pyarrow as pa
+
+    return pa.Table.from_pylist(records, schema(double).with_metadata({FACTS: json.dumps(facts)}))
+
+
+def facts_in(table: "pa.Table") -> dict[str, Any]:
+    """What the rows of a shard have in common."""
+    return json.loads((table.schema.metadata or {})[FACTS.encode()])

@@ -1,0 +1,70 @@
+"""The shards of a run on the actors of a Ray cluster.
+
+Ray deals shards out; each actor loads the model once. What is done and what is not stands in the run's folder alone, so
+that an actor that dies costs the shard it was at, and a run begun here can go on anywhere.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.datasets.folder import Manifest
+from tensorlens_tl.datasets.job import Job, model_identity, write_once
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.storage import tagged
+
+
+def run_on_ray(
+    job: Job, manifest: Manifest, load_model: Callable[[], Any] | None, num_actors: int, num_gpus: float | int
+) -> Iterator[int]:
+    """Write the shards that are not there; gives the number of each when it is there.
+
+    Raises:
+        InvalidInputError: Ray is not installed, or `load_model` loads another model.
+    """
+    try:
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.data  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise InvalidInputError("engine='ray' needs Ray: pip install 'tensorlens_tl[ray]'.") from error
+    num_actors = whole_number("num_actors", num_actors, 1)
+    left = []
+    for number in range(len(manifest.shards)):
+        if job.folder.shard(number).exists():
+            yield number
+        else:
+            left.append({"shard": number})
+    if not left:
+        return
+    sent = ray.put((job if load_model is None else job.with_model(None), manifest, load_model))
+    shards = ray.data.from_items(left, override_num_blocks=len(left))
+    written = shards.map_batches(
+        ShardWriter,
+        fn_constructor_args=([sent],),  # in a list: Ray would open it before it calls
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=num_actors),
+        num_gpus=num_gpus or None,
+    )
+    for batch in written.iter_batches(batch_size=1, prefetch_batches=0):
+        number = int(cast(Any, batch)["shard"][0])
+        if not job.folder.shard(number).exists():
+            raise InvalidInputError(f"out={job.folder.path}: an actor wrote to another folder of that name; share one.")
+        yield number
+
+
+class ShardWriter:
+    """An actor: it has the model, and writes the shards that it is sent."""
+
+    def __init__(self, sent: list[Any]) -> None:
+        import ray  # pyright: ignore[reportMissingImports]
+
+        job, self.manifest, load_model = ray.get(sent[0])
+        self.job: Job = job if load_model is None else job.with_model(load_model())
+        if tagged(model_identity(self.job.model)) != self.manifest.identity["model"]:
+            raise InvalidInputError("load_model: it loads another model than the one that was passed.")
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Write these shards; hands their numbers back."""
+        for number in batch["shard"]:
+            write_once(self.job, self.manifest, int(number), wait=True)
+        return batch

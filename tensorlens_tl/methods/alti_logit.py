@@ -1,0 +1,164 @@
+"""ALTI-Logit: Ferrando, Gállego, Tsiamas & Costa-jussà 2023.
+
+With g the target's direction, pulled back along the residual stream to where layer l's attention writes (through the
+final norm; in a post-LN model also through the norms on the way), what source token k of layer l adds to the logit of
+position i goes on to the input tokens j by ALTI's rollout of the layers before:
+
+    Δ^l_ik = Σ_h A^h_ik ⟨u_k^h, g_i⟩,   r_j = Σ_l Σ_k Δ^l_ik · R^{l−1}_kj,   R^l = C^l R^{l−1},   R^0 = 1
+
+Rows of R sum to 1, so that the scores of each layer sum to what its attention adds to the logit. As in the original,
+what embeddings, MLPs and biases add (``logit_attribution`` has it by component) belongs to no token. With
+``updates="all"`` (ours) the embedding's part belongs to the query's token, and an MLP's goes on from where the MLP
+reads: by R^l behind attention, in a parallel block by R^{l−1}. A position that no vector brings nearer, which has an
+empty row in ALTI, passes on to itself (ours).
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.stream import Stream, token_pairs
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.layerwise import Maps, normalize_rows, refuse_whitened
+from tensorlens_tl.methods.alti import alti_map
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.prompts import query_positions
+from tensorlens_tl.passes.target import logit_label, unembedding_rows
+from tensorlens_tl.registry import register_method
+from tensorlens_tl.results.attribution import Attribution
+
+
+@register_method("alti-logit")
+def alti_logit(
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    updates: str = "attention",
+    distance: str = "l1",
+    query: Query = -1,
+) -> Attribution:
+    """What each layer's attention adds to a logit, by source token, through ALTI's rollout (Ferrando 2023).
+
+    Scores and bias sum to the logit. `layers` holds each layer's part of the scores.
+
+    Args:
+        frozen: the pass.
+        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
+        updates: ``"attention"`` gives tokens what attention adds, as in the paper; the rest is bias. ``"all"`` gives
+            them what the embeddings and MLPs add as well; bias is what biases add.
+        distance: of ALTI, ``"l1"`` or ``"l2"``.
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+
+    Raises:
+        InvalidInputError: no target, several tokens, an unknown option, or a query out of range.
+        UnsupportedModelError: the model predicts no tokens, is whitened, or `alti` is not defined for it.
+    """
+    if updates not in ("attention", "all"):
+        raise InvalidInputError(f"updates={updates!r}; use 'attention' or 'all'.")
+    if distance not in ("l1", "l2"):
+        raise InvalidInputError(f"distance={distance!r}; use 'l1' or 'l2'.")
+    if target is None:
+        raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
+    refuse_whitened(frozen, "alti-logit")
+    positions = query_positions(frozen.prompt, query)
+    vectors, constant = unembedding_rows(frozen, positions, target, minus)
+    real = torch.take_along_dim(frozen.mask, positions, dim=1)
+    vectors, constant = upcast(vectors) * real[..., None], upcast(constant) * real
+    rolled = _rollouts(frozen, alti_map(frozen, distance))
+    found = _Updates(Stream.of(frozen), vectors, positions)
+    layers, rest = found.parts(rolled, everything=updates == "all")
+    scores = sum(layers, start=torch.zeros_like(layers[0]))
+    if updates == "all":
+        scores = scores + found.at_queries(found.embedding[..., None] * rolled[0])
+    else:
+        rest = rest + found.embedding
+    own = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
+    return Attribution.of(
+        frozen,
+        scores,
+        method="alti-logit",
+        query=query,
+        layers=torch.stack(layers),
+        bias=found.at_queries(rest[..., None])[..., 0] + constant,
+        total=(own * vectors).sum(-1) + constant,
+        additive=True,
+        target=logit_label(frozen.view, target, minus),
+        options={"target": target, "minus": minus, "updates": updates, "distance": distance, "query": query},
+    )
+
+
+def _rollouts(frozen: FrozenPass, maps: Maps) -> Float[Tensor, "depth batch pos key"]:
+    """R before the first layer, and after each."""
+    maps = normalize_rows(upcast(maps))  # again: in half precision they have not summed to 1 exactly
+    identity = torch.diag_embed(frozen.mask.to(maps.dtype))
+    made = [identity]
+    for rows in torch.where((maps.sum(-1) == 0)[..., None], identity, maps):
+        made.append(rows @ made[-1])
+    return torch.stack(made)
+
+
+class _Updates:
+    """What every part of the stream adds to the logits of some queries, at the positions where it is added.
+
+    One row holds the vectors of as many queries as have positions of their own: apart from a head that reads several
+    positions, which allows a single query, nothing on the direct way mixes positions.
+    """
+
+    def __init__(
+        self, stream: Stream, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"]
+    ) -> None:
+        self.stream, self.positions = stream, positions
+        self.mixes = any(step.outer.mixes for step in stream.steps)
+        same = positions[:, :, None] == positions[:, None]
+        queries = torch.arange(positions.shape[1], device=positions.device)
+        self.row = queries.expand(positions.shape) if self.mixes else same.tril(-1).sum(-1)
+        self.prompt = torch.arange(len(positions), device=positions.device)[:, None].expand(positions.shape)
+        end = stream.x[-1]
+        seed = end.new_zeros(int(self.row.max()) + 1, *end.shape[:2], vectors.shape[-1])
+        seed[self.row, self.prompt, positions] = vectors.to(seed)
+        self.pulled = stream.pull(seed, sublayers=False)
+
+    @property
+    def embedding(self) -> Float[Tensor, "row batch pos"]:
+        """What the stream begins with."""
+        return _dot(self.pulled.stream[0], self.stream.x[0])
+
+    def parts(
+        self, rolled: Float[Tensor, "depth batch pos key"], *, everything: bool
+    ) -> tuple[list[Float[Tensor, "batch query key"]], Float[Tensor, "row batch pos"]]:
+        """Each layer's part of the scores; and what biases add, and the MLPs that are not among the scores.
+
+        Args:
+            rolled: ALTI's rollout before the first layer, and after each.
+            everything: whether MLPs are among the scores.
+        """
+        stream, pulled = self.stream, self.pulled
+        biases = [_dot(g, bias) for _, _, bias, g in pulled.of_biases(stream.steps)]
+        rest = sum(biases, start=torch.zeros_like(self.embedding))
+        made: list[Tensor] = []
+        for number, step in enumerate(stream.steps):
+            attends = any(sublayer.is_attention for sublayer in step.sublayers)
+            for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+                met = sublayer.write.pull(pulled.sums[number])
+                reach = rolled[sublayer.layer if attends else sublayer.layer + 1]  # of the stream that it reads
+                if sublayer.is_attention:
+                    given = upcast(token_pairs(sublayer, stream.x[number], met).sum(-3))
+                    made.append(self.at_queries(given @ reach))
+                elif everything:
+                    made[-1] = made[-1] + self.at_queries(_dot(met, hidden)[..., None] * reach)
+                else:
+                    rest = rest + _dot(met, hidden)
+        return made, rest
+
+    def at_queries(self, values: Float[Tensor, "row batch pos last"]) -> Float[Tensor, "batch query last"]:
+        """What belongs to each query, of values by row and position."""
+        if self.mixes:
+            return values.sum(2).transpose(0, 1)
+        return values[self.row, self.prompt, self.positions]
+
+
+def _dot(g: Float[Tensor, "row batch pos d"], x: Tensor) -> Float[Tensor, "row batch pos"]:
+    return (upcast(g) * x).sum(-1)

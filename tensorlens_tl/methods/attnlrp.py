@@ -1,0 +1,55 @@
+"""AttnLRP (Achtibat et al. 2024): relevance that every product shares between its two factors, softmax live."""
+
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.hooks import BackwardRule
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.backward import rule_scores
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.target import logit_label
+from tensorlens_tl.registry import register_method
+from tensorlens_tl.results.attribution import Attribution
+
+ATTNLRP = BackwardRule(activation="split", values=0.5, scores=0.25)
+"""A·V halved; Q·K, reached through A, halved again; φ(z)/z, and φ(g)·u halved."""
+
+
+@register_method("attnlrp")
+def attnlrp(
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = -1,
+    memory: Memory = None,
+) -> Attribution:
+    """x_j · ∂logit/∂x_j under AttnLRP's rules.
+
+    Norm scales are held, activations are φ(z)/z, the products A·V, Q·K and φ(g)·u give each factor half, and softmax
+    passes its own gradient on. These are the ε-rules of the paper with ε = 0, as input × gradient.
+
+    The total is the logit before any soft cap, and `residual` the part of it that no token is given, relative to the
+    scores: additive biases, and the constant term of every softmax, keep their share.
+
+    Args:
+        frozen: the pass.
+        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no target, several tokens, or a query out of range.
+        UnsupportedModelError: the model predicts no tokens, or a block's attention is held as a whole, so that its
+            products are not reached.
+        NumericalError: gradients are not finite.
+    """
+    result = rule_scores(frozen, ATTNLRP, target, minus, query=query, memory=memory)
+    return Attribution.of(
+        frozen,
+        result.scores,
+        method="attnlrp",
+        query=query,
+        total=result.total,
+        residual=result.residual,
+        target=logit_label(frozen.view, target, minus),
+        options={"target": target, "minus": minus, "query": query},
+    )

@@ -1,0 +1,170 @@
+"""Chefer et al. 2021: relevance through attention patterns, weighted by their gradients.
+
+    Ā = E_h[(∇A^h ⊙ A^h)⁺]   of each layer, ∇A the gradient of the target's logit by the live pattern
+    R = (I + Ā_L) ⋯ (I + Ā_1),   of which a query's scores are its own row
+
+Every query has gradients of its own, from one backward pass each; several queries are run as copies of the prompts.
+The gradient by a pattern is taken where the heads' mixed values z = A·v leave attention, as ``∂logit/∂z_i · v_j``: on
+some models `attn.hook_pattern` only observes. Nothing is frozen: gradients are those of the live model.
+"""
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.errors import NumericalError, UnsupportedModelError
+from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
+from tensorlens_tl.layerwise import refuse_whitened
+from tensorlens_tl.methods.asked import AskedLogits
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.copies import repeated
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.registry import register_method
+from tensorlens_tl.results.attribution import Attribution
+
+
+@register_method("chefer")
+def chefer(
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = -1,
+    memory: Memory = None,
+) -> Attribution:
+    """R ← R + E_h[(∇A ⊙ A)⁺]·R over self-attention layers, ∇A of the target's logit (Chefer 2021).
+
+    Scores are never negative, and a query has at least 1 from itself.
+
+    Args:
+        frozen: the pass; its prompt and patterns are used.
+        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        memory: what the runs of several queries may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no target, several tokens, or a query out of range.
+        UnsupportedModelError: the model predicts no tokens, has two streams (an encoder–decoder), a layer without
+            softmax attention or with a gate or a norm inside it, or is whitened.
+        FrozenModelError: the model's weights are no longer those of the pass, or a frozen pass is attached to it.
+        NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
+    """
+    frozen.view.refuse_encoder_decoder("chefer (self-attention only: cross-attention joins two streams)")
+    refuse_whitened(frozen, "chefer")
+    sites = [_Site(frozen, layer) for layer in range(frozen.n_layers)]
+    asked = AskedLogits(frozen, target, minus, query)
+    in_bytes(memory)
+    x, queries = frozen.resid_pre(0), asked.positions.shape[1]
+    patterns = sum(site.pattern.numel() for site in sites)
+    # autograd keeps every layer's activations
+    per_query = (16 * frozen.n_layers * x.numel() + 6 * patterns) * x.element_size()
+    made = [
+        _relevance(frozen, sites, asked, slice(rows.start, rows.stop))
+        for rows in chunks(queries, per_query, memory if queries > 1 else None, "gradients")
+    ]
+    scores = torch.cat(made, dim=1) * (asked.real[:, :, None] & frozen.mask[:, None])
+    return Attribution.of(
+        frozen,
+        scores.to(x),
+        method="chefer",
+        query=query,
+        target=asked.label,
+        options={"target": target, "minus": minus, "query": query},
+    )
+
+
+def _relevance(
+    frozen: FrozenPass, sites: list["_Site"], asked: AskedLogits, chosen: slice
+) -> Float[Tensor, "batch query key"]:
+    """The rows of R that belong to some queries, each from its own gradients."""
+    positions = asked.positions[:, chosen]
+    batch, copies = positions.shape
+    first, x = frozen.points.blocks[0].resid_pre, frozen.resid_pre(0)
+    # what autograd keeps must not have been made in somebody's inference mode
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = x.detach().repeat(copies, 1, 1).requires_grad_(True)  # weights may need no gradient
+        hooks: list[FwdHook] = [(first, in_this_thread(lambda live, *, hook: leaf))]
+        for site in sites:
+            hooks += site.hooks()
+        made = run(frozen.model, repeated(frozen.inputs, copies), hooks)
+        logits = logits_at(made, asked.in_logits[:, chosen].mT.reshape(-1, 1).clone())
+        numbers = asked.read(logits.reshape(copies, batch, -1).transpose(0, 1), chosen)
+        outputs = [site.output for site in sites if site.output is not None]  # each was seen, as in the pass
+        gradients = torch.autograd.grad(numbers.sum(), outputs, allow_unused=True)
+    relevance = torch.nn.functional.one_hot(positions, x.shape[1]).to(upcast(x))
+    pairs = frozen.mask[:, None, :, None] & frozen.mask[:, None, None]
+    for site, gradient in reversed(list(zip(sites, gradients, strict=True))):
+        if gradient is None:
+            raise UnsupportedModelError(
+                f"chefer: the logits of this {frozen.view.description} have no gradient at {site.name}: attention goes "
+                "another way there."
+            )
+        if not bool(torch.isfinite(gradient).all()):
+            hint = "use float32 or float64"
+            if not bool(frozen.mask.all()):  # rows of attention that padding on the left leaves empty
+                hint = "some models have none where a prompt is padded: pad on the right, or take one prompt at a time"
+            raise NumericalError(f"{frozen.view.description}: gradients are not finite; {hint}.")
+        weighted = site.weighted(gradient.unflatten(0, (copies, batch)).transpose(0, 1)) * pairs
+        relevance = relevance + torch.einsum("bcq,bcqk->bck", relevance, weighted)
+    return relevance
+
+
+class _Site:
+    """One layer's attention, where the logits are differentiated.
+
+    `output` is what was seen there in the last run: the heads' mixed values, or of attention that is held as a whole
+    what it gives.
+
+    Raises:
+        UnsupportedModelError: no softmax attention there, or one with a gate or a norm inside.
+    """
+
+    def __init__(self, frozen: FrozenPass, layer: int) -> None:
+        block, points = frozen.view.blocks[layer], frozen.points.blocks[layer]
+        if block.attention.output_factor is not None:  # refuses what is no attention, naming the block
+            raise UnsupportedModelError(
+                f"chefer: blocks.{layer} of this {frozen.view.description} has a gate or a norm inside its attention, "
+                "so that what a token gives is not its pattern times a value. Methods over the operator (tensorlens, "
+                "decompx) and input-x-gradient work."
+            )
+        assert points.heads is not None
+        self.pattern = frozen.pattern(layer)
+        self.values: Tensor | None = None
+        self.output: Tensor | None = None
+        self.name, self.values_at, self.out = points.heads.z, points.heads.value, None
+        if points.attention is not None:
+            values, _, out = frozen.attention(layer).stages
+            self.name, self.values_at = points.attention.out, None
+            self.values = values(frozen.captured(points.attention.into))
+            self.out, self.factor = out, block.branch_factor
+
+    def hooks(self) -> list[FwdHook]:
+        """What sees the output, and the values of source tokens."""
+
+        def see(output: Tensor, *, hook: Any) -> Tensor:
+            self.output = output
+            return output  # a Bridge shows a reshaped copy, which the model goes on with only if it is handed back
+
+        def record(values: Tensor, *, hook: Any) -> None:
+            self.values = values.detach()
+
+        seen = [(self.name, in_this_thread(see))]
+        return seen if self.values_at is None else [(self.values_at, in_this_thread(record)), *seen]
+
+    def weighted(self, gradient: Float[Tensor, "batch copy pos *width"]) -> Float[Tensor, "batch copy query key"]:
+        """E_h[(∇A ⊙ A)⁺] from the gradient by the output."""
+        assert self.values is not None
+        if self.out is not None:  # the weights read have the factor that the block multiplies its branches by
+            gradient = self.out.pull(gradient.transpose(0, 1)).transpose(0, 1) / self.factor
+        A = self.pattern.to(upcast(gradient))
+        batch, heads = A.shape[:2]
+        v = self.values.to(A).reshape(-1, A.shape[-1], self.values.shape[2:].numel())[:batch]
+        by_z = rearrange(gradient.to(A).flatten(3), "b c q (h d) -> b c h q d", h=heads)
+        kept = v.shape[-1] // by_z.shape[-1]
+        v = rearrange(v, "b k (kv d) -> b kv k d", kv=kept).repeat_interleave(heads // kept, dim=1)
+        return (A[:, None] * (by_z @ v[:, None].mT)).clamp_min(0).mean(2)

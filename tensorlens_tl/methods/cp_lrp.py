@@ -1,0 +1,48 @@
+"""CP-LRP (Ali et al. 2022): relevance passes values and up projections only, patterns and gates are held."""
+
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.target import logit_label
+from tensorlens_tl.registry import register_method
+from tensorlens_tl.results.attribution import Attribution
+
+
+@register_method("cp-lrp")
+def cp_lrp(
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = -1,
+    memory: Memory = None,
+) -> Attribution:
+    """x_j · ∂logit/∂x_j with nothing through queries, keys, gates and norm scales, and φ(z)/z.
+
+    With all of these held the model is affine, and its gradient is the pull of TensorLens' operator: this is
+    `tensorlens` with ``collapse="target"``, computed from the weights. Scores and bias sum to the logit before any soft
+    cap.
+
+    Args:
+        frozen: the pass.
+        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no target, several tokens, or a query out of range.
+        UnsupportedModelError: the model predicts no tokens, or its logits are not ``cap(W_U·x + b_U)``.
+    """
+    result = frozen.operator().target(target, minus, query=query, memory=memory)
+    return Attribution.of(
+        frozen,
+        result.scores,
+        method="cp-lrp",
+        query=query,
+        bias=result.bias,
+        total=result.total,
+        residual=result.residual,
+        additive=True,
+        target=logit_label(frozen.view, target, minus),
+        options={"target": target, "minus": minus, "query": query},
+    )

@@ -1,0 +1,55 @@
+"""GIM (Edin et al. 2025): gradients that undo the self-repair of attention, by a softer softmax on the way back."""
+
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.hooks import BackwardRule
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.backward import rule_scores
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.target import logit_label
+from tensorlens_tl.registry import register_method
+from tensorlens_tl.results.attribution import Attribution
+
+GIM = BackwardRule(activation="tangent", values=0.5, scores=0.25, temperature=2.0)
+"""A·V halved, Q and K a quarter each, softmax differentiated at temperature 2; MLPs keep their own gradient."""
+
+
+@register_method("gim")
+def gim(
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = -1,
+    memory: Memory = None,
+) -> Attribution:
+    """x_j · ∂logit/∂x_j with gradient interaction modifications.
+
+    Norm scales are held; softmax is differentiated at twice its temperature (without the factor ½ of a softmax of s/2);
+    queries and keys are given a quarter of their gradient, values half. Activations and gates keep their own gradient.
+
+    The total is the logit before any soft cap, and `residual` how far the scores' sum is from it: this method claims
+    no sum.
+
+    Args:
+        frozen: the pass.
+        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no target, several tokens, or a query out of range.
+        UnsupportedModelError: the model predicts no tokens, or a block's attention is held as a whole, so that its
+            products are not reached; rows of a pattern that do not sum to 1 (attention sinks).
+        NumericalError: gradients are not finite.
+    """
+    result = rule_scores(frozen, GIM, target, minus, query=query, memory=memory)
+    return Attribution.of(
+        frozen,
+        result.scores,
+        method="gim",
+        query=query,
+        total=result.total,
+        residual=result.residual,
+        target=logit_label(frozen.view, target, minus),
+        options={"target": target, "minus": minus, "query": query},
+    )

@@ -1,0 +1,172 @@
+"""Information flow routes: Ferrando & Voita 2024.
+
+The importance of a vector a for a sum y that it is added to is how much nearer a comes to y than nothing does, as a
+share of what all summands of y have:
+
+    proximity(a, y) = max(0, ‖y‖₁ − ‖y − a‖₁),   importance = proximity / Σ proximities of y's summands
+
+    attention   y_i = x_i + Σ_hj A^h_ij u_j^h + b_O    an edge for the stream x_i, and for every head and source token
+    MLP         y_i = x_i + MLP(x_i)                   an edge for the stream, and one for the MLP
+    parallel    y_i = x_i + Σ_hj A^h_ij u_j^h + MLP(x_i) + biases, one sum
+
+b_V is in u_j^h; b_O, and what a norm after attention adds, have no edge. The map of a layer sums heads; what stays at
+a position (the stream, and a parallel block's MLP) is added to its diagonal. A step through an MLP of its own begins
+and ends at one position, and moves nothing between tokens.
+
+The paper draws the graph of edges above a threshold; the product of the maps over layers is the importance of all its
+paths, summed (ours). In a post-LN block y is the sum before the norm (ours).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import AffineMap, Chain
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.layerwise import LocalLayer, Maps, normalize_rows, product, refuse_whitened, select_query
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.registry import register_layer_map, register_method
+from tensorlens_tl.results.attribution import Attribution
+
+
+@dataclass(frozen=True, eq=False)
+class FlowEdges:
+    """The importance of every edge of every layer; those that meet in one sum add up to 1.
+
+    A sum that none of its summands brings nearer has no edges: they are all zero there, as at padding.
+
+    Attributes:
+        heads: from source token to query, through each head.
+        stream: the residual stream that attention is added to.
+        mlp: what the MLP adds; with `heads` and `stream` in a parallel block.
+        bypass: the residual stream that an MLP of its own is added to; zero in a parallel block.
+    """
+
+    heads: Float[Tensor, "layer batch head query key"]
+    stream: Float[Tensor, "layer batch query"]
+    mlp: Float[Tensor, "layer batch query"]
+    bypass: Float[Tensor, "layer batch query"]
+
+
+def flow_edges(frozen: FrozenPass, threshold: Any = 0.0, *, value_bias: bool = True) -> FlowEdges:
+    """The edges that `ifr` multiplies, by head, and those through MLPs.
+
+    Args:
+        frozen: the pass.
+        threshold, value_bias: as for `ifr`.
+
+    Raises:
+        InvalidInputError: a threshold outside [0, 1).
+        UnsupportedModelError: a layer without softmax attention, or with a factor on what its heads give.
+    """
+    _check_threshold(threshold)
+    layers = [_edges(LocalLayer(frozen, layer, value_bias), threshold) for layer in range(frozen.n_layers)]
+    return FlowEdges(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
+
+
+@register_layer_map("ifr", holds_residual=True)
+def ifr_map(frozen: FrozenPass, threshold: Any = 0.0, *, value_bias: bool = True) -> Maps:
+    """The importance of each source token for each query, of every layer; the residual is on the diagonal."""
+    _check_threshold(threshold)
+    maps = []
+    for number, layout in enumerate(frozen.layouts):
+        heads, stream, mlp, _ = _edges(LocalLayer(frozen, number, value_bias), threshold)
+        maps.append(heads.sum(1) + torch.diag_embed(stream + mlp if layout.parallel else stream))
+    return torch.stack(maps)
+
+
+@register_method("ifr")
+def ifr(
+    frozen: FrozenPass,
+    *,
+    aggregate: str = "product",
+    threshold: Any = 0.0,
+    value_bias: bool = True,
+    query: Query = None,
+) -> Attribution:
+    """How much nearer each head's vector of a token brings the stream, routed through layers (Ferrando & Voita 2024).
+
+    Args:
+        frozen: the pass.
+        aggregate: ``"product"`` follows the edges through all layers to the input tokens: rows are distributions.
+            ``"sum"`` adds up attention's edges to the query's own position over layers, and counts a token's vector in
+            any layer for the token, as FlashTrace does.
+        threshold: edges of no more than this importance are left out, and the others of a sum divided by what is left.
+        value_bias: whether b_V (and what a norm before attention adds) belongs to a source token's vector. False is
+            what FlashTrace computes, where the model has one.
+        query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+
+    Raises:
+        InvalidInputError: an unknown aggregate, a threshold outside [0, 1), or a query out of range.
+        UnsupportedModelError: the model is whitened (for the product), has layers without softmax attention, or a
+            factor on what heads give.
+    """
+    if aggregate not in ("product", "sum"):
+        raise InvalidInputError(f"aggregate={aggregate!r}; use 'product' or 'sum'.")
+    if aggregate == "product":
+        refuse_whitened(frozen, "ifr")
+        maps = ifr_map(frozen, threshold, value_bias=value_bias)
+        scores = product(maps)
+    else:
+        maps = flow_edges(frozen, threshold, value_bias=value_bias).heads.sum(2)
+        scores = maps.sum(0)
+    return Attribution.of(
+        frozen,
+        select_query(frozen, scores, query),
+        method="ifr",
+        query=query,
+        layers=maps,
+        options={"aggregate": aggregate, "threshold": threshold, "value_bias": value_bias, "query": query},
+    )
+
+
+def _check_threshold(threshold: Any) -> None:
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < 1:
+        raise InvalidInputError(f"threshold={threshold!r}; use a share of a sum, at least 0, below 1.")
+
+
+def _edges(layer: LocalLayer, threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One layer's heads, stream, MLP and bypass, as in `FlowEdges`."""
+    y, mlp, parallel = layer.attention_sum(), _mlp(layer), layer.frozen.layouts[layer.layer].parallel
+    real = layer.frozen.mask.to(upcast(y).dtype)
+    summands = [layer.x]
+    if mlp is not None and parallel:
+        summands.append(mlp(layer.x))
+        y = y + summands[-1]
+    nearer = (upcast(y).norm(p=1, dim=-1)[:, None, :, None] - layer.head_distances(y)).clamp_min(0)
+    nearer = rearrange(nearer * layer.pairs[:, None], "b h q k -> b q (h k)")
+    shares = _shares(torch.cat([nearer, _proximities(summands, y) * real[..., None]], dim=-1), threshold)
+    shares, own = shares.split([nearer.shape[-1], len(summands)], dim=-1)
+    heads, none = rearrange(shares, "b q (h k) -> b h q k", k=y.shape[1]), torch.zeros_like(real)
+    if mlp is None:
+        return heads, own[..., 0], none, none if parallel else real
+    if parallel:
+        return heads, own[..., 0], own[..., 1], none
+    x = layer.attended()
+    written = mlp(x)
+    through, bypass = _shares(_proximities([written, x], x + written) * real[..., None], threshold).unbind(-1)
+    return heads, own[..., 0], through, bypass
+
+
+def _mlp(layer: LocalLayer) -> AffineMap | None:
+    """What the MLP adds to the stream, norms before and after it included; None without one."""
+    mlp, at = layer.frozen.mlp(layer.layer), layer.mlp
+    return None if mlp is None else Chain((*layer.norms(at.before), mlp, *layer.norms(at.after)))
+
+
+def _proximities(summands: list[Tensor], y: Float[Tensor, "batch query d"]) -> Float[Tensor, "batch query summand"]:
+    """How much nearer to y each of some vectors comes than nothing does."""
+    y = upcast(y)
+    return torch.stack([y.norm(p=1, dim=-1) - (y - a).norm(p=1, dim=-1) for a in summands], dim=-1).clamp_min(0)
+
+
+def _shares(nearer: Float[Tensor, "batch query summand"], threshold: float) -> Float[Tensor, "batch query summand"]:
+    """Proximities as importances, of those above the threshold."""
+    shares = normalize_rows(nearer)
+    return normalize_rows(shares * (shares > threshold)) if threshold else shares

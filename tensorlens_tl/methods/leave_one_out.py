@@ -1,0 +1,241 @@
+"""Leave one out: what the prediction loses when a token is replaced, or deleted, on the live model.
+
+    score of token j = f(prompt) − f(prompt with token j replaced)
+
+f is the target's logit, probability or log-probability at the query (or the difference of two tokens'). Nothing is
+frozen. Every token takes one run, and several are run at once as copies of the prompts, beside one that is unchanged.
+
+In a causal model nothing changes before the token that is replaced. Tokens are taken in order, and what lies before the
+first of a run's is computed once for all, as keys and values that the model continues from (see
+`tensorlens_tl.methods.prefix`). Where a model has no such cache, or an unchanged prompt does not come out the same with
+it, whole prompts are run: bidirectional models, padded batches, deleted tokens, TransformerLens' native bridges and
+state-space models among them.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.hooks import FwdHook, logit_hooks, logits_at, run
+from tensorlens_tl.methods.asked import AskedLogits
+from tensorlens_tl.methods.prefix import SharedPrefix
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.copies import repeated
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.replacement import REPLACEMENTS, Replacement, vocabulary_mean
+from tensorlens_tl.registry import register_method
+from tensorlens_tl.results.attribution import Attribution
+
+NUMBERS = ("logit", "probability", "log_probability")
+"""What may be compared."""
+
+DELETE = "delete"
+
+PARTS, LEAST = 8, 4
+"""In how many runs a causal model's tokens are replaced, each sharing the tokens before its first: so many, unless that
+leaves fewer tokens than this to a run (more where memory demands it)."""
+
+
+@register_method("leave-one-out")
+def leave_one_out(
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    of: str = "logit",
+    replacement: Any = None,
+    query: Query = -1,
+    memory: Memory = None,
+) -> Attribution:
+    """What the target's logit, or its probability, loses when a token is replaced (Li et al. 2016).
+
+    Args:
+        frozen: the pass; only its prompt is used.
+        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
+        of: ``"logit"``, ``"probability"`` or ``"log_probability"``.
+        replacement: what stands in a token's place: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id),
+            ``"mean"`` (the mean embedding of the vocabulary) or ``"zero"`` (no token embedding; positions stay); or
+            ``"delete"``, which moves the tokens after it up. None is the mask token where there is one, else the mean,
+            as `evaluate.perturbation` has it (its mean is that of the prompts, where this one depends on no other
+            token). Of images and sound ``"zero"``, or the mean patch of all the images of the pass; None is zero.
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`. Where the
+            query's own token is deleted, a causal model is asked at the token before it; a model that sees both ways
+            cannot be asked, nor can any at its first token, and the score is 0.
+        memory: what the runs may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no target, several tokens, a query out of range, an unknown `of` or replacement, or
+            ``"delete"`` where a model reads more than tokens.
+        UnsupportedModelError: the model predicts no tokens, or is an encoder–decoder.
+        FrozenModelError: the model's weights are no longer those of the pass, or a frozen pass is attached to it.
+    """
+    if of not in NUMBERS:
+        raise InvalidInputError(f"of={of!r}; use one of {', '.join(map(repr, NUMBERS))}.")
+    frozen.view.refuse_encoder_decoder("leave-one-out")
+    asked = AskedLogits(frozen, target, minus, query)
+    in_bytes(memory)
+    if replacement == DELETE:
+        _refuse_deletion(frozen)
+        runs, name = _Deleted(frozen, asked, of), DELETE
+    else:
+        chosen = _replacement(frozen, replacement)
+        runs, name = _Replaced(frozen, asked, of, chosen), chosen.name
+    batch, pos = frozen.tokens.shape
+    lost = torch.zeros(pos, batch, asked.positions.shape[1], dtype=upcast(frozen.resid_pre(0)).dtype)
+    # what follows the last query of a causal model changes nothing
+    stop = int(asked.positions.max()) + 1 if frozen.causal else pos
+    for tokens in chunks(stop, runs.bytes_per_copy, memory, "leave one out", parts=runs.parts):
+        lost[tokens.start : tokens.stop] = runs.lost(tokens).cpu()
+    scores = lost.permute(1, 2, 0).to(frozen.resid_pre(0)).where(_scored(frozen, asked), 0)
+    return Attribution.of(
+        frozen,
+        scores,
+        method="leave-one-out",
+        query=query,
+        target=asked.label if of == "logit" else asked.label.replace("logit", of.replace("_", "-"), 1),
+        options={"target": target, "minus": minus, "of": of, "replacement": name, "query": query},
+    )
+
+
+def _replacement(frozen: FrozenPass, replacement: Any) -> Replacement:
+    if frozen.view.reads != "tokens" and replacement is None:
+        replacement = "zero"
+    try:
+        return Replacement.of(frozen.view, frozen.prompt, replacement, vocabulary_mean(frozen.view))
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{str(error).rstrip('.')}, or {DELETE!r}.") from error
+
+
+def _refuse_deletion(frozen: FrozenPass) -> None:
+    """Refuse to delete what has a fixed place.
+
+    Raises:
+        InvalidInputError: images or sound, whole or beside the tokens.
+    """
+    if frozen.view.reads != "tokens" or frozen.prompt.extra:
+        raise InvalidInputError(
+            f"replacement={DELETE!r}: this prompt is more than tokens, and a patch or a frame cannot be taken out; use "
+            f"one of {', '.join(map(repr, REPLACEMENTS))}."
+        )
+
+
+def _scored(frozen: FrozenPass, asked: AskedLogits) -> Bool[Tensor, "batch query key"]:
+    """Which tokens can matter to which query."""
+    number = torch.arange(frozen.tokens.shape[1], device=frozen.mask.device)
+    scored = asked.real[:, :, None] & frozen.mask[:, None] & (number >= frozen.prompt.special)
+    return scored & (number <= asked.positions[..., None]) if frozen.causal else scored
+
+
+def _looks_back(frozen: FrozenPass) -> bool:
+    """Whether no real token attends to a later one; padding on the left may."""
+    patterns = (frozen.pattern(layer) for layer, block in enumerate(frozen.view.blocks) if block.mixer is None)
+    return frozen.causal or not any(bool((p.triu(1) * frozen.mask[:, None, :, None]).any()) for p in patterns)
+
+
+class _Runs:
+    """Runs of copies of the prompts, the first of them unchanged, in each of the others something taken away."""
+
+    def __init__(self, frozen: FrozenPass, asked: AskedLogits, of: str) -> None:
+        self.frozen, self.asked, self.of, self.parts = frozen, asked, of, 1
+        batch, pos = frozen.tokens.shape
+        heads = max((block.attention.heads for block in frozen.view.blocks if block.mixer is None), default=0)
+        unembedded = pos if asked.positions.shape[1] > 1 else 1
+        size = frozen.resid_pre(0).element_size()
+        per_prompt = 4 * pos * heads * pos + 2 * unembedded * frozen.view.d_vocab
+        self.bytes_per_copy = 2 * frozen.row_bytes + batch * per_prompt * size
+
+    def lost(self, tokens: range) -> Float[Tensor, "token batch query"]:
+        """What each query's number loses without each of these tokens."""
+        raise NotImplementedError
+
+    def numbers(
+        self, inputs: dict[str, Any], hooks: list[FwdHook], at: Int[Tensor, "copy batch query"]
+    ) -> Float[Tensor, "copy batch query"]:
+        """The numbers asked about in one run, at positions counted in it."""
+        rows = at.flatten(0, 1)
+        hooks = [*hooks, *logit_hooks(self.frozen.model, self.frozen.points.unembed_in, rows)]
+        with torch.no_grad():
+            logits = upcast(logits_at(run(self.frozen.model, inputs, hooks), rows)).unflatten(0, at.shape[:2])
+        if self.of != "logit":
+            logits = logits.softmax(-1) if self.of == "probability" else logits.log_softmax(-1)
+        return self.asked.read(logits)
+
+
+class _Replaced(_Runs):
+    """Something else stands in the token's place."""
+
+    def __init__(self, frozen: FrozenPass, asked: AskedLogits, of: str, replacement: Replacement) -> None:
+        super().__init__(frozen, asked, of)
+        self.replacement, self.own = replacement, None
+        self.prefix = SharedPrefix(frozen) if SharedPrefix.applies(frozen) else None
+        self.parts = 1 if self.prefix is None else max(1, min(PARTS, frozen.tokens.shape[1] // LEAST))
+
+    def lost(self, tokens: range) -> Float[Tensor, "token batch query"]:
+        numbers = self._after_prefix(tokens)
+        if numbers is None:
+            numbers = self._run(tokens, 0)
+        self.own = numbers[0] if self.own is None else self.own
+        return numbers[0] - numbers[1:]
+
+    def _after_prefix(self, tokens: range) -> Float[Tensor, "copy batch query"] | None:
+        """The numbers from a run that begins at the first of the tokens; None where the model cannot begin there."""
+        if self.prefix is None or self.own is None or not tokens.start:
+            return None
+        try:
+            with torch.no_grad():
+                numbers = self._run(tokens, tokens.start) if self.prefix.reach(tokens.start) else None
+        except Exception:  # whatever a model does with a cache that is not for it: whole prompts are run instead
+            numbers = None
+        if numbers is not None:
+            after = self.asked.positions >= tokens.start
+            least = 0.0 if self.of == "probability" else 1.0  # logits, and logarithms, are of the size of 1
+            size = max(least, float(self.own.abs().max()))
+            off = (numbers[0] - self.own).abs() * after.to(numbers.device)
+            if float(off.max()) <= self.frozen.tolerance * size:
+                return numbers
+        self.prefix = None
+        return None
+
+    def _run(self, tokens: range, start: int) -> Float[Tensor, "copy batch query"]:
+        """One run, from the token at `start` on."""
+        frozen, copies = self.frozen, 1 + len(tokens)
+        batch, pos = frozen.tokens.shape
+        replaced = torch.zeros(copies, batch, pos, dtype=torch.bool, device=frozen.tokens.device)
+        replaced[torch.arange(1, copies), :, torch.tensor(tokens)] = True
+        inputs = repeated(frozen.inputs, copies)
+        if start and self.prefix is not None:
+            inputs = self.prefix.before({"input": inputs["input"][:, start:]}, copies)
+        inputs, hooks = self.replacement.put(inputs, replaced.flatten(0, 1)[:, start:])
+        at = (self.asked.in_logits - start).clamp_min(0)
+        return self.numbers(inputs, hooks, at.expand(copies, *at.shape))
+
+
+class _Deleted(_Runs):
+    """The token is taken out, and what follows it moves up."""
+
+    def lost(self, tokens: range) -> Float[Tensor, "token batch query"]:
+        frozen, asked = self.frozen, self.asked
+        batch, pos = frozen.tokens.shape
+        own = self.numbers(frozen.inputs, [], asked.in_logits[None])
+        if pos == 1:
+            return torch.zeros_like(own)
+        number = torch.arange(pos - 1, device=frozen.tokens.device)
+        deleted = torch.tensor(tokens, device=frozen.tokens.device)
+        left = number + (number >= deleted[:, None])  # [copy, pos - 1]
+        index = left.repeat_interleave(batch, dim=0)
+        inputs = {
+            name: value.gather(1, index.to(value.device))
+            if isinstance(value, Tensor) and value.shape[:2] == (batch * len(tokens), pos)
+            else value
+            for name, value in repeated(frozen.inputs, len(tokens)).items()
+        }
+        at = asked.positions - (deleted[:, None, None] <= asked.positions).long()
+        before = torch.take_along_dim(frozen.mask, (asked.positions - 1).clamp_min(0), dim=1) & (asked.positions > 0)
+        askable = (deleted[:, None, None] != asked.positions) | (before & _looks_back(frozen))
+        lost = own - self.numbers(inputs, [], at.clamp_min(0))
+        return torch.where(askable, lost, torch.zeros_like(lost))

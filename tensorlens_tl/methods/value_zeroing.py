@@ -1,0 +1,200 @@
+"""Value zeroing: Mohebbi et al. 2023.
+
+    x̃_i^{¬j}   output of a layer at token i, with the values of token j zero in all its heads
+    C_ij = 1 − cos(x̃_i^{¬j}, x̃_i), rows divided by their sum;   aggregated by the product of C
+
+The layer reads what it read in the pass, so its patterns stay as they were; its norms and its MLP (with the choice of
+experts, where it has some) are the live model's and respond. "Output" is that of the whole layer, MLP included, as in
+the original. The residual connection is inside the layer, and none is added between layers.
+
+One run of the live model serves all layers: every layer's input is put back to its own. A run is of as many copies of
+the prompts as fit, one for each token that is zeroed. Attention is changed where its heads' mixed values leave it
+(`attn.hook_z`), or at its output where it is held as a whole; a gate or a norm inside attention responds to what is
+zeroed, and such attention is refused. The cosine is ``½·‖x̃/‖x̃‖ − ỹ/‖ỹ‖‖²``, which is the same number without the
+cancellation of 1 − cos near zero.
+"""
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import Chain
+from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, refuse_attached
+from tensorlens_tl.layerwise import Maps, normalize_rows, product, refuse_whitened, select_query
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.models.state import refuse_dropout
+from tensorlens_tl.passes.copies import repeated
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.holding import prove_obedience
+from tensorlens_tl.registry import register_layer_map, register_method
+from tensorlens_tl.results.attribution import Attribution
+
+
+@register_layer_map("value-zeroing", holds_residual=True)
+def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
+    """C_ij of every layer, rows divided by their sum."""
+    frozen.view.refuse_encoder_decoder("value-zeroing")
+    _refuse_attention(frozen)
+    in_bytes(memory)
+    refuse_attached(frozen.model)
+    refuse_dropout(frozen.view.model)
+    frozen.check_fresh()
+    prove_obedience(frozen)
+    _prove_inputs_held(frozen)
+    batch, pos = frozen.tokens.shape
+    x = frozen.resid_pre(0)
+    heads = max(frozen.view.blocks[layer].attention.heads for layer in range(frozen.n_layers))
+    per_token = 2 * frozen.row_bytes + 4 * batch * heads * pos * pos * x.element_size()
+    changes = torch.zeros(frozen.n_layers, batch, pos, pos, dtype=upcast(x).dtype, device=x.device)
+    for tokens in chunks(pos, per_token, memory, "value zeroing"):
+        kept = torch.ones(len(tokens), pos, dtype=torch.bool, device=x.device)
+        kept[torch.arange(len(tokens)), torch.tensor(tokens)] = False
+        changes[..., tokens.start : tokens.stop] = _Run(frozen, kept).changes.permute(0, 2, 3, 1)
+    pairs = frozen.mask[:, :, None] & frozen.mask[:, None]
+    pairs = pairs.tril() if frozen.causal else pairs  # what rounding leaves ahead of a query is no change
+    return normalize_rows(changes * pairs).to(x)
+
+
+@register_method("value-zeroing")
+def value_zeroing(frozen: FrozenPass, *, query: Query = None, memory: Memory = None) -> Attribution:
+    """How far a layer's outputs turn when the value of a token is zeroed, rolled out over layers (Mohebbi 2023).
+
+    Rows are distributions: they sum to 1.
+
+    Args:
+        frozen: the pass.
+        query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        memory: what the runs with zeroed values may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: a query out of range.
+        UnsupportedModelError: a layer without softmax attention or with a gate or a norm inside it, an
+            encoder–decoder, a whitened model, or one that ignores hooks.
+        FrozenModelError: the model's weights are no longer those of the pass, or a frozen pass is attached to it.
+    """
+    refuse_whitened(frozen, "value-zeroing")
+    maps = value_zeroing_map(frozen, memory)
+    return Attribution.of(
+        frozen,
+        select_query(frozen, product(maps), query),
+        method="value-zeroing",
+        query=query,
+        layers=maps,
+        options={"query": query},
+    )
+
+
+def _refuse_attention(frozen: FrozenPass) -> None:
+    """Refuse layers whose attention is not a pattern times values of source tokens.
+
+    Raises:
+        UnsupportedModelError: naming the first.
+    """
+    for layer, block in enumerate(frozen.view.blocks):
+        if block.attention.output_factor is not None:  # refuses what is no attention, naming the block
+            raise UnsupportedModelError(
+                f"value-zeroing: blocks.{layer} of this {frozen.view.description} has a gate or a norm inside its "
+                "attention, which responds to the values that are zeroed and is not recomputed. Methods over the "
+                "operator (tensorlens, decompx) work."
+            )
+
+
+class _Run:
+    """One run of the live model on copies of the prompts, every layer reading its own input.
+
+    Args:
+        frozen: the pass.
+        kept: which source tokens keep their values, for each copy.
+        first: what the first layer reads, if it is to be another input than its own.
+    """
+
+    def __init__(self, frozen: FrozenPass, kept: Bool[Tensor, "copy pos"], first: Tensor | None = None) -> None:
+        self.frozen, self.kept = frozen, kept
+        x = frozen.resid_pre(0)
+        self.copies = len(kept), *frozen.tokens.shape
+        self.changes = torch.zeros(frozen.n_layers, *self.copies, dtype=upcast(x).dtype, device=x.device)
+        self._seen = set[int]()
+        hooks = [self._put(frozen.points.blocks[0].resid_pre, x if first is None else first)]
+        for layer in range(frozen.n_layers):
+            hooks += self._attention(layer)
+            hooks.append(self._measured(layer))
+        inputs, last = repeated(frozen.inputs, len(kept)), frozen.points.last_output
+        capture(frozen.model, inputs, [], hooks=[(name, in_this_thread(hook)) for name, hook in hooks], last=last)
+
+    def _put(self, name: str, x: Float[Tensor, "batch pos d"]) -> FwdHook:
+        def hook(live: Tensor, *, hook: Any) -> Tensor:
+            return x.repeat(len(self.kept), 1, 1).to(live).reshape(live.shape)
+
+        return name, hook
+
+    def _measured(self, layer: int) -> FwdHook:
+        """Looks at a layer's output, and puts the pass's own in its place for the next layer."""
+        own, name = self.frozen.resid_pre(layer + 1), self.frozen.output_name(layer)
+        put = self._put(name, own)[1]
+
+        def hook(live: Tensor, *, hook: Any) -> Tensor:
+            if layer not in self._seen:  # a Bridge in compatibility mode calls it once for each of its point's names
+                self._seen.add(layer)
+                made = live.to(own.device).unflatten(0, self.copies[:2])
+                self.changes[layer] = (_directions(made) - _directions(own)).square().sum(-1) / 2
+            return put(live, hook=hook)
+
+        return name, hook
+
+    def _attention(self, layer: int) -> list[FwdHook]:
+        """What takes the zeroed tokens' values out of one layer's attention."""
+        points, pattern, kept = self.frozen.points.blocks[layer], self.frozen.pattern(layer), self.kept
+        if points.attention is not None:
+            held = self.frozen.attention(layer)
+            values, rest = held.stages[0], Chain(held.stages[1:])
+            v = values(self.frozen.captured(points.attention.into))
+            factor = self.frozen.view.blocks[layer].branch_factor
+
+            def put(live: Tensor, *, hook: Any) -> Tensor:
+                made = (rest.push(v * kept[:, None, :, None]) + rest.bias) / factor
+                return made.reshape(live.shape).to(live)
+
+            return [(points.attention.out, put)]
+        heads, recorded = points.heads, list[Tensor]()
+        assert heads is not None
+
+        def record(v: Tensor, *, hook: Any) -> None:
+            recorded[:] = [v]
+
+        def mix(z: Tensor, *, hook: Any) -> Tensor | None:
+            if not recorded:
+                return None
+            v = recorded.pop().unflatten(0, self.copies[:2]) * kept[:, None, :, None, None]
+            grouped = rearrange(pattern.to(v), "b (kv group) q k -> b kv group q k", kv=v.shape[3])
+            return torch.einsum("bcgqk,rbkcd->rbqcgd", grouped, v).reshape(z.shape)
+
+        return [(heads.value, record), (heads.z, mix)]
+
+
+def _directions(x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
+    """Vectors of length 1; a vector of zeros stays one."""
+    return torch.nn.functional.normalize(upcast(x), dim=-1, eps=torch.finfo(upcast(x).dtype).tiny)
+
+
+def _prove_inputs_held(frozen: FrozenPass) -> None:
+    """Refuse a model whose layers do not read what hooks put at their inputs: another first input must reach no other.
+
+    Raises:
+        UnsupportedModelError: naming the layer that ignores it.
+    """
+    x = frozen.resid_pre(0)
+    kept = torch.ones(1, x.shape[1], dtype=torch.bool, device=x.device)
+    run = _Run(frozen, kept, first=x.flip(-1) + x.roll(1, -1))
+    for layer in range(1, frozen.n_layers):
+        off = float((2 * run.changes[layer, 0][frozen.mask]).sqrt().max())
+        if not off <= frozen.tolerance:
+            raise UnsupportedModelError(
+                f"value-zeroing: blocks.{layer} of this {frozen.view.description} does not read what a hook puts at "
+                f"its input (its output changes by {off:.1e}): the hook point only observes."
+            )

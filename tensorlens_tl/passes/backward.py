@@ -1,0 +1,196 @@
+"""Gradients of the live model under changed backward rules: everything held but attention, differentiated once.
+
+Norms and activations are those of the frozen pass, held by its hooks under the rule's activation rule; attention stays
+live and passes its gradient on as the rule says (`tensorlens_tl.hooks.rules`). The output of the run is that of the
+pass, which is measured; one forward pass serves all queries, and their gradients are rows of batched backward passes.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.numerics import relative_error, relative_residual, upcast
+from tensorlens_tl.errors import NumericalError, UnsupportedModelError
+from tensorlens_tl.hooks import (
+    AttentionPoints,
+    BackwardRule,
+    FwdHook,
+    RuleHooks,
+    graph_of,
+    in_this_thread,
+    lock_of,
+    other_hooks,
+    refuse_attached,
+)
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.models.state import refuse_dropout
+from tensorlens_tl.passes.collapse import Collapse
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.holding import holding_hooks
+from tensorlens_tl.passes.prompts import query_positions
+from tensorlens_tl.passes.target import resolve_target
+
+_proved: "WeakKeyDictionary[Any, list[tuple[int, int]] | None]" = WeakKeyDictionary()  # weights' versions, by model
+
+
+def rule_scores(
+    frozen: FrozenPass,
+    rule: BackwardRule,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    query: Query = -1,
+    memory: Memory = None,
+) -> Collapse:
+    """x_j · ∂logit/∂x_j at the stream entering the first block, under a rule.
+
+    The total is the logit before any soft cap. There is no bias: what is given to no token (additive biases, and what
+    a live softmax does not pass on) is the residual, abs(Σ scores − total) / Σ abs(scores).
+
+    Args:
+        frozen: the pass.
+        rule: how gradients pass.
+        target, minus, query: see `FrozenOperator.target`.
+        memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no target, several tokens, or a query out of range.
+        UnsupportedModelError: the model predicts no tokens; a block's attention is held as a whole, or a hook point
+            does not show what the model computes with.
+        FrozenModelError: the weights changed since the pass, or a frozen pass is attached.
+        NumericalError: gradients are not finite, or the run does not repeat the pass.
+    """
+    positions = query_positions(frozen.prompt, query)
+    asked = resolve_target(frozen, target, minus, positions=positions)
+    frozen.check_fresh()
+    refuse_dropout(frozen.view.model)
+    refuse_attached(frozen.model)
+    sites, scales = _sites(frozen)
+    x, real = frozen.resid_pre(0), torch.take_along_dim(frozen.mask, positions, dim=1)
+    # what is held is made here: autograd keeps no tensor that was made in somebody's inference mode
+    with lock_of(frozen.model), torch.inference_mode(False), torch.enable_grad():
+        held = holding_hooks(frozen, patterns=False, activation=rule.activation)
+        live = RuleHooks(rule, sites, scales)
+        leaf = x.detach().clone().requires_grad_(True)
+        parts = leaf.split([leaf.shape[1]] if frozen.sides is None else list(frozen.sides), dim=1)
+        entry: list[FwdHook] = [
+            (name, in_this_thread(lambda stream, *, hook, part=part: part))
+            for name, part in zip(frozen.stream_names(0), parts, strict=True)
+        ]
+        outputs = graph_of(frozen.model, frozen.inputs, _ends(frozen), [*entry, *held, *live.hooks])
+        _check_run(frozen, live, outputs)
+        some = _at_output(frozen, rule, asked.vectors, positions, memory)
+        rows = [_pulled(outputs, leaf, given) for given in some]
+    gradient = torch.cat(rows).transpose(0, 1)
+    if not bool(torch.isfinite(gradient).all()):
+        raise NumericalError(f"{frozen.view.description}: gradients are not finite; use float32 or float64.")
+    scores = (upcast(x)[:, None] * gradient).sum(-1) * (real[:, :, None] & frozen.mask[:, None])
+    explained = torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1)
+    total = ((upcast(explained) * asked.vectors).sum(-1) + asked.constant) * real
+    residual = relative_residual(scores, torch.zeros_like(total), total)
+    return Collapse(scores, total=total, residual=residual, soft_cap=frozen.view.soft_cap)
+
+
+def _sites(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]]:
+    """The attention of every block, and the scales of its norms of queries and keys.
+
+    Raises:
+        UnsupportedModelError: a block's attention, or what it has instead, is held as a whole.
+    """
+    sites: list[AttentionPoints] = []
+    for block, points in zip(frozen.view.blocks, frozen.points.blocks, strict=True):
+        if points.attention is not None or points.heads is None:
+            raise UnsupportedModelError(
+                f"{block.name} of this {frozen.view.description}: its {block.mixer_name} is held as a whole, without "
+                "hook points at the factors of its products, so this rule cannot be applied there. tensorlens, cp-lrp "
+                "and relp with attention='frozen' are exact for it."
+            )
+        sites += [site for site in (points.heads, points.cross) if site is not None]
+    known = frozen.model.hook_dict
+    scales = [f"{norm}.hook_scale" for site in sites for norm in _norms_inside(frozen, site)]
+    if unknown := [name for name in scales if name not in known]:
+        raise UnsupportedModelError(
+            f"{unknown[0].removesuffix('.hook_scale')} of {frozen.view.description}: a norm inside attention without a "
+            "hook point for its scale, so that it cannot be held. tensorlens, cp-lrp and relp with attention='frozen' "
+            "are exact for it."
+        )
+    return sites, scales
+
+
+def _norms_inside(frozen: FrozenPass, site: AttentionPoints) -> list[str]:
+    """The norms inside one attention (of queries and keys), by the names that their hook points would begin with.
+
+    A module of attention may hold the block's own norm as well (BERT's does): it has the same weights as that.
+    """
+    norms = [norm for block in frozen.view.blocks for norm in block.norms.values()]
+    own = {norm.gain.data_ptr() for norm in norms if norm.gain is not None}
+    at = site.pattern.removesuffix(".hook_pattern")
+    attention: Any = frozen.model
+    for name in at.split("."):
+        attention = attention[int(name)] if name.isdigit() else getattr(attention, name)
+    found = [
+        ".".join(part for part in (at, *name.split(".")) if part != "_original_component")
+        for name, module in attention.named_modules()
+        if type(module).__name__.lower().removesuffix("pre").endswith("norm")
+        and not own & {weight.data_ptr() for weight in module.parameters()}
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _check_run(frozen: FrozenPass, live: RuleHooks, outputs: list[Tensor]) -> None:
+    """The run repeats the pass, and every product follows the rule (proved once for a model and its weights)."""
+    own = [frozen.captured(name) for name in _ends(frozen)]
+    masks = frozen.mask.split([made.shape[1] for made in outputs], dim=1)
+    error = max(relative_error(made.detach(), seen, real) for made, seen, real in zip(outputs, own, masks, strict=True))
+    allowed = frozen.tolerance * frozen.n_layers  # a block's own, and each passes on what those before it add
+    if not error <= allowed:
+        raise NumericalError(
+            f"{frozen.view.description}: the run with a backward rule differs from the frozen pass by {error:.1e} "
+            f"(allowed {allowed:.0e}); a hook that changes activations, or something random?"
+        )
+    live.check(frozen.view.description, frozen.tolerance)
+    if _proved.get(frozen.model) != frozen.weights.versions or frozen.weights.versions is None:
+        live.prove(outputs, frozen.view.description, frozen.tolerance)
+        if not other_hooks(frozen.model):
+            _proved[frozen.model] = frozen.weights.versions
+
+
+def _ends(frozen: FrozenPass) -> list[str]:
+    """Where the model ends; an encoder–decoder's encoder, too."""
+    return [name for name in (frozen.points.encoder_output, frozen.points.output) if name is not None]
+
+
+def _at_output(
+    frozen: FrozenPass,
+    rule: BackwardRule,
+    vectors: Float[Tensor, "batch query d"],
+    positions: Int[Tensor, "batch query"],
+    memory: Memory,
+) -> Iterator[Float[Tensor, "row batch pos d_model"]]:
+    """What is asked about as gradients of the model's output, some queries at a time."""
+    head, x = frozen.prediction_head(rule.activation), frozen.resid_pre(0)
+    heads = max(frozen.view.cfg.n_heads, 1) * x.shape[1] ** 2 * len(x) * x.element_size()
+    queries = positions.shape[1]
+    for rows in chunks(queries, 4 * (frozen.row_bytes + heads), memory if queries > 1 else None, "gradients"):
+        chosen = slice(rows.start, rows.stop)
+        asked = vectors[:, chosen].transpose(0, 1)[:, :, None]
+        placed = asked.new_zeros(len(rows), *x.shape[:2], asked.shape[-1])
+        at = positions[:, chosen].T[:, :, None, None].expand_as(asked)
+        placed.scatter_(2, at, asked)
+        yield placed if head is None else head.pull(placed)
+
+
+def _pulled(
+    outputs: Sequence[Tensor], leaf: Tensor, asked: Float[Tensor, "row batch pos d_model"]
+) -> Float[Tensor, "row batch pos d_model"]:
+    """The gradients of the first block's input, one batched backward pass; the graph is kept."""
+    given = asked.split([y.shape[1] for y in outputs], dim=2)
+    (found,) = torch.autograd.grad(
+        outputs, leaf, [g.to(y) for g, y in zip(given, outputs, strict=True)], retain_graph=True, is_grads_batched=True
+    )
+    return found

@@ -1,0 +1,137 @@
+"""What stands in a token's place when it is taken away: another token, or a vector where its embedding was."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, model_points
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.prompts import Prompt
+from tensorlens_tl.passes.target import token_ids
+
+REPLACEMENTS = ("mask", "pad", "mean", "zero")
+EMBEDDINGS = ("embed.hook_out", "embed.hook_embed", "hook_embed")
+"""Where token embeddings appear before positions are added: a Bridge, a HookedEncoder, a HookedTransformer."""
+
+Mean = Callable[[str], Float[Tensor, "d"]]
+"""The mean embedding, from the hook point where token embeddings appear."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement:
+    """A token id, or a vector put in the place of token embeddings at the hook point `at`.
+
+    A vector is one for all positions, `[d]` (or just zero), or one for each, `[pos, d]`.
+    """
+
+    name: str
+    token: int | None = None
+    at: str | None = None
+    vector: Tensor | None = None
+
+    @classmethod
+    def of(cls, view: ModelView, prompt: Prompt, replacement: Any, mean: Mean | None = None) -> "Replacement":
+        """What a user asked for.
+
+        Args:
+            view: the model.
+            prompt: the prompts that tokens are replaced in.
+            replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), ``"mean"``, ``"zero"``, or a token. None is the mask
+                token where there is one, else the mean.
+            mean: what ``"mean"`` stands for where tokens are read; None is the mean over all prompts' real tokens.
+
+        Raises:
+            InvalidInputError: a replacement that the model does not have, or no single token.
+            UnsupportedModelError: the model shows no token embeddings.
+        """
+        tokenizer = view.tokenizer
+        if replacement is None:
+            replacement = "mask" if getattr(tokenizer, "mask_token_id", None) is not None else "mean"
+        if view.reads != "tokens":
+            if replacement not in ("mean", "zero"):
+                raise InvalidInputError(f"replacement={replacement!r}: of {view.reads}, use 'mean' or 'zero'.")
+            return cls._of_signal(view, prompt, replacement)
+        if replacement in ("mask", "pad"):
+            token = getattr(tokenizer, f"{replacement}_token_id", None)
+            if token is None:
+                raise InvalidInputError(
+                    f"replacement={replacement!r}: this model's tokenizer has no {replacement} token; use 'mean', "
+                    "'zero' or a token."
+                )
+            return cls(str(replacement), token=int(token))
+        if replacement in ("mean", "zero"):
+            known = [name for name in EMBEDDINGS if name in view.model.hook_dict]
+            if not known:
+                raise UnsupportedModelError(
+                    f"replacement={replacement!r}: {view.description} has no hook point for token embeddings; use a "
+                    "token."
+                )
+            vector = (mean or _of_prompts(view, prompt))(known[0]) if replacement == "mean" else torch.zeros(())
+            return cls(replacement, at=known[0], vector=vector)
+        try:
+            token = int(token_ids(view, replacement, 1, "replacement"))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{error} Or use one of {', '.join(map(repr, REPLACEMENTS))}.") from error
+        return cls(repr(replacement), token=token)
+
+    @classmethod
+    def _of_signal(cls, view: ModelView, prompt: Prompt, replacement: str) -> "Replacement":
+        """What stands for a patch, or for a sound's frame: its position alone, or the mean patch at its position.
+
+        Where no position embedding is read (sound), it is the mean vector of the first block's input, or zero.
+        """
+        at = model_points(view).blocks[0].resid_pre
+        parts = [slice(start, start + 64) for start in range(0, len(prompt.tokens), 64)]
+        kept = [capture(view.model, inputs_of(prompt, part), [at], last=at)[0][at] for part in parts]
+        stream = torch.cat([part.cpu() for part in kept])
+        positions = torch.zeros_like(stream[0]) if view.patches is None else view.patches.constant.to(stream)
+        mean = (stream - positions)[:, prompt.special :].mean((0, 1))
+        return cls(replacement, at=at, vector=positions + mean if replacement == "mean" else positions)
+
+    def put(self, inputs: dict[str, Any], replaced: Bool[Tensor, "row pos"]) -> tuple[dict[str, Any], list[FwdHook]]:
+        """The inputs of a run with some tokens replaced, and the hooks that replace what is no token."""
+        if self.token is not None:
+            return {**inputs, "input": inputs["input"].masked_fill(replaced, self.token)}, []
+        if self.at is None or self.vector is None:
+            return inputs, []
+        vector = self.vector
+
+        def put(embedded: Tensor, *, hook: Any) -> Tensor:
+            return torch.where(replaced[..., None], vector.to(embedded), embedded)
+
+        return inputs, [(self.at, in_this_thread(put))]
+
+
+def inputs_of(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:
+    """The model's keyword arguments for some prompts."""
+    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in prompt.kwargs.items()}
+
+
+def _of_prompts(view: ModelView, prompt: Prompt) -> Mean:
+    def mean(at: str) -> Tensor:
+        parts = [slice(start, start + 64) for start in range(0, len(prompt.tokens), 64)]
+        runs = (capture(view.model, inputs_of(prompt, part), [at], last=at)[0] for part in parts)
+        return torch.cat([kept[at][prompt.mask[part]] for kept, part in zip(runs, parts, strict=True)]).mean(0)
+
+    return mean
+
+
+def vocabulary_mean(view: ModelView) -> Mean:
+    """The mean embedding of all tokens that the model knows, as it reads them: the same for every prompt."""
+
+    def mean(at: str) -> Tensor:
+        ids = torch.arange(view.model.cfg.d_vocab, device=next(view.model.parameters()).device)
+        width = min(64, view.model.cfg.n_ctx)
+        sums: list[Tensor] = []
+        for some in ids.split(64 * width):
+            padded = torch.nn.functional.pad(some, (0, -len(some) % width)).view(-1, width)
+            kept, _ = capture(view.model, {"input": padded}, [at], last=at)
+            sums.append(kept[at].flatten(0, 1)[: len(some)].double().sum(0))
+        return torch.stack(sums).sum(0) / len(ids)
+
+    return mean

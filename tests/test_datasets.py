@@ -1,0 +1,592 @@
+"""A method over a data set: the same numbers as one prompt at a time, whatever happens on the way."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from conftest import close, hooks_left, some_tokens
+from hypothesis import given, strategies as st
+
+import tensorlens_tl as tlens
+from tensorlens_tl.commands import main
+from tensorlens_tl.datasets import folder as folder_module
+from tensorlens_tl.datasets.folder import planned
+
+LENGTHS = (5, 3, 8, 8, 1, 6)
+ROWS = [
+    {"id": f"r{number}", "text": some_tokens(1, length, seed=number)[0].tolist(), "answer": 3 + number}
+    for number, length in enumerate(LENGTHS)
+]
+SMALL = {"tokens_per_batch": 16, "progress": False}
+
+
+@pytest.fixture
+def gpt2(model_named):
+    return model_named("bridge/gpt2")
+
+
+@pytest.fixture
+def many_shards(monkeypatch):
+    monkeypatch.setattr(folder_module, "BATCHES_PER_SHARD", 1)
+
+
+def run(model, out, rows=ROWS, **options):
+    target = {} if "method" in options else {"target": 5}
+    return tlens.attribute_dataset(model, rows, out, **SMALL | target | options)
+
+
+# ------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target": 5},
+        {"target": 5, "minus": 9, "query": None},
+        {"target": tlens.NEXT, "query": slice(0, 1)},
+        {"collapse": "norm", "target": None, "query": None},
+        {"method": "rollout", "target": None},
+        {"method": "attention", "target": None, "head_reduction": None},
+        {"method": "decompx", "target": None, "aggregate": "vector"},
+    ],
+    ids=str,
+)
+def test_each_row_is_what_it_is_alone(gpt2, tmp_path, options, many_shards):
+    options = {name: value for name, value in options.items() if value is not None or name == "query"}
+    rows = [row for row in ROWS if len(row["text"]) > 1]
+    results = tlens.attribute_dataset(gpt2, rows, tmp_path / "run", **SMALL, **options)
+    assert len(results) == len(rows)
+    assert results.complete
+    for row in rows:
+        alone, made = tlens.attribute(gpt2, row["text"], **options), results[row["id"]]
+        assert close(made.scores, alone.scores)
+        assert (made.tokens, made.axes, made.additive) == (alone.tokens, alone.axes, alone.additive)
+        assert (made.method, made.target, made.word_starts) == (alone.method, alone.target, alone.word_starts)
+        assert (made.options, made.provenance) == (alone.options, alone.provenance)
+        assert made.queries.tolist() == alone.queries.tolist()
+        for name in ("bias", "total"):
+            mine, theirs = getattr(made, name), getattr(alone, name)
+            assert (mine is None) == (theirs is None)
+            assert mine is None or close(mine, theirs)
+    assert {name for name, _ in results} == {row["id"] for row in rows}
+    assert hooks_left(gpt2) == 0
+
+
+def test_whole_results_beside_the_shards(gpt2, tmp_path):
+    results = run(gpt2, tmp_path / "run", method="rollout", keep="all")
+    files = sorted((tmp_path / "run").glob("batch-*.safetensors"))
+    assert len(files) == len(results.manifest.batches)
+    for file, batch in zip(files, results.manifest.batches, strict=True):
+        whole = tlens.Attribution.load(file)
+        assert whole.layers is not None
+        for number, row in enumerate(batch):
+            made = results[f"r{row}"].scores[0]
+            assert close(whole.scores[number, : len(made), : len(made)], made)
+
+
+def test_what_a_column_says_of_each_row(gpt2, tmp_path):
+    results = tlens.attribute_dataset(gpt2, ROWS, tmp_path / "run", columns={"target": "answer"}, **SMALL)
+    for row in ROWS:
+        alone = tlens.attribute(gpt2, row["text"], target=row["answer"])
+        assert close(results[row["id"]].scores, alone.scores)
+        assert (results[row["id"]].target, results[row["id"]].options) == (alone.target, alone.options)
+
+
+def test_the_largest_scores_and_the_sum_of_the_rest(gpt2, tmp_path):
+    whole, top = run(gpt2, tmp_path / "whole", query=None), run(gpt2, tmp_path / "top", query=None, keep="top:2")
+    frame = top.to_dataframe(["id", "rest", "scores", "keys"]).set_index("id")
+    for name, made in top:
+        scores, kept = whole[name].scores, made.scores != 0
+        assert close(made.scores[kept], scores[kept])
+        assert bool((scores.abs().amax(-1) == made.scores.abs().amax(-1)).all())
+        assert close(made.scores.sum(-1) + torch.tensor(frame["rest"][name]), scores.sum(-1))
+        assert not made.additive
+        assert kept.sum(-1).max() <= 2
+
+
+def test_batches_do_not_change_the_numbers(gpt2, tmp_path):
+    runs = [run(gpt2, tmp_path / str(size), tokens_per_batch=size) for size in (1, 8, 64)]
+    backwards = run(gpt2, tmp_path / "backwards", ROWS[::-1], memory="200KB")
+    for row in ROWS:
+        for other in (*runs[1:], backwards):
+            assert close(other[row["id"]].scores, runs[0][row["id"]].scores)
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=60).flatmap(
+        lambda lengths: st.tuples(
+            st.just(lengths),
+            st.sets(st.integers(0, len(lengths) - 1), max_size=len(lengths) - 1),
+            st.integers(1, 100),
+        )
+    )
+)
+def test_the_plan_holds_every_row_once_and_its_bound(case):
+    lengths, rejected, most = case
+    batches, shards = planned(lengths, sorted(rejected), most)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    good = batches[: len(batches) - bool(rejected)]
+    assert all(len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= most for batch in good)
+    assert [at for start, stop in shards for at in range(start, stop)] == list(range(len(batches)))
+
+
+def test_a_list_of_targets_is_of_queries_however_many_rows_run_together(gpt2, tmp_path):
+    options = {"target": [5, 9], "query": [0, -1]}
+    together, alone = (
+        tlens.attribute_dataset(gpt2, ROWS, tmp_path / str(size), tokens_per_batch=size, progress=False, **options)
+        for size in (64, 1)
+    )
+    for row in ROWS:
+        expected = tlens.attribute(gpt2, [row["text"]], target=[[5, 9]], query=[0, -1])
+        assert close(together[row["id"]].scores, expected.scores)
+        assert close(alone[row["id"]].scores, expected.scores)
+        assert together[row["id"]].options["target"] == [5, 9]
+
+
+def test_each_row_has_its_own_words_for_its_target_whatever_the_memory(gpt2, tmp_path):
+    columns = {"target": "answer"}
+    results = tlens.attribute_dataset(gpt2, ROWS, tmp_path / "run", columns=columns, memory="40KB", progress=False)
+    assert results["r1"].target == tlens.attribute(gpt2, ROWS[1]["text"], target=4).target
+
+
+# ------------------------------------------------------------------ what rows may come from
+
+
+def test_files_frames_and_data_sets_are_the_same(gpt2, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    model = tlens.load_demo_model()
+    texts = ["Return the value", 'Raise an error, "if" so', "for x in"]
+    tables = [{"id": number, "text": text} for number, text in enumerate(texts)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, tables)) + "\n\n")
+    pd.DataFrame(tables).to_csv(tmp_path / "a.csv", index=False)
+    pd.DataFrame(tables).to_parquet(tmp_path / "a.parquet")
+    sources = {
+        "texts": texts, "generator": (text for text in texts), "tables": tables, "frame": pd.DataFrame(tables),
+        "datasets": datasets.Dataset.from_list(tables),
+        **{f"file.{end}": tmp_path / f"a.{end}" for end in ("jsonl", "csv", "parquet")},
+    }  # fmt: skip
+    frames = []
+    for name, source in sources.items():
+        results = tlens.attribute_dataset(model, source, tmp_path / name, target=" the", progress=False)
+        frames.append(results.to_dataframe())
+        assert frames[-1]["id"].tolist() == ["0", "1", "2"]
+        pd.testing.assert_frame_equal(frames[0], frames[-1])
+    files = str(tmp_path / "texts" / "part-*.parquet")
+    read = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))["train"]
+    assert sorted(read["id"]) == ["0", "1", "2"]
+
+
+# ------------------------------------------------------------------ rows that fail
+
+
+def test_rows_that_fail_are_recorded(gpt2, tmp_path):
+    long = some_tokens(1, gpt2.cfg.n_ctx + 2)[0].tolist()
+    bad = {"empty": [], "number": 3, "nothing": None, "outside": [999], "long": long, "text": "no tokenizer"}
+    rows = [*ROWS, *({"id": name, "text": value} for name, value in bad.items())]
+    with pytest.warns(UserWarning, match="6 of 12 rows failed"):
+        results = run(gpt2, tmp_path / "run", rows)
+    errors = results.errors().set_index("id")["error"]
+    assert set(errors.index) == set(bad)
+    for name, words in {"empty": "neither", "outside": "0 to 47", "long": "truncate=True", "text": "tokenizer"}.items():
+        assert words in errors[name]
+    assert len(list(results)) == len(ROWS)
+    with pytest.raises(tlens.InvalidInputError, match="row 'long' failed: text: 26 tokens"):
+        results["long"]
+    with pytest.warns(UserWarning, match="5 of 12"):
+        cut = run(gpt2, tmp_path / "cut", rows, truncate=True)
+    assert close(cut["long"].scores, tlens.attribute(gpt2, long[:-2], target=5).scores)
+    assert cut.to_dataframe(["id", "dropped_tokens"]).set_index("id")["dropped_tokens"]["long"] == 2
+
+
+@pytest.mark.parametrize("value", [["a", "b"], [[3, 4], [5]], "bad \ud800"], ids=["texts", "lists", "unicode"])
+def test_what_is_no_one_prompt_is_a_row_with_an_error(value, tmp_path):
+    rows = [{"text": "Return the value"}, {"text": value}]
+    with pytest.warns(UserWarning, match="1 of 2 rows failed"):
+        results = run(tlens.load_demo_model(), tmp_path / "run", rows, target=" the")
+    assert results.errors()["id"].tolist() == ["1"]
+
+
+def test_an_encoder_keeps_its_last_mark_where_a_text_is_cut(tmp_path):
+    model = tlens.load_demo_model(name="encoder")
+    results = tlens.attribute_dataset(
+        model, ["the value is " * 100], tmp_path / "run", method="attention", truncate=True, progress=False
+    )
+    ends = [results["0"].tokens[0][0], results["0"].tokens[0][-1]]
+    assert ends == [tlens.freeze(model, "the value").str_tokens[0][place] for place in (0, -1)]
+
+
+def test_one_row_of_a_batch_does_not_take_the_others_down(gpt2, tmp_path):
+    rows = [row | {"answer": 999 if row["id"] == "r3" else 5} for row in ROWS]
+    with pytest.warns(UserWarning, match="1 of 6 rows failed"):
+        results = tlens.attribute_dataset(gpt2, rows, tmp_path / "run", columns={"target": "answer"}, **SMALL)
+    assert results.errors()["id"].tolist() == ["r3"]
+    assert close(results["r2"].scores, tlens.attribute(gpt2, ROWS[2]["text"], target=5).scores)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([], {}, "there is none"),
+        ({"text": "a"}, {}, "one table is one row"),
+        (3, {}, "int holds no rows"),
+        ([{"prompt": "a"}], {}, "no column 'text', only 'prompt'"),
+        (ROWS, {"id": "name"}, "no column 'name'"),
+        ([*ROWS, ROWS[3]], {}, "id='r3' names row 3 and row 6"),
+        ([{"id": 1.5, "text": [3]}], {}, "a text or an integer"),
+        ("rows.txt", {}, "cannot read rows.txt"),
+        ("none.jsonl", {}, "there is no file"),
+        (ROWS, {"columns": {"query": "answer"}}, "'query' is not one of"),
+        (ROWS, {"columns": {"target": "answer"}}, "in a column and an option"),
+        (ROWS, {"columns": {"minus": "other"}}, "no column 'other'"),
+        (ROWS, {"keep": "top:0"}, "keep='top:0'"),
+        (ROWS, {"tokens_per_batch": 0}, "at least 1"),
+        (ROWS, {"quer": 3}, "Did you mean 'query'"),
+        (ROWS, {"target": 999}, "none of 4 rows that were tried can be attributed. .*vocabulary"),
+        (ROWS, {"memory": "some"}, "memory='some'"),
+        ([{"text": ""}], {}, "none is a prompt. Row 0: text: empty"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_input_is_refused_before_anything_is_written(gpt2, tmp_path, rows, options, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        run(gpt2, tmp_path / "run", rows, **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_lines_that_are_no_tables(gpt2, tmp_path):
+    for name, text, message in (("a", '{"text": "x"', "line 1 of .* is no JSON"), ("b", "[3]", "is list, not a table")):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            run(gpt2, tmp_path / "run", tmp_path / f"{name}.jsonl")
+    (tmp_path / "c.parquet").write_bytes(b"nothing")
+    with pytest.raises(tlens.InvalidInputError, match="no Parquet file"):
+        run(gpt2, tmp_path / "run", tmp_path / "c.parquet")
+
+
+# ------------------------------------------------------------------ folders
+
+
+def contents(path):
+    return {file.name: file.read_bytes() for file in sorted(path.glob("part-*.parquet"))}
+
+
+def test_a_run_goes_on_where_it_stopped(gpt2, tmp_path, many_shards, monkeypatch):
+    whole = run(gpt2, tmp_path / "whole")
+    assert len(whole.shards) > 2
+    run(gpt2, tmp_path / "run")
+    for file in list((tmp_path / "run").glob("part-*.parquet"))[1:]:
+        file.unlink()
+    begun = tlens.load_results(tmp_path / "run")
+    assert not begun.complete
+    assert "of 6 rows" in repr(begun)
+    made = run(gpt2, tmp_path / "run")
+    assert made.complete
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+    monkeypatch.setattr("tensorlens_tl.datasets.job.attribute_rows", lambda *a, **k: pytest.fail("run again"))
+    run(gpt2, tmp_path / "run")  # nothing is left to do
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"target": 6}, "another options .target: 5, now 6"),
+        ({"query": 0}, "another options .query: None, now 0"),
+        ({"method": "rollout"}, "another method"),
+        ({"keep": "all"}, "another keep"),
+        ({"rows": ROWS[:-1]}, "another data .rows: 6, now 5"),
+        ({"rows": [*ROWS[:-1], ROWS[-1] | {"text": [4]}]}, "another data .digest"),
+        ({"resume": False}, "a run was begun there"),
+    ],
+    ids=str,
+)
+def test_another_run_in_the_same_folder_is_refused(gpt2, tmp_path, changed, message):
+    run(gpt2, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        run(gpt2, tmp_path / "run", **changed)
+    assert contents(tmp_path / "run") == before
+
+
+def test_another_model_in_the_same_folder_is_refused(model_named, tmp_path):
+    run(model_named("bridge/gpt2"), tmp_path / "run")
+    changed = tlens.testing.tiny_model("bridge/gpt2")
+    with torch.no_grad():
+        next(changed.parameters()).mul_(2)
+    with pytest.raises(tlens.InvalidInputError, match=r"another model \(weights"):
+        run(changed, tmp_path / "run")
+    with pytest.raises(tlens.InvalidInputError, match="another model"):
+        run(model_named("bridge/llama"), tmp_path / "run")
+
+
+def test_columns_that_change_places_and_hooks_are_another_run(gpt2, tmp_path):
+    rows = [row | {"other": 40} for row in ROWS]
+    columns = {"target": "answer", "minus": "other"}
+    tlens.attribute_dataset(gpt2, rows, tmp_path / "run", columns=columns, **SMALL)
+    tlens.attribute_dataset(gpt2, rows, tmp_path / "run", columns=dict(reversed(columns.items())), **SMALL)  # the same
+    with pytest.raises(tlens.InvalidInputError, match="another data"):
+        tlens.attribute_dataset(gpt2, rows, tmp_path / "run", columns={"target": "other", "minus": "answer"}, **SMALL)
+    halved = [("blocks.0.hook_resid_pre", lambda stream, hook: stream / 2)]
+    with gpt2.hooks(halved), pytest.raises(tlens.InvalidInputError, match=r"another model \(hooks"):
+        tlens.attribute_dataset(gpt2, rows, tmp_path / "run", columns=columns, **SMALL)
+
+
+def test_a_manifest_that_was_half_written_is_in_nobodys_way(gpt2, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".manifest.json.77.tmp").write_text("{")
+    assert run(gpt2, tmp_path / "run").complete
+
+
+def test_damaged_and_foreign_folders(gpt2, tmp_path, many_shards):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    with pytest.raises(tlens.InvalidInputError, match=r"holds 'a.txt' and no manifest"):
+        run(gpt2, tmp_path / "notes")
+    with pytest.raises(tlens.InvalidInputError, match="that is a file"):
+        run(gpt2, tmp_path / "notes" / "a.txt")
+    with pytest.raises(tlens.FileFormatError, match="no run was begun here"):
+        tlens.load_results(tmp_path / "notes")
+    results = run(gpt2, tmp_path / "run")
+    shard = tmp_path / "run" / "part-00001.parquet"
+    good, other = shard.read_bytes(), (tmp_path / "run" / "part-00000.parquet").read_bytes()
+    middle = len(good) // 3
+    flipped = good[:middle] + bytes([good[middle] ^ 255]) + good[middle + 1 :]
+    for damaged in (good[:-20], flipped, b"", other):
+        shard.write_bytes(damaged)
+        with pytest.raises(tlens.FileFormatError, match=r"part-00001.parquet: .*Delete it and run again"):
+            results.to_dataframe()
+    with pytest.raises(tlens.FileFormatError, match=r"part-00001"):
+        run(gpt2, tmp_path / "run")
+    shard.unlink()
+    run(gpt2, tmp_path / "run")
+    assert shard.read_bytes() == good
+    manifest = tmp_path / "run" / "manifest.json"
+    text = manifest.read_text()
+    for damaged, message in (
+        (text.replace("tensorlens_tl.dataset", "other"), "no manifest of this library"),
+        (text.replace('"version": 1', '"version": 99'), "newer"),
+        (text.replace('"method": "tensorlens"', '"method": "rollout"'), "its digest does not fit"),
+        (text[:100], "not a readable manifest"),
+        ("[]", "not a readable manifest"),
+    ):
+        manifest.write_text(damaged)
+        for ask in (lambda: tlens.load_results(tmp_path / "run"), lambda: run(gpt2, tmp_path / "run")):
+            with pytest.raises(tlens.FileFormatError, match=message):
+                ask()
+
+
+def test_a_full_disk_loses_nothing(gpt2, tmp_path, many_shards, monkeypatch):
+    import pyarrow.parquet as pq
+
+    written, write_table = [], pq.write_table
+
+    def full(table, path, **options):
+        if len(written) == 1:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(path)
+        write_table(table, path, **options)
+
+    monkeypatch.setattr(pq, "write_table", full)
+    with pytest.raises(OSError, match=r"part-00001.parquet: the disk is full"):
+        run(gpt2, tmp_path / "run")
+    left = sorted(file.name for file in (tmp_path / "run").iterdir())
+    assert left == ["locks", "manifest.json", "part-00000.parquet"]
+    monkeypatch.undo()
+    assert run(gpt2, tmp_path / "run").complete
+
+
+@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written(gpt2, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(tlens.InvalidInputError, match="cannot write there"):
+        run(gpt2, tmp_path / "locked" / "run")
+
+
+def test_asking_for_rows_that_are_not_there(gpt2, tmp_path):
+    results = run(gpt2, tmp_path / "run")
+    with pytest.raises(tlens.InvalidInputError, match="no row has the id 'r99'"):
+        results["r99"]
+
+
+# ------------------------------------------------------------------ processes
+
+WORKER = """
+import sys, time
+import torch
+torch.set_num_threads(1)
+import tensorlens_tl as tlens
+from tensorlens_tl.commands import main
+from tensorlens_tl.datasets import folder, job
+folder.BATCHES_PER_SHARD = 1
+slow, work = float(sys.argv[2]), job.attribute_rows
+def slowly(*args, **options):
+    time.sleep(slow)
+    return work(*args, **options)
+job.attribute_rows = slowly
+model = tlens.testing.tiny_model("bridge/gpt2")
+rows = [[3 + number % 40] * (1 + number % 8) for number in range(60)]
+print("ready", flush=True)
+tlens.attribute_dataset(model, rows, sys.argv[1], target=5, query=None, tokens_per_batch=16, progress=False)
+"""
+
+
+def worker(out, slow=0.0):
+    return subprocess.Popen([sys.executable, "-c", WORKER, str(out), str(slow)], stdout=subprocess.PIPE)
+
+
+def wait_for_shards(out, count):
+    for _ in range(1200):
+        if len(contents(out)) >= count:
+            return
+        time.sleep(0.05)
+    pytest.fail("no shard was written")
+
+
+@pytest.mark.whole
+def test_killed_and_resumed_and_two_at_once(tmp_path):
+    """`kill -9` at several moments, then two processes together: the same bytes as of an uninterrupted run."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    calm, process = worker(whole), worker(broken, slow=0.1)
+    wait_for_shards(broken, 2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert calm.wait(timeout=300) == 0
+    done = contents(broken)
+    assert 2 <= len(done) < len(contents(whole))
+    written = {name: (broken / name).stat().st_mtime_ns for name in done}
+    both = [worker(broken, slow=0.05), worker(broken, slow=0.05)]
+    assert [process.wait(timeout=300) for process in both] == [0, 0]
+    assert contents(broken) == contents(whole)
+    assert all((broken / name).stat().st_mtime_ns == when for name, when in written.items())  # not written again
+    assert not list(broken.glob(".*.tmp*"))
+
+
+# ------------------------------------------------------------------ other engines
+
+
+def load_tiny():
+    return tlens.testing.tiny_model("bridge/gpt2")
+
+
+def test_a_function_for_datasets_map(gpt2, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [*({"id": row["id"], "text": row["text"]} for row in ROWS), {"id": "bad", "text": [99]}]
+    results = run(gpt2, tmp_path / "run", rows[:-1], query=None)
+    attributor = tlens.BatchAttributor(lambda: gpt2, target=5, query=None)
+    made = datasets.Dataset.from_list(rows).map(
+        attributor,
+        batched=True,
+        batch_size=3,
+        remove_columns=["text"],
+        new_fingerprint="tiny",
+        load_from_cache_file=False,
+    )
+    for row in made:
+        if row["id"] == "bad":
+            assert "0 to 47" in row["error"]
+        else:
+            assert close(torch.tensor(row["scores"], dtype=torch.float64), results[row["id"]].scores.flatten())
+    with pytest.raises(tlens.InvalidInputError, match="no column 'id'"):
+        attributor({"text": [[3]]})
+
+
+@pytest.mark.parametrize(
+    ("load_model", "options", "message"),
+    [
+        ("gpt2", {}, "pass a function"),
+        (load_tiny, {"quer": 3}, "Did you mean 'query'"),
+        (load_tiny, {"columns": {"layers": "x"}}, "'layers' is not one of"),
+        (load_tiny, {"keep": "some"}, "keep='some'"),
+    ],
+    ids=["no function", "option", "column", "keep"],
+)
+def test_what_such_a_function_refuses(load_model, options, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        tlens.BatchAttributor(load_model, **options)
+
+
+def test_without_ray(gpt2, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(tlens.InvalidInputError, match=r"pip install 'tensorlens_tl\[ray\]'"):
+        run(gpt2, tmp_path / "run", engine="ray")
+    with pytest.raises(tlens.InvalidInputError, match="engine='spark'"):
+        run(gpt2, tmp_path / "other", engine="spark")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray = pytest.importorskip("ray")
+    here = Path(__file__).parent
+    path = {"PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}  # actors import this file
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": path})
+    yield ray
+    ray.shutdown()
+
+
+class DiesOnce:
+    """The model's loader, which makes its actor die at one shard, the first time."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __call__(self):
+        from tensorlens_tl.datasets import job
+
+        work = job.attribute_rows
+
+        def deadly(*args, **options):
+            if not self.mark.exists():
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return work(*args, **options)
+
+        job.attribute_rows = deadly
+        return tlens.testing.tiny_model("bridge/gpt2")
+
+
+@pytest.mark.whole
+def test_ray_gives_the_same_also_where_an_actor_dies(gpt2, tmp_path, many_shards, cluster):
+    run(gpt2, tmp_path / "here", query=None)
+    results = run(
+        gpt2, tmp_path / "ray", query=None, engine="ray", num_actors=2, load_model=DiesOnce(tmp_path / "died")
+    )
+    assert (tmp_path / "died").exists()
+    assert results.complete
+    assert contents(tmp_path / "ray") == contents(tmp_path / "here")
+
+
+@pytest.mark.whole
+def test_a_batch_attributor_in_ray_data(gpt2, tmp_path, cluster):
+    import ray.data
+
+    rows = [{"id": row["id"], "text": row["text"]} for row in ROWS]
+    results = run(gpt2, tmp_path / "run")
+    made = ray.data.from_items(rows).map_batches(
+        tlens.BatchAttributor, fn_constructor_args=(load_tiny,), fn_constructor_kwargs={"target": 5}, batch_size=2,
+        compute=ray.data.ActorPoolStrategy(size=1),
+    ).take_all()  # fmt: skip
+    assert len(made) == len(ROWS)
+    for row in made:
+        assert close(torch.tensor(row["scores"], dtype=torch.float64), results[row["id"]].scores.flatten())
+
+
+def test_the_command(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("name,prompt,answer\nx,Return the value of the, file\ny,,the\n")
+    words = ["dataset", str(tmp_path / "a.csv"), "-o", str(tmp_path / "run"), "--text", "prompt", "--id", "name"]
+    words += ["--target-column", "answer", "--query", "-1", "--option", "activation=tangent", "--keep", "top:3"]
+    with pytest.warns(UserWarning, match="1 of 2 rows failed"):
+        assert main(words) == 0
+    assert "2 rows in" in capsys.readouterr().out
+    made = tlens.load_results(tmp_path / "run")["x"]
+    assert made.options["activation"] == "tangent"
+    assert made.target == "logit of ' file'"
+    assert main([*words, "--option", "activation"]) == 1
+    assert "write NAME=VALUE" in capsys.readouterr().err

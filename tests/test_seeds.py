@@ -1,0 +1,67 @@
+"""An evaluation over several seeds: means of the same prompts, or the prompts of all seeds."""
+
+import pytest
+import torch
+
+import tensorlens_tl as tlens
+from tensorlens_tl import evaluate
+
+nan = float("nan")
+
+
+def made(seed, prompts=2, **changes):
+    """A metric, two methods; every value says which seed it is of."""
+    values = torch.arange(2.0 * prompts, dtype=torch.float64).reshape(1, 2, prompts) + 10 * seed
+    settings = {"seed": seed, "prompts": prompts + seed, "dropped": seed, "accuracy": prompts / (prompts + seed)}
+    facts = {"values": values, "metrics": {"score": True}, "methods": ["a", "b"]} | changes
+    return evaluate.Evaluation("test", units=[f"prompt {n}" for n in range(prompts)], settings=settings, **facts)
+
+
+def test_the_same_prompts_are_averaged():
+    """Each prompt's value is its mean over seeds: as many units as before, missing values left out."""
+    runs = [made(seed) for seed in (1, 2, 6)]
+    runs[1].values[0, 0, 0] = nan
+    result = evaluate.over_seeds(dict(zip((1, 2, 6), runs, strict=True)).__getitem__, (1, 2, 6))
+    assert result.values.tolist() == [[[35.0, 31.0], [32.0, 33.0]]]
+    assert result.units == ["prompt 0", "prompt 1"]
+    assert result.settings["seed"] == [1, 2, 6]
+
+
+def test_drawn_prompts_are_all_kept():
+    result = evaluate.over_seeds(lambda seed: made(seed, prompts=1 + seed), (0, 1), units="drawn")
+    assert result.values.tolist() == [[[0.0, 10.0, 11.0], [1.0, 12.0, 13.0]]]
+    assert result.units == ["seed 0, prompt 0", "seed 1, prompt 0", "seed 1, prompt 1"]
+    assert result.settings == {"seed": [0, 1], "prompts": 1 + 3, "dropped": 1, "accuracy": pytest.approx(3 / 4)}
+
+
+def test_a_random_order_scatters_less_over_seeds():
+    """What the mean is for: one seed's random order differs from another's, and the methods do not."""
+    model = tlens.load_demo_model(name="recall")
+    tokens = evaluate.recall(4, seed=1).tokens
+    methods = ["rollout attention", "random"]
+
+    def run(seed):
+        return evaluate.perturbation(model, tokens, methods, metrics=["hs_mse"], seed=seed)
+
+    runs = [run(seed) for seed in (0, 1)]
+    result = evaluate.over_seeds(run, (0, 1))
+    assert torch.equal(runs[0].values[0, 0], runs[1].values[0, 0])
+    assert not torch.equal(runs[0].values[0, 1], runs[1].values[0, 1])
+    torch.testing.assert_close(result.values, (runs[0].values + runs[1].values) / 2)
+    torch.testing.assert_close(result.curves, (runs[0].curves + runs[1].curves) / 2)
+    assert "over 4" in result.to_html()
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "message"),
+    [
+        (made, {"seeds": ()}, "pass different seeds"),
+        (made, {"seeds": (1, 1)}, "pass different seeds"),
+        (made, {"units": "other"}, "'same' or 'drawn'"),
+        (lambda seed: made(seed, prompts=1 + seed), {}, "seed 1 gives other metrics"),
+        (lambda seed: made(seed, methods=["a", f"b{seed}"]), {"units": "drawn"}, "seed 1 gives other metrics"),
+    ],
+)
+def test_runs_that_do_not_fit_are_refused(run, options, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        evaluate.over_seeds(run, **options)
