@@ -83,13 +83,14 @@ def test_flashtrace_leaves_the_value_bias_out(peer):
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("file", ["alti_logit_gpt2", "alti_logit_opt"])
-def test_alti_logit_is_its_authors(file):
+@pytest.mark.parametrize(("file", "atol"), [("alti_logit_gpt2", 1e-9), ("alti_logit_opt", 1e-6)])
+def test_alti_logit_is_its_authors(file, atol):
+    """OPT's softmax computes in float32 whatever the dtype, so that its patterns differ between processors."""
     frozen, theirs = stored(file)
     result = tlens.attribute(frozen, method="alti-logit", target=5, minus=9)
-    assert close(result.layers[:, 0, 0], theirs["layers"])
-    assert close(result.scores[0, 0], theirs["layers"].sum(0))
-    assert close(result.bias[0, 0], theirs["rest"])
+    assert close(result.layers[:, 0, 0], theirs["layers"], atol)
+    assert close(result.scores[0, 0], theirs["layers"].sum(0), atol)
+    assert close(result.bias[0, 0], theirs["rest"], atol)
 
 
 # ------------------------------------------------------------------ the formulas, one pair of tokens at a time
