@@ -209,16 +209,16 @@ class Attention(AffineMap):
 
 
 def mixed(
-    pattern: Float[Tensor, "batch head query key"], kv_heads: int, x: Float[Tensor, "row batch key kv_width"]
+    pattern: Float[Tensor, "batch head query key"], kv_heads: int, x: Float[Tensor, "row _ _ kv_width"]
 ) -> Float[Tensor, "row batch query width"]:
-    """Values mixed over positions by a pattern."""
+    """Values mixed over positions by a pattern; one batch row or one position of them serves all."""
     values = rearrange(x, "r b k (kv d) -> r b k kv d", kv=kv_heads)
     made = torch.einsum("bcgqk,rbkcd->rbqcgd", pattern.unflatten(1, (kv_heads, -1)), values)
     return made.flatten(3)
 
 
 def unmixed(
-    pattern: Float[Tensor, "batch head query key"], kv_heads: int, g: Float[Tensor, "row batch query width"]
+    pattern: Float[Tensor, "batch head query key"], kv_heads: int, g: Float[Tensor, "row _ _ width"]
 ) -> Float[Tensor, "row batch key kv_width"]:
     """The adjoint of `mixed`."""
     grouped = pattern.unflatten(1, (kv_heads, -1))

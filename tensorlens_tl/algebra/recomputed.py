@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -17,6 +17,7 @@ CHUNK_BYTES = 32 * 2**20
 """How much of a pattern is made at once; while it is made, some four times as much is allocated."""
 
 
+@runtime_checkable
 class PatternRows(Protocol):
     """What can make the rows of a pattern."""
 
