@@ -13,7 +13,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl.algebra import RowPositions, recomputed
 from tensorlens_tl.errors import NumericalError
 from tensorlens_tl.passes import held_scores, recompute
-from tensorlens_tl.testing import Allocations, check_map
+from tensorlens_tl.testing import Allocations, check_map, model_names
 from tensorlens_tl.testing.models import _bridge
 
 pytestmark = pytest.mark.numeric
@@ -23,8 +23,12 @@ REFUSED = {
     "bridge/qwen3-next": "gated delta rule",
     "bridge/deepseek-v3": "no readable W_Q",
 }
-SMALL = ("hooked/rotary", "hooked/alibi", "hooked/local", "hooked/sinks", "bridge/gemma2", "bridge/bert")
+OF_EVERY_KIND = ("hooked/rotary", "hooked/alibi", "hooked/local", "hooked/sinks", "bridge/gemma2", "bridge/bert")
+SMALL = tuple(name for name in OF_EVERY_KIND if name in model_names())
 """One of every way to make scores."""
+
+PLAIN = "hooked/ln" if "hooked/ln" in model_names() else "bridge/gpt2"
+ROTARY = "hooked/rotary" if "hooked/rotary" in model_names() else "bridge/llama"
 
 
 def few(name, chosen=("hooked/alibi", "bridge/gemma2")):
@@ -75,7 +79,9 @@ def test_the_same_numbers(name, model):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", [few(name) for name in (*SMALL, "bridge/neox", "encoder/bert")])
+@pytest.mark.parametrize(
+    "name", [few(name) for name in (*SMALL, "bridge/neox", *({"encoder/bert"} & set(model_names())))]
+)
 def test_padding(name, side, model_named):
     tokens, model = some_tokens(pos=9), model_named(name)
     prompts = {"input": [tokens[0].tolist(), tokens[1, :6].tolist()], "padding_side": side}
@@ -135,7 +141,7 @@ def test_the_map_passes_the_battery():
 
 @pytest.mark.parametrize("method", [few(method, ("tensorlens", "rollout")) for method in tlens.list_methods()])
 def test_every_method(method, model_named):
-    model, tokens = model_named("hooked/ln"), some_tokens()
+    model, tokens = model_named(PLAIN), some_tokens()
     options = {"method": method, "query": -1}
     known = tlens.get_method(method).options
     options |= {"target": 5} if "target" in known else {}
@@ -144,7 +150,7 @@ def test_every_method(method, model_named):
     assert close(made.scores, tlens.attribute(model, tokens, **options).scores)
 
 
-@pytest.mark.parametrize("name", [few(n, ("hooked/ln", "bridge/bert")) for n in ("hooked/ln", *SMALL)])
+@pytest.mark.parametrize("name", [few(n, (PLAIN, "bridge/bert")) for n in (PLAIN, *SMALL)])
 def test_the_live_model_is_held(name, model_named):
     model, tokens = model_named(name), some_tokens()
     kept, made = both(model, tokens)
@@ -158,7 +164,7 @@ def test_the_live_model_is_held(name, model_named):
 
 
 def test_circuits_and_cuts(model_named):
-    model, tokens = model_named("hooked/rotary"), some_tokens()[:1]
+    model, tokens = model_named(ROTARY), some_tokens()[:1]
     kept, made = both(model, tokens)
     for ask in (
         lambda frozen: tlens.circuits.logit_attribution(frozen, 5, by="head").scores,
@@ -168,14 +174,14 @@ def test_circuits_and_cuts(model_named):
         lambda frozen: tlens.implicit_attention(frozen, 1),
         lambda frozen: tlens.circuits.qk_reading.score_reading(frozen, 1).scores(frozen.resid_read(1)),
     ):
-        assert close(ask(made), ask(kept))
+        assert close(ask(made), ask(kept), atol=10 * within(ROTARY))
 
 
 def square(tensor, length):
     return sum(size == length for size in tensor.shape) >= 2
 
 
-@pytest.mark.parametrize("name", ["hooked/ln", "bridge/llama"])
+@pytest.mark.parametrize("name", [PLAIN, "bridge/llama"])
 def test_nothing_quadratic_is_alive(name, model_named):
     model, length = model_named(name), 11
     tokens = some_tokens(pos=length)
@@ -201,7 +207,7 @@ def test_nothing_quadratic_is_alive(name, model_named):
 
 
 def test_what_is_not_recomputed_is_refused(model_named):
-    model, tokens = model_named("hooked/ln"), some_tokens()
+    model, tokens = model_named(PLAIN), some_tokens()
     with pytest.raises(tlens.InvalidInputError, match="patterns='never'; use 'keep' or 'recompute'"):
         tlens.freeze(model, tokens, patterns="never")
     _, cache = model.run_with_cache(tokens)
@@ -211,9 +217,10 @@ def test_what_is_not_recomputed_is_refused(model_named):
         tlens.freeze(model_named("bridge/bart"), tokens, decoder_input_ids=tokens, patterns="recompute")
 
 
+@pytest.mark.skipif(PLAIN != "hooked/ln", reason="needs TransformerLens 3.9")
 def test_a_pattern_that_something_else_makes_is_refused(model_named):
     """A hook that changes the scores is followed by a pattern that is kept; queries and keys do not give it."""
-    model, tokens = model_named("hooked/ln"), some_tokens()
+    model, tokens = model_named(PLAIN), some_tokens()
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_attn_scores", lambda scores, hook: scores * 1.5)]):
         tlens.freeze(model, tokens)
         before = hooks_left(model)
@@ -226,7 +233,7 @@ def test_a_pattern_that_something_else_makes_is_refused(model_named):
 
 
 def test_what_is_stored_on_the_cpu_is_the_same(model_named):
-    model, tokens = model_named("hooked/ln"), some_tokens()
+    model, tokens = model_named(PLAIN), some_tokens()
     kept, made = both(model, tokens, store="cpu")
     assert close(made.operator().in_out().scores, kept.operator().in_out().scores)
 
