@@ -79,7 +79,7 @@ def test_the_same_numbers(name, model):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(
+@pytest.mark.parametrize("name", [few(name) for name in (*SMALL, "bridge/neox")])
     "name", [few(name) for name in (*SMALL, "bridge/neox", *({"encoder/bert"} & set(model_names())))]
 )
 def test_padding(name, side, model_named):
