@@ -80,8 +80,6 @@ def test_the_same_numbers(name, model):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", [few(name) for name in (*SMALL, "bridge/neox")])
-    "name", [few(name) for name in (*SMALL, "bridge/neox", *({"encoder/bert"} & set(model_names())))]
-)
 def test_padding(name, side, model_named):
     tokens, model = some_tokens(pos=9), model_named(name)
     prompts = {"input": [tokens[0].tolist(), tokens[1, :6].tolist()], "padding_side": side}
