@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from browser import CLICK, SLIDE, chromium
-from shapes import Shape, bert_base, embedded, gpt2_small, llama_160m, mixture, small_neox
+from shapes import Shape, bert_base, embedded, embedded_longer, gpt2_small, llama_160m, mixture, small_neox
 from timing import LEAST_SHARE, beside_a_product, interleaved
 
 import tensorlens_tl as tlens
@@ -322,6 +322,63 @@ def growth() -> Lines:
         everything = interleaved({"all": lambda op=op: op.target(5, query=None)}, 1)["all"] / length**2
         base = base or [one, everything]
         yield row(length, 1000 * one, one / base[0], 1000 * everything, everything / base[1])
+
+
+def long_prompts() -> Lines:
+    """## Long prompts
+
+    Bytes in MiB, counted as tensors are allocated: what a plain forward allocates at most, what a pass keeps, the most
+    that freezing (without the plain forward's weights) and a target allocate, and what one layer's pattern takes. Times
+    of a target in forwards. Rows whose patterns alone would exceed 4 GiB are left out.
+    """
+    torch.set_num_threads(THREADS[-1])
+    yield table(
+        "shape", "tokens", "patterns", "one pattern", "forward", "kept", "freezing", "target", "freeze ÷ forward",
+        "target ÷ forward",
+    )  # fmt: skip
+    for make, lengths in ((embedded_longer, (1024, 2048, 4096, 8192)), (gpt2_long, (1024, 2048, 4096))):
+        shape = make(lengths[-1])
+        for length in lengths:
+            ids = shape.tokens(length)
+            with Allocations() as plainly:
+                shape.forward(ids)
+            for patterns in ("keep", "recompute"):
+                one = 4 * shape.model.cfg.n_heads * length**2
+                if patterns == "keep" and one * shape.layers > 4 * 2**30:
+                    continue
+                with Allocations() as freezing:
+                    frozen = tlens.freeze(shape.model, ids, patterns=patterns)
+                held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept_by(frozen)}
+                with Allocations() as asking:
+                    frozen.operator().target(5)
+                calls = {
+                    "forward": lambda ids=ids, shape=shape: shape.forward(ids),
+                    "freeze": lambda ids=ids, shape=shape, how=patterns: tlens.freeze(shape.model, ids, patterns=how),
+                    "target": lambda frozen=frozen: frozen.operator().target(5),
+                }
+                seconds = interleaved(calls, 1)
+                sizes = (one, plainly.peak, sum(held.values()), freezing.peak, asking.peak)
+                yield row(
+                    shape.name,
+                    length,
+                    patterns,
+                    *(round(size / 2**20) for size in sizes),
+                    seconds["freeze"] / seconds["forward"],
+                    seconds["target"] / seconds["forward"],
+                )
+                del frozen, calls
+
+
+def gpt2_long(context: int) -> Shape:
+    """GPT-2 small's shape with a longer context."""
+    return gpt2_small(context=context)
+
+
+def kept_by(frozen: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that a pass keeps of its run."""
+    yield from frozen.cache.values()
+    for held in frozen.held_scores.values():
+        yield from (held.queries, held.keys, held.sums)
 
 
 def batches() -> Lines:
@@ -825,6 +882,7 @@ SECTIONS = (
     probes,
     bounded,
     growth,
+    long_prompts,
     batches,
     methods,
     perturbing,

@@ -1,7 +1,7 @@
 """The models that are measured: real shapes, random weights where real ones cannot be had."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,21 @@ def embedded() -> Shape:
     return Shape("embedded", model, forward, 128, 4, 12 * 128**2, 10 * 128**2)
 
 
+def embedded_longer(context: int) -> Shape:
+    """The embedded model's shape with a longer context, random weights."""
+    from transformer_lens import HookedTransformer
+
+    torch.manual_seed(0)
+    config = replace(tlens.load_demo_model().cfg, n_ctx=context, tokenizer_name=None, init_weights=True)
+    model = HookedTransformer(config).eval()
+
+    def forward(ids: torch.Tensor) -> None:
+        with torch.no_grad():
+            model(ids, stop_at_layer=4)
+
+    return Shape("embedded", model, forward, 128, 4, 12 * 128**2, 10 * 128**2)
+
+
 def plain(body: Any) -> Callable[[torch.Tensor], Any]:
     """The Hugging Face body by itself, without hooks: the fastest forward there is."""
 
@@ -61,11 +76,11 @@ def plain(body: Any) -> Callable[[torch.Tensor], Any]:
     return forward
 
 
-def gpt2_small(layers: int = 12) -> Shape:
+def gpt2_small(layers: int = 12, context: int = 1024) -> Shape:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=layers, attn_implementation="eager", use_cache=False)
+    config = GPT2Config(n_layer=layers, n_positions=context, attn_implementation="eager", use_cache=False)
     body = GPT2LMHeadModel(config).eval().transformer
     model = bridge(GPT2LMHeadModel(config), "GPT2LMHeadModel", config)
     return Shape("GPT-2 small", model, plain(body), 768, layers, 12 * 768**2, 10 * 768**2)

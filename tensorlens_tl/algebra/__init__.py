@@ -4,6 +4,7 @@
 | --- | --- |
 | `maps` | what is an affine map, and how do maps combine? |
 | `primitives` | which maps is everything made of? |
+| `recomputed` | what attends by a pattern that is made anew, a few queries at a time? |
 | `routing` | what acts on some tokens only? |
 | `recursion` | what passes from each position to the next? |
 | `state_space` | what do state-space layers pass on, with their gates held? |
@@ -27,6 +28,7 @@ from tensorlens_tl.algebra.maps import (
 )
 from tensorlens_tl.algebra.positions import RowPositions, Where
 from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm
+from tensorlens_tl.algebra.recomputed import AnyAttention, RecomputedAttention
 from tensorlens_tl.algebra.recursion import DiagonalRecursion, Recursion
 from tensorlens_tl.algebra.routing import Beside, Branch, GroupSum, Routed
 from tensorlens_tl.algebra.state_space import CausalConvolution, SelectiveScan
@@ -34,6 +36,7 @@ from tensorlens_tl.algebra.state_space import CausalConvolution, SelectiveScan
 __all__ = [
     "ZERO",
     "AffineMap",
+    "AnyAttention",
     "Attention",
     "Beside",
     "Branch",
@@ -47,6 +50,7 @@ __all__ = [
     "MixingMap",
     "Norm",
     "PositionwiseMap",
+    "RecomputedAttention",
     "Recursion",
     "Routed",
     "RowPositions",

@@ -158,6 +158,15 @@ class Attention(AffineMap):
     def positions(self) -> int | None:
         return self.pattern.shape[-1]
 
+    @property
+    def n_heads(self) -> int:
+        """How many heads mix."""
+        return self.pattern.shape[1]
+
+    def of_head(self, head: int) -> "Attention":
+        """One head alone: it mixes the values of its key-value head."""
+        return Attention(self.pattern[:, head : head + 1], 1)
+
     def __repr__(self) -> str:
         _, heads, query, key = self.pattern.shape
         return f"Attention({heads} heads, {query} × {key})"
@@ -179,18 +188,17 @@ class Attention(AffineMap):
         return largest_singular_value(rearrange(self.pattern, "b (kv group) q k -> b kv (group q) k", kv=self.kv_heads))
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        values = rearrange(x.reshape(-1, *x.shape[-3:]), "r b k (kv d) -> r b k kv d", kv=self.kv_heads)
-        mixed = torch.einsum("bcgqk,rbkcd->rbqcgd", self._grouped(self.pattern), values)
-        return mixed.reshape(*x.shape[:-3], *mixed.shape[1:3], -1)
+        made = mixed(self.pattern, self.kv_heads, x.reshape(-1, *x.shape[-3:]))
+        return made.reshape(*x.shape[:-3], *made.shape[1:])
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        mixed = self._pulled(self.pattern, g.reshape(-1, *g.shape[-3:]))
-        return mixed.reshape(*g.shape[:-3], *mixed.shape[1:])
+        pulled = unmixed(self.pattern, self.kv_heads, g.reshape(-1, *g.shape[-3:]))
+        return pulled.reshape(*g.shape[:-3], *pulled.shape[1:])
 
     def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
         keys = self.pattern[..., there]
         if not isinstance(here, RowPositions):
-            return self._pulled(keys[:, :, here], g)
+            return unmixed(keys[:, :, here], self.kv_heads, g)
         rows = here.positions
         index = torch.arange(rows.shape[1], device=rows.device)
         pattern = rearrange(keys[index, :, rows], "r b (kv group) k -> r b kv group k", kv=self.kv_heads)
@@ -199,13 +207,23 @@ class Attention(AffineMap):
             return torch.einsum("bcgk,rbcgd->rbkcd", pattern[0], heads).flatten(-2)
         return torch.einsum("rbcgk,rbcgd->rbkcd", pattern, heads).flatten(-2)
 
-    def _grouped(self, pattern: Tensor) -> Tensor:
-        return rearrange(pattern, "b (kv group) q k -> b kv group q k", kv=self.kv_heads)
 
-    def _pulled(self, pattern: Tensor, g: Float[Tensor, "row batch query width"]) -> Float[Tensor, "row batch key d"]:
-        grouped = self._grouped(pattern)
-        heads = rearrange(g, "r b q (kv group d) -> r b q kv group d", kv=self.kv_heads, group=grouped.shape[2])
-        return torch.einsum("bcgqk,rbqcgd->rbkcd", grouped, heads).flatten(-2)
+def mixed(
+    pattern: Float[Tensor, "batch head query key"], kv_heads: int, x: Float[Tensor, "row _ _ kv_width"]
+) -> Float[Tensor, "row batch query width"]:
+    """Values mixed over positions by a pattern; one batch row or one position of them serves all."""
+    values = rearrange(x, "r b k (kv d) -> r b k kv d", kv=kv_heads)
+    made = torch.einsum("bcgqk,rbkcd->rbqcgd", pattern.unflatten(1, (kv_heads, -1)), values)
+    return made.flatten(3)
+
+
+def unmixed(
+    pattern: Float[Tensor, "batch head query key"], kv_heads: int, g: Float[Tensor, "row _ _ width"]
+) -> Float[Tensor, "row batch key kv_width"]:
+    """The adjoint of `mixed`."""
+    grouped = pattern.unflatten(1, (kv_heads, -1))
+    heads = rearrange(g, "r b q (kv group d) -> r b q kv group d", kv=kv_heads, group=grouped.shape[2])
+    return torch.einsum("bcgqk,rbqcgd->rbkcd", grouped, heads).flatten(-2)
 
 
 def largest_singular_value(matrix: Float[Tensor, "*batch rows columns"]) -> float:

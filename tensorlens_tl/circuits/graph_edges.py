@@ -7,7 +7,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Attention, Chain
+from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits.graph_nodes import Node, row_of, rows_alone
@@ -100,11 +100,11 @@ class Edges:
     ) -> None:
         """Edges into heads, from every position that they read; arguments as in `into_positionwise`."""
         *before, mix = sublayer.read.stages
-        assert isinstance(mix, Attention)
+        assert isinstance(mix, AnyAttention)
         pos = outputs.shape[1]
         at = torch.arange(pos, device=outputs.device)
         values = rearrange(Chain(tuple(before)).push(outputs[:, None])[:, 0], "m k (kv d) -> kv m k d", kv=mix.kv_heads)
-        asked = sublayer.split(met[0, 0])
+        asked, pattern = sublayer.split(met[0, 0]), mix.pattern
         chunk = max(1, EDGE_BYTES // (pos * pos * outputs.element_size()))
         for head, node in enumerate(nodes):
             rows = first + row_of(node.chosen, pos)  # which row a source token's share goes to, [query, key]
@@ -112,9 +112,7 @@ class Edges:
             entering = torch.zeros(len(node.weights), pos).to(outputs)
             own = values[head // (len(nodes) // mix.kv_heads)]
             for start in range(0, len(outputs), chunk):
-                weights = mix.pattern[0, head] * (
-                    asked[:, head] @ own[start : start + chunk].mT
-                )  # [source, query, key]
+                weights = pattern[0, head] * (asked[:, head] @ own[start : start + chunk].mT)  # [source, query, key]
                 entering.T.scatter_add_(1, rows - first, weights.abs().sum(0).to(entering))
                 source = carried[start : start + len(weights)] * pos
                 self.keep(source[:, None, None] + at, ends, weights)

@@ -14,7 +14,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import Attention, Chain
+from tensorlens_tl.algebra import AnyAttention, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.steps import Sublayer
 from tensorlens_tl.circuits.stream import token_pairs
@@ -165,9 +165,10 @@ def head_values(
 ) -> tuple[Float[Tensor, "head query key"], Float[Tensor, "head key d_head"]]:
     """The pattern and the values of each head of one prompt."""
     *before, mix = sublayer.read.stages
-    assert isinstance(mix, Attention)
+    assert isinstance(mix, AnyAttention)
     values = rearrange(Chain(tuple(before))(x)[0], "k (kv d) -> kv k d", kv=mix.kv_heads)
-    return mix.pattern[0], values.repeat_interleave(mix.pattern.shape[1] // mix.kv_heads, dim=0)
+    pattern = mix.pattern[0]
+    return pattern, values.repeat_interleave(len(pattern) // mix.kv_heads, dim=0)
 
 
 def row_of(chosen: Int[Tensor, "slot query"], keys: int) -> Int[Tensor, "query key"]:

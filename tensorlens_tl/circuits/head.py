@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Attention, Chain, Linear, Norm
+from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm
 from tensorlens_tl.algebra.memory import check_size
 from tensorlens_tl.circuits.stream import Stream, stream_target, token_pairs
 from tensorlens_tl.errors import UnsupportedModelError
@@ -160,7 +160,7 @@ def head_map(
         unscaled.append(Norm(torch.ones_like(norm.scale[:1, :1]), norm.gain, None, norm.centre))
         scale = scale * norm.scale.to(scale)
     *before, mix = read.stages
-    assert isinstance(mix, Attention)
+    assert isinstance(mix, AnyAttention)
     vectors = Chain((*before, *unscaled))(stream.x[number])
     alone = Chain((*read.stages, *linear))
     return HeadMap(frozen, layer, head, alone, mix.pattern[:, 0], vectors, scale, stream, activation)

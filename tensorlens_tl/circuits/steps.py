@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import (
     ZERO,
     AffineMap,
-    Attention,
+    AnyAttention,
     Beside,
     Chain,
     Diagonal,
@@ -89,13 +89,13 @@ class Sublayer:
             factors.insert(0, values)
             values = before.pop()
         assert isinstance(values, Linear)
-        assert isinstance(mix, Attention)
-        group = mix.pattern.shape[1] // mix.kv_heads
+        assert isinstance(mix, AnyAttention)
+        group = mix.n_heads // mix.kv_heads
         width = values.weight.shape[1] // mix.kv_heads
         kept = slice(node // group * width, (node // group + 1) * width)
         own = Linear(values.weight[:, kept], None if values.offset is None else values.offset[kept])
         scaled = (Diagonal(factor.factor[..., kept]) for factor in factors)
-        return Chain((*before, own, *scaled, Attention(mix.pattern[:, node : node + 1], 1)))
+        return Chain((*before, own, *scaled, mix.of_head(node)))
 
 
 @dataclass(frozen=True, eq=False)

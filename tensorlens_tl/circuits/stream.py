@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import (
-    Attention,
+    AnyAttention,
     Chain,
 )
 from tensorlens_tl.algebra.numerics import upcast
@@ -317,10 +317,11 @@ def token_pairs(
     ``A^h_ij ⟨met_i^h, v_j^h⟩``: summed over keys, the inner product of `met` with the hidden vector.
     """
     *before, mix = sublayer.read.stages
-    assert isinstance(mix, Attention)
+    assert isinstance(mix, AnyAttention)
     values = rearrange(Chain(tuple(before))(x), "b k (kv d) -> b kv k d", kv=mix.kv_heads)
-    values = values.repeat_interleave(mix.pattern.shape[1] // mix.kv_heads, dim=1)
-    return mix.pattern * (rearrange(sublayer.split(met), "... q h d -> ... h q d") @ values.mT)
+    pattern = mix.pattern
+    values = values.repeat_interleave(pattern.shape[1] // mix.kv_heads, dim=1)
+    return pattern * (rearrange(sublayer.split(met), "... q h d -> ... h q d") @ values.mT)
 
 
 def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch 1"]:

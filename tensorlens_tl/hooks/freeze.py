@@ -20,12 +20,15 @@ from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, Ends
 from tensorlens_tl.hooks.running import FwdHook, in_this_thread, is_own_run, run
 from tensorlens_tl.models.activations import Coefficients
 
+Held = Tensor | Callable[[], Tensor]
+"""What is held: a tensor, or what makes it anew in every run."""
 
-def replace(name: str, value: Tensor) -> FwdHook:
+
+def replace(name: str, value: Held) -> FwdHook:
     """A hook that puts `value` in place of the live activation; a batch of 1 serves any batch."""
 
     def hook(live: Tensor, *, hook: Any) -> Tensor:
-        return _like(value, live, name).expand(live.shape)
+        return _like(value if isinstance(value, Tensor) else value(), live, name).expand(live.shape)
 
     return name, _marked(hook)
 
@@ -39,7 +42,7 @@ def leave_out(name: str, padding: Tensor) -> FwdHook:
     return name, _marked(hook)
 
 
-def attention_hooks(points: AttentionPoints, pattern: Tensor, takes_effect: bool) -> list[FwdHook]:
+def attention_hooks(points: AttentionPoints, pattern: Held, takes_effect: bool) -> list[FwdHook]:
     """Hooks that hold one layer's pattern fixed, at `hook_pattern` where that takes effect, else at `hook_z`."""
     if takes_effect:
         return [replace(points.pattern, pattern)]
@@ -55,7 +58,7 @@ def attention_hooks(points: AttentionPoints, pattern: Tensor, takes_effect: bool
         if v is None:
             _check_fired(points.value, fired)
             return None  # a Bridge in compatibility mode calls a hook once for each of its point's names
-        held = _like(pattern, v, points.pattern, batch_only=True)
+        held = _like(pattern if isinstance(pattern, Tensor) else pattern(), v, points.pattern, batch_only=True)
         grouped = rearrange(held, "b (kv group) q k -> b kv group q k", kv=v.shape[2])
         mixed = torch.einsum("bcgqk,bkcd->bqcgd", grouped, v)
         return mixed.reshape(z.shape)

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import Attention, CausalConvolution, Chain, Diagonal, SelectiveScan, Sum
+from tensorlens_tl.algebra import AnyAttention, CausalConvolution, Chain, Diagonal, SelectiveScan, Sum
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.frozen import PassLike
@@ -68,7 +68,7 @@ def _of_heads(mixer: Chain, channels: bool, memory: Memory) -> tuple[Tensor, boo
     """The same with padding, and whether every channel is a head of its own."""
     terms = [term for stage in mixer.stages for term in (stage.terms if isinstance(stage, Sum) else (stage,))]
     for term in terms:
-        if isinstance(term, Attention):
+        if isinstance(term, AnyAttention):
             return term.pattern, False
         if isinstance(term, SelectiveScan):
             if term.head_dim > 1 or channels:

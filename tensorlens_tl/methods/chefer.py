@@ -60,7 +60,7 @@ def chefer(
     asked = AskedLogits(frozen, target, minus, query)
     in_bytes(memory)
     x, queries = frozen.resid_pre(0), asked.positions.shape[1]
-    patterns = sum(site.pattern.numel() for site in sites)
+    patterns = len(sites) * max(site.numbers for site in sites)
     # autograd keeps every layer's activations
     per_query = (16 * frozen.n_layers * x.numel() + 6 * patterns) * x.element_size()
     made = [
@@ -133,7 +133,9 @@ class _Site:
                 "decompx) and input-x-gradient work."
             )
         assert points.heads is not None
-        self.pattern = frozen.pattern(layer)
+        self.frozen, self.layer = frozen, layer
+        length = frozen.tokens.shape[1]
+        self.numbers = len(frozen.tokens) * block.attention.heads * length * length  # of its pattern
         self.values: Tensor | None = None
         self.output: Tensor | None = None
         self.name, self.values_at, self.out = points.heads.z, points.heads.value, None
@@ -161,7 +163,7 @@ class _Site:
         assert self.values is not None
         if self.out is not None:  # the weights read have the factor that the block multiplies its branches by
             gradient = self.out.pull(gradient.transpose(0, 1)).transpose(0, 1) / self.factor
-        A = self.pattern.to(upcast(gradient))
+        A = self.frozen.pattern(self.layer).to(upcast(gradient))
         batch, heads = A.shape[:2]
         v = self.values.to(A).reshape(-1, A.shape[-1], self.values.shape[2:].numel())[:batch]
         by_z = rearrange(gradient.to(A).flatten(3), "b c q (h d) -> b c h q d", h=heads)

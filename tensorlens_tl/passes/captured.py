@@ -15,6 +15,7 @@ from tensorlens_tl.models.layouts import Layout
 from tensorlens_tl.models.protocol import HookedModel
 from tensorlens_tl.models.state import WeightState
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.held_scores import HeldScores
 from tensorlens_tl.passes.prompts import Prompt
 
 
@@ -34,6 +35,7 @@ class Captured:
             ``"head"``, and ``"unembed"`` (of the tokens whose logits were compared: the last ones, and those asked
             about since).
         tolerance: the largest error a proof may show.
+        held_scores: of a pass frozen with ``patterns="recompute"``, what each pattern is made from, by hook-point name.
     """
 
     view: ModelView
@@ -46,6 +48,7 @@ class Captured:
     errors: dict[str, float] = field(default_factory=dict)
     tolerance: float = 1e-4
     logits_compared: Tensor | None = None
+    held_scores: dict[str, HeldScores] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ the model and the prompt
 
@@ -98,6 +101,9 @@ class Captured:
 
     def captured(self, name: str) -> Tensor:
         """The activation kept at one hook point, on the prompt's device, with batch and position apart."""
+        if name not in self.cache and name in self.held_scores:
+            held = self.held_scores[name]
+            return held.attention(held.sums.dtype).pattern
         tensor = self.cache[name].to(self.tokens.device)
         # OPT flattens batch and position inside its MLP, and experts are called with them flattened.
         return tensor if tensor.ndim > 2 else tensor.reshape(len(self.tokens), -1, tensor.shape[-1])
@@ -188,6 +194,16 @@ class Captured:
             raise AssertionError(layer)
         return self.captured(name)
 
+    def pattern_rows(self, layer: int, length: int) -> Float[Tensor, "batch head query key"]:
+        """The pattern's rows of the first queries, and no more of it where it is recomputed."""
+        name = self.points.blocks[layer].pattern
+        if name is None or name in self.cache or name not in self.held_scores:
+            return self.pattern(layer)[:, :, :length]
+        held, (batch, pos) = self.held_scores[name], self.tokens.shape
+        at = torch.arange(min(length, pos), device=held.queries.device)
+        rows = held.rows(at.expand(batch, -1), held.sums.dtype)
+        return torch.nn.functional.pad(rows, (0, pos - rows.shape[-1]))
+
     def cross_pattern(self, layer: int) -> Float[Tensor, "batch head decoder encoder"]:
         """The probabilities by which a decoder block of an encoder–decoder attends to the encoder's positions.
 
@@ -207,5 +223,12 @@ class Captured:
     @cached_property
     def causal(self) -> bool:
         """Whether no layer attends forwards."""
-        attending = [layer for layer, points in enumerate(self.points.blocks) if points.pattern is not None]
-        return self.sides is None and not any(bool(self.pattern(layer).triu(1).any()) for layer in attending)
+        return self.sides is None and not any(
+            self._looks_ahead(points.pattern) for points in self.points.blocks if points.pattern is not None
+        )
+
+    def _looks_ahead(self, pattern: str) -> bool:
+        """Whether a pattern has weight on later tokens; one that is recomputed says so without being made."""
+        if pattern not in self.cache and pattern in self.held_scores:
+            return self.held_scores[pattern].ahead != 0
+        return bool(self.captured(pattern).triu(1).any())

@@ -6,6 +6,7 @@ numbers; at the end come the proofs (`tensorlens_tl.passes.proof`).
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,8 +35,10 @@ from tensorlens_tl.models.protocol import HookedModel, ModelLike
 from tensorlens_tl.models.state import WeightState, refuse_devices, refuse_dropout
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.pattern_checks import check_pattern, looks_ahead
 from tensorlens_tl.passes.prompts import Prompt, prepare, query_positions
 from tensorlens_tl.passes.proof import compare_logits, prove
+from tensorlens_tl.passes.recompute import PatternReader, refuse_unreadable
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -55,6 +58,7 @@ def freeze(
     model_inputs: Any = None,
     cache: Any = None,
     store: str = "model",
+    patterns: str = "keep",
     verify: bool = True,
     tolerance: Any = None,
 ) -> FrozenPass:
@@ -82,6 +86,9 @@ def freeze(
         cache: the ActivationCache of an earlier ``run_with_cache`` on the same input, kept instead of this run's
             activations; each of them is compared with this run's.
         store: ``"cpu"`` keeps the captured activations off the model's device.
+        patterns: ``"recompute"`` keeps queries and keys instead of attention patterns, so that memory grows with the
+            prompt's length and not with its square: a layer's pattern is made anew, a few queries at a time, when it is
+            used. Every one is compared with the model's own while the pass runs.
         verify: prove every block against the model's own output; False proves only the first.
         tolerance: largest relative error a block may show; None takes `TOLERANCE` for the model's dtype.
 
@@ -96,6 +103,10 @@ def freeze(
     """
     if store not in ("model", "cpu"):
         raise InvalidInputError(f"store={store!r}; use 'model' or 'cpu'.")
+    if patterns not in ("keep", "recompute"):
+        raise InvalidInputError(f"patterns={patterns!r}; use 'keep' or 'recompute'.")
+    if patterns == "recompute" and cache is not None:
+        raise InvalidInputError("cache: patterns='recompute' sees patterns while the model runs; leave one out.")
     if tolerance is not None and (not isinstance(tolerance, int | float) or not tolerance > 0):
         raise InvalidInputError(f"tolerance={tolerance!r}; pass a positive number, or None for the dtype's own.")
     # what is kept must be usable with gradients later, also when the caller is in inference mode
@@ -116,22 +127,27 @@ def freeze(
                 padding_side=padding_side,
                 model_inputs=model_inputs,
             )
+            if patterns == "recompute":
+                refuse_unreadable(view)
+            allowed = partial(_tolerance, tolerance)
             points, last = model_points(view), query_positions(prompt, -1)
             logits = logit_hooks(view.model, points.unembed_in, prompt.in_logits(last))
+            reader = None
             if cache is None:
-                kept, made = _captured(view, prompt, points, store, logits)
+                reader = PatternReader(view, points, prompt, store, allowed) if patterns == "recompute" else None
+                kept, made = _captured(view, prompt, points, store, logits, reader)
             else:
                 hooked = [name for name in points.captured if name not in points.calls]
                 kept, made = from_cache(cache, hooked, len(prompt.tokens), _lengths(view, prompt, points)), None
             frozen = FrozenPass(view, points, prompt, kept, WeightState.of(view.model), other_hooks(view.model))
             _check_width(frozen)
             _check_dtype(frozen)
-            frozen.tolerance = TOLERANCE.get(frozen.resid_pre(0).dtype, 1e-4) if tolerance is None else tolerance
+            frozen.tolerance, frozen.held_scores = allowed(frozen.resid_pre(0).dtype), reader.scores if reader else {}
             if cache is not None:
                 made = _compare_with_own_run(frozen, logits)
-            _check_padding(view.model, prompt, points, kept)
+            _check_padding(view.model, prompt, points, frozen)
             _check_growth(frozen)
-            check_finite({name: kept[name] for name in points.captured})
+            check_finite({name: kept[name] for name in points.captured if name in kept})
             prove(frozen, verify)
             _warn_of_ties(frozen, {name: kept.pop(name) for name in points.routers if name in kept})
             if points.unembed_in is not None:
@@ -141,8 +157,18 @@ def freeze(
     return frozen
 
 
+def _tolerance(given: float | None, dtype: torch.dtype) -> float:
+    """What was asked for, or the dtype's own."""
+    return TOLERANCE.get(dtype, 1e-4) if given is None else given
+
+
 def _captured(
-    view: ModelView, prompt: Prompt, points: ModelPoints, store: str, hooks: list[FwdHook]
+    view: ModelView,
+    prompt: Prompt,
+    points: ModelPoints,
+    store: str,
+    hooks: list[FwdHook],
+    reader: PatternReader | None,
 ) -> tuple[dict[str, Tensor], Any]:
     """What the pass keeps, and the model's logits.
 
@@ -151,7 +177,10 @@ def _captured(
     """
     try:
         names, calls = [*points.captured, *points.routers], {**points.calls, **points.routers}
-        return capture(view.model, prompt.kwargs, names, store=store, hooks=hooks, calls=calls)
+        if reader is None:
+            return capture(view.model, prompt.kwargs, names, store=store, hooks=hooks, calls=calls)
+        made = observe(view.model, prompt.kwargs, names, reader.see, hooks=[*hooks, *reader.hooks()], calls=calls)
+        return reader.kept, made
     except ValueError as error:
         if isinstance(error, TensorLensError) or not view.is_encoder_decoder:
             raise
@@ -287,7 +316,7 @@ def _check_width(frozen: FrozenPass) -> None:
         )
 
 
-def _check_padding(model: HookedModel, prompt: Prompt, points: ModelPoints, kept: Mapping[str, Tensor]) -> None:
+def _check_padding(model: HookedModel, prompt: Prompt, points: ModelPoints, frozen: FrozenPass) -> None:
     """Refuse padding that the model does not handle: weight on padded tokens, or NaN that padding brought."""
     if bool(prompt.mask.all()):
         return
@@ -298,39 +327,21 @@ def _check_padding(model: HookedModel, prompt: Prompt, points: ModelPoints, kept
         keys = {} if block.pattern is None else {block.pattern: own}
         keys |= {} if block.cross is None else {block.cross.pattern: slice(0, start)}
         for name, seen in keys.items():
-            _check_pattern(name, kept[name].to(prompt.mask.device), prompt.mask[:, own], prompt.mask[:, seen])
+            if name in frozen.cache:  # else it was checked when it was seen
+                check_pattern(name, frozen.captured(name), prompt.mask[:, own], prompt.mask[:, seen])
     first = points.blocks[0].pattern
     if (
         first is None
         or encoder_layers
-        or not _looks_ahead(kept[first].to(prompt.mask.device) * prompt.mask[:, None, :, None])
+        or not (looks_ahead(frozen.captured(first), prompt.mask) if first in frozen.cache else not frozen.causal)
     ):
         return
     # GPT-1's Bridge is bidirectional when it is given a mask, and only then
     short = {name: value for name, value in prompt.kwargs.items() if "attention_mask" not in name}
     short = {name: value[:1, :2] if isinstance(value, Tensor) else value for name, value in short.items()}
     alone, _ = capture(model, short, [first], last=first)
-    if prompt.tokens.shape[1] > 1 and not _looks_ahead(alone[first]):
+    if prompt.tokens.shape[1] > 1 and not bool(alone[first].triu(1).any()):
         raise UnsupportedModelError(
             f"{first} puts weight on later tokens when the model is given an attention mask, and on none without one: "
             "this model does not handle padding. Freeze the prompts one by one."
-        )
-
-
-def _looks_ahead(pattern: Tensor) -> bool:
-    return bool(pattern.triu(1).any())
-
-
-def _check_pattern(name: str, pattern: Tensor, queries: Tensor, keys: Tensor) -> None:
-    """The same for one pattern, with its real queries and keys."""
-    if bool(torch.isnan(pattern).any()):
-        raise NumericalError(
-            f"NaN at {name}, in a padded batch: this model does not handle a query all of whose keys are "
-            "padding or outside its window (left padding on several bridges, short prompts beside ones longer than "
-            "a sliding window). Pad on the right, or freeze the prompts one by one."
-        )
-    if bool((pattern * (queries[:, None, :, None] & ~keys[:, None, None, :])).any()):
-        raise UnsupportedModelError(
-            f"{name} puts weight on padded tokens: this model ignores the attention mask (a bidirectional "
-            "HookedTransformer does). Freeze the prompts one by one."
         )

@@ -7,6 +7,8 @@ must do what its map says.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -85,7 +87,7 @@ def _hooks(
         if points.whitened is not None and not bool(record.mask.all()):
             hooks.append(leave_out(points.resid_pre, ~record.mask))
         if patterns and points.attention is None and points.heads is not None:
-            hooks += attention_hooks(points.heads, record.pattern(layer), points.pattern in taken)
+            hooks += attention_hooks(points.heads, _held_pattern(record, layer), points.pattern in taken)
         elif patterns and points.attention is not None:
             hooks += whole_hooks(points.attention, record.attention_alone(layer), shape)
         if patterns and points.cross is not None:
@@ -108,6 +110,13 @@ def _hooks(
         hooks += _end_hooks(record, record.final_norm(), record.points.final_scale, record.points.final_norm, last)
         hooks += _class_hooks(record)
     return hooks
+
+
+def _held_pattern(record: Record, layer: int) -> Tensor | Callable[[], Tensor]:
+    """One layer's pattern; where it is not kept, what recomputes it when the hook runs."""
+    if record.points.blocks[layer].pattern in record.held_scores:
+        return partial(record.pattern, layer)
+    return record.pattern(layer)
 
 
 def _end_hooks(record: Record, norm: Norm | None, scale: str | None, whole: Ends | None, layer: int) -> list[FwdHook]:

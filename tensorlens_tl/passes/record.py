@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum
+from tensorlens_tl.algebra import AffineMap, AnyAttention, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum
 from tensorlens_tl.algebra.recursion import Recursion
 from tensorlens_tl.algebra.segments import CrossAttention, Segment
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -52,12 +52,13 @@ class Record(Captured):
         mask, pattern = self.mask[:, :length], self.points.blocks[layer].pattern
         if self.sides is not None or not bool(mask.any(1).all()):
             return self
-        if pattern is not None and bool(self.pattern(layer)[:, :, :length, length:].any()):
+        first = None if pattern is None else self.pattern_rows(layer, length)
+        if first is not None and bool(first[..., length:].any()):
             return self
-        names = {*self.points.blocks[layer].captured, self.output_name(layer)}
+        names = {*self.points.blocks[layer].captured, self.output_name(layer)} - {pattern}
         cache = {name: self.captured(name)[:, :length] for name in names}
-        if pattern is not None:
-            cache[pattern] = self.pattern(layer)[:, :, :length, :length]
+        if pattern is not None and first is not None:
+            cache[pattern] = first[..., :length]
         prompt = Prompt(self.tokens[:, :length], mask, {}, [])
         return Record(self.view, self.points, prompt, cache, self.weights, tolerance=self.tolerance)
 
@@ -67,11 +68,14 @@ class Record(Captured):
         cache = {
             name: self.captured(name)[:, :, :length, :length] if name in patterns else self.captured(name)[:, :length]
             for name in self.points.captured
+            if name not in self.held_scores
         }
+        scores = {name: held.cut(length) for name, held in self.held_scores.items()}
         rows = [row[:length] for row in self.str_tokens]
         cut = {"tokens": self.tokens[:, :length], "mask": self.mask[:, :length], "str_tokens": rows}
         prompt = replace(self.prompt, **cut, kwargs={}, word_starts=None)
-        return replace(self, prompt=prompt, cache=cache, logits_compared=None, _ratios={}, _experts={})
+        made = {"prompt": prompt, "cache": cache, "held_scores": scores}
+        return replace(self, **made, logits_compared=None, _ratios={}, _experts={})
 
     # ------------------------------------------------------------------ maps
 
@@ -132,12 +136,7 @@ class Record(Captured):
         As `mlp`, a map of the positions that the block acts on (see `side`).
         """
         weights, ends = self.view.blocks[layer].attention, self.points.blocks[layer].attention
-        pattern = self.pattern(layer).to(weights.W_O.dtype)
-        if heads is not None:
-            kept = torch.zeros(pattern.shape[1], dtype=pattern.dtype, device=pattern.device)
-            kept[list(heads)] = 1
-            pattern = pattern * kept[:, None, None]
-        mixing, out = Attention(pattern, weights.kv_heads), Linear(weights.W_O, weights.b_O)
+        mixing, out = self._mixing(layer, heads), Linear(weights.W_O, weights.b_O)
         if ends is None:
             return Chain((Linear(weights.W_V, weights.b_V), mixing, out))
         x = self.captured(ends.into)
@@ -148,9 +147,21 @@ class Record(Captured):
             values = weights.inner_values(x)
         if weights.output_factor is None:
             return Chain((values, mixing, out))
-        whole = Attention(self.pattern(layer).to(weights.W_O.dtype), weights.kv_heads)
+        whole = self._mixing(layer)
         factor = weights.output_factor(x, whole(values(x)))
         return Chain((values, mixing, Chain((Diagonal(factor), out))))
+
+    def _mixing(self, layer: int, heads: Collection[int] | None = None) -> AnyAttention:
+        """The pattern as a map, held or recomputed; heads that are left out are zero."""
+        weights, name = self.view.blocks[layer].attention, self.points.blocks[layer].pattern
+        dtype, kept = weights.W_O.dtype, None
+        if heads is not None:
+            kept = torch.zeros(weights.heads, dtype=dtype, device=self.tokens.device)
+            kept[list(heads)] = 1
+        if name is not None and name not in self.cache and name in self.held_scores:
+            return self.held_scores[name].attention(dtype, kept)
+        pattern = self.pattern(layer).to(dtype)
+        return Attention(pattern if kept is None else pattern * kept[:, None, None], weights.kv_heads)
 
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """Attention, or what mixes positions in its place, with all that depends on its input held."""

@@ -1,0 +1,54 @@
+"""What one attention pattern shows of padding and of the direction in which a layer looks."""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.recomputed import query_chunks
+from tensorlens_tl.errors import NumericalError, UnsupportedModelError
+
+
+def looks_ahead(pattern: Float[Tensor, "batch head query key"], mask: Bool[Tensor, "batch query"]) -> bool:
+    """Whether a real query has weight on later tokens."""
+    keys = torch.arange(pattern.shape[-1], device=pattern.device)
+    return any(
+        bool(((pattern[:, :, at] != 0) & (keys > queries[:, None]) & mask[:, None, at, None]).any())
+        for at, queries in _some_queries(pattern)
+    )
+
+
+def check_pattern(
+    name: str,
+    pattern: Float[Tensor, "batch head query key"],
+    queries: Bool[Tensor, "batch query"],
+    keys: Bool[Tensor, "batch key"],
+) -> None:
+    """Refuse padding that the model does not handle in one pattern, given its real queries and keys.
+
+    Raises:
+        NumericalError: NaN that padding brought.
+        UnsupportedModelError: weight on padded tokens.
+    """
+    if bool(torch.isnan(pattern.sum())) and bool(torch.isnan(pattern).any()):
+        raise NumericalError(
+            f"NaN at {name}, in a padded batch: this model does not handle a query all of whose keys are "
+            "padding or outside its window (left padding on several bridges, short prompts beside ones longer than "
+            "a sliding window). Pad on the right, or freeze the prompts one by one."
+        )
+    if any(
+        bool(((pattern[:, :, at] != 0) & queries[:, None, at, None] & ~keys[:, None, None, :]).any())
+        for at, _ in _some_queries(pattern)
+    ):
+        raise UnsupportedModelError(
+            f"{name} puts weight on padded tokens: this model ignores the attention mask (a bidirectional "
+            "HookedTransformer does). Freeze the prompts one by one."
+        )
+
+
+def _some_queries(pattern: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of the queries and their positions: nothing of the whole pattern's size is made of it."""
+    positions = torch.arange(pattern.shape[2], device=pattern.device)
+    per_query = pattern[:, :, :1].numel() * pattern.element_size()
+    return ((at, positions[at]) for at in query_chunks(pattern.shape[2], per_query))

@@ -1,0 +1,198 @@
+"""The ways in which a layer may make its attention scores, read from its weights.
+
+    score_ij = scale · (R_i q_i)·(R_j k_j)  then soft cap, ALiBi, mask and softmax
+
+with q and k linear in the normalised stream (their own norms' scales frozen) and R rotary. Neither the scale nor the
+way of rotating is stated the same way by any two model classes, so the known ways are candidates; a reading is right
+when the softmax of its scores is the pattern the model itself made.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import Chain, Diagonal, Linear
+from tensorlens_tl.hooks import capture
+from tensorlens_tl.models.weights import NormWeights
+from tensorlens_tl.passes.record import Record
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreReading:
+    """One layer's scores as bilinear in the stream.
+
+    Attributes:
+        query, key: the stream that the block reads (`Record.resid_read`) -> queries `[.., head d_head]` and keys
+            `[.., kv d_head]`, their norms frozen.
+        heads, kv_heads: how many of each; query head h meets key head ``h // (heads // kv_heads)``.
+        scale: the factor of the product, usually 1/√d_head.
+        rotation: R for each position, applied from the right, `[pos, d_head, d_head]`; None without rotary positions.
+        alibi: what is added per head after the product, `[head, query, key]`, or None.
+        soft_cap: c of c·tanh(score/c), or None.
+        error: the largest difference between the softmax of these scores and the model's own pattern, once measured.
+    """
+
+    query: Chain
+    key: Chain
+    heads: int
+    kv_heads: int
+    scale: float
+    rotation: Float[Tensor, "pos d_head d_head"] | None = None
+    alibi: Float[Tensor, "head query key"] | None = None
+    soft_cap: float | None = None
+    error: float = float("inf")
+
+    def vectors(
+        self, x: Float[Tensor, "batch pos d_model"]
+    ) -> tuple[Float[Tensor, "batch head pos d_head"], Float[Tensor, "batch kv pos d_head"]]:
+        """Queries and keys as they meet: after norms and rotation."""
+        q = rearrange(self.query(x), "b p (h d) -> b h p d", h=self.heads)
+        k = rearrange(self.key(x), "b p (h d) -> b h p d", h=self.kv_heads)
+        if self.rotation is not None:
+            q, k = (torch.einsum("bhpd,pde->bhpe", vectors, self.rotation) for vectors in (q, k))
+        return q, k
+
+    def scores(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch head query key"]:
+        """Scores before soft cap, ALiBi and mask."""
+        q, k = self.vectors(x)
+        return self.scale * (q @ k.repeat_interleave(self.heads // self.kv_heads, dim=1).mT)
+
+    def finished(self, scores: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query key"]:
+        """The same after soft cap and ALiBi, as they enter the mask and the softmax."""
+        if self.soft_cap is not None:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+        return scores if self.alibi is None else scores + self.alibi
+
+
+def score_candidates(
+    frozen: Record, layer: int, before: str | None, added: Tensor | None = None, alibi_positions: int | None = None
+) -> Iterator[ScoreReading]:
+    """The known ways in which a layer may make its scores, what its configuration states first.
+
+    Args:
+        frozen: what was captured, up to the layer's attention at least.
+        layer: which one.
+        before: the norm before attention, by name, or None.
+        added: see `added_positions`.
+        alibi_positions: for how many positions to make ALiBi; None for all.
+
+    Raises:
+        UnsupportedModelError: the layer has no query and key weights that are read.
+    """
+    weights, block = frozen.view.blocks[layer].query_key, frozen.view.blocks[layer]
+    heads, kv_heads = block.attention.heads, block.attention.kv_heads
+    attn: Any = block.module.attn
+    inner: Any = getattr(attn, "original_component", attn)
+    d_head = weights.W_Q.shape[1] // heads
+    reads: tuple[Any, ...] = () if before is None else (frozen.norm(layer, before),)
+    x = frozen.resid_read(layer)
+    if added is not None:
+        offset = added.to(x).expand_as(x)
+        reads = (*reads, Diagonal(torch.ones_like(offset), offset))
+    query = Chain((*reads, Linear(weights.W_Q, weights.b_Q)))
+    key = Chain((*reads, Linear(weights.W_K, weights.b_K)))
+    query = _normed(query, x, weights.q_norm, weights.epsilon, heads)
+    key = _normed(key, x, weights.k_norm, weights.epsilon, kv_heads)
+    cap = getattr(frozen.view.cfg, "attn_scores_soft_cap", None)
+    soft_cap = float(cap) if cap and cap > 0 else None
+    divisor = getattr(attn, "attn_scale", None)
+    stated = [1 / divisor if isinstance(divisor, (int, float)) else None, getattr(inner, "scaling", None)]
+    scales = [float(s) for s in stated if isinstance(s, (int, float))]
+    scales = list(dict.fromkeys([*scales, d_head**-0.5, 1.0, d_head**-0.5 / (layer + 1)]))
+    for rotation in _rotations(frozen, attn, inner, x, d_head):
+        for alibi in _alibis(frozen, attn, heads, x, alibi_positions or x.shape[1]):
+            for scale in scales:
+                yield ScoreReading(query, key, heads, kv_heads, scale, rotation, alibi, soft_cap)
+
+
+def _normed(project: Chain, x: Tensor, norm: NormWeights | None, epsilon: float, heads: int) -> Chain:
+    """Queries or keys after their own RMSNorm (per head, or over all heads), its scale frozen: a diagonal map."""
+    if norm is None or norm.centre:
+        return project  # a centred one is not read: the proof then fails
+    raw = project(x)
+    d_head = raw.shape[-1] // heads
+    whole = norm.gain is not None and norm.gain.numel() == raw.shape[-1] != d_head
+    group = rearrange(raw, "b p (h d) -> b p h d", h=1 if whole else heads)
+    scale = (group.square().mean(-1, keepdim=True) + epsilon).sqrt()
+    gain = torch.ones_like(group[0, 0, 0]) if norm.gain is None else norm.gain.to(group)
+    return Chain((*project.stages, Diagonal((gain / scale).expand_as(group).flatten(-2))))
+
+
+def added_positions(frozen: Record) -> Tensor | None:
+    """What a shortformer adds to what queries and keys read, not to the stream: its position embeddings.
+
+    Runs the model up to its first block; None of any other model.
+    """
+    if getattr(frozen.view.cfg, "positional_embedding_type", None) != "shortformer":
+        return None
+    name, last = "hook_pos_embed", frozen.points.blocks[0].resid_pre
+    kept, _ = capture(frozen.model, frozen.inputs, [name], last=last, optional=True)
+    return kept.get(name)
+
+
+def _alibis(frozen: Record, attn: Any, heads: int, x: Tensor, pos: int) -> list[Tensor | None]:
+    """ALiBi as HookedTransformer makes it, where the configuration asks for it."""
+    if getattr(frozen.view.cfg, "positional_embedding_type", None) != "alibi":
+        return [None]
+    make = getattr(attn, "create_alibi_bias", None)
+    return [None] if make is None else [make(heads, pos, x.device).to(x)[:, :pos, :pos]]
+
+
+def _rotations(frozen: Record, attn: Any, inner: Any, x: Tensor, d_head: int) -> Iterator[Tensor | None]:
+    """Rotation matrices for each position, in every way that the model's tables of angles can be meant."""
+    stated = getattr(frozen.view.cfg, "positional_embedding_type", None) == "rotary"
+    if not stated:
+        yield None
+    pos = x.shape[1]
+    for cos, sin in _angle_tables(frozen, attn, inner, x):
+        for adjacent in (False, True):
+            if cos.shape[0] >= pos and 2 * cos.shape[1] <= d_head:
+                yield rotation_matrices(cos[:pos].to(x), sin[:pos].to(x), d_head, adjacent)
+    if stated:  # some rotate in some of their layers only
+        yield None
+
+
+def _angle_tables(frozen: Record, attn: Any, inner: Any, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """cos and sin by position and plane `[pos, planes]`, from wherever a class keeps them."""
+    if isinstance(getattr(attn, "rotary_cos", None), Tensor):  # HookedTransformer repeats each plane
+        cos, sin = attn.rotary_cos, attn.rotary_sin
+        half = cos.shape[-1] // 2
+        yield cos[:, :half], sin[:, :half]  # planes (c, c + half)
+        yield cos[:, ::2], sin[:, ::2]  # planes (2c, 2c + 1)
+    if isinstance(getattr(inner, "embed_positions", None), Tensor):  # GPT-J: sin beside cos
+        sin, cos = inner.embed_positions.chunk(2, dim=-1)
+        yield cos, sin
+    positions = torch.arange(x.shape[1], device=x.device)[None]
+    owner = getattr(frozen.model, "original_model", None)
+    modules = [] if owner is None else [m for name, m in owner.named_modules() if name.endswith("rotary_emb")]
+    types, number = getattr(getattr(inner, "config", None), "layer_types", None), getattr(inner, "layer_idx", None)
+    stated = types[number] if types is not None and isinstance(number, int) else None
+    kinds = [(kind,) for kind in (getattr(inner, "layer_type", stated),) if kind is not None]
+    for module in modules:
+        module = getattr(module, "original_component", module)
+        for extra in (*kinds, ()):
+            with suppress(TypeError), torch.no_grad():  # whether it wants to know the layer's kind differs
+                made = module(x, positions, *extra)
+                if isinstance(made, tuple) and len(made) == 2:  # else complex numbers
+                    (cos, sin), half = made, made[0].shape[-1] // 2
+                    yield cos[0, :, :half], sin[0, :, :half]
+                    yield cos[0], sin[0]  # each plane once (gpt-oss)
+                break
+
+
+def rotation_matrices(
+    cos: Float[Tensor, "pos planes"], sin: Float[Tensor, "pos planes"], d_head: int, adjacent: bool
+) -> Float[Tensor, "pos d_head d_head"]:
+    """``q @ R[pos]`` rotates q in each plane: channels (c, c + planes), or (2c, 2c + 1) where `adjacent`."""
+    planes = torch.arange(cos.shape[1], device=cos.device)
+    first, second = (2 * planes, 2 * planes + 1) if adjacent else (planes, planes + len(planes))
+    matrices = torch.eye(d_head, dtype=cos.dtype, device=cos.device).repeat(len(cos), 1, 1)
+    matrices[:, first, first], matrices[:, second, second] = cos, cos
+    matrices[:, first, second], matrices[:, second, first] = sin, -sin
+    return matrices
