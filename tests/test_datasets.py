@@ -249,7 +249,7 @@ def test_one_row_of_a_batch_does_not_take_the_others_down(gpt2, tmp_path):
         (ROWS, {"keep": "top:0"}, "keep='top:0'"),
         (ROWS, {"tokens_per_batch": 0}, "at least 1"),
         (ROWS, {"quer": 3}, "Did you mean 'query'"),
-        (ROWS, {"target": 999}, "none of 4 rows that were tried can be attributed. .*vocabulary"),
+        (ROWS, {"target": 999}, "none of 4 rows that were tried works. .*vocabulary"),
         (ROWS, {"memory": "some"}, "memory='some'"),
         ([{"text": ""}], {}, "none is a prompt. Row 0: text: empty"),
     ],
@@ -290,7 +290,7 @@ def test_a_run_goes_on_where_it_stopped(gpt2, tmp_path, many_shards, monkeypatch
     made = run(gpt2, tmp_path / "run")
     assert made.complete
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
-    monkeypatch.setattr("tensorlens_tl.datasets.job.attribute_rows", lambda *a, **k: pytest.fail("run again"))
+    monkeypatch.setattr("tensorlens_tl.datasets.job.run_rows", lambda *a, **k: pytest.fail("run again"))
     run(gpt2, tmp_path / "run")  # nothing is left to do
 
 
@@ -426,11 +426,11 @@ import tensorlens_tl as tlens
 from tensorlens_tl.commands import main
 from tensorlens_tl.datasets import folder, job
 folder.BATCHES_PER_SHARD = 1
-slow, work = float(sys.argv[2]), job.attribute_rows
+slow, work = float(sys.argv[2]), job.run_rows
 def slowly(*args, **options):
     time.sleep(slow)
     return work(*args, **options)
-job.attribute_rows = slowly
+job.run_rows = slowly
 model = tlens.testing.tiny_model("bridge/gpt2")
 rows = [[3 + number % 40] * (1 + number % 8) for number in range(60)]
 print("ready", flush=True)
@@ -540,7 +540,7 @@ class DiesOnce:
     def __call__(self):
         from tensorlens_tl.datasets import job
 
-        work = job.attribute_rows
+        work = job.run_rows
 
         def deadly(*args, **options):
             if not self.mark.exists():
@@ -548,7 +548,7 @@ class DiesOnce:
                 os.kill(os.getpid(), signal.SIGKILL)
             return work(*args, **options)
 
-        job.attribute_rows = deadly
+        job.run_rows = deadly
         return tlens.testing.tiny_model("bridge/gpt2")
 
 
