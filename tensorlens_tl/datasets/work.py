@@ -5,6 +5,7 @@ A `Work` is a question asked of every row. `attributions` and `circuit_terms` ho
 """
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,7 +92,8 @@ def run_rows(
                 records += made
                 results.append((row, alone))
             except TensorLensError as error:
-                records.append({"error": f"{type(error).__name__}: {error}"})
+                said = re.sub(r"\b(?:row|prompt) 0\b", "this row", str(error))  # it was alone
+                records.append({"error": f"{type(error).__name__}: {said}"})
     for row, record in enumerate(records if per_row else ()):
         own = {name: values[row] for name, values in per_row.items()}
         record["options"] = json.dumps(tagged(own))
