@@ -11,7 +11,9 @@ from tensorlens_tl.datasets.results import DatasetResults
 from tensorlens_tl.datasets.rows import UNKNOWN_ID, check_columns
 from tensorlens_tl.datasets.running import run_work
 from tensorlens_tl.datasets.work import Work
+from tensorlens_tl.errors import RegistryError
 from tensorlens_tl.models.protocol import ModelLike
+from tensorlens_tl.registry import list_methods, unknown_method
 
 
 def attribute_dataset(
@@ -106,5 +108,7 @@ def work_of(method: str, keep: str, options: Mapping[str, Any], columns: Mapping
         InvalidInputError: an unknown option, column or `keep`.
     """
     check_columns(columns, options)
+    if method not in CIRCUITS and method not in list_methods():
+        raise RegistryError(unknown_method(method, [*list_methods(), *CIRCUITS]))
     kind = CircuitTerms if method in CIRCUITS else Attributions
     return kind(method, keep, options, tuple(columns or {}))

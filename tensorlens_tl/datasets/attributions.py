@@ -40,16 +40,20 @@ class Attributions(Work):
         return self.keep == "all"
 
     def identity(self) -> dict[str, Any]:
+        """What must be the same when a run of it is resumed."""
         return {"method": self.name, "options": dict(self.options), "keep": self.keep}
 
     def together(self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]) -> Attribution:
-        asked = given(self.options, len(tokens)) | dict(per_row)
+        """The result of some rows."""
+        asked: dict[str, Any] = given(self.options, len(tokens)) | dict(per_row)
         return attribute(model, list(tokens), method=self.name, **asked)
 
     def packed(self, result: Attribution) -> list[Record]:
+        """Such a result as one record for each row."""
         return packed(result, self.keep)
 
     def facts(self, result: Attribution) -> dict[str, Any]:
+        """What the rows of such a result have in common."""
         return facts_of(result, self.options)
 
 

@@ -20,7 +20,7 @@ from tensorlens_tl.registry import Method, split_options
 from tensorlens_tl.results.storage import tagged
 from tensorlens_tl.results.terms import Terms
 
-CIRCUITS: dict[str, Callable[..., Terms]] = {"logit_attribution": logit_attribution, "total_effects": total_effects}
+CIRCUITS: dict[str, Callable[..., Any]] = {"logit_attribution": logit_attribution, "total_effects": total_effects}
 """The functions of `tensorlens_tl.circuits` that name the parts of one number, and run over data sets."""
 
 
@@ -58,11 +58,13 @@ class CircuitTerms(Work):
         return Method(self.name, CIRCUITS[self.name])
 
     def identity(self) -> dict[str, Any]:
+        """What must be the same when a run of it is resumed."""
         return {"method": self.name, "options": dict(self.options), "keep": self.keep}
 
     def together(
         self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
     ) -> list[tuple[list[int], Terms]]:
+        """The result of some rows."""
         for_freeze, asked = split_options(self._function, self.options)
         parts = []
         for batch in memory_batches(ModelView(model), list(map(len, tokens)), self.options.get("memory")):
@@ -72,15 +74,18 @@ class CircuitTerms(Work):
         return parts
 
     def packed(self, result: list[tuple[list[int], Terms]]) -> list[Record]:
+        """Such a result as one record for each row."""
         found = {row: record for batch, terms in result for row, record in zip(batch, _packed(terms), strict=True)}
         return [found[row] for row in range(len(found))]
 
     def facts(self, result: list[tuple[list[int], Terms]]) -> dict[str, Any]:
+        """What the rows of such a result have in common."""
         first = result[0][1]
         dtype = "float64" if first.scores.dtype == torch.float64 else "float32"
         return {"result": "Terms", "options": tagged(self.options), "dtype": dtype, "soft_cap": first.soft_cap}
 
     def aligned(self, records: list[Record], facts: dict[str, Any]) -> tuple[list[Record], dict[str, Any]]:
+        """Records of several batches with the same terms in the same order."""
         # a constant that is zero in every row of a batch, such as b_U, is no term of it
         names = list(dict.fromkeys(chain.from_iterable(record.get("names", ()) for record in records)))
         places = {name: place for place, name in enumerate(names)}

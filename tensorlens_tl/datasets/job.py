@@ -66,7 +66,7 @@ class Job:
             said = self._records([row])[0][0].get("error")
             if not said:
                 return
-        raise InvalidInputError(f"{self.work.name}: none of {len(tried)} rows that were tried works. {said}")
+        raise InvalidInputError(f"{self.work.name}: no row works of those that were tried ({len(tried)}). {said}")
 
     def write(self, manifest: Manifest, shard: int) -> None:
         """Make and write one shard.

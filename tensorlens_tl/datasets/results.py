@@ -112,9 +112,7 @@ class DatasetResults:
         frame = frame.sort_values("row", ignore_index=True)
         return frame if columns is None else frame.reindex(columns=list(columns))
 
-    def summary(
-        self, quantiles: Any = summing.QUANTILES, *, names: str = "*", memory: Memory = None
-    ) -> "pd.DataFrame":
+    def summary(self, quantiles: Any = summing.QUANTILES, *, names: str = "*", memory: Memory = None) -> "pd.DataFrame":
         """How each component's effect is distributed over the rows that are done, of ``method="logit_attribution"``.
 
         Exact, from what the shards hold; memory is that of some components over all rows, or of one shard.
@@ -149,11 +147,13 @@ class DatasetResults:
 
     def _check_kind(self, kind: str, name: str, what: str) -> None:
         """Raise InvalidInputError unless the rows are of such a kind."""
-        kinds = {facts.get("result", "Attribution") for table in self.tables(["row"]) if "dtype" in (facts := facts_in(table))}
+        shards = map(facts_in, self.tables(["row"]))
+        kinds = {facts.get("result", "Attribution") for facts in shards if "dtype" in facts}
         if not kinds:
-            raise InvalidInputError(f"{self.path}: no row is done yet.")
+            raise InvalidInputError(f"{name}: no row of {self.path} is done, or all failed.")
         if kinds != {kind}:
-            raise InvalidInputError(f"{name}: these rows are results of {self.manifest.identity['method']!r}, not {what}.")
+            method = self.manifest.identity["method"]
+            raise InvalidInputError(f"{name}: these rows are results of {method!r}, not {what}.")
 
     def errors(self) -> "pd.DataFrame":
         """The rows that failed: `row`, `id` and `error`."""

@@ -125,17 +125,20 @@ class _Perturbing(Work):
     double = True
 
     def identity(self) -> dict[str, Any]:
+        """What must be the same when a run of it is resumed."""
         return {"method": self.name, "options": dict(self.options), "keep": "scores"}
 
     def together(
         self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
     ) -> tuple[Prompt, Float[Tensor, "metric method prompt step"]]:
+        """The result of some rows."""
         view = ModelView(model)
         prompt = prepare(view, list(tokens))
         engine = self.test.engine(model, view, prompt, lambda: self.replacement)
         return prompt, self.test.curves(engine, self.scorers, progress=False)
 
     def packed(self, result: tuple[Prompt, Tensor]) -> list[Record]:
+        """Such a result as one record for each row."""
         prompt, curves = result
         return [
             {
@@ -147,6 +150,7 @@ class _Perturbing(Work):
         ]
 
     def facts(self, result: Any) -> dict[str, Any]:
+        """What the rows of such a result have in common."""
         about = {"result": "Evaluation", "dtype": "float64", "axis": self.test.steps, "skipped": self.skipped}
         return about | self.described
 

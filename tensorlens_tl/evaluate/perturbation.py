@@ -168,9 +168,7 @@ class PerturbationTest:
             )
         return cls(scorers, query, steps, wanted, order, absolute, hidden, seed, in_bytes(memory))
 
-    def engine(
-        self, model: Any, view: ModelView, prompt: Prompt, replacement: Callable[[], Replacement]
-    ) -> "_Engine":
+    def engine(self, model: Any, view: ModelView, prompt: Prompt, replacement: Callable[[], Replacement]) -> "_Engine":
         """What runs the live model on some prompts, which are checked before.
 
         Raises:
