@@ -175,8 +175,7 @@ def test_the_terms_of_each_row_and_their_summary(gpt2, tmp_path, options, many_s
     results = tlens.attribute_dataset(gpt2, rows, tmp_path / "run", method=method, **SMALL, **options)
     values = []
     for row in rows:
-        own = options | ({"target": [[5, 9]]} if isinstance(options["target"], list) else {})
-        alone, made = getattr(tlens.circuits, method)(tlens.freeze(gpt2, [row["text"]]), **own), results[row["id"]]
+        alone, made = getattr(tlens.circuits, method)(tlens.freeze(gpt2, [row["text"]]), **options), results[row["id"]]
         assert close(made.scores, alone.scores)
         assert close(made.total, alone.total)
         assert (made.names, made.tokens, made.target) == (alone.names, alone.tokens, alone.target)
@@ -274,7 +273,7 @@ def test_a_perturbation_test_over_rows_is_the_one_in_memory(gpt2, tmp_path, opti
     next((tmp_path / "run").glob("part-*.parquet")).unlink()
     ask(tmp_path / "run", **SMALL)
     assert contents(tmp_path / "run") == before
-    with pytest.raises(tlens.InvalidInputError, match="another options .seed: 0, now 1"):
+    with pytest.raises(tlens.InvalidInputError, match=r"another options .seed: 0, now 1"):
         ask(tmp_path / "run", **SMALL, seed=1)
     with pytest.raises(tlens.InvalidInputError, match=r"results of .perturbation., not of method="):
         results.summary()
@@ -806,5 +805,12 @@ def test_the_command(tmp_path, capsys):
     made = tlens.load_results(tmp_path / "run")["x"]
     assert made.options["activation"] == "tangent"
     assert made.target == "logit of ' file'"
+    summary = ["--summary", str(tmp_path / "heads.csv")]
+    with pytest.warns(UserWarning, match="1 of 2 rows failed"):
+        shared = ["dataset", str(tmp_path / "a.csv"), "-o", str(tmp_path / "heads"), "--text", "prompt", "--id", "name"]
+        assert main([*shared, "--target", " file", "--method", "logit_attribution", *summary]) == 0
+    assert pd.read_csv(tmp_path / "heads.csv")["count"].eq(1).all()
+    assert main([*words, *summary]) == 1
+    assert "--summary: it is of --method logit_attribution or total_effects" in capsys.readouterr().err
     assert main([*words, "--option", "activation"]) == 1
     assert "write NAME=VALUE" in capsys.readouterr().err

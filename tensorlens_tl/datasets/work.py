@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tensorlens_tl._arguments import plain
 from tensorlens_tl.datasets.packing import table_of
 from tensorlens_tl.errors import TensorLensError
 from tensorlens_tl.models.view import ModelView
@@ -94,9 +95,12 @@ def run_rows(
             except TensorLensError as error:
                 said = re.sub(r"\b(?:row|prompt) 0\b", "this row", str(error))  # it was alone
                 records.append({"error": f"{type(error).__name__}: {said}"})
-    for row, record in enumerate(records if per_row else ()):
+    listed = any(isinstance(plain(work.options.get(name)), list | tuple) for name in ("target", "minus"))
+    for row, record in enumerate(records if per_row or listed else ()):
         own = {name: values[row] for name, values in per_row.items()}
-        record["options"] = json.dumps(tagged(own))
+        if per_row:
+            record["options"] = json.dumps(tagged(own))
+        # what is explained, in words for this row alone
         if (record.get("target") or "").startswith(("logit of", SEVERAL_TARGETS)) and "direction" not in own:
             asked = {"target": None, "minus": None} | dict(work.options) | own
             record["target"] = logit_label(ModelView(model), asked["target"], asked["minus"])
