@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +18,7 @@ from conftest import close, hooks_left, some_tokens
 from hypothesis import given, strategies as st
 
 import tensorlens_tl as tlens
+from tensorlens_tl import evaluate
 from tensorlens_tl.commands import main
 from tensorlens_tl.datasets import folder as folder_module
 from tensorlens_tl.datasets.folder import planned
@@ -151,6 +154,146 @@ def test_a_list_of_targets_is_of_queries_however_many_rows_run_together(gpt2, tm
         assert together[row["id"]].options["target"] == [5, 9]
 
 
+# ------------------------------------------------------------------ circuits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target": 5},
+        {"target": 5, "minus": 9, "query": None, "by": "head"},
+        {"target": tlens.NEXT, "query": slice(0, 1), "by": "neuron"},
+        {"target": [5, 9], "query": [0, -1], "memory": "40KB"},
+        {"method": "total_effects", "target": 5},
+    ],
+    ids=str,
+)
+def test_the_terms_of_each_row_and_their_summary(gpt2, tmp_path, options, many_shards):
+    options = dict(options)
+    method = options.pop("method", "logit_attribution")
+    rows = [row for row in ROWS if len(row["text"]) > 1]
+    results = tlens.attribute_dataset(gpt2, rows, tmp_path / "run", method=method, **SMALL, **options)
+    values = []
+    for row in rows:
+        alone, made = getattr(tlens.circuits, method)(tlens.freeze(gpt2, [row["text"]]), **options), results[row["id"]]
+        assert close(made.scores, alone.scores)
+        assert close(made.total, alone.total)
+        assert (made.names, made.tokens, made.target) == (alone.names, alone.tokens, alone.target)
+        assert (made.additive, made.queries.tolist()) == (alone.additive, alone.queries.tolist())
+        values.append(alone.scores[0])
+    together = torch.cat(values)
+    for memory in (None, 200):  # a few terms at a time
+        table = results.summary((0, 0.3, 1), memory=memory)
+        assert table.index.tolist() == alone.names
+        assert set(table["count"]) == {len(together)}
+        expected = {"mean": together.mean(0), "variance": together.var(0), "30%": together.quantile(0.3, 0)}
+        expected |= {"0%": together.amin(0), "100%": together.amax(0), "std": together.std(0)}
+        for column, numbers in expected.items():
+            assert close(torch.tensor(table[column].tolist(), dtype=torch.float64), numbers.detach())
+    if "by" in options:
+        assert results.summary(0.5, names="L1H*").index.tolist() == [n for n in alone.names if n.startswith("L1H")]
+
+
+def test_a_component_that_some_rows_lack_is_zero_there(gpt2, tmp_path, many_shards):
+    """A target without a bias in W_U has no term b_U; a row of its own batch has other terms than the rest."""
+    changed = tlens.testing.tiny_model("bridge/gpt2").double()
+    bias = tlens.models.ModelView(changed).unembedding[1]
+    rows = [row | {"answer": 5 if number < 3 else 9} for number, row in enumerate(ROWS)]
+    with torch.no_grad():
+        bias[5], bias[9] = 0.0, 0.25
+    for size in (64, 1):
+        results = tlens.attribute_dataset(
+            changed, rows, tmp_path / str(size), method="logit_attribution", columns={"target": "answer"},
+            tokens_per_batch=size, progress=False,
+        )  # fmt: skip
+        table = results.summary(names="b_U")
+        assert table.loc["b_U", "count"] == len(rows)
+        assert table.loc["b_U", "mean"] == pytest.approx(0.125)
+
+
+def test_terms_with_rows_that_fail_and_what_is_refused(gpt2, tmp_path):
+    with pytest.warns(UserWarning, match="1 of 7 rows failed"):
+        results = run(
+            gpt2, tmp_path / "run", [*ROWS, {"id": "bad", "text": [99]}], method="logit_attribution", target=5
+        )
+    assert set(results.summary()["count"]) == {len(ROWS)}
+    for ask, message in (
+        (lambda: results.summary((0.5, 2)), "quantiles="),
+        (lambda: results.summary("half"), "quantiles='half'"),
+        (lambda: results.summary(names="X*"), "names='X.'"),
+        (lambda: results.evaluation(), "results of 'logit_attribution', not of evaluate"),
+        (lambda: run(gpt2, tmp_path / "a", method="logit_attribution", target=5, keep="all"), "keep='all'"),
+        (lambda: run(gpt2, tmp_path / "a", method="logit_attribution", target=5, by="head_token"), "no source tokens"),
+        (lambda: run(gpt2, tmp_path / "a", method="logit_attribution", target=5, by="heads"), "by='heads'"),
+        (lambda: run(gpt2, tmp_path / "a", method="logit_attribution", target=5, quer=1), "Did you mean 'query'"),
+        (lambda: run(gpt2, tmp_path / "run", method="logit_attribution", target=6), "another data|another options"),
+    ):
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            ask()
+    with pytest.raises(tlens.errors.RegistryError, match="Did you mean 'logit_attribution'"):
+        run(gpt2, tmp_path / "a", method="logit_atribution")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_summary_of_rows_that_all_failed_since(gpt2, tmp_path):
+    run(gpt2, tmp_path / "run", method="logit_attribution", target=5)
+    for file in (tmp_path / "run").glob("part-*.parquet"):
+        file.unlink()
+    with pytest.raises(tlens.InvalidInputError, match="no row of"):
+        tlens.load_results(tmp_path / "run").summary()
+
+
+# ------------------------------------------------------------------ perturbation tests
+
+METHODS = {"target": ("tensorlens", {"target": evaluate.PREDICTED}), "attention": "rollout", "random": "random"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"replacement": "zero", "order": "ascending", "query": 5}, {"query": "mean", "absolute": True}],
+    ids=str,
+)
+def test_a_perturbation_test_over_rows_is_the_one_in_memory(gpt2, tmp_path, options, many_shards):
+    prompts = [some_tokens(1, length, seed=length)[0].tolist() for length in (9, 7, 12, 12, 8)]
+    methods = dict(METHODS, **({"target": ("ifr", {})} if options.get("query") == "mean" else {}))
+    methods["equal"] = lambda frozen: 0.0 * frozen.mask  # all ties
+    whole = evaluate.perturbation(gpt2, prompts, methods, fractions=(0, 0.2, 0.5), **options)
+    ask = partial(evaluate.perturbation_dataset, gpt2, prompts, methods=methods, fractions=(0, 0.2, 0.5), **options)
+    results = ask(tmp_path / "run", **SMALL)
+    made = results.evaluation()
+    assert close(made.curves, whole.curves)
+    assert close(made.values, whole.values)
+    assert (made.kind, made.metrics, made.methods, made.settings) == (
+        whole.kind, whole.metrics, whole.methods, whole.settings
+    )  # fmt: skip
+    assert close(torch.tensor(made.table().values), torch.tensor(whole.table().values))
+    assert close(results["3"].values[:, :, 0], whole.values[:, :, 3])
+    before = contents(tmp_path / "run")
+    next((tmp_path / "run").glob("part-*.parquet")).unlink()
+    ask(tmp_path / "run", **SMALL)
+    assert contents(tmp_path / "run") == before
+    with pytest.raises(tlens.InvalidInputError, match=r"another options .seed: 0, now 1"):
+        ask(tmp_path / "run", **SMALL, seed=1)
+    with pytest.raises(tlens.InvalidInputError, match=r"results of .perturbation., not of method="):
+        results.summary()
+    assert hooks_left(gpt2) == 0
+
+
+def test_rows_too_short_to_perturb_are_recorded(gpt2, tmp_path):
+    rows = [[3, 4], some_tokens(1, 9)[0].tolist(), [99]]
+    ask = partial(evaluate.perturbation_dataset, gpt2, methods=["random"], fractions=(0, 0.2), **SMALL)
+    with pytest.warns(UserWarning, match="2 of 3 rows failed"):
+        results = ask(rows, tmp_path / "run")
+    assert results.errors()["error"].str.contains("this row has 2 tokens|0 to 47").all()
+    assert (results.evaluation().units, results.evaluation().settings["failed"]) == (["1"], 2)
+    for bad, message in (([[3, 4]], "longest row cannot be tested. .*2 tokens"), ([[]], "none is a prompt")):
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            ask(bad, tmp_path / "other")
+    with pytest.raises(tlens.InvalidInputError, match="order='up'"):
+        ask(rows, tmp_path / "other", order="up")
+    assert not (tmp_path / "other").exists()
+
+
 def test_each_row_has_its_own_words_for_its_target_whatever_the_memory(gpt2, tmp_path):
     columns = {"target": "answer"}
     results = tlens.attribute_dataset(gpt2, ROWS, tmp_path / "run", columns=columns, memory="40KB", progress=False)
@@ -249,7 +392,7 @@ def test_one_row_of_a_batch_does_not_take_the_others_down(gpt2, tmp_path):
         (ROWS, {"keep": "top:0"}, "keep='top:0'"),
         (ROWS, {"tokens_per_batch": 0}, "at least 1"),
         (ROWS, {"quer": 3}, "Did you mean 'query'"),
-        (ROWS, {"target": 999}, "none of 4 rows that were tried can be attributed. .*vocabulary"),
+        (ROWS, {"target": 999}, "no row works of those that were tried .4.. .*vocabulary"),
         (ROWS, {"memory": "some"}, "memory='some'"),
         ([{"text": ""}], {}, "none is a prompt. Row 0: text: empty"),
     ],
@@ -261,14 +404,47 @@ def test_bad_input_is_refused_before_anything_is_written(gpt2, tmp_path, rows, o
     assert not (tmp_path / "run").exists()
 
 
-def test_lines_that_are_no_tables(gpt2, tmp_path):
-    for name, text, message in (("a", '{"text": "x"', "line 1 of .* is no JSON"), ("b", "[3]", "is list, not a table")):
-        (tmp_path / f"{name}.jsonl").write_text(text)
-        with pytest.raises(tlens.InvalidInputError, match=message):
-            run(gpt2, tmp_path / "run", tmp_path / f"{name}.jsonl")
-    (tmp_path / "c.parquet").write_bytes(b"nothing")
-    with pytest.raises(tlens.InvalidInputError, match="no Parquet file"):
-        run(gpt2, tmp_path / "run", tmp_path / "c.parquet")
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"', "line 1 of .* is no JSON"),
+        ("a.jsonl", b"[3]", "is list, not a table"),
+        ("a.jsonl", b'{"text": "\xef\xef"}', "is not UTF-8"),
+        ("a.csv", b"text\nna\xefve\n", "is not UTF-8"),
+        ("a.csv", b"text,id\nyes, but,1\n", "line 2 of .* has more fields"),
+        ("a.csv", b"text,text\na,b\n", "two columns 'text'"),
+        ("a.csv", b"text\n" + b"x" * 200_000, "line . of .* field limit"),
+        ("a.parquet", b"nothing", "no Parquet file"),
+    ],
+)
+def test_files_that_cannot_be_read(gpt2, tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        run(gpt2, tmp_path / "run", tmp_path / name)
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_of_other_programs(tmp_path):
+    for name, content in (("a.CSV", "text\nReturn the value\n"), ("a.jsonl", '{"text": "Return the value"}\n')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())  # a byte-order mark
+        assert len(run(tlens.load_demo_model(), tmp_path / f"run of {name}", tmp_path / name, target=" the")) == 1
+
+
+def test_gaps_and_bytes_are_rows_with_an_error(tmp_path):
+    rows = ["Return the value", None, float("nan"), b"Return the"]
+    with pytest.warns(UserWarning, match="3 of 4 rows failed"):
+        results = run(tlens.load_demo_model(), tmp_path / "run", rows, target=" the")
+    assert results.errors()["error"].str.split(";").str[0].tolist() == ["text: missing"] * 2 + ["text: bytes, not text"]
+
+
+def test_rows_that_end_in_an_error_write_nothing(gpt2, tmp_path):
+    def source():
+        yield [3, 4]
+        raise RuntimeError("the source broke")
+
+    with pytest.raises(RuntimeError, match="the source broke"):
+        run(gpt2, tmp_path / "run", source())
+    assert not (tmp_path / "run").exists()
 
 
 # ------------------------------------------------------------------ folders
@@ -290,7 +466,7 @@ def test_a_run_goes_on_where_it_stopped(gpt2, tmp_path, many_shards, monkeypatch
     made = run(gpt2, tmp_path / "run")
     assert made.complete
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
-    monkeypatch.setattr("tensorlens_tl.datasets.job.attribute_rows", lambda *a, **k: pytest.fail("run again"))
+    monkeypatch.setattr("tensorlens_tl.datasets.job.run_rows", lambda *a, **k: pytest.fail("run again"))
     run(gpt2, tmp_path / "run")  # nothing is left to do
 
 
@@ -349,6 +525,7 @@ def test_damaged_and_foreign_folders(gpt2, tmp_path, many_shards):
     (tmp_path / "notes" / "a.txt").write_text("mine")
     with pytest.raises(tlens.InvalidInputError, match=r"holds 'a.txt' and no manifest"):
         run(gpt2, tmp_path / "notes")
+    assert [file.name for file in (tmp_path / "notes").iterdir()] == ["a.txt"]
     with pytest.raises(tlens.InvalidInputError, match="that is a file"):
         run(gpt2, tmp_path / "notes" / "a.txt")
     with pytest.raises(tlens.FileFormatError, match="no run was begun here"):
@@ -423,14 +600,15 @@ import sys, time
 import torch
 torch.set_num_threads(1)
 import tensorlens_tl as tlens
+from tensorlens_tl import evaluate
 from tensorlens_tl.commands import main
 from tensorlens_tl.datasets import folder, job
 folder.BATCHES_PER_SHARD = 1
-slow, work = float(sys.argv[2]), job.attribute_rows
+slow, work = float(sys.argv[2]), job.run_rows
 def slowly(*args, **options):
     time.sleep(slow)
     return work(*args, **options)
-job.attribute_rows = slowly
+job.run_rows = slowly
 model = tlens.testing.tiny_model("bridge/gpt2")
 rows = [[3 + number % 40] * (1 + number % 8) for number in range(60)]
 print("ready", flush=True)
@@ -467,6 +645,44 @@ def test_killed_and_resumed_and_two_at_once(tmp_path):
     assert contents(broken) == contents(whole)
     assert all((broken / name).stat().st_mtime_ns == when for name, when in written.items())  # not written again
     assert not list(broken.glob(".*.tmp*"))
+
+
+HELD_OUT = """
+import sys
+import torch
+torch.set_num_threads(1)
+import tensorlens_tl as tlens
+from tensorlens_tl.datasets import folder
+folder.BATCHES_PER_SHARD = 1
+model = tlens.load_demo_model()
+rows = [row[: 8 + number % 17].tolist() for number, row in enumerate(tlens.demo.held_out_prompts(model, 2000, 24))]
+tlens.attribute_dataset(model, rows, sys.argv[1], target=5, tokens_per_batch=512, progress=False)
+"""
+
+
+@pytest.mark.whole
+def test_killed_at_three_random_moments(tmp_path):
+    """2,000 rows of held-out text, `kill -9` three times, then resumed: the bytes of an uninterrupted run."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    start = lambda out: subprocess.Popen([sys.executable, "-c", HELD_OUT, str(out)])  # noqa: E731
+    assert start(whole).wait(timeout=600) == 0
+    shards = len(contents(whole))
+    written: dict[str, int] = {}
+    moments = random.Random()
+    for third in range(3):
+        process = start(broken)
+        wait_for_shards(
+            broken, moments.randint(max(len(contents(broken)) + 1, third * shards // 4), (third + 1) * shards // 4)
+        )
+        time.sleep(moments.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        for name in contents(broken):
+            written.setdefault(name, (broken / name).stat().st_mtime_ns)
+    assert len(written) < shards
+    assert start(broken).wait(timeout=600) == 0
+    assert contents(broken) == contents(whole)
+    assert all((broken / name).stat().st_mtime_ns == when for name, when in written.items())  # not written again
 
 
 # ------------------------------------------------------------------ other engines
@@ -540,7 +756,7 @@ class DiesOnce:
     def __call__(self):
         from tensorlens_tl.datasets import job
 
-        work = job.attribute_rows
+        work = job.run_rows
 
         def deadly(*args, **options):
             if not self.mark.exists():
@@ -548,7 +764,7 @@ class DiesOnce:
                 os.kill(os.getpid(), signal.SIGKILL)
             return work(*args, **options)
 
-        job.attribute_rows = deadly
+        job.run_rows = deadly
         return tlens.testing.tiny_model("bridge/gpt2")
 
 
@@ -588,5 +804,12 @@ def test_the_command(tmp_path, capsys):
     made = tlens.load_results(tmp_path / "run")["x"]
     assert made.options["activation"] == "tangent"
     assert made.target == "logit of ' file'"
+    summary = ["--summary", str(tmp_path / "heads.csv")]
+    shared = ["dataset", str(tmp_path / "a.csv"), "-o", str(tmp_path / "heads"), "--text", "prompt", "--id", "name"]
+    with pytest.warns(UserWarning, match="1 of 2 rows failed"):
+        assert main([*shared, "--target", " file", "--method", "logit_attribution", *summary]) == 0
+    assert pd.read_csv(tmp_path / "heads.csv")["count"].eq(1).all()
+    assert main([*words, *summary]) == 1
+    assert "--summary: it is of --method logit_attribution or total_effects" in capsys.readouterr().err
     assert main([*words, "--option", "activation"]) == 1
     assert "write NAME=VALUE" in capsys.readouterr().err

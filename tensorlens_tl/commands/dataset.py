@@ -7,11 +7,13 @@ from typing import Any
 from tensorlens_tl.commands.options import (
     add_import_argument,
     add_model_arguments,
+    check_output,
     count,
     loaded_model,
     position,
     run_imports,
 )
+from tensorlens_tl.datasets.circuit_terms import CIRCUITS
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Attribute every row of a JSONL, CSV or Parquet file, and write the results as Parquet shards."
@@ -23,7 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_import_argument(parser)
     parser.add_argument("rows", type=Path, metavar="FILE", help="a .jsonl, .csv or .parquet file")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the run's folder; a run in it goes on")
-    parser.add_argument("--method", default="tensorlens", help="one of `tensorlens-tl methods`")
+    parser.add_argument(
+        "--method",
+        default="tensorlens",
+        help="one of `tensorlens-tl methods`, or logit_attribution or total_effects: each component's effect",
+    )
     parser.add_argument("--text", default="text", help="the column of texts or token ids (default: text)")
     parser.add_argument("--id", default="id", help="the column that names rows (default: id, else their number)")
     parser.add_argument("--target", help="a token to explain in every row, such as ' Paris'")
@@ -32,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", default="scores", help="scores, top:32 (the largest of each query), or all")
     parser.add_argument("--tokens-per-batch", type=count, default=8192, help="run together at most (default: 8192)")
     parser.add_argument("--memory", help="what may be allocated at once, such as 512MB")
+    parser.add_argument(
+        "--summary",
+        type=Path,
+        metavar="FILE",
+        help="of logit_attribution and total_effects: write each component's mean, variance and quantiles as CSV",
+    )
     parser.add_argument("--truncate", action="store_true", help="cut the end off texts longer than the context")
     parser.add_argument(
         "--option",
@@ -48,6 +60,9 @@ def run(args: argparse.Namespace) -> None:
     import tensorlens_tl as tlens
 
     run_imports(args)
+    check_output(args.summary, "--summary")
+    if args.summary is not None and args.method not in CIRCUITS:
+        raise InvalidInputError(f"--summary: it is of --method {' or '.join(CIRCUITS)}, not {args.method}.")
     options: dict[str, Any] = dict(_option(given) for given in args.options)
     named = {"target": args.target, "query": args.query, "memory": args.memory}
     options |= {name: value for name, value in named.items() if value is not None}
@@ -64,6 +79,8 @@ def run(args: argparse.Namespace) -> None:
         truncate=args.truncate,
         **options,
     )
+    if args.summary is not None:
+        results.summary().to_csv(args.summary)
     print(f"{len(results)} rows in {results.path}, {len(results.errors())} of them with an error")
 
 

@@ -1,26 +1,19 @@
-"""A method over a data set: batch after batch, each shard written when it is made."""
+"""A method, or a function of `circuits`, over a data set."""
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm.auto import tqdm
-
-from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory, in_bytes
-from tensorlens_tl.datasets.folder import Folder, Manifest, planned
-from tensorlens_tl.datasets.job import Job, run_here
-from tensorlens_tl.datasets.packing import kept_entries
-from tensorlens_tl.datasets.ray_actors import run_on_ray
+from tensorlens_tl.datasets.attributions import Attributions
+from tensorlens_tl.datasets.circuit_terms import CIRCUITS, CircuitTerms
 from tensorlens_tl.datasets.results import DatasetResults
-from tensorlens_tl.datasets.rows import UNKNOWN_ID, check_columns, read_rows
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.datasets.rows import UNKNOWN_ID, check_columns
+from tensorlens_tl.datasets.running import run_work
+from tensorlens_tl.datasets.work import Work
+from tensorlens_tl.errors import RegistryError
 from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.registry import get_method, split_options
+from tensorlens_tl.registry import list_methods, unknown_method
 
 
 def attribute_dataset(
@@ -56,7 +49,9 @@ def attribute_dataset(
         rows: a ``.jsonl``, ``.csv`` or ``.parquet`` file, a Hugging Face data set, a data frame, or any iterable of
             tables, texts, or lists of token ids. It is read once, before work starts; its token ids are kept.
         out: the folder of the run, made where there is none.
-        method: one of `list_methods()`.
+        method: one of `list_methods()`; or ``"logit_attribution"`` or ``"total_effects"``, the functions of
+            `tensorlens_tl.circuits` of these names: each row then is a `Terms`, and `DatasetResults.summary` says how
+            every component's effect is distributed over the rows.
         text: the column that holds the texts (or token ids).
         id: the column that names rows, texts or integers that differ; rows without a column ``"id"`` are named by their
             number.
@@ -74,7 +69,7 @@ def attribute_dataset(
         load_model: of Ray: a function of no arguments that loads this model, called once by each actor; None sends them
             the model itself.
         num_actors, num_gpus: of Ray: how many actors, and how many GPUs each of them has.
-        options: the method's options and those of `freeze`.
+        options: the options of the method or function, and those of `freeze`.
 
     Raises:
         InvalidInputError: an unknown column or option, ids that are not different, no row, rows that all fail; a folder
@@ -83,38 +78,37 @@ def attribute_dataset(
         RegistryError: unknown method.
         OSError: a shard cannot be written; those before it are whole.
     """
-    chosen, view = get_method(method), ModelView(model)
-    columns = dict(columns or {})
-    check_columns(columns, options)
-    split_options(chosen, options | dict.fromkeys(columns))
-    tokens_per_batch = whole_number("tokens_per_batch", tokens_per_batch, 1)
-    if engine not in (None, "ray"):
-        raise InvalidInputError(f"engine={engine!r}; use None for this process, or 'ray'.")
-    kept_entries(keep)
+    work = work_of(method, keep, options if memory is None else options | {"memory": memory}, columns)
     in_bytes(memory)
-    view.refuse_encoder_decoder("attribute_dataset")
-    if view.reads != "tokens":
-        raise InvalidInputError(f"attribute_dataset: {view.description} reads {view.reads}, not text.")
-    if Path(out).is_file():
-        raise InvalidInputError(f"out={out}: that is a file; name a folder.")
-    read = read_rows(view, rows, text=text, id=id, columns=columns, prepend_bos=prepend_bos, truncate=truncate)
-    given = options if memory is None else options | {"memory": memory}
-    job = Job(view.model, read, method, keep, given, Folder(Path(out).absolute()))
-    if not job.folder.begun():
-        job.try_some()
-    batches, shards = planned([len(ids) for ids in read.tokens], sorted(read.errors), tokens_per_batch)
-    double = next(view.model.parameters()).dtype == torch.float64
-    manifest = job.folder.begin(Manifest(job.identity(), batches, bool(read.errors), shards, double), resume)
-    for number in range(len(manifest.shards)):
-        if job.folder.shard(number).exists():
-            job.folder.read_shard(manifest, number, ["row"])
-    run = run_here(job, manifest) if engine is None else run_on_ray(job, manifest, load_model, num_actors, num_gpus)
-    with tqdm(total=manifest.rows, desc=method, unit="row", disable=not progress) as bar:
-        for number in run:
-            bar.update(len(manifest.rows_of(number)))
-    results = DatasetResults(job.folder.path)
-    if count := len(results.errors()):
-        warnings.warn(
-            f"{count} of {manifest.rows} rows failed; load_results({str(out)!r}).errors() says why.", stacklevel=2
-        )
-    return results
+    return run_work(
+        model,
+        rows,
+        out,
+        lambda _: work,
+        text=text,
+        id=id,
+        columns=columns,
+        tokens_per_batch=tokens_per_batch,
+        truncate=truncate,
+        resume=resume,
+        progress=progress,
+        prepend_bos=prepend_bos,
+        engine=engine,
+        load_model=load_model,
+        num_actors=num_actors,
+        num_gpus=num_gpus,
+    )
+
+
+def work_of(method: str, keep: str, options: Mapping[str, Any], columns: Mapping[str, str] | None) -> Work:
+    """What `attribute_dataset` is asked to do with each row.
+
+    Raises:
+        RegistryError: unknown method.
+        InvalidInputError: an unknown option, column or `keep`.
+    """
+    check_columns(columns, options)
+    if method not in CIRCUITS and method not in list_methods():
+        raise RegistryError(unknown_method(method, [*list_methods(), *CIRCUITS]))
+    kind = CircuitTerms if method in CIRCUITS else Attributions
+    return kind(method, keep, options, tuple(columns or {}))

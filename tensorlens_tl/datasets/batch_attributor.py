@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorlens_tl.datasets.batches import attribute_rows
-from tensorlens_tl.datasets.packing import facts_of, kept_entries, table_of
-from tensorlens_tl.datasets.rows import check_columns, read_rows
+from tensorlens_tl.datasets.attributing import work_of
+from tensorlens_tl.datasets.rows import read_rows
+from tensorlens_tl.datasets.work import run_rows
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.registry import get_method, split_options
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,10 +49,7 @@ class BatchAttributor:
     ) -> None:
         if not callable(load_model) or isinstance(load_model, torch.nn.Module):
             raise InvalidInputError("load_model: pass a function that loads the model, such as lambda: model.")
-        check_columns(columns, options)
-        split_options(get_method(method), options | dict.fromkeys(columns or {}))
-        kept_entries(keep)
-        self.load_model, self.method, self.keep, self.options = load_model, method, keep, options
+        self.load_model, self.work = load_model, work_of(method, keep, options, columns)
         self.reading = {
             "text": text, "id": id, "columns": columns, "truncate": truncate, "prepend_bos": prepend_bos,
         }  # fmt: skip
@@ -76,15 +72,10 @@ class BatchAttributor:
         tables = [dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         rows = read_rows(ModelView(self._model), tables, **self.reading)
         good = [row for row in range(len(rows)) if row not in rows.errors]
-        records, results = attribute_rows(
-            self._model,
-            [rows.tokens[row] for row in good],
-            method=self.method,
-            keep=self.keep,
-            per_row={name: [values[row] for row in good] for name, values in rows.options.items()},
-            options=self.options,
-        ) if good else ([], [])  # fmt: skip
+        per_row = {name: [values[row] for row in good] for name, values in rows.options.items()}
+        tokens = [rows.tokens[row] for row in good]
+        records, results = run_rows(self.work, self._model, tokens, per_row) if good else ([], [])
         made = dict(zip(good, records, strict=True)) | {row: {"error": error} for row, error in rows.errors.items()}
         double = next(self._model.parameters()).dtype == torch.float64
         said = [rows.record(row) | made[row] for row in range(len(rows))]
-        return table_of(said, facts_of(results[-1][1], self.options) if results else {}, double)
+        return self.work.table(said, self.work.facts(results[-1][1]) if results else {}, double)

@@ -100,6 +100,7 @@ class Folder:
         """
         import filelock
 
+        self._check_ours()  # also before anything is made there
         lock = filelock.FileLock(self.path / "locks" / "manifest")
         try:
             (self.path / "locks").mkdir(parents=True, exist_ok=True)
@@ -110,12 +111,7 @@ class Folder:
             for half in self.path.glob(f".{MANIFEST}.*.tmp"):  # who wrote it was killed
                 half.unlink()
             if not self.begun():
-                strange = [path.name for path in self.path.iterdir() if path.name != "locks"]
-                if strange:
-                    raise InvalidInputError(
-                        f"out={self.path}: the folder holds {sorted(strange)[0]!r} and no {MANIFEST}; name a new or an "
-                        "empty folder."
-                    )
+                self._check_ours()
                 self._write_manifest(manifest)
                 return manifest
             if not resume:
@@ -131,6 +127,15 @@ class Folder:
             return there
         finally:
             lock.release()
+
+    def _check_ours(self) -> None:
+        """Raise InvalidInputError where the folder holds files and no run."""
+        there = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+        strange = sorted(name for name in there if name != "locks" and not name.startswith(f".{MANIFEST}."))
+        if strange and not self.begun():
+            raise InvalidInputError(
+                f"out={self.path}: the folder holds {strange[0]!r} and no {MANIFEST}; name a new or an empty folder."
+            )
 
     def manifest(self) -> Manifest:
         """The run that was begun here.

@@ -1,17 +1,16 @@
 """One run: what is asked of which rows, and how a shard of it is made."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tensorlens_tl import __version__
-from tensorlens_tl.datasets.batches import attribute_rows
 from tensorlens_tl.datasets.folder import Folder, Manifest
-from tensorlens_tl.datasets.packing import facts_of, table_of
 from tensorlens_tl.datasets.rows import Rows
+from tensorlens_tl.datasets.work import Work, run_rows
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import other_hooks
 from tensorlens_tl.models.view import ModelView
@@ -29,15 +28,13 @@ class Job:
     Attributes:
         model: a TransformerLens model.
         rows: the data set.
-        method, keep, options: see `attribute_dataset`.
+        work: what is asked of them.
         folder: where the results go.
     """
 
     model: Any
     rows: Rows
-    method: str
-    keep: str
-    options: Mapping[str, Any]
+    work: Work
     folder: Folder
 
     def identity(self) -> dict[str, Any]:
@@ -45,9 +42,7 @@ class Job:
         said = {
             "model": model_identity(self.model),
             "data": {"rows": len(self.rows), "digest": self.rows.digest()},
-            "method": self.method,
-            "options": dict(self.options),
-            "keep": self.keep,
+            **self.work.identity(),
         }
         return tagged(said)
 
@@ -66,12 +61,12 @@ class Job:
             first = min(self.rows.errors)
             raise InvalidInputError(f"rows: none is a prompt. Row {first}: {self.rows.errors[first]}.")
         good.sort(key=lambda row: len(self.rows.tokens[row]))
-        said = None
-        for row in dict.fromkeys(good[share * (len(good) - 1) // (PROBED - 1)] for share in range(PROBED)):
+        said, tried = None, dict.fromkeys(good[share * (len(good) - 1) // (PROBED - 1)] for share in range(PROBED))
+        for row in tried:
             said = self._records([row])[0][0].get("error")
             if not said:
                 return
-        raise InvalidInputError(f"attribute_dataset: none of {PROBED} rows that were tried can be attributed. {said}")
+        raise InvalidInputError(f"{self.work.name}: no row works of those that were tried ({len(tried)}). {said}")
 
     def write(self, manifest: Manifest, shard: int) -> None:
         """Make and write one shard.
@@ -89,22 +84,16 @@ class Job:
             else:
                 made, results = self._records(batch)
             for place, result in results:
-                facts = facts_of(result, self.options)
-                if self.keep == "all":
+                facts = self.work.facts(result)
+                if self.work.save_whole:
                     result.save(self.folder.results(at, None if place is None else batch[place]))
             records += [self.rows.record(row) | record for row, record in zip(batch, made, strict=True)]
         facts["version"] = __version__
-        self.folder.write_shard(shard, table_of(records, facts, manifest.double))
+        self.folder.write_shard(shard, self.work.table(records, facts, manifest.double))
 
     def _records(self, batch: list[int]) -> tuple[list[dict[str, Any]], list[tuple[int | None, Any]]]:
-        return attribute_rows(
-            self.model,
-            [self.rows.tokens[row] for row in batch],
-            method=self.method,
-            keep=self.keep,
-            per_row={name: [values[row] for row in batch] for name, values in self.rows.options.items()},
-            options=self.options,
-        )
+        per_row = {name: [values[row] for row in batch] for name, values in self.rows.options.items()}
+        return run_rows(self.work, self.model, [self.rows.tokens[row] for row in batch], per_row)
 
 
 def model_identity(model: Any) -> dict[str, Any]:

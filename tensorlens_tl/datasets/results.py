@@ -5,10 +5,17 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.datasets import summing
+from tensorlens_tl.datasets.circuit_terms import unpacked_terms
 from tensorlens_tl.datasets.folder import Folder
 from tensorlens_tl.datasets.packing import facts_in, unpacked
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results.evaluation import Evaluation
+from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,15 +61,16 @@ class DatasetResults:
         for number in self.shards:
             yield self._folder.read_shard(self.manifest, number, columns)
 
-    def __iter__(self) -> Iterator[tuple[str, Attribution]]:
+    def __iter__(self) -> Iterator[tuple[str, Attribution | Terms | Evaluation]]:
         """Ids and results of the rows that did not fail, shard by shard."""
         for table in self.tables():
             for row in table.to_pylist():
                 if row["error"] is None:
                     yield row["id"], self._result(row, table)
 
-    def __getitem__(self, id: str | int) -> Attribution:
-        """The result of one row.
+    # what it is stands in the folder, not in the code that reads it
+    def __getitem__(self, id: str | int) -> Any:
+        """The result of one row: an Attribution, or Terms of a circuit, or an Evaluation of one unit.
 
         Raises:
             InvalidInputError: there is no such row (yet), or it failed.
@@ -77,8 +85,13 @@ class DatasetResults:
             raise InvalidInputError(f"{self.path}: row {id!r} failed: {row['error']}")
         return self._result(row, table)
 
-    def _result(self, row: dict[str, Any], table: "pa.Table") -> Attribution:
-        return unpacked(row, facts_in(table))
+    def _result(self, row: dict[str, Any], table: "pa.Table") -> Any:
+        facts = facts_in(table)
+        kind = facts.get("result")
+        if kind == "Evaluation":
+            curves = torch.tensor(row["scores"], dtype=torch.float64).reshape(row["shape"])
+            return summing.evaluation_of(curves[:, :, None], [row["id"]], facts)
+        return unpacked_terms(row, facts) if kind == "Terms" else unpacked(row, facts)
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
@@ -98,6 +111,49 @@ class DatasetResults:
         frame = pa.concat_tables([table.replace_schema_metadata() for table in tables]).to_pandas()
         frame = frame.sort_values("row", ignore_index=True)
         return frame if columns is None else frame.reindex(columns=list(columns))
+
+    def summary(self, quantiles: Any = summing.QUANTILES, *, names: str = "*", memory: Memory = None) -> "pd.DataFrame":
+        """How each component's effect is distributed over the rows that are done, of ``method="logit_attribution"``.
+
+        Exact, from what the shards hold; memory is that of some components over all rows, or of one shard.
+
+        Args:
+            quantiles: which, as shares of the values; between two values they are interpolated.
+            names: of components with such names only: ``"L*H*"`` are heads, ``"L3H*"`` those of one layer.
+            memory: what may be allocated at once, as ``"512MB"`` or bytes; less reads the shards more often.
+
+        Returns:
+            A line for each component: `count`, `mean`, `variance` (with count − 1), `std`, and the quantiles as
+            ``"5%"``. Each query of each row is one value.
+
+        Raises:
+            InvalidInputError: the rows are no terms, no row is done, no such component, or no such quantile.
+            FileFormatError: a shard is damaged.
+        """
+        self._check_kind("Terms", "summary", "of method='logit_attribution' or 'total_effects'")
+        return summing.summary(self.tables, quantiles, names, memory)
+
+    def evaluation(self) -> Evaluation:
+        """All rows that are done as one evaluation, in their own order, of `evaluate.perturbation_dataset`.
+
+        It holds every row's curves in memory: eight bytes for each metric, method and step.
+
+        Raises:
+            InvalidInputError: the rows are no evaluations, or no row is done.
+            FileFormatError: a shard is damaged.
+        """
+        self._check_kind("Evaluation", "evaluation", "of evaluate.perturbation_dataset")
+        return summing.evaluation(self.tables)
+
+    def _check_kind(self, kind: str, name: str, what: str) -> None:
+        """Raise InvalidInputError unless the rows are of such a kind."""
+        shards = map(facts_in, self.tables(["row"]))
+        kinds = {facts.get("result", "Attribution") for facts in shards if "dtype" in facts}
+        if not kinds:
+            raise InvalidInputError(f"{name}: no row of {self.path} is done, or all failed.")
+        if kinds != {kind}:
+            method = self.manifest.identity["method"]
+            raise InvalidInputError(f"{name}: these rows are results of {method!r}, not {what}.")
 
     def errors(self) -> "pd.DataFrame":
         """The rows that failed: `row`, `id` and `error`."""

@@ -103,8 +103,8 @@ def read_rows(
         name = str(number) if numbered else _name(row.get(id), id, number)
         if name in known:
             raise InvalidInputError(
-                f"rows: {id}={name!r} names row {known[name]} and row {number}; ids must differ. Name another column "
-                "with id=, or leave the ids out."
+                f"rows: {id}={name!r} names row {known[name]} and row {number}; ids must differ, also as texts (1 and "
+                "'1' do not). Name another column with id=, or leave the ids out."
             )
         known[name] = number
         rows.ids.append(name)
@@ -147,16 +147,25 @@ def _tables(source: Any, text: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _of_file(path: Path) -> Iterable[Mapping[str, Any]]:
-    if path.suffix not in FILES:
+    kind = path.suffix.lower()
+    if kind not in FILES:
         known = ", ".join(f"{end} ({what})" for end, what in FILES.items())
         raise InvalidInputError(f"rows: cannot read {path}; a file is one of {known}. One text is rows=[text].")
     if not path.is_file():
         raise InvalidInputError(f"rows: there is no file {path}.")
-    return {".jsonl": _of_jsonl, ".csv": _of_csv, ".parquet": _of_parquet}[path.suffix](path)
+    return _readable(path, {".jsonl": _of_jsonl, ".csv": _of_csv, ".parquet": _of_parquet}[kind](path))
+
+
+def _readable(path: Path, rows: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a file whose bytes are text of the right encoding."""
+    try:
+        yield from rows
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"rows: {path} is not UTF-8 ({error}); save it as UTF-8.") from error
 
 
 def _of_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:  # other programs write a byte-order mark
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -170,8 +179,23 @@ def _of_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _of_csv(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        yield from csv.DictReader(file)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        try:
+            names = reader.fieldnames or []
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise InvalidInputError(f"rows: {path} has two columns {twice[0]!r}.")
+            for row in reader:
+                if None in row:  # what csv calls fields without a column: most often a comma that is not quoted
+                    raise InvalidInputError(
+                        f"rows: line {reader.line_num} of {path} has more fields than the header; put texts with "
+                        "commas in quotes."
+                    )
+                yield row
+        except csv.Error as error:
+            raise InvalidInputError(
+                f"rows: line {reader.line_num} of {path} cannot be read ({error}); long texts go in JSONL or Parquet."
+            ) from error
 
 
 def _of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -181,8 +205,8 @@ def _of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
         for batch in pq.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
-    except pa.ArrowInvalid as error:
-        raise InvalidInputError(f"rows: {path} is no Parquet file ({error}).") from error
+    except (pa.ArrowException, OSError) as error:
+        raise InvalidInputError(f"rows: {path} is no Parquet file, or damaged ({error}).") from error
 
 
 def _check_present(row: Mapping[str, Any], wanted: Sequence[str]) -> None:
@@ -216,6 +240,10 @@ def _token_ids(view: ModelView, value: Any, column: str, prepend_bos: bool | Non
     Raises:
         InvalidInputError: it is neither a text nor token ids, is empty, or is outside the vocabulary.
     """
+    if value is None or (isinstance(value, float) and value != value):  # a data frame's gap
+        raise InvalidInputError(f"{column}: missing")
+    if isinstance(value, bytes | bytearray):
+        raise InvalidInputError(f"{column}: bytes, not text; decode them first, as with .decode('utf-8')")
     if isinstance(value, str) and not value.strip():
         raise InvalidInputError(f"{column}: empty")
     if isinstance(value, str):

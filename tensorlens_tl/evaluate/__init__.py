@@ -19,6 +19,7 @@ from tensorlens_tl.evaluate.few_shot import few_shot_prompts
 from tensorlens_tl.evaluate.known_answer import expected_mrr, known_answer
 from tensorlens_tl.evaluate.known_attention import known_attention
 from tensorlens_tl.evaluate.known_components import known_components
+from tensorlens_tl.evaluate.over_rows import perturbation_dataset
 from tensorlens_tl.evaluate.pairs import PromptPairs, prompt_pairs
 from tensorlens_tl.evaluate.patching import PROPORTIONS, circuit_faithfulness, patching_agreement
 from tensorlens_tl.evaluate.perturbation import perturbation
@@ -77,6 +78,7 @@ __all__ = [
     "over_seeds",
     "patching_agreement",
     "perturbation",
+    "perturbation_dataset",
     "predictions",
     "prompt_pairs",
     "published",

@@ -14,7 +14,8 @@ An area under the curve is the trapezoid rule over the fractions, divided by the
 Special tokens and padding are never replaced. (TensorLens 2026, Figures 3 to 7; AOPC: Samek et al. 2017.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -26,14 +27,14 @@ from tqdm.auto import tqdm
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.evaluate.scorers import MEAN_TOLERANCE, scorers_of, usable
+from tensorlens_tl.evaluate.scorers import MEAN_TOLERANCE, Scorer, random_scores, scorers_of, usable
 from tensorlens_tl.hooks import ModelPoints, capture, logit_hooks, logits_at, model_points
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.prompts import Prompt, prepare, query_positions
 from tensorlens_tl.passes.replacement import Replacement, inputs_of
-from tensorlens_tl.results.evaluation import Evaluation
+from tensorlens_tl.results.evaluation import Evaluation, area
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 METRICS = ("hs_mse", "aopc", "logit")
@@ -98,66 +99,140 @@ def perturbation(
             too short for the smallest fraction, or methods that cannot be run as asked.
         UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
     """
-    scorers = scorers_of(methods, seed=seed)
-    steps = _fractions(fractions)
-    wanted = _metrics(metrics, query)
-    if order not in ("descending", "ascending"):
-        raise InvalidInputError(f"order={order!r}; use 'descending' (most relevant first) or 'ascending'.")
-    if hidden not in HIDDEN:
-        raise InvalidInputError(f"hidden={hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give).")
-    bound = in_bytes(memory)
+    test = PerturbationTest.of(
+        methods,
+        query=query,
+        fractions=fractions,
+        metrics=metrics,
+        order=order,
+        absolute=absolute,
+        hidden=hidden,
+        seed=seed,
+        memory=memory,
+    )
     view = ModelView(model)
     view.refuse_encoder_decoder("perturbation")
     prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
-    place = _query(query, prompt)
-    if set(PREDICTED) & set(wanted) and place is not None:
-        prompt.in_logits(query_positions(prompt, place))
-    if view.unembedding is None and set(PREDICTED) & set(wanted):
-        raise UnsupportedModelError(f"{view.description} predicts no tokens; use metrics=['hs_mse'].")
-    allowed = perturbable(view, prompt)
-    counts = _counts(allowed, steps)
-    points = model_points(view)
-    by = Replacement.of(view, prompt, replacement)
-    engine = _Engine(model, view, points, prompt, place, by, wanted, hidden == "output", bound)
-    scorers, skipped = usable(scorers, _pass(model, prompt, slice(0, 1)), place, skip=methods is None)
-
-    curves = torch.zeros(len(wanted), len(scorers), len(prompt.tokens), len(steps), dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    for start in tqdm(range(0, len(prompt.tokens), PROMPTS_AT_ONCE), desc="perturbation", leave=False, delay=2.0):
-        part = slice(start, start + PROMPTS_AT_ONCE)
-        frozen = _pass(model, prompt, part)
-        ties = torch.rand(frozen.mask.shape, generator=generator, dtype=torch.float64)
-        for number, scorer in enumerate(scorers):
-            scores = scorer(frozen, place).cpu()
-            ranks = rank(scores.abs() if absolute else scores, allowed[part], order, ties)
-            # nothing is replaced at the first step, and no damage done
-            curves[:, number, part, 1:] = engine.damage(part, ranks[:, None] < counts[part, 1:, None])
-    areas = torch.trapezoid(curves, torch.tensor(steps, dtype=torch.float64)) / (steps[-1] - steps[0])
-    settings = {
-        **view.provenance(),
-        "prompts": len(prompt.tokens),
-        "query": query,
-        "replacement": engine.replacement.name,
-        "order": order,
-        "absolute": absolute,
-        "hidden": hidden,
-        "seed": seed,
-        "biases": "methods without 'biases' in their label leave the model's biases out of the scores, as the paper",
-    }
-    if place is None and any(scorer.estimates_norms for scorer in scorers):
-        settings["norms"] = f"estimated by random rows to a relative standard error of {MEAN_TOLERANCE:g}"
+    engine = test.engine(model, view, prompt, lambda: Replacement.of(view, prompt, replacement))
+    scorers, skipped = usable(test.scorers, _pass(model, prompt, slice(0, 1)), engine.place, skip=methods is None)
+    curves = test.curves(engine, scorers)
+    axis = torch.tensor(test.steps, dtype=torch.float64)
     return Evaluation(
-        kind=f"{'positive' if order == 'descending' else 'negative'} perturbation",
-        values=areas,
-        metrics=dict.fromkeys(wanted, order == "descending"),
-        methods=[scorer.label for scorer in scorers],
+        values=area(curves, axis),
         units=[f"prompt {number}" for number in range(len(prompt.tokens))],
         curves=curves,
-        axis=torch.tensor(steps, dtype=torch.float64),
-        axis_name="share of tokens replaced",
-        settings=settings,
+        axis=axis,
         skipped=skipped,
+        **test.described(view, engine.replacement, scorers, len(prompt.tokens)),
     )
+
+
+@dataclass(frozen=True)
+class PerturbationTest:
+    """What is asked of prompts; see `perturbation`. It can be pickled where its scorers can.
+
+    Attributes:
+        scorers: the methods.
+        query, order, absolute, hidden, seed: as they were given.
+        steps: the shares of tokens that are replaced.
+        metrics: what is measured.
+        memory: in bytes.
+    """
+
+    scorers: list[Scorer]
+    query: Any
+    steps: list[float]
+    metrics: list[str]
+    order: str
+    absolute: bool
+    hidden: str
+    seed: int
+    memory: int
+
+    @classmethod
+    def of(
+        cls, methods: Any, *, query: Any, fractions: Any, metrics: Any, order: str, absolute: bool, hidden: str,
+        seed: int, memory: Any,
+    ) -> "PerturbationTest":  # fmt: skip
+        """The test, its options checked.
+
+        Raises:
+            InvalidInputError: see `perturbation`.
+        """
+        scorers, steps, wanted = scorers_of(methods, seed=seed), _fractions(fractions), _metrics(metrics, query)
+        if order not in ("descending", "ascending"):
+            raise InvalidInputError(f"order={order!r}; use 'descending' (most relevant first) or 'ascending'.")
+        if hidden not in HIDDEN:
+            raise InvalidInputError(
+                f"hidden={hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give)."
+            )
+        return cls(scorers, query, steps, wanted, order, absolute, hidden, seed, in_bytes(memory))
+
+    def engine(self, model: Any, view: ModelView, prompt: Prompt, replacement: Callable[[], Replacement]) -> "_Engine":
+        """What runs the live model on some prompts, which are checked before.
+
+        Raises:
+            InvalidInputError: prompts too short for the smallest fraction or for the query.
+            UnsupportedModelError: a metric needs a prediction, and the model has none.
+        """
+        place = _query(self.query, prompt)
+        predicts = bool(set(PREDICTED) & set(self.metrics))
+        if predicts and place is not None:
+            prompt.in_logits(query_positions(prompt, place))
+        if view.unembedding is None and predicts:
+            raise UnsupportedModelError(f"{view.description} predicts no tokens; use metrics=['hs_mse'].")
+        _counts(perturbable(view, prompt), self.steps)
+        of_output = self.hidden == "output"
+        return _Engine(
+            model, view, model_points(view), prompt, place, replacement(), self.metrics, of_output, self.memory
+        )
+
+    def curves(
+        self, engine: "_Engine", scorers: Sequence[Scorer], progress: bool = True
+    ) -> Float[Tensor, "metric method prompt step"]:
+        """The damage done to each of the engine's prompts after each step."""
+        model, prompt, place = engine.model, engine.prompt, engine.place
+        allowed = perturbable(ModelView(model), prompt)
+        counts = _counts(allowed, self.steps)
+        shape = len(self.metrics), len(scorers), len(prompt.tokens), len(self.steps)
+        curves, ties_of = torch.zeros(shape, dtype=torch.float64), random_scores(self.seed)
+        starts = range(0, len(prompt.tokens), PROMPTS_AT_ONCE)
+        for start in tqdm(starts, desc="perturbation", leave=False, delay=2.0, disable=not progress):
+            part = slice(start, start + PROMPTS_AT_ONCE)
+            frozen = _pass(model, prompt, part)
+            ties = ties_of(frozen).cpu()  # a prompt's own, whatever is run beside it
+            for number, scorer in enumerate(scorers):
+                scores = scorer(frozen, place).cpu()
+                ranks = rank(scores.abs() if self.absolute else scores, allowed[part], self.order, ties)
+                # nothing is replaced at the first step, and no damage done
+                curves[:, number, part, 1:] = engine.damage(part, ranks[:, None] < counts[part, 1:, None])
+        return curves
+
+    def described(
+        self, view: ModelView, replacement: Replacement, scorers: Sequence[Scorer], prompts: int
+    ) -> dict[str, Any]:
+        """What an Evaluation says besides the numbers."""
+        settings = {
+            **view.provenance(),
+            "prompts": prompts,
+            "query": self.query,
+            "replacement": replacement.name,
+            "order": self.order,
+            "absolute": self.absolute,
+            "hidden": self.hidden,
+            "seed": self.seed,
+            "biases": "methods without 'biases' in their label leave the model's biases out of the scores, as the "
+            "paper",
+        }
+        if self.query == "mean" and any(scorer.estimates_norms for scorer in scorers):
+            settings["norms"] = f"estimated by random rows to a relative standard error of {MEAN_TOLERANCE:g}"
+        return {
+            "kind": f"{'positive' if self.order == 'descending' else 'negative'} perturbation",
+            "metrics": dict.fromkeys(self.metrics, self.order == "descending"),
+            "methods": [scorer.label for scorer in scorers],
+            "axis_name": "share of tokens replaced",
+            "settings": settings,
+        }
 
 
 def rank(

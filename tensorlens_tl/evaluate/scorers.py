@@ -29,6 +29,9 @@ class _Predicted:
     def __repr__(self) -> str:
         return "PREDICTED"
 
+    def __reduce__(self) -> str:  # a copy in another process is the same object
+        return "PREDICTED"
+
 
 PREDICTED = _Predicted()
 """As a method's target: the token that the model itself predicts at the query."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -121,17 +121,23 @@ def _of_prompts(view: ModelView, prompt: Prompt) -> Mean:
     return mean
 
 
-def vocabulary_mean(view: ModelView) -> Mean:
-    """The mean embedding of all tokens that the model knows, as it reads them: the same for every prompt."""
+def vocabulary_mean(view: ModelView, counts: Int[Tensor, "token"] | None = None) -> Mean:
+    """The mean embedding of all tokens that the model knows, as it reads them: the same for every prompt.
+
+    With `counts`, how often each token is there, it is the mean over those tokens.
+    """
 
     def mean(at: str) -> Tensor:
-        ids = torch.arange(view.model.cfg.d_vocab, device=next(view.model.parameters()).device)
+        device = next(view.model.parameters()).device
+        ids = torch.arange(view.model.cfg.d_vocab, device=device)
+        often = torch.ones_like(ids) if counts is None else counts.to(device)
+        ids, often = ids[often > 0], often[often > 0].double()
         width = min(64, view.model.cfg.n_ctx)
         sums: list[Tensor] = []
-        for some in ids.split(64 * width):
+        for some, times in zip(ids.split(64 * width), often.split(64 * width), strict=True):
             padded = torch.nn.functional.pad(some, (0, -len(some) % width)).view(-1, width)
             kept, _ = capture(view.model, {"input": padded}, [at], last=at)
-            sums.append(kept[at].flatten(0, 1)[: len(some)].double().sum(0))
-        return torch.stack(sums).sum(0) / len(ids)
+            sums.append(times @ kept[at].flatten(0, 1)[: len(some)].double())
+        return torch.stack(sums).sum(0) / often.sum()
 
     return mean

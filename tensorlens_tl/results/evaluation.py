@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 _ENDS = ("mean", "low", "high")
 
 
+def area(
+    curves: Float[Tensor, "metric method unit step"], axis: Float[Tensor, "step"]
+) -> Float[Tensor, "metric method unit"]:
+    """The area under curves by the trapezoid rule, divided by the axis' range: the mean over it."""
+    return torch.trapezoid(curves, axis) / (axis[-1] - axis[0])
+
+
 class Comparison(NamedTuple):
     """Two methods on the same prompts: mean difference, its interval, and the p-value of a sign-flip test.
 

@@ -1,0 +1,63 @@
+"""A registered method over the rows of a data set."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensorlens_tl._arguments import plain
+from tensorlens_tl.datasets.packing import facts_of, kept_entries, packed
+from tensorlens_tl.datasets.work import Record, Work
+from tensorlens_tl.registry import PER_PROMPT, attribute, get_method, split_options
+from tensorlens_tl.results.attribution import Attribution
+
+
+@dataclass(frozen=True)
+class Attributions(Work):
+    """What `attribute` gives of each row.
+
+    Attributes:
+        name: the method.
+        keep, options: see `attribute_dataset`.
+        of_rows: the options of which every row has a value of its own.
+
+    Raises:
+        RegistryError: unknown method.
+        InvalidInputError: an unknown option or `keep`.
+    """
+
+    name: str
+    keep: str
+    options: Mapping[str, Any]
+    of_rows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        split_options(get_method(self.name), dict(self.options) | dict.fromkeys(self.of_rows))
+        kept_entries(self.keep)
+
+    @property
+    def save_whole(self) -> bool:
+        """Whether results are also saved as safetensors."""
+        return self.keep == "all"
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same when a run of it is resumed."""
+        return {"method": self.name, "options": dict(self.options), "keep": self.keep}
+
+    def together(self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]) -> Attribution:
+        """The result of some rows."""
+        asked: dict[str, Any] = given(self.options, len(tokens)) | dict(per_row)
+        return attribute(model, list(tokens), method=self.name, **asked)
+
+    def packed(self, result: Attribution) -> list[Record]:
+        """Such a result as one record for each row."""
+        return packed(result, self.keep)
+
+    def facts(self, result: Attribution) -> dict[str, Any]:
+        """What the rows of such a result have in common."""
+        return facts_of(result, self.options)
+
+
+def given(options: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Options as some rows take them: a list asks for one token at each query, whatever the number of rows."""
+    several = {name for name in PER_PROMPT[:2] if isinstance(plain(options.get(name)), list | tuple)}
+    return dict(options) | {name: [options[name]] * rows for name in several}

@@ -1,0 +1,145 @@
+"""What each component does to a logit, over the rows of a data set."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorlens_tl.circuits.direct import logit_attribution
+from tensorlens_tl.circuits.total import total_effects
+from tensorlens_tl.datasets.attributions import given
+from tensorlens_tl.datasets.work import Record, Work
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.batches import memory_batches
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.registry import Method, split_options
+from tensorlens_tl.results.storage import tagged
+from tensorlens_tl.results.terms import Terms
+
+CIRCUITS: dict[str, Callable[..., Any]] = {"logit_attribution": logit_attribution, "total_effects": total_effects}
+"""The functions of `tensorlens_tl.circuits` that name the parts of one number, and run over data sets."""
+
+
+@dataclass(frozen=True)
+class CircuitTerms(Work):
+    """What a function of `CIRCUITS` gives of each row.
+
+    Attributes:
+        name: the function.
+        keep: ``"scores"``: all that there is.
+        options: the function's and those of `freeze`.
+        of_rows: the options of which every row has a value of its own.
+
+    Raises:
+        InvalidInputError: an unknown option, another `keep`, or terms by source token.
+    """
+
+    name: str
+    keep: str
+    options: Mapping[str, Any]
+    of_rows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        split_options(self._function, dict(self.options) | dict.fromkeys(self.of_rows))
+        if self.keep != "scores":
+            raise InvalidInputError(f"keep={self.keep!r}: {self.name} keeps a row's terms whole; use keep='scores'.")
+        if self.options.get("by") == "head_token":
+            raise InvalidInputError(
+                f"by='head_token': rows have no source tokens in common. Use by='head' over a data set, and "
+                f"circuits.{self.name} for single prompts."
+            )
+
+    @property
+    def _function(self) -> Method:
+        return Method(self.name, CIRCUITS[self.name])
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same when a run of it is resumed."""
+        return {"method": self.name, "options": dict(self.options), "keep": self.keep}
+
+    def together(
+        self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
+    ) -> list[tuple[list[int], Terms]]:
+        """The result of some rows."""
+        for_freeze, asked = split_options(self._function, self.options)
+        parts = []
+        for batch in memory_batches(ModelView(model), list(map(len, tokens)), self.options.get("memory")):
+            frozen = freeze(model, [tokens[row] for row in batch], **for_freeze)
+            own = {name: _of(name, values, batch) for name, values in per_row.items()}
+            parts.append((batch, CIRCUITS[self.name](frozen, **given(asked, len(batch)) | own)))
+        return parts
+
+    def packed(self, result: list[tuple[list[int], Terms]]) -> list[Record]:
+        """Such a result as one record for each row."""
+        found = {row: record for batch, terms in result for row, record in zip(batch, _packed(terms), strict=True)}
+        return [found[row] for row in range(len(found))]
+
+    def facts(self, result: list[tuple[list[int], Terms]]) -> dict[str, Any]:
+        """What the rows of such a result have in common."""
+        first = result[0][1]
+        dtype = "float64" if first.scores.dtype == torch.float64 else "float32"
+        return {"result": "Terms", "options": tagged(self.options), "dtype": dtype, "soft_cap": first.soft_cap}
+
+    def aligned(self, records: list[Record], facts: dict[str, Any]) -> tuple[list[Record], dict[str, Any]]:
+        """Records of several batches with the same terms in the same order."""
+        # a constant that is zero in every row of a batch, such as b_U, is no term of it
+        names = list(dict.fromkeys(chain.from_iterable(record.get("names", ()) for record in records)))
+        places = {name: place for place, name in enumerate(names)}
+        for record in records:
+            own = record.pop("names", names)
+            if own != names:
+                wide = np.zeros((record["shape"][0], len(names)), dtype=record["scores"].dtype)
+                wide[:, [places[name] for name in own]] = record["scores"].reshape(record["shape"])
+                record |= {"scores": wide.flatten(), "shape": list(wide.shape)}
+        return records, facts | ({"names": names} if names else {})
+
+
+def _of(name: str, values: Sequence[Any], batch: Sequence[int]) -> Any:
+    own = [values[row] for row in batch]
+    return torch.as_tensor(np.asarray(own)) if name == "direction" else own
+
+
+def _packed(terms: Terms) -> list[Record]:
+    """Each prompt's terms as a row; what is padding is left out."""
+    mask, queries = terms.mask.cpu(), terms.queries.cpu()
+    numbers = {"rest": terms.remainder, "total": terms.total, "residual": terms.residual if terms.additive else None}
+    rows = []
+    for number, real in enumerate(mask):
+        asked = real[queries[number]]  # a shorter prompt of the batch has fewer
+        scores = terms.scores[number].detach().cpu()[asked]
+        rows.append(
+            {
+                "tokens": [terms.tokens[number][place] for place in real.nonzero()[:, 0].tolist()],
+                "queries": (real.long().cumsum(0) - 1)[queries[number][asked]].numpy(),
+                "names": terms.names,
+                "shape": list(scores.shape),
+                "scores": scores.flatten().numpy(),
+                **{
+                    name: None if value is None else value[number].detach().cpu()[asked].numpy()
+                    for name, value in numbers.items()
+                },
+                "target": terms.target or None,
+            }
+        )
+    return rows
+
+
+def unpacked_terms(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Terms:
+    """One row as the terms of one prompt."""
+    dtype = getattr(torch, facts["dtype"])
+    numbers = {name: torch.tensor(row[name], dtype=dtype)[None] for name in ("rest", "total") if row[name] is not None}
+    return Terms(
+        names=list(facts["names"]),
+        scores=torch.tensor(row["scores"], dtype=dtype).reshape(1, *row["shape"]),
+        total=numbers["total"],
+        remainder=numbers.get("rest"),
+        queries=torch.tensor(row["queries"])[None],
+        mask=torch.ones(1, len(row["tokens"]), dtype=torch.bool),
+        tokens=[list(row["tokens"])],
+        target=row["target"] or "",
+        soft_cap=facts["soft_cap"],
+    )

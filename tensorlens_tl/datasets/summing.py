@@ -1,0 +1,116 @@
+"""What the rows of a run amount to: how each component's effect is distributed, and one evaluation of all rows."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tensorlens_tl._arguments import plain
+from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.datasets.packing import facts_in
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.evaluation import Evaluation, area
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+Tables = Callable[[Sequence[str]], Iterator["pa.Table"]]
+"""Some columns of every shard, one shard after another."""
+
+
+def summary(tables: Tables, quantiles: Any, names: str, memory: Memory) -> "pd.DataFrame":
+    """See `tensorlens_tl.datasets.DatasetResults.summary`.
+
+    Shards hold a row's terms side by side. As many terms as fit the bound are gathered from all shards at once, so
+    that quantiles are exact and memory is that of some terms over all rows, or of one shard.
+    """
+    import pandas as pd
+
+    asked, bound = _quantiles(quantiles), in_bytes(memory)
+    terms, count = list[str](), 0
+    for table in tables(["shape"]):
+        terms += [name for name in facts_in(table).get("names", ()) if name not in terms]
+        count += sum(shape[0] for shape in table["shape"].to_pylist() if shape is not None)
+    chosen = [name for name in terms if fnmatchcase(name, names)]
+    if not chosen:
+        raise InvalidInputError(f"names={names!r}: there are {', '.join(terms[:8])}, …")
+    at_once = max(1, bound // (3 * 8 * max(1, count)))  # the values, and what the variance and the quantiles copy
+    lines: list[list[float]] = []
+    for start in range(0, len(chosen), at_once):
+        values = _gathered(tables, chosen[start : start + at_once], count)
+        spread = values.var(axis=1, ddof=1) if count > 1 else np.full(len(values), np.nan)
+        places = np.quantile(values, asked, axis=1, overwrite_input=True) if asked else np.zeros((0, len(values)))
+        means = values.mean(axis=1)
+        lines += np.column_stack([means, spread, np.sqrt(spread), places.T]).tolist()
+    columns = ["mean", "variance", "std", *(f"{100 * share:g}%" for share in asked)]
+    frame = pd.DataFrame(lines, columns=pd.Index(columns), index=pd.Index(chosen, name="term"))
+    frame.insert(0, "count", count)
+    return frame
+
+
+def _gathered(tables: Tables, terms: Sequence[str], count: int) -> np.ndarray:
+    """Each term's value at every query of every row, `[term, value]`; zero where a batch had no such term."""
+    values, start = np.zeros((len(terms), count)), 0
+    for table in tables(["scores"]):
+        held = {name: place for place, name in enumerate(facts_in(table).get("names", ()))}
+        if not held:  # every row of the shard failed
+            continue
+        parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["scores"].chunks]
+        scores = np.concatenate(parts).reshape(-1, len(held))
+        for number, name in enumerate(terms):
+            if name in held:
+                values[number, start : start + len(scores)] = scores[:, held[name]]
+        start += len(scores)
+    return values
+
+
+def _quantiles(quantiles: Any) -> list[float]:
+    given = plain(quantiles)
+    try:
+        asked = [float(share) for share in ([given] if isinstance(given, int | float) else given)]
+    except (TypeError, ValueError):
+        asked = [-1.0]
+    if not all(0 <= share <= 1 for share in asked):
+        raise InvalidInputError(f"quantiles={quantiles!r}: pass shares of the rows, such as (0.05, 0.5, 0.95).")
+    return asked
+
+
+def evaluation(tables: Tables) -> Evaluation:
+    """See `tensorlens_tl.datasets.DatasetResults.evaluation`."""
+    names, found, facts, failed = list[str](), dict[int, np.ndarray](), dict[str, Any](), 0
+    units: dict[int, str] = {}
+    for table in tables(["row", "id", "scores", "shape"]):
+        facts = facts_in(table) if "methods" in facts_in(table) else facts
+        for row in table.to_pylist():
+            failed += row["scores"] is None
+            if row["scores"] is not None:
+                found[row["row"]] = np.array(row["scores"]).reshape(row["shape"])
+                units[row["row"]] = row["id"]
+    if not found:
+        raise InvalidInputError("evaluation: no row of this run is done, or all failed.")
+    order = sorted(found)
+    names = [units[row] for row in order]
+    curves = torch.from_numpy(np.stack([found[row] for row in order], axis=2))
+    return evaluation_of(curves, names, facts, failed)
+
+
+def evaluation_of(curves: torch.Tensor, units: list[str], facts: Mapping[str, Any], failed: int = 0) -> Evaluation:
+    """Curves `[metric, method, unit, step]` as an evaluation, described by a shard's `facts`."""
+    axis = torch.tensor(facts["axis"], dtype=torch.float64)
+    return Evaluation(
+        kind=facts["kind"],
+        values=area(curves, axis),
+        metrics=facts["metrics"],
+        methods=facts["methods"],
+        units=units,
+        curves=curves,
+        axis=axis,
+        axis_name=facts["axis_name"],
+        settings=facts["settings"] | {"prompts": len(units)} | ({"failed": failed} if failed else {}),
+        skipped=facts["skipped"],
+    )

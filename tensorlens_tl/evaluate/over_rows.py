@@ -1,0 +1,186 @@
+"""Perturbation tests over the rows of a data set, in shards that a run resumes from."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.datasets.results import DatasetResults
+from tensorlens_tl.datasets.rows import UNKNOWN_ID, Rows
+from tensorlens_tl.datasets.running import run_work
+from tensorlens_tl.datasets.work import Record, Work
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.evaluate.perturbation import FRACTIONS, METRICS, PerturbationTest
+from tensorlens_tl.evaluate.scorers import Scorer, usable
+from tensorlens_tl.models.protocol import ModelLike
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.prompts import Prompt, prepare
+from tensorlens_tl.passes.replacement import Replacement, vocabulary_mean
+
+
+def perturbation_dataset(
+    model: ModelLike,
+    rows: Any,
+    out: str | os.PathLike[str],
+    methods: Any = None,
+    *,
+    query: Any = "last",
+    fractions: Any = FRACTIONS,
+    replacement: Any = None,
+    metrics: Any = METRICS,
+    order: str = "descending",
+    absolute: bool = False,
+    hidden: str = "unembedded",
+    seed: int = 0,
+    memory: Any = None,
+    text: str = "text",
+    id: str = UNKNOWN_ID,
+    tokens_per_batch: int = 8192,
+    truncate: bool = False,
+    resume: bool = True,
+    progress: bool = True,
+    prepend_bos: bool | None = None,
+    engine: str | None = None,
+    load_model: Callable[[], ModelLike] | None = None,
+    num_actors: int = 1,
+    num_gpus: float | int = 0,
+) -> DatasetResults:
+    """`perturbation` over every row of a data set, each row's curves written to Parquet shards.
+
+    The numbers are those of one call of `perturbation` with all rows; `DatasetResults.evaluation` gives them as one
+    `Evaluation`, with its table and comparisons. A row that is too short for the smallest fraction is written with its
+    error. Called again with the same arguments, a run that was interrupted goes on.
+
+    Args:
+        model: a TransformerLens model that reads text.
+        rows, out, text, id, tokens_per_batch, truncate, resume, progress, prepend_bos: see `tlens.attribute_dataset`.
+        methods, query, fractions, metrics, order, absolute, hidden, seed, memory: see `perturbation`. Functions among
+            the methods are known by their names alone when a run is resumed.
+        replacement: see `perturbation`; ``"mean"`` is the token embedding's mean over all rows.
+        engine, load_model, num_actors, num_gpus: see `tlens.attribute_dataset`.
+
+    Raises:
+        InvalidInputError: what `perturbation` and `tlens.attribute_dataset` refuse.
+        UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
+        FileFormatError: the folder's manifest or one of its shards is damaged.
+        OSError: a shard cannot be written; those before it are whole.
+    """
+    test = PerturbationTest.of(
+        methods,
+        query=query,
+        fractions=fractions,
+        metrics=metrics,
+        order=order,
+        absolute=absolute,
+        hidden=hidden,
+        seed=seed,
+        memory=memory,
+    )
+    return run_work(
+        model,
+        rows,
+        out,
+        partial(_work, ModelView(model), test, replacement, methods is None),
+        text=text,
+        id=id,
+        tokens_per_batch=tokens_per_batch,
+        truncate=truncate,
+        resume=resume,
+        progress=progress,
+        prepend_bos=prepend_bos,
+        engine=engine,
+        load_model=load_model,
+        num_actors=num_actors,
+        num_gpus=num_gpus,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Perturbing(Work):
+    """A perturbation test of each row.
+
+    Attributes:
+        test: what is measured, by which methods.
+        replacement: what tokens are replaced by, the same in all rows.
+        skipped: methods that do not fit the model.
+        described: what an Evaluation says besides its numbers.
+        options: all of this, as a manifest holds it.
+    """
+
+    test: PerturbationTest
+    replacement: Replacement
+    scorers: list[Scorer]
+    skipped: dict[str, str]
+    described: dict[str, Any]
+    options: Mapping[str, Any]
+
+    name = "perturbation"
+    double = True
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same when a run of it is resumed."""
+        return {"method": self.name, "options": dict(self.options), "keep": "scores"}
+
+    def together(
+        self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
+    ) -> tuple[Prompt, Float[Tensor, "metric method prompt step"]]:
+        """The result of some rows."""
+        view = ModelView(model)
+        prompt = prepare(view, list(tokens))
+        engine = self.test.engine(model, view, prompt, lambda: self.replacement)
+        return prompt, self.test.curves(engine, self.scorers, progress=False)
+
+    def packed(self, result: tuple[Prompt, Tensor]) -> list[Record]:
+        """Such a result as one record for each row."""
+        prompt, curves = result
+        return [
+            {
+                "tokens": [token for token, own in zip(prompt.str_tokens[row], real, strict=True) if own],
+                "shape": list(curves[:, :, row].shape),
+                "scores": curves[:, :, row].flatten().numpy(),
+            }
+            for row, real in enumerate(prompt.mask.tolist())
+        ]
+
+    def facts(self, result: Any) -> dict[str, Any]:
+        """What the rows of such a result have in common."""
+        about = {"result": "Evaluation", "dtype": "float64", "axis": self.test.steps, "skipped": self.skipped}
+        return about | self.described
+
+
+def _work(view: ModelView, test: PerturbationTest, replacement: Any, skip: bool, rows: Rows) -> Work:
+    """The test of these rows: methods that fit the model, and what tokens are replaced by."""
+    good = [ids for row, ids in enumerate(rows.tokens) if row not in rows.errors]
+    if not good:
+        first = min(rows.errors)
+        raise InvalidInputError(f"rows: none is a prompt. Row {first}: {rows.errors[first]}.")
+    # a token's embedding is the same wherever it stands: the mean over all rows needs their counts alone
+    counts = torch.from_numpy(sum(np.bincount(ids, minlength=view.d_vocab) for ids in good))
+    longest = max(good, key=len).tolist()
+    prompt = prepare(view, [longest])
+    by = Replacement.of(view, prompt, replacement, vocabulary_mean(view, counts))
+    try:
+        place = test.engine(view.model, view, prompt, lambda: by).place
+    except InvalidInputError as error:
+        raise InvalidInputError(f"perturbation: the longest row cannot be tested. {error}") from error
+    scorers, skipped = usable(test.scorers, freeze(view.model, [longest]), place, skip)
+    asked = {
+        "methods": {scorer.label: [_name(scorer.method), repr(dict(scorer.options))] for scorer in scorers},
+        "skipped": sorted(skipped),
+        "fractions": test.steps,
+        "replacement": by.name,
+        **{name: getattr(test, name) for name in ("query", "metrics", "order", "absolute", "hidden", "seed")},
+    }
+    described = test.described(view, by, scorers, len(good))
+    return _Perturbing(test, by, scorers, skipped, described, asked)
+
+
+def _name(method: Any) -> str:
+    return method if isinstance(method, str) else f"{method.__module__}.{getattr(method, '__qualname__', '?')}"
