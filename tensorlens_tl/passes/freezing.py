@@ -36,6 +36,7 @@ from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.prompts import Prompt, prepare, query_positions
 from tensorlens_tl.passes.proof import compare_logits, prove
+from tensorlens_tl.passes.sampling import sampled_positions
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -55,7 +56,7 @@ def freeze(
     model_inputs: Any = None,
     cache: Any = None,
     store: str = "model",
-    verify: bool = True,
+    verify: Any = True,
     tolerance: Any = None,
 ) -> FrozenPass:
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
@@ -82,7 +83,11 @@ def freeze(
         cache: the ActivationCache of an earlier ``run_with_cache`` on the same input, kept instead of this run's
             activations; each of them is compared with this run's.
         store: ``"cpu"`` keeps the captured activations off the model's device.
-        verify: prove every block against the model's own output; False proves only the first.
+        verify: True proves every block against the model's own output at every token. ``"sample"`` proves every block at
+            up to 8 tokens of each prompt, its last one always among them (`proved_positions` of the pass): a part that
+            is read wrongly is found, an activation that was changed at another token is not. Blocks with whitening or
+            a mixer in place of attention, and those of encoder–decoders, are proved at every token all the same. False
+            proves only the first block of each kind.
         tolerance: largest relative error a block may show; None takes `TOLERANCE` for the model's dtype.
 
     Raises:
@@ -98,6 +103,11 @@ def freeze(
         raise InvalidInputError(f"store={store!r}; use 'model' or 'cpu'.")
     if tolerance is not None and (not isinstance(tolerance, int | float) or not tolerance > 0):
         raise InvalidInputError(f"tolerance={tolerance!r}; pass a positive number, or None for the dtype's own.")
+    if not (isinstance(verify, bool) or (isinstance(verify, str) and verify == "sample")):
+        raise InvalidInputError(
+            f"verify={verify!r}; use True (every block at every token), 'sample' (every block at a few tokens) or False "
+            "(the first block of each kind)."
+        )
     # what is kept must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         view = ModelView(model)
@@ -132,7 +142,8 @@ def freeze(
             _check_padding(view.model, prompt, points, kept)
             _check_growth(frozen)
             check_finite({name: kept[name] for name in points.captured})
-            prove(frozen, verify)
+            frozen.proved_positions = sampled_positions(frozen.mask) if verify == "sample" else None
+            prove(frozen, bool(verify))
             _warn_of_ties(frozen, {name: kept.pop(name) for name in points.routers if name in kept})
             if points.unembed_in is not None:
                 compare_logits(frozen, frozen.unembedded(), logits_at(made, prompt.in_logits(last)), last)
