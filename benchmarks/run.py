@@ -113,7 +113,7 @@ def costs() -> Lines:
                 )
 
 
-def batches() -> Lines:
+def batches_of_prompts() -> Lines:
     """## Batches of prompts, per token
 
     Freezing and one target of each prompt of 64 tokens, on one thread: the time for a token divided by that of a single
@@ -847,7 +847,7 @@ def flashtrace() -> Lines:
 SECTIONS = (
     imports,
     costs,
-    batches,
+    batches_of_prompts,
     experts,
     norm_slice,
     jacobians,

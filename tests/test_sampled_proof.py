@@ -140,7 +140,7 @@ def test_no_activation_ratio_is_made_of_all_tokens(model_named):
 
 @pytest.mark.parametrize("verify", ["all", "", None, 2, 1, ["sample"]])
 def test_other_values_are_refused(model_named, verify):
-    with pytest.raises(tlens.InvalidInputError, match="verify=.* use True .* 'sample' .* or False"):
+    with pytest.raises(tlens.InvalidInputError, match=r"verify=.* use True .* 'sample' .* or False"):
         tlens.freeze(model_named(GPT2), [3, 4], verify=verify)
 
 

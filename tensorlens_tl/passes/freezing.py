@@ -83,11 +83,11 @@ def freeze(
         cache: the ActivationCache of an earlier ``run_with_cache`` on the same input, kept instead of this run's
             activations; each of them is compared with this run's.
         store: ``"cpu"`` keeps the captured activations off the model's device.
-        verify: True proves every block against the model's own output at every token. ``"sample"`` proves every block at
-            up to 8 tokens of each prompt, its last one always among them (`proved_positions` of the pass): a part that
-            is read wrongly is found, an activation that was changed at another token is not. Blocks with whitening or
-            a mixer in place of attention, and those of encoder–decoders, are proved at every token all the same. False
-            proves only the first block of each kind.
+        verify: True proves every block against the model's own output at every token. ``"sample"`` proves every block
+            at up to 8 tokens of each prompt, its last one always among them (`proved_positions` of the pass): a part
+            that is read wrongly is found, an activation that was changed at another token is not. Blocks with
+            whitening or a mixer in place of attention, and those of encoder–decoders, are proved at every token all
+            the same. False proves only the first block of each kind.
         tolerance: largest relative error a block may show; None takes `TOLERANCE` for the model's dtype.
 
     Raises:
@@ -105,8 +105,8 @@ def freeze(
         raise InvalidInputError(f"tolerance={tolerance!r}; pass a positive number, or None for the dtype's own.")
     if not (isinstance(verify, bool) or (isinstance(verify, str) and verify == "sample")):
         raise InvalidInputError(
-            f"verify={verify!r}; use True (every block at every token), 'sample' (every block at a few tokens) or False "
-            "(the first block of each kind)."
+            f"verify={verify!r}; use True (every block at every token), 'sample' (every block at a few tokens) or "
+            "False (the first block of each kind)."
         )
     # what is kept must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():

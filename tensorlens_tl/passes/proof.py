@@ -1,8 +1,9 @@
 """Proofs: is what the weights say what the model does?
 
 Every block is composed from its weights in each way its norms allow; the one that reproduces the block's own output on
-its own input is its layout. A block that none reproduces is refused, with the first component that differs. A proof may be
-made at a few positions of each prompt instead of all (`tensorlens_tl.passes.sampling`). What follows the last block is proved the same way, and the unembedding at every token whose logit is asked about.
+its own input is its layout. A block that none reproduces is refused, with the first component that differs. A proof may
+be made at a few positions of each prompt instead of all (`tensorlens_tl.passes.sampling`). What follows the last block
+is proved the same way, and the unembedding at every token whose logit is asked about.
 """
 
 from collections.abc import Mapping, Sequence
