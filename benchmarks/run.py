@@ -121,7 +121,7 @@ def batches_of_prompts() -> Lines:
     """
     yield table("shape", "proof", *(f"batch {size}" for size in (1, 8, 32)), "8 padded prompts")
     torch.set_num_threads(1)
-    for shape in (embedded(), small_neox()):
+    for shape in (embedded(),):
         for verify in (True, "sample", False):
             prompts = {size: shape.tokens(64, size) for size in (1, 8, 32)}
             lengths = [64, 40, 57, 33, 61, 48, 52, 36]
