@@ -22,7 +22,7 @@ FwdHook = tuple[Any, Callable[..., Any]]
 _locks: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by model
 _guard = threading.Lock()
 _unheld: ContextVar[bool] = ContextVar("unheld", default=False)
-_points: ContextVar[tuple[Any, Mapping[str, Any]] | None] = ContextVar("points", default=None)
+_points: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("points", default=None)
 
 
 def lock_of(model: HookedModel) -> Any:
@@ -50,7 +50,7 @@ def own_run(model: HookedModel) -> Generator[None, None, None]:
             _unheld.reset(tokens[0])
 
 
-def hook_points(model: HookedModel) -> Mapping[str, Any]:
+def hook_points(model: HookedModel) -> dict[str, Any]:
     """The model's hook points by name."""
     known = _points.get()
     return known[1] if known is not None and known[0] is model else dict(model.hook_dict)
