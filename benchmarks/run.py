@@ -63,6 +63,7 @@ def costs() -> Lines:
         "forward, ms",
         "its share of the product rate",
         "freeze",
+        "sampled proof",
         "without proof",
         "target",
         "In+Out",
@@ -85,6 +86,7 @@ def costs() -> Lines:
                 calls = {
                     "forward": lambda ids=ids, shape=shape: shape.forward(ids),
                     "freeze": lambda ids=ids, shape=shape: tlens.freeze(shape.model, ids),
+                    "sampled": lambda ids=ids, shape=shape: tlens.freeze(shape.model, ids, verify="sample"),
                     "unproved": lambda ids=ids, shape=shape: tlens.freeze(shape.model, ids, verify=False),
                     "target": lambda frozen=frozen: frozen.operator().target(5),
                     "in_out": lambda frozen=frozen: frozen.operator().in_out(),
@@ -93,7 +95,7 @@ def costs() -> Lines:
                 rounds = 15 if shape.name == "embedded" else 3
                 seconds, _, share = beside_a_product(calls, rounds, shape.d_model, shape.flops(length))
                 if share < LEAST_SHARE and shape.name != "embedded":
-                    yield row(shape.name, threads, length, f"discarded: {share:.0%} of the product rate", *[""] * 7)
+                    yield row(shape.name, threads, length, f"discarded: {share:.0%} of the product rate", *[""] * 8)
                     continue
                 everything = ""
                 if threads == THREADS[-1] and length <= 128:
@@ -110,6 +112,32 @@ def costs() -> Lines:
                     *(value / base for value in seconds.values()),
                     everything,
                 )
+
+
+def batches_of_prompts() -> Lines:
+    """## Batches of prompts, per token
+
+    Freezing and one target of each prompt of 64 tokens, on one thread: the time for a token divided by that of a single
+    prompt. Below 1, a batch is faster.
+    """
+    yield table("shape", "proof", *(f"batch {size}" for size in (1, 8, 32)), "8 padded prompts")
+    torch.set_num_threads(1)
+    for shape in (embedded(),):
+        for verify in (True, "sample", False):
+            prompts = {size: shape.tokens(64, size) for size in (1, 8, 32)}
+            lengths = [64, 40, 57, 33, 61, 48, 52, 36]
+            padded = [ids[:length].tolist() for ids, length in zip(prompts[8], lengths, strict=True)]
+            given = [*((ids, ids.numel()) for ids in prompts.values()), (padded, sum(lengths))]
+
+            def ask(ids: Any, shape: Shape = shape, verify: Any = verify) -> None:
+                tlens.freeze(shape.model, ids, verify=verify).operator().target(5)
+
+            calls = {str(number): partial(ask, ids) for number, (ids, _) in enumerate(given)}
+            seconds = interleaved(calls, 10)
+            each = [seconds[str(number)] / tokens for number, (_, tokens) in enumerate(given)]
+            yield row(
+                shape.name, {True: "full", False: "first block"}.get(verify, verify), *(t / each[0] for t in each)
+            )
 
 
 def experts() -> Lines:
@@ -894,6 +922,7 @@ def flashtrace() -> Lines:
 SECTIONS = (
     imports,
     costs,
+    batches_of_prompts,
     experts,
     norm_slice,
     jacobians,

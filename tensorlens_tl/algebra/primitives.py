@@ -5,7 +5,7 @@ from typing import final
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, note_bias
@@ -186,6 +186,13 @@ class Attention(AffineMap):
     def norm_bound(self) -> float:
         # heads that share a key-value head read the same values: their patterns stack
         return largest_singular_value(rearrange(self.pattern, "b (kv group) q k -> b kv (group q) k", kv=self.kv_heads))
+
+    def at_queries(
+        self, x: Float[Tensor, "batch key d_in"], queries: Int[Tensor, "batch query"]
+    ) -> Float[Tensor, "batch query d_out"]:
+        """What some queries of each prompt mix from the values of all keys; other queries are not computed."""
+        rows = torch.take_along_dim(self.pattern, queries[:, None, :, None], dim=2)
+        return replace(self, pattern=rows)._forward(x, affine=False)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         made = mixed(self.pattern, self.kv_heads, x.reshape(-1, *x.shape[-3:]))

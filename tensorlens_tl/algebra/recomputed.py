@@ -103,6 +103,13 @@ class RecomputedAttention(AffineMap):
     def norm_bound(self) -> float:
         return largest_singular_value(rearrange(self.pattern, "b (kv group) q k -> b kv (group q) k", kv=self.kv_heads))
 
+    def at_queries(
+        self, x: Float[Tensor, "batch key d_in"], queries: Int[Tensor, "batch query"]
+    ) -> Float[Tensor, "batch query d_out"]:
+        """What some queries of each prompt mix from the values of all keys; other queries are not computed."""
+        rows = self._rows(self._queries()[queries])
+        return mixed(rows, self.kv_heads, x[None, :, : rows.shape[-1]])[0]
+
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         queries, values = self._queries(), x.reshape(-1, *x.shape[-3:])
         parts: list[Tensor] = []
@@ -174,7 +181,7 @@ class RecomputedAttention(AffineMap):
 
 
 AnyAttention = Attention | RecomputedAttention
-"""Attention by a pattern, held or recomputed; both have `pattern` and `kv_heads`."""
+"""Attention by a pattern, held or recomputed; both have `pattern`, `kv_heads` and `at_queries`."""
 
 
 def query_chunks(queries: int, bytes_per_query: int) -> Iterator[slice]:

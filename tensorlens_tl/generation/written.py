@@ -258,7 +258,7 @@ def freeze_generation(
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
     store: str = "model",
-    verify: bool = True,
+    verify: Any = True,
 ) -> FrozenGeneration:
     """Write or take continuations of prompts, and freeze the whole texts once, in one pass.
 
@@ -294,7 +294,7 @@ def attribute_generation(
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
     store: str = "model",
-    verify: bool = True,
+    verify: Any = True,
     memory: Memory = None,
 ) -> Attribution:
     """What made the text that a model writes after a prompt: scores of the prompt and of earlier generated tokens.

@@ -14,7 +14,7 @@ from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedM
 from tensorlens_tl.hooks.calls import seen_calls
 from tensorlens_tl.hooks.inspection import other_hooks
 from tensorlens_tl.hooks.points import CallPoint
-from tensorlens_tl.hooks.running import FwdHook, in_this_thread, run
+from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, run
 from tensorlens_tl.models.protocol import HookedModel
 
 
@@ -48,7 +48,7 @@ def observe(
     Raises:
         UnsupportedModelError: a hook point did not fire, or fired again with another activation.
     """
-    points, calls = dict(model.hook_dict), calls or {}
+    points, calls = hook_points(model), calls or {}
     names = list(names)
     wanted: dict[int, list[str]] = {}
     for name in names:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from tensorlens_tl.errors import FrozenModelError
+from tensorlens_tl.hooks.running import hook_points
 
 
 class PlacedHook(NamedTuple):
@@ -20,7 +21,7 @@ class PlacedHook(NamedTuple):
 
 def hooks_on(model: Any) -> list[PlacedHook]:
     """Every hook on a model, at one name of its hook point; a Bridge of 4.x has a few permanent ones of its own."""
-    points = {id(point): (name, point) for name, point in reversed(model.hook_dict.items())}
+    points = {id(point): (name, point) for name, point in reversed(hook_points(model).items())}
     return [
         PlacedHook(name, getattr(handle, "user_hook", None), bool(getattr(handle, "is_permanent", False)))
         for name, point in points.values()

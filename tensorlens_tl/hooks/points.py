@@ -29,6 +29,7 @@ from typing import Any
 from torch import nn
 
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks.running import hook_points
 from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.models.weights import MLPWeights
@@ -196,7 +197,7 @@ def model_points(view: ModelView) -> ModelPoints:
         head_scale=_head_scale(view),
         unembed_in=unembed_in,
     )
-    known = view.model.hook_dict
+    known = hook_points(view.model)
     missing = [name for name in points.captured if name not in known and name not in points.calls]
     if missing:
         raise UnsupportedModelError(

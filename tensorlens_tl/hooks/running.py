@@ -22,6 +22,7 @@ FwdHook = tuple[Any, Callable[..., Any]]
 _locks: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by model
 _guard = threading.Lock()
 _unheld: ContextVar[bool] = ContextVar("unheld", default=False)
+_points: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("points", default=None)
 
 
 def lock_of(model: HookedModel) -> Any:
@@ -40,11 +41,19 @@ def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook])
 def own_run(model: HookedModel) -> Generator[None, None, None]:
     """Runs inside are the model's own: this thread holds its lock, and a frozen pass's hooks do nothing."""
     with lock_of(model):
-        token = _unheld.set(True)
+        # a Bridge puts its list of hook points together anew for everyone who asks: here it is asked once
+        tokens = _unheld.set(True), _points.set((model, dict(model.hook_dict)))
         try:
             yield
         finally:
-            _unheld.reset(token)
+            _points.reset(tokens[1])
+            _unheld.reset(tokens[0])
+
+
+def hook_points(model: HookedModel) -> dict[str, Any]:
+    """The model's hook points by name."""
+    known = _points.get()
+    return known[1] if known is not None and known[0] is model else dict(model.hook_dict)
 
 
 def is_own_run() -> bool:

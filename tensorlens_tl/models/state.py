@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -96,8 +97,9 @@ def refuse_devices(model: nn.Module) -> None:
 def refuse_dropout(model: nn.Module) -> None:
     """Raise `InvalidInputError` for a model in train mode, if that changes what it computes."""
     inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
-    modules = {**dict(model.named_modules()), **(dict(inner.named_modules()) if inner is not None else {})}
-    for name, module in modules.items():
+    seen = set[nn.Module]()
+    others = [] if inner is None else inner.named_modules(memo=seen)
+    for name, module in chain(model.named_modules(memo=seen), others):
         if not module.training:
             continue
         rates = [value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]

@@ -38,7 +38,9 @@ class ModelView:
     def __init__(self, model: Any):
         self.is_encoder_decoder = all(hasattr(model, stack) for stack in STACKS)
         for needed in ("cfg", "blocks", "hook_dict", "run_with_hooks"):
-            if not hasattr(model, needed) and not (needed == "blocks" and self.is_encoder_decoder):
+            # asked of the class first: a Bridge puts its hook_dict together anew for everyone who asks
+            there = hasattr(type(model), needed) or hasattr(model, needed)
+            if not there and not (needed == "blocks" and self.is_encoder_decoder):
                 hint = " The model comes first, then the input; load one by its name first." * isinstance(model, str)
                 if hasattr(model, "from_pretrained"):
                     hint = (

@@ -36,6 +36,7 @@ class Captured:
             about since).
         tolerance: the largest error a proof may show.
         held_scores: of a pass frozen with ``patterns="recompute"``, what each pattern is made from, by hook-point name.
+        proved_positions: where blocks were proved, of a pass frozen with ``verify="sample"``; None for every position.
     """
 
     view: ModelView
@@ -49,6 +50,7 @@ class Captured:
     tolerance: float = 1e-4
     logits_compared: Tensor | None = None
     held_scores: dict[str, HeldScores] = field(default_factory=dict)
+    proved_positions: Int[Tensor, "batch query"] | None = None
 
     # ------------------------------------------------------------------ the model and the prompt
 
@@ -94,8 +96,17 @@ class Captured:
             )
 
     def provenance(self) -> dict[str, str]:
-        """What results depend on besides the prompt: the model's provenance, and other people's hooks where any are."""
-        return self.view.provenance() | ({"hooks": ", ".join(self.other_hooks)} if self.other_hooks else {})
+        """What results depend on besides the prompt: the model's provenance, other people's hooks where any are, and
+        that the proof was of sampled positions where it was."""
+        sampled = {} if self.proved_positions is None else {"proof": self.proof_scope}
+        return self.view.provenance() | ({"hooks": ", ".join(self.other_hooks)} if self.other_hooks else {}) | sampled
+
+    @property
+    def proof_scope(self) -> str:
+        """The positions that blocks were proved at, in words."""
+        if self.proved_positions is None:
+            return "every position"
+        return f"{self.proved_positions.shape[1]} sampled positions per prompt"
 
     # ------------------------------------------------------------------ activations
 

@@ -39,6 +39,7 @@ from tensorlens_tl.passes.pattern_checks import check_pattern, looks_ahead
 from tensorlens_tl.passes.prompts import Prompt, prepare, query_positions
 from tensorlens_tl.passes.proof import compare_logits, prove
 from tensorlens_tl.passes.recompute import PatternReader, refuse_unreadable
+from tensorlens_tl.passes.sampling import sampled_positions
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -59,7 +60,7 @@ def freeze(
     cache: Any = None,
     store: str = "model",
     patterns: str = "keep",
-    verify: bool = True,
+    verify: Any = True,
     tolerance: Any = None,
 ) -> FrozenPass:
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
@@ -89,7 +90,11 @@ def freeze(
         patterns: ``"recompute"`` keeps queries and keys instead of attention patterns, so that memory grows with the
             prompt's length and not with its square: a layer's pattern is made anew, a few queries at a time, when it is
             used. Every one is compared with the model's own while the pass runs.
-        verify: prove every block against the model's own output; False proves only the first.
+        verify: True proves every block against the model's own output at every token. ``"sample"`` proves every block
+            at up to 8 tokens of each prompt, its last one always among them (`proved_positions` of the pass): a part
+            that is read wrongly is found, an activation that was changed at another token is not. Blocks with
+            whitening or a mixer in place of attention, and those of encoder–decoders, are proved at every token all
+            the same. False proves only the first block of each kind.
         tolerance: largest relative error a block may show; None takes `TOLERANCE` for the model's dtype.
 
     Raises:
@@ -109,6 +114,11 @@ def freeze(
         raise InvalidInputError("cache: patterns='recompute' sees patterns while the model runs; leave one out.")
     if tolerance is not None and (not isinstance(tolerance, int | float) or not tolerance > 0):
         raise InvalidInputError(f"tolerance={tolerance!r}; pass a positive number, or None for the dtype's own.")
+    if not (isinstance(verify, bool) or (isinstance(verify, str) and verify == "sample")):
+        raise InvalidInputError(
+            f"verify={verify!r}; use True (every block at every token), 'sample' (every block at a few tokens) or "
+            "False (the first block of each kind)."
+        )
     # what is kept must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         view = ModelView(model)
@@ -148,7 +158,8 @@ def freeze(
             _check_padding(view.model, prompt, points, frozen)
             _check_growth(frozen)
             check_finite({name: kept[name] for name in points.captured if name in kept})
-            prove(frozen, verify)
+            frozen.proved_positions = sampled_positions(frozen.mask) if verify == "sample" else None
+            prove(frozen, bool(verify))
             _warn_of_ties(frozen, {name: kept.pop(name) for name in points.routers if name in kept})
             if points.unembed_in is not None:
                 compare_logits(frozen, frozen.unembedded(), logits_at(made, prompt.in_logits(last)), last)

@@ -42,6 +42,7 @@ class FrozenPass(Record):
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
         worst = f"{max(self.errors.values()):.1e}" if self.errors else "not verified"
+        worst += "" if self.proved_positions is None else f" at {self.proof_scope}"
         hooks = f", other_hooks={len(self.other_hooks)}" if self.other_hooks else ""
         return (
             f"FrozenPass({self.view.description}, batch={batch}, pos={pos}, layers={self.n_layers}, "

@@ -1,12 +1,14 @@
 """Proofs: is what the weights say what the model does?
 
 Every block is composed from its weights in each way its norms allow; the one that reproduces the block's own output on
-its own input is its layout. A block that none reproduces is refused, with the first component that differs. What
-follows the last block is proved the same way, and the unembedding at every token whose logit is asked about.
+its own input is its layout. A block that none reproduces is refused, with the first component that differs. A proof may
+be made at a few positions of each prompt instead of all (`tensorlens_tl.passes.sampling`). What follows the last block
+is proved the same way, and the unembedding at every token whose logit is asked about.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int
@@ -20,13 +22,15 @@ from tensorlens_tl.models.layouts import Layout, candidates
 from tensorlens_tl.models.weights import MLPWeights
 from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.record import Record
+from tensorlens_tl.passes.sampling import can_be_sampled, sampled_error
 
 
 def prove(record: Record, every_block: bool = True) -> None:
     """Find every block's layout, measure its error, and refuse a block that no layout reproduces.
 
     The record's `layouts` and `errors` are filled in. Without `every_block` only the first block of each kind is
-    proved, and what follows the last block is not.
+    proved, and what follows the last block is not. Where the record has `proved_positions`, blocks are proved there
+    alone, if they can be evaluated at some positions (`passes.sampling`), and elsewhere as a whole.
 
     Raises:
         UnsupportedModelError: a part that no known map reproduces; names it, and what was measured.
@@ -42,13 +46,14 @@ def prove(record: Record, every_block: bool = True) -> None:
             record.layouts.append(known)
             continue
         # the first block tells the candidates apart; for its like, one proof is enough
+        known = known or _told_before(record, layer, options)
         layout = known or _choose(record, layer, options)
-        error = float("nan") if layout is None else layout_error(record, layer, layout)
+        error = float("nan") if layout is None else _proof_error(record, layer, layout)
         if layout is known and not error <= tolerance:
             layout = _choose(record, layer, options)
-            error = float("nan") if layout is None else layout_error(record, layer, layout)
+            error = float("nan") if layout is None else _proof_error(record, layer, layout)
         if layout is None or not error <= tolerance:
-            errors = {option: layout_error(record, layer, option) for option in options}
+            errors = {option: _proof_error(record, layer, option) for option in options}
             raise UnsupportedModelError(_refusal(record, layer, errors))
         kinds.add(kind)
         record.layouts.append(layout)
@@ -63,6 +68,13 @@ def prove(record: Record, every_block: bool = True) -> None:
                 f"what stands between the last block and the unembedding of this {record.view.description} is not a "
                 f"norm or prediction head as we read it: relative error {head:.1e}, allowed {tolerance:.0e}."
             )
+
+
+def _proof_error(record: Record, layer: int, layout: Layout) -> float:
+    """What a proof measures of a block: `layout_error`, or the same at the record's `proved_positions` alone."""
+    if record.proved_positions is not None and can_be_sampled(record, layer):
+        return sampled_error(record, layer, layout, record.proved_positions)
+    return layout_error(record, layer, layout)
 
 
 def layout_error(record: Record, layer: int, layout: Layout) -> float:
@@ -126,6 +138,27 @@ def compare_logits(record: Record, states: Tensor, logits: Any, positions: Int[T
     record.errors["unembed"] = max(error, record.errors.get("unembed", 0.0))
 
 
+_told: "WeakKeyDictionary[Any, tuple[Any, dict[int, Layout]]]" = WeakKeyDictionary()
+# by model, the versions its weights had, and layouts of blocks that an input told apart from all others
+
+
+def _told_before(record: Record, layer: int, options: Sequence[Layout]) -> Layout | None:
+    """The layout that an earlier pass of the same weights found to be the only one; it is proved on this pass too."""
+    versions, layouts = _told.get(record.model, (None, {}))
+    layout = layouts.get(layer)
+    return layout if layout in options and versions == record.weights.versions and not record.other_hooks else None
+
+
+def _remember(record: Record, layer: int, layout: Layout) -> None:
+    versions, layouts = _told.get(record.model, (None, {}))
+    if record.other_hooks or record.weights.versions is None:
+        return
+    _told[record.model] = (
+        record.weights.versions,
+        (layouts if versions == record.weights.versions else {}) | {layer: layout},
+    )
+
+
 def _choose(record: Record, layer: int, options: Sequence[Layout]) -> Layout | None:
     """The one layout that reproduces a block (on its first tokens, where the block is causal), or None.
 
@@ -136,6 +169,8 @@ def _choose(record: Record, layer: int, options: Sequence[Layout]) -> Layout | N
     parts = short.parts(layer)
     errors = {option: block_error(short, layer, short.composed(layer, option, parts)) for option in options}
     passing = sorted((option for option in options if errors[option] <= tolerance), key=lambda option: errors[option])
+    if len(passing) == 1:
+        _remember(record, layer, passing[0])
     if len(passing) > 1:
         # Folded norms commute with sublayers that have no bias, at a single token with attention too. A rule with a
         # constant of its own still tells on which side the norm is, and it is what would go wrong with the other one.
@@ -171,8 +206,11 @@ def _refusal(record: Record, layer: int, errors: Mapping[Layout, float]) -> str:
         return start + f"no known layout has the norms it has ({norms})."
     best = min(errors, key=lambda layout: errors[layout])
     tried = ", ".join(f"{layout.name} {error:.1e}" for layout, error in errors.items())
+    where = ""
+    if record.proved_positions is not None and can_be_sampled(record, layer):
+        where = f" at {record.proof_scope}"
     return (
-        start + f"composed from its weights it misses its own output (relative error: {tried}; allowed "
+        start + f"composed from its weights it misses its own output{where} (relative error: {tried}; allowed "
         f"{record.tolerance:.0e}). {_first_difference(record, layer, best)} "
         + (
             "This Hugging Face model was wrapped by a Bridge before: load it anew, and wrap it once."
