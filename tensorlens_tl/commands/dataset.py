@@ -13,7 +13,6 @@ from tensorlens_tl.commands.options import (
     position,
     run_imports,
 )
-from tensorlens_tl.datasets.circuit_terms import CIRCUITS
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Attribute every row of a JSONL, CSV or Parquet file, and write the results as Parquet shards."
@@ -58,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run what is left of the run, and say what came of it."""
     import tensorlens_tl as tlens
+    from tensorlens_tl.datasets.circuit_terms import CIRCUITS
 
     run_imports(args)
     check_output(args.summary, "--summary")

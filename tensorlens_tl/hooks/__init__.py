@@ -21,7 +21,7 @@ from tensorlens_tl.hooks.freeze import (
 from tensorlens_tl.hooks.inspection import PlacedHook, hooks_on, is_attached, other_hooks, refuse_attached
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, Ends, ModelPoints, model_points
 from tensorlens_tl.hooks.rules import BackwardRule, RuleHooks
-from tensorlens_tl.hooks.running import FwdHook, in_this_thread, lock_of, own_run, run
+from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, lock_of, own_run, run
 
 __all__ = [
     "AttentionPoints",
@@ -37,6 +37,7 @@ __all__ = [
     "check_finite",
     "from_cache",
     "graph_of",
+    "hook_points",
     "hooks_on",
     "in_this_thread",
     "is_attached",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from tensorlens_tl.models.protocol import HookedModel
 
@@ -22,6 +22,7 @@ FwdHook = tuple[Any, Callable[..., Any]]
 _locks: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by model
 _guard = threading.Lock()
 _unheld: ContextVar[bool] = ContextVar("unheld", default=False)
+_keepers: "WeakKeyDictionary[Any, WeakSet[Any]]" = WeakKeyDictionary()  # by model
 _points: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("points", default=None)
 
 
@@ -33,8 +34,29 @@ def lock_of(model: HookedModel) -> Any:
 
 def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook]) -> Any:
     """The model's output with these hooks on, which are gone afterwards, also on an exception."""
-    with lock_of(model):
+    with lock_of(model), _patterns_dropped(model):
         return model.run_with_hooks(**inputs, fwd_hooks=list(hooks))
+
+
+@contextmanager
+def _patterns_dropped(model: HookedModel) -> Generator[None, None, None]:
+    """No layer keeps its pattern: a Bridge's joint attention leaves its last one on itself, and nobody reads it."""
+
+    def drop(module: Any, args: Any, output: Any) -> None:
+        module._pattern = None
+
+    if model not in _keepers:
+        whole: Any = model
+        _keepers[model] = WeakSet(module for module in whole.modules() if "_pattern" in vars(module))
+    handles: list[Any] = []
+    for module in _keepers[model]:
+        module._pattern = None
+        handles.append(module.register_forward_hook(drop))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

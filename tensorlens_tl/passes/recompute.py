@@ -8,7 +8,7 @@ the pattern sums to, which is less than 1 with attention sinks.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.algebra.recomputed import query_chunks
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import FwdHook, ModelPoints, check_finite, in_this_thread
+from tensorlens_tl.hooks import FwdHook, ModelPoints, check_finite, hook_points, in_this_thread
 from tensorlens_tl.models.delta import is_delta
 from tensorlens_tl.models.layouts import candidates
 from tensorlens_tl.models.state import WeightState
@@ -103,8 +103,8 @@ class PatternReader:
         def see(tensor: Tensor, *, hook: Any, name: str) -> None:
             self._seen[name] = tensor.detach()
 
+        known = hook_points(self.record.model)
         names = [pattern.replace(PATTERN, shown) for pattern in self.layers for pair in SHOWN for shown in pair]
-        known = self.record.model.hook_dict
         return [(name, in_this_thread(partial(see, name=name))) for name in names if name in known]
 
     def see(self, name: str, activation: Tensor) -> None:
@@ -162,24 +162,22 @@ class PatternReader:
         block = record.view.blocks[layer]
         places = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
         tried = torch.linspace(0, pattern.shape[2] - 1, min(TRIED, pattern.shape[2]), device=pattern.device).long()
+        sums, reach = pattern.sum(-1), cache(partial(_reach, pattern, record.mask))
         for before in dict.fromkeys(layout.attn.before for layout in places):
             if before is not None and record.points.blocks[layer].scales[before] not in record.cache:
                 continue  # a norm that comes after attention
             for reading in score_candidates(record, layer, before, self.added, alibi_positions=2):
-                for made in self._made(reading, layer, pattern):
-                    yield from self._masked(made, tried, pattern)
+                for made in self._made(reading, layer, sums):
+                    for mask in (lambda: (None, 0), lambda: (None, None), reach):  # causal, open, a measured window
+                        back, ahead = mask()
+                        held = replace(made, back=back, ahead=ahead)
+                        yield replace(held, error=self._error(held, tried, pattern))
 
-    def _masked(self, made: HeldScores, tried: Tensor, pattern: Tensor) -> Iterator[HeldScores]:
-        """The same under every mask."""
-        for back, ahead in ((None, 0), (None, None), _reach(pattern, self.record.mask)):
-            held = replace(made, back=back, ahead=ahead)
-            yield replace(held, error=self._error(held, tried, pattern))
-
-    def _made(self, reading: ScoreReading, layer: int, pattern: Tensor) -> Iterator[HeldScores]:
+    def _made(self, reading: ScoreReading, layer: int, sums: Float[Tensor, "batch head query"]) -> Iterator[HeldScores]:
         """What a reading makes of the queries and keys that the model showed, and of those that it reads itself."""
         name = self.record.points.blocks[layer].pattern
         assert name is not None
-        alike = (len(pattern), pattern.shape[2])
+        alike = (len(sums), sums.shape[2])
         shown = [tuple(self._seen.get(name.replace(PATTERN, end)) for end in ends) for ends in SHOWN]
         pairs = [
             (q.transpose(1, 2), k.transpose(1, 2))
@@ -187,22 +185,23 @@ class PatternReader:
             if q is not None and k is not None and q.ndim == k.ndim == 4 and q.shape[:2] == k.shape[:2] == alike
         ]
         for queries, keys in pairs[:1]:
-            if queries.shape[1] == reading.heads and reading.heads % keys.shape[1] == 0:
-                yield self._held(queries, keys, reading, pattern)
-        yield self._held(*reading.vectors(self.record.resid_read(layer)), reading, pattern)
+            if queries.shape[1] == reading.heads and keys.shape[1] % reading.kv_heads == 0:
+                # some show a key-value head once for every query head that reads it
+                yield self._held(queries, keys[:, :: keys.shape[1] // reading.kv_heads], reading, sums)
+        yield self._held(*reading.vectors(self.record.resid_read(layer)), reading, sums)
 
-    def _held(self, queries: Tensor, keys: Tensor, reading: ScoreReading, pattern: Tensor) -> HeldScores:
+    def _held(self, queries: Tensor, keys: Tensor, reading: ScoreReading, sums: Tensor) -> HeldScores:
         return HeldScores(
             queries,
             keys,
-            pattern.sum(-1),
+            sums,
             self.record.mask,
             reading.scale,
             reading.soft_cap,
             None if reading.alibi is None else reading.alibi[:, -1, 0],
             None,
             None,
-            pattern.device,
+            sums.device,
         )
 
     def _error(self, held: HeldScores, queries: slice | Tensor, pattern: Tensor) -> float:
