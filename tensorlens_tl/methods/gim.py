@@ -2,10 +2,9 @@
 
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.hooks import BackwardRule
+from tensorlens_tl.methods.ruled import by_rule
 from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.target import logit_label
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
 
@@ -42,14 +41,4 @@ def gim(
             products are not reached; rows of a pattern that do not sum to 1 (attention sinks).
         NumericalError: gradients are not finite.
     """
-    result = rule_scores(frozen, GIM, target, minus, query=query, memory=memory)
-    return Attribution.of(
-        frozen,
-        result.scores,
-        method="gim",
-        query=query,
-        total=result.total,
-        residual=result.residual,
-        target=logit_label(frozen.view, target, minus),
-        options={"target": target, "minus": minus, "query": query},
-    )
+    return by_rule(frozen, "gim", GIM, target, minus, query, memory)

@@ -1,6 +1,6 @@
 """What stands in a token's place when it is taken away: another token, or a vector where its embedding was."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +86,7 @@ class Replacement:
         Where no position embedding is read (sound), it is the mean vector of the first block's input, or zero.
         """
         at = model_points(view).blocks[0].resid_pre
-        parts = [slice(start, start + 64) for start in range(0, len(prompt.tokens), 64)]
-        kept = [capture(view.model, inputs_of(prompt, part), [at], last=at)[0][at] for part in parts]
-        stream = torch.cat([part.cpu() for part in kept])
+        stream = torch.cat([kept.cpu() for _, kept in _activations(view, prompt, at)])
         positions = torch.zeros_like(stream[0]) if view.patches is None else view.patches.constant.to(stream)
         mean = (stream - positions)[:, prompt.special :].mean((0, 1))
         return cls(replacement, at=at, vector=positions + mean if replacement == "mean" else positions)
@@ -114,11 +112,16 @@ def inputs_of(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:
 
 def _of_prompts(view: ModelView, prompt: Prompt) -> Mean:
     def mean(at: str) -> Tensor:
-        parts = [slice(start, start + 64) for start in range(0, len(prompt.tokens), 64)]
-        runs = (capture(view.model, inputs_of(prompt, part), [at], last=at)[0] for part in parts)
-        return torch.cat([kept[at][prompt.mask[part]] for kept, part in zip(runs, parts, strict=True)]).mean(0)
+        return torch.cat([kept[prompt.mask[part]] for part, kept in _activations(view, prompt, at)]).mean(0)
 
     return mean
+
+
+def _activations(view: ModelView, prompt: Prompt, at: str) -> Iterator[tuple[slice, Tensor]]:
+    """What one hook point shows of some prompts at a time."""
+    for start in range(0, len(prompt.tokens), 64):
+        part = slice(start, start + 64)
+        yield part, capture(view.model, inputs_of(prompt, part), [at], last=at)[0][at]
 
 
 def vocabulary_mean(view: ModelView, counts: Int[Tensor, "token"] | None = None) -> Mean:

@@ -1,0 +1,32 @@
+"""What methods that are one backward rule have in common."""
+
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.hooks import BackwardRule
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.backward import rule_scores
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.target import logit_label
+from tensorlens_tl.results.attribution import Attribution
+
+
+def by_rule(
+    frozen: FrozenPass,
+    method: str,
+    rule: BackwardRule,
+    target: TokenLike,
+    minus: TokenLike,
+    query: Query,
+    memory: Memory,
+) -> Attribution:
+    """The scores of a rule (see `rule_scores`) as the attribution of a method, which claims no sum."""
+    result = rule_scores(frozen, rule, target, minus, query=query, memory=memory)
+    return Attribution.of(
+        frozen,
+        result.scores,
+        method=method,
+        query=query,
+        total=result.total,
+        residual=result.residual,
+        target=logit_label(frozen.view, target, minus),
+        options={"target": target, "minus": minus, "query": query},
+    )
