@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-cpus test-pythons fuzz lint types docs bench evaluation compression whitening census support package clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs bench evaluation compression whitening census support package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -17,6 +17,10 @@ test-tl4: .venv-tl4/.ready
 test-whole: .venv/.ready .venv-tl4/.ready
 	.venv/bin/python -m pytest -m whole
 	.venv-tl4/bin/python -m pytest -m whole
+
+# the default run once more, every signature's types and shapes checked as it is called: three times as slow
+test-shapes: .venv/.ready
+	.venv/bin/python -m pytest --jaxtyping-packages=tensorlens_tl,beartype.beartype
 
 # 180 random models; hooks, caches and loops: 300 of each
 fuzz: .venv/.ready

@@ -1,5 +1,8 @@
 """One battery for every map: adjoint, linearity, bias, rows, dtype."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -15,6 +18,7 @@ from tensorlens_tl.algebra import (
     DiagonalRecursion,
     GroupSum,
     Identity,
+    LazyMap,
     Linear,
     Norm,
     Recursion,
@@ -66,6 +70,11 @@ def branch(number, places, width=WIDTH):
     gate = Diagonal(normal(1, len(places), 5), normal(1, len(places), 5))
     inside = Chain((Linear(normal(WIDTH, 5), normal(5)), gate, Linear(normal(5, width), normal(width))))
     return Branch(inside, torch.tensor(places, dtype=torch.long), normal(len(places)), number)
+
+
+def lazy(m, row_bytes=1 << 30):
+    """Made when it is used, and one row at a time."""
+    return LazyMap(partial(nullcontext, m), POS, row_bytes)
 
 
 def routed(*places, width=WIDTH):
@@ -126,6 +135,11 @@ MAPS = {
     "group sum": lambda: GroupSum(2),
     "experts by name": lambda: GroupSum(2) @ Beside((MAPS["linear"](), MAPS["routed"]())),
     "routed in a chain": lambda: MAPS["attention"]() @ MAPS["routed"]() @ MAPS["attention"]() @ MAPS["sum"](),
+    "made when used": lambda: lazy(MAPS["attention block"]() @ MAPS["linear"]()),
+    "routed, made when used": lambda: lazy(MAPS["routed in a chain"]()),
+    "made when used, in a chain": lambda: (
+        MAPS["layer norm"]() @ lazy(MAPS["attention block"]() + Identity()) @ lazy(MAPS["recursion"]()) @ MAPS["sum"]()
+    ),
     "recursion in a chain": lambda: MAPS["linear"]() @ MAPS["padded recursion"]() @ MAPS["sum"]() @ MAPS["recursion"](),
 }
 

@@ -161,6 +161,7 @@ def test_chi_square_quantiles(level):
     assert float(chi_square_quantile(torch.tensor([2.0]), 0.5)) == pytest.approx(2 * math.log(2), rel=1e-12)
 
 
+@pytest.mark.whole
 def test_probes_of_the_embedded_model(demo_model):
     """At the cost of 48 rows: median relative error, and how often the stated 95 % interval holds the truth."""
     text = "If the file is not found, a FileNotFoundError is raised. Return the value of the"

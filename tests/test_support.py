@@ -33,6 +33,7 @@ def test_every_model_and_method_is_there():
     assert used == set(range(1, len(reasons) + 1))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", model_names())
 def test_what_is_refused_is_refused_and_nothing_else(name, model):
     row, frozen = table()[name], tlens.freeze(model, [[3, 4, 5]], **tiny_input(model, 1, 3)[1])

@@ -4,6 +4,7 @@
 | --- | --- |
 | `maps` | what is an affine map, and how do maps combine? |
 | `primitives` | which maps is everything made of? |
+| `lazy` | what is made when it is used and dropped after, for models larger than memory? |
 | `recomputed` | what attends by a pattern that is made anew, a few queries at a time? |
 | `routing` | what acts on some tokens only? |
 | `recursion` | what passes from each position to the next? |
@@ -15,6 +16,7 @@
 | `numerics` | how far apart are two results? |
 """
 
+from tensorlens_tl.algebra.lazy import LazyMap
 from tensorlens_tl.algebra.maps import (
     ZERO,
     AffineMap,
@@ -46,6 +48,7 @@ __all__ = [
     "DiagonalRecursion",
     "GroupSum",
     "Identity",
+    "LazyMap",
     "Linear",
     "MixingMap",
     "Norm",

@@ -11,6 +11,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import Norm
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.hooks import capture
+from tensorlens_tl.models.offload import loaded
 from tensorlens_tl.models.weights import norm_weights
 from tensorlens_tl.passes.record import Record
 
@@ -57,7 +58,8 @@ def embedding_parts(frozen: Record) -> dict[str, Float[Tensor, "batch pos d_mode
         found = {part: tensor for part, tensor in parts.items() if tensor is not None}
         if norm is not None:
             module = frozen.view.model.get_submodule(norm)
-            weights = norm_weights(module, frozen.view.cfg)
+            with loaded(module):
+                weights = norm_weights(module, frozen.view.cfg)
             held = Norm(kept[scales[norm]], weights.gain, weights.shift, weights.centre)
             found = {part: held.push(tensor) for part, tensor in found.items()}
             if weights.shift is not None:

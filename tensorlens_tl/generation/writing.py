@@ -135,7 +135,7 @@ def _draft(view: ModelView, ids: list[int], most: int, ends: set[int]) -> list[i
     if view.is_whitened or not hasattr(view.model, "generate"):
         return []
     model: Any = view.model
-    device = next(model.parameters()).device
+    device = view.device
     stop: dict[str, Any] = {"stop_at_eos": True, "eos_token_id": min(ends)} if ends else {"stop_at_eos": False}
     try:
         made = model.generate(

@@ -30,6 +30,7 @@ from torch import nn
 
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks.running import hook_points
+from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.models.weights import MLPWeights
@@ -180,16 +181,19 @@ def model_points(view: ModelView) -> ModelPoints:
         # some models norm the embeddings with the same module: what it reads last is the last block's output
         whole = None if view.final_norm.epsilon is None else Ends(last_output, f"{name}.hook_out")
         final_scale = f"{name}.hook_scale" if whole is None else last_output
-    blocks = [_block_points(view, layer) for layer in range(view.n_layers)]
+    blocks: list[BlockPoints] = []
+    calls, routers = dict[str, CallPoint](), dict[str, CallPoint]()
+    for layer, block in enumerate(view.blocks):
+        with block.loaded():
+            blocks.append(_block_points(view, layer))
+            calls |= _calls(block, blocks[-1])
+            if isinstance(block.mlp, ExpertsWeights) and block.mlp.routing.router is not None:
+                routers[block.name] = CallPoint(block.mlp.routing.router, "output", optional=True)
     points = ModelPoints(
         blocks=blocks,
-        calls=_calls(view, blocks),
+        calls=calls,
+        routers=routers,
         **_encoder_end(view),
-        routers={
-            block.name: CallPoint(block.mlp.routing.router, "output", optional=True)
-            for block in view.blocks
-            if isinstance(block.mlp, ExpertsWeights) and block.mlp.routing.router is not None
-        },
         last_output=last_output,
         output=final_out or last_output,
         final_scale=final_scale,
@@ -276,15 +280,14 @@ def _ends(name: str) -> Ends:
     return Ends(f"{name}.hook_in", f"{name}.hook_out")
 
 
-def _calls(view: ModelView, blocks: list[BlockPoints]) -> dict[str, CallPoint]:
-    """Where the routing of every mixture of experts is seen, and inputs of single layers."""
+def _calls(block: BlockView, points: BlockPoints) -> dict[str, CallPoint]:
+    """Where the routing of a mixture of experts is seen, and an input of this layer alone."""
     calls: dict[str, CallPoint] = {}
-    for block, points in zip(view.blocks, blocks, strict=True):
-        if block.per_layer is not None and points.per_layer_input is not None:
-            calls[points.per_layer_input] = CallPoint(block.per_layer.module, block.per_layer.argument)
-        if isinstance(block.mlp, ExpertsWeights):
-            routing = block.mlp.routing
-            for name, argument in ((points.index, routing.index), (points.weight, routing.weight)):
-                if name is not None:
-                    calls[name] = CallPoint(routing.module, argument)
+    if block.per_layer is not None and points.per_layer_input is not None:
+        calls[points.per_layer_input] = CallPoint(block.per_layer.module, block.per_layer.argument)
+    if isinstance(block.mlp, ExpertsWeights):
+        routing = block.mlp.routing
+        for name, argument in ((points.index, routing.index), (points.weight, routing.weight)):
+            if name is not None:
+                calls[name] = CallPoint(routing.module, argument)
     return calls

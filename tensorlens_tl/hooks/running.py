@@ -14,22 +14,15 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from tensorlens_tl.models.offload import lock_of as lock_of
 from tensorlens_tl.models.protocol import HookedModel
 
 FwdHook = tuple[Any, Callable[..., Any]]
 """A hook point's name (or a filter of names) and what is called there, as TransformerLens takes them."""
 
-_locks: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by model
-_guard = threading.Lock()
 _unheld: ContextVar[bool] = ContextVar("unheld", default=False)
 _keepers: "WeakKeyDictionary[Any, WeakSet[Any]]" = WeakKeyDictionary()  # by model
 _points: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("points", default=None)
-
-
-def lock_of(model: HookedModel) -> Any:
-    """The lock of one model; a thread that holds it may take it again."""
-    with _guard:
-        return _locks.setdefault(model, threading.RLock())
 
 
 def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook]) -> Any:

@@ -4,7 +4,8 @@ A part is found by what a block calls it or by what it is made of, never by the 
 of its own (`attention`, `mlps`, `experts`, `mixers`, `weights`). What is not read is refused, naming block and part.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -24,6 +25,7 @@ from tensorlens_tl.models.experts import (
 )
 from tensorlens_tl.models.mixers import Mixer, read_mixer
 from tensorlens_tl.models.mlps import read_mlp, read_module
+from tensorlens_tl.models.offload import loaded, lock_of, offloaded, weights_read
 from tensorlens_tl.models.weights import (
     AttentionWeights,
     MLPWeights,
@@ -67,6 +69,8 @@ class BlockView:
     Attributes:
         layer: which of all the model's blocks, those of an encoder before those of its decoder.
         name: where its hook points are: ``"blocks.0"``, ``"decoder_blocks.0"``.
+        offloaded: whether its weights are read when they are needed; nothing of them is kept then.
+        loads: how often its weights were read so far, where they are offloaded.
     """
 
     def __init__(self, model: Owner, layer: int, stack: str = "blocks", number: int | None = None):
@@ -75,13 +79,45 @@ class BlockView:
         number = layer if number is None else number
         self.name = f"{stack}.{number}"
         self.module: Any = getattr(model.model, stack)[number]
+        self.offloaded = offloaded(self.module)
+        self.loads = 0
+        self.read_names: set[str] = set()
+        self._depth = 0
+
+    @contextmanager
+    def loaded(self) -> Generator[None, None, None]:
+        """Inside, the weights are there and what is read of them is kept; both are dropped after, if offloaded."""
+        if not self.offloaded:
+            yield
+            return
+        with lock_of(self.model.model), loaded(self.module) as fresh:
+            self.loads += fresh
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    for name in self.read_names:
+                        self.__dict__.pop(name, None)
+                    self.read_names.clear()
+
+    def opened(self, name: str) -> Any:
+        """What `weights_read` asks for."""
+        return self.loaded()
+
+    @cached_property
+    def widest(self) -> int:
+        """Numbers that a vector takes inside the block at most; a number that is kept."""
+        with self.loaded():
+            return max(0 if self.mlp is None else self.mlp.hidden, self.width)
 
     @property
     def mixer_name(self) -> str:
         """What the block calls its self-attention, or what it has instead."""
         return next((name for name in (*ATTENTION, *MIXERS) if name in self.module._modules), "attn")
 
-    @cached_property
+    @weights_read
     def mixer(self) -> Mixer | None:
         """What mixes positions in place of attention, from what it reads to its map; None where attention does.
 
@@ -113,7 +149,7 @@ class BlockView:
     def _refuse(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.name} of this {self.model.description}: {what}")
 
-    @cached_property
+    @weights_read
     def norms(self) -> dict[str, NormWeights]:
         """The block's norms by TransformerLens name, in block order; absent ones (Identity, None) are left out.
 
@@ -122,7 +158,7 @@ class BlockView:
         names = NORMS if self.has_mlp else ("norm", *NORMS[:2])
         return self._norms(name for name in names if name not in self.inner_norms)
 
-    @cached_property
+    @weights_read
     def inner_norms(self) -> dict[str, NormWeights]:
         """Norms inside its sublayers: around experts that stand beside an MLP, and after an input of its own."""
         beside = [name for pair in EXPERTS_BESIDE.values() for name in pair] if self.has_experts_beside else []
@@ -137,7 +173,7 @@ class BlockView:
         """Whether experts stand beside its MLP, each with norms of its own (Gemma 4)."""
         return {"mlp", "experts"} <= set(self.module._modules)
 
-    @cached_property
+    @weights_read
     def per_layer(self) -> PerLayerWeights | None:
         """What it adds for an input of each token at this layer, or None."""
         if "per_layer_input_gate" not in self.module._modules:
@@ -157,7 +193,7 @@ class BlockView:
             raise self._refuse(f"its whitening ({type(module).__name__}) has no readable entry and step.")
         return WhiteningWeights(self._floating(entry, "whitening.L_inv"), self._floating(step, "whitening.M"))
 
-    @cached_property
+    @weights_read
     def attention(self) -> AttentionWeights:
         """The attention weights; refuses what is not softmax attention with readable weights."""
         if self.mixer is not None:
@@ -189,7 +225,7 @@ class BlockView:
             f"({', '.join(MIXERS)})."
         )
 
-    @cached_property
+    @weights_read
     def cross_attention(self) -> AttentionWeights | None:
         """The weights by which a decoder block reads the encoder's output, or None."""
         cross = self.module._modules.get("cross_attn")
@@ -217,7 +253,7 @@ class BlockView:
         """What the block multiplies both branches by before it adds them to the stream (Granite)."""
         return float(getattr(innermost(self.module), "residual_multiplier", 1.0))
 
-    @cached_property
+    @weights_read
     def query_key(self) -> QueryKeyWeights:
         """The weights that make the attention scores; refuses what has none that can be read."""
         if self.mixer is not None:
@@ -257,6 +293,10 @@ class BlockView:
             raise self._refuse("its branches are multiplied by a constant; other weights for it are not read.")
         fields = {"W_V": "value_matrix"}
         other = copy(self)  # what has been read of it, too
+        if self.offloaded:
+            other.read_names, other._depth = set(), 0
+            for name in self.read_names:
+                other.__dict__.pop(name, None)
         parts = {"plain_attention": ("attention", ("W_V", "b_V", "W_O"))}
         parts |= {"query_key": ("query_key", ("W_Q", "b_Q", "W_K", "b_K"))}
         for read, (part, names) in parts.items():
@@ -296,7 +336,7 @@ class BlockView:
         beside = [name for name in MLPS if self.module._modules.get(name) is not None]
         return beside[1] if len(beside) > 1 else None
 
-    @cached_property
+    @weights_read
     def mlp(self) -> MLPWeights | ExpertsWeights | None:
         """The weights of the MLP, or of its experts; None without; refuses what is neither plain nor gated."""
         mlp: Any = self._mlp_module

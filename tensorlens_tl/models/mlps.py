@@ -42,7 +42,7 @@ def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
             "Only plain and gated MLPs, and mixtures of them, can be frozen."
         )
     phi = read_activation(mlp, cfg, refuse)
-    W_gate, b_in, b_gate = shown(mlp, "W_gate"), detached(shown(mlp, "b_in")), detached(shown(mlp, "b_gate"))
+    W_gate, b_in, b_gate = shown(mlp, "W_gate"), _bias(mlp, "b_in", "in"), _bias(mlp, "b_gate", "gate")
     gated = isinstance(W_gate, Tensor)
     added_after = gated and not is_bridge_component(mlp)  # HookedTransformer: φ(g)·u + b_in
     fused = not gated and W_in.shape[1] == 2 * W_out.shape[0]  # gate and input in one projection (ModernBERT)
@@ -56,11 +56,18 @@ def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
         b_gate=b_gate if gated or fused else None,
         b_post=b_in if added_after else None,
         W_out=floating(W_out, "mlp.W_out", refuse),
-        b_out=detached(shown(mlp, "b_out")),
+        b_out=_bias(mlp, "b_out", "out"),
         activation=phi,
         hooked=not fused,
     )
     return _with_inner_norm(read, innermost(mlp), cfg, refuse)
+
+
+def _bias(mlp: Any, name: str, part: str) -> Tensor | None:
+    found = shown(mlp, name)
+    if isinstance(found, Tensor) and found.is_meta:  # a Bridge shows the one that was there when it wrapped the model
+        found = shown(mlp._modules.get(part), "bias")
+    return detached(found)
 
 
 def _with_inner_norm(read: MLPWeights, inner: Any, cfg: Any, refuse: Refuse) -> MLPWeights:

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models.offload import modules_of, offload_hooks, sources, whole
+
+PACKED = ("Params4bit", "Int8Params")
+"""Classes of bitsandbytes' weights, which are no wrappers that torch knows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,11 +26,12 @@ class WeightState:
     `versions` (storage and torch's own count of writes) change when a weight is replaced, moved, cast, or written to in
     place. Writes through ``.data`` are not counted by torch, so some numbers are kept as well: one or more of every row
     and every column of each matrix of each attention head. A head, neuron, channel or token embedding that was changed
-    is seen; a lone number that was changed through ``.data``, or a buffer, may not be. A copy, or what a pickle gives
+    is seen; a lone number that was changed through ``.data``, or a buffer, may not be. Of weights that are offloaded to
+    disk the time and size of their files are kept, and no numbers. A copy, or what a pickle gives
     back, knows no versions: it takes those of its own model when it is first asked, if the numbers agree.
     """
 
-    versions: list[tuple[int, int]] | None
+    versions: list[tuple[Any, ...]] | None
     sample: Float[Tensor, "n"]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -34,13 +40,13 @@ class WeightState:
     @classmethod
     def of(cls, model: nn.Module) -> "WeightState":
         """The state of a model's weights now."""
-        parameters = list(model.parameters())
-        return cls(_versions(parameters), _sample(parameters))
+        parameters, files = sources(model)
+        return cls([*_versions(parameters), *files], _sample(parameters))
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the model's weights are still these."""
-        parameters = list(model.parameters())
-        versions = _versions(parameters)
+        parameters, files = sources(model)
+        versions = [*_versions(parameters), *files]
         if self.versions is None:  # a copied or pickled pass, with its own copy of the model
             object.__setattr__(self, "versions", versions)
         if versions != self.versions:
@@ -57,17 +63,17 @@ def fingerprint(weights: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
+def _versions(parameters: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     # tensors made under inference_mode keep no count of writes
     return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
 
 
 @torch.no_grad()
-def _sample(parameters: list[nn.Parameter]) -> Tensor:
+def _sample(parameters: Sequence[Tensor]) -> Tensor:
     found = [sampled(parameter) for parameter in parameters if parameter.numel()]
     found = [numbers.to(torch.float16) if numbers.dtype.itemsize == 1 else numbers for numbers in found]  # float8
     dtype = reduce(torch.promote_types, [numbers.dtype for numbers in found], torch.float16)
-    return torch.cat([numbers.to(dtype) for numbers in found])
+    return torch.cat([numbers.to(dtype) for numbers in found]) if found else torch.zeros(0)
 
 
 def sampled(weight: Tensor) -> Tensor:
@@ -85,13 +91,51 @@ def _steps(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def refuse_devices(model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for weights on several devices."""
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    """Raise `UnsupportedModelError` for weights on several devices, packed or spread, or without numbers.
+
+    Offloaded weights count for the device that they are brought to.
+    """
+    devices = {str(weight.device) for weight in model.parameters() if not weight.is_meta}
+    brought: set[nn.Module] = set()
+    for module in whole(model):
+        refuse_packed(module)
+        for hook in offload_hooks(module):
+            devices |= {str(torch.device(hook.execution_device))} if hook.execution_device is not None else set()
+            brought |= set(module.modules()) if hook.place_submodules else {module}
+    if brought and getattr(model, "compatibility_mode", False):
+        raise UnsupportedModelError(
+            "the model's weights are offloaded after enable_compatibility_mode changed them: TransformerLens runs some "
+            "such models with other weights than those it shows. Offload it without compatibility mode."
+        )
+    blocks = (getattr(model, stack, None) for stack in ("blocks", "encoder_blocks", "decoder_blocks"))
+    for module in modules_of(*blocks):
+        missing = [name for name, weight in module._parameters.items() if weight is not None and weight.is_meta]
+        if missing and module not in brought:
+            raise UnsupportedModelError(
+                f"{missing[0]} of a {type(module).__name__} lies on the meta device, and no hook of accelerate brings "
+                "it in. A Bridge that splits joint weights (GPT-2, GPT-NeoX) makes such copies of a model that was "
+                "offloaded before; load that model into memory."
+            )
     if len(devices) > 1:
         raise UnsupportedModelError(
-            f"the model's weights lie on {', '.join(devices)}; a frozen pass needs them on one device. Load it without "
-            "n_devices or device_map, or move it with model.to(...)."
+            f"the model's weights run on {', '.join(sorted(devices))}; a frozen pass needs them on one device. Load it "
+            "without n_devices, with a device_map of one device (and 'cpu' or 'disk' for what is offloaded), or move "
+            "it with model.to(...)."
         )
+
+
+def refuse_packed(module: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for a module whose weights are quantised, or spread over processes."""
+    for name, weight in module._parameters.items():
+        kind = type(weight)
+        if kind is nn.Parameter or weight is None:
+            continue
+        if kind.__name__ in PACKED or is_traceable_wrapper_subclass(weight):
+            raise UnsupportedModelError(
+                f"{name} of a {type(module).__name__} is a {kind.__module__}.{kind.__name__}: weights that are packed "
+                "(quantised), or spread over processes (tensor parallelism), are not read. Load the model in floating "
+                "point, in one process."
+            )
 
 
 def refuse_dropout(model: nn.Module) -> None:

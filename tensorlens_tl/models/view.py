@@ -5,7 +5,8 @@ structural: nothing here imports a model class, because HookedTransformer does n
 TransformerLens 4. Whether the reading is right is decided by the block proof (`tensorlens_tl.passes.proof`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.offload import execution_device, loaded, lock_of, offloaded, weights_read
 from tensorlens_tl.models.patches import ClassHead, PatchWeights, read_patches
 from tensorlens_tl.models.weights import (
     MLMHead,
@@ -28,6 +30,17 @@ from tensorlens_tl.models.weights import (
     norm_weights,
     tried_norm,
 )
+
+READ_FROM = {
+    "patches": ("embed",),
+    "class_head": ("classifier_ln",),
+    "final_norm": ("ln_final", "decoder_ln_final", "embed_ln"),
+    "encoder_norm": ("encoder_ln_final",),
+    "mlm_head": ("mlm_head", "ln_final", "prediction_head"),
+    "unembedding": ("unembed",),
+    "embedding": ("embed",),
+}
+"""Which parts of a model a property of `ModelView` reads."""
 
 STACKS = ("encoder_blocks", "decoder_blocks")
 
@@ -63,6 +76,9 @@ class ModelView:
         stacks = STACKS if self.is_encoder_decoder else ("blocks",)
         places = [(stack, number) for stack in stacks for number in range(len(getattr(model, stack)))]
         self.blocks = [BlockView(self, layer, *place) for layer, place in enumerate(places)]
+        self.read_names: set[str] = set()
+        parts = {part for parts in READ_FROM.values() for part in parts}
+        self.offloaded = offloaded(*(getattr(model, part, None) for part in parts))
         self.encoder_layers = len(model.encoder_blocks) if self.is_encoder_decoder else 0
         if getattr(self.cfg, "use_split_qkv_input", False) or getattr(self.cfg, "use_attn_in", False):
             raise UnsupportedModelError(
@@ -80,6 +96,26 @@ class ModelView:
             block.with_weights(weights[block.layer]) if block.layer in weights else block for block in self.blocks
         ]
         return other
+
+    @property
+    def any_offloaded(self) -> bool:
+        """Whether any of its weights are read when they are needed."""
+        return self.offloaded or any(block.offloaded for block in self.blocks)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return execution_device(self.model) if self.any_offloaded else next(self.model.parameters()).device
+
+    @contextmanager
+    def opened(self, name: str) -> Generator[None, None, None]:
+        """What `weights_read` asks for."""
+        if not self.offloaded:
+            yield
+            return
+        with lock_of(self.model), loaded(*(getattr(self.model, part, None) for part in READ_FROM[name])):
+            yield
+        self.__dict__.pop(name, None)
 
     def refuse_encoder_decoder(self, what: str) -> None:
         """Refuse an encoder–decoder where something reads blocks as those of one stack.
@@ -156,14 +192,14 @@ class ModelView:
         """The Hugging Face config of a Bridge, or None."""
         return getattr(getattr(self.model, "original_model", None), "config", None)
 
-    @cached_property
+    @weights_read
     def patches(self) -> PatchWeights | None:
         """How an image's patches (or a spectrogram's) are embedded, or None."""
         if self.reads == "tokens":
             return None
         return read_patches(getattr(self.model, "embed", None), transposed=self.reads == "sound")
 
-    @cached_property
+    @weights_read
     def class_head(self) -> ClassHead | None:
         """Where the classes of an image or a spectrogram are read from; None where logits are those of positions."""
         if self.reads == "tokens" or getattr(self.model, "unembed", None) is None:
@@ -180,7 +216,7 @@ class ModelView:
             return {}
         return {int(number): str(label) for number, label in (getattr(self.config, "id2label", None) or {}).items()}
 
-    @cached_property
+    @weights_read
     def final_norm(self) -> NormWeights | None:
         """The norm after the last block, or None (in a masked language model `ln_final` belongs to the head)."""
         return None if hasattr(self.model, "mlm_head") else self._end_norm(self.final_norm_name)
@@ -192,7 +228,7 @@ class ModelView:
             return "embed_ln"
         return "decoder_ln_final" if self.is_encoder_decoder else "ln_final"
 
-    @cached_property
+    @weights_read
     def encoder_norm(self) -> NormWeights | None:
         """The norm after an encoder–decoder's last encoder block, or None."""
         return self._end_norm("encoder_ln_final")
@@ -201,7 +237,7 @@ class ModelView:
         norm = getattr(self.model, name, None)
         return norm_weights(norm, self.cfg) if is_norm(norm) else None
 
-    @cached_property
+    @weights_read
     def mlm_head(self) -> MLMHead | None:
         """A masked language model's transform before the unembedding, or None."""
         head = getattr(self.model, "mlm_head", None)
@@ -229,7 +265,7 @@ class ModelView:
         read = tried_norm(norm, self.cfg, width=dense.weight.shape[0])
         return MLMHead(dense.weight.detach().T, detached(dense.bias), phi, read, None)
 
-    @cached_property
+    @weights_read
     def unembedding(self) -> tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, "d_vocab"] | None] | None:
         """W_U and b_U, or None for a model that predicts no tokens."""
         unembed = getattr(self.model, "unembed", None)
@@ -272,7 +308,7 @@ class ModelView:
         tied = getattr(config, "scale_decoder_outputs", tied)
         return self.is_encoder_decoder and hasattr(config, "relative_attention_num_buckets") and bool(tied)
 
-    @cached_property
+    @weights_read
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
         """W_E, as stored: some models (Gemma) multiply it by a constant on its way into the residual stream."""
         embed = getattr(self.model, "embed", None)
@@ -307,11 +343,11 @@ class ModelView:
         Read off the weights themselves: norms without gain and shift (folded into what reads them, or never trained),
         and zero means of what is written or unembedded.
         """
-        norms = [norm for block in self.blocks for norm in block.norms.values()]
-        plain = bool(norms) and all(
+        norms = (norm for block in self.blocks for norm in block.norms.values())  # the first one tells most often
+        plain = all(
             (norm.gain is None or bool((norm.gain == 1).all())) and (norm.shift is None or not bool(norm.shift.any()))
             for norm in norms
-        )
+        ) and any(block.norms for block in self.blocks)
         found = {
             "plain norms": plain,
             "centred writing": any(_zero_mean(b.attention.W_O[:8]) for b in self.blocks[:1] if b.mixer is None),

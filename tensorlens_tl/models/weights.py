@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.activations import Activation
+from tensorlens_tl.models.offload import forward_of
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def _adds_one(inner: nn.Module, gain: Tensor) -> bool:
     """Whether an RMSNorm stores its gain as an offset from 1, by what it does to a random vector."""
     x = torch.randn(len(gain), generator=torch.Generator().manual_seed(0)).to(gain)
     with torch.no_grad():
-        made = inner(x[None])[0] * x.square().mean().sqrt()
+        made = forward_of(inner)(x[None])[0] * x.square().mean().sqrt()
     return float((made - x * (1 + gain)).abs().sum()) < float((made - x * gain).abs().sum())
 
 
@@ -207,7 +208,7 @@ def tried_norm(inner: nn.Module, cfg: Any, *, width: int, hooked: bool | None = 
     x = x if gain is None else x.to(gain)
     epsilon, options = _epsilon(inner, cfg), []
     with torch.no_grad():
-        made = inner(x)
+        made = forward_of(inner)(x)
     for centre in (False, True):
         for factor in (gain,) if gain is None else (gain, 1 + gain):
             read = NormWeights(factor, shift, centre, epsilon)

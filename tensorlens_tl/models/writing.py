@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.offload import refuse_offloaded
 from tensorlens_tl.models.state import sampled
 from tensorlens_tl.models.view import ModelView
 
@@ -52,6 +53,7 @@ def writable(block: BlockView) -> dict[str, Tensor]:
             model computes with.
     """
     where = f"blocks.{block.layer} of this {block.model.description}"
+    refuse_offloaded(block.module, where)
     _ = block.attention, block.query_key  # refuses what cannot be read or is no floating point
     attn, mlp = block.module.attn, getattr(block.module, "mlp", None)
     found = {name: _shown(attn, name) for name in ATTENTION} | {name: getattr(mlp, name, None) for name in MLP}

@@ -184,7 +184,8 @@ def _captured(
     """What the pass keeps, and the model's logits.
 
     Raises:
-        UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers).
+        UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers; some
+            models whose weights are offloaded).
     """
     try:
         names, calls = [*points.captured, *points.routers], {**points.calls, **points.routers}
@@ -192,8 +193,14 @@ def _captured(
             return capture(view.model, prompt.kwargs, names, store=store, hooks=hooks, calls=calls)
         made = observe(view.model, prompt.kwargs, names, reader.see, hooks=[*hooks, *reader.hooks()], calls=calls)
         return reader.kept, made
-    except ValueError as error:
-        if isinstance(error, TensorLensError) or not view.is_encoder_decoder:
+    except (KeyError, RuntimeError, ValueError) as error:
+        if not isinstance(error, TensorLensError) and view.any_offloaded:
+            raise UnsupportedModelError(
+                f"{view.description} cannot run with its weights offloaded: {type(error).__name__}: {error}. "
+                "TransformerLens runs more of them from 4.3 on, and some where accelerate offloads the model after it "
+                "was wrapped (accelerate.disk_offload(bridge.original_model, folder)); or load it into memory."
+            ) from error
+        if not isinstance(error, ValueError) or isinstance(error, TensorLensError) or not view.is_encoder_decoder:
             raise
         raise UnsupportedModelError(
             f"{view.description} cannot run on the TransformerLens and transformers that are installed: {error}. "
@@ -310,7 +317,7 @@ def _check_dtype(frozen: FrozenPass) -> None:
     """Refuse a state-space model that keeps its stream in float32 beside narrower weights."""
     for layer, block in enumerate(frozen.view.blocks):
         stream, weights = frozen.resid_pre(layer).dtype, next(block.module.parameters()).dtype
-        if block.mixer is not None and stream != weights and weights in (torch.float16, torch.bfloat16):
+        if stream != weights and weights in (torch.float16, torch.bfloat16) and block.mixer is not None:
             raise UnsupportedModelError(
                 f"{block.name} of this {frozen.view.description} reads a residual stream in {stream} with weights in "
                 f"{weights} (residual_in_fp32). Load the model in float32."

@@ -95,7 +95,7 @@ class FrozenPass(Record):
             InvalidInputError: the model was put in train mode since, and drops activations there.
             FrozenModelError: the weights changed since the pass, or another frozen pass is attached.
             UnsupportedModelError: a hook point of this model only observes (tried once per model, with another residual
-                stream).
+                stream); or its weights are offloaded.
         """
         check_rule(activation)
         self.check_fresh()

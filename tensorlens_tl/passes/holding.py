@@ -48,8 +48,15 @@ def prove_obedience(record: Record) -> frozenset[str]:
     """Try, once per model, whether it obeys hooks; tells at which patterns' hook points.
 
     Raises:
-        UnsupportedModelError: it ignores what a hook returns at `hook_z`, `mlp.hook_post` or a norm's `hook_scale`.
+        UnsupportedModelError: it ignores what a hook returns at `hook_z`, `mlp.hook_post` or a norm's `hook_scale`; or
+            its weights are offloaded.
     """
+    if record.view.any_offloaded:
+        raise UnsupportedModelError(
+            f"the weights of this {record.view.description} are offloaded: a Bridge whose norms are held reads their "
+            "weights where no hook of accelerate brings them in, so that fwd_hooks, attached and what runs the held "
+            "model do not work. The operator and what is made from it do; or load the model into memory."
+        )
     known = _proved.get(record.model)
     if known is None or known.versions != record.weights.versions or other_hooks(record.model):
         known = _prove(record)

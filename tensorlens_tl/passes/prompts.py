@@ -221,8 +221,7 @@ def _rows(
                 stacklevel=5,
             )
     _check(view, tokens, mask, name, vocabulary)
-    device = next(view.model.parameters()).device
-    return tokens.to(device), mask.to(device)
+    return tokens.to(view.device), mask.to(view.device)
 
 
 def token_rows(view: ModelView, input: Any, prepend_bos: bool | None = None) -> list[Int[Tensor, "pos"]]:

@@ -35,38 +35,21 @@ def prove(record: Record, every_block: bool = True) -> None:
     Raises:
         UnsupportedModelError: a part that no known map reproduces; names it, and what was measured.
     """
-    tolerance, kinds = record.tolerance, set[tuple[object, ...]]()
+    kinds = set[tuple[object, ...]]()
     for layer in range(record.n_layers):
         block = record.view.blocks[layer]
-        options = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
-        known = record.layouts[-1] if record.layouts and record.layouts[-1] in options else None
-        inside = block.mixer is None and block.attention.hooked
-        kind = (frozenset(block.norms), type(block.mlp), block.mixer is None, inside)
-        if known is not None and kind in kinds and not every_block:
-            record.layouts.append(known)
-            continue
-        # the first block tells the candidates apart; for its like, one proof is enough
-        known = known or _told_before(record, layer, options)
-        layout = known or _choose(record, layer, options)
-        error = float("nan") if layout is None else _proof_error(record, layer, layout)
-        if layout is known and not error <= tolerance:
-            layout = _choose(record, layer, options)
-            error = float("nan") if layout is None else _proof_error(record, layer, layout)
-        if layout is None or not error <= tolerance:
-            errors = {option: _proof_error(record, layer, option) for option in options}
-            raise UnsupportedModelError(_refusal(record, layer, errors))
-        kinds.add(kind)
-        record.layouts.append(layout)
-        record.errors[f"blocks.{layer}"] = error
+        with block.loaded():
+            _prove_block(record, layer, kinds, every_block)
+            _ = block.offloaded and block.widest  # kept, as rows are cut by it
     if not every_block:
         return
     head = head_error(record)
     if head is not None:
         record.errors["head"] = head
-        if not head <= tolerance:
+        if not head <= record.tolerance:
             raise UnsupportedModelError(
                 f"what stands between the last block and the unembedding of this {record.view.description} is not a "
-                f"norm or prediction head as we read it: relative error {head:.1e}, allowed {tolerance:.0e}."
+                f"norm or prediction head as we read it: relative error {head:.1e}, allowed {record.tolerance:.0e}."
             )
 
 
@@ -75,6 +58,32 @@ def _proof_error(record: Record, layer: int, layout: Layout) -> float:
     if record.proved_positions is not None and can_be_sampled(record, layer):
         return sampled_error(record, layer, layout, record.proved_positions)
     return layout_error(record, layer, layout)
+
+
+def _prove_block(record: Record, layer: int, kinds: set[tuple[object, ...]], every_block: bool) -> None:
+    """One block; `kinds` are those proved before it."""
+    tolerance = record.tolerance
+    block = record.view.blocks[layer]
+    options = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
+    known = record.layouts[-1] if record.layouts and record.layouts[-1] in options else None
+    inside = block.mixer is None and block.attention.hooked
+    kind = (frozenset(block.norms), type(block.mlp), block.mixer is None, inside)
+    if known is not None and kind in kinds and not every_block:
+        record.layouts.append(known)
+        return
+    # the first block tells the candidates apart; for its like, one proof is enough
+    known = known or _told_before(record, layer, options)
+    layout = known or _choose(record, layer, options)
+    error = float("nan") if layout is None else _proof_error(record, layer, layout)
+    if layout is known and not error <= tolerance:
+        layout = _choose(record, layer, options)
+        error = float("nan") if layout is None else _proof_error(record, layer, layout)
+    if layout is None or not error <= tolerance:
+        errors = {option: _proof_error(record, layer, option) for option in options}
+        raise UnsupportedModelError(_refusal(record, layer, errors))
+    kinds.add(kind)
+    record.layouts.append(layout)
+    record.errors[f"blocks.{layer}"] = error
 
 
 def layout_error(record: Record, layer: int, layout: Layout) -> float:

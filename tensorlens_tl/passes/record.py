@@ -5,15 +5,27 @@ maps composed of both. It runs nothing and proves nothing: `tensorlens_tl.passes
 `tensorlens_tl.passes.proof` proves it, and `FrozenPass` is the record that users hold.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
 
 import torch
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AffineMap, AnyAttention, Attention, Chain, Diagonal, Identity, Linear, Norm, Sum
+from tensorlens_tl.algebra import (
+    AffineMap,
+    AnyAttention,
+    Attention,
+    Chain,
+    Diagonal,
+    Identity,
+    LazyMap,
+    Linear,
+    Norm,
+    Sum,
+)
 from tensorlens_tl.algebra.recursion import Recursion
 from tensorlens_tl.algebra.segments import CrossAttention, Segment
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -27,6 +39,24 @@ from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coef
 from tensorlens_tl.passes.prompts import Prompt
 
 RecordType = TypeVar("RecordType", bound="Record")
+Made = TypeVar("Made")
+
+
+def _read(method: Callable[..., Made]) -> Callable[..., Made]:
+    """A method of a record that reads one layer's weights: they are brought in for it where they are offloaded."""
+
+    @wraps(method)
+    def reading(self: Any, layer: int, *given: Any, **options: Any) -> Made:
+        blocks = self.view.blocks
+        if not isinstance(layer, int) or not 0 <= layer < len(blocks) or not blocks[layer].offloaded:
+            return method(self, layer, *given, **options)
+        with blocks[layer].loaded():
+            made = method(self, layer, *given, **options)
+        for kept in (self._ratios, self._experts):  # they grow with the model as the weights do
+            kept.pop(layer, None)
+        return made
+
+    return reading
 
 
 @dataclass(eq=False)
@@ -43,7 +73,7 @@ class Record(Captured):
         """What a vector allocates on its way at most: the stream, a sublayer's input, and the widest hidden layer."""
         widest = 0
         for block in self.view.blocks:
-            widest = max(widest, 0 if block.mlp is None else block.mlp.hidden, block.width)
+            widest = max(widest, block.widest)
         x = self.resid_pre(0)
         return x[..., 0].numel() * (3 * x.shape[-1] + widest) * x.element_size()
 
@@ -79,6 +109,7 @@ class Record(Captured):
 
     # ------------------------------------------------------------------ maps
 
+    @_read
     def norm(self, layer: int, name: str) -> Norm:
         """One norm of one block, scale frozen; a map of the positions that the block acts on (see `side`)."""
         block = self.view.blocks[layer]
@@ -109,6 +140,7 @@ class Record(Captured):
             return None
         return self._norm(self.view.encoder_norm, self.points.encoder_scale)
 
+    @_read
     def _within(self, layer: int) -> Within | None:
         """Where a block acts; None where there is one stack."""
         if self.sides is None:
@@ -130,6 +162,7 @@ class Record(Captured):
         keep = None if bool(self.mask.all()) else self.mask
         return Chain((Linear(weights.entry), Recursion(weights.step, keep)))
 
+    @_read
     def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """One self-attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays).
 
@@ -163,6 +196,7 @@ class Record(Captured):
         pattern = self.pattern(layer).to(dtype)
         return Attention(pattern if kept is None else pattern * kept[:, None, None], weights.kv_heads)
 
+    @_read
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """Attention, or what mixes positions in its place, with all that depends on its input held."""
         read, ends = self.view.blocks[layer].mixer, self.points.blocks[layer].attention
@@ -176,15 +210,18 @@ class Record(Captured):
             made if factor == 1 else Chain((*made.stages, Diagonal(self.resid_pre(layer).new_full((1, 1, 1), factor))))
         )
 
+    @_read
     def attention_alone(self, layer: int) -> AffineMap:
         """The same as the model's own module computes it, without what the block multiplies its branches by."""
         return _divided(self.mixer(layer), self.view.blocks[layer].branch_factor, self.tokens.device)
 
+    @_read
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
         made = self.mlp(layer, activation)
         return None if made is None else _divided(made, self.view.blocks[layer].branch_factor, self.tokens.device)
 
+    @_read
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """The parts of a mixture of experts likewise."""
         factor = self.view.blocks[layer].branch_factor
@@ -192,6 +229,7 @@ class Record(Captured):
             name: _divided(part, factor, self.tokens.device) for name, part in self.experts(layer, activation).items()
         }
 
+    @_read
     def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:
         """What one layer's activation is replaced by under a rule; None without an MLP.
 
@@ -213,6 +251,7 @@ class Record(Captured):
             self._ratios[layer] = held
         return held
 
+    @_read
     def mlp(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """One MLP, or mixture of experts, with its activations and routing frozen, or None without one."""
         weights = self.view.blocks[layer].mlp
@@ -226,6 +265,7 @@ class Record(Captured):
             return frozen_mlp(weights, self.captured(ends.into), activation)
         return mlp_chain(weights, held)
 
+    @_read
     def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """What a mixture of experts is the sum of: the chosen ones together, and what every token goes through.
 
@@ -243,6 +283,7 @@ class Record(Captured):
             self._experts[layer] = made
         return made
 
+    @_read
     def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
         """A part of a mixture of experts with the norms around it, where it has some of its own."""
         weights = self.view.blocks[layer].mlp
@@ -251,6 +292,7 @@ class Record(Captured):
         before, after = weights.around[name]
         return Chain((self.norm(layer, before), part, self.norm(layer, after)))
 
+    @_read
     def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
         """What a block adds for an input of each token at this layer, gate and input held; None without."""
         weights, points = self.view.blocks[layer].per_layer, self.points.blocks[layer]
@@ -261,6 +303,7 @@ class Record(Captured):
         rest = None if held.rest is None else held.rest * given
         return Chain((gate, Diagonal(held.through * given, rest), Linear(weights.W_out)))
 
+    @_read
     def routing(self, layer: int) -> Routes:
         """Which experts each token of a layer is sent to, and what each of them counts: `[batch, pos, choice]` each.
 
@@ -286,6 +329,7 @@ class Record(Captured):
             raise UnsupportedModelError(f"blocks.{layer} of this {self.view.description} has no experts.")
         return weights
 
+    @_read
     def parts(
         self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
     ) -> tuple[Chain, AffineMap | None, dict[str, Norm], Chain | None, Within | None]:
@@ -294,6 +338,7 @@ class Record(Captured):
         kept = self.mlp(layer, activation) if mlp else None
         return self.mixer(layer, heads), kept, norms, self.whitening(layer), self._within(layer)
 
+    @_read
     def block(
         self,
         layer: int,
@@ -314,12 +359,30 @@ class Record(Captured):
         parts = self.parts(layer, activation, heads, mlp)
         return self.composed(layer, layout or self.layouts[layer], parts, activation)
 
+    @_read
     def composed(self, layer: int, layout: Layout, parts: Any, activation: str = "ratio") -> AffineMap:
         """A block from its `parts`, put together in one way."""
         per_layer, ends = self.per_layer(layer, activation), self.ends(layer)
         if per_layer is not None:
             ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
         return Chain((compose(layout, *parts), *ends)) if ends else compose(layout, *parts)
+
+    def stage(self, layer: int, **options: Any) -> AffineMap:
+        """`block`, of a block whose weights are offloaded made when it is used and dropped after."""
+        return self.when_used(layer, partial(self.block, layer, **options))
+
+    def when_used(self, layer: int, make: Callable[[], AffineMap]) -> AffineMap:
+        """A map of a layer: made now, or each time it is used where the layer's weights are offloaded."""
+        block = self.view.blocks[layer]
+        if not block.offloaded:
+            return make()
+
+        @contextmanager
+        def made() -> Generator[AffineMap, None, None]:
+            with block.loaded():
+                yield make()
+
+        return LazyMap(made, self.tokens.shape[1], self.row_bytes, block.name)
 
     def ends(self, layer: int) -> list[AffineMap]:
         """What a block's output goes through besides: a factor of its own, an encoder's final norm."""

@@ -131,7 +131,7 @@ def vocabulary_mean(view: ModelView, counts: Int[Tensor, "token"] | None = None)
     """
 
     def mean(at: str) -> Tensor:
-        device = next(view.model.parameters()).device
+        device = view.device
         ids = torch.arange(view.model.cfg.d_vocab, device=device)
         often = torch.ones_like(ids) if counts is None else counts.to(device)
         ids, often = ids[often > 0], often[often > 0].double()

@@ -68,7 +68,7 @@ def read_signal(view: ModelView, input: Any, others: Mapping[str, Any]) -> Signa
         raise InvalidInputError(f"{wrong[0]}: {view.description} reads {view.reads}, not tokens; leave it out.")
     x = _values(view, input)
     parameter = next(view.model.parameters())
-    x = x.to(dtype=parameter.dtype, device=parameter.device)
+    x = x.to(dtype=parameter.dtype, device=view.device)
     name = f"{view.blocks[0].name}.hook_resid_pre"
     try:
         kept, _ = capture(view.model, {"input": x[:1]}, [name], last=name)
@@ -167,7 +167,7 @@ def extra_inputs(view: ModelView, given: Any) -> dict[str, Any]:
             raise InvalidInputError(f"model_inputs: {name} has values that are not finite (NaN or Inf).")
     _refuse_deep_stack(view, given)
     parameter = next(view.model.parameters())
-    made = {name: _on(value, parameter) for name, value in given.items()}
+    made = {name: _on(value, parameter.dtype, view.device) for name, value in given.items()}
     return {name: value for name, value in made.items() if value is not None}
 
 
@@ -182,10 +182,10 @@ def _refuse_deep_stack(view: ModelView, given: Mapping[str, Any]) -> None:
         )
 
 
-def _on(value: Any, parameter: Tensor) -> Any:
+def _on(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.to(parameter) if value.is_floating_point() else value.to(parameter.device)
+    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
 def named_images(view: ModelView, tokens: Int[Tensor, "batch pos"], texts: list[list[str]]) -> list[list[str]]:

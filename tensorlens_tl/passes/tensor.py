@@ -74,7 +74,7 @@ class FrozenTensor:
         frozen.check_fresh()
         with_mlp = set(chosen) if mlp is True else set() if mlp is False else chosen_mlps(mlp, chosen)
         stages = tuple(
-            frozen.block(layer, activation=rule, heads=kept.get(layer), mlp=layer in with_mlp) for layer in chosen
+            frozen.stage(layer, activation=rule, heads=kept.get(layer), mlp=layer in with_mlp) for layer in chosen
         )
         final = frozen.final_map() if final_norm and chosen.stop == frozen.n_layers else None
         stages = stages if final is None else (*stages, final)
@@ -253,5 +253,9 @@ class FrozenTensor:
     ) -> Iterator[range]:
         """Ranges of rows that fit the bound, `streams` copies of the residual stream counted besides."""
         self.frozen.check_fresh()
-        per_row = self.frozen.row_bytes + streams * self.x.numel() * self.x.element_size()
+        stream = self.x.numel() * self.x.element_size()
+        if memory is None and self.frozen.view.any_offloaded:
+            # rows are held as vectors and cut into chunks inside each block: one sweep over the weights for all of them
+            return chunks(rows, (4 + streams) * stream, memory, what)
+        per_row = self.frozen.row_bytes + streams * stream
         return chunks(rows, per_row, memory, what, parts)

@@ -1,0 +1,182 @@
+"""Weights that lie elsewhere between calls: on disk or in the CPU's memory, brought in by accelerate's hooks.
+
+A module that accelerate has offloaded keeps its parameters on torch's ``meta`` device, with a shape and no numbers; its
+hook reads them before the module runs and drops them after. `loaded` does the same for a reading of the weights.
+Nothing here imports accelerate: a hook is known by what it holds.
+"""
+
+import threading
+from collections import ChainMap
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens_tl.errors import UnsupportedModelError
+
+Read = TypeVar("Read")
+
+_locks: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by model
+_guard = threading.Lock()
+
+
+def lock_of(model: Any) -> Any:
+    """The lock of one model; a thread that holds it may take it again."""
+    with _guard:
+        return _locks.setdefault(model, threading.RLock())
+
+
+def offload_hooks(module: nn.Module) -> list[Any]:
+    """The hooks of accelerate that bring a module's weights in."""
+    hook: Any = vars(module).get("_hf_hook")  # not getattr: a Bridge's component hands on that of what it wraps
+    if hook is None:
+        return []
+    hooks = getattr(hook, "hooks", (hook,))  # several of them come as one
+    return [each for each in hooks if getattr(each, "offload", False) and hasattr(each, "weights_map")]
+
+
+def modules_of(*parts: Any) -> Iterator[nn.Module]:
+    """The modules inside some parts of a model, each once; parts that are no modules are left out."""
+    seen: set[nn.Module] = set()
+    stack = [part for part in parts if isinstance(part, nn.Module)]
+    while stack:
+        module = stack.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            stack += [child for child in module._modules.values() if child is not None]
+
+
+def whole(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules of a model: a Bridge's own tree leaves out some of those that it wraps."""
+    return modules_of(model, getattr(model, "original_model", None))
+
+
+def offloaded(*parts: Any) -> bool:
+    """Whether any module inside these parts is offloaded."""
+    return any(offload_hooks(module) for module in modules_of(*parts))
+
+
+@contextmanager
+def loaded(*parts: Any) -> Generator[bool, None, None]:
+    """Bring in the weights of every offloaded module inside some parts; they are dropped afterwards.
+
+    Modules whose weights are there already stay as they are, so that this may be nested, also in the module's own run.
+    Yields whether anything was brought in.
+    """
+    opened: list[tuple[nn.Module, Any]] = []
+    try:
+        for module in modules_of(*parts):
+            for hook in offload_hooks(module):
+                if any(weight.is_meta for weight in module.parameters(recurse=bool(hook.place_submodules))):
+                    opened.append((module, hook))
+                    before = hook.input_device  # of a run that this may be inside of
+                    _bring(module, hook)
+                    hook.input_device = before
+        yield bool(opened)
+    finally:
+        for module, hook in reversed(opened):
+            hook.post_forward(module, None)
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """What a module computes with the weights that it has now: accelerate's own call would drop them after."""
+    return vars(module).get("_old_forward", module)
+
+
+def _bring(module: nn.Module, hook: Any) -> None:
+    try:
+        hook.pre_forward(module)
+    except KeyError as error:
+        raise UnsupportedModelError(
+            f"{error} of a {type(module).__name__} is not among the weights that were offloaded: TransformerLens 3.9 "
+            "gives an unembedding a bias when it wraps a model. Let accelerate offload the model after it was wrapped "
+            "(accelerate.disk_offload(bridge.original_model, folder)), or use TransformerLens 4.3."
+        ) from error
+
+
+class Reader(Protocol):
+    """What has weights that are read: a block, or a model's other parts."""
+
+    read_names: set[str]
+
+    def opened(self, name: str) -> AbstractContextManager[Any]:
+        """Bring in what a property reads."""
+        ...
+
+
+class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.cached_property is
+    """A `cached_property` of weights: its value stays where the weights are resident.
+
+    Of an offloaded part it is read anew each time, or kept until the end of the `opened` that it is read inside.
+    """
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Read it, with the weights there."""
+        if instance is None:
+            return self
+        assert self.attrname is not None
+        with instance.opened(self.attrname):
+            instance.read_names.add(self.attrname)
+            return super().__get__(instance, owner)
+
+
+def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
+    """Where a model's numbers lie: tensors in memory, and the files of the others with their times and sizes."""
+    tensors: list[Tensor] = [weight for weight in model.parameters() if not weight.is_meta]
+    files: list[tuple[Any, ...]] = []
+    for module in whole(model):
+        for hook in offload_hooks(module):
+            for name, _ in module.named_parameters(recurse=bool(hook.place_submodules)):
+                tensor, where = _source(hook.weights_map, name)
+                if tensor is not None:
+                    tensors.append(tensor)
+                files += [] if where is None else [where]
+    return tensors, files
+
+
+def _source(weights: Any, name: str) -> tuple[Tensor | None, tuple[Any, ...] | None]:
+    """A weight that its hook keeps in memory, or the file that it reads it from; neither where it knows none."""
+    if isinstance(weights, ChainMap):  # TransformerLens puts the bias of an unembedding before the others
+        made = (_source(each, name) for each in weights.maps)
+        return next((each for each in made if each != (None, None)), (None, None))
+    while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
+        weights, name = weights.dataset, f"{weights.prefix}{name}"
+    kept = getattr(weights, "state_dict", weights)
+    if name in kept:
+        return kept[name], None
+    entry: Any = getattr(weights, "index", {}).get(name)
+    if entry is None:
+        return None, None
+    folder: Any = getattr(weights, "save_folder", None)
+    path = Path(entry.get("safetensors_file") or Path(folder or ".") / f"{name}.dat")
+    try:
+        told = path.stat()
+    except FileNotFoundError:
+        raise UnsupportedModelError(
+            f"{name} was offloaded to {path}, which is gone. Offload the model again, to a folder that stays."
+        ) from None
+    return None, (str(path), name, told.st_mtime_ns, told.st_size)
+
+
+def execution_device(model: nn.Module) -> torch.device:
+    """Where the model's weights are when it runs: that of its first weight."""
+    for module in whole(model):
+        for hook in offload_hooks(module):
+            if hook.execution_device is not None:
+                return torch.device(hook.execution_device)
+    return next(model.parameters()).device
+
+
+def refuse_offloaded(model: Any, what: str) -> None:
+    """Raise `UnsupportedModelError` for a model whose weights cannot be written to, as they are brought in anew."""
+    if any(offload_hooks(module) for module in whole(model)):
+        raise UnsupportedModelError(
+            f"{what}: this model's weights are offloaded and read anew for every run, so that nothing written to them "
+            "would stay. Load it into memory (without device_map or offload_folder)."
+        )
