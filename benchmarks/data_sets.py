@@ -43,7 +43,8 @@ def forwards(model: Any, rows: list[dict[str, Any]], out: Path) -> None:
 
     from tensorlens_tl.datasets.folder import planned
 
-    tokens = [torch.tensor(row["text"]) for row in rows]
+    texts = [row["text"] for row in rows]
+    tokens = [model.to_tokens(text)[0] if isinstance(text, str) else torch.tensor(text) for text in texts]
     with torch.no_grad():
         for batch in planned([len(ids) for ids in tokens], [], 8192)[0]:
             model(torch.nn.utils.rnn.pad_sequence([tokens[row] for row in batch], batch_first=True))
@@ -115,15 +116,17 @@ def measured(candidate: str, folder: Path, count: int) -> dict[str, Any]:
 
         work, model = by_inseq, inseq.load_model(str(saved), "input_x_gradient", device="cpu")
     else:
+        import torch
+
         import tensorlens_tl as tlens
 
         model = tlens.load_demo_model()
         if saved.is_dir():
-            from shapes import bridge
+            from transformer_lens.model_bridge import TransformerBridge
             from transformers import GPT2LMHeadModel
 
             module = GPT2LMHeadModel.from_pretrained(saved, attn_implementation="eager")
-            model = bridge(module, "GPT2LMHeadModel", module.config)
+            model = TransformerBridge.boot_transformers(str(saved), hf_model=module, dtype=torch.float32)
         work = (BESIDE_INSEQ if saved.is_dir() else OURS)[candidate]
     out = folder / f"run-{os.getpid()}"
     work(model, rows[:4], out.with_name(f"{out.name}-warm"))  # what is loaded once

@@ -144,7 +144,7 @@ def _source(weights: Any, name: str) -> tuple[Tensor | None, tuple[Any, ...] | N
     """A weight that its hook keeps in memory, or the file that it reads it from; neither where it knows none."""
     if isinstance(weights, ChainMap):  # TransformerLens puts the bias of an unembedding before the others
         made = (_source(each, name) for each in weights.maps)
-        return next((each for each in made if each != (None, None)), (None, None))
+        return next(((tensor, file) for tensor, file in made if tensor is not None or file is not None), (None, None))
     while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
         weights, name = weights.dataset, f"{weights.prefix}{name}"
     kept = getattr(weights, "state_dict", weights)
