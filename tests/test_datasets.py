@@ -59,6 +59,7 @@ def run(model, out, rows=ROWS, **options):
         {"method": "rollout", "target": None},
         {"method": "attention", "target": None, "head_reduction": None},
         {"method": "decompx", "target": None, "aggregate": "vector"},
+        {"target": 5, "patterns": "recompute", "verify": "sample"},
     ],
     ids=str,
 )

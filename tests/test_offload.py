@@ -136,6 +136,19 @@ def test_every_way_to_freeze(passes, options):
     assert nothing_kept(away)
 
 
+def test_rows_of_a_data_set(passes, tmp_path):
+    here, away = passes
+    rows = [{"id": str(row), "text": tokens.tolist()} for row, tokens in enumerate(here.tokens)]
+    found = [
+        tlens.attribute_dataset(frozen.model, rows, tmp_path / where, target=3, query=2, progress=False)
+        for frozen, where in ((here, "here"), (away, "away"))
+    ]
+    for row in rows:
+        scores = [results[row["id"]].scores for results in found]
+        assert torch.allclose(*scores, rtol=0, atol=1e-9)
+    assert nothing_kept(away)
+
+
 def test_freezing_reads_each_block_three_times(passes):
     """For its hook points, in the model's own run, which is not counted, and for its proof."""
     away = passes[1]

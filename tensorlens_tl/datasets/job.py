@@ -13,6 +13,7 @@ from tensorlens_tl.datasets.rows import Rows
 from tensorlens_tl.datasets.work import Work, run_rows
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import other_hooks
+from tensorlens_tl.models.offload import stored
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.results.storage import tagged
 
@@ -102,8 +103,8 @@ def model_identity(model: Any) -> dict[str, Any]:
     Of hooks only their places are known, not what they do.
     """
     view, digest = ModelView(model), hashlib.sha256()
-    for name, numbers in sorted(view.model.state_dict().items()):
-        if isinstance(numbers, torch.Tensor):
+    for name, numbers in (*sorted(view.model.state_dict().items()), *stored(view.model)):
+        if isinstance(numbers, torch.Tensor) and not numbers.is_meta:
             digest.update(f"{name} {tuple(numbers.shape)} {numbers.dtype}".encode())
             digest.update(numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return view.provenance() | {"weights": digest.hexdigest(), "hooks": other_hooks(view.model)}

@@ -112,6 +112,14 @@ class BlockView:
         with self.loaded():
             return max(0 if self.mlp is None else self.mlp.hidden, self.width)
 
+    @cached_property
+    def captured(self) -> tuple[int, int]:
+        """Numbers that a pass keeps of the block, for each token and for each pair of tokens; kept as they are."""
+        with self.loaded():
+            hidden = 0 if self.mlp is None else self.mlp.hidden
+            by_token = 3 * self.model.cfg.d_model + hidden
+            return (by_token, 2 * self.attention.heads) if self.mixer is None else (by_token + self.width, 0)
+
     @property
     def mixer_name(self) -> str:
         """What the block calls its self-attention, or what it has instead."""

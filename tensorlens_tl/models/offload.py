@@ -140,6 +140,14 @@ def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
     return tensors, files
 
 
+def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight that is offloaded, by its name in its module, read one at a time."""
+    for module in whole(model):
+        for hook in offload_hooks(module):
+            for name, _ in module.named_parameters(recurse=bool(hook.place_submodules)):
+                yield name, hook.weights_map[name]
+
+
 def _source(weights: Any, name: str) -> tuple[Tensor | None, tuple[Any, ...] | None]:
     """A weight that its hook keeps in memory, or the file that it reads it from; neither where it knows none."""
     if isinstance(weights, ChainMap):  # TransformerLens puts the bias of an unembedding before the others

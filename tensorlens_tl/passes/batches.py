@@ -84,9 +84,6 @@ def check_slice(query: Any, lengths: Sequence[int]) -> None:
 
 def captured_bytes(view: ModelView, length: int) -> int:
     """What freezing keeps of one prompt of so many tokens: streams, patterns, pre-activations and ratios."""
-    numbers = 0
-    for block in view.blocks:
-        hidden = 0 if block.mlp is None else block.mlp.hidden
-        attended = 2 * block.attention.heads * length if block.mixer is None else block.width
-        numbers += length * (3 * view.cfg.d_model + hidden + attended)
+    kept = [block.captured for block in view.blocks]
+    numbers = length * sum(by_token + by_pair * length for by_token, by_pair in kept)
     return numbers * next(view.model.parameters()).element_size()

@@ -106,7 +106,7 @@ class Captured:
         """The positions that blocks were proved at, in words."""
         if self.proved_positions is None:
             return "every position"
-        return f"{self.proved_positions.shape[1]} sampled positions per prompt"
+        return "sampled positions of each prompt"
 
     # ------------------------------------------------------------------ activations
 
