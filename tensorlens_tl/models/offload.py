@@ -128,8 +128,11 @@ class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.c
 
 def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
     """Where a model's numbers lie: tensors in memory, and the files of the others with their times and sizes."""
-    tensors: list[Tensor] = [weight for weight in model.parameters() if not weight.is_meta]
+    weights: list[Tensor] = list(model.parameters())
+    tensors = [weight for weight in weights if not weight.is_meta]
     files: list[tuple[Any, ...]] = []
+    if len(tensors) == len(weights):
+        return tensors, files
     for module in whole(model):
         for hook in offload_hooks(module):
             for name, _ in module.named_parameters(recurse=bool(hook.place_submodules)):

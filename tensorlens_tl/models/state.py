@@ -95,10 +95,17 @@ def refuse_devices(model: nn.Module) -> None:
 
     Offloaded weights count for the device that they are brought to.
     """
-    devices = {str(weight.device) for weight in model.parameters() if not weight.is_meta}
+    devices: set[str] = set()
     brought: set[nn.Module] = set()
+    empty: list[tuple[str, nn.Module]] = []  # weights without numbers, and whose they are
     for module in whole(model):
-        refuse_packed(module)
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                refuse_packed(name, weight, module)
+                if weight.is_meta:
+                    empty.append((name, module))
+                else:
+                    devices.add(str(weight.device))
         for hook in offload_hooks(module):
             devices |= {str(torch.device(hook.execution_device))} if hook.execution_device is not None else set()
             brought |= set(module.modules()) if hook.place_submodules else {module}
@@ -108,13 +115,13 @@ def refuse_devices(model: nn.Module) -> None:
             "such models with other weights than those it shows. Offload it without compatibility mode."
         )
     blocks = (getattr(model, stack, None) for stack in ("blocks", "encoder_blocks", "decoder_blocks"))
-    for module in modules_of(*blocks):
-        missing = [name for name, weight in module._parameters.items() if weight is not None and weight.is_meta]
-        if missing and module not in brought:
+    inside = set(modules_of(*blocks)) if empty else set[nn.Module]()
+    for name, module in empty:
+        if module in inside and module not in brought:
             raise UnsupportedModelError(
-                f"{missing[0]} of a {type(module).__name__} lies on the meta device, and no hook of accelerate brings "
-                "it in. A Bridge that splits joint weights (GPT-2, GPT-NeoX) makes such copies of a model that was "
-                "offloaded before; load that model into memory."
+                f"{name} of a {type(module).__name__} lies on the meta device, and no hook of accelerate brings it in. "
+                "A Bridge that splits joint weights (GPT-2, GPT-NeoX) makes such copies of a model that was offloaded "
+                "before; load that model into memory."
             )
     if len(devices) > 1:
         raise UnsupportedModelError(
@@ -124,18 +131,15 @@ def refuse_devices(model: nn.Module) -> None:
         )
 
 
-def refuse_packed(module: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for a module whose weights are quantised, or spread over processes."""
-    for name, weight in module._parameters.items():
-        kind = type(weight)
-        if kind is nn.Parameter or weight is None:
-            continue
-        if kind.__name__ in PACKED or is_traceable_wrapper_subclass(weight):
-            raise UnsupportedModelError(
-                f"{name} of a {type(module).__name__} is a {kind.__module__}.{kind.__name__}: weights that are packed "
-                "(quantised), or spread over processes (tensor parallelism), are not read. Load the model in floating "
-                "point, in one process."
-            )
+def refuse_packed(name: str, weight: Tensor, module: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for a weight that is quantised, or spread over processes."""
+    kind = type(weight)
+    if kind is not nn.Parameter and (kind.__name__ in PACKED or is_traceable_wrapper_subclass(weight)):
+        raise UnsupportedModelError(
+            f"{name} of a {type(module).__name__} is a {kind.__module__}.{kind.__name__}: weights that are packed "
+            "(quantised), or spread over processes (tensor parallelism), are not read. Load the model in floating "
+            "point, in one process."
+        )
 
 
 def refuse_dropout(model: nn.Module) -> None:
