@@ -39,6 +39,7 @@ def test_completeness_keeps_a_target_of_ones_own():
     assert close(result.values[1, 0], bias[:, 0])
 
 
+@pytest.mark.whole
 def test_scrambled_weights_and_noise(demo_model):
     """What does not look at the model never changes; the norm of T does, and is steady under a little noise."""
     prompts = demo.held_out_prompts(demo_model, 3, 20)

@@ -188,6 +188,7 @@ def test_decompx_without_biases_is_the_operator_where_b_V_is_zero():
     assert torch.allclose(vectors, frozen.operator().contributions(), atol=1e-12)
 
 
+@pytest.mark.whole
 def test_integrated_gradients_converge(model_named):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
     off = [

@@ -108,11 +108,11 @@ EDGES = [
 ]  # fmt: skip
 
 # by default a gated MLP; the other activations' own edges are in test_activation
-ONE_OF_EACH = [kind if kind == "gated silu" else pytest.param(kind, marks=pytest.mark.whole) for kind in MODELS]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.__name__)
-@pytest.mark.parametrize("kind", ONE_OF_EACH)
+@pytest.mark.parametrize("kind", MODELS)
 def test_exact_at_the_limits(kind, edge):
     model = MODELS[kind]()
     with torch.no_grad():

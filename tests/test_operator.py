@@ -102,6 +102,7 @@ def test_probes_estimate_the_square_without_bias_and_state_their_error(name, row
     assert bool((low <= estimates[0].scores).all() and (estimates[0].scores <= high).all())
 
 
+@pytest.mark.whole
 def test_orthonormal_rows_vary_less(frozen):
     op = frozen.operator()
     spreads = [

@@ -228,6 +228,7 @@ def test_bad_input(options, message, model_named):
     assert hooks_left(model) == 0
 
 
+@pytest.mark.whole
 def test_norms_of_every_query_are_estimated_and_said_to_be(demo_model):
     texts = [
         "Return the value of the first file that was found here",

@@ -63,6 +63,7 @@ def test_lre_is_the_first_order_approximation(relations_model):
         assert close(doubled.states(prompts) - doubled.b, 2 * (lre.states(prompts) - lre.b))
 
 
+@pytest.mark.whole
 def test_relation_decoding(relations_model):
     relations = [evaluate.shipped_relations()[name] for name in ("country capital", "number next")]
     result = evaluate.relation_decoding(relations_model, relations, splits=2, layers=[1], betas=[1.0])
