@@ -107,8 +107,6 @@ EDGES = [
     zero_embedding, large_stream,
 ]  # fmt: skip
 
-# by default a gated MLP; the other activations' own edges are in test_activation
-
 
 @pytest.mark.whole
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.__name__)
