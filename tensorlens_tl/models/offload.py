@@ -133,22 +133,25 @@ def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
     files: list[tuple[Any, ...]] = []
     if len(tensors) == len(weights):
         return tensors, files
-    for module in whole(model):
-        for hook in offload_hooks(module):
-            for name, _ in module.named_parameters(recurse=bool(hook.place_submodules)):
-                tensor, where = _source(hook.weights_map, name)
-                if tensor is not None:
-                    tensors.append(tensor)
-                files += [] if where is None else [where]
+    for kept, name in _away(model):
+        tensor, where = _source(kept, name)
+        if tensor is not None:
+            tensors.append(tensor)
+        files += [] if where is None else [where]
     return tensors, files
 
 
 def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight that is offloaded, by its name in its module, read one at a time."""
+    return ((name, kept[name]) for kept, name in _away(model))
+
+
+def _away(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Of every weight that is offloaded, what holds it and its name there."""
     for module in whole(model):
         for hook in offload_hooks(module):
             for name, _ in module.named_parameters(recurse=bool(hook.place_submodules)):
-                yield name, hook.weights_map[name]
+                yield hook.weights_map, name
 
 
 def _source(weights: Any, name: str) -> tuple[Tensor | None, tuple[Any, ...] | None]:

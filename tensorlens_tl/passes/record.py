@@ -8,7 +8,7 @@ maps composed of both. It runs nothing and proves nothing: `tensorlens_tl.passes
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -368,19 +368,15 @@ class Record(Captured):
         return Chain((compose(layout, *parts), *ends)) if ends else compose(layout, *parts)
 
     def stage(self, layer: int, **options: Any) -> AffineMap:
-        """`block`, of a block whose weights are offloaded made when it is used and dropped after."""
-        return self.when_used(layer, partial(self.block, layer, **options))
-
-    def when_used(self, layer: int, make: Callable[[], AffineMap]) -> AffineMap:
-        """A map of a layer: made now, or each time it is used where the layer's weights are offloaded."""
+        """`block`, of a block whose weights are offloaded made each time it is used and dropped after."""
         block = self.view.blocks[layer]
         if not block.offloaded:
-            return make()
+            return self.block(layer, **options)
 
         @contextmanager
         def made() -> Generator[AffineMap, None, None]:
             with block.loaded():
-                yield make()
+                yield self.block(layer, **options)
 
         return LazyMap(made, self.tokens.shape[1], self.row_bytes, block.name)
 
