@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs bench evaluation compression whitening census support package clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs bench evaluation compression whitening census support changed package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -18,9 +18,11 @@ test-whole: .venv/.ready .venv-tl4/.ready
 	.venv/bin/python -m pytest -m whole
 	.venv-tl4/bin/python -m pytest -m whole
 
-# the default run once more, every signature's types and shapes checked as it is called: three times as slow
+# the default run once more, every signature's types and shapes checked as it is called: three times as slow; without
+# what runs in processes of its own, where nothing is checked, what repeats calls, and what passes wrong things on purpose
+UNCHECKED = notebooks supply_chain changed_models inputs
 test-shapes: .venv/.ready
-	.venv/bin/python -m pytest --jaxtyping-packages=tensorlens_tl,beartype.beartype
+	.venv/bin/python -m pytest --jaxtyping-packages=tensorlens_tl,beartype.beartype $(UNCHECKED:%=--ignore=tests/test_%.py)
 
 # 180 random models; hooks, caches and loops: 300 of each
 fuzz: .venv/.ready
@@ -71,6 +73,11 @@ census: .venv-tl4/.ready
 support: .venv/.ready .venv-tl4/.ready
 	.venv/bin/python benchmarks/support.py
 	.venv-tl4/bin/python benchmarks/support.py
+
+# every public question about every change of a model; `python benchmarks/changed.py LoRA` prints what fails of some
+changed: .venv/.ready .venv-tl4/.ready
+	.venv/bin/python benchmarks/changed.py
+	.venv-tl4/bin/python benchmarks/changed.py
 
 # what users would install, in an environment of its own, away from the checkout
 package: .venv/.ready

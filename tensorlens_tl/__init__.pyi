@@ -49,6 +49,7 @@ from tensorlens_tl.errors import (
     InvalidInputError as InvalidInputError,
     NumericalError as NumericalError,
     RegistryError as RegistryError,
+    ResidualWarning as ResidualWarning,
     SizeError as SizeError,
     TensorLensError as TensorLensError,
     UnsupportedModelError as UnsupportedModelError,

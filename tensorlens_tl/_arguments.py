@@ -24,6 +24,18 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
     return number
 
 
+def whole_slice(name: str, value: slice, why: str = "") -> slice:
+    """A slice whose ends and step are integers or None, its step not zero, as Python's own.
+
+    Raises:
+        InvalidInputError: another one; says what is wrong.
+    """
+    ends = [end if end is None else whole_number(name, end, why=why) for end in (value.start, value.stop, value.step)]
+    if ends[2] == 0:
+        raise InvalidInputError(f"{name}={value}: a slice goes in steps of 1 or more, or backwards; its step is 0.")
+    return slice(*ends)
+
+
 def plain(value: Any) -> Any:
     """Tensors and numpy's arrays and integers as Python's own; anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value

@@ -21,6 +21,10 @@ class NumericalError(TensorLensError, ArithmeticError):
     """NaN or Inf in weights or activations: an exact map does not exist."""
 
 
+class ResidualWarning(UserWarning):
+    """A sum is further from the model's own number than the proof of its pass allows."""
+
+
 class FrozenModelError(TensorLensError, RuntimeError):
     """The frozen hooks meet a run they were not made for (another batch, length, or a missing hook point)."""
 

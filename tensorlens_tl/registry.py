@@ -40,6 +40,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, RegistryError
+from tensorlens_tl.hooks import lock_of
 from tensorlens_tl.layerwise import Maps
 from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
@@ -69,13 +70,17 @@ MapFunction = TypeVar("MapFunction", bound=Callable[..., Tensor])
 PER_PROMPT = ("target", "minus", "direction")
 """Options that may name one thing for each prompt."""
 
+ExplainsPrediction = bool | Callable[[Mapping[str, Any]], bool] | None
+"""Whether a method explains a prediction: always or never, by its options, or as its signature says (None)."""
+
 
 @dataclass(frozen=True, repr=False)
 class Method:
-    """A registered method: its function, and the options it takes with their defaults."""
+    """A registered method: its function, the options it takes with their defaults, and what it explains."""
 
     name: str
     function: Callable[..., Attribution]
+    about_prediction: ExplainsPrediction = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", inspect.getdoc(self.function))  # help() of a method is its own
@@ -93,6 +98,23 @@ class Method:
     def takes_any_option(self) -> bool:
         """Whether it accepts options it does not name."""
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.function).parameters.values())
+
+    def takes(self, option: str) -> bool:
+        """Whether it accepts an option of this name."""
+        return option in self.options or self.takes_any_option
+
+    def explains_prediction(self, options: Mapping[str, Any] | None = None) -> bool:
+        """Whether it explains a predicted token, called with these options: then it is to be given one as `target`.
+
+        What its registration says, or else its signature: a method that accepts a `target` explains it, unless it is
+        given a `direction` instead.
+        """
+        options = {} if options is None else options
+        if callable(self.about_prediction):
+            return self.about_prediction(options)
+        if self.about_prediction is not None:
+            return self.about_prediction
+        return self.takes("target") and options.get("direction") is None
 
     @property
     def summary(self) -> str:
@@ -130,10 +152,19 @@ _LAYER_MAPS: dict[str, LayerMap] = {}
 _LOADED: set[str] = set()
 
 
-def register_method(name: Any) -> Callable[[MethodFunction], MethodFunction]:
+def register_method(
+    name: Any, *, explains_prediction: ExplainsPrediction = None
+) -> Callable[[MethodFunction], MethodFunction]:
     """Register a function under a name, as a decorator.
 
     The same function (by module and qualified name) may register again, as notebook cells do.
+
+    Args:
+        name: what `attribute`, evaluations and the command line call it.
+        explains_prediction: whether it explains a predicted token. Evaluations, reports and the command line give such
+            a method the model's own prediction as `target`, unless one is given. None goes by the signature: a method
+            with an option `target`, or with ``**options``, explains it. A function of the options says it of a method
+            that explains a prediction with some of them only.
 
     Raises:
         RegistryError: the name belongs to another function.
@@ -143,7 +174,7 @@ def register_method(name: Any) -> Callable[[MethodFunction], MethodFunction]:
     def decorate(function: MethodFunction) -> MethodFunction:
         _load_built_in(function)
         _check_free(_METHODS.get(name), function, f"register_method: {name!r}", name)
-        _METHODS[name] = Method(name, function)
+        _METHODS[name] = Method(name, function, explains_prediction)
         return function
 
     return decorate
@@ -311,13 +342,12 @@ def attribute(
                 "attribute: a frozen pass has its input already; leave `input` and its options out. A target is passed "
                 "by name: target=' Paris'."
             )
-        model.check_fresh()
-        return _checked(method, chosen.function(model, **for_method))
+        return _answered(chosen, model, for_method)
     if input is None:
         raise InvalidInputError("attribute: `input` is missing; pass a string, a list of strings or token ids.")
     rows, batches = _batches(model, input, for_freeze, memory)
     if len(batches) < 2:
-        return _checked(method, chosen.function(freeze(model, input, **for_freeze), **for_method))
+        return _answered(chosen, freeze(model, input, **for_freeze), for_method)
     for_freeze.pop("prepend_bos", None)  # the rows are token ids now
     split = {name: one_per_prompt(name, for_method[name], len(rows)) for name in PER_PROMPT if name in for_method}
     check_slice(for_method.get("query"), [len(row) for row in rows])
@@ -326,11 +356,18 @@ def attribute(
         own = {name: taken(values, batch) for name, values in split.items() if values is not None}
         try:
             frozen = freeze(model, [rows[i] for i in batch], **for_freeze)
-            parts.append(_checked(method, chosen.function(frozen, **for_method | own)))
+            parts.append(_answered(chosen, frozen, for_method | own))
         except InvalidInputError as error:
             raise InvalidInputError(numbered(str(error), batch)) from error
     given = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
     return joined(parts, batches, given)
+
+
+def _answered(method: Method, frozen: FrozenPass, options: Mapping[str, Any]) -> Attribution:
+    """A method's answer; no other thread gives the model other weights before it is there."""
+    with lock_of(frozen.model):
+        frozen.check_fresh()
+        return _checked(method.name, method.function(frozen, **options))
 
 
 def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -342,7 +379,7 @@ def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str,
     freezing = {k: v for k, v in inspect.signature(freeze).parameters.items() if v.kind is v.KEYWORD_ONLY}
     for_freeze = {name: value for name, value in options.items() if name in freezing and name not in method.options}
     for_method = {name: value for name, value in options.items() if name not in for_freeze}
-    unknown = [name for name in for_method if name not in method.options and not method.takes_any_option]
+    unknown = [name for name in for_method if not method.takes(name)]
     if unknown:
         raise InvalidInputError(
             f"attribute: method {method.name!r} has no option {unknown[0]!r}.{_nearest(unknown[0], method.options)} It "
@@ -359,7 +396,7 @@ def _batches(
     Images and sounds are their own rows.
     """
     whole = {"attention_mask", "token_type_ids", "cache", "decoder_input_ids", "model_inputs"} & set(for_freeze)
-    if whole or isinstance(input, str) or not hasattr(input, "__len__") or len(input) < 2:
+    if whole or isinstance(input, str | Mapping) or not hasattr(input, "__len__") or len(input) < 2:
         return [], []
     view = ModelView(model)
     if view.reads != "tokens":

@@ -87,7 +87,7 @@ def test_top_skips_the_queries_of_padding(model_named):
 
 
 def test_top_shows_at_least_one(frozen):
-    with pytest.raises(tlens.InvalidInputError, match="at least one"):
+    with pytest.raises(tlens.InvalidInputError, match="at least 1"):
         tlens.attribute(frozen).top(0)
 
 

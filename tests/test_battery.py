@@ -606,7 +606,8 @@ def test_a_report_of_a_model_holds_every_check(model_named):
     report = check_model(model_named(GPT2))
     held = {f"the model held by hooks is the operator ({rule})" for rule in ("ratio", "ig", "split", "tangent")}
     assert set(report.errors) == held | {
-        "blocks.0", "blocks.1", "head", "unembed", "contributions and bias are the model's output",
+        "blocks.0", "blocks.0.writes", "blocks.1", "blocks.1.writes", "head", "unembed",
+        "contributions and bias are the model's output",
         "pull is the adjoint of push", "autograd through the held model is pull", "a batch is its prompts one by one",
         "padding on the right changes nothing", "padding on the left changes nothing",
     }  # fmt: skip

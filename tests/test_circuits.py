@@ -64,8 +64,12 @@ def experts_in(frozen, layer=None):
 
 
 def is_whole(frozen):
-    """Whether a part is held as a whole, so that nothing inside it can be ablated live."""
-    return any(points.attention is not None or points.mlp is not None for points in frozen.points.blocks)
+    """Whether a part is held as a whole, so that nothing inside it can be ablated live; experts can where they are
+    called."""
+    return any(
+        points.attention is not None or (points.mlp is not None and not isinstance(block.mlp, ExpertsWeights))
+        for points, block in zip(frozen.points.blocks, frozen.view.blocks, strict=True)
+    )
 
 
 def without(frozen, layer, head, pos=slice(None)):

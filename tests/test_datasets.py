@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import safetensors.torch
 import torch
 from conftest import close, hooks_left, some_tokens
 from hypothesis import given, strategies as st
+from safetensors import SafetensorError
 
 import tensorlens_tl as tlens
 from tensorlens_tl import evaluate
@@ -479,7 +481,7 @@ def test_a_run_goes_on_where_it_stopped(gpt2, tmp_path, many_shards, monkeypatch
         ({"method": "rollout"}, "another method"),
         ({"keep": "all"}, "another keep"),
         ({"rows": ROWS[:-1]}, "another data .rows: 6, now 5"),
-        ({"rows": [*ROWS[:-1], ROWS[-1] | {"text": [4]}]}, "another data .digest"),
+        ({"rows": [*ROWS[:-1], ROWS[-1] | {"text": [4]}]}, "another data .tokens: not the same"),
         ({"resume": False}, "a run was begun there"),
     ],
     ids=str,
@@ -501,6 +503,80 @@ def test_another_model_in_the_same_folder_is_refused(model_named, tmp_path):
         run(changed, tmp_path / "run")
     with pytest.raises(tlens.InvalidInputError, match="another model"):
         run(model_named("bridge/llama"), tmp_path / "run")
+
+
+def _hooked_scale(model):
+    model.blocks[0].attn.attn_scale *= 2
+
+
+def _rope(model):
+    model.original_model.config.rope_parameters["rope_theta"] = 77.0
+    model.original_model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def _window(model):
+    model.blocks[0].attn._modules["_original_component"].sliding_window = 2
+
+
+def _epsilon(model):
+    for norm in (model.blocks[0].ln1, model.blocks[1].ln1):
+        norm._modules["_original_component"].eps = 0.1
+
+
+def _activation(model):
+    model.blocks[1].mlp._modules["_original_component"].act = torch.nn.ReLU()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("hooked/ln", _hooked_scale, r"configuration: blocks.0.attn.attn_scale: 2 -> 4\)"),
+        ("bridge/llama", _rope, r"configuration: .*rope_theta: 10000.*rope_theta: 77.*inv_freq"),
+        ("bridge/gemma2", _window, r"configuration: blocks.0.self_attn.sliding_window: 3 -> 2\)"),
+        ("bridge/gpt2", _epsilon, r"configuration: blocks.\*.ln_1.eps: 1e-05 -> 0.1\)"),
+        ("bridge/gpt2", _activation, r"configuration: blocks.1.mlp.act: .*GELUActivation -> .*ReLU"),
+    ],
+)
+def test_the_same_weights_under_another_configuration_are_another_model(name, change, message, tmp_path):
+    if name not in tlens.testing.model_names():
+        pytest.skip("HookedTransformer is gone in TransformerLens 4")
+    model = tlens.testing.tiny_model(name)
+    run(model, tmp_path / "run")
+    run(tlens.testing.tiny_model(name), tmp_path / "run")  # the same, built again
+    before = contents(tmp_path / "run")
+    change(model)
+    with pytest.raises(tlens.InvalidInputError, match=r"another model \(" + message):
+        run(model, tmp_path / "run")
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("package", ["transformer-lens", "transformers", "tensorlens_tl"])
+def test_another_version_is_another_run(gpt2, tmp_path, monkeypatch, package):
+    from importlib import metadata
+
+    run(gpt2, tmp_path / "run")
+    if package == "tensorlens_tl":
+        monkeypatch.setattr("tensorlens_tl.datasets.identity.__version__", "99.0")
+    else:
+        real = metadata.version
+        fake = lambda name: "99.0" if name == package else real(name)  # noqa: E731
+        monkeypatch.setattr(metadata, "version", fake)
+        monkeypatch.setattr("tensorlens_tl.datasets.identity.version", fake)
+    with pytest.raises(tlens.InvalidInputError, match=rf"another model \({package.replace('-', '_')}: .*now '99.0'\)"):
+        run(gpt2, tmp_path / "run")
+
+
+def test_what_changed_of_the_data_is_said(gpt2, tmp_path):
+    columns = {"columns": {"target": "answer"}, **SMALL}
+    tlens.attribute_dataset(gpt2, ROWS, tmp_path / "run", **columns)
+    other = [*ROWS[:-1], ROWS[-1] | {"answer": 40}]
+    with pytest.raises(tlens.InvalidInputError, match=r"data \(target: not the same, the same ids and tokens\)"):
+        tlens.attribute_dataset(gpt2, other, tmp_path / "run", **columns)
+    renamed = [*ROWS[:-1], ROWS[-1] | {"id": "other"}]
+    with pytest.raises(tlens.InvalidInputError, match=r"data \(ids: not the same, the same tokens and target\)"):
+        tlens.attribute_dataset(gpt2, renamed, tmp_path / "run", **columns)
+    with pytest.raises(tlens.InvalidInputError, match=r"data \(target: there, now none\)"):
+        tlens.attribute_dataset(gpt2, ROWS, tmp_path / "run", target=5, **SMALL)
 
 
 def test_columns_that_change_places_and_hooks_are_another_run(gpt2, tmp_path):
@@ -549,7 +625,7 @@ def test_damaged_and_foreign_folders(gpt2, tmp_path, many_shards):
     text = manifest.read_text()
     for damaged, message in (
         (text.replace("tensorlens_tl.dataset", "other"), "no manifest of this library"),
-        (text.replace('"version": 1', '"version": 99'), "newer"),
+        (text.replace('"version": 2', '"version": 99'), "newer"),
         (text.replace('"method": "tensorlens"', '"method": "rollout"'), "its digest does not fit"),
         (text[:100], "not a readable manifest"),
         ("[]", "not a readable manifest"),
@@ -558,6 +634,185 @@ def test_damaged_and_foreign_folders(gpt2, tmp_path, many_shards):
         for ask in (lambda: tlens.load_results(tmp_path / "run"), lambda: run(gpt2, tmp_path / "run")):
             with pytest.raises(tlens.FileFormatError, match=message):
                 ask()
+
+
+def _rewritten(path, change):
+    """A shard written anew by another program, with other metadata."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    pq.write_table(change(table), path, write_page_checksum=True)
+
+
+def _without(*keys):
+    def change(table):
+        left = {key: text for key, text in table.schema.metadata.items() if key.decode() not in keys}
+        return table.replace_schema_metadata(left)
+
+    return change
+
+
+def _facts(change):
+    def changed(table):
+        metadata = dict(table.schema.metadata)
+        metadata[b"tensorlens_tl"] = json.dumps(change(json.loads(metadata[b"tensorlens_tl"]))).encode()
+        return table.replace_schema_metadata(metadata)
+
+    return changed
+
+
+def _doubled(table):
+    import pyarrow.compute as pc
+
+    place = table.schema.get_field_index("total")
+    values = [None if row is None else [2 * value for value in row] for row in table["total"].to_pylist()]
+    return table.set_column(place, table.schema.field(place), pc.cast(pd.Series(values).tolist(), table["total"].type))
+
+
+def _swapped(table):
+    names = {"bias": "total", "total": "bias"}
+    renamed = table.rename_columns([names.get(name, name) for name in table.column_names])
+    return renamed.replace_schema_metadata(table.schema.metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without("tensorlens_tl", "tensorlens_tl.seal"), "lacks the facts"),
+        (_without("tensorlens_tl"), "lacks the facts"),
+        (_without("tensorlens_tl.seal"), "lacks the facts"),
+        (_facts(lambda facts: facts | {"additive": False}), "its facts were changed"),
+        (_facts(lambda facts: facts | {"options": {}}), "its facts were changed"),
+        (_doubled, "its column 'total' was changed"),
+        (_swapped, "its facts were changed"),
+    ],
+)
+def test_a_shard_that_was_edited_is_refused(gpt2, tmp_path, change, message):
+    results = run(gpt2, tmp_path / "run")
+    _rewritten(tmp_path / "run" / "part-00000.parquet", change)
+    for ask in (results.to_dataframe, lambda: results["r0"], lambda: list(results)):
+        with pytest.raises(tlens.FileFormatError, match=f"part-00000.parquet: .*{message}.*Delete it and run again"):
+            ask()
+
+
+def test_a_shard_of_another_run_is_refused(gpt2, tmp_path, many_shards):
+    results = run(gpt2, tmp_path / "run")
+    run(gpt2, tmp_path / "other", target=6)
+    place = tmp_path / "run" / "part-00001.parquet"
+    place.write_bytes((tmp_path / "other" / "part-00001.parquet").read_bytes())
+    for ask in (results.to_dataframe, results.errors, lambda: run(gpt2, tmp_path / "run")):
+        with pytest.raises(tlens.FileFormatError, match=r"part-00001.parquet: it belongs to another run"):
+            ask()
+    place.unlink()
+    assert run(gpt2, tmp_path / "run").complete
+
+
+def test_what_a_file_makes_of_a_column_does_not_change_its_digest(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from tensorlens_tl.datasets.seal import content_digest
+
+    rows = [{"a": [1.5, None, -0.0], "b": "é", "c": 3}, {"a": None, "b": None, "c": None}, {"a": [], "b": "", "c": 4}]
+    kinds = pa.schema([("a", pa.list_(pa.float64())), ("b", pa.string()), ("c", pa.int64())])
+    table = pa.Table.from_pylist(rows, kinds)
+    parts = pa.concat_tables([table.slice(0, 1), table.slice(1)])
+    pq.write_table(table, tmp_path / "t.parquet", row_group_size=1)
+    for name in table.column_names:
+        expected = content_digest(table[name])
+        assert content_digest(parts[name]) == content_digest(pq.read_table(tmp_path / "t.parquet")[name]) == expected
+    lists = (
+        [[1.0, 2.0]], [[1.0], [2.0]], [[1.0], [2.0], None],
+        [[1.0], [2.0], []], [[1.0, None], [2.0]], [None, [1.0], [2.0]],
+    )  # fmt: skip
+    seen = {content_digest(pa.chunked_array([pa.array(values, pa.list_(pa.float64()))])) for values in lists}
+    assert len(seen) == 6
+
+
+def test_a_run_that_is_interrupted_says_how_to_go_on(gpt2, tmp_path, many_shards, monkeypatch):
+    from tensorlens_tl.datasets import job
+
+    work, calls = job.run_rows, []
+
+    def pressed(*args):
+        calls.append(args)
+        if len(calls) == 4:  # one is tried before the run begins
+            raise KeyboardInterrupt
+        return work(*args)
+
+    monkeypatch.setattr(job, "run_rows", pressed)
+    with pytest.raises(
+        KeyboardInterrupt, match=r"of 6 rows are done, in .*run\.\nRun it again with the same"
+    ) as raised:
+        run(gpt2, tmp_path / "run")
+    assert raised.value.__suppress_context__
+    assert len(raised.traceback) < 6  # not the frames of what was computed
+    done = len(tlens.load_results(tmp_path / "run"))
+    assert 0 < done < 6
+    assert str(raised.value).startswith(f"{done} of 6 rows")
+    assert not [file for file in (tmp_path / "run").iterdir() if file.suffix == ".tmp"]
+    assert hooks_left(gpt2) == 0
+    monkeypatch.undo()
+    assert run(gpt2, tmp_path / "run").complete
+
+
+def test_the_command_line_says_so_in_two_lines(tmp_path, monkeypatch, capsys):
+    from tensorlens_tl.datasets import job
+
+    work, calls = job.run_rows, []
+
+    def pressed(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return work(*args)
+
+    monkeypatch.setattr(job, "run_rows", pressed)
+    (tmp_path / "a.jsonl").write_text('{"text": "Return the value of the"}\n')
+    words = ["dataset", str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "run"), "--target", " file"]
+    capsys.readouterr()
+    assert main(words) == 130
+    said = [line for line in capsys.readouterr().err.splitlines() if "row/s" not in line]
+    assert said[-2].startswith("Interrupted. 0 of 1 rows are done, in ")
+    assert said[-1] == "Run it again with the same arguments to go on from there."
+    assert "Traceback" not in "".join(said)
+    monkeypatch.setattr("tensorlens_tl.commands.methods.run", lambda args: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["methods"]) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+
+
+@pytest.fixture
+def small_files():
+    """No file may grow beyond a few bytes: what a full disk is to safetensors."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_whole_results_that_cannot_be_written_are_the_systems_error(gpt2, tmp_path, small_files, monkeypatch):
+    attribution = tlens.attribute(gpt2, ROWS[0]["text"], target=5)
+    small_files(500)
+    with pytest.raises(OSError, match="File too large") as raised:
+        attribution.save(tmp_path / "a.safetensors")
+    small_files(-1)
+    assert raised.value.errno == errno.EFBIG
+    assert raised.value.filename == str(tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+    def full(*args, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match=r"batch-000000.safetensors: the disk is full") as raised:
+        run(gpt2, tmp_path / "run", keep="all")
+    assert raised.value.errno == errno.ENOSPC
+    monkeypatch.undo()
+    assert run(gpt2, tmp_path / "run", keep="all").complete
 
 
 def test_a_full_disk_loses_nothing(gpt2, tmp_path, many_shards, monkeypatch):

@@ -105,8 +105,44 @@ def test_routing_of_a_layer_without_experts_is_refused(model_named):
     assert {"blocks.0", "blocks.1"} <= set(unproved.errors)
     with pytest.raises(tlens.InvalidInputError, match="layer=2"):
         frozen.routing(2)
-    with pytest.raises(tlens.UnsupportedModelError, match=r"live=True.*nothing inside MLP1"):
-        circuits.total_effects(frozen, 5, live=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_an_expert_is_worth_to_the_live_model(name):
+    """Its weights zeroed by hand, patterns, norms and the routing of later layers respond."""
+    model, tokens = tiny_model(name), some_tokens(2, 6)
+    frozen = tlens.freeze(model, tokens)
+    effects = circuits.total_effects(frozen, 5, live=True, memory="200KB")
+    assert effects.names == circuits.total_effects(frozen, 5).names
+
+    def lost(weights):
+        """What the logit loses with some weights zero, before any soft cap."""
+        before = [weight.clone() for weight in weights]
+        for weight in weights:
+            weight.zero_()
+        without = circuits.total_effects(tlens.freeze(model, tokens), 5).total
+        for weight, old in zip(weights, before, strict=True):
+            weight.copy_(old)
+        return (effects.total - without)[:, 0]
+
+    for layer in range(LAYER.get(name, 0), 2):
+        module = layer_of(model, layer)
+        experts = getattr(module.experts, "original_component", module.experts)
+        for number in range(2):
+            weights = [experts.down_proj.data[number]]
+            weights += [experts.down_proj_bias.data[number]] if hasattr(experts, "down_proj_bias") else []
+            if f"L{layer}E{number}" in effects.names:
+                assert close(effects[f"L{layer}E{number}"][:, 0], lost(weights), tolerance(name))
+        shared = next(
+            (m for n, m in module.named_children() if n.startswith("shared_expert") and "gate" not in n), None
+        )
+        if shared is not None:
+            down = getattr(shared, "original_component", shared).down_proj
+            weights = [getattr(down, "original_component", down).weight.data]
+            assert close(effects[f"L{layer}.shared"][:, 0], lost(weights), tolerance(name))
+    whole = circuits.total_effects(frozen, 5, live=True, by="component")
+    assert whole.names == ["L0.attn", "MLP0", "L1.attn", "MLP1"]
+    assert hooks_left(model) == 0
 
 
 def test_experts_that_tie_are_told():
@@ -138,7 +174,7 @@ def test_a_misread_expert_is_caught_by_the_proof(monkeypatch):
 
     monkeypatch.setattr(BlockView, "mlp", property(swapped))
     with pytest.raises(
-        tlens.UnsupportedModelError, match=r"blocks\.0 .*first part that differs is blocks\.0\.mlp\.hook_out"
+        tlens.UnsupportedModelError, match=r"blocks\.0 .*first part that differs is blocks\.0\.hook_mlp_out"
     ):
         tlens.freeze(tiny_model("bridge/mixtral"), some_tokens())
 

@@ -151,3 +151,109 @@ def test_checks_have_names():
     assert "bridge/llama: padding on the left" in names
     assert "bridge/llama: held by hooks ig" in names
     assert repr(map_checks(recursion(), torch.zeros(2, 6, 16).double())[0]) == "shapes"
+
+
+# ------------------------------------------------------------------- a method of one's own that explains a prediction
+
+
+def _recorder(seen, **registered):
+    """A method registered under the name "mine", which notes the target that it is called with."""
+
+    def mine(frozen, *, target=None, query=-1):
+        seen.append(target)
+        return tlens.attribute(frozen, method="input-x-gradient", target=0 if target is None else target, query=query)
+
+    tlens.register_method("mine", **registered)(mine)
+
+
+def _evaluations(model):
+    tokens, evaluate = some_tokens(2, 6), tlens.evaluate
+    return {
+        "perturbation": lambda methods: evaluate.perturbation(model, tokens, methods, fractions=(0, 0.5, 1)),
+        "stability": lambda methods: evaluate.stability(model, tokens, methods),
+        "agreement": lambda methods: evaluate.agreement(model, tokens, [*methods, "random"]),
+        "completeness": lambda methods: evaluate.completeness(model, tokens, methods),
+        "randomisation": lambda methods: evaluate.randomisation(model, tokens, methods),
+        "known_answer": lambda methods: evaluate.known_answer(
+            model, evaluate.induction(2, d_vocab=40, segment=8), methods, only_correct=False
+        ),
+    }
+
+
+EVALUATIONS = ("perturbation", "stability", "agreement", "completeness", "randomisation", "known_answer")
+
+
+@pytest.mark.parametrize("what", EVALUATIONS)
+def test_evaluations_give_a_method_the_prediction_that_it_explains(what, model_named, clean_registry):
+    seen = []
+    _recorder(seen)
+    _evaluations(model_named("bridge/gpt2"))[what](["mine"])
+    assert seen
+    assert all(isinstance(target, list) for target in seen)  # a predicted token for each prompt
+
+
+def test_the_prediction_is_the_models_own(model_named, clean_registry):
+    from tensorlens_tl.evaluate.scorers import predictions, scorers_of
+
+    seen = []
+    _recorder(seen)
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens(2, 6))
+    scorers = scorers_of(["mine", "tensorlens", "decompx", "tensorlens target", "decompx target"])
+    mine, bare, bare_decompx, target, decompx_target = (scorer(frozen) for scorer in scorers)
+    assert seen == [predictions(frozen)[0].tolist()]
+    assert close(bare, target)
+    assert close(bare_decompx, decompx_target)
+    assert bool(torch.isfinite(mine).all())
+
+
+def test_options_that_say_more_stand(model_named, clean_registry):
+    from tensorlens_tl.evaluate.scorers import scorers_of
+
+    seen = []
+    _recorder(seen)
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens(2, 6))
+    for scorer in scorers_of({"a": ("mine", {"target": 5}), "b": ("mine", {"target": None})}):
+        scorer(frozen)
+    assert seen == [5, None]
+
+
+def test_a_registration_says_what_a_signature_cannot(model_named, clean_registry):
+    from tensorlens_tl.evaluate.scorers import scorers_of
+
+    seen = []
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens(2, 6))
+    _recorder(seen, explains_prediction=False)
+    scorers_of(["mine"])[0](frozen)
+    assert seen == [None]
+
+    @tlens.register_method("any-option")
+    def any_option(frozen, **options):
+        seen.append(options.get("target"))
+        return tlens.attribute(frozen, method="alti", query=options["query"])
+
+    scorers_of(["any-option"])[0](frozen)
+    assert isinstance(seen[-1], list)
+
+
+@pytest.mark.parametrize("command", ["attribute", "report", "evaluate"])
+def test_the_command_line_gives_the_prediction_too(command, tmp_path, clean_registry):
+    from tensorlens_tl.commands import main
+
+    seen = []
+    _recorder(seen)
+    words = {
+        "attribute": ["attribute", "Return the value of", "--method", "mine"],
+        "report": ["report", "Return the value of", "--methods", "mine", "-o", str(tmp_path / "a.html")],
+        "evaluate": ["evaluate", "known-answer", "--model", "demo:recall", "-n", "4", "--methods", "mine"],
+    }
+    assert main(words[command]) == 0
+    assert seen
+    assert None not in seen
+
+
+def test_a_minus_that_a_method_does_not_take_is_refused(capsys, clean_registry):
+    from tensorlens_tl.commands import main
+
+    _recorder([])
+    assert main(["attribute", "Return the value", "--method", "mine", "--target", " the", "--minus", " a"]) == 1
+    assert "--minus: 'mine' has no such option" in " ".join(capsys.readouterr().err.split())

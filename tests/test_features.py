@@ -417,6 +417,24 @@ def test_bad_dictionaries(model_named, dictionary, hook, message):
         circuits.features(frozen, dictionary, hook)
 
 
+def named_relu(before):
+    return before.relu() ** 2
+
+
+named_relu.__name__ = "relu"
+
+
+class HalvedTopK:
+    """A TopK that does not give what it chooses."""
+
+    def __call__(self, before):
+        best = before.topk(3)
+        return torch.zeros_like(before).scatter(-1, best.indices, best.values.relu() / 2)
+
+
+HalvedTopK.__name__ = "TopK"
+
+
 class Bare:
     """Weights without `encode`, and whatever else an object may say of itself."""
 
@@ -442,6 +460,22 @@ def test_a_plain_relu_is_read_from_weights_alone(model_named, said):
         ({"activation": torch.nn.GELU()}, "activation is GELU"),
         ({"architecture": "gated"}, "architecture is gated"),
         ({"log_threshold": torch.zeros(40)}, "has log_threshold"),
+        ({"cfg": {"activation_fn_str": "tanh-relu"}}, "activation_fn_str is tanh-relu"),
+        ({"activation_fn_str": "topk"}, "activation_fn_str is topk, and it has no k"),
+        ({"architecture": "jumprelu"}, "architecture is jumprelu, and it has no threshold"),
+        ({"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 3, "postact_fn": None}}, "has postact_fn"),
+        ({"k": 3, "activation_fn_str": "relu"}, "what k does is not clear"),
+        ({"topk": 5}, "has topk, which is not read"),
+        ({"nonlinearity": "gelu"}, "nonlinearity is gelu"),
+        ({"pre_bias": torch.ones(16)}, "has pre_bias, which is not read"),
+        ({"input_scale": 2.0}, "has input_scale"),
+        ({"cfg": {"norm_factor": 0.1}}, "has norm_factor"),
+        ({"config": SimpleNamespace(metadata={"norm_factor": 0.1})}, "has norm_factor"),
+        ({"gate": torch.ones(40)}, "has gate"),
+        ({"scaling_factor": torch.ones(40)}, "has scaling_factor"),
+        ({"finetuning_scaling_factor": True}, "no such weight"),
+        ({"activation_fn": named_relu}, "something else than ReLU on random numbers"),
+        ({"activation_fn": HalvedTopK(), "k": 3}, "something else than TopK with k=3"),
         ({"k": 3, "threshold": torch.ones(40, dtype=torch.float64)}, "both k and threshold"),
         ({"k": 3.7}, "k is 3.7"),
         ({"k": torch.tensor([1, 2])}, "a whole number"),
@@ -453,6 +487,102 @@ def test_what_weights_alone_do_not_tell_is_refused(model_named, said, message):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
     with pytest.raises(tlens.InvalidInputError, match=message):
         circuits.features(frozen, Bare(**said), frozen.output_name(1))
+
+
+class Gated(torch.nn.Module):
+    """A module that says in its class, its buffers and its parts what it does besides."""
+
+    def __init__(self, part):
+        super().__init__()
+        whole = Dictionary()
+        for name in ("W_enc", "W_dec", "b_enc", "b_dec"):
+            self.register_buffer(name, getattr(whole, name))
+        if part == "buffer":
+            self.register_buffer("input_scale", torch.ones(16))
+        if part == "module":
+            self.inner_norm = torch.nn.LayerNorm(16)
+        if part == "activation":
+            self.activation = torch.nn.GELU()
+        if part == "class":
+            self.__class__ = type("Scaled", (Gated,), {"norm_factor": 3.0, "__module__": __name__})
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("buffer", "has input_scale"),
+        ("module", "has inner_norm"),
+        ("activation", "activation is GELU"),
+        ("class", "has norm_factor"),
+    ],
+)
+def test_what_a_module_says_in_its_parts_is_refused(model_named, part, message):
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
+    circuits.features(frozen, Gated(None), frozen.output_name(1))
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        circuits.features(frozen, Gated(part), frozen.output_name(1))
+
+
+class Forward(Gated):
+    """No `encode`, and a `forward` that shows what it is."""
+
+    def __init__(self, factor):
+        super().__init__(None)
+        self._factor = factor
+
+    def forward(self, x):
+        return self._factor * ((x @ self.W_enc + self.b_enc).relu() @ self.W_dec) + self.b_dec
+
+
+def test_a_forward_without_encode_is_compared(model_named):
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
+    assert circuits.features(frozen, Forward(1.0), frozen.output_name(1)).active_per_token > 0
+    with pytest.raises(tlens.InvalidInputError, match=r"Forward.forward gives something else"):
+        circuits.features(frozen, Forward(1.5), frozen.output_name(1))
+
+
+SAELENS_5 = {
+    "architecture": "standard", "d_in": 16, "d_sae": 40, "activation_fn_str": "relu", "apply_b_dec_to_input": True,
+    "finetuning_scaling_factor": False, "context_size": 128, "model_name": None, "hook_name": None, "hook_layer": 1,
+    "hook_head_index": None, "prepend_bos": True, "dataset_path": "a/b", "dataset_trust_remote_code": True,
+    "normalize_activations": "none", "dtype": "float64", "device": "cpu", "sae_lens_training_version": "5.11.0",
+    "activation_fn_kwargs": {}, "neuronpedia_id": None, "model_from_pretrained_kwargs": {}, "seqpos_slice": (None,),
+}  # fmt: skip
+"""What SAELens up to 5 writes into cfg.json."""
+
+
+@pytest.mark.parametrize("factor", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("relu", {}),
+        ("topk", {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 7}}),
+        ("topk", {"architecture": "topk", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": 7}}),
+        ("jumprelu", {"architecture": "jumprelu"}),
+        ("relu", {"normalize_activations": "layer_norm"}),
+        ("relu", {"normalize_activations": "constant_norm_rescale", "apply_b_dec_to_input": False}),
+    ],
+)
+def test_configurations_of_saelens_5_are_read(model_named, kind, said, factor):
+    """Weights and `cfg.json` alone give the features and the reconstruction of what they configure."""
+    config = SAELENS_5 | said | {"finetuning_scaling_factor": factor}
+    whole = Dictionary(kind=kind, normalise=config["normalize_activations"], from_input=config["apply_b_dec_to_input"])
+    factors = 0.5 + torch.rand(FEATURES, dtype=torch.float64) if factor else torch.ones(FEATURES).double()
+    names = ["threshold"] if kind == "jumprelu" else []
+    weights = bare(whole, *names)
+    weights.cfg = config
+    if factor:
+        weights.finetuning_scaling_factor = factors
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
+    hook = frozen.output_name(0)
+    found = circuits.features(frozen, weights, hook)
+    x = own_stream(frozen, hook)
+    features = whole.encode(x)
+    assert torch.equal(found.index, features.nonzero())
+    assert torch.allclose(found.values, features[features != 0], atol=1e-12)
+    assert torch.allclose(found.reconstruction, whole.decode(features * factors), atol=1e-12)
+    terms = circuits.feature_effects(found, 5, 7)
+    assert float(terms.residual.max()) < 1e-9
 
 
 def test_a_small_b_dec_is_found_in_half_precision():

@@ -9,7 +9,7 @@ from torch import nn
 
 import tensorlens_tl as tlens
 from tensorlens_tl.models.layouts import LAYOUTS
-from tensorlens_tl.passes.proof import layout_error
+from tensorlens_tl.passes.proof import block_error
 from tensorlens_tl.testing import check_model, model_names, tiny_model
 
 HOOKED = [name for name in model_names() if name.startswith("hooked/")]
@@ -163,7 +163,7 @@ def break_activation(model):
 
 
 def break_output(model):
-    return "hook_mlp_out", lambda out, hook: 1.5 * out, "norms or in"
+    return "hook_mlp_out", lambda out, hook: 1.5 * out, r"hook_mlp_out"
 
 
 @pytest.mark.parametrize("broken", [break_values, break_activation, break_output])
@@ -184,7 +184,11 @@ def test_a_wrong_layout_misses_by_far(model_named, name):
     right = frozen.layouts[0]
     others = [layout for layout in LAYOUTS if layout != right and layout.norm_names(True) == right.norm_names(True)]
     assert len(others) >= 3
-    assert min(layout_error(frozen, 0, layout) for layout in others) > 1e-2 > 1e4 * frozen.errors["blocks.0"]
+    assert (
+        min(block_error(frozen, 0, frozen.block(0, layout=layout)) for layout in others)
+        > 1e-2
+        > 1e4 * frozen.errors["blocks.0"]
+    )
 
 
 def test_sublayers_that_write_nothing_have_any_layout():

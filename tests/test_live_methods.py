@@ -206,12 +206,14 @@ def test_what_stands_in_its_place(replacement, model_named):
 @pytest.mark.parametrize("name", [name for name in (*WITNESSED, "hooked/rotary", "bridge/gemma2") if name in CAUSAL])
 def test_shared_beginnings_are_run_once(name, model_named, monkeypatch):
     """From the second run on, tokens before the first that is replaced are not run again, and nothing changes by it."""
-    starts, run = [], LEAVE_ONE_OUT._Replaced._run
-    monkeypatch.setattr(
-        LEAVE_ONE_OUT._Replaced,
-        "_run",
-        lambda self, tokens, start: starts.append((tokens.start, start)) or run(self, tokens, start),
-    )
+    starts, run = [], LEAVE_ONE_OUT._Replaced._with_replaced
+
+    def noted(self, copies, start):
+        assert copies[0] is copies[-1] is None  # unchanged
+        starts.append((copies[1], start))
+        return run(self, copies, start)
+
+    monkeypatch.setattr(LEAVE_ONE_OUT._Replaced, "_with_replaced", noted)
     frozen, options = tlens.freeze(model_named(name), some_tokens(2, 13)), {"target": 5, "replacement": 7}
     shared = tlens.attribute(frozen, method="leave-one-out", **options)
     assert len(starts) > 2

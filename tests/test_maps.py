@@ -24,6 +24,7 @@ from tensorlens_tl.algebra import (
     Recursion,
     Routed,
     SelectiveScan,
+    Tap,
     Transpose,
 )
 from tensorlens_tl.algebra.positions import RowPositions
@@ -83,6 +84,7 @@ def routed(*places, width=WIDTH):
 
 MAPS = {
     "identity": lambda: Identity(),
+    "tap": lambda: Tap({}, "x"),
     "linear": lambda: Linear(normal(WIDTH, WIDTH), normal(WIDTH)),
     "linear without bias": lambda: Linear(normal(WIDTH, WIDTH)),
     "rectangular": lambda: Linear(normal(WIDTH, 5), normal(5)),

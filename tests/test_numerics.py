@@ -1,10 +1,13 @@
 """Numbers at their limits, inside whole models: all holds as elsewhere, or is refused with a name and a place."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
+from tensorlens_tl.models.weights import tried_norm
 from tensorlens_tl.testing import check_model, model_names, tiny_model
 from tensorlens_tl.testing.models import _bridge
 
@@ -184,3 +187,16 @@ def test_float16_overflow_is_an_error_or_right():
     with pytest.raises(tlens.NumericalError, match="overflow float16"):
         op.in_out()
     assert torch.isfinite(op.target(5).scores).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_norms_are_read_whatever_their_numbers(dtype):
+    """In half precision a norm of four channels is as far from its reading as a few roundings take it."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+
+    for seed in range(60):
+        torch.manual_seed(seed)
+        for norm, centre in ((Gemma2RMSNorm(4), False), (torch.nn.LayerNorm(4), True)):
+            for parameter in norm.parameters():
+                parameter.data.normal_(std=1.5)
+            assert tried_norm(norm.to(dtype), SimpleNamespace(eps=1e-6), width=4).centre == centre

@@ -118,7 +118,7 @@ def test_special_tokens_and_padding_are_never_replaced(monkeypatch):
     frozen = tlens.freeze(model, texts)
     monkeypatch.setattr(model, "run_with_hooks", spy)
     evaluate.perturbation(model, texts, ["random"], fractions=(0, 1), replacement=9, metrics=["hs_mse"])
-    last = seen[-1]
+    last = seen[-1][1:-1]  # the first and the last are whole prompts
     assert bool((last[:, 0] == 0).all())  # <|bos|>
     assert bool((last[frozen.mask][last[frozen.mask] != 0] == 9).all())
     assert torch.equal(last[~frozen.mask], frozen.tokens[~frozen.mask])
@@ -208,7 +208,8 @@ BAD = [
     ({"methods": {"x": 5}}, "'x' is 5"),
     ({"methods": {"x": ("rollout", {"shape": 1})}}, "no option 'shape'"),
     ({"methods": ["no-such"]}, "no method called 'no-such'"),
-    ({"methods": {"x": ("input-x-gradient", {})}}, "target: missing.*PREDICTED"),
+    ({"methods": {"x": ("input-x-gradient", {"target": None})}}, "x: .*target: missing"),
+    ({"methods": ["tensorlens"], "query": "mean"}, "it explains a prediction, and a target needs one query"),
     ({"methods": {"x": lambda frozen: torch.zeros(3)}}, r"x: gives \(3,\)"),
     ({"methods": {"x": lambda frozen: frozen.mask * float("nan")}}, "not finite"),
     ({"methods": {"x": ("attention", {"head_reduction": None})}}, "its axes are"),

@@ -308,7 +308,7 @@ REFUSED = {
     ),
     "no gate": (lambda: changed("Mamba", in_proj=nn.Linear(16, 32)), "`in_proj` of Changed does not make x and a gate"),
     "softmax": (lambda: changed("Mamba", act=nn.Softmax(-1)), "`act` of Changed does not treat"),
-    "quantised": (lambda: changed("Mamba", out_proj=quantised()), "`out_proj` of Changed has weights of torch.int8"),
+    "quantised": (lambda: changed("Mamba", out_proj=quantised()), "of Changed, `out_proj` is stored as torch.int8"),
     "no groups": (lambda: changed("Mamba2", n_groups=None), "`n_groups` of Changed is missing"),
     "uneven": (lambda: changed("Mamba2", n_groups=3), "`A_log` of Changed has no equal share"),
     "odd": (lambda: changed("Mamba2", n_groups=4, conv1d=nn.Conv1d(33, 33, 4, groups=33, padding=3)), "`conv1d` of"),

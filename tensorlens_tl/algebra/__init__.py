@@ -29,7 +29,7 @@ from tensorlens_tl.algebra.maps import (
     stages_of,
 )
 from tensorlens_tl.algebra.positions import RowPositions, Where
-from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm
+from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm, Tap
 from tensorlens_tl.algebra.recomputed import AnyAttention, RecomputedAttention
 from tensorlens_tl.algebra.recursion import DiagonalRecursion, Recursion
 from tensorlens_tl.algebra.routing import Beside, Branch, GroupSum, Routed
@@ -59,6 +59,7 @@ __all__ = [
     "RowPositions",
     "SelectiveScan",
     "Sum",
+    "Tap",
     "Transpose",
     "Where",
     "note_bias",

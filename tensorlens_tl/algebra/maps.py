@@ -33,6 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.algebra.positions import BiasTerms, Queries, Where, add_at, spread_to
 
 ZERO = torch.zeros(())
@@ -122,20 +123,24 @@ class AffineMap(ABC):
 
     def push(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
         """The linear part, J·x, for every row."""
+        refuse_autocast(x.device)
         return self._forward(x, affine=False)
 
     def __call__(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
         """The whole map, J·x + bias, at the cost of one push."""
+        refuse_autocast(x.device)
         return self._forward(x, affine=True)
 
     def pull(self, g: Float[Tensor, "*rows batch pos d_out"]) -> Float[Tensor, "*rows batch pos d_in"]:
         """The adjoint of the linear part, Jᵀ·g, for every row."""
+        refuse_autocast(g.device)
         return self._backward(g, None)
 
     def pull_with_bias(
         self, g: Float[Tensor, "*rows batch pos d_out"]
     ) -> tuple[Float[Tensor, "*rows batch pos d_in"], Float[Tensor, "*rows batch"]]:
         """``(Jᵀ·g, ⟨g, bias⟩)`` for every row, the second by the adjoint as well, so the bias is never pushed."""
+        refuse_autocast(g.device)
         biases: list[Tensor] = []
         pulled = self._backward(g, biases)
         total = torch.stack(biases).sum((0, -1)) if biases else g.new_zeros(g.shape[:-2])
@@ -168,6 +173,7 @@ class AffineMap(ABC):
         Returns:
             The pulled vectors at the source tokens, as far as the last query can reach: those after it are zero.
         """
+        refuse_autocast(vectors.device)
         if isinstance(queries, slice):
             begin, end, _ = queries.indices(length)
             queries = slice(begin, end)
@@ -223,6 +229,7 @@ def note_bias(g: Tensor, bias: Tensor, biases: list[Tensor] | None) -> None:
     """What a primitive's `_backward` does with its bias: append ⟨g, bias⟩ per position, if anybody collects them."""
     if biases is None or bias is ZERO:
         return
+    bias = bias.to(g.dtype)
     biases.append(g @ bias if bias.ndim == 1 else (g * bias).sum(-1))
 
 
@@ -255,6 +262,7 @@ class Chain(AffineMap):
     def bias(self) -> Tensor:
         bias = ZERO
         for stage in self.stages:
+            refuse_autocast(bias.device)
             bias = stage.bias if bias is ZERO else stage._forward(self._met_by(stage, bias), affine=True)
         return bias
 

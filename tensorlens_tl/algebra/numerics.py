@@ -4,10 +4,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tensorlens_tl.errors import InvalidInputError
+
 
 def upcast(x: Tensor) -> Tensor:
     """Half precision as float32, where sums of products would overflow or lose their digits."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def product(a: Float[Tensor, "*any m k"], b: Float[Tensor, "*other k n"]) -> Float[Tensor, "*both m n"]:
+    """a·b in the wider dtype of the two (a weight with an adapter in it is wider than a half-precision model's)."""
+    wide = torch.promote_types(a.dtype, b.dtype)
+    return a.to(wide) @ b.to(wide)
 
 
 def relative_error(
@@ -33,3 +41,21 @@ def relative_residual(
     """abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)): how far an additive claim is from holding."""
     size = scores.abs().sum(-1) + bias.abs()
     return (scores.sum(-1) + bias - total).abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
+
+
+def refuse_autocast(device: torch.device) -> None:
+    """Refuse to compute inside ``torch.autocast``, which rounds some products and not others.
+
+    Neither is a pass taken there the model's own outside, nor do maps give there what was proved of them.
+
+    Raises:
+        InvalidInputError: autocast is on for this kind of device, in this thread.
+    """
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return
+    raise InvalidInputError(
+        f"torch.autocast({kind!r}) is on, which rounds products to {torch.get_autocast_dtype(kind)}. Leave its `with` "
+        f"block, or put `with torch.autocast({kind!r}, enabled=False):` around this call; to explain a model in half "
+        "precision, cast it (model.to(torch.bfloat16))."
+    )

@@ -39,8 +39,41 @@ class Identity(PositionwiseMap):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
+class Tap(PositionwiseMap):
+    """The identity, which notes the vectors that were last sent forward through it: ``seen[name]``."""
+
+    seen: dict[str, Tensor]
+    name: str
+
+    def __repr__(self) -> str:
+        return f"Tap({self.name})"
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO
+
+    def at(self, where: Where) -> "Tap":
+        return self
+
+    def norm_bound(self) -> float:
+        return 1.0
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        self.seen[self.name] = x
+        return x
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        return g
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
 class Linear(PositionwiseMap):
-    """``x @ weight + offset``: the same matrix at every position."""
+    """``x @ weight + offset``: the same matrix at every position.
+
+    A weight may be wider than the vectors (an adapter merged in float32 beside a model in bfloat16): products are then
+    made in the wider dtype, and come back in that of the vectors.
+    """
 
     weight: Float[Tensor, "d_in d_out"]
     offset: Float[Tensor, "d_out"] | None = None
@@ -59,11 +92,19 @@ class Linear(PositionwiseMap):
         return largest_singular_value(self.weight)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight.T, self.offset if affine else None)
+        return _product(x, self.weight.T, self.offset if affine else None)
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         note_bias(g, self.bias, biases)
-        return torch.nn.functional.linear(g, self.weight)
+        return _product(g, self.weight)
+
+
+def _product(x: Tensor, weight: Tensor, offset: Tensor | None = None) -> Tensor:
+    if x.dtype == weight.dtype and (offset is None or offset.dtype == x.dtype):
+        return torch.nn.functional.linear(x, weight, offset)
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    offset = None if offset is None else offset.to(wide)
+    return torch.nn.functional.linear(x.to(wide), weight.to(wide), offset).to(x.dtype)
 
 
 @final
@@ -134,7 +175,8 @@ class Norm(PositionwiseMap):
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         y = ((x - x.mean(-1, keepdim=True) if self.centre else x) / self.scale).to(x.dtype)
         y = y if self.gain is None else y * self.gain
-        return y if self.shift is None or not affine else y + self.shift
+        y = y if self.shift is None or not affine else y + self.shift
+        return y.to(x.dtype)  # gains in float32 beside bfloat16 vectors
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         note_bias(g, self.bias, biases)

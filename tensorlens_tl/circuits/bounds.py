@@ -22,9 +22,10 @@ from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.spectrum import one_prompt, spectral_norm
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.hooks import capture, refuse_attached, replace
+from tensorlens_tl.hooks import capture, replace
 from tensorlens_tl.models.layouts import Place
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
+from tensorlens_tl.passes.live_runs import LiveModel
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.record import check_pass
 
@@ -71,7 +72,7 @@ def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, acti
         InvalidInputError: several prompts, or a shape that is not the pass's.
     """
     op, x = _other_input(frozen, x, activation)
-    stages: list[AffineMap] = [frozen.block(layer, activation=activation) for layer in range(frozen.n_layers)]
+    stages: list[AffineMap] = [frozen.block_map(layer, activation=activation) for layer in range(frozen.n_layers)]
     names = [frozen.output_name(layer) for layer in range(frozen.n_layers)]
     final, end = frozen.final_norm(), frozen.points.output
     if final is not None and end is not None:
@@ -209,7 +210,6 @@ def _other_input(frozen: Any, x: Any, activation: str) -> tuple[FrozenOperator, 
     frozen.view.refuse_encoder_decoder("bounds")
     op = frozen.operator(activation=activation)
     one_prompt(op)
-    refuse_attached(frozen.model)
     x = torch.as_tensor(x).to(op.x)
     if x.shape != op.x.shape:
         raise InvalidInputError(f"x is {tuple(x.shape)}, the pass's input {tuple(op.x.shape)}.")
@@ -218,4 +218,5 @@ def _other_input(frozen: Any, x: Any, activation: str) -> tuple[FrozenOperator, 
 
 def _live(frozen: FrozenPass, x: Tensor, names: list[str]) -> dict[str, Tensor]:
     """Activations of the live model with another input of ``blocks.0``."""
+    LiveModel(frozen, "bounds").check_hooks()
     return capture(frozen.model, frozen.inputs, names, hooks=[replace(frozen.points.blocks[0].resid_pre, x)])[0]

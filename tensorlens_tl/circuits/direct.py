@@ -79,13 +79,14 @@ def direct_effects(asked: StreamTarget, by: str, memory: Memory = None) -> Terms
         names, made, by_key = _effects(asked, slice(rows.start, rows.stop), by)
         scores.append(made)
         keys += [] if by_key is None else [by_key]
-    return Terms(
+    terms = Terms(
         names=names,
         scores=torch.cat(scores).transpose(0, 1),
         remainder=torch.zeros_like(asked.total),
         keys=torch.cat(keys).transpose(0, 1) if keys else None,
         **asked.fields(),
     )
+    return stream.frozen.checked(terms)
 
 
 def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, Tensor | None]:

@@ -48,7 +48,7 @@ def embedding_parts(frozen: Record) -> dict[str, Float[Tensor, "batch pos d_mode
     scales = {norm: f"{norm}.hook_scale" for _, norm in PARTS if norm is not None}
     wanted = {name for names, _ in PARTS for name in names.values()} | set(scales.values())
     asked = sorted(wanted & set(known))
-    kept, _ = capture(frozen.model, frozen.inputs, asked, last=points.resid_pre, optional=True)
+    kept, _ = capture(frozen.model, frozen.inputs, asked, last=points.resid_pre, optional=asked)
     for names, norm in PARTS:
         if not all(name in kept for name in names.values()) or (norm is not None and scales[norm] not in kept):
             continue

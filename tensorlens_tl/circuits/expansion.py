@@ -105,7 +105,7 @@ def paths(
     if bool(asked.constant.any()):
         scores.append([asked.constant.T])
     listed = [path for paths_of_order in names for path in paths_of_order]
-    return Paths(
+    paths = Paths(
         names=[*map(_label, listed), *(["b_U"] if bool(asked.constant.any()) else [])],
         scores=torch.cat([part for parts in scores for part in parts]).T[:, None],
         remainder=orders[:, -1:],
@@ -113,6 +113,7 @@ def paths(
         orders=orders,
         **asked.fields(),
     )
+    return stream.frozen.checked(paths)
 
 
 def top_paths(

@@ -143,13 +143,14 @@ def feature_effects(
     )
     stages = maps_between(frozen, found.writes.place, Place(frozen.n_layers, 0), rule)
     names, scores = _effects(found, _chain([*stages, *(end for end in ends if end is not None)]), asked, by, memory)
-    return Terms(
+    terms = Terms(
         names=names,
         scores=scores.transpose(0, 1),
         remainder=torch.zeros_like(asked.total.T),
         soft_cap=frozen.view.soft_cap if resolved.of_tokens else None,
         **asked.fields(frozen, resolved.label),
     )
+    return frozen.checked(terms)
 
 
 def feature_edges(

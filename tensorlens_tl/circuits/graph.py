@@ -277,10 +277,11 @@ class _Builder:
         edges = pd.DataFrame(
             {"source": renumbered[source].numpy(), "target": renumbered[end].numpy(), "weight": weight.numpy()}
         )
-        return ContributionGraph(
+        graph = ContributionGraph(
             nodes.loc[there.numpy()].reset_index(drop=True), edges, self.asked.label, float(total), float(constant),
             residual, self.asked.soft_cap, **prediction,
         )  # fmt: skip
+        return self.asked.stream.frozen.checked(graph)
 
     # ------------------------------------------------------------------ nodes
 

@@ -32,17 +32,19 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.edges import edge_layout, pull_with_patterns
-from tensorlens_tl.circuits.live import bytes_per_copy, check_live, live_numbers
+from tensorlens_tl.circuits.live import LiveTarget
 from tensorlens_tl.circuits.replay import Replay
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
-from tensorlens_tl.circuits.two_prompts import corrupted_stream, pair_target
+from tensorlens_tl.circuits.two_prompts import corrupted_stream, number_of, pair_target
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.passes.live_runs import Copies
+from tensorlens_tl.passes.record import Record
 from tensorlens_tl.results.terms import Terms
 
 BY = ("component", "head", "neuron", "stream")
@@ -114,8 +116,8 @@ def patch_scores(
         names, by_position = _along(pulled, asked.stream, corrupted_stream(asked, corrupted, activation), by)
         scores = by_position.sum(-1)
     else:
-        check_live(asked, f"patch_scores(method={method!r})")
-        nodes = _Nodes(asked, corrupted, list(_sites(asked, by)))
+        live = LiveTarget(asked, f"patch_scores(method={method!r})")
+        nodes = _Nodes(live, corrupted, list(_sites(asked, by)))
         names = [site.name for site in nodes.sites]
         if method == "patching":
             scores, by_position = nodes.patched(memory), nodes.patched_at_positions(memory) if positions else None
@@ -203,14 +205,21 @@ def _sites(asked: StreamTarget, by: str) -> Iterator[_Site]:
 class _Nodes:
     """The nodes of a live model, with their values for both prompts."""
 
-    def __init__(self, asked: StreamTarget, corrupted: PassLike, sites: list[_Site]) -> None:
-        self.asked, self.sites = asked, sites
-        self.frozen, self.corrupted = asked.stream.frozen, corrupted
+    def __init__(self, live: LiveTarget, corrupted: PassLike, sites: list[_Site]) -> None:
+        self.live, self.asked, self.sites = live, live.asked, sites
+        self.frozen, self.corrupted = live.frozen, corrupted
         self.points = list(dict.fromkeys(site.point for site in sites))
-        self.clean, self.other = (
-            {point: self._rows(value) for point, value in capture(frozen.model, frozen.inputs, self.points)[0].items()}
-            for frozen in (self.frozen, corrupted)
-        )
+        self.clean, _ = self._values(self.frozen)
+        self.other, number = self._values(corrupted)
+        live.check_other(number, number_of(self.asked, corrupted))
+
+    def _values(self, frozen: Record) -> tuple[dict[str, Tensor], Float[Tensor, "batch query"]]:
+        """What the live model has at every node for some prompts, and the number that it gives."""
+        read_at = self.asked.read_at
+        seen, _ = capture(frozen.model, frozen.inputs, list(dict.fromkeys([*self.points, read_at])))
+        read = seen[read_at]
+        number = self.asked.number(read[:, None] if read.ndim == 2 else read)
+        return {point: self._rows(seen[point]) for point in self.points}, number
 
     def _rows(self, value: Tensor, copies: int = 1) -> Float[Tensor, "rows pos width"]:
         """Values with heads side by side; some classes flatten batch and position."""
@@ -265,22 +274,26 @@ class _Nodes:
         return self._lost([(site, at) for site in self.sites for at in range(pos)], memory).unflatten(1, (-1, pos))
 
     def _lost(self, changes: list[tuple[_Site, int | None]], memory: Memory) -> Float[Tensor, "batch change"]:
-        left = [
-            self._run(changes[rows.start : rows.stop])
-            for rows in chunks(len(changes), bytes_per_copy(self.asked), memory, "patches")
-        ]
+        def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
+            return self._run([None if number is None else changes[number] for number in copies])
+
+        left = [numbers[..., 0].T for _, numbers in self.live.changed(len(changes), run, memory, "patches")]
         return self.asked.total - torch.cat(left, dim=1)
 
-    def _run(self, changes: Sequence[tuple[_Site, int | None]]) -> Float[Tensor, "batch change"]:
+    def _run(self, changes: Sequence[tuple[_Site, int | None] | None]) -> Float[Tensor, "copy batch query"]:
+        """The number in copies of the prompts, with one node of each patched, or none."""
         copies, pos = len(changes), self.frozen.tokens.shape[1]
         hooks: list[FwdHook] = []
-        for point in dict.fromkeys(site.point for site, _ in changes):
-            there = [(copy, site, at) for copy, (site, at) in enumerate(changes) if site.point == point]
+        patches = [(copy, *change) for copy, change in enumerate(changes) if change is not None]
+        for point in dict.fromkeys(site.point for _, site, _ in patches):
+            there = [patch for patch in patches if patch[1].point == point]
             put = torch.zeros(copies, pos, there[0][1].parts, dtype=torch.bool, device=self.frozen.tokens.device)
             for copy, site, at in there:
-                put[copy, slice(None) if at is None else at, slice(None) if site.part is None else site.part] = True
+                positions = slice(None) if at is None else at
+                part = slice(None) if site.part is None else site.part
+                put[copy, positions, part] = True
             hooks.append((point, in_this_thread(partial(self._put, point=point, put=put))))
-        return live_numbers(self.asked, copies, hooks)[..., 0].T
+        return self.live.numbers(copies, hooks)
 
     def _put(self, live: Tensor, *, hook: Any, point: str, put: Bool[Tensor, "copy pos part"]) -> Tensor:
         """Corrupted values in the copies, positions and parts that are marked."""

@@ -17,8 +17,9 @@ from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.circuits.steps import Step, Sublayer, block_steps
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.hooks import capture, refuse_attached
+from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.activations import Rule
+from tensorlens_tl.passes.live_runs import LiveModel
 from tensorlens_tl.passes.record import Record
 
 RESIDUAL = ("hook_resid_pre", "hook_resid_mid", "hook_resid_post")
@@ -182,9 +183,8 @@ def _held(frozen: Record, hook: str, mlp: bool) -> tuple[int, Tensor]:
         )
     if hook in frozen.cache:
         return layer, frozen.captured(hook)
-    frozen.check_fresh()
-    refuse_attached(frozen.model)
-    kept, _ = capture(frozen.model, frozen.inputs, [hook], last=hook, optional=True)
+    LiveModel(frozen, f"hook={hook!r}").check_hooks()
+    kept, _ = capture(frozen.model, frozen.inputs, [hook], last=hook, optional=[hook])
     if hook not in kept:
         raise _other(frozen, layer, hook, "anything (it does not fire)", mlp)
     x = kept[hook].to(frozen.tokens.device)

@@ -18,6 +18,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tensorlens_tl.algebra import Linear
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.circuits.qk_reading import ScoreReading, score_reading
@@ -61,18 +62,18 @@ class _Block:
         if reading.alibi is not None:
             scores = scores + reading.alibi[:, None, None]
         scores = scores.masked_fill(~self.allowed, -torch.inf)
-        v = torch.einsum("hrbpd,hde->hrbpe", _normed(self.norm, v_in), self.W_V)
-        v = v if self.b_V is None else v + self.b_V[:, None, None, None]
+        v = _by_head(_normed(self.norm, v_in), self.W_V)
+        v = v if self.b_V is None else v + self.b_V[:, None, None, None].to(v)
         z = torch.softmax(upcast(scores), dim=-1).to(v) @ v
-        return torch.einsum("hrbpe,hed->hrbpd", z, self.W_O)
+        return _by_head(z, self.W_O)
 
     def _matched(self, x: Tensor, W: Tensor, b: Tensor | None, kept: int, norm: NormWeights | None) -> Tensor:
         """Queries or keys of every head, after their own norm and rotation."""
         each = self.heads // kept
         W = rearrange(W, "d (h e) -> h d e", h=kept).repeat_interleave(each, dim=0)
-        made = torch.einsum("hrbpd,hde->hrbpe", _normed(self.norm, x), W)
+        made = _by_head(_normed(self.norm, x), W)
         if b is not None:
-            made = made + rearrange(b, "(h e) -> h 1 1 1 e", h=kept).repeat_interleave(each, dim=0)
+            made = made + rearrange(b, "(h e) -> h 1 1 1 e", h=kept).repeat_interleave(each, dim=0).to(made)
         if norm is not None:
             made = _normed(replace(norm, epsilon=self.weights.epsilon), made)
         rotation = self.reading.rotation
@@ -82,15 +83,21 @@ class _Block:
         """What the MLP writes, b_out apart."""
         mlp, x = self.mlp, _normed(self.mlp_norm, x)
         assert mlp is not None
-        linear = x @ mlp.W_in if mlp.b_in is None else x @ mlp.W_in + mlp.b_in
+        linear = Linear(mlp.W_in, mlp.b_in)(x)
         if mlp.W_gate is None:
             made = mlp.activation(linear)
         else:
-            gate = x @ mlp.W_gate if mlp.b_gate is None else x @ mlp.W_gate + mlp.b_gate
+            gate = Linear(mlp.W_gate, mlp.b_gate)(x)
             made = mlp.activation(gate) * (linear if mlp.linear_activation is None else mlp.linear_activation(linear))
         made = made if mlp.b_post is None else made + mlp.b_post
         made = made if mlp.post_factor is None else made * mlp.post_factor(made)
-        return made @ mlp.W_out
+        return Linear(mlp.W_out)(made)
+
+
+def _by_head(x: Float[Tensor, "head row batch pos d"], W: Float[Tensor, "head d e"]) -> Tensor:
+    """x·W of every head, in the wider dtype of the two, as x."""
+    wide = torch.promote_types(x.dtype, W.dtype)
+    return torch.einsum("hrbpd,hde->hrbpe", x.to(wide), W.to(wide)).to(x)
 
 
 class Replay:
@@ -265,7 +272,8 @@ def _normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tenso
     scale = norm.scale_of(x)
     made = (x - x.mean(-1, keepdim=True) if norm.centre else x) / scale.to(x)
     made = made if norm.gain is None else made * norm.gain
-    return made if norm.shift is None else made + norm.shift
+    made = made if norm.shift is None else made + norm.shift
+    return made.to(x)  # gains may be in float32 beside half precision
 
 
 def _block(clean: PassLike, corrupted: PassLike, layer: int) -> _Block:
@@ -343,7 +351,7 @@ def _allowed(
     pattern = frozen.points.blocks[layer].pattern
     assert pattern is not None
     name = pattern.replace("hook_pattern", "hook_attn_scores")
-    kept, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=True)
+    kept, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=[name])
     seen = kept.get(name)
     if seen is not None and seen.shape == patterns.shape[1:]:
         allowed = (seen > torch.finfo(seen.dtype).min / 2).flatten(0, 1).any(0).to(weighted.device)

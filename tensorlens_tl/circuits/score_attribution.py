@@ -14,10 +14,12 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import Chain, RowPositions
 from tensorlens_tl.algebra.memory import chunks
+from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import BiasTerms, in_total
 from tensorlens_tl.circuits.qk_reading import ScoreReading, score_reading
 from tensorlens_tl.circuits.stream import Stream
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.prompts import one_query
@@ -80,7 +82,7 @@ def qk_attribution(
         q, k = (_by_component(frozen, layer, reading, *side, torch.stack(list(sources.values()))) for side in sides)
     scale = reading.scale
     alibi = None if reading.alibi is None else reading.alibi[head][positions["query"], positions["key"]]
-    return ScoreAttribution(
+    attribution = ScoreAttribution(
         names=names,
         pairs=scale * torch.einsum("cbi,cbj->bij", q.shares, k.shares),
         query_sources=scale * torch.einsum("cbi,cb->bi", q.shares, k.bias),
@@ -93,6 +95,49 @@ def qk_attribution(
         rotary=reading.rotation is not None,
         reading_error=reading.error,
     )
+    _check_score(frozen, layer, head, positions, attribution)
+    return frozen.checked(attribution)
+
+
+def _check_score(
+    frozen: FrozenPass, layer: int, head: int, positions: dict[str, Tensor], attribution: ScoreAttribution
+) -> None:
+    """Compare scores with the model's own, where TransformerLens shows them.
+
+    A pattern proves a reading up to what is added to a whole row of scores, which softmax does not see.
+
+    Raises:
+        UnsupportedModelError: they differ.
+    """
+    pattern = frozen.points.blocks[layer].pattern
+    assert pattern is not None  # it has heads
+    name = pattern.replace("hook_pattern", "hook_attn_scores")
+    if name not in frozen.model.hook_dict:
+        return
+    shown, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=[name])
+    if name not in shown:
+        return
+    score = attribution.total
+    if attribution.soft_cap is not None:
+        score = attribution.soft_cap * torch.tanh(score / attribution.soft_cap)
+    if attribution.alibi is not None:
+        score = score + attribution.alibi
+    prompts = torch.arange(len(score), device=shown[name].device)
+    row = upcast(shown[name][prompts, head, positions["query"].to(prompts.device)]).to(score)
+    probabilities = upcast(frozen.pattern(layer)[prompts, head, positions["query"]]).to(row)
+    probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    if not float((row.softmax(-1)[:, : probabilities.shape[-1]] - probabilities).abs().max()) <= frozen.tolerance:
+        return  # some Bridges show other numbers there than those they attend by
+    own = row.gather(1, positions["key"].to(row.device)[:, None])[:, 0]
+    allowed = row > torch.finfo(row.dtype).min / 2  # a mask leaves -inf or the dtype's lowest number
+    size = row.abs().masked_fill(~allowed, 0).amax(-1).clamp_min(torch.finfo(row.dtype).tiny)
+    error = float(((score - own).abs() / size).max())
+    if not error <= frozen.tolerance:
+        raise UnsupportedModelError(
+            f"{name} of this {frozen.view.description}: queries and keys as read from the weights give another score "
+            f"than the model's own (relative error {error:.1e}, allowed {frozen.tolerance:.0e}), though the same "
+            "pattern: something is added to a whole row of scores. A hook on queries or keys would explain it."
+        )
 
 
 class _Side(NamedTuple):
@@ -135,7 +180,7 @@ def _by_token(
     x0, x, whitening = frozen.resid_pre(0), frozen.resid_read(layer), frozen.whitening(layer)
     d_head = read(x).shape[-1] // heads
     own = slice(head * d_head, (head + 1) * d_head)
-    earlier = (frozen.block(number, activation=activation) for number in range(layer))
+    earlier = (frozen.block_map(number, activation=activation) for number in range(layer))
     before = () if whitening is None else whitening.stages
     whole, R = Chain((*earlier, *before, *read.stages)), _rotation(reading, at, x, d_head)
     shares, constants = [], []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
-from tensorlens_tl.hooks import other_hooks, refuse_attached
+from tensorlens_tl.hooks import hook_numbers, other_hooks, refuse_attached
 from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import PassLike
@@ -75,8 +75,9 @@ def refuse_hooks(clean: PassLike, corrupted: PassLike) -> None:
     """
     refuse_attached(clean.model)
     now = other_hooks(clean.model)
+    numbers = hook_numbers(clean.model)
     for name, frozen in (("clean", clean), ("corrupted", corrupted)):
-        if frozen.other_hooks != now:
+        if frozen.hook_numbers != numbers:
             raise FrozenModelError(
                 f"hooks were put on the model or taken off since the {name} prompts were frozen (at "
                 f"{', '.join(sorted({*now} ^ {*frozen.other_hooks})) or 'the same points'}), so that the live model "

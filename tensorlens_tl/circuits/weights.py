@@ -11,8 +11,11 @@ With ``fold_norms=True`` the gain and the centring of the norm that feeds the he
 the head's own query and key gains, and a norm after the sublayer into what it writes); the norm's shift would be a
 bias and is left out, and so is its denominator, which depends on the input. Norms of the residual stream itself
 (post-LN) belong to no head.
+
+Adapters (peft's LoRA and the like) are in the weights; the matrices that are returned name them as `adapters`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -23,9 +26,10 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.numerics import product, upcast
 from tensorlens_tl.circuits.qk_reading import ScoreReading, score_reading
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
+from tensorlens_tl.hooks import other_hooks
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.models.weights import NormWeights
 from tensorlens_tl.passes.freezing import freeze
@@ -53,7 +57,7 @@ def ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "Facto
     """
     layer, head = chosen_head(as_view(model), layer, head)
     weights = LayerWeights.of(as_pass(model) if fold_norms else as_view(model), layer, fold_norms)
-    return factored(weights.V[head], weights.O[head])
+    return factored(weights.V[head], weights.O[head], weights.adapters)
 
 
 def qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms: bool = False) -> "FactoredMatrix":
@@ -73,7 +77,7 @@ def qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms: boo
     weights = LayerWeights.with_scores(as_pass(model, offset), layer, fold_norms, offset)
     assert weights.Q is not None
     assert weights.K is not None
-    return factored(weights.Q[head], weights.K[head].T)
+    return factored(weights.Q[head], weights.K[head].T, as_view(model).blocks[layer].adapters("QK"))
 
 
 def full_ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
@@ -85,7 +89,10 @@ def full_ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "
     """
     view, circuit = as_view(model), ov(model, layer, head, fold_norms=fold_norms)
     refuse_whitened(view, "full_ov")
-    return factored(view.embedding @ circuit.A, circuit.B @ _unembedding(view, fold_norms))
+    adapters = {*circuit_adapters(circuit), *view.end_adapters}
+    return factored(
+        product(view.embedding, circuit.A), product(circuit.B, _unembedding(view, fold_norms)), sorted(adapters)
+    )
 
 
 def full_qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms: bool = False) -> "FactoredMatrix":
@@ -96,7 +103,8 @@ def full_qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms
     """
     view, circuit = as_view(model), qk(model, layer, head, offset=offset, fold_norms=fold_norms)
     refuse_whitened(view, "full_qk")
-    return factored(view.embedding @ circuit.A, circuit.B @ view.embedding.T)
+    adapters = {*circuit_adapters(circuit), *view.end_adapters}
+    return factored(product(view.embedding, circuit.A), product(circuit.B, view.embedding.T), sorted(adapters))
 
 
 def ov_eigenvalues(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> Complex[Tensor, "d_head"]:
@@ -169,7 +177,7 @@ def svd_tokens(
     else:
         matrix = qk(model, layer, head, offset=offset, fold_norms=fold_norms)
         tables = {"query": view.embedding, "key": view.embedding}
-    matrix = factored(upcast(matrix.A), upcast(matrix.B))
+    matrix = factored(upcast(matrix.A), upcast(matrix.B), circuit_adapters(matrix))
     sides = {
         name: (vectors, upcast(table))
         for (name, table), vectors in zip(tables.items(), (matrix.U, matrix.V), strict=True)
@@ -193,7 +201,9 @@ def svd_tokens(
                 row[f"{name}_negative"] = _tokens(view, -sign * tokens[:, 0], top)
         rows.append(row)
         start = stop
-    return pd.DataFrame(rows)
+    frame = pd.DataFrame(rows)
+    frame.attrs["adapters"] = sorted({*circuit_adapters(matrix), *view.end_adapters})
+    return frame
 
 
 def virtual_head(model: Any, heads: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
@@ -221,8 +231,8 @@ def virtual_head(model: Any, heads: Any, *, fold_norms: bool = False) -> "Factor
     circuits = [ov(source, layer, head, fold_norms=fold_norms) for layer, head in heads]
     left = circuits[0].A
     for before, after in pairwise(circuits):
-        left = left @ (before.B @ after.A)  # [d_model, d_head] throughout
-    return factored(left, circuits[-1].B)
+        left = product(left, product(before.B, after.A))  # [d_model, d_head] throughout
+    return factored(left, circuits[-1].B, sorted({name for circuit in circuits for name in circuit_adapters(circuit)}))
 
 
 # ------------------------------------------------------------------ the weights of one layer
@@ -236,12 +246,14 @@ class LayerWeights:
         V: `[head, d_model, d_head]`.
         O: `[head, d_head, d_model]`.
         Q, K: `[head, d_model, d_head]`, the rotation in Q; None where no scores were asked for.
+        adapters: the names of those that are in V and O.
     """
 
     V: Float[Tensor, "head d_model d_head"]
     O: Float[Tensor, "head d_head d_model"]  # noqa: E741 (the field's own name)
     Q: Float[Tensor, "head d_model d_head"] | None = None
     K: Float[Tensor, "head d_model d_head"] | None = None
+    adapters: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, source: ModelView | FrozenPass, layer: int, fold_norms: bool) -> "LayerWeights":
@@ -252,7 +264,7 @@ class LayerWeights:
         V = rearrange(weights.W_V, "m (kv d) -> kv m d", kv=weights.kv_heads).repeat_interleave(group, dim=0)
         O = rearrange(weights.W_O, "(h d) m -> h d m", h=weights.heads)  # noqa: E741
         before, after = _norms_around(source, layer, fold_norms)
-        return cls(_reading(V, before), _writing(O, after))
+        return cls(_reading(V, before), _writing(O, after), adapters=block.adapters("VO"))
 
     @classmethod
     def with_scores(cls, frozen: FrozenPass, layer: int, fold_norms: bool, offset: int | None) -> "LayerWeights":
@@ -287,7 +299,7 @@ def _rotated(Q: HeadMatrix, reading: ScoreReading, offset: int | None) -> HeadMa
             "offset=query position − key position."
         )
     R = reading.rotation
-    return Q @ (R[offset] @ R[0].T if offset >= 0 else R[0] @ R[-offset].T)
+    return product(Q, R[offset] @ R[0].T if offset >= 0 else R[0] @ R[-offset].T)
 
 
 def _reading(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
@@ -365,7 +377,8 @@ def as_pass(model: Any, offset: Any = None) -> FrozenPass:
     """A pass long enough for a distance between two tokens: the one given, or one on tokens of no meaning.
 
     Raises:
-        InvalidInputError: the offset is no integer, or does not fit into the context.
+        InvalidInputError: the offset is no integer, or does not fit into the context; or hooks on the model do not run
+            on so few tokens.
     """
     view = as_view(model)
     if offset is not None:
@@ -374,14 +387,33 @@ def as_pass(model: Any, offset: Any = None) -> FrozenPass:
     length = min(1 + max(2, abs(offset or 0)), view.n_ctx)  # three settle how a layer is put together
     if isinstance(model, FrozenPass) and model.tokens.shape[1] >= length:
         return model
-    return freeze(view.model, torch.arange(length)[None] % view.d_vocab)
+    tokens = torch.arange(length)[None] % view.d_vocab
+    try:
+        return freeze(view.model, tokens)
+    except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        hooks = other_hooks(view.model)
+        if isinstance(error, TensorLensError) or not hooks:
+            raise
+        raise InvalidInputError(
+            f"the hooks on this {view.description} (at {', '.join(hooks[:4])}) do not run on {length} tokens, by which "
+            f"it is read how its attention scores are made: {type(error).__name__}: {error}. Pass a frozen pass of a "
+            "prompt that they fit, or take them off."
+        ) from error
 
 
-def factored(A: Tensor, B: Tensor) -> "FactoredMatrix":
-    """A·B as TransformerLens' own type."""
+def factored(A: Tensor, B: Tensor, adapters: Sequence[str] = ()) -> "FactoredMatrix":
+    """A·B as TransformerLens' own type, in the wider dtype of the two; its `adapters` names those that are in it."""
     from transformer_lens import FactoredMatrix
 
-    return FactoredMatrix(A, B)
+    wide = torch.promote_types(A.dtype, B.dtype)
+    matrix = FactoredMatrix(A.to(wide), B.to(wide))
+    vars(matrix)["adapters"] = tuple(adapters)
+    return matrix
+
+
+def circuit_adapters(matrix: "FactoredMatrix") -> tuple[str, ...]:
+    """The names of the adapters that are in a circuit."""
+    return vars(matrix).get("adapters", ())
 
 
 def _tokens(view: ModelView, strengths: Float[Tensor, "d_vocab"], top: int) -> list[str]:

@@ -18,8 +18,12 @@ COMMANDS = (
 )  # fmt: skip
 
 
+INTERRUPTED = 130
+"""The exit status of what Ctrl-C ended, as shells have it: 128 and the number of the signal."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (1 for our own errors, which are printed without a traceback).
+    """Run one command; returns the exit status (1 for our own errors and 130 for Ctrl-C, both without a traceback).
 
     A text that is no command, nor nearly one, is attributed: ``tensorlens-tl "The Eiffel Tower is in"``.
     """
@@ -34,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TensorLensError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt as interrupt:  # Ctrl-C; a run over a data set says how to go on
+        print(f"Interrupted. {interrupt}".rstrip(), file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

@@ -48,23 +48,24 @@ def run(args: argparse.Namespace) -> None:
     method = tlens.get_method(args.method)
     if args.collapse is not None and "collapse" not in method.options:
         raise tlens.InvalidInputError(f"--collapse: method {args.method!r} has none; it belongs to tensorlens.")
-    frozen = tlens.freeze(loaded_model(args), args.text)
+    options: dict[str, Any] = {} if args.collapse is None else {"collapse": args.collapse}
+    explains = method.explains_prediction(options)
+    frozen = tlens.freeze(loaded_model(args, logits=explains), args.text)
     prediction = predict(frozen, args.target, args.minus, args.query)
-    takes = {name: name in method.options or method.takes_any_option for name in ("target", "query")}
-    about_target = takes["target"] and args.collapse in (None, "target") and bool(prediction.options)
-    if not about_target and (args.target is not None or args.minus is not None):
+    explains = explains and bool(prediction.options)
+    if not explains and (args.target is not None or args.minus is not None):
         raise tlens.InvalidInputError(f"--target, --minus: {args.method!r} explains no token; leave them out.")
-    if args.query is not None and not takes["query"]:
+    if args.minus is not None and not method.takes("minus"):
+        raise tlens.InvalidInputError(f"--minus: {args.method!r} has no such option; leave it out.")
+    if args.query is not None and not method.takes("query"):
         raise tlens.InvalidInputError(f"--query: {args.method!r} has no such option; leave it out.")
-    if prediction.best:
+    if prediction.best and (args.allow_untrained or not frozen.view.untrained_head):
         token = frozen.str_tokens[0][prediction.position]
         choices = ", ".join(f"{token!r} {chance:.1%}" for token, chance in prediction.best)
         print(f"After {token!r} at position {prediction.position} the model predicts {choices}.")
-    options: dict[str, Any] = prediction.options if about_target else {}
-    if args.collapse is not None:
-        options |= {"collapse": args.collapse}
-    if takes["query"]:
-        options |= {"query": prediction.query}
+    question: dict[str, Any] = dict(prediction.options) if explains else {}
+    question["query"] = prediction.query
+    options |= {name: value for name, value in question.items() if method.takes(name)}
     result = tlens.attribute(frozen, method=args.method, **options)
     result.show(args.top)
     write_result(result, args.text, args.output)

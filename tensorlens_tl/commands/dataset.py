@@ -66,8 +66,9 @@ def run(args: argparse.Namespace) -> None:
     options: dict[str, Any] = dict(_option(given) for given in args.options)
     named = {"target": args.target, "query": args.query, "memory": args.memory}
     options |= {name: value for name, value in named.items() if value is not None}
+    logits = args.method in CIRCUITS or tlens.get_method(args.method).explains_prediction(options)
     results = tlens.attribute_dataset(
-        loaded_model(args),
+        loaded_model(args, logits=logits),
         args.rows,
         args.output,
         method=args.method,

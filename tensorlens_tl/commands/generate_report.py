@@ -10,7 +10,7 @@ HELP = "What made a text that the model wrote, as one page that opens without a 
 
 def hops(text: str) -> int | str:
     """A number of hops, or all."""
-    if text != "all" and not text.isdigit():
+    if text != "all" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of hops nor 'all'")
     return text if text == "all" else int(text)
 
@@ -18,7 +18,7 @@ def hops(text: str) -> int | str:
 def stretch(text: str) -> tuple[int, int] | str:
     """Generated tokens by number, ``2:5``, or a text of them."""
     start, colon, stop = text.partition(":")
-    return (int(start), int(stop)) if colon and start.isdigit() and stop.isdigit() else text
+    return (int(start), int(stop)) if colon and start.isdecimal() and stop.isdecimal() else text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parts(text: str) -> int | float:
     """How many neurons or source tokens, or a share of the largest."""
-    return int(text) if text.isdigit() else float(text)
+    return int(text) if text.isdecimal() else float(text)
 
 
 def share(text: str) -> float:

@@ -1,6 +1,7 @@
 """Arguments that several commands share, and what they stand for."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=("hooked", "bridge"), help="model class (default: hooked where it exists)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--device", help="such as cpu, cuda or mps (default: the model's own)")
+    parser.add_argument(
+        "--allow-untrained",
+        action="store_true",
+        help="go on although the checkpoint lacks weights of the model, such as its head, which are then random",
+    )
 
 
 def add_import_argument(parser: argparse.ArgumentParser) -> None:
@@ -38,12 +44,12 @@ def add_import_argument(parser: argparse.ArgumentParser) -> None:
 
 def position(text: str) -> int | str:
     """A query of the command line: a number, or a text of the prompt."""
-    return int(text) if text.lstrip("-").isdigit() else text
+    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 def count(text: str) -> int:
     """A number of things, at least one."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
     return int(text)
 
@@ -75,11 +81,51 @@ def check_output(path: Path | None, name: str = "--output") -> None:
         raise InvalidInputError(f"{name} {path}: there is no folder {path.parent}.")
 
 
-def loaded_model(args: argparse.Namespace) -> Any:
-    """The model that the arguments name."""
+def named_model(args: argparse.Namespace, name: str | None = None, *, images: bool = False) -> Any:
+    """The model that the arguments name (or `name` does), whatever its checkpoint has."""
     import torch
 
-    return load_model(args.model, args.kind, getattr(torch, args.dtype), args.device)
+    chosen: str = args.model if name is None else name
+    return load_model(chosen, args.kind, getattr(torch, args.dtype), args.device, images=images)
+
+
+def loaded_model(
+    args: argparse.Namespace, name: str | None = None, *, images: bool = False, logits: bool = True
+) -> Any:
+    """The same model, to be explained.
+
+    Raises:
+        InvalidInputError: see `load_model`; also a model whose weights, or whose head where `logits` are explained, its
+            checkpoint does not have, unless the arguments allow it.
+    """
+    model = named_model(args, name, images=images)
+    if not args.allow_untrained:
+        refuse_untrained(model, args.model if name is None else name, logits=logits)
+    return model
+
+
+def refuse_untrained(model: Any, name: str, *, logits: bool) -> None:
+    """Raise `InvalidInputError` where what is to be explained comes from weights that the checkpoint does not have."""
+    from tensorlens_tl.models import ModelView
+
+    view = ModelView(model)
+    if view.untrained_stack:
+        raise InvalidInputError(
+            f"--model {name}: its checkpoint does not have {_some(view.untrained_stack)}; these are newly initialised, "
+            "and what the model computes with them is noise. Load a checkpoint that has them, or pass "
+            "--allow-untrained."
+        )
+    if logits and view.untrained_head:
+        raise InvalidInputError(
+            f"--model {name}: its checkpoint does not have {_some(view.untrained_head)}; these are newly initialised, "
+            "and the logits are noise. Explain the hidden state instead (tensorlens-tl attribute TEXT --collapse "
+            "in_out), load a checkpoint with its head, or pass --allow-untrained."
+        )
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def load_model(

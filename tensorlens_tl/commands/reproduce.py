@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tensorlens_tl.commands.options import add_model_arguments, check_output, count, load_model, write_result
+from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model, write_result
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 
 HELP = "Run a table or a figure of the TensorLens paper on a model; published numbers are printed beside ours."
@@ -37,8 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run one experiment, print its tables, and save it where asked."""
-    import torch
-
     from tensorlens_tl import evaluate
     from tensorlens_tl.evaluate.published import experiment_named
 
@@ -46,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     experiment = experiment_named(args.name)
     data = None if args.data is None else _read(args.data, experiment)
     name = f"demo:{experiment.demo}" if args.model == "demo" else args.model  # one that fits the experiment
-    model = load_model(name, args.kind, getattr(torch, args.dtype), args.device, images=True)
+    model = loaded_model(args, name, images=True)
     options: dict[str, Any] = {"length": args.length, "n": args.n, "replacement": args.replacement}
     if data is None and name.startswith("demo"):
         data, options = _embedded(name.partition(":")[2], model, experiment, options)

@@ -1,8 +1,9 @@
 """``tensorlens-tl verify``: is this model supported?"""
 
 import argparse
+from typing import Any
 
-from tensorlens_tl.commands.options import add_model_arguments, loaded_model
+from tensorlens_tl.commands.options import add_model_arguments, named_model
 
 HELP = "Is this model supported? Proves every block, and what follows."
 TEXT = "The quick brown fox jumps over the lazy dog."
@@ -20,7 +21,7 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl.models import ModelView
     from tensorlens_tl.testing import check_model
 
-    model = loaded_model(args)
+    model = named_model(args)  # proofs hold of any weights; which of them are random is said at the end
     text, view = args.text, ModelView(model)
     if text is None and view.tokenizer is not None and not view.is_encoder_decoder:
         text = TEXT
@@ -35,3 +36,14 @@ def run(args: argparse.Namespace) -> None:
     headings = ("part or claim", "layout", "relative error")
     caption = "0 means bit for bit: the same operations in the same order"
     show_table(f"{report.description}: supported", headings, rows, left=headings, caption=caption)
+    print(_newly_initialised(view))
+
+
+def _newly_initialised(view: Any) -> str:
+    """What is known about weights that the checkpoint does not have."""
+    if view.newly_initialised is None:
+        return "Whether a checkpoint had every weight is not known of this model."
+    if not view.newly_initialised:
+        return "Every weight is the checkpoint's."
+    names = ", ".join(view.newly_initialised)
+    return f"Newly initialised, as the checkpoint does not have them: {names}. What these compute is noise."

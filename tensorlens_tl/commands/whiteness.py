@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         raise InvalidInputError(f"--output {args.output}: save as .html or .csv.")
     if args.output is not None and args.output.suffix == ".html" and args.points is not None and len(args.points) < 2:
         raise InvalidInputError("--points: a page draws curves over 2 hook points or more; save one as .csv.")
-    model = loaded_model(args)
+    model = loaded_model(args, logits=False)
     tokens = _tokens(args, model)
     half, least = len(tokens) // 2, 8 if args.filters else 4
     if len(tokens) < least:

@@ -102,6 +102,8 @@ class Removed:
         before, after = (block.dense_mlp for block in self._blocks(layer))
         if before is None or after is None or held is None or kept is None:
             return None
+        if held.gate is not None:
+            self.frozen.check_gate(layer)
         twice = {
             name: None if first is None or second is None else torch.cat([first, second], dim=-1)
             for name in ("W_in", "b_in", "W_gate", "b_gate", "b_post")
@@ -231,7 +233,9 @@ def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
         after, _ = capture(frozen.model, frozen.inputs, frozen.points.captured, calls=frozen.points.calls)
     view = frozen.view.with_weights(plan.weights())
     held = {field.name: getattr(frozen, field.name) for field in fields(Record)}
-    return Removed(frozen, plan, Record(**held | {"view": view, "_ratios": {}, "_experts": {}}), after)
+    # its weights are not those that its activations were made with: its gates are compared in the pass itself
+    new = {"view": view, "_ratios": {}, "_experts": {}, "_gates": set(range(frozen.n_layers))}
+    return Removed(frozen, plan, Record(**held | new), after)
 
 
 def _by_head(weight: Float[Tensor, "*rows width"], heads: int) -> Float[Tensor, "*rows head d_head"]:

@@ -1,8 +1,8 @@
 """A run's folder: its manifest, its shards, and who is writing which of them.
 
 ``manifest.json`` says what the run is (model, data, method, options) and which rows go into which batch and shard. A
-shard is written under a temporary name and renamed when it is whole. Who writes one holds its lock, which the system
-releases when the process ends in whatever way.
+shard is written under a temporary name and renamed when it is whole; it says which run it belongs to (`seal`). Who
+writes one holds its lock, which the system releases when the process ends in whatever way.
 """
 
 import contextlib
@@ -16,13 +16,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorlens_tl.datasets.identity import differing
+from tensorlens_tl.datasets.seal import broken, sealed
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMAT = "tensorlens_tl.dataset"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 BATCHES_PER_SHARD, ROWS_PER_SHARD = 8, 512
 """A shard ends with whichever comes first: what a crash may cost."""
@@ -54,6 +56,11 @@ class Manifest:
     def rows(self) -> int:
         """How many rows the data set has."""
         return sum(map(len, self.batches))
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells the run from others."""
+        return _digest(asdict(self))
 
 
 def planned(
@@ -121,7 +128,7 @@ class Folder:
                 if json.dumps(there.identity.get(name), sort_keys=True) != json.dumps(value, sort_keys=True):
                     raise InvalidInputError(
                         f"out={self.path}: that run was begun with another {name} "
-                        f"({_differing(there.identity.get(name), value)}). Pass the same to resume it, or name another "
+                        f"({differing(there.identity.get(name), value)}). Pass the same to resume it, or name another "
                         "folder."
                     )
             return there
@@ -150,6 +157,10 @@ class Folder:
                 raise FileFormatError(f"{path}: no manifest of this library.")
             if said["version"] > VERSION:
                 raise FileFormatError(f"{path}: format {said['version']} is newer than this library's; update it.")
+            if said["version"] < VERSION:
+                raise FileFormatError(
+                    f"{path}: format {said['version']} is an older one; run it anew, in a new folder."
+                )
             facts = said["facts"]
             if said["digest"] != _digest(facts):
                 raise FileFormatError(f"{path}: damaged, or changed after it was written (its digest does not fit).")
@@ -163,7 +174,7 @@ class Folder:
 
     def _write_manifest(self, manifest: Manifest) -> None:
         facts = asdict(manifest)
-        said = {"format": FORMAT, "version": VERSION, "digest": _digest(facts), "facts": facts}
+        said = {"format": FORMAT, "version": VERSION, "digest": manifest.digest, "facts": facts}
         with self._whole(self.path / MANIFEST) as temporary:
             temporary.write_text(json.dumps(said), encoding="utf-8")
 
@@ -198,8 +209,8 @@ class Folder:
         finally:
             lock.release()
 
-    def write_shard(self, number: int, table: "pa.Table") -> None:
-        """Write one shard in one step.
+    def write_shard(self, manifest: Manifest, number: int, table: "pa.Table") -> None:
+        """Write one shard in one step, sealed.
 
         Raises:
             OSError: it cannot be written, as on a full disk; what was written before is whole.
@@ -207,13 +218,15 @@ class Folder:
         import pyarrow.parquet as pq
 
         with self._whole(self.shard(number)) as temporary:
-            pq.write_table(table, temporary, write_page_checksum=True)
+            whole = sealed(table, manifest.digest, number)
+            # no statistics: nothing checks them, and other programs skip rows by them
+            pq.write_table(whole, temporary, write_page_checksum=True, write_statistics=False)
 
     def read_shard(self, manifest: Manifest, number: int, columns: Sequence[str] | None = None) -> "pa.Table":
         """One shard, or some of its columns; `row` is always there.
 
         Raises:
-            FileFormatError: damaged, or with other rows than the manifest says.
+            FileFormatError: damaged or changed, of another run, or with other rows than the manifest says.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -221,43 +234,48 @@ class Folder:
         path = self.shard(number)
         try:
             asked = None if columns is None else [*dict.fromkeys([*columns, "row"])]
-            table = pq.ParquetFile(path, page_checksum_verification=True).read(columns=asked)
+            file = pq.ParquetFile(path, page_checksum_verification=True)
+            table = file.read(columns=asked)
         except (pa.ArrowException, OSError, ValueError) as error:
             why = " ".join(str(error).split())
             raise FileFormatError(f"{path}: damaged ({why}). Delete it and run again to write it anew.") from error
-        if table["row"].to_pylist() != manifest.rows_of(number):
-            raise FileFormatError(
-                f"{path}: its rows are not those of the manifest. Delete it and run again to write it anew."
-            )
+        wrong = broken(table, file.schema_arrow.names, manifest.digest, number)
+        if wrong is None and table["row"].to_pylist() != manifest.rows_of(number):
+            wrong = "its rows are not those of the manifest"
+        if wrong is not None:
+            raise FileFormatError(f"{path}: {wrong}. Delete it and run again to write it anew.")
         return table
+
+    def done(self, manifest: Manifest) -> int:
+        """How many rows are in shards that are there."""
+        there = [number for number in range(len(manifest.shards)) if self.shard(number).exists()]
+        return sum(len(manifest.rows_of(number)) for number in there)
 
     @contextlib.contextmanager
     def _whole(self, path: Path) -> Generator[Path, None, None]:
         """A temporary name for a file, which has its own when it is written and on the disk."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            yield temporary
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise OSError(
-                    error.errno,
-                    f"{path}: the disk is full. What was written before is whole; make room and run again",
-                ) from error
-            raise
+            with disk_of(path):
+                yield temporary
+                with temporary.open("rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def disk_of(path: Path) -> Generator[None, None, None]:
+    """Inside, a full disk is an `OSError` that says which file of the run could not be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        what = "the disk is full. What was written before is whole; make room and run again"
+        raise OSError(error.errno, f"{path}: {what}") from error
+
+
 def _digest(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _differing(before: Any, now: Any) -> str:
-    """What differs, in few words: the entries of tables, else both values."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        return ", ".join(f"{name}: {before.get(name)!r}, now {now.get(name)!r}" for name in names)
-    return f"{before!r}, now {now!r}"

@@ -1,20 +1,15 @@
 """One run: what is asked of which rows, and how a shard of it is made."""
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from tensorlens_tl import __version__
-from tensorlens_tl.datasets.folder import Folder, Manifest
+from tensorlens_tl.datasets.folder import Folder, Manifest, disk_of
+from tensorlens_tl.datasets.identity import model_identity
 from tensorlens_tl.datasets.rows import Rows
 from tensorlens_tl.datasets.work import Work, run_rows
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.hooks import other_hooks
-from tensorlens_tl.models.offload import stored
-from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.results.storage import tagged
 
 PROBED = 4
@@ -42,7 +37,7 @@ class Job:
         """What must be the same when the run is resumed, as JSON holds it."""
         said = {
             "model": model_identity(self.model),
-            "data": {"rows": len(self.rows), "digest": self.rows.digest()},
+            "data": self.rows.identity(),
             **self.work.identity(),
         }
         return tagged(said)
@@ -87,27 +82,16 @@ class Job:
             for place, result in results:
                 facts = self.work.facts(result)
                 if self.work.save_whole:
-                    result.save(self.folder.results(at, None if place is None else batch[place]))
+                    path = self.folder.results(at, None if place is None else batch[place])
+                    with disk_of(path):
+                        result.save(path)
             records += [self.rows.record(row) | record for row, record in zip(batch, made, strict=True)]
         facts["version"] = __version__
-        self.folder.write_shard(shard, self.work.table(records, facts, manifest.double))
+        self.folder.write_shard(manifest, shard, self.work.table(records, facts, manifest.double))
 
     def _records(self, batch: list[int]) -> tuple[list[dict[str, Any]], list[tuple[int | None, Any]]]:
         per_row = {name: [values[row] for row in batch] for name, values in self.rows.options.items()}
         return run_rows(self.work, self.model, [self.rows.tokens[row] for row in batch], per_row)
-
-
-def model_identity(model: Any) -> dict[str, Any]:
-    """What tells one model from another: names, versions, dtype, a digest of all its numbers, other people's hooks.
-
-    Of hooks only their places are known, not what they do.
-    """
-    view, digest = ModelView(model), hashlib.sha256()
-    for name, numbers in (*sorted(view.model.state_dict().items()), *stored(view.model)):
-        if isinstance(numbers, torch.Tensor) and not numbers.is_meta:
-            digest.update(f"{name} {tuple(numbers.shape)} {numbers.dtype}".encode())
-            digest.update(numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return view.provenance() | {"weights": digest.hexdigest(), "hooks": other_hooks(view.model)}
 
 
 def run_here(job: Job, manifest: Manifest) -> Iterator[int]:

@@ -29,7 +29,7 @@ def kept_entries(keep: Any) -> int | None:
     """
     if keep in ("scores", "all"):
         return None
-    if isinstance(keep, str) and keep.startswith("top:") and keep[4:].isdigit() and int(keep[4:]) > 0:
+    if isinstance(keep, str) and keep.startswith("top:") and keep[4:].isdecimal() and int(keep[4:]) > 0:
         return int(keep[4:])
     raise InvalidInputError(f"keep={keep!r}; use 'scores', 'all', or 'top:32' for the 32 largest of each query.")
 

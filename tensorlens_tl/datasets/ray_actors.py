@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.datasets.folder import Manifest
-from tensorlens_tl.datasets.job import Job, model_identity, write_once
+from tensorlens_tl.datasets.identity import differing, model_identity
+from tensorlens_tl.datasets.job import Job, write_once
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.storage import tagged
 
@@ -60,8 +61,11 @@ class ShardWriter:
 
         job, self.manifest, load_model = ray.get(sent[0])
         self.job: Job = job if load_model is None else job.with_model(load_model())
-        if tagged(model_identity(self.job.model)) != self.manifest.identity["model"]:
-            raise InvalidInputError("load_model: it loads another model than the one that was passed.")
+        loaded = tagged(model_identity(self.job.model))
+        if loaded != (passed := self.manifest.identity["model"]):
+            raise InvalidInputError(
+                f"load_model: it loads another model than the one that was passed ({differing(passed, loaded)})."
+            )
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Write these shards; hands their numbers back."""

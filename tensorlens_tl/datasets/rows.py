@@ -50,15 +50,32 @@ class Rows:
         known = {"id": self.ids[row], "row": row, "token_ids": self.tokens[row]}
         return known | {"dropped_tokens": self.dropped.get(row, 0)}
 
-    def digest(self) -> str:
-        """SHA-256 of all that a run depends on: ids, token ids, and what the columns say."""
-        digest = hashlib.sha256()
-        for number, (name, ids) in enumerate(zip(self.ids, self.tokens, strict=True)):
-            own = [(option, repr(self.options[option][number])) for option in sorted(self.options)]
-            said = [name, len(ids), self.errors.get(number), own]
-            digest.update(json.dumps(said).encode())
-            digest.update(np.ascontiguousarray(ids, dtype="<i8").tobytes())
-        return digest.hexdigest()
+    def identity(self) -> dict[str, Any]:
+        """All that a run depends on: how many rows there are, and digests of ids, token ids and each column."""
+        numbers = range(len(self))
+        parts = {
+            "ids": map(_said, self.ids),
+            "tokens": (
+                _said([self.errors.get(row), len(self.tokens[row])]) + _bytes(self.tokens[row]) for row in numbers
+            ),
+        }
+        parts |= {option: (_said(repr(value)) for value in self.options[option]) for option in sorted(self.options)}
+        return {"rows": len(self)} | {name: _digest(values) for name, values in parts.items()}
+
+
+def _said(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _bytes(ids: np.ndarray) -> bytes:
+    return np.ascontiguousarray(ids, dtype="<i8").tobytes()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def check_columns(columns: Mapping[str, str] | None, options: Mapping[str, Any]) -> None:

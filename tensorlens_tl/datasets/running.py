@@ -67,9 +67,14 @@ def run_work(
         if job.folder.shard(number).exists():
             job.folder.read_shard(manifest, number, ["row"])
     run = run_here(job, manifest) if engine is None else run_on_ray(job, manifest, load_model, num_actors, num_gpus)
-    with tqdm(total=manifest.rows, desc=work.name, unit="row", disable=not progress) as bar:
-        for number in run:
-            bar.update(len(manifest.rows_of(number)))
+    try:
+        with tqdm(total=manifest.rows, desc=work.name, unit="row", disable=not progress) as bar:
+            for number in run:
+                bar.update(len(manifest.rows_of(number)))
+    except KeyboardInterrupt:
+        done = f"{job.folder.done(manifest)} of {manifest.rows} rows are done, in {out}."
+        # without the frames of whatever was computed when it came
+        raise KeyboardInterrupt(f"{done}\nRun it again with the same arguments to go on from there.") from None
     results = DatasetResults(job.folder.path)
     if count := len(results.errors()):
         warnings.warn(

@@ -9,6 +9,7 @@ For each prompt of a task (`tensorlens_tl.evaluate.tasks`), source tokens are ra
 | `mass` | share of the absolute scores that lies on true sources |
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def known_answer(
             "dropped": len(task) - len(kept),
             "tokens": pos,
             "accuracy": accuracy,
-            "random_mrr": expected_mrr(pos, int(task.sources[0].sum())),
+            "random_mrr": _random_mrr(task.sources[kept]),
             "absolute": absolute,
             "seed": seed,
         },
@@ -118,6 +119,12 @@ def ranking(
     size = scores.abs()
     mass = (size * sources).sum(1) / size.sum(1).clamp_min(torch.finfo(size.dtype).tiny)
     return torch.stack([1 / (best + 1).double(), hits / top.double(), mass.double()])
+
+
+def _random_mrr(sources: Bool[Tensor, "prompt pos"]) -> float:
+    """What a random order gets on average over these prompts, each with its own number of true sources."""
+    counts = Counter(sources.sum(1).tolist())
+    return sum(prompts / len(sources) * expected_mrr(sources.shape[1], count) for count, prompts in counts.items())
 
 
 def expected_mrr(tokens: Any, sources: Any = 1) -> float:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.tasks import KEYS, RECALL_WORDS, VALUES, KnownAnswers
+from tensorlens_tl.evaluate.tasks import KEYS, RECALL_WORDS, VALUES, KnownAnswers, token_ids
 
 CHANGES = ("source", "question")
 
@@ -39,6 +39,8 @@ class PromptPairs:
     others: Int[Tensor, "..."]
 
     def __post_init__(self) -> None:
+        for name, axes in (("clean", 2), ("corrupted", 2), ("answers", 1), ("others", 1)):
+            object.__setattr__(self, name, token_ids(f"PromptPairs: {name}", getattr(self, name), axes))
         if self.clean.shape != self.corrupted.shape:
             raise InvalidInputError(
                 f"PromptPairs: clean prompts are {tuple(self.clean.shape)} and corrupted ones "

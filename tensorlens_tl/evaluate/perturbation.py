@@ -26,11 +26,12 @@ from tqdm.auto import tqdm
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import in_bytes
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.scorers import MEAN_TOLERANCE, Scorer, random_scores, scorers_of, usable
-from tensorlens_tl.hooks import ModelPoints, capture, logit_hooks, logits_at, model_points
+from tensorlens_tl.hooks import ModelPoints, capture, foreign_hooks, logit_hooks, logits_at, model_points
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.freezing import TOLERANCE, freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.prompts import Prompt, prepare, query_positions
 from tensorlens_tl.passes.replacement import Replacement, inputs_of
@@ -196,9 +197,10 @@ class PerturbationTest:
         counts = _counts(allowed, self.steps)
         shape = len(self.metrics), len(scorers), len(prompt.tokens), len(self.steps)
         curves, ties_of = torch.zeros(shape, dtype=torch.float64), random_scores(self.seed)
-        starts = range(0, len(prompt.tokens), PROMPTS_AT_ONCE)
+        at_once = 1 if engine.alone else PROMPTS_AT_ONCE
+        starts = range(0, len(prompt.tokens), at_once)
         for start in tqdm(starts, desc="perturbation", leave=False, delay=2.0, disable=not progress):
-            part = slice(start, start + PROMPTS_AT_ONCE)
+            part = slice(start, start + at_once)
             frozen = _pass(model, prompt, part)
             ties = ties_of(frozen).cpu()  # a prompt's own, whatever is run beside it
             for number, scorer in enumerate(scorers):
@@ -324,7 +326,11 @@ def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[
 
 
 class _Engine:
-    """Runs the live model on perturbed prompts, and compares it with itself on the whole ones."""
+    """Runs the live model on perturbed prompts, and compares it with itself on the whole ones.
+
+    Somebody's code on the model may act on some rows of a batch only, as `tensorlens_tl.passes.live_runs` says: each
+    prompt is run by itself where such code is seen (`alone`), else between whole ones that must come out the same.
+    """
 
     def __init__(
         self,
@@ -349,9 +355,13 @@ class _Engine:
         widest = max(block.mlp.hidden if block.mlp is not None else 0 for block in view.blocks)
         heads = max((block.attention.heads for block in view.blocks if block.mixer is None), default=0)
         per_row = pos * (8 * view.cfg.d_model + 2 * widest + 2 * pos * heads)
-        self.rows = max(1, memory // (4 * (per_row + (view.d_vocab if self.predicts else 0))))
+        self.alone = bool(foreign_hooks(model))
+        self.rows = 1 if self.alone else max(1, memory // (4 * (per_row + (view.d_vocab if self.predicts else 0))))
+        self.tolerance = TOLERANCE.get(next(view.model.parameters()).dtype, 1e-4)
+        self._whole: list[Tensor] = []  # hidden states and logits of whole prompts, once they are known
         self.hidden, logits = self._measure(torch.arange(batch), torch.zeros_like(prompt.mask).cpu())
         self.logits = self.hidden if logits is None else logits  # without a metric that needs them, never read
+        self._whole = [self.hidden, self.logits]
 
     def damage(self, part: slice, replaced: Bool[Tensor, "prompt step pos"]) -> Float[Tensor, "metric prompt step"]:
         """Every metric of some prompts with some of their tokens replaced."""
@@ -378,10 +388,37 @@ class _Engine:
         """Final hidden state at the query, and logits there where a metric needs them."""
         hidden, logits = [], []
         for rows, where in zip(index.split(self.rows), replaced.split(self.rows), strict=True):
-            h, z = self._run(rows.to(self.prompt.tokens.device), where.to(self.prompt.tokens.device))
-            hidden.append(h.double().cpu())
-            logits += [] if z is None else [z.double().cpu()]
+            h, z = self._between_whole(rows, where)
+            hidden.append(h)
+            logits += [] if z is None else [z]
         return torch.cat(hidden), torch.cat(logits) if logits else None
+
+    def _between_whole(self, rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor | None]:
+        """One run: a row by itself, or several between the first and the last of their prompts, whole.
+
+        Raises:
+            FrozenModelError: a whole prompt does not come out the same in another row.
+        """
+        several = len(rows) > 1
+        if several:
+            whole = torch.zeros_like(where[:1])
+            rows, where = torch.cat([rows[:1], rows, rows[-1:]]), torch.cat([whole, where, whole])
+        h, z = self._run(rows.to(self.prompt.tokens.device), where.to(self.prompt.tokens.device))
+        h, z = h.double().cpu(), None if z is None else z.double().cpu()
+        if not several:
+            return h, z
+        made = [h] if z is None else [h, z]
+        for number, each in enumerate(made):
+            whole = self._whole[number][rows[[0, -1]].cpu()] if self._whole else each[[1, -2]]
+            error = relative_error(each[[0, -1]], whole)
+            if not error <= self.tolerance:
+                raise FrozenModelError(
+                    f"perturbation: a prompt gives another number in the first or the last row of a batch than "
+                    f"elsewhere (they differ by {error:.1e}): something acts on some rows only, and it is no hook that "
+                    "could be found. Let it act on every row; or put it on the model as a hook, and prompts are run "
+                    "one by one."
+                )
+        return h[1:-1], None if z is None else z[1:-1]
 
     def _run(self, rows: Tensor, replaced: Tensor) -> tuple[Tensor, Tensor | None]:
         inputs, mask = inputs_of(self.prompt, rows), self.prompt.mask[rows]

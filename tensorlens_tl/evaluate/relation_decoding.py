@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import chunks
+from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.few_shot import (
     Prompts,
@@ -37,6 +38,7 @@ from tensorlens_tl.hooks import in_this_thread, run
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.live_runs import LiveModel
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.results.evaluation import Evaluation
 
@@ -218,26 +220,26 @@ class LinearRelation:
 def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
     """∂(final state at the last token) / ∂(state at `end` entering `layer`) of one prompt, with both states.
 
-    One run of d_model copies: each copy's own coordinate of the output is differentiated, all in one backward pass.
+    One run of the prompt, and one backward pass for all coordinates of the output.
     """
-    x = frozen.resid_pre(layer)[row]
-    width = x.shape[-1]
+    x, at = frozen.resid_pre(layer)[row], frozen.points.unembed_in or frozen.points.output
     output: list[Tensor] = []
-    inputs = {"input": frozen.tokens[row : row + 1].expand(width, -1)}
     with torch.enable_grad():
-        leaf = x.expand(width, -1, -1).clone().requires_grad_(True)
+        leaf = x[None].clone().requires_grad_(True)
 
         def put(live: Tensor, *, hook: Any) -> Tensor:
             return leaf
 
         def keep(live: Tensor, *, hook: Any) -> None:
-            output.append(live[:, -1])
+            output.append(live[0, -1])
 
-        at = frozen.points.unembed_in or frozen.points.output
         hooks = [(frozen.points.blocks[layer].resid_pre, in_this_thread(put)), (at, in_this_thread(keep))]
-        run(frozen.model, inputs, hooks)
-        (gradient,) = torch.autograd.grad(output[0].diagonal().sum(), leaf)
-    return gradient[:, end], x[end], output[0][0].detach()
+        run(frozen.model, {"input": frozen.tokens[row : row + 1]}, hooks)
+        each = torch.eye(len(output[0]), dtype=output[0].dtype, device=output[0].device)
+        (gradient,) = torch.autograd.grad(output[0], leaf, each, is_grads_batched=True)
+    error = relative_error(output[0].detach(), frozen.captured(at)[row, -1])
+    LiveModel(frozen, "relation decoding").refuse(error, f"prompt {row} differs by {error:.1e} at {at}")
+    return gradient[:, 0, end], x[end], output[0].detach()
 
 
 def unembed(frozen: FrozenPass, states: Float[Tensor, "prompt d_model"]) -> Float[Tensor, "prompt d_vocab"]:

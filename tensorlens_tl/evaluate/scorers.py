@@ -2,7 +2,8 @@
 
 `methods=` of every evaluation is a list of labels of `STANDARD` or names of registered methods, or a mapping from a
 label of your own to a name, a pair of name and options, or a function of a `FrozenPass` that returns an `Attribution`
-or a tensor `[batch, key]`. `PREDICTED` among the options stands for the token that the model predicts at the query.
+or a tensor `[batch, key]`. `PREDICTED` among the options stands for the token that the model predicts at the query. A
+registered method that explains a prediction (`register_method`) is given it as its target, unless its options say more.
 
     >>> scorers_of({"mine": ("rollout", {"normalize": False}), "last token": lambda frozen: frozen.mask.cumsum(1)})
     [Scorer('mine'), Scorer('last token')]
@@ -111,19 +112,22 @@ class Scorer:
         predicted = None
         if self.needs_target:
             if query is None:
-                raise InvalidInputError(f"{self.label}: a target needs one query; with query='mean' leave it out.")
+                raise InvalidInputError(
+                    f"{self.label}: it explains a prediction, and a target needs one query; with query='mean' use "
+                    "methods or options without a target, such as 'tensorlens in+out'."
+                )
             predicted = predictions(frozen, query)[0].tolist()
-        options = {name: predicted if value is PREDICTED else value for name, value in self.options.items()}
+        options: dict[str, Any] = {
+            name: predicted if value is PREDICTED else value for name, value in self.options.items()
+        }
         if query is None and self.estimates_norms:  # exactly, d_model rows are pulled for every query
             options["tol"] = MEAN_TOLERANCE
-        takes = "query" in get_method(self.method).options
+        if get_method(self.method).takes("query"):
+            options["query"] = query
         try:
-            return attribute(frozen, method=self.method, **options, **({"query": query} if takes else {}))
+            return attribute(frozen, method=self.method, **options)
         except InvalidInputError as error:
-            hint = "" if "target: missing" not in str(error) else (
-                f" In an evaluation: {{{self.label!r}: ({self.method!r}, {{'target': evaluate.PREDICTED}})}}."
-            )  # fmt: skip
-            raise InvalidInputError(f"{self.label}: {error}{hint}") from error
+            raise InvalidInputError(f"{self.label}: {error}") from error
 
     def __call__(self, frozen: FrozenPass, query: int | None = -1) -> Float[Tensor, "batch pos"]:
         """Scores of source tokens for one query, or averaged over all queries where it is None.
@@ -205,11 +209,13 @@ def _scorer(label: Any, what: Any, seed: int) -> Scorer:
     if name not in list_methods():
         raise RegistryError(unknown_method(name, dict.fromkeys([*STANDARD, *list_methods(), RANDOM])))
     method = get_method(name)
-    unknown = [option for option in options if option not in method.options and not method.takes_any_option]
+    unknown = [option for option in options if not method.takes(option)]
     if unknown:
         raise InvalidInputError(
             f"methods: {label!r} has no option {unknown[0]!r}; {name} takes {list(method.options)}."
         )
+    if "target" not in options and method.explains_prediction(options):
+        options = {**options, "target": PREDICTED}
     return Scorer(label, name, dict(options))
 
 

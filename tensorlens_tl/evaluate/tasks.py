@@ -15,6 +15,7 @@ not. Every prompt of a task has the same length, so that they run as one batch.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,9 @@ class KnownAnswers:
     sources: Bool[Tensor, "..."]
 
     def __post_init__(self) -> None:
+        for name, axes in (("tokens", 2), ("answers", 1)):
+            object.__setattr__(self, name, token_ids(f"KnownAnswers: {name}", getattr(self, name), axes))
+        object.__setattr__(self, "sources", _truths("KnownAnswers: sources", self.sources))
         if self.tokens.shape != self.sources.shape or len(self.answers) != len(self.tokens):
             raise InvalidInputError(
                 f"KnownAnswers: tokens {tuple(self.tokens.shape)}, sources {tuple(self.sources.shape)} and answers "
@@ -75,6 +79,41 @@ class KnownAnswers:
     def only(self, keep: Bool[Tensor, "prompt"]) -> "KnownAnswers":
         """Some of the prompts."""
         return KnownAnswers(self.name, self.tokens[keep], self.answers[keep], self.sources[keep])
+
+
+def token_ids(what: str, value: Any, axes: int) -> Int[Tensor, "..."]:
+    """Token ids as a tensor of so many axes; lists of them will do.
+
+    Raises:
+        InvalidInputError: texts, which only a model's tokenizer turns into tokens, or anything else.
+    """
+    plural = "rows of one length" if axes == 2 else "one for each prompt"
+    wanted = f"pass token ids, {plural}, such as model.to_tokens(texts, padding_side='right')"
+    first = value
+    while isinstance(first, Sequence) and not isinstance(first, str) and first:
+        first = first[0]
+    if isinstance(first, str):
+        raise InvalidInputError(f"{what}: {first!r} is a text, and a task has no tokenizer; {wanted}.")
+    try:
+        ids = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(f"{what}: cannot read {type(value).__name__} ({error}); {wanted}.") from error
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.ndim != axes:
+        raise InvalidInputError(f"{what} are {ids.dtype} {tuple(ids.shape)}; {wanted}.")
+    return ids
+
+
+def _truths(what: str, value: Any) -> Bool[Tensor, "..."]:
+    """A mask as a tensor of truth values."""
+    try:
+        mask = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"{what}: cannot read {type(value).__name__} ({error}); pass True and False."
+        ) from error
+    if mask.dtype != torch.bool:
+        raise InvalidInputError(f"{what} are {mask.dtype}; pass True at the tokens that determine the answer.")
+    return mask
 
 
 def recall(prompts: Any = 200, *, seed: int = 0, pairs: Any = 8, distractors: Any = 10) -> KnownAnswers:

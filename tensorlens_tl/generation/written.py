@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.generation.hops import check_hops, sent_on
@@ -199,10 +199,7 @@ class FrozenGeneration:
 def _bounds(span: Any, count: int) -> slice:
     """A span by numbers as a slice of the generated tokens."""
     if isinstance(span, slice):
-        for end in (span.start, span.stop, span.step):
-            if end is not None:
-                whole_number("span", end, why="a slice of the generated tokens")
-        return span
+        return whole_slice("span", span, why="a slice of the generated tokens")
     if span == "all":
         return slice(None)
     if isinstance(span, tuple | list) and len(span) == 2:

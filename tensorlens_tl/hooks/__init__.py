@@ -1,10 +1,12 @@
 """Where TransformerLens lets us look and hold on: hook points, capture, freezing, and which hooks are on a model."""
 
+from tensorlens_tl.hooks.calls import CallChange, changed_calls
 from tensorlens_tl.hooks.capture import (
     capture,
     check_finite,
     from_cache,
     graph_of,
+    keep_in,
     logit_hooks,
     logits_at,
     observe,
@@ -18,8 +20,16 @@ from tensorlens_tl.hooks.freeze import (
     replace,
     whole_hooks,
 )
-from tensorlens_tl.hooks.inspection import PlacedHook, hooks_on, is_attached, other_hooks, refuse_attached
-from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, Ends, ModelPoints, model_points
+from tensorlens_tl.hooks.inspection import (
+    PlacedHook,
+    foreign_hooks,
+    hook_numbers,
+    hooks_on,
+    is_attached,
+    other_hooks,
+    refuse_attached,
+)
+from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, CallPoint, Ends, ModelPoints, model_points
 from tensorlens_tl.hooks.rules import BackwardRule, RuleHooks
 from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, lock_of, own_run, run
 
@@ -27,6 +37,8 @@ __all__ = [
     "AttentionPoints",
     "BackwardRule",
     "BlockPoints",
+    "CallChange",
+    "CallPoint",
     "Ends",
     "FwdHook",
     "ModelPoints",
@@ -34,13 +46,17 @@ __all__ = [
     "RuleHooks",
     "attention_hooks",
     "capture",
+    "changed_calls",
     "check_finite",
+    "foreign_hooks",
     "from_cache",
     "graph_of",
+    "hook_numbers",
     "hook_points",
     "hooks_on",
     "in_this_thread",
     "is_attached",
+    "keep_in",
     "leave_out",
     "lock_of",
     "logit_hooks",

@@ -2,9 +2,10 @@
 
 import inspect
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -64,3 +65,67 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
             f"{silent[0]}: {type(calls[silent[0]].module).__name__} was not called in a forward pass (fused experts?). "
             "Load the Hugging Face model with experts_implementation='eager'."
         )
+
+
+class CallChange(NamedTuple):
+    """What a module is called with, or its output, changed.
+
+    Attributes:
+        point: where.
+        change: from the arguments of the call by name, and the tensor at `point`, to what stands in its place.
+    """
+
+    point: CallPoint
+    change: Callable[[Mapping[str, Any], Tensor], Tensor]
+
+
+@contextmanager
+def changed_calls(changes: Sequence[CallChange]) -> Generator[None, None, None]:
+    """Inside, calls of some modules are changed in this thread.
+
+    Raises:
+        UnsupportedModelError: afterwards, where a module was not called; inside, where there is no tensor to change.
+    """
+    home, called = threading.get_ident(), set[int]()
+
+    def tensor_of(number: int, value: Any) -> Tensor:
+        called.add(number)
+        if not isinstance(value, Tensor):
+            point = changes[number].point
+            what = f"{type(point.module).__name__}, {point.argument}"
+            raise UnsupportedModelError(f"{what}: {type(value).__name__}, and no tensor that could be changed.")
+        return value
+
+    def before(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != home:
+            return None
+        point, change = changes[number]
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        tensor = tensor_of(number, bound.arguments.get(point.argument))
+        bound.arguments[point.argument] = change(bound.arguments, tensor)
+        return bound.args, bound.kwargs
+
+    def after(number: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if threading.get_ident() != home:
+            return None
+        change = changes[number].change
+        if isinstance(output, tuple):
+            return (change({}, tensor_of(number, output[0])), *output[1:])
+        return change({}, tensor_of(number, output))
+
+    with ExitStack() as stack:
+        for number, change in enumerate(changes):
+            module = change.point.module
+            if change.point.argument == "output":
+                stack.callback(module.register_forward_hook(partial(after, number)).remove)
+            else:
+                handle = module.register_forward_pre_hook(partial(before, number), with_kwargs=True)
+                stack.callback(handle.remove)
+        yield
+    for number, change in enumerate(changes):
+        if number not in called:
+            module = type(change.point.module).__name__
+            raise UnsupportedModelError(
+                f"{module} was not called in a forward pass (fused experts?), so that nothing could be changed there. "
+                "Load the Hugging Face model with experts_implementation='eager'."
+            )

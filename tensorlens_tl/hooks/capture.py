@@ -1,7 +1,7 @@
 """One forward pass, and what it leaves behind."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ def observe(
     *,
     hooks: Sequence[FwdHook] = (),
     last: str | None = None,
-    optional: bool = False,
+    optional: Collection[str] = (),
     calls: Mapping[str, CallPoint] | None = None,
     changed: bool = False,
 ) -> Any:
@@ -39,7 +39,7 @@ def observe(
         see: called with a name and its activation, detached, once for each name.
         hooks: further hooks of the run; what they change is seen after them, at their own point only if `changed`.
         last: a hook point to end the run at; there is no output then.
-        optional: whether a hook point that does not fire is left out instead of refused.
+        optional: names that are left out where they do not fire; any other is refused.
         calls: names that are no hook points, and where their tensors are seen.
 
     Returns:
@@ -76,8 +76,8 @@ def observe(
     with torch.no_grad(), suppress(_ReachedError), seen_calls(called_with, see):
         look = [(called.__contains__, in_this_thread(meet))]
         output = run(model, inputs, [*hooks, *look, *ends] if changed else [*look, *hooks, *ends])
-    silent = [name for point, wished in wanted.items() if point not in met for name in wished]
-    if silent and not optional:
+    silent = [name for point, names in wanted.items() if point not in met for name in names if name not in optional]
+    if silent:
         raise UnsupportedModelError(
             f"the hook point {silent[0]!r} exists but did not fire in a forward pass of this {type(model).__name__}; "
             f"a frozen pass needs it.{_EAGER * silent[0].endswith('hook_pattern')}"
@@ -99,7 +99,7 @@ def capture(
     store: str = "model",
     hooks: Sequence[FwdHook] = (),
     last: str | None = None,
-    optional: bool = False,
+    optional: Collection[str] = (),
     calls: Mapping[str, CallPoint] | None = None,
     changed: bool = False,
 ) -> tuple[dict[str, Tensor], Any]:
@@ -114,7 +114,7 @@ def capture(
     """
     kept: dict[str, Tensor] = {}
     options: dict[str, Any] = {"hooks": hooks, "last": last, "optional": optional, "calls": calls, "changed": changed}
-    output = observe(model, inputs, names, partial(_keep, kept, store), **options)
+    output = observe(model, inputs, names, partial(keep_in, kept, store), **options)
     return kept, output
 
 
@@ -142,7 +142,8 @@ def graph_of(
     return [found[name] for name in names]
 
 
-def _keep(kept: dict[str, Tensor], store: str, name: str, activation: Tensor) -> None:
+def keep_in(kept: dict[str, Tensor], store: str, name: str, activation: Tensor) -> None:
+    """Keep an activation by its name, on the CPU where `store` is ``"cpu"``."""
     kept[name] = activation.cpu() if store == "cpu" else activation
 
 
@@ -219,7 +220,7 @@ def _picked(positions: Int[Tensor, "batch 1"], tensor: Tensor, *, hook: Any) -> 
 
 
 def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[str, int]) -> dict[str, Tensor]:
-    """The activations at `names` out of an existing cache; `lengths` says how many positions some of them have.
+    """Copies of the activations at `names` of an existing cache; `lengths` says how many positions some of them have.
 
     Raises:
         InvalidInputError: the cache lacks a name, or was made for another batch or length.
@@ -230,7 +231,7 @@ def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[st
             f"cache: {len(missing)} of {len(names)} activations are missing, first {missing[0]!r}. Cache them all, "
             "without a names_filter and without removing the batch axis, or leave `cache` out."
         )
-    kept = {name: cache[name].detach() for name in names}
+    kept = {name: cache[name].detach().clone() for name in names}  # whose it is may write to it
     first = next(iter(kept.values()))
     if first.ndim == 2:
         raise InvalidInputError("cache: it has no batch axis; make it without remove_batch_dim=True.")

@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap
+from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, Ends
 from tensorlens_tl.hooks.running import FwdHook, in_this_thread, is_own_run, run
@@ -149,7 +150,10 @@ def _marked(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | No
     """Recognised by `tensorlens_tl.hooks.inspection`; idle in a run that is to be the model's own."""
 
     def hook(tensor: Tensor, *, hook: Any) -> Tensor | None:
-        return None if is_own_run() else function(tensor, hook=hook)
+        if is_own_run():
+            return None
+        refuse_autocast(tensor.device)
+        return function(tensor, hook=hook)
 
     hook.holds_fixed = True  # pyright: ignore[reportFunctionMemberAccess]
     return hook

@@ -1,17 +1,52 @@
-"""Which hooks are on a model, and whose they are."""
+"""Which hooks are on a model, and whose they are.
 
+Somebody else's code can act on a run in three ways: a TransformerLens hook at a hook point, one of torch's own hooks on
+any module, or a `forward` that was put in the place of a module's own. All three are found and named here. What the
+libraries that a model is made of do themselves is not somebody else's.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch.nn.modules.module as torch_modules
+from torch import nn
+
 from tensorlens_tl.errors import FrozenModelError
-from tensorlens_tl.hooks.running import hook_points
+from tensorlens_tl.hooks.running import hook_points, lock_of, modules
+
+LIBRARIES = ("transformer_lens.", "transformers.", "accelerate.", "torch.", "tensorlens_tl.whitening.")
+"""Whose functions on a module are part of the model: they prepare its weights, or observe."""
+
+OURS = "tensorlens_tl."
+"""Whose functions are on a module only while the library runs the model."""
+
+TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps the hooks that torch's `register_…` methods put on it."""
+
+EVERY_MODULE = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+"""Where torch keeps hooks that act on every module there is."""
 
 
 class PlacedHook(NamedTuple):
-    """One hook on a model."""
+    """One hook on a model.
+
+    Attributes:
+        point: a hook point's name; of what is not at one, the module's name and what is there.
+        function: what is called.
+        permanent: whether it belongs to the model.
+        number: torch's own number of the hook, which no other hook of this process has.
+    """
 
     point: str
     function: Any
     permanent: bool
+    number: int
 
     @property
     def holds_fixed(self) -> bool:
@@ -20,32 +55,101 @@ class PlacedHook(NamedTuple):
 
 
 def hooks_on(model: Any) -> list[PlacedHook]:
-    """Every hook on a model, at one name of its hook point; a Bridge of 4.x has a few permanent ones of its own."""
-    points = {id(point): (name, point) for name, point in reversed(hook_points(model).items())}
-    return [
-        PlacedHook(name, getattr(handle, "user_hook", None), bool(getattr(handle, "is_permanent", False)))
-        for name, point in points.values()
-        for handle in (*point.fwd_hooks, *point.bwd_hooks)
-    ]
+    """Every hook on a model, at one name of its hook point or module; a Bridge of 4.x has a few permanent ones of its
+    own."""
+    return [*_at_points(model), *_on_modules(model)]
 
 
 def is_attached(model: Any) -> bool:
     """Whether hooks of a frozen pass are on the model."""
-    return any(hook.holds_fixed for hook in hooks_on(model))
+    return any(hook.holds_fixed for hook in _at_points(model))
 
 
 def refuse_attached(model: Any) -> None:
-    """Raise `FrozenModelError` if hooks of a frozen pass are on the model: a run would not be its own."""
-    if is_attached(model):
+    """Raise `FrozenModelError` if hooks of a frozen pass are on the model: a run would not be its own.
+
+    Another thread's run, or its attached pass, is waited for.
+    """
+    with lock_of(model):
+        attached = is_attached(model)
+    if attached:
         raise FrozenModelError("a frozen pass is attached to this model; leave its `with frozen.attached():` first.")
 
 
+def foreign_hooks(model: Any) -> list[PlacedHook]:
+    """Somebody else's hooks: neither a frozen pass's nor those of the libraries that the model is made of.
+
+    Another thread's run is waited for, as its hooks would be taken for somebody else's.
+    """
+    with lock_of(model):
+        placed = [
+            hook
+            for hook in _at_points(model)
+            if not hook.holds_fixed and not _module_of(hook.function).startswith("transformer_lens.")
+        ]
+        registered = [hook for hook in _on_modules(model) if not _module_of(hook.function).startswith(OURS)]
+        return placed + [hook for hook in registered if not hook.permanent]
+
+
 def other_hooks(model: Any) -> list[str]:
-    """The hook points where somebody else's hooks are: neither a frozen pass's nor TransformerLens' own."""
-    others = (
-        hook.point
-        for hook in hooks_on(model)
-        if not hook.holds_fixed
-        and not (getattr(hook.function, "__module__", None) or "").startswith("transformer_lens.")
-    )
-    return list(dict.fromkeys(others))
+    """The names of the points and modules where `foreign_hooks` are, each once."""
+    return list(dict.fromkeys(hook.point for hook in foreign_hooks(model)))
+
+
+def hook_numbers(model: Any) -> frozenset[int]:
+    """What tells the `foreign_hooks` of now from those of another time."""
+    return frozenset(hook.number for hook in foreign_hooks(model))
+
+
+def _at_points(model: Any) -> Iterator[PlacedHook]:
+    """What TransformerLens put at hook points."""
+    points = {id(point): (name, point) for name, point in reversed(hook_points(model).items())}
+    for name, point in points.values():
+        for handle in (*point.fwd_hooks, *point.bwd_hooks):
+            permanent = bool(getattr(handle, "is_permanent", False))
+            yield PlacedHook(name, getattr(handle, "user_hook", None), permanent, handle.hook.id)
+
+
+def _on_modules(model: Any) -> Iterator[PlacedHook]:
+    """Torch's own hooks, and functions in the place of a module's `forward`."""
+    for module in modules(model):
+        attributes = vars(module)
+        for table in TABLES:
+            if attributes[table]:
+                yield from _registered(model, module, attributes[table])
+        if "forward" in attributes:
+            forward = attributes["forward"]
+            name = f"{_name_of(model, module)} (forward replaced)"
+            yield PlacedHook(name, forward, _is_of_libraries(forward), id(forward))
+    for table in EVERY_MODULE:
+        for number, function in (getattr(torch_modules, table, None) or {}).items():
+            yield PlacedHook("every module (torch hook)", function, _is_of_libraries(function), number)
+
+
+def _registered(model: Any, module: nn.Module, table: dict[int, Callable[..., Any]]) -> Iterator[PlacedHook]:
+    for number, function in table.items():
+        if not _module_of(function).startswith("transformer_lens."):  # what is at a hook point is listed there
+            name = f"{_name_of(model, module)} (torch hook)"
+            yield PlacedHook(name, function, _is_of_libraries(function), number)
+
+
+def _name_of(model: Any, wanted: nn.Module) -> str:
+    """A module's name in a model, by the shortest way to it."""
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if module is wanted]
+    inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
+    if not names and inner is not None:
+        inside = (f"original_model.{name}" for name, module in inner.named_modules() if module is wanted)
+        names = [name.removesuffix(".") for name in inside]
+    return min(names, key=len) or "the model"
+
+
+def _is_of_libraries(function: Any) -> bool:
+    return _module_of(function).startswith(LIBRARIES)
+
+
+def _module_of(function: Any) -> str:
+    """The name of the module that a function was written in."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__module__", None) or ""

@@ -23,6 +23,7 @@ part reads is recorded at its `hook_in`, and its `hook_out` is replaced by its m
 and once: the last block's output, `ln_final.hook_scale`, `unembed.hook_in` (d_model each).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,9 @@ class BlockPoints:
         cross: of cross-attention.
         index, weight: where the routing of experts is seen, names in `ModelPoints.calls`; `index` is None where the
             weights say it.
+        attention_write, mlp_write: what a sublayer hands to the block, in some classes after the norm that follows it;
+            None where no hook point shows it.
+        head_writes: what each head writes, ``hook_result``, which fires only where the model was told to compute it.
     """
 
     resid_pre: str
@@ -106,6 +110,9 @@ class BlockPoints:
     cross: AttentionPoints | None = None
     index: str | None = None
     weight: str | None = None
+    attention_write: str | None = None
+    mlp_write: str | None = None
+    head_writes: str | None = None
 
     @property
     def heads(self) -> AttentionPoints | None:
@@ -126,6 +133,14 @@ class BlockPoints:
                 name for name in (*names, *whole, self.index, self.weight, self.per_layer_input) if name is not None
             )
         )
+
+    @property
+    def proved(self) -> list[str]:
+        """What the proof of this block looks at besides, and no pass keeps: what its sublayers hold and write."""
+        inside = None if self.attention is not None else self.z
+        crossing = None if self.cross is None else self.cross.z
+        names = (inside, self.head_writes, self.attention_write, crossing, self.post, self.mlp_write)
+        return [name for name in names if name is not None]
 
 
 @dataclass(frozen=True)
@@ -157,6 +172,12 @@ class ModelPoints:
         names = [name for block in self.blocks for name in block.captured] + [n for n in once if n is not None]
         return list(dict.fromkeys(names))
 
+    @property
+    def proved(self) -> list[str]:
+        """What the proofs of its blocks look at besides; one that does not fire is left out."""
+        kept = set(self.captured)
+        return [name for block in self.blocks for name in block.proved if name not in kept]
+
 
 def model_points(view: ModelView) -> ModelPoints:
     """The hook points of a model.
@@ -182,10 +203,11 @@ def model_points(view: ModelView) -> ModelPoints:
         whole = None if view.final_norm.epsilon is None else Ends(last_output, f"{name}.hook_out")
         final_scale = f"{name}.hook_scale" if whole is None else last_output
     blocks: list[BlockPoints] = []
+    known = hook_points(view.model)
     calls, routers = dict[str, CallPoint](), dict[str, CallPoint]()
     for layer, block in enumerate(view.blocks):
         with block.loaded():
-            blocks.append(_block_points(view, layer))
+            blocks.append(_block_points(view, layer, known))
             calls |= _calls(block, blocks[-1])
             if isinstance(block.mlp, ExpertsWeights) and block.mlp.routing.router is not None:
                 routers[block.name] = CallPoint(block.mlp.routing.router, "output", optional=True)
@@ -201,7 +223,6 @@ def model_points(view: ModelView) -> ModelPoints:
         head_scale=_head_scale(view),
         unembed_in=unembed_in,
     )
-    known = hook_points(view.model)
     missing = [name for name in points.captured if name not in known and name not in points.calls]
     if missing:
         raise UnsupportedModelError(
@@ -220,7 +241,7 @@ def _head_scale(view: ModelView) -> str | None:
     return None if view.mlm_head is None else view.mlm_head.scale_name
 
 
-def _block_points(view: ModelView, layer: int) -> BlockPoints:
+def _block_points(view: ModelView, layer: int, known: Collection[str]) -> BlockPoints:
     block = view.blocks[layer]
     at = block.name + "."
     attn = at + block.mixer_name
@@ -261,7 +282,15 @@ def _block_points(view: ModelView, layer: int) -> BlockPoints:
         else AttentionPoints(*(f"{at}cross_attn.hook_{what}" for what in ("pattern", "v", "z"))),
         index=index if routed and not mlp.routing.dense else None,
         weight=weight if routed else None,
+        attention_write=_first_known(known, f"{at}hook_attn_out", f"{attn}.hook_out"),
+        mlp_write=None if mlp is None else _first_known(known, f"{at}hook_mlp_out", f"{mlp_at}.hook_out"),
+        head_writes=f"{attn}.hook_result" if getattr(view.cfg, "use_attn_result", False) else None,
     )
+
+
+def _first_known(known: Collection[str], *names: str) -> str | None:
+    """The first of some names that is a hook point."""
+    return next((name for name in names if name in known), None)
 
 
 def _encoder_end(view: ModelView) -> dict[str, Any]:

@@ -14,7 +14,10 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from tensorlens_tl.models.offload import lock_of as lock_of
+from torch import nn
+
+from tensorlens_tl.algebra.numerics import refuse_autocast
+from tensorlens_tl.models.offload import lock_of as lock_of, whole
 from tensorlens_tl.models.protocol import HookedModel
 
 FwdHook = tuple[Any, Callable[..., Any]]
@@ -22,11 +25,16 @@ FwdHook = tuple[Any, Callable[..., Any]]
 
 _unheld: ContextVar[bool] = ContextVar("unheld", default=False)
 _keepers: "WeakKeyDictionary[Any, WeakSet[Any]]" = WeakKeyDictionary()  # by model
-_points: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("points", default=None)
+_known: ContextVar[tuple[Any, dict[str, Any], list[nn.Module]] | None] = ContextVar("known", default=None)
 
 
 def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook]) -> Any:
-    """The model's output with these hooks on, which are gone afterwards, also on an exception."""
+    """The model's output with these hooks on, which are gone afterwards, also on an exception.
+
+    Raises:
+        InvalidInputError: inside ``torch.autocast``.
+    """
+    refuse_autocast(next(model.parameters()).device)
     with lock_of(model), _patterns_dropped(model):
         return model.run_with_hooks(**inputs, fwd_hooks=list(hooks))
 
@@ -57,18 +65,26 @@ def own_run(model: HookedModel) -> Generator[None, None, None]:
     """Runs inside are the model's own: this thread holds its lock, and a frozen pass's hooks do nothing."""
     with lock_of(model):
         # a Bridge puts its list of hook points together anew for everyone who asks: here it is asked once
-        tokens = _unheld.set(True), _points.set((model, dict(model.hook_dict)))
+        whole_model: Any = model
+        unheld = _unheld.set(True)
+        known = _known.set((model, dict(model.hook_dict), list(whole(whole_model))))
         try:
             yield
         finally:
-            _points.reset(tokens[1])
-            _unheld.reset(tokens[0])
+            _known.reset(known)
+            _unheld.reset(unheld)
 
 
 def hook_points(model: HookedModel) -> dict[str, Any]:
     """The model's hook points by name."""
-    known = _points.get()
+    known = _known.get()
     return known[1] if known is not None and known[0] is model else dict(model.hook_dict)
+
+
+def modules(model: Any) -> list[nn.Module]:
+    """All modules of a model; of a Bridge also those of the model that it wraps."""
+    known = _known.get()
+    return known[2] if known is not None and known[0] is model else list(whole(model))
 
 
 def is_own_run() -> bool:

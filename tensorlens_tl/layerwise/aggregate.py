@@ -15,7 +15,12 @@ Maps = Float[Tensor, "layer batch query key"]
 
 
 def locals_of(frozen: FrozenPass) -> list[LocalLayer]:
-    """Every layer of a pass, seen locally."""
+    """Every layer of a pass, seen locally.
+
+    Raises:
+        FrozenModelError: the model is no longer the one that the pass was taken from.
+    """
+    frozen.check_fresh()
     return [LocalLayer(frozen, layer) for layer in range(frozen.n_layers)]
 
 

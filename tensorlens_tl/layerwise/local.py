@@ -68,7 +68,7 @@ class LocalLayer:
         v = values(self.x) if self.with_biases else values.push(self.x)
         v = rearrange(v, "b k (kv d) -> b k kv d", kv=weights.kv_heads)
         v = v.repeat_interleave(weights.heads // weights.kv_heads, dim=2)
-        return torch.einsum("bkhd,hdm->bkhm", v, rearrange(weights.W_O, "(h d) m -> h d m", h=weights.heads))
+        return torch.einsum("bkhd,hdm->bkhm", v, rearrange(weights.W_O.to(v), "(h d) m -> h d m", h=weights.heads))
 
     @property
     def attn(self) -> Place:

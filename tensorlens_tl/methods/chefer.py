@@ -3,7 +3,7 @@
     Ā = E_h[(∇A^h ⊙ A^h)⁺]   of each layer, ∇A the gradient of the target's logit by the live pattern
     R = (I + Ā_L) ⋯ (I + Ā_1),   of which a query's scores are its own row
 
-Every query has gradients of its own, from one backward pass each; several queries are run as copies of the prompts.
+Every query has gradients of its own; one run of the prompts serves all of them, as rows of a batched backward pass.
 The gradient by a pattern is taken where the heads' mixed values z = A·v leave attention, as ``∂logit/∂z_i · v_j``: on
 some models `attn.hook_pattern` only observes. Nothing is frozen: gradients are those of the live model.
 """
@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
+from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.errors import NumericalError, UnsupportedModelError
-from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks import FwdHook, in_this_thread
 from tensorlens_tl.layerwise import refuse_whitened
-from tensorlens_tl.methods.asked import AskedLogits
+from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.copies import repeated
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
@@ -51,22 +50,27 @@ def chefer(
         InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens, has two streams (an encoder–decoder), a layer without
             softmax attention or with a gate or a norm inside it, or is whitened.
-        FrozenModelError: the model's weights are no longer those of the pass, or a frozen pass is attached to it.
+        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
         NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
     """
     frozen.view.refuse_encoder_decoder("chefer (self-attention only: cross-attention joins two streams)")
     refuse_whitened(frozen, "chefer")
     sites = [_Site(frozen, layer) for layer in range(frozen.n_layers)]
-    asked = AskedLogits(frozen, target, minus, query)
+    asked = LiveLogits(frozen, target, minus, query, "chefer")
     in_bytes(memory)
-    x, queries = frozen.resid_pre(0), asked.positions.shape[1]
+    x = frozen.resid_pre(0)
     patterns = len(sites) * max(site.numbers for site in sites)
     # autograd keeps every layer's activations
     per_query = (16 * frozen.n_layers * x.numel() + 6 * patterns) * x.element_size()
-    made = [
-        _relevance(frozen, sites, asked, slice(rows.start, rows.stop))
-        for rows in chunks(queries, per_query, memory if queries > 1 else None, "gradients")
-    ]
+    hooks = [hook for site in sites for hook in site.hooks()]
+    # what autograd keeps must not have been made in somebody's inference mode
+    with torch.inference_mode(False), torch.enable_grad():
+        _, numbers = asked.graph(x, hooks)
+        outputs = [site.output for site in sites if site.output is not None]  # each was seen, as in the pass
+        made = [
+            _relevance(frozen, sites, gradients, asked.positions[:, some])
+            for some, gradients in asked.gradients(numbers, outputs, per_query, memory)
+        ]
     scores = torch.cat(made, dim=1) * (asked.real[:, :, None] & frozen.mask[:, None])
     return Attribution.of(
         frozen,
@@ -79,23 +83,13 @@ def chefer(
 
 
 def _relevance(
-    frozen: FrozenPass, sites: list["_Site"], asked: AskedLogits, chosen: slice
+    frozen: FrozenPass,
+    sites: list["_Site"],
+    gradients: list[Float[Tensor, "query batch pos *width"] | None],
+    positions: Int[Tensor, "batch query"],
 ) -> Float[Tensor, "batch query key"]:
     """The rows of R that belong to some queries, each from its own gradients."""
-    positions = asked.positions[:, chosen]
-    batch, copies = positions.shape
-    first, x = frozen.points.blocks[0].resid_pre, frozen.resid_pre(0)
-    # what autograd keeps must not have been made in somebody's inference mode
-    with torch.inference_mode(False), torch.enable_grad():
-        leaf = x.detach().repeat(copies, 1, 1).requires_grad_(True)  # weights may need no gradient
-        hooks: list[FwdHook] = [(first, in_this_thread(lambda live, *, hook: leaf))]
-        for site in sites:
-            hooks += site.hooks()
-        made = run(frozen.model, repeated(frozen.inputs, copies), hooks)
-        logits = logits_at(made, asked.in_logits[:, chosen].mT.reshape(-1, 1).clone())
-        numbers = asked.read(logits.reshape(copies, batch, -1).transpose(0, 1), chosen)
-        outputs = [site.output for site in sites if site.output is not None]  # each was seen, as in the pass
-        gradients = torch.autograd.grad(numbers.sum(), outputs, allow_unused=True)
+    x = frozen.resid_pre(0)
     relevance = torch.nn.functional.one_hot(positions, x.shape[1]).to(upcast(x))
     pairs = frozen.mask[:, None, :, None] & frozen.mask[:, None, None]
     for site, gradient in reversed(list(zip(sites, gradients, strict=True))):
@@ -104,12 +98,7 @@ def _relevance(
                 f"chefer: the logits of this {frozen.view.description} have no gradient at {site.name}: attention goes "
                 "another way there."
             )
-        if not bool(torch.isfinite(gradient).all()):
-            hint = "use float32 or float64"
-            if not bool(frozen.mask.all()):  # rows of attention that padding on the left leaves empty
-                hint = "some models have none where a prompt is padded: pad on the right, or take one prompt at a time"
-            raise NumericalError(f"{frozen.view.description}: gradients are not finite; {hint}.")
-        weighted = site.weighted(gradient.unflatten(0, (copies, batch)).transpose(0, 1)) * pairs
+        weighted = site.weighted(gradient.transpose(0, 1)) * pairs
         relevance = relevance + torch.einsum("bcq,bcqk->bck", relevance, weighted)
     return relevance
 

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import Chain, stages_of
+from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import locals_of
 from tensorlens_tl.methods.ff_ig import ff_map, ff_scope, gain_after
@@ -122,7 +123,7 @@ def _by_column(maps: Tensor) -> Tensor:
 def _ranks(values: Tensor) -> Tensor:
     import pandas as pd
 
-    return torch.tensor(pd.Series(values.cpu().numpy()).rank().to_numpy())
+    return torch.tensor(pd.Series(upcast(values).cpu().numpy()).rank().to_numpy())
 
 
 def _correlation(a: Tensor, b: Tensor) -> Tensor:

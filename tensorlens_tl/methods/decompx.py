@@ -11,6 +11,7 @@ either: whitening has passed them on between positions, so b_V is bias there too
 layer of an encoder–decoder, whose sources are the tokens of both sides.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,7 +31,11 @@ from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import AXES, Attribution
 
 
-@register_method("decompx")
+def _aggregates_onto_token(options: Mapping[str, Any]) -> bool:
+    return options.get("aggregate") in (None, "target")
+
+
+@register_method("decompx", explains_prediction=_aggregates_onto_token)
 def decompx(
     frozen: FrozenPass,
     *,
@@ -95,7 +100,8 @@ def decompx(
             "sides": None if frozen.prompt.sides is None else [[*row, ""] for row in frozen.prompt.sides],
             "mask": torch.cat([frozen.mask, torch.ones_like(frozen.mask[:, :1])], dim=1),
         }
-    return Attribution.of(frozen, scores, method="decompx", query=query, axes=axes, options=options, **fields)
+    attribution = Attribution.of(frozen, scores, method="decompx", query=query, axes=axes, options=options, **fields)
+    return frozen.checked(attribution) if attribution.additive else attribution
 
 
 def _vectors_at(
@@ -138,7 +144,7 @@ def source_to_output(
     rule = check_bias_rule(bias)
     width = 3 * frozen.resid_pre(0).shape[-1] + _widest(frozen)
     spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))
-    stages = _stages(frozen.block(0, activation=activation))
+    stages = _stages(frozen.block_map(0, activation=activation))
     attention = frozen.view.blocks[0].attention if frozen.view.blocks[0].mixer is None else None
     plain = attention is not None and attention.output_factor is None
     if frozen.whitening(0) is None and frozen.sides is None and plain:
@@ -147,7 +153,7 @@ def source_to_output(
         vectors = source_vectors(frozen.resid_pre(0), rule == "token")
     last = frozen.n_layers if layers is None else layers
     for layer in range(1, last):
-        stages += _stages(frozen.block(layer, activation=activation))
+        stages += _stages(frozen.block_map(layer, activation=activation))
     if layers is None:
         ends = (frozen.final_map(), frozen.prediction_head() if through_head else None)
         stages += [end for end in ends if end is not None]
@@ -160,7 +166,7 @@ def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width:
     """The first attention step, where sources are still apart: u_j by head, b_V included, not a push per source."""
     local, extra = LocalLayer(frozen, 0), spread.rule == "token"
     vectors = source_vectors(local.x, extra)
-    first = _stages(frozen.block(0, activation=activation))[0]
+    first = _stages(frozen.block_map(0, activation=activation))[0]
     parallel = [t for t in first.terms if not isinstance(t, Identity) and not t.mixes] if isinstance(first, Sum) else []
     beside = [walk(term, vectors.clone(), spread, causal=frozen.causal, width=width) for term in parallel]
     for keys, given in local.vectors(width=width, budget=spread.budget):

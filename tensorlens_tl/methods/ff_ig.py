@@ -38,7 +38,9 @@ def ff_scope(frozen: FrozenPass, scope: str | None) -> str:
     Raises:
         UnsupportedModelError: parallel or attention-only blocks.
         InvalidInputError: not a scope of this layout.
+        FrozenModelError: the model is no longer the one that the pass was taken from.
     """
+    frozen.check_fresh()
     for number, layout in enumerate(frozen.layouts):
         if layout.parallel or not frozen.view.blocks[number].has_mlp:
             raise UnsupportedModelError(

@@ -66,6 +66,7 @@ def flow_edges(frozen: FrozenPass, threshold: Any = 0.0, *, value_bias: bool = T
         UnsupportedModelError: a layer without softmax attention, or with a factor on what its heads give.
     """
     _check_threshold(threshold)
+    frozen.check_fresh()
     layers = [_edges(LocalLayer(frozen, layer, value_bias), threshold) for layer in range(frozen.n_layers)]
     return FlowEdges(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
 

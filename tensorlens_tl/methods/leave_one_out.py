@@ -3,7 +3,8 @@
     score of token j = f(prompt) − f(prompt with token j replaced)
 
 f is the target's logit, probability or log-probability at the query (or the difference of two tokens'). Nothing is
-frozen. Every token takes one run, and several are run at once as copies of the prompts, beside one that is unchanged.
+frozen. Every token takes one run, and several are run at once as copies of the prompts, between two that are unchanged
+(`tensorlens_tl.passes.live_runs`).
 
 In a causal model nothing changes before the token that is replaced. Tokens are taken in order, and what lies before the
 first of a run's is computed once for all, as keys and values that the model continues from (see
@@ -18,15 +19,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
+from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.hooks import FwdHook, logit_hooks, logits_at, run
-from tensorlens_tl.methods.asked import AskedLogits
+from tensorlens_tl.hooks import FwdHook, capture, logit_hooks, logits_at, run
+from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.methods.prefix import SharedPrefix
 from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.copies import repeated
 from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.live_runs import Copies, repeated
 from tensorlens_tl.passes.replacement import REPLACEMENTS, Replacement, vocabulary_mean
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
@@ -72,12 +73,12 @@ def leave_one_out(
         InvalidInputError: no target, several tokens, a query out of range, an unknown `of` or replacement, or
             ``"delete"`` where a model reads more than tokens.
         UnsupportedModelError: the model predicts no tokens, or is an encoder–decoder.
-        FrozenModelError: the model's weights are no longer those of the pass, or a frozen pass is attached to it.
+        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
     """
     if of not in NUMBERS:
         raise InvalidInputError(f"of={of!r}; use one of {', '.join(map(repr, NUMBERS))}.")
     frozen.view.refuse_encoder_decoder("leave-one-out")
-    asked = AskedLogits(frozen, target, minus, query)
+    asked = LiveLogits(frozen, target, minus, query, "leave-one-out")
     in_bytes(memory)
     if replacement == DELETE:
         _refuse_deletion(frozen)
@@ -89,8 +90,11 @@ def leave_one_out(
     lost = torch.zeros(pos, batch, asked.positions.shape[1], dtype=upcast(frozen.resid_pre(0)).dtype)
     # what follows the last query of a causal model changes nothing
     stop = int(asked.positions.max()) + 1 if frozen.causal else pos
-    for tokens in chunks(stop, runs.bytes_per_copy, memory, "leave one out", parts=runs.parts):
-        lost[tokens.start : tokens.stop] = runs.lost(tokens).cpu()
+    changed = asked.live.changed(
+        stop, runs.numbers, runs.error, runs.bytes_per_copy, memory, "leave one out", parts=runs.parts
+    )
+    for tokens, numbers in changed:
+        lost[tokens.start : tokens.stop] = runs.lost(tokens, numbers).cpu()
     scores = lost.permute(1, 2, 0).to(frozen.resid_pre(0)).where(_scored(frozen, asked), 0)
     return Attribution.of(
         frozen,
@@ -124,7 +128,7 @@ def _refuse_deletion(frozen: FrozenPass) -> None:
         )
 
 
-def _scored(frozen: FrozenPass, asked: AskedLogits) -> Bool[Tensor, "batch query key"]:
+def _scored(frozen: FrozenPass, asked: LiveLogits) -> Bool[Tensor, "batch query key"]:
     """Which tokens can matter to which query."""
     number = torch.arange(frozen.tokens.shape[1], device=frozen.mask.device)
     scored = asked.real[:, :, None] & frozen.mask[:, None] & (number >= frozen.prompt.special)
@@ -138,9 +142,15 @@ def _looks_back(frozen: FrozenPass) -> bool:
 
 
 class _Runs:
-    """Runs of copies of the prompts, the first of them unchanged, in each of the others something taken away."""
+    """Runs of copies of the prompts, in each of them something taken away, or nothing.
 
-    def __init__(self, frozen: FrozenPass, asked: AskedLogits, of: str) -> None:
+    Attributes:
+        own: the numbers of the prompts as they are, `[batch, query]`, from a run that was compared with the pass.
+        bytes_per_copy: what one copy allocates.
+        parts: in how many runs at least.
+    """
+
+    def __init__(self, frozen: FrozenPass, asked: LiveLogits, of: str) -> None:
         self.frozen, self.asked, self.of, self.parts = frozen, asked, of, 1
         batch, pos = frozen.tokens.shape
         heads = max((block.attention.heads for block in frozen.view.blocks if block.mixer is None), default=0)
@@ -148,19 +158,44 @@ class _Runs:
         size = frozen.resid_pre(0).element_size()
         per_prompt = 4 * pos * heads * pos + 2 * unembedded * frozen.view.d_vocab
         self.bytes_per_copy = 2 * frozen.row_bytes + batch * per_prompt * size
+        self.own = self._own()
 
-    def lost(self, tokens: range) -> Float[Tensor, "token batch query"]:
-        """What each query's number loses without each of these tokens."""
+    def numbers(self, copies: Copies) -> Float[Tensor, "copy batch query"]:
+        """The numbers that are asked about, with a token taken away in each copy, or none."""
         raise NotImplementedError
 
-    def numbers(
+    def lost(self, tokens: range, numbers: Float[Tensor, "token batch query"]) -> Float[Tensor, "token batch query"]:
+        """What each query's number loses without each of these tokens."""
+        return self.own - numbers
+
+    def error(self, numbers: Float[Tensor, "batch query"]) -> float:
+        """How far the numbers of unchanged prompts are from the first ones."""
+        least = 0.0 if self.of == "probability" else 1.0  # logits, and logarithms, are of the size of 1
+        size = max(least, float(self.own.abs().max()))
+        return float((numbers - self.own).abs().max()) / size
+
+    def _own(self) -> Float[Tensor, "batch query"]:
+        """The numbers of the prompts as they are, from one run in the pass's own shape, which must repeat the pass."""
+        frozen, at = self.frozen, self.asked.in_logits
+        name = frozen.points.unembed_in
+        assert name is not None  # a model with an unembedding
+        seen, made = capture(frozen.model, frozen.inputs, [name], hooks=logit_hooks(frozen.model, name, at))
+        logits = logits_at(made, at)
+        self.asked.check(seen[name], logits)
+        return self._read(logits)
+
+    def _run(
         self, inputs: dict[str, Any], hooks: list[FwdHook], at: Int[Tensor, "copy batch query"]
     ) -> Float[Tensor, "copy batch query"]:
-        """The numbers asked about in one run, at positions counted in it."""
+        """The numbers of one run, at positions counted in it."""
         rows = at.flatten(0, 1)
         hooks = [*hooks, *logit_hooks(self.frozen.model, self.frozen.points.unembed_in, rows)]
         with torch.no_grad():
-            logits = upcast(logits_at(run(self.frozen.model, inputs, hooks), rows)).unflatten(0, at.shape[:2])
+            logits = logits_at(run(self.frozen.model, inputs, hooks), rows)
+        return self._read(logits.unflatten(0, at.shape[:2]))
+
+    def _read(self, logits: Float[Tensor, "*copy batch query d_vocab"]) -> Float[Tensor, "*copy batch query"]:
+        logits = upcast(logits)
         if self.of != "logit":
             logits = logits.softmax(-1) if self.of == "probability" else logits.log_softmax(-1)
         return self.asked.read(logits)
@@ -169,61 +204,72 @@ class _Runs:
 class _Replaced(_Runs):
     """Something else stands in the token's place."""
 
-    def __init__(self, frozen: FrozenPass, asked: AskedLogits, of: str, replacement: Replacement) -> None:
+    def __init__(self, frozen: FrozenPass, asked: LiveLogits, of: str, replacement: Replacement) -> None:
         super().__init__(frozen, asked, of)
-        self.replacement, self.own = replacement, None
-        self.prefix = SharedPrefix(frozen) if SharedPrefix.applies(frozen) else None
+        self.replacement = replacement
+        self.prefix = SharedPrefix(frozen) if SharedPrefix.applies(frozen) and not asked.live.alone else None
         self.parts = 1 if self.prefix is None else max(1, min(PARTS, frozen.tokens.shape[1] // LEAST))
 
-    def lost(self, tokens: range) -> Float[Tensor, "token batch query"]:
-        numbers = self._after_prefix(tokens)
-        if numbers is None:
-            numbers = self._run(tokens, 0)
-        self.own = numbers[0] if self.own is None else self.own
-        return numbers[0] - numbers[1:]
+    def numbers(self, copies: Copies) -> Float[Tensor, "copy batch query"]:
+        """See `_Runs.numbers`."""
+        numbers = self._after_prefix(copies)
+        return self._with_replaced(copies, 0) if numbers is None else numbers
 
-    def _after_prefix(self, tokens: range) -> Float[Tensor, "copy batch query"] | None:
+    def _after_prefix(self, copies: Copies) -> Float[Tensor, "copy batch query"] | None:
         """The numbers from a run that begins at the first of the tokens; None where the model cannot begin there."""
-        if self.prefix is None or self.own is None or not tokens.start:
+        start = min((token for token in copies if token is not None), default=0)
+        if self.prefix is None or not start:
             return None
         try:
             with torch.no_grad():
-                numbers = self._run(tokens, tokens.start) if self.prefix.reach(tokens.start) else None
+                numbers = self._with_replaced(copies, start) if self.prefix.reach(start) else None
         except Exception:  # whatever a model does with a cache that is not for it: whole prompts are run instead
             numbers = None
         if numbers is not None:
-            after = self.asked.positions >= tokens.start
-            least = 0.0 if self.of == "probability" else 1.0  # logits, and logarithms, are of the size of 1
-            size = max(least, float(self.own.abs().max()))
-            off = (numbers[0] - self.own).abs() * after.to(numbers.device)
-            if float(off.max()) <= self.frozen.tolerance * size:
+            after = self.asked.positions >= start
+            numbers = numbers.where(after.to(numbers.device), self.own)  # what lies before is as it was
+            unchanged = [self.error(made) for made, token in zip(numbers, copies, strict=True) if token is None]
+            if max(unchanged, default=float("inf")) <= self.frozen.tolerance:
                 return numbers
         self.prefix = None
         return None
 
-    def _run(self, tokens: range, start: int) -> Float[Tensor, "copy batch query"]:
+    def _with_replaced(self, tokens: Copies, start: int) -> Float[Tensor, "copy batch query"]:
         """One run, from the token at `start` on."""
-        frozen, copies = self.frozen, 1 + len(tokens)
+        frozen, copies = self.frozen, len(tokens)
         batch, pos = frozen.tokens.shape
         replaced = torch.zeros(copies, batch, pos, dtype=torch.bool, device=frozen.tokens.device)
-        replaced[torch.arange(1, copies), :, torch.tensor(tokens)] = True
+        for copy, token in enumerate(tokens):
+            if token is not None:
+                replaced[copy, :, token] = True
         inputs = repeated(frozen.inputs, copies)
         if start and self.prefix is not None:
             inputs = self.prefix.before({"input": inputs["input"][:, start:]}, copies)
         inputs, hooks = self.replacement.put(inputs, replaced.flatten(0, 1)[:, start:])
         at = (self.asked.in_logits - start).clamp_min(0)
-        return self.numbers(inputs, hooks, at.expand(copies, *at.shape))
+        return self._run(inputs, hooks, at.expand(copies, *at.shape))
 
 
 class _Deleted(_Runs):
     """The token is taken out, and what follows it moves up."""
 
-    def lost(self, tokens: range) -> Float[Tensor, "token batch query"]:
+    def numbers(self, copies: Copies) -> Float[Tensor, "copy batch query"]:
+        """See `_Runs.numbers`; unchanged prompts are a token longer than the others, and run by themselves."""
+        if self.frozen.tokens.shape[1] == 1:
+            return self.own.expand(len(copies), *self.own.shape)
+        tokens = [token for token in copies if token is not None]
+        if len(tokens) == len(copies) == 1:
+            return self._without(tokens)
+        if not tokens:
+            return self._own()[None]
+        # instead of unchanged copies, the first and the last have the same token deleted
+        numbers = self._without([*tokens, tokens[0]])
+        last = self.own + (numbers[-1] - numbers[0])
+        return torch.cat([self.own[None], numbers[:-1], last[None]])
+
+    def _without(self, tokens: list[int]) -> Float[Tensor, "token batch query"]:
         frozen, asked = self.frozen, self.asked
         batch, pos = frozen.tokens.shape
-        own = self.numbers(frozen.inputs, [], asked.in_logits[None])
-        if pos == 1:
-            return torch.zeros_like(own)
         number = torch.arange(pos - 1, device=frozen.tokens.device)
         deleted = torch.tensor(tokens, device=frozen.tokens.device)
         left = number + (number >= deleted[:, None])  # [copy, pos - 1]
@@ -235,7 +281,13 @@ class _Deleted(_Runs):
             for name, value in repeated(frozen.inputs, len(tokens)).items()
         }
         at = asked.positions - (deleted[:, None, None] <= asked.positions).long()
+        return self._run(inputs, [], at.clamp_min(0))
+
+    def lost(self, tokens: range, numbers: Float[Tensor, "token batch query"]) -> Float[Tensor, "token batch query"]:
+        """See `_Runs.lost`; 0 where a query's own token is deleted and no other stands for it."""
+        frozen, asked = self.frozen, self.asked
+        deleted = torch.tensor(tokens, device=frozen.tokens.device)[:, None, None]
         before = torch.take_along_dim(frozen.mask, (asked.positions - 1).clamp_min(0), dim=1) & (asked.positions > 0)
-        askable = (deleted[:, None, None] != asked.positions) | (before & _looks_back(frozen))
-        lost = own - self.numbers(inputs, [], at.clamp_min(0))
+        askable = (deleted != asked.positions) | (before & _looks_back(frozen))
+        lost = self.own - numbers
         return torch.where(askable, lost, torch.zeros_like(lost))

@@ -16,7 +16,11 @@ from tensorlens_tl.results.attribution import Attribution
 CollapseName = Literal["in_out", "norm", "target"]
 
 
-@register_method("tensorlens")
+def _collapses_onto_token(options: Mapping[str, Any]) -> bool:
+    return options.get("collapse") in (None, "target") and options.get("direction") is None
+
+
+@register_method("tensorlens", explains_prediction=_collapses_onto_token)
 def tensorlens(
     frozen: FrozenPass,
     *,

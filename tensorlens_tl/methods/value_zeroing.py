@@ -22,16 +22,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import Chain
-from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
+from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, refuse_attached
+from tensorlens_tl.hooks import FwdHook, capture, in_this_thread
 from tensorlens_tl.layerwise import Maps, normalize_rows, product, refuse_whitened, select_query
 from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.models.state import refuse_dropout
-from tensorlens_tl.passes.copies import repeated
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.holding import prove_obedience
+from tensorlens_tl.passes.live_runs import Copies, LiveModel, repeated
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results.attribution import Attribution
 
@@ -42,20 +41,28 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     frozen.view.refuse_encoder_decoder("value-zeroing")
     _refuse_attention(frozen)
     in_bytes(memory)
-    refuse_attached(frozen.model)
-    refuse_dropout(frozen.view.model)
-    frozen.check_fresh()
+    live = LiveModel(frozen, "value-zeroing")
+    live.check(_streams(frozen))
     prove_obedience(frozen)
     _prove_inputs_held(frozen)
     batch, pos = frozen.tokens.shape
     x = frozen.resid_pre(0)
     heads = max(frozen.view.blocks[layer].attention.heads for layer in range(frozen.n_layers))
     per_token = 2 * frozen.row_bytes + 4 * batch * heads * pos * pos * x.element_size()
-    changes = torch.zeros(frozen.n_layers, batch, pos, pos, dtype=upcast(x).dtype, device=x.device)
-    for tokens in chunks(pos, per_token, memory, "value zeroing"):
+
+    def run(tokens: Copies) -> Float[Tensor, "copy layer batch pos"]:
         kept = torch.ones(len(tokens), pos, dtype=torch.bool, device=x.device)
-        kept[torch.arange(len(tokens)), torch.tensor(tokens)] = False
-        changes[..., tokens.start : tokens.stop] = _Run(frozen, kept).changes.permute(0, 2, 3, 1)
+        for copy, token in enumerate(tokens):
+            if token is not None:
+                kept[copy, token] = False
+        return _Run(frozen, kept).changes.transpose(0, 1)
+
+    def turned(changes: Float[Tensor, "layer batch pos"]) -> float:
+        return float((2 * changes[:, frozen.mask]).sqrt().max())
+
+    changes = torch.zeros(frozen.n_layers, batch, pos, pos, dtype=upcast(x).dtype, device=x.device)
+    for tokens, made in live.changed(pos, run, turned, per_token, memory, "value zeroing"):
+        changes[..., tokens.start : tokens.stop] = made.permute(1, 2, 3, 0)
     pairs = frozen.mask[:, :, None] & frozen.mask[:, None]
     pairs = pairs.tril() if frozen.causal else pairs  # what rounding leaves ahead of a query is no change
     return normalize_rows(changes * pairs).to(x)
@@ -76,7 +83,7 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = None, memory: Memory = N
         InvalidInputError: a query out of range.
         UnsupportedModelError: a layer without softmax attention or with a gate or a norm inside it, an
             encoder–decoder, a whitened model, or one that ignores hooks.
-        FrozenModelError: the model's weights are no longer those of the pass, or a frozen pass is attached to it.
+        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
     """
     refuse_whitened(frozen, "value-zeroing")
     maps = value_zeroing_map(frozen, memory)
@@ -88,6 +95,12 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = None, memory: Memory = N
         layers=maps,
         options={"query": query},
     )
+
+
+def _streams(frozen: FrozenPass) -> dict[str, Tensor]:
+    """What the live model now gives at every layer's output."""
+    names = dict.fromkeys(frozen.output_name(layer) for layer in range(frozen.n_layers))
+    return capture(frozen.model, frozen.inputs, list(names), last=frozen.points.last_output)[0]
 
 
 def _refuse_attention(frozen: FrozenPass) -> None:

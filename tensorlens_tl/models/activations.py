@@ -120,6 +120,8 @@ def ratio(phi: Activation, z: Tensor) -> Tensor:
 
 def _quotient(phi: Activation, z: Tensor, numerator: Tensor, share: float) -> Tensor:
     """``numerator / z``, and its limit ``share·φ'(0)`` where z is too small to divide by."""
+    if z.dtype == torch.float16:  # its smallest numbers are not small: a ReLU would lose what it passes on there
+        return _quotient(phi, z.float(), numerator.float(), share).to(z.dtype)
     # Below this |z| the quotient loses digits (denormals, or cancellation where φ(0) ≠ 0), while the limit is
     # exact to rounding once multiplied by z again.
     info = torch.finfo(z.dtype)

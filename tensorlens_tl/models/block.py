@@ -15,7 +15,8 @@ from einops import rearrange
 from torch import Tensor
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.attention import floating, read_attention, shown
+from tensorlens_tl.models.adapters import adapter_names
+from tensorlens_tl.models.attention import projection, read_attention
 from tensorlens_tl.models.experts import (
     ExpertsWeights,
     PerLayerWeights,
@@ -23,6 +24,7 @@ from tensorlens_tl.models.experts import (
     read_experts,
     read_per_layer,
 )
+from tensorlens_tl.models.linears import floating
 from tensorlens_tl.models.mixers import Mixer, read_mixer
 from tensorlens_tl.models.mlps import read_mlp, read_module
 from tensorlens_tl.models.offload import loaded, lock_of, offloaded, weights_read
@@ -233,6 +235,12 @@ class BlockView:
             f"({', '.join(MIXERS)})."
         )
 
+    def adapters(self, letters: str) -> tuple[str, ...]:
+        """The names of the adapters in effect in some of attention's projections, ``"VO"``."""
+        attn = getattr(self.module, self.mixer_name, None)
+        parts = [getattr(attn, "_modules", {}).get(letter.lower()) for letter in letters]
+        return tuple(sorted({name for part in parts if part is not None for name in adapter_names(part)}))
+
     @weights_read
     def cross_attention(self) -> AttentionWeights | None:
         """The weights by which a decoder block reads the encoder's output, or None."""
@@ -267,12 +275,9 @@ class BlockView:
         if self.mixer is not None:
             _ = self.attention  # refuses
         attn: Any = getattr(self.module, self.mixer_name, None)
-        # as with W_V: HookedTransformer expands W_K to query heads and keeps _W_K
-        kept = "_W_K" if hasattr(attn, "_W_K") else "W_K"
-        W_Q, W_K = shown(attn, "W_Q"), shown(attn, kept)
+        (W_Q, b_Q), (W_K, b_K) = (projection(attn, letter, self.model.cfg, self._refuse) for letter in "QK")
         if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
             raise self._refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
-        b_Q, b_K = shown(attn, "b_Q"), shown(attn, kept.replace("W", "b"))
         norms = {name: getattr(attn, name, None) for name in ("q_norm", "k_norm")}
         inner = getattr(norms["q_norm"], "original_component", norms["q_norm"])
         epsilon = getattr(inner, "variance_epsilon", getattr(inner, "eps", getattr(self.model.cfg, "eps", 1e-5)))

@@ -10,13 +10,15 @@ The active set is the dictionary's own, whatever chooses it: ReLU, JumpReLU and 
 read is compared with the object's own `encode` and `decode`, where it has them, and refused where it differs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import InvalidInputError, NumericalError
@@ -28,8 +30,31 @@ FOLDED = ("none", "expected_average_only_in", "covariance_whitening")
 """Ways that are part of the weights once training has ended, or are none."""
 
 GATED = ("r_mag", "b_gate", "W_gate", "gate_bias")
+ACTIVATIONS = (
+    "activation_fn", "activation_fn_str", "activation", "activation_function", "act_fn", "nonlinearity", "architecture",
+)  # fmt: skip
+"""Attributes that name an activation, or are one."""
+
 KNOWN_ACTIVATIONS = ("relu", "jumprelu", "topk", "standard", "transcoder", "skip_transcoder")
-UNREAD = ("log_threshold", "scaling_factor", "mean")
+
+READ = {
+    "W_enc", "W_dec", "b_enc", "b_dec", "threshold", "k", "W_skip", "finetuning_scaling_factor", "activation_fn_kwargs",
+    "apply_b_dec_to_input", "normalize_activations", "rescale_acts_by_decoder_norm", "cfg", "config", "metadata",
+    "hook_name", "hook_name_out", "model_name", *ACTIVATIONS,
+}  # fmt: skip
+"""What is read of an object, its configuration and its metadata."""
+
+WITHOUT_INFLUENCE = {
+    "d_in", "d_out", "d_sae", "d_model", "d_hidden", "dict_size", "n_features", "dtype", "device", "training", "name",
+    "layer", "hook_layer", "hook_layer_out", "model_class_name", "model_from_pretrained_kwargs", "neuronpedia_id",
+    "sae_lens_version", "sae_lens_training_version", "context_size", "prepend_bos", "seqpos_slice", "dataset_path",
+    "dataset_trust_remote_code", "exclude_special_tokens", "use_error_term", "l1_coefficient", "l0_coefficient",
+    "lp_norm", "use_ghost_grads", "normalize_sae_decoder", "noise_scale", "decoder_orthogonal_init", "sparsity",
+    "mse_loss_normalization", "b_dec_init_method", "decoder_heuristic_init", "init_encoder_as_decoder_transpose",
+    "scale_sparsity_penalty_by_decoder_norm", "jumprelu_init_threshold", "jumprelu_bandwidth", "aux_loss_coefficient",
+}  # fmt: skip
+"""What SAELens and others say besides: shapes, where it came from, how it was trained."""
+
 EPSILON = 1e-5  # SAELens adds it to the standard deviation by which it divides, not to the one it multiplies by
 CHUNK_BYTES = 64 * 2**20
 
@@ -155,10 +180,11 @@ class DictionaryWeights:
             self._check("decode", made + beside.get("input mean", 0), decoded, tolerance)
         for part in beside.values():
             made = made + part
-        if self.W_skip is not None and callable(self.source):
+        if (self.W_skip is not None or own is None) and _runs(self.source):
             with torch.no_grad():
                 whole: Any = self.source(x)
-            self._check("forward", made, whole, tolerance)
+            if self.W_skip is not None or (isinstance(whole, Tensor) and whole.shape == made.shape):
+                self._check("forward", made, whole, tolerance)
         index = active.nonzero()
         values = features[index[:, 0], index[:, 1]]
         index[:, 0] += start
@@ -174,8 +200,8 @@ class DictionaryWeights:
         off = relative_error(made.flatten(), own.flatten())  # of all vectors: nothing at all may be active at one
         if not off <= tolerance:
             raise InvalidInputError(
-                f"dictionary: {self.name}.{what} gives something else than its weights say (relative error {off:.1e}, "
-                "its own active features taken). Only dictionaries whose features are ⟨W_enc, x⟩ + b_enc where they "
+                f"dictionary: {self.name}.{what} gives something else than its weights say (relative error {off:.1e}). "
+                "Only dictionaries whose features are ⟨W_enc, x⟩ + b_enc where they "
                 "are active (ReLU, JumpReLU, TopK) and whose reconstruction is features·W_dec + b_dec are read."
             )
 
@@ -209,13 +235,14 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
 
     Args:
         source: an object with `W_enc` and `W_dec`; `b_enc`, `b_dec`, `threshold` and `k` are zero or absent where it
-            has none. A configuration at `cfg` may say more, as SAELens' does: `apply_b_dec_to_input`,
-            `normalize_activations`, `rescale_acts_by_decoder_norm`, `metadata`.
+            has none. A configuration at `cfg` (or `config`) may say more, as SAELens' does: `apply_b_dec_to_input`,
+            `normalize_activations`, `rescale_acts_by_decoder_norm`, `metadata`; and, up to SAELens 5, `architecture`,
+            `activation_fn_str`, `activation_fn_kwargs`, `finetuning_scaling_factor`.
         transcodes: whether it reads one place and reconstructs another; None takes what its metadata says.
 
     Raises:
-        InvalidInputError: no dictionary, a weight missing or of a wrong shape, a gated one, or a normalisation or
-            activation that is not known.
+        InvalidInputError: no dictionary, a weight missing or of a wrong shape, a gated one, a normalisation or
+            activation that is not known; of an object without `encode`, anything that is not read, by name.
         NumericalError: weights that are not finite.
     """
     what = f"dictionary: {type(source).__name__}"
@@ -235,7 +262,9 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
     b_dec = _vector(source, "b_dec", width, what)
     threshold = _vector(source, "threshold", features, what)
     W_skip = _weight(source, "W_skip", what)
+    scaled = _finetuned(source, features, what)
     weights = {"W_dec": W_dec, "b_enc": b_enc, "b_dec": b_dec, "threshold": threshold, "W_skip": W_skip}
+    weights["finetuning_scaling_factor"] = scaled
     for name, weight in weights.items():
         if weight is not None and (weight.dtype != W_enc.dtype or weight.device != W_enc.device):
             raise InvalidInputError(
@@ -263,6 +292,8 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
     if _said(source, "rescale_acts_by_decoder_norm"):
         norms = W_dec.norm(dim=1)
         read = replace(read, W_enc=W_enc * norms, b_enc=read.b_enc * norms, W_dec=W_dec / norms[:, None])
+    if scaled is not None:  # it multiplies features where they are decoded, and only there
+        read = replace(read, W_dec=read.W_dec * scaled[:, None])
     return read.subtracting_b_dec() if _said(source, "apply_b_dec_to_input") and not between else read
 
 
@@ -279,12 +310,56 @@ def _own(source: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _said(source: Any, name: str) -> Any:
     """What an object, its configuration or its metadata says, in this order; None where none does."""
-    cfg = getattr(source, "cfg", None)
-    for holder in (source, cfg, getattr(cfg, "metadata", None)):
-        found = holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+    for holder in _holders(source):
+        found = _get(holder, name)
         if found is not None:
             return found
     return None
+
+
+def _holders(source: Any) -> list[Any]:
+    """An object, its configuration and its metadata."""
+    configurations = [found for name in ("cfg", "config") if (found := _get(source, name)) is not None]
+    metadata = [_get(holder, "metadata") for holder in (source, *configurations)]
+    return [source, *configurations, *(found for found in metadata if found is not None)]
+
+
+def _get(holder: Any, name: str) -> Any:
+    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+
+
+def _everything_said(holder: Any) -> dict[str, Any]:
+    """What an object says of itself that is no method: its attributes, a module's weights and parts, its class's."""
+    if isinstance(holder, Mapping):
+        return dict(holder)
+    said = dict[str, Any]()
+    for kind in reversed(type(holder).__mro__):
+        if kind.__module__.partition(".")[0] not in ("builtins", "torch", "types"):
+            said |= {name: value for name, value in vars(kind).items() if not _is_method(value)}
+    said |= getattr(holder, "__dict__", {})
+    for inside in ("_parameters", "_buffers", "_modules"):
+        said |= said.pop(inside, None) or {}
+    return {name: value for name, value in said.items() if not name.startswith("_") and not hasattr(value, "fwd_hooks")}
+
+
+def _is_method(value: Any) -> bool:
+    return callable(value) or isinstance(value, property | classmethod | staticmethod | cached_property)
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether a value stands for something that is not there."""
+    if isinstance(value, Tensor):
+        return False
+    if value is None or value is False or value == "none":
+        return True
+    return isinstance(value, str | Mapping | Sequence) and not value
+
+
+def _runs(source: Any) -> bool:
+    """Whether an object can be called with vectors."""
+    if isinstance(source, nn.Module):
+        return type(source).forward is not nn.Module.forward
+    return callable(source)
 
 
 def _weight(source: Any, name: str, what: str) -> Tensor | None:
@@ -307,35 +382,87 @@ def _vector(source: Any, name: str, length: int, what: str) -> Tensor | None:
 
 def _choices(source: Any, features: int, what: str) -> int | None:
     """The k of TopK; without `encode`, which shows what an object does, refuses whatever else could be meant."""
-    k = _said(source, "k")
-    activations = {name: _said(source, name) for name in ("activation_fn", "activation", "act_fn", "architecture")}
-    activations = {name: found for name, found in activations.items() if found is not None}
-    k = (
-        next((n for found in activations.values() if (n := getattr(found, "k", None)) is not None), None)
-        if k is None
-        else k
-    )
+    activations = {name: found for name in ACTIVATIONS if (found := _said(source, name)) is not None}
+    if isinstance(said := activations.get("architecture"), MethodType):  # SAELens 6 has it as a method
+        activations["architecture"] = said()
+    k = _number_of_features(source, activations)
     whole = isinstance(k, int) or (isinstance(k, Tensor) and k.numel() == 1 and not k.is_floating_point())
     if k is not None and (isinstance(k, bool) or not whole or not 1 <= int(k) <= features):
         raise InvalidInputError(
             f"{what}.k is {k!r}; TopK of {features} features takes a whole number from 1 to {features}."
         )
+    k = None if k is None else int(k)
     if not callable(getattr(source, "encode", None)):
-        _refuse_unknown(source, activations, k, what)
-    return None if k is None else int(k)
+        _refuse_unknown(source, activations, k, features, what)
+    return k
 
 
-def _refuse_unknown(source: Any, activations: dict[str, Any], k: Any, what: str) -> None:
+def _number_of_features(source: Any, activations: Mapping[str, Any]) -> Any:
+    """The k that an object says, or its activation; SAELens up to 5 keeps it among the arguments of "topk"."""
+    if (k := _said(source, "k")) is not None:
+        return k
+    for found in activations.values():
+        if (k := getattr(found, "k", None)) is not None:
+            return k
+    is_topk = any(_activation_name(found) == "topk" for found in activations.values())
+    return _get(_said(source, "activation_fn_kwargs") or {}, "k") if is_topk else None
+
+
+def _activation_name(found: Any) -> str:
+    return (found if isinstance(found, str) else getattr(found, "__name__", type(found).__name__)).lower()
+
+
+def _refuse_unknown(source: Any, activations: Mapping[str, Any], k: int | None, features: int, what: str) -> None:
     """Refuse a dictionary without `encode` that has, or says, what might change its features."""
     show = "Give the object an encode(x) method: it is then taken at its own word, by measurement."
+    threshold = _said(source, "threshold")
     for name, found in activations.items():
-        named = found if isinstance(found, str) else getattr(found, "__name__", type(found).__name__)
-        if named.lower() not in KNOWN_ACTIVATIONS:
-            raise InvalidInputError(f"{what}.{name} is {named}; only ReLU, JumpReLU and TopK are read. {show}")
-    if others := [name for name in UNREAD if _said(source, name) is not None]:
-        raise InvalidInputError(f"{what} has {', '.join(others)}, which is not read. {show}")
-    if k is not None and getattr(source, "threshold", None) is not None:
+        if (named := _activation_name(found)) not in KNOWN_ACTIVATIONS:
+            shown = found if isinstance(found, str) else getattr(found, "__name__", type(found).__name__)
+            raise InvalidInputError(f"{what}.{name} is {shown}; only ReLU, JumpReLU and TopK are read. {show}")
+        for kind, needed, there in (("topk", "k", k), ("jumprelu", "threshold", threshold)):
+            if named == kind and there is None:
+                raise InvalidInputError(f"{what}.{name} is {named}, and it has no {needed}. {show}")
+        if callable(found) and not isinstance(found, type) and threshold is None:
+            _check_activation(found, k, features, f"{what}.{name}")
+    others = [name for name in _said(source, "activation_fn_kwargs") or {} if name != "k"]
+    if others:
+        raise InvalidInputError(f"{what}.activation_fn_kwargs has {others[0]}, which is not read. {show}")
+    if k is not None and threshold is not None:
         raise InvalidInputError(f"{what} has both k and threshold: which features are active is not clear. {show}")
+    if k is not None and any(_activation_name(found) in ("relu", "jumprelu") for found in activations.values()):
+        raise InvalidInputError(f"{what} has k, and its activation is not TopK: what k does is not clear. {show}")
+    known = READ | WITHOUT_INFLUENCE
+    for holder in _holders(source):
+        for name, value in _everything_said(holder).items():
+            if name not in known and not _says_nothing(value):
+                raise InvalidInputError(
+                    f"{what} has {name}, which is not read. {show} If it has no influence on features, leave it out."
+                )
+
+
+def _check_activation(function: Any, k: int | None, features: int, name: str) -> None:
+    """Compare an activation with ReLU or TopK on random pre-activations."""
+    before = torch.randn(4, features, generator=torch.Generator().manual_seed(0))
+    expected = before.relu()
+    if k is not None:
+        best = before.topk(k)
+        expected = torch.zeros_like(before).scatter(-1, best.indices, best.values.relu())
+    with torch.no_grad():
+        found = function(before.clone())
+    if not isinstance(found, Tensor) or not torch.allclose(found.float(), expected):
+        what = "ReLU" if k is None else f"TopK with k={k} and a ReLU"
+        raise InvalidInputError(f"{name} gives something else than {what} on random numbers; only these are read.")
+
+
+def _finetuned(source: Any, features: int, what: str) -> Tensor | None:
+    """By what SAELens up to 5 multiplies features before they are decoded, or None."""
+    weight = getattr(source, "finetuning_scaling_factor", None)
+    if isinstance(weight, Tensor):
+        return _vector(source, "finetuning_scaling_factor", features, what)
+    if _said(source, "finetuning_scaling_factor"):
+        raise InvalidInputError(f"{what} says finetuning_scaling_factor and has no such weight [{features}].")
+    return None
 
 
 def _normalisation(source: Any, what: str) -> str | None:

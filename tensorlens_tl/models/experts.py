@@ -7,7 +7,7 @@ is read where it takes effect: in the arguments that the experts are called with
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tensorlens_tl.algebra import Linear
 from tensorlens_tl.models.activations import Activation
-from tensorlens_tl.models.attention import Refuse, floating
+from tensorlens_tl.models.adapters import in_effect, is_adapter
+from tensorlens_tl.models.linears import Refuse, floating, read_linear
 from tensorlens_tl.models.mlps import read_activation, read_module
 from tensorlens_tl.models.weights import MLPWeights, detached, innermost, is_bridge_component
 
@@ -54,6 +55,7 @@ class ExpertsWeights:
         routing: where the routing is seen.
         shared: the shared expert or experts as one MLP; None without.
         shared_gate: what the shared expert is scaled by, from what the layer reads; None for 1.
+        shared_module: what is called for the shared expert, where it is one of the layer's own modules.
         around: for experts that stand beside an MLP with norms of their own (Gemma 4), the names of the norms before
             and after each: ``{"experts": (before, after), "shared": ...}``.
         choices: how many experts a token is sent to (of all, where the model does not say).
@@ -65,6 +67,7 @@ class ExpertsWeights:
     routing: Routing
     shared: MLPWeights | None = None
     shared_gate: Callable[[Tensor], Tensor] | None = None
+    shared_module: nn.Module | None = None
     around: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     choices: int = 1
     branch_factor: float = 1.0
@@ -99,7 +102,7 @@ def read_per_layer(block: Any, cfg: Any, refuse: Refuse) -> PerLayerWeights | No
     gate, out = (innermost(getattr(block, name, None)) for name in ("per_layer_input_gate", "per_layer_projection"))
     if not isinstance(gate, nn.Module) or not isinstance(out, nn.Module):
         return None
-    W_gate, W_out = (floating(cast(Tensor, part.weight), "per_layer", refuse).T for part in (gate, out))
+    W_gate, W_out = (read_linear(part, "per_layer", refuse).weight for part in (gate, out))
     return PerLayerWeights(W_gate, W_out, read_activation(block, cfg, refuse), block, "per_layer_input")
 
 
@@ -133,13 +136,14 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
         expert=expert,
         routing=routing,
         shared=None if shared is None else read_module(shared, cfg, refuse),
-        shared_gate=_sigmoid_of(gate) if isinstance(gate, nn.Module) else None,
+        shared_gate=_sigmoid_of(gate, refuse) if isinstance(gate, nn.Module) else None,
+        shared_module=shared,
         choices=choices,
     )
 
 
-def _sigmoid_of(linear: Any) -> Callable[[Tensor], Tensor]:
-    made = Linear(linear.weight.detach().T, detached(linear.bias))
+def _sigmoid_of(linear: Any, refuse: Refuse) -> Callable[[Tensor], Tensor]:
+    made = Linear(*read_linear(linear, "shared_expert_gate", refuse))
     return lambda x: torch.sigmoid(made(x))
 
 
@@ -158,6 +162,11 @@ def _routing(layer: Any, experts: nn.Module, refuse: Refuse) -> Routing:
 
 def _experts(experts: Any, cfg: Any, refuse: Refuse) -> tuple[int, Callable[[int], MLPWeights]]:
     """How many, and the weights of each."""
+    if is_adapter(experts):
+        raise refuse(
+            f"its experts have adapters ({', '.join(in_effect(experts))}), which are not read there. Merge them "
+            "(merge_and_unload()) before the model is wrapped."
+        )
     weights = dict(experts.named_parameters(recurse=False))
     name = "gate_up_proj" if "gate_up_proj" in weights else "up_proj"
     if not {name, "down_proj"} <= set(weights):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tensorlens_tl.algebra import AffineMap, CausalConvolution, Chain, Diagonal, Linear
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models import linears
 from tensorlens_tl.models.activations import Activation, coefficients
 from tensorlens_tl.models.weights import innermost
 
@@ -128,12 +129,13 @@ def read_convolution(module: Any, name: str = "conv1d") -> CausalConvolution:
     return CausalConvolution(conv.weight.detach()[:, 0], None if conv.bias is None else conv.bias.detach())
 
 
-def read_linear(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
-    """A linear layer's weight, from input to output, and its bias."""
-    layer = read_part(module, name)
-    require(layer.weight.is_floating_point(), module, name, f"has weights of {layer.weight.dtype} (quantised)")
-    bias = getattr(layer, "bias", None)
-    return layer.weight.detach().T, None if bias is None else bias.detach()
+def read_linear(module: Any, name: str) -> linears.LinearWeights:
+    """What a linear layer of a mixer does: a weight, from input to output, and a bias."""
+
+    def refuse(message: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"mixer_map: of {type(module).__name__}, {message}")
+
+    return linears.read_linear(getattr(module, name), f"`{name}`", refuse)
 
 
 def read_part(module: Any, name: str) -> Any:

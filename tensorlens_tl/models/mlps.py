@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens_tl.models.activations import Activation, is_elementwise
-from tensorlens_tl.models.attention import Refuse, floating, shown
+from tensorlens_tl.models.linears import (
+    Refuse,
+    floating,
+    read_linear,
+    refuse_bypassed,
+    shown,
+    unlike_shown,
+)
 from tensorlens_tl.models.weights import (
     MLPWeights,
     detached,
@@ -29,20 +36,24 @@ PROJECTIONS: Sequence[tuple[str, str, str]] = (
 """What Hugging Face's MLPs call gate, input and output."""
 
 
+PARTS = ("in", "out", "gate")
+"""What TransformerLens calls the projections of an MLP."""
+
+
 def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
     """The weights of a plain or gated MLP.
 
     Raises:
         UnsupportedModelError: it is neither.
     """
-    W_in, W_out = shown(mlp, "W_in"), shown(mlp, "W_out")
+    refuse_bypassed(mlp, PARTS, "mlp", refuse)
+    (W_in, b_in), (W_out, b_out), (W_gate, b_gate) = (_projection(mlp, part, refuse) for part in PARTS)
     if not isinstance(W_in, Tensor) or not isinstance(W_out, Tensor) or W_in.ndim != 2:
         raise refuse(
             f"mlp ({type(mlp).__name__}) has no readable W_in and W_out [d_model, d_mlp], and no experts that are. "
             "Only plain and gated MLPs, and mixtures of them, can be frozen."
         )
     phi = read_activation(mlp, cfg, refuse)
-    W_gate, b_in, b_gate = shown(mlp, "W_gate"), _bias(mlp, "b_in", "in"), _bias(mlp, "b_gate", "gate")
     gated = isinstance(W_gate, Tensor)
     added_after = gated and not is_bridge_component(mlp)  # HookedTransformer: φ(g)·u + b_in
     fused = not gated and W_in.shape[1] == 2 * W_out.shape[0]  # gate and input in one projection (ModernBERT)
@@ -56,11 +67,19 @@ def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
         b_gate=b_gate if gated or fused else None,
         b_post=b_in if added_after else None,
         W_out=floating(W_out, "mlp.W_out", refuse),
-        b_out=_bias(mlp, "b_out", "out"),
+        b_out=b_out,
         activation=phi,
         hooked=not fused,
     )
     return _with_inner_norm(read, innermost(mlp), cfg, refuse)
+
+
+def _projection(mlp: Any, part: str, refuse: Refuse) -> tuple[Any, Tensor | None]:
+    """One of an MLP's matrices, from input to output, as its module computes it, and its bias."""
+    module = unlike_shown(mlp, part)
+    if module is not None:
+        return read_linear(module, f"mlp.{part}", refuse)
+    return shown(mlp, f"W_{part}"), _bias(mlp, f"b_{part}", part)
 
 
 def _bias(mlp: Any, name: str, part: str) -> Tensor | None:
@@ -90,7 +109,7 @@ def read_module(module: nn.Module, cfg: Any, refuse: Refuse) -> MLPWeights:
     """
     fused = [innermost(getattr(module, name, None)) for name in ("input_linear", "output_linear")]
     if all(isinstance(getattr(part, "weight", None), Tensor) and part.weight.ndim == 2 for part in fused):
-        both, out = (floating(part.weight, "shared_mlp", refuse).T for part in fused)
+        both, out = (read_linear(part, "shared_mlp", refuse).weight for part in fused)
         gate, linear = both.chunk(2, dim=1)
         phi = read_activation(module, cfg, refuse)
         return MLPWeights(linear, None, gate, None, None, out, None, phi, hooked=False)
@@ -99,17 +118,20 @@ def read_module(module: nn.Module, cfg: Any, refuse: Refuse) -> MLPWeights:
         if all(
             isinstance(getattr(part, "weight", None), Tensor) for part, name in zip(parts, names, strict=True) if name
         ):
-            gate, linear, out = parts
+            gate, linear, out = (
+                None if part is None else read_linear(part, name, refuse)
+                for part, name in zip(parts, names, strict=True)
+            )
             assert linear is not None
             assert out is not None
             return MLPWeights(
-                W_in=floating(linear.weight, names[1], refuse).T,
-                b_in=detached(getattr(linear, "bias", None)),
-                W_gate=None if gate is None else floating(gate.weight, names[0], refuse).T,
-                b_gate=None if gate is None else detached(getattr(gate, "bias", None)),
+                W_in=linear.weight,
+                b_in=linear.bias,
+                W_gate=None if gate is None else gate.weight,
+                b_gate=None if gate is None else gate.bias,
                 b_post=None,
-                W_out=floating(out.weight, names[2], refuse).T,
-                b_out=detached(getattr(out, "bias", None)),
+                W_out=out.weight,
+                b_out=out.bias,
                 activation=read_activation(module, cfg, refuse),
                 hooked=False,
             )

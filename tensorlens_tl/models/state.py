@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models.adapters import adapter_layers, adapter_state
 from tensorlens_tl.models.offload import modules_of, offload_hooks, sources, whole
 
 PACKED = ("Params4bit", "Int8Params")
@@ -27,21 +28,23 @@ class WeightState:
     place. Writes through ``.data`` are not counted by torch, so some numbers are kept as well: one or more of every row
     and every column of each matrix of each attention head. A head, neuron, channel or token embedding that was changed
     is seen; a lone number that was changed through ``.data``, or a buffer, may not be. Of weights that are offloaded to
-    disk the time and size of their files are kept, and no numbers. A copy, or what a pickle gives
+    disk the time and size of their files are kept, and no numbers. `adapters` is what adapters are switched to, which
+    changes no weight. A copy, or what a pickle gives
     back, knows no versions: it takes those of its own model when it is first asked, if the numbers agree.
     """
 
     versions: list[tuple[Any, ...]] | None
     sample: Float[Tensor, "n"]
+    adapters: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"versions": None, "sample": self.sample}  # a copy's weights lie elsewhere
+        return {"versions": None, "sample": self.sample, "adapters": self.adapters}  # a copy's weights lie elsewhere
 
     @classmethod
     def of(cls, model: nn.Module) -> "WeightState":
         """The state of a model's weights now."""
         parameters, files = sources(model)
-        return cls([*_versions(parameters), *files], _sample(parameters))
+        return cls([*_versions(parameters), *files], _sample(parameters), _adapters(model))
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the model's weights are still these."""
@@ -49,7 +52,7 @@ class WeightState:
         versions = [*_versions(parameters), *files]
         if self.versions is None:  # a copied or pickled pass, with its own copy of the model
             object.__setattr__(self, "versions", versions)
-        if versions != self.versions:
+        if versions != self.versions or _adapters(model) != self.adapters:
             return False
         return bool(torch.allclose(_sample(parameters), self.sample, rtol=0, atol=0, equal_nan=True))
 
@@ -66,6 +69,10 @@ def fingerprint(weights: Sequence[Tensor]) -> str:
 def _versions(parameters: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     # tensors made under inference_mode keep no count of writes
     return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+
+
+def _adapters(model: nn.Module) -> tuple[Any, ...]:
+    return tuple(adapter_state(layer) for layer in adapter_layers(model))
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ structural: nothing here imports a model class, because HookedTransformer does n
 TransformerLens 4. Whether the reading is right is decided by the block proof (`tensorlens_tl.passes.proof`).
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
+from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.adapters import adapter_names, is_adapter
 from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.checkpoint import newly_initialised
+from tensorlens_tl.models.linears import floating, is_plain, read_embedding, read_linear
 from tensorlens_tl.models.offload import execution_device, loaded, lock_of, offloaded, weights_read
 from tensorlens_tl.models.patches import ClassHead, PatchWeights, read_patches
 from tensorlens_tl.models.weights import (
@@ -44,6 +48,9 @@ READ_FROM = {
 
 STACKS = ("encoder_blocks", "decoder_blocks")
 
+HEAD_PARTS = ("mlm_head", "prediction_head", "classifier_ln", "unembed")
+"""Which parts stand between the hidden state and the logits."""
+
 
 class ModelView:
     """What a TransformerLens model is made of, whichever its class."""
@@ -55,7 +62,12 @@ class ModelView:
             there = hasattr(type(model), needed) or hasattr(model, needed)
             if not there and not (needed == "blocks" and self.is_encoder_decoder):
                 hint = " The model comes first, then the input; load one by its name first." * isinstance(model, str)
-                if hasattr(model, "from_pretrained"):
+                if hasattr(model, "get_base_model"):
+                    hint = (
+                        " Of a model with adapters, wrap what lies inside: "
+                        "TransformerBridge.boot_transformers(name, hf_model=model.get_base_model())."
+                    )
+                elif hasattr(model, "from_pretrained"):
                     hint = (
                         " Wrap a Hugging Face model with TransformerBridge.boot_transformers(name, hf_model=model), "
                         "name being its name on the hub or a folder with its config (model.save_pretrained(folder))."
@@ -64,7 +76,8 @@ class ModelView:
                     f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder or a "
                     "TransformerBridge (a HookedEncoderDecoder is not supported; boot it as a Bridge)." + hint
                 )
-        self.model = model
+        with lock_of(model):  # another thread may have given it other weights for a while
+            self.model = model
         self.cfg: Any = model.cfg
         self.class_name = type(model).__name__
         self.is_bridge = hasattr(model, "original_model")
@@ -80,6 +93,7 @@ class ModelView:
         parts = {part for parts in READ_FROM.values() for part in parts}
         self.offloaded = offloaded(*(getattr(model, part, None) for part in parts))
         self.encoder_layers = len(model.encoder_blocks) if self.is_encoder_decoder else 0
+        refuse_autocast(self.device)
         if getattr(self.cfg, "use_split_qkv_input", False) or getattr(self.cfg, "use_attn_in", False):
             raise UnsupportedModelError(
                 "cfg.use_split_qkv_input and cfg.use_attn_in add a head axis to the residual stream; "
@@ -247,8 +261,8 @@ class ModelView:
         if phi is None:
             raise UnsupportedModelError(f"mlm_head of {self.description}: unknown activation {self.cfg.act_fn!r}.")
         if is_bridge_component(head):
-            linear, norm, scale = head.original_component, self.model.ln_final, "ln_final.hook_scale"
-            weight, bias = linear.weight.T, linear.bias
+            norm, scale = self.model.ln_final, "ln_final.hook_scale"
+            weight, bias = read_linear(head, "mlm_head", self._refuse)
         else:
             weight, bias, norm, scale = head.W, head.b, head.ln, "mlm_head.ln.hook_scale"
         return MLMHead(weight.detach(), detached(bias), phi, norm_weights(norm, self.cfg), scale)
@@ -262,8 +276,11 @@ class ModelView:
         if not all(callable(part) for part in parts):
             raise UnsupportedModelError(f"prediction_head of {self.description}: no dense, act and norm that are read.")
         dense, phi, norm = (part for part in parts if part is not None)
-        read = tried_norm(norm, self.cfg, width=dense.weight.shape[0])
-        return MLMHead(dense.weight.detach().T, detached(dense.bias), phi, read, None)
+        weight, bias = read_linear(dense, "prediction_head.dense", self._refuse)
+        return MLMHead(weight, bias, phi, tried_norm(norm, self.cfg, width=weight.shape[1]), None)
+
+    def _refuse(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.description}: {what}")
 
     @weights_read
     def unembedding(self) -> tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, "d_vocab"] | None] | None:
@@ -271,11 +288,18 @@ class ModelView:
         unembed = getattr(self.model, "unembed", None)
         if unembed is None:
             return None
-        if getattr(unembed, "W_U", None) is None and isinstance(getattr(unembed, "weight", None), Tensor):
-            return unembed.weight.detach().T, detached(getattr(unembed, "bias", None))  # an image classifier's
-        b_U, model = detached(getattr(unembed, "b_U", None)), getattr(self.model, "original_model", None)
-        added = detached(getattr(model, "final_logits_bias", None))  # BART adds one besides
-        return unembed.W_U.detach(), b_U if added is None else added[0] if b_U is None else b_U + added[0]
+        W_U, b_U = self._unembedding_weights(unembed)
+        added = detached(getattr(getattr(self.model, "original_model", None), "final_logits_bias", None))
+        if added is None:
+            return W_U, b_U
+        return W_U, added[0] if b_U is None else b_U + added[0]  # BART adds one besides
+
+    def _unembedding_weights(self, unembed: Any) -> tuple[Tensor, Tensor | None]:
+        module = innermost(unembed)
+        changed = is_bridge_component(unembed) and isinstance(module, nn.Module) and not is_plain(module)
+        if changed or (getattr(unembed, "W_U", None) is None and hasattr(unembed, "weight")):  # an image classifier's
+            return read_linear(module, "unembed", self._refuse)
+        return floating(unembed.W_U, "unembed.W_U", self._refuse), detached(getattr(unembed, "b_U", None))
 
     def logits(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_vocab"]:
         """``cap((x·W_U + b_U) · factor)`` of what is unembedded (in a masked model, what its prediction head gives).
@@ -285,6 +309,7 @@ class ModelView:
         """
         if self.unembedding is None:
             raise UnsupportedModelError(f"{self.description} predicts no tokens.")
+        refuse_autocast(x.device)
         W_U, b_U = self.unembedding
         made = x.to(W_U) @ W_U
         made = (made if b_U is None else made + b_U) * self.logit_factor
@@ -312,6 +337,8 @@ class ModelView:
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
         """W_E, as stored: some models (Gemma) multiply it by a constant on its way into the residual stream."""
         embed = getattr(self.model, "embed", None)
+        if is_adapter(innermost(embed)):
+            return read_embedding(innermost(embed), "embed", self._refuse)
         for owner in (embed, getattr(embed, "embed", None)):  # a HookedEncoder's is one module further in
             W_E = getattr(owner, "W_E", None)
             if isinstance(W_E, Tensor):
@@ -319,22 +346,61 @@ class ModelView:
         raise UnsupportedModelError(f"{self.description} has no readable embedding W_E.")
 
     @property
+    def end_adapters(self) -> tuple[str, ...]:
+        """The names of the adapters in effect in the embedding and the unembedding."""
+        parts = [getattr(self.model, name, None) for name in ("embed", "unembed")]
+        return tuple(sorted({name for part in parts if part is not None for name in adapter_names(part)}))
+
+    @property
     def soft_cap(self) -> float | None:
         """The final logits' soft cap c·tanh(x/c), or None."""
         cap = getattr(self.cfg, "output_logits_soft_cap", None)
         return float(cap) if cap is not None and cap > 0 else None
 
+    @cached_property
+    def _newly_initialised(self) -> dict[str, nn.Parameter] | None:
+        return newly_initialised(self.model)
+
+    @property
+    def newly_initialised(self) -> tuple[str, ...] | None:
+        """The weights that the model's checkpoint lacks, by Hugging Face's names; None where it does not show it.
+
+        They hold random numbers (or zeros and ones): what they compute is noise (`tensorlens_tl.models.checkpoint`).
+        """
+        return None if self._newly_initialised is None else tuple(self._newly_initialised)
+
+    @property
+    def untrained_head(self) -> tuple[str, ...]:
+        """Those of them that stand between the hidden state and the logits."""
+        return self._untrained_in((*HEAD_PARTS, "ln_final") if hasattr(self.model, "mlm_head") else HEAD_PARTS)
+
+    @property
+    def untrained_stack(self) -> tuple[str, ...]:
+        """Those of them that the hidden state itself depends on: of embeddings, blocks and the final norm."""
+        parts = [name for name, _ in self.model.named_children() if name != "original_model"]
+        head = self.untrained_head
+        return tuple(name for name in self._untrained_in(parts) if name not in head)
+
+    def _untrained_in(self, parts: Sequence[str]) -> tuple[str, ...]:
+        modules = [getattr(self.model, part, None) for part in parts]
+        inside = {id(weight) for module in modules if module is not None for weight in module.parameters()}
+        return tuple(name for name, weight in (self._newly_initialised or {}).items() if id(weight) in inside)
+
     def provenance(self) -> dict[str, str]:
-        """What a result depends on besides the prompt: names, versions, weight processing, dtype."""
+        """What a result depends on besides the prompt: names, versions, weight processing, dtype, and where there are
+        any, the weights that no checkpoint had."""
         from importlib.metadata import version
 
-        return {
+        untrained = {"newly_initialised": ", ".join(self.newly_initialised)} if self.newly_initialised else {}
+        adapters = adapter_names(self.model)
+        known = untrained | {
             "model": str(getattr(self.cfg, "model_name", "custom")),
             "class": self.class_name,
             "transformer_lens": version("transformer-lens"),
             "weight_processing": self.weight_processing,
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
         }
+        return known | {"adapters": ", ".join(adapters)} if adapters else known
 
     @cached_property
     def weight_processing(self) -> str:

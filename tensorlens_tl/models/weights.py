@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra import AffineMap
+from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.activations import Activation
 from tensorlens_tl.models.offload import forward_of
@@ -180,7 +181,9 @@ def norm_weights(norm: Any, cfg: Any) -> NormWeights:
         return tried_norm(inner, cfg, width=len(gain))
     # a Bridge cannot apply a scale that a hook gave it where there is no weight
     epsilon = _epsilon(inner, cfg) if gain is None else None
-    return NormWeights(1 + gain if gain is not None and offset else gain, detached(shift), not said, epsilon)
+    if gain is not None and offset:
+        gain = 1 + upcast(gain)  # as Gemma adds it: in half precision the sum would be rounded
+    return NormWeights(gain, detached(shift), not said, epsilon)
 
 
 def _adds_one(inner: nn.Module, gain: Tensor) -> bool:
@@ -210,13 +213,14 @@ def tried_norm(inner: nn.Module, cfg: Any, *, width: int, hooked: bool | None = 
     with torch.no_grad():
         made = forward_of(inner)(x)
     for centre in (False, True):
-        for factor in (gain,) if gain is None else (gain, 1 + gain):
+        for factor in (gain,) if gain is None else (gain, 1 + upcast(gain)):
             read = NormWeights(factor, shift, centre, epsilon)
             y = (x - x.mean(-1, keepdim=True) if centre else x) / read.scale_of(x).to(x)
             y = y if factor is None else y * factor
             options.append((float((y if shift is None else y + shift).sub(made).abs().max()), read))
     error, best = min(options, key=lambda option: option[0])
-    if not error <= 1e-2 * float(made.abs().max()):
+    # norms of other libraries round in up to four places
+    if not error <= (1e-2 + 4 * torch.finfo(made.dtype).eps) * float(made.abs().max()):
         raise UnsupportedModelError(f"{type(inner).__name__} is not read as a LayerNorm or an RMSNorm.")
     good = hooked is not None and hooked is not best.centre and gain is not None
     return replace(best, epsilon=None) if good else best

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.models.adapters import is_adapter
 from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.linears import path_of, shown
 from tensorlens_tl.models.offload import refuse_offloaded
 from tensorlens_tl.models.state import sampled
 from tensorlens_tl.models.view import ModelView
@@ -54,9 +56,10 @@ def writable(block: BlockView) -> dict[str, Tensor]:
     """
     where = f"blocks.{block.layer} of this {block.model.description}"
     refuse_offloaded(block.module, where)
+    _refuse_adapted(block, where)
     _ = block.attention, block.query_key  # refuses what cannot be read or is no floating point
     attn, mlp = block.module.attn, getattr(block.module, "mlp", None)
-    found = {name: _shown(attn, name) for name in ATTENTION} | {name: getattr(mlp, name, None) for name in MLP}
+    found = {name: _shown(attn, name) for name in ATTENTION} | {name: shown(mlp, name) for name in MLP}
     stored = {parameter.untyped_storage().data_ptr() for parameter in block.module.parameters()}
     kept: dict[str, Tensor] = {}
     for name, weight in found.items():
@@ -70,6 +73,17 @@ def writable(block: BlockView) -> dict[str, Tensor]:
                 "so writing to it would change nothing. Load the model in floating point."
             )
     return kept
+
+
+def _refuse_adapted(block: BlockView, where: str) -> None:
+    """Raise `UnsupportedModelError` where a layer is more than its weight: what is written would not be all it does."""
+    for name, part in block.module.named_modules():
+        if is_adapter(part):
+            raise UnsupportedModelError(
+                f"{where}: {path_of(name)} has adapters "
+                f"({', '.join(part.active_adapters)}), which would be added to whatever is written. Merge them "
+                "(peft's merge_and_unload()) and wrap what that returns."
+            )
 
 
 def _shown(attn: Any, name: str) -> Any:

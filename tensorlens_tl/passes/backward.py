@@ -25,13 +25,12 @@ from tensorlens_tl.hooks import (
     in_this_thread,
     lock_of,
     other_hooks,
-    refuse_attached,
 )
 from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.passes.collapse import Collapse
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.holding import holding_hooks
+from tensorlens_tl.passes.live_runs import LiveModel
 from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.target import resolve_target
 
@@ -62,14 +61,12 @@ def rule_scores(
         InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens; a block's attention is held as a whole, or a hook point
             does not show what the model computes with.
-        FrozenModelError: the weights changed since the pass, or a frozen pass is attached.
+        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached.
         NumericalError: gradients are not finite, or the run does not repeat the pass.
     """
     positions = query_positions(frozen.prompt, query)
     asked = resolve_target(frozen, target, minus, positions=positions)
-    frozen.check_fresh()
-    refuse_dropout(frozen.view.model)
-    refuse_attached(frozen.model)
+    LiveModel(frozen, "a backward rule").check_hooks()
     sites, scales = _sites(frozen)
     x, real = frozen.resid_pre(0), torch.take_along_dim(frozen.mask, positions, dim=1)
     # what is held is made here: autograd keeps no tensor that was made in somebody's inference mode

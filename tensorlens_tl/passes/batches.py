@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens_tl._arguments import plain
+from tensorlens_tl._arguments import plain, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.view import ModelView
@@ -75,7 +75,10 @@ def numbered(message: str, batch: Sequence[int]) -> str:
 
 def check_slice(query: Any, lengths: Sequence[int]) -> None:
     """Refuse a slice that stands for more positions in one prompt than in another, as a single pass does."""
-    counts = {len(range(length)[query]) for length in lengths} if isinstance(query, slice) else set()
+    if not isinstance(query, slice):
+        return
+    query = whole_slice("query", query, why="positions of a prompt")
+    counts = {len(range(length)[query]) for length in lengths}
     if len(counts) > 1:
         raise InvalidInputError(
             f"query={query} stands for {sorted(counts)} tokens of these prompts; it must be the same number in each."

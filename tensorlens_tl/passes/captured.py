@@ -1,22 +1,45 @@
 """What one forward pass leaves behind: activations by hook-point name, and the streams that they make up."""
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
-from tensorlens_tl.hooks import ModelPoints
+from tensorlens_tl.algebra.numerics import refuse_autocast
+from tensorlens_tl.errors import (
+    FrozenModelError,
+    InvalidInputError,
+    NumericalError,
+    ResidualWarning,
+    UnsupportedModelError,
+)
+from tensorlens_tl.hooks import ModelPoints, lock_of
+from tensorlens_tl.models.configuration import changed, configuration
 from tensorlens_tl.models.layouts import Layout
 from tensorlens_tl.models.protocol import HookedModel
 from tensorlens_tl.models.state import WeightState
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.held_scores import HeldScores
 from tensorlens_tl.passes.prompts import Prompt
+
+SumOfPass = TypeVar("SumOfPass")
+"""A result with a `residual`: how far its parts are from the number that they explain."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldConfiguration:
+    """A model's configuration as it was when a pass was frozen; it can be copied and pickled."""
+
+    texts: Mapping[str, str]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"texts": dict(self.texts)}
 
 
 @dataclass(eq=False)
@@ -29,7 +52,9 @@ class Captured:
         prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
         cache: the captured activations by hook-point name (listed in `tensorlens_tl.hooks.points`).
         weights: what the model's weights were, to tell whether they still are.
-        other_hooks: the hook points where other people's hooks were during the pass.
+        other_hooks: the hook points and modules where other people's hooks were during the pass.
+        hook_numbers: which hooks those were.
+        configuration: what decided the model's numbers besides its weights (`tensorlens_tl.models.configuration`).
         layouts: how each block is put together.
         errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
             ``"head"``, and ``"unembed"`` (of the tokens whose logits were compared: the last ones, and those asked
@@ -37,6 +62,7 @@ class Captured:
         tolerance: the largest error a proof may show.
         held_scores: of a pass frozen with ``patterns="recompute"``, what each pattern is made from, by hook-point name.
         proved_positions: where blocks were proved, of a pass frozen with ``verify="sample"``; None for every position.
+        strict: whether a sum that is further from its total than `allowed_residual` is an error instead of a warning.
     """
 
     view: ModelView
@@ -45,12 +71,15 @@ class Captured:
     cache: dict[str, Tensor]
     weights: WeightState
     other_hooks: list[str] = field(default_factory=list)
+    hook_numbers: frozenset[int] = frozenset()
+    configuration: "HeldConfiguration | None" = None
     layouts: list[Layout] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     tolerance: float = 1e-4
     logits_compared: Tensor | None = None
     held_scores: dict[str, HeldScores] = field(default_factory=dict)
     proved_positions: Int[Tensor, "batch query"] | None = None
+    strict: bool = False
 
     # ------------------------------------------------------------------ the model and the prompt
 
@@ -85,14 +114,29 @@ class Captured:
         return self.view.n_layers
 
     def check_fresh(self) -> None:
-        """Raise `FrozenModelError` if the model's weights were changed, moved or cast since this pass.
+        """Raise `FrozenModelError` if the model's weights or its configuration are no longer those of this pass.
 
-        Also for writes through ``.data``, unless they touch no more than lone numbers (see `WeightState`).
+        Weights that were changed, moved or cast, adapters that were switched, scaled or merged; also writes through
+        ``.data``, unless they touch no more than lone numbers (see `WeightState`). Where another thread runs the model,
+        or has given it other weights for a while, it is waited for. Inside ``torch.autocast``, whose products are not
+        the pass's, it raises `InvalidInputError`.
         """
-        if not self.weights.holds(self.view.model):
+        refuse_autocast(self.view.device)
+        with lock_of(self.view.model):
+            same_weights = self.weights.holds(self.view.model)
+            now = configuration(self.view.model)
+        if not same_weights:
             raise FrozenModelError(
-                "the model's weights were changed, moved or cast after this pass was frozen, so the two no longer "
-                "belong together. Freeze again (or leave the `with plan.applied():` that changed them)."
+                "the model's weights were changed, moved or cast, or its adapters switched, after this pass was "
+                "frozen, so the two no longer belong together. Freeze again (or leave the `with plan.applied():` that "
+                "changed them)."
+            )
+        differences = [] if self.configuration is None else changed(self.configuration.texts, now)
+        if differences:
+            more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+            raise FrozenModelError(
+                f"the model's configuration was changed after this pass was frozen ({'; '.join(differences[:3])}"
+                f"{more}), so the two no longer belong together. Change it back, or freeze again."
             )
 
     def provenance(self) -> dict[str, str]:
@@ -100,6 +144,34 @@ class Captured:
         that the proof was of sampled positions where it was."""
         sampled = {} if self.proved_positions is None else {"proof": self.proof_scope}
         return self.view.provenance() | ({"hooks": ", ".join(self.other_hooks)} if self.other_hooks else {}) | sampled
+
+    @property
+    def allowed_residual(self) -> float:
+        """The largest residual that a sum may show: the tolerance of a block, or what all blocks together miss by."""
+        outputs = [error for name, error in self.errors.items() if not name.endswith(".writes")]
+        return max(self.tolerance, sum(outputs))
+
+    def checked(self, result: SumOfPass) -> SumOfPass:
+        """A sum made from this pass, after a look at its residual.
+
+        Warns (`ResidualWarning`) where that is above `allowed_residual`.
+
+        Raises:
+            NumericalError: instead of the warning, if the pass was frozen with ``strict=True``.
+        """
+        checked: Any = result
+        residual = float(torch.as_tensor(checked.residual).max())
+        if residual <= self.allowed_residual:
+            return result
+        message = (
+            f"{type(result).__name__}: its parts miss the model's own number by {residual:.1e} of their size, and the "
+            f"proof of this pass allows {self.allowed_residual:.1e}. They are not what the model does: load the model "
+            "in a wider dtype, or look for what was changed on it (frozen.other_hooks)."
+        )
+        if self.strict:
+            raise NumericalError(message)
+        warnings.warn(message, ResidualWarning, stacklevel=3)
+        return result
 
     @property
     def proof_scope(self) -> str:

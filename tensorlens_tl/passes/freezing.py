@@ -22,6 +22,8 @@ from tensorlens_tl.hooks import (
     capture,
     check_finite,
     from_cache,
+    hook_numbers,
+    keep_in,
     logit_hooks,
     logits_at,
     model_points,
@@ -30,16 +32,19 @@ from tensorlens_tl.hooks import (
     own_run,
     refuse_attached,
 )
+from tensorlens_tl.models.configuration import configuration
 from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.protocol import HookedModel, ModelLike
 from tensorlens_tl.models.state import WeightState, refuse_devices, refuse_dropout
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.captured import HeldConfiguration
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.pattern_checks import check_pattern, looks_ahead
 from tensorlens_tl.passes.prompts import Prompt, prepare, query_positions
 from tensorlens_tl.passes.proof import compare_logits, prove
 from tensorlens_tl.passes.recompute import PatternReader, refuse_unreadable
 from tensorlens_tl.passes.sampling import sampled_positions
+from tensorlens_tl.passes.writes import SeenWrites
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -62,6 +67,7 @@ def freeze(
     patterns: str = "keep",
     verify: Any = True,
     tolerance: Any = None,
+    strict: bool = False,
 ) -> FrozenPass:
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
 
@@ -72,8 +78,9 @@ def freeze(
     Args:
         model: a HookedTransformer, HookedEncoder (TransformerLens 3.9) or TransformerBridge (3.9 and 4.x).
         input: a string or a list of strings; or token ids, as a tensor `[batch, pos]` or `[pos]`, or as lists, which
-            may differ in length. Of a model that reads images or sound, the values that it reads: pixels
-            `[batch, channel, height, width]`, a spectrogram `[batch, time, mel]` or samples `[batch, sample]`.
+            may differ in length; or what a tokenizer or processor returns, a mapping with `input_ids`. Of a model that
+            reads images or sound, the values that it reads: pixels `[batch, channel, height, width]`, a spectrogram
+            `[batch, time, mel]` or samples `[batch, sample]`.
         attention_mask: 1 at real tokens, `[batch, pos]`; with token ids of equal length only.
         token_type_ids: segment ids for BERT-like models.
         decoder_input_ids: what the decoder of an encoder–decoder reads, as text or token ids; its positions follow
@@ -84,8 +91,8 @@ def freeze(
             length.
         model_inputs: what a multimodal model takes besides its tokens, by the names of its forward:
             ``{"pixel_values": ...}``.
-        cache: the ActivationCache of an earlier ``run_with_cache`` on the same input, kept instead of this run's
-            activations; each of them is compared with this run's.
+        cache: the ActivationCache of an earlier ``run_with_cache`` on the same input; a copy is kept instead of this
+            run's activations, and each of them is compared with this run's.
         store: ``"cpu"`` keeps the captured activations off the model's device.
         patterns: ``"recompute"`` keeps queries and keys instead of attention patterns, so that memory grows with the
             prompt's length and not with its square: a layer's pattern is made anew, a few queries at a time, when it is
@@ -95,7 +102,10 @@ def freeze(
             that is read wrongly is found, an activation that was changed at another token is not. Blocks with
             whitening or a mixer in place of attention, and those of encoder–decoders, are proved at every token all
             the same. False proves only the first block of each kind.
-        tolerance: largest relative error a block may show; None takes `TOLERANCE` for the model's dtype.
+        tolerance: largest relative error that a block may show in its output, and every head, neuron and sublayer in
+            what it gives; None takes `TOLERANCE` for the model's dtype.
+        strict: whether a sum that is further from the model's number than its proof allows (`allowed_residual` of the
+            pass) raises `NumericalError` instead of a `ResidualWarning`.
 
     Raises:
         InvalidInputError: an input that is empty, longer than the context or outside the vocabulary, or shapes that
@@ -142,24 +152,30 @@ def freeze(
             allowed = partial(_tolerance, tolerance)
             points, last = model_points(view), query_positions(prompt, -1)
             logits = logit_hooks(view.model, points.unembed_in, prompt.in_logits(last))
-            reader = None
+            reader, writes = None, None
+            sampled = sampled_positions(prompt.mask) if verify == "sample" else None
+            if verify:
+                writes = SeenWrites.of(view, points, len(prompt.tokens), sampled, store)
             if cache is None:
                 reader = PatternReader(view, points, prompt, store, allowed) if patterns == "recompute" else None
-                kept, made = _captured(view, prompt, points, store, logits, reader)
+                kept, made = _captured(view, prompt, points, store, logits, reader, writes)
             else:
                 hooked = [name for name in points.captured if name not in points.calls]
                 kept, made = from_cache(cache, hooked, len(prompt.tokens), _lengths(view, prompt, points)), None
             frozen = FrozenPass(view, points, prompt, kept, WeightState.of(view.model), other_hooks(view.model))
+            frozen.hook_numbers = hook_numbers(view.model)
+            frozen.configuration = HeldConfiguration(configuration(view.model))
             _check_width(frozen)
             _check_dtype(frozen)
             frozen.tolerance, frozen.held_scores = allowed(frozen.resid_pre(0).dtype), reader.scores if reader else {}
+            frozen.strict = bool(strict)
             if cache is not None:
-                made = _compare_with_own_run(frozen, logits)
+                made = _compare_with_own_run(frozen, logits, writes)
             _check_padding(view.model, prompt, points, frozen)
             _check_growth(frozen)
             check_finite({name: kept[name] for name in points.captured if name in kept})
-            frozen.proved_positions = sampled_positions(frozen.mask) if verify == "sample" else None
-            prove(frozen, bool(verify))
+            frozen.proved_positions = sampled
+            prove(frozen, bool(verify), writes)
             _warn_of_ties(frozen, {name: kept.pop(name) for name in points.routers if name in kept})
             if points.unembed_in is not None:
                 compare_logits(frozen, frozen.unembedded(), logits_at(made, prompt.in_logits(last)), last)
@@ -180,25 +196,42 @@ def _captured(
     store: str,
     hooks: list[FwdHook],
     reader: PatternReader | None,
+    writes: SeenWrites | None,
 ) -> tuple[dict[str, Tensor], Any]:
-    """What the pass keeps, and the model's logits.
+    """What the pass keeps, and the model's logits; `writes` is shown what the proof looks at.
 
     Raises:
         UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers; some
             models whose weights are offloaded).
     """
     try:
-        names, calls = [*points.captured, *points.routers], {**points.calls, **points.routers}
-        if reader is None:
-            return capture(view.model, prompt.kwargs, names, store=store, hooks=hooks, calls=calls)
-        made = observe(view.model, prompt.kwargs, names, reader.see, hooks=[*hooks, *reader.hooks()], calls=calls)
-        return reader.kept, made
+        proved = [] if writes is None else points.proved
+        names = [*points.captured, *points.routers, *proved]
+        calls = {**points.calls, **points.routers}
+        kept: dict[str, Tensor] = {} if reader is None else reader.kept
+        keep = partial(keep_in, kept, store) if reader is None else reader.see
+        hooks = hooks if reader is None else [*hooks, *reader.hooks()]
+
+        def see(name: str, activation: Tensor) -> None:
+            if writes is not None and name in writes.names:
+                writes.see(name, activation)
+            else:
+                keep(name, activation)
+
+        made = observe(view.model, prompt.kwargs, names, see, hooks=hooks, calls=calls, optional=proved)
+        return kept, made
     except (KeyError, RuntimeError, ValueError) as error:
         if not isinstance(error, TensorLensError) and view.any_offloaded:
             raise UnsupportedModelError(
                 f"{view.description} cannot run with its weights offloaded: {type(error).__name__}: {error}. "
                 "TransformerLens runs more of them from 4.3 on, and some where accelerate offloads the model after it "
                 "was wrapped (accelerate.disk_offload(bridge.original_model, folder)); or load it into memory."
+            ) from error
+        if prompt.extra and not isinstance(error, TensorLensError):
+            raise InvalidInputError(
+                f"model_inputs: {view.description} does not run on {', '.join(prompt.extra)} with these tokens "
+                f"({type(error).__name__}: {error}). Pass token ids and values that one call of the model's processor "
+                "made: each image or sound has its number of tokens."
             ) from error
         if not isinstance(error, ValueError) or isinstance(error, TensorLensError) or not view.is_encoder_decoder:
             raise
@@ -267,11 +300,15 @@ def _warn_of_ties(frozen: FrozenPass, logits: Mapping[str, Tensor]) -> None:
             )
 
 
-def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:
+def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook], writes: SeenWrites | None) -> Any:
     """Refuse a cache with an activation that the model itself does not have on this prompt; hands back its logits."""
     errors: dict[str, float] = {}
+    proved = [] if writes is None else frozen.points.proved
 
     def see(name: str, activation: Tensor) -> None:
+        if writes is not None and name in writes.names:
+            writes.see(name, activation)
+            return
         if name in calls:  # no cache has them
             frozen.cache[name] = activation
             return
@@ -280,9 +317,9 @@ def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook]) -> Any:
         by_query = (mine.transpose(1, 2), own.transpose(1, 2)) if mine.ndim == 4 else (mine, own)
         errors[name] = relative_error(*by_query, frozen.mask[:, frozen.span(name)])
 
-    names = [*frozen.points.captured, *frozen.points.routers]
+    names = [*frozen.points.captured, *frozen.points.routers, *proved]
     calls = {**frozen.points.calls, **frozen.points.routers}
-    logits = observe(frozen.model, frozen.inputs, names, see, hooks=hooks, calls=calls)
+    logits = observe(frozen.model, frozen.inputs, names, see, hooks=hooks, calls=calls, optional=proved)
     for name, error in errors.items():
         if not error <= frozen.tolerance:
             raise InvalidInputError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks import (
     FwdHook,
@@ -22,12 +23,14 @@ from tensorlens_tl.hooks import (
     refuse_attached,
 )
 from tensorlens_tl.models.activations import check_rule
+from tensorlens_tl.models.layouts import Layout
 from tensorlens_tl.models.protocol import LayerRange
 from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.passes.holding import holding_hooks
+from tensorlens_tl.passes.live_runs import LiveModel
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.prompts import query_positions
-from tensorlens_tl.passes.proof import unembedding_error
+from tensorlens_tl.passes.proof import logits_error, unembedding_error
 from tensorlens_tl.passes.record import Record
 
 
@@ -74,6 +77,25 @@ class FrozenPass(Record):
         return FrozenOperator.of(
             self, layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, activation=activation
         )
+
+    def block(
+        self,
+        layer: int,
+        *,
+        activation: str = "ratio",
+        heads: Collection[int] | None = None,
+        mlp: bool = True,
+        layout: Layout | None = None,
+    ) -> AffineMap:
+        """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out.
+
+        Raises:
+            InvalidInputError: no such layer or rule.
+            FrozenModelError: the model is no longer the one that the pass was taken from.
+        """
+        check_rule(activation)
+        self.check_fresh()
+        return self.block_map(layer, activation=activation, heads=heads, mlp=mlp, layout=layout)
 
     # ------------------------------------------------------------------ the live model, held
 
@@ -137,14 +159,24 @@ class FrozenPass(Record):
 
         Args:
             query: see `tensorlens_tl.passes.prompts.query_positions`.
+
+        Raises:
+            FrozenModelError: the model is no longer that of the pass.
         """
-        self.check_fresh()
-        refuse_dropout(self.view.model)
+        live = LiveModel(self, "logits")
         if self.view.unembedding is None or self.points.unembed_in is None:
             return None
         positions = query_positions(self.prompt, query)
         own = self.prompt.in_logits(positions)
-        _, logits = own_logits(self.model, self.inputs, self.points.unembed_in, own)
+        states, logits = own_logits(self.model, self.inputs, self.points.unembed_in, own)
+        live.check({self.points.unembed_in: states})
+        if not live.same_hooks:  # one of them may act after the unembedding
+            error = logits_error(self, self.beside_encoder(states), logits, positions)
+            if not error <= self.tolerance:
+                raise FrozenModelError(
+                    f"logits: hooks were put on the model or taken off since this pass, and its logits are not "
+                    f"W_U·x + b_U now (relative error {error:.1e}). Freeze again."
+                )
         return logits.detach() if isinstance(logits, Tensor) and logits.ndim == 3 else None
 
     @property

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import RecomputedAttention
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.numerics import refuse_autocast, upcast
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +47,7 @@ class HeldScores:
         self, positions: Int[Tensor, "batch query"], dtype: torch.dtype
     ) -> Float[Tensor, "batch head query reached"]:
         """The pattern's rows of some queries, up to the last key that any of them can reach."""
+        refuse_autocast(self.device)
         at, pos = positions.to(self.queries.device), self.shape[-1]
         reached = pos if self.ahead is None or not at.numel() else min(pos, int(at.max()) + 1 + self.ahead)
         q = torch.take_along_dim(self.queries, at[:, None, :, None], dim=2).to(self.device)

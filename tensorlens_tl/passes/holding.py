@@ -178,10 +178,10 @@ def _prove(record: Record) -> _Proved:
     # patterns by way of hook_z: live ablations take heads away there, and hook_pattern was tried above
     hooks, last = [*others, *_hooks(record, frozenset())], points.output if ends else points.last_output
     seen, _ = capture(model, record.inputs, [*dict.fromkeys(names + ends)], hooks=hooks, last=last, changed=True)
-    live = dataclasses.replace(record, cache=seen, _ratios={}, _experts={})
+    live = dataclasses.replace(record, cache=seen, _ratios={}, _experts={}, _gates=set())
     streams = [live.resid_pre(layer) for layer in range(record.n_layers + 1)]
     streams += [live.output] if ends else []
-    maps = [*map(record.block, range(record.n_layers)), after]
+    maps = [*map(record.block_map, range(record.n_layers)), after]
     for layer, (step, before, own) in enumerate(zip(maps, streams, streams[1:], strict=False)):
         error = relative_error(step(before), own, record.mask)
         if not error <= record.tolerance:

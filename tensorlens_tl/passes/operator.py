@@ -259,7 +259,8 @@ class FrozenOperator(FrozenTensor):
             raise NumericalError(
                 f"the scores overflow {str(self.x.dtype).removeprefix('torch.')}; load the model in a wider dtype."
             )
-        return Collapse(scores, bias, total, relative_residual(scores, bias, total), soft_cap=soft_cap)
+        residual = relative_residual(scores, bias, total)
+        return self.frozen.checked(Collapse(scores, bias, total, residual, soft_cap=soft_cap))
 
     def _together(
         self, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"]

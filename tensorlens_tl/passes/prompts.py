@@ -1,7 +1,7 @@
 """From what a user passes to what a model takes: tokens, mask, keyword arguments, and readable tokens."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import plain, whole_number
+from tensorlens_tl._arguments import plain, whole_number, whole_slice
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.models.view import ModelView
@@ -112,7 +112,8 @@ def prepare(
     Args:
         view: the model.
         input: a string, a list of strings, or token ids: a tensor `[batch, pos]` or `[pos]`, or lists, which may differ
-            in length; of a model that reads images or sound, see `tensorlens_tl.passes.signals`.
+            in length; or what a tokenizer or processor returns (a mapping with `input_ids`); of a model that reads
+            images or sound, see `tensorlens_tl.passes.signals`.
         attention_mask: 1 at real tokens, 0 at padding, `[batch, pos]`; only with token ids.
         token_type_ids: segment ids for BERT-like models, `[batch, pos]`.
         decoder_input_ids, decoder_attention_mask: what an encoder–decoder's decoder reads, likewise; for such a model
@@ -123,9 +124,14 @@ def prepare(
         model_inputs: what else a multimodal model's forward takes, by name; goes to the model as it is.
 
     Raises:
-        InvalidInputError: empty, longer than the context, token ids outside the vocabulary, or shapes that differ; see
-            also `read_signal` and `extra_inputs`.
+        InvalidInputError: empty, longer than the context, token ids outside the vocabulary, shapes that differ, or
+            messages of a chat; see also `read_signal` and `extra_inputs`.
     """
+    if isinstance(input, Mapping):
+        passed = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "model_inputs": model_inputs}
+        passed |= {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
+        encoded = _of_tokenizer(view, input, passed)
+        return prepare(view, **encoded, prepend_bos=prepend_bos, padding_side=padding_side)
     if view.reads != "tokens":
         others = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "model_inputs": model_inputs}
         others |= {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
@@ -167,6 +173,58 @@ def prepare(
     for row, first in zip(starts or (), real.long().argmax(1).tolist(), strict=starts is not None):
         row[length + first] = True  # a word never goes on from the encoder to the decoder
     return Prompt(both, torch.cat([mask, real], dim=1), kwargs, texts, starts, length, extra=tuple(extra))
+
+
+def _of_tokenizer(view: ModelView, encoding: Mapping[Any, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tokenizer or processor returns, as arguments of `prepare`.
+
+    Raises:
+        InvalidInputError: it has no token ids, or something that was passed besides.
+    """
+    if "input_ids" not in encoding:
+        _refuse_chat(encoding)
+        raise InvalidInputError(
+            f"input: a mapping with {', '.join(map(repr, encoding)) or 'nothing'} in it and without 'input_ids'; pass "
+            "what a tokenizer returns, or the values that this model reads themselves."
+        )
+    arguments: dict[str, Any] = {"input": encoding["input_ids"]}
+    others: dict[str, Any] = {}
+    for name, value in encoding.items():
+        if name in passed:
+            arguments[name] = value
+        elif name != "input_ids":
+            others[name] = value
+    if others:
+        arguments["model_inputs"] = others
+    for name, value in passed.items():
+        if value is not None and name in arguments:
+            raise InvalidInputError(f"{name}: the input has one already; pass it once.")
+        arguments.setdefault(name, value)
+    if _is_ragged(arguments["input"]) and _all_ones(arguments["attention_mask"]):
+        arguments["attention_mask"] = None  # rows that are not padded are real throughout
+    if not (view.is_bridge or view.is_hooked_encoder) and not _any_number(arguments["token_type_ids"]):
+        arguments["token_type_ids"] = None  # one segment: what a model without segments reads anyway
+    return arguments
+
+
+def _all_ones(mask: Any) -> bool:
+    return mask is not None and all(bool(torch.as_tensor(row).all()) for row in mask)
+
+
+def _any_number(segments: Any) -> bool:
+    return segments is not None and any(bool(torch.as_tensor(row).any()) for row in segments)
+
+
+def _refuse_chat(input: Any) -> None:
+    """Raise `InvalidInputError` for messages of a chat: how they become tokens is the template's, and the caller's."""
+    first = input
+    while isinstance(first, Sequence) and not isinstance(first, str) and first:
+        first = first[0]
+    if isinstance(first, Mapping) and "role" in first:
+        raise InvalidInputError(
+            "input: messages of a chat; pass what the tokenizer's template makes of them, such as "
+            "model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors='pt')."
+        )
 
 
 def _of_signal(signal: Signal) -> Prompt:
@@ -295,6 +353,7 @@ def _pad(view: ModelView, rows: list[Tensor], padding_side: str | None) -> tuple
 
 
 def _as_ids(input: Any) -> Tensor:
+    _refuse_chat(input)
     try:
         tokens = torch.as_tensor(input)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -380,6 +439,7 @@ def query_positions(prompt: Prompt, query: Query = None, name: str = "query") ->
     if isinstance(query, Tensor) and query.ndim == 2:
         return _places(query.to(mask.device), mask, name)
     if isinstance(query, slice):
+        query = whole_slice(name, query, why="positions of a prompt")
         return _equally_many([where[query] for where in _real_positions(mask)], mask, f"{name}={query}")
     query = plain(query)
     if isinstance(query, str) or not isinstance(query, Sequence):

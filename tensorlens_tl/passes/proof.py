@@ -2,12 +2,13 @@
 
 Every block is composed from its weights in each way its norms allow; the one that reproduces the block's own output on
 its own input is its layout. A block that none reproduces is refused, with the first component that differs. A proof may
-be made at a few positions of each prompt instead of all (`tensorlens_tl.passes.sampling`). What follows the last block
+be made at a few positions of each prompt instead of all (`tensorlens_tl.passes.sampling`), and compares besides what
+heads, neurons and sublayers hold and write (`tensorlens_tl.passes.writes`). What follows the last block
 is proved the same way, and the unembedding at every token whose logit is asked about.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,30 +18,39 @@ from torch import Tensor
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import capture, own_logits
+from tensorlens_tl.hooks import observe, own_logits
 from tensorlens_tl.models.layouts import Layout, candidates
-from tensorlens_tl.models.weights import MLPWeights
+from tensorlens_tl.passes.live_runs import LiveModel
 from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.record import Record
-from tensorlens_tl.passes.sampling import can_be_sampled, sampled_error
+from tensorlens_tl.passes.sampling import attention_at, can_be_sampled, cut_to
+from tensorlens_tl.passes.writes import SeenWrites, WriteError, tapped, write_errors
 
 
-def prove(record: Record, every_block: bool = True) -> None:
+def prove(record: Record, every_block: bool = True, seen: SeenWrites | None = None) -> None:
     """Find every block's layout, measure its error, and refuse a block that no layout reproduces.
 
     The record's `layouts` and `errors` are filled in. Without `every_block` only the first block of each kind is
     proved, and what follows the last block is not. Where the record has `proved_positions`, blocks are proved there
     alone, if they can be evaluated at some positions (`passes.sampling`), and elsewhere as a whole.
 
+    Args:
+        record: the pass.
+        every_block: whether each block is proved.
+        seen: what the model showed of its sublayers, compared as well and dropped block by block (`passes.writes`).
+
     Raises:
         UnsupportedModelError: a part that no known map reproduces; names it, and what was measured.
     """
     kinds = set[tuple[object, ...]]()
+    writes = {} if seen is None else seen.tensors
     for layer in range(record.n_layers):
         block = record.view.blocks[layer]
         with block.loaded():
-            _prove_block(record, layer, kinds, every_block)
+            _prove_block(record, layer, kinds, every_block, writes)
             _ = block.offloaded and block.widest  # kept, as rows are cut by it
+        for name in record.points.blocks[layer].proved:
+            writes.pop(name, None)
     if not every_block:
         return
     head = head_error(record)
@@ -53,14 +63,34 @@ def prove(record: Record, every_block: bool = True) -> None:
             )
 
 
-def _proof_error(record: Record, layer: int, layout: Layout) -> float:
-    """What a proof measures of a block: `layout_error`, or the same at the record's `proved_positions` alone."""
-    if record.proved_positions is not None and can_be_sampled(record, layer):
-        return sampled_error(record, layer, layout, record.proved_positions)
-    return layout_error(record, layer, layout)
+class BlockErrors(NamedTuple):
+    """How far a block's map is from the model: at the block's output, and at the hook points inside."""
+
+    output: float
+    writes: list[WriteError]
+
+    def first_above(self, tolerance: float) -> WriteError | None:
+        """The first hook point, in the order of the pass, that differs by more."""
+        return next((write for write in self.writes if not write.error <= tolerance), None)
 
 
-def _prove_block(record: Record, layer: int, kinds: set[tuple[object, ...]], every_block: bool) -> None:
+def _errors(record: Record, layer: int, layout: Layout, seen: Mapping[str, Tensor]) -> BlockErrors:
+    """What a proof measures of a block, at every position or at the record's `proved_positions`."""
+    noted: dict[str, Tensor] = {}
+    at, parts = record, None
+    if record.proved_positions is not None and can_be_sampled(record.view, layer):
+        at = cut_to(record, layer, record.proved_positions)
+        noted["heads"], attention = attention_at(record, layer, layout, record.proved_positions)
+        norms = {name: at.norm(layer, name) for name in record.view.blocks[layer].norms}
+        parts = attention, at.mlp(layer), norms
+    block = at.composed(layer, layout, tapped(at.parts(layer) if parts is None else parts, noted))
+    output = block_error(at, layer, block)
+    return BlockErrors(output, write_errors(at, layer, layout, seen, noted))
+
+
+def _prove_block(
+    record: Record, layer: int, kinds: set[tuple[object, ...]], every_block: bool, seen: Mapping[str, Tensor]
+) -> None:
     """One block; `kinds` are those proved before it."""
     tolerance = record.tolerance
     block = record.view.blocks[layer]
@@ -74,21 +104,20 @@ def _prove_block(record: Record, layer: int, kinds: set[tuple[object, ...]], eve
     # the first block tells the candidates apart; for its like, one proof is enough
     known = known or _told_before(record, layer, options)
     layout = known or _choose(record, layer, options)
-    error = float("nan") if layout is None else _proof_error(record, layer, layout)
-    if layout is known and not error <= tolerance:
+    errors = None if layout is None else _errors(record, layer, layout, seen)
+    if layout is known and (errors is None or not errors.output <= tolerance):
         layout = _choose(record, layer, options)
-        error = float("nan") if layout is None else _proof_error(record, layer, layout)
-    if layout is None or not error <= tolerance:
-        errors = {option: _proof_error(record, layer, option) for option in options}
-        raise UnsupportedModelError(_refusal(record, layer, errors))
+        errors = None if layout is None else _errors(record, layer, layout, seen)
+    if layout is None or errors is None or not errors.output <= tolerance:
+        raise UnsupportedModelError(_refusal(record, layer, options, seen))
+    write = errors.first_above(tolerance)
+    if write is not None:
+        raise UnsupportedModelError(_refusal_of_write(record, write, errors.output))
     kinds.add(kind)
     record.layouts.append(layout)
-    record.errors[f"blocks.{layer}"] = error
-
-
-def layout_error(record: Record, layer: int, layout: Layout) -> float:
-    """The largest relative error of any real token between a block, so composed, and the model's own output."""
-    return block_error(record, layer, record.block(layer, layout=layout))
+    record.errors[f"blocks.{layer}"] = errors.output
+    if errors.writes:
+        record.errors[f"blocks.{layer}.writes"] = max(write.error for write in errors.writes)
 
 
 def block_error(record: Record, layer: int, block: AffineMap) -> float:
@@ -125,15 +154,24 @@ def unembedding_error(record: Record, positions: Int[Tensor, "batch query"] | No
     positions = query_positions(record.prompt, -1) if positions is None else positions
     compared = record.logits_compared
     if compared is None or not bool(torch.take_along_dim(compared, positions, dim=1).all()):
-        record.check_fresh()
+        live = LiveModel(record, "the logits at positions that were not compared before")
         own = record.prompt.in_logits(positions)
         states, logits = own_logits(record.model, record.inputs, record.points.unembed_in, own)
+        live.check({record.points.unembed_in: states})
         compare_logits(record, record.beside_encoder(states), logits, positions)
     return record.errors["unembed"]
 
 
 def compare_logits(record: Record, states: Tensor, logits: Any, positions: Int[Tensor, "batch query"]) -> None:
     """Note in the record how far the weights' logits of `states` are from the model's own, at some positions."""
+    error = logits_error(record, states, logits, positions)
+    compared = torch.zeros_like(record.mask) if record.logits_compared is None else record.logits_compared
+    record.logits_compared = compared.scatter(1, positions, True)
+    record.errors["unembed"] = max(error, record.errors.get("unembed", 0.0))
+
+
+def logits_error(record: Record, states: Tensor, logits: Any, positions: Int[Tensor, "batch query"]) -> float:
+    """The largest ``max abs(made − own) / max abs(own)`` of real tokens, infinite where shapes differ."""
     made = record.view.logits(torch.take_along_dim(states, positions[..., None], dim=1))
     own = logits.to(made) if isinstance(logits, Tensor) else made.new_zeros(0)
     error = float("inf")
@@ -142,9 +180,7 @@ def compare_logits(record: Record, states: Tensor, logits: Any, positions: Int[T
         real = torch.take_along_dim(record.mask, positions, dim=1)
         errors = ((made - own).abs().amax(-1) / scale)[real]
         error = float(errors.max()) if errors.numel() else 0.0
-    compared = torch.zeros_like(record.mask) if record.logits_compared is None else record.logits_compared
-    record.logits_compared = compared.scatter(1, positions, True)
-    record.errors["unembed"] = max(error, record.errors.get("unembed", 0.0))
+    return error
 
 
 _told: "WeakKeyDictionary[Any, tuple[Any, dict[int, Layout]]]" = WeakKeyDictionary()
@@ -204,64 +240,57 @@ def _same_map(record: Record, layer: int, options: Sequence[Layout]) -> bool:
     """Whether layouts agree on random vectors too (a sublayer that writes nothing): then any of them is right."""
     x = record.resid_pre(layer)
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) * x.std()
-    made = [record.block(layer, layout=option)(noise) for option in options[:2]]
+    made = [record.block_map(layer, layout=option)(noise) for option in options[:2]]
     return relative_error(made[0], made[1], record.mask) <= record.tolerance
 
 
-def _refusal(record: Record, layer: int, errors: Mapping[Layout, float]) -> str:
+def _refusal(record: Record, layer: int, options: Sequence[Layout], seen: Mapping[str, Tensor]) -> str:
     start = f"blocks.{layer} of this {record.view.description} cannot be frozen: "
-    if not errors:
+    if not options:
         norms = ", ".join(record.view.blocks[layer].norms) or "none"
         return start + f"no known layout has the norms it has ({norms})."
-    best = min(errors, key=lambda layout: errors[layout])
-    tried = ", ".join(f"{layout.name} {error:.1e}" for layout, error in errors.items())
+    if not seen:
+        seen = _writes_again(record, layer)
+    errors = {layout: _errors(record, layer, layout, seen) for layout in options}
+    best = min(options, key=lambda layout: errors[layout].output)
+    tried = ", ".join(f"{layout.name} {error.output:.1e}" for layout, error in errors.items())
     where = ""
-    if record.proved_positions is not None and can_be_sampled(record, layer):
+    if record.proved_positions is not None and can_be_sampled(record.view, layer):
         where = f" at {record.proof_scope}"
+    first = errors[best].first_above(record.tolerance)
+    part = f"Attention and MLP agree where they can be seen; the difference is in the norms or in blocks.{layer}.mlp."
+    if first is not None:
+        part = f"The first part that differs is {_named(first)}."
     return (
         start + f"composed from its weights it misses its own output{where} (relative error: {tried}; allowed "
-        f"{record.tolerance:.0e}). {_first_difference(record, layer, best)} "
-        + (
-            "This Hugging Face model was wrapped by a Bridge before: load it anew, and wrap it once."
-            if record.view.wrapped_twice
-            else "Other hooks on the model, or a part that is not attention, norm or MLP, would explain it."
-        )
+        f"{record.tolerance:.0e}). {part} {_explanation(record)}"
     )
 
 
-def _first_difference(record: Record, layer: int, layout: Layout) -> str:
-    """Which sublayer of a refused block disagrees, by comparing it alone; runs the model once more."""
-    start, points = f"{record.view.blocks[layer].name}.", record.points.blocks[layer]
-    names = [
-        start + name for name in ("attn.hook_z", "mlp.hook_post", "hook_attn_out", "attn.hook_out", "mlp.hook_out")
-    ]
-    names += [] if points.attention is None else [points.attention.out]
-    known = [name for name in names if name in record.model.hook_dict]
-    seen, _ = capture(record.model, record.inputs, known, optional=True)
-    x = record.resid_read(layer)
-    x = record.norm(layer, layout.attn.before)(x) if layout.attn.before else x
-    made: dict[str, Tensor] = {}
-    if points.attention is None and record.view.blocks[layer].mixer is None:
-        values, mixing, out = record.attention(layer).stages
-        made["attn.hook_z"] = mixing(values(x))
-        if layout.attn.after is None:
-            made["hook_attn_out"] = out(made["attn.hook_z"])
-    else:
-        assert points.attention is not None
-        own = record.attention_alone(layer)(record.captured(points.attention.into))
-        made[points.attention.out.removeprefix(start)] = own
-    mlp = record.view.blocks[layer].mlp
-    if points.mlp is not None:
-        whole = record.mlp_alone(layer)
-        if whole is not None:
-            made["mlp.hook_out"] = whole(record.captured(points.mlp.into))
-    elif isinstance(mlp, MLPWeights) and (held := record.mlp_coefficients(layer)) is not None:
-        post = record.captured(points.pre_linear or points.pre or "") * held.through
-        offset = held.offset(mlp.b_post)
-        made["mlp.hook_post"] = post if offset is None else post + offset
-    for name, mine in made.items():
-        if start + name in seen and seen[start + name].numel() == mine.numel():
-            error = relative_error(mine.flatten(), seen[start + name].to(mine).flatten())
-            if not error <= record.tolerance:
-                return f"The first part that differs is {start}{name} ({error:.1e})."
-    return f"Attention values and activations agree; the difference is in the norms or in {start}mlp."
+def _refusal_of_write(record: Record, write: WriteError, output: float) -> str:
+    layer = ".".join(write.point.split(".")[:2])
+    return (
+        f"{layer} of this {record.view.description} cannot be frozen: its output is reproduced to {output:.1e} of the "
+        f"whole stream, but {_named(write)} is not what its weights give (allowed {record.tolerance:.0e} of its own "
+        f"size). {_explanation(record)}"
+    )
+
+
+def _named(write: WriteError) -> str:
+    """A hook point that differs, and by how much."""
+    unit = "" if not write.unit else f"{write.unit}: "
+    return f"{write.point} ({unit}{write.error:.1e})"
+
+
+def _explanation(record: Record) -> str:
+    if record.view.wrapped_twice:
+        return "This Hugging Face model was wrapped by a Bridge before: load it anew, and wrap it once."
+    return "Other hooks on the model, or a part that is not attention, norm or MLP, would explain it."
+
+
+def _writes_again(record: Record, layer: int) -> dict[str, Tensor]:
+    """What a block's sublayers write, by one more run of the model, where the pass did not look at it."""
+    names = record.points.blocks[layer].proved
+    seen = SeenWrites.of(record.view, record.points, len(record.tokens), record.proved_positions, "model")
+    observe(record.model, record.inputs, names, seen.see, optional=names)
+    return seen.tensors

@@ -12,6 +12,8 @@ from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import (
@@ -26,13 +28,14 @@ from tensorlens_tl.algebra import (
     Norm,
     Sum,
 )
+from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.recursion import Recursion
 from tensorlens_tl.algebra.segments import CrossAttention, Segment
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.activations import Coefficients, coefficients
 from tensorlens_tl.models.block import PER_LAYER_NORM
 from tensorlens_tl.models.experts import ExpertsWeights
-from tensorlens_tl.models.layouts import Layout, Within, compose
+from tensorlens_tl.models.layouts import Layout, Place, Within, compose
 from tensorlens_tl.models.weights import NormWeights
 from tensorlens_tl.passes.captured import Captured
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
@@ -65,6 +68,7 @@ class Record(Captured):
 
     _ratios: dict[int, Coefficients] = field(default_factory=dict)
     _experts: dict[int, dict[str, AffineMap]] = field(default_factory=dict)
+    _gates: set[int] = field(default_factory=set)  # layers whose gate was compared
 
     # ------------------------------------------------------------------ parts of the pass
 
@@ -105,7 +109,7 @@ class Record(Captured):
         cut = {"tokens": self.tokens[:, :length], "mask": self.mask[:, :length], "str_tokens": rows}
         prompt = replace(self.prompt, **cut, kwargs={}, word_starts=None)
         made = {"prompt": prompt, "cache": cache, "held_scores": scores}
-        return replace(self, **made, logits_compared=None, _ratios={}, _experts={})
+        return replace(self, **made, logits_compared=None, _ratios={}, _experts={}, _gates=set())
 
     # ------------------------------------------------------------------ maps
 
@@ -149,7 +153,7 @@ class Record(Captured):
         weights, points = self.view.blocks[layer].cross_attention, self.points.blocks[layer].cross
         if weights is None or points is None:
             return Within(start, stop, length)
-        pattern = self.cross_pattern(layer).to(weights.W_O.dtype)
+        pattern = self.cross_pattern(layer).to(self.resid_pre(0).dtype)
         mixing = CrossAttention(pattern, weights.kv_heads, (start, stop), (0, start), length)
         read = Chain((Linear(weights.W_V, weights.b_V), mixing))
         return Within(start, stop, length, read, Linear(weights.W_O, weights.b_O))
@@ -187,7 +191,7 @@ class Record(Captured):
     def _mixing(self, layer: int, heads: Collection[int] | None = None) -> AnyAttention:
         """The pattern as a map, held or recomputed; heads that are left out are zero."""
         weights, name = self.view.blocks[layer].attention, self.points.blocks[layer].pattern
-        dtype, kept = weights.W_O.dtype, None
+        dtype, kept = self.resid_pre(layer).dtype, None
         if heads is not None:
             kept = torch.zeros(weights.heads, dtype=dtype, device=self.tokens.device)
             kept[list(heads)] = 1
@@ -263,7 +267,52 @@ class Record(Captured):
             return None
         if weights.post_factor is not None and ends is not None:
             return frozen_mlp(weights, self.captured(ends.into), activation)
+        if held.gate is not None and layer < len(self.layouts):
+            self.check_gate(layer)
         return mlp_chain(weights, held)
+
+    @_read
+    def check_gate(self, layer: int) -> None:
+        """Compare what a gate makes of what it reads with what was captured of it; once for each layer.
+
+        The default rule holds the gate's activation and never reads its weights; a rule that pulls through them is
+        right only where they are what made it.
+
+        Raises:
+            UnsupportedModelError: they are not: a hook on the gate, or something that was put on its module.
+        """
+        weights, name = self.view.blocks[layer].dense_mlp, self.points.blocks[layer].pre
+        if layer in self._gates or weights is None or weights.W_gate is None or name is None:
+            return
+        x, mask = self._mlp_input(layer), self.mask[:, slice(*self.side(layer))]
+        differences = upcast(Linear(weights.W_gate, weights.b_gate)(x) - self.captured(name))[mask]
+        # what such vectors and weights give; a token's own pre-activations may be nearly zero
+        typical = upcast(x)[mask].norm() * upcast(weights.W_gate).norm() / (mask.sum() * x.shape[-1]).sqrt()
+        size = typical.clamp_min(torch.finfo(typical.dtype).tiny)
+        error = float(differences.norm(dim=-1).max() / size)
+        if not error <= self.tolerance:
+            raise UnsupportedModelError(
+                f"{self.view.blocks[layer].name}.mlp of this {self.view.description}: its gate's pre-activations at "
+                f"{name} are not N(x)·W_gate + b_gate (relative error {error:.1e}, allowed {self.tolerance:.0e}), so a "
+                "rule that goes through the gate's weights would be wrong. Take hooks off the gate, or use "
+                "activation='ratio', which holds the gate as it is."
+            )
+        self._gates.add(layer)
+
+    @_read
+    def _mlp_input(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
+        """What a block's MLP reads, made from the block's own input, at the positions that the block acts on."""
+        layout, (start, stop) = self.layouts[layer], self.side(layer)
+        norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
+        if layout.parallel:
+            x = self.resid_read(layer)
+        else:
+            before = replace(layout, mlp=Place())
+            x = compose(before, self.mixer(layer), None, norms, self.whitening(layer), self._within(layer))(
+                self.resid_pre(layer)
+            )
+        x = x[:, start:stop]
+        return x if layout.mlp.before is None else norms[layout.mlp.before](x)
 
     @_read
     def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
@@ -339,7 +388,7 @@ class Record(Captured):
         return self.mixer(layer, heads), kept, norms, self.whitening(layer), self._within(layer)
 
     @_read
-    def block(
+    def block_map(
         self,
         layer: int,
         *,
@@ -368,15 +417,15 @@ class Record(Captured):
         return Chain((compose(layout, *parts), *ends)) if ends else compose(layout, *parts)
 
     def stage(self, layer: int, **options: Any) -> AffineMap:
-        """`block`, of a block whose weights are offloaded made each time it is used and dropped after."""
+        """`block_map`, of a block whose weights are offloaded made each time it is used and dropped after."""
         block = self.view.blocks[layer]
         if not block.offloaded:
-            return self.block(layer, **options)
+            return self.block_map(layer, **options)
 
         @contextmanager
         def made() -> Generator[AffineMap, None, None]:
             with block.loaded():
-                yield self.block(layer, **options)
+                yield self.block_map(layer, **options)
 
         return LazyMap(made, self.tokens.shape[1], self.row_bytes, block.name)
 

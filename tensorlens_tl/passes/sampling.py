@@ -1,4 +1,4 @@
-"""Proofs at a few positions: which ones, and how far a block's map is from the model's own output there.
+"""Proofs at a few positions: which ones, and a block's attention there.
 
 A query's output needs the values of all its keys, and of everything else only what happens at the query itself. So
 attention's values are made at every token, and patterns, norms, activations and matrices after them are met at the
@@ -6,13 +6,13 @@ sampled queries alone: about a tenth of what the whole block costs at GPT-2 smal
 """
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AnyAttention, Diagonal
-from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.algebra.positions import RowPositions
 from tensorlens_tl.models.layouts import Layout
+from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.prompts import Prompt
 from tensorlens_tl.passes.record import Record
 
@@ -34,15 +34,17 @@ def sampled_positions(mask: Bool[Tensor, "batch pos"], count: int = POSITIONS) -
     return torch.where(size < 0, last, found).sort(dim=1).values.to(mask.device)
 
 
-def can_be_sampled(record: Record, layer: int) -> bool:
+def can_be_sampled(view: ModelView, layer: int) -> bool:
     """Whether a block can be evaluated at some positions: whitening and mixers other than attention pass something on
     from token to token, and a block of an encoder–decoder acts on one side only."""
-    block = record.view.blocks[layer]
-    return record.sides is None and block.whitening is None and block.mixer is None
+    block = view.blocks[layer]
+    return not view.is_encoder_decoder and block.whitening is None and block.mixer is None
 
 
-def sampled_error(record: Record, layer: int, layout: Layout, positions: Int[Tensor, "batch query"]) -> float:
-    """The largest relative error at some positions between a block, so composed, and the model's own output.
+def attention_at(
+    record: Record, layer: int, layout: Layout, positions: Int[Tensor, "batch query"]
+) -> tuple[Float[Tensor, "batch query width"], Diagonal]:
+    """What the heads of a block gather at some positions, and the map that gives what its attention writes there.
 
     Args:
         record: the pass.
@@ -50,7 +52,6 @@ def sampled_error(record: Record, layer: int, layout: Layout, positions: Int[Ten
         layout: how it is put together.
         positions: real tokens.
     """
-    at_queries = _cut_to(record, layer, positions)
     x = record.resid_pre(layer)
     if layout.attn.before is not None:
         x = record.norm(layer, layout.attn.before)(x)
@@ -59,13 +60,10 @@ def sampled_error(record: Record, layer: int, layout: Layout, positions: Int[Ten
     mixed = mixing.at_queries(values(x), positions)
     # one position per row, as what follows the mixing may hold a factor for each position
     attended = out.at(RowPositions(positions.T))(mixed.transpose(0, 1)[:, :, None])[:, :, 0].transpose(0, 1)
-    attention = Diagonal(torch.zeros_like(attended), attended)  # whatever it reads, this is what it gives
-    norms = {name: at_queries.norm(layer, name) for name in record.view.blocks[layer].norms}
-    block = at_queries.composed(layer, layout, (attention, at_queries.mlp(layer), norms))
-    return relative_error(block(at_queries.resid_pre(layer)), at_queries.resid_pre(layer + 1))
+    return mixed, Diagonal(torch.zeros_like(attended), attended)  # whatever it reads, this is what it gives
 
 
-def _cut_to(record: Record, layer: int, positions: Int[Tensor, "batch query"]) -> Record:
+def cut_to(record: Record, layer: int, positions: Int[Tensor, "batch query"]) -> Record:
     """One block of a record at some positions, without its pattern."""
     points = record.points.blocks[layer]
     index = torch.arange(len(positions), device=positions.device)[:, None], positions

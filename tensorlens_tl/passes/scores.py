@@ -132,7 +132,7 @@ def added_positions(frozen: Record) -> Tensor | None:
     if getattr(frozen.view.cfg, "positional_embedding_type", None) != "shortformer":
         return None
     name, last = "hook_pos_embed", frozen.points.blocks[0].resid_pre
-    kept, _ = capture(frozen.model, frozen.inputs, [name], last=last, optional=True)
+    kept, _ = capture(frozen.model, frozen.inputs, [name], last=last, optional=[name])
     return kept.get(name)
 
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import plain, whole_number
+from tensorlens_tl._arguments import plain, whole_number, whole_slice
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import LayerRange, Query
 from tensorlens_tl.models.view import ModelView
@@ -27,6 +27,7 @@ def chosen_layers(n_layers: int, layers: LayerRange) -> range:
             f"input of blocks.{layers}."
         )
     if isinstance(layers, slice):
+        layers = whole_slice("layers", layers, why="layers of this model")
         start, stop, step = layers.indices(n_layers)
         wanted = [bound for bound in (layers.start, layers.stop) if bound is not None]
         if step != 1 or start >= stop or any(not -n_layers <= bound <= n_layers for bound in wanted):

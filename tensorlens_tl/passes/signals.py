@@ -30,6 +30,15 @@ IMAGE_TOKENS = ("image_token_id", "image_token_index")
 """Where configs of multimodal models say which token stands for a piece of an image."""
 
 
+_EMBEDS = "takes the place of token ids, which embeddings and scores belong to; pass the token ids as input"
+NOT_TOKENS = {
+    "inputs_embeds": _EMBEDS,
+    "decoder_inputs_embeds": _EMBEDS,
+    "past_key_values": "holds tokens that ran before, and a pass holds every token; pass the whole prompt as input",
+}
+"""What models take in place of tokens, and why a pass does not."""
+
+
 @dataclass(frozen=True)
 class Signal:
     """A checked batch of images or sounds.
@@ -135,7 +144,8 @@ def refuse_signal(view: ModelView, input: Any) -> None:
     if isinstance(input, Tensor) and input.is_floating_point() and input.ndim > 2:
         raise InvalidInputError(
             f"input: {view.description} reads tokens, got values of {input.dtype}, {list(input.shape)}. Images and "
-            "sound of a multimodal model go in model_inputs={'pixel_values': ...}, beside the token ids."
+            "sound of a multimodal model go in model_inputs={'pixel_values': ...}, beside the token ids; embeddings "
+            "(inputs_embeds) are not read in place of token ids."
         )
 
 
@@ -165,6 +175,8 @@ def extra_inputs(view: ModelView, given: Any) -> dict[str, Any]:
             )
         if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise InvalidInputError(f"model_inputs: {name} has values that are not finite (NaN or Inf).")
+        if name in NOT_TOKENS:
+            raise InvalidInputError(f"model_inputs: {name!r} {NOT_TOKENS[name]}.")
     _refuse_deep_stack(view, given)
     parameter = next(view.model.parameters())
     made = {name: _on(value, parameter.dtype, view.device) for name, value in given.items()}

@@ -99,16 +99,16 @@ def attributions(
         for way, options in ASKED_IN_SEVERAL_WAYS.get(method, {"": {}}).items()
     ]
     for method, way, options in tqdm(ways, desc="methods", leave=False, disable=None):
-        takes = get_method(method).options
-        about_target = way == "target" or (not way and "target" in takes)
+        registered = get_method(method)
+        about_target = registered.explains_prediction(options)
         if about_target and not prediction.options:
             continue
-        asked = {"query": prediction.query} if "query" in takes else {}
+        question: dict[str, Any] = dict(prediction.options) if about_target else {}
+        question["query"] = prediction.query
+        question = {option: value for option, value in question.items() if registered.takes(option)}
         name = f"{method} ({way})" if way else method
         try:
-            result = attribute(
-                frozen, method=method, **asked, **options, **(prediction.options if about_target else {})
-            )
+            result = attribute(frozen, method=method, **options, **question)
         except TensorLensError as error:
             refused[name] = str(error)
         else:

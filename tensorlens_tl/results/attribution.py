@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query
@@ -156,6 +156,7 @@ class Attribution(Shown, Stored):
         if isinstance(where, str):
             spans = find_real(tokens, mask, where)
         elif isinstance(where, slice):
+            where = whole_slice("position", where)
             spans = [[place] for place in range(len(tokens))[where] if mask[place]]
         else:
             spans = [[self._position(where, mask)]]

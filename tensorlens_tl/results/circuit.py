@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import isnan
+from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -244,14 +244,43 @@ class Circuit:
             kept, scores = exists.clone(), torch.zeros(exists.shape, dtype=torch.float64)
             for (source, destination), edge in zip(pairs, edges.values(), strict=True):
                 place = sources.index(source), destinations.index(destination)
-                exists[place], kept[place] = True, bool(edge["in_graph"])
-                scores[place] = float("nan") if edge["score"] is None else float(edge["score"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+                exists[place] = True
+                kept[place] = _truth(edge["in_graph"], "in_graph")
+                scores[place] = _score(edge["score"])
+            parallel = "parallel_attn_mlp" in config and _truth(config["parallel_attn_mlp"], "parallel_attn_mlp")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FileFormatError(
                 f"{path}: not a circuit in the benchmark's JSON ({type(error).__name__}: {error})."
             ) from error
-        _check_all_edges(path, sources, pairs, bool(config.get("parallel_attn_mlp")))
+        _check_all_edges(path, sources, pairs, parallel)
         return cls(sources, destinations, scores, exists, kept, config)
+
+
+def _truth(value: Any, name: str) -> bool:
+    """JSON's true or false.
+
+    Raises:
+        TypeError: anything else; the text "false" would count as true.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f'"{name}" is {value!r}, not true or false')
+    return value
+
+
+def _score(value: Any) -> float:
+    """A finite number, or NaN for null.
+
+    Raises:
+        TypeError: no number.
+        ValueError: one that is not finite, such as 1e999.
+    """
+    if value is None:
+        return float("nan")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f'"score" is {value!r}, not a number or null')
+    if not isfinite(value):
+        raise ValueError(f'"score" is {value!r}, which no JSON holds')
+    return float(value)
 
 
 # ------------------------------------------------------------------ choosing

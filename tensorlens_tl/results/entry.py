@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.spans import find_real
 
@@ -37,8 +38,7 @@ def largest(
     Raises:
         InvalidInputError: k below 1.
     """
-    if k < 1:
-        raise InvalidInputError(f"top: k={k}; ask for at least one.")
+    k = whole_number("k", k, least=1, why="how many parts to show")
     order: list[int] = scores.abs().argsort(descending=True, stable=True)[:k].tolist()
     return [Entry(names[i], float(scores[i]), None if positions is None else positions[i]) for i in order]
 
@@ -68,7 +68,7 @@ def query_row(
         last = find_real(tokens[batch], mask[batch].tolist(), query)[-1][-1]
         if last in held:
             return held.index(last)
-    elif -len(real) <= query < len(real):
+    elif -len(real) <= whole_number("query", query, why="one of the queries, or a text") < len(real):
         return real[query]
     raise InvalidInputError(
         f"query={query!r} is an index into the queries of prompt {batch}, or their text; this result holds those at "
@@ -78,6 +78,7 @@ def query_row(
 
 def check_batch(batch: int, prompts: Sequence[Any]) -> None:
     """Raise `InvalidInputError` for a prompt that a result does not hold."""
+    batch = whole_number("batch", batch, why="one of the prompts")
     if not -len(prompts) <= batch < len(prompts):
         raise InvalidInputError(f"batch={batch}, but this result holds {len(prompts)} prompts.")
 

@@ -1,8 +1,10 @@
 """How is a result kept in a file? Tensors and JSON in one safetensors file, with a digest; never anything that runs."""
 
+import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -31,6 +33,7 @@ class Stored:
 
         Raises:
             InvalidInputError: no such folder.
+            OSError: it cannot be written, as on a full disk.
         """
         return write(path, type(self).__name__, *self._packed())
 
@@ -69,7 +72,9 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
 
     Raises:
         InvalidInputError: there is no such folder, or the name is a page's.
+        OSError: it cannot be written, as on a full disk.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -87,10 +92,20 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
     try:
         save_file(kept, temporary, metadata=metadata)
         os.replace(temporary, place)
+    except SafetensorError as error:
+        temporary.unlink(missing_ok=True)
+        raise _system_error(error, path) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     return path
+
+
+def _system_error(error: Exception, path: Path) -> OSError:
+    """What the system said when safetensors wrote a file, which tells it in its own words."""
+    said = re.search(r"os error (\d+)", str(error))
+    number = int(said[1]) if said else errno.EIO
+    return OSError(number, os.strerror(number), str(path))
 
 
 def read(

@@ -1,0 +1,62 @@
+"""What tells one run's model from another's, and what two runs differ in, in words."""
+
+import hashlib
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from tensorlens_tl import __version__
+from tensorlens_tl.hooks import other_hooks
+from tensorlens_tl.models.configuration import changed, compact, configuration
+from tensorlens_tl.models.offload import stored
+from tensorlens_tl.models.view import ModelView
+
+CONFIGURATION = "configuration"
+LISTED = 6
+"""So many differences of two configurations are listed."""
+
+
+def model_identity(model: Any) -> dict[str, Any]:
+    """What tells one model from another: names, versions, dtype, a digest of all its numbers, configuration, hooks.
+
+    Versions are those of whatever decides what is computed: this library, TransformerLens and transformers. Another
+    PyTorch rounds otherwise, and is no other model. Of hooks only their places are known, not what they do.
+    """
+    view, digest = ModelView(model), hashlib.sha256()
+    for name, numbers in (*sorted(view.model.state_dict().items()), *stored(view.model)):
+        if isinstance(numbers, torch.Tensor) and not numbers.is_meta:
+            digest.update(f"{name} {tuple(numbers.shape)} {numbers.dtype}".encode())
+            digest.update(numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    versions = {"transformers": version("transformers"), "tensorlens_tl": __version__}
+    numbers = {"weights": digest.hexdigest(), CONFIGURATION: compact(configuration(view.model))}
+    return view.provenance() | versions | numbers | {"hooks": other_hooks(view.model)}
+
+
+def differing(before: Any, now: Any) -> str:
+    """What differs, in few words: the entries of tables, else both values."""
+    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
+        return f"{before!r}, now {now!r}"
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    said = [_difference(name, before.get(name), now.get(name)) for name in names]
+    same = [name for name in before if name not in names and _is_digest(before[name])]
+    if same and any(_is_digest(now.get(name)) for name in names):
+        said.append(f"the same {' and '.join(same)}")
+    return ", ".join(said)
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    if name == CONFIGURATION and before and now:
+        said = changed(before, now)
+        more = len(said) - LISTED
+        return f"{name}: {'; '.join(said[:LISTED])}" + (f"; and {more} more" if more > 0 else "")
+    if _is_digest(before) and _is_digest(now):
+        return f"{name}: not the same"
+    if _is_digest(before) or _is_digest(now):
+        return f"{name}: {'there' if before else 'none'}, now {'there' if now else 'none'}"
+    return f"{name}: {before!r}, now {now!r}"
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and all(letter in "0123456789abcdef" for letter in value)

@@ -1,0 +1,160 @@
+"""What is asked of the live model's logits, a token's or the difference of two, and its gradients."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.live_runs import LiveModel
+from tensorlens_tl.passes.prompts import query_positions
+from tensorlens_tl.passes.target import logit_label, target_ids
+
+
+class LiveLogits:
+    """Logits of the live model at some queries of a pass.
+
+    Args:
+        frozen: the pass.
+        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
+        query: see `tensorlens_tl.passes.prompts.query_positions`.
+        what: what is asked, for messages.
+
+    Attributes:
+        live: the model, which is still that of the pass.
+        positions: each query's position, `[batch, query]`; `in_logits` is the same as the model's logits count them.
+        ids, others: the target token of each query, and the one that is subtracted, or None.
+        real: True at queries that are real tokens.
+        label: the same in words.
+
+    Raises:
+        InvalidInputError: no target, several tokens, a query out of range or without a prediction, or dropout that is
+            on.
+        UnsupportedModelError: the model predicts no tokens.
+        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
+    """
+
+    def __init__(self, frozen: FrozenPass, target: TokenLike, minus: TokenLike, query: Query, what: str) -> None:
+        if target is None:
+            raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
+        if frozen.view.unembedding is None:
+            raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens.")
+        self.live, self.frozen = LiveModel(frozen, what), frozen
+        self.positions = query_positions(frozen.prompt, query)
+        self.in_logits = frozen.prompt.in_logits(self.positions)
+        self.ids, self.others = target_ids(frozen, self.positions, target, minus)
+        self.real = torch.take_along_dim(frozen.mask, self.positions, dim=1)
+        self.label = logit_label(frozen.view, target, minus)
+
+    def read(self, logits: Float[Tensor, "*any batch query d_vocab"]) -> Float[Tensor, "*any batch query"]:
+        """The number that is asked about, from what the model gives (or any function of it)."""
+
+        def taken(ids: Tensor) -> Tensor:
+            # autograd keeps no index that was made in somebody's inference mode
+            index = ids[..., None].clone().to(logits.device).expand(*logits.shape[:-1], 1)
+            return logits.gather(-1, index)[..., 0]
+
+        return taken(self.ids) if self.others is None else taken(self.ids) - taken(self.others)
+
+    def check(self, states: Tensor, logits: Float[Tensor, "batch query d_vocab"]) -> None:
+        """Refuse a run of the pass's prompts that unembeds something else than the pass did, or in another way.
+
+        Args:
+            states: the stream that was unembedded, at every position.
+            logits: what came of it at the queries.
+
+        Raises:
+            FrozenModelError: the live model is no longer that of the pass.
+        """
+        frozen, name = self.frozen, self.frozen.points.unembed_in
+        assert name is not None  # a model with an unembedding
+        self.live.check({name: states})
+        # the weights' logits are the pass's own where they were compared
+        held = frozen.view.logits(torch.take_along_dim(frozen.unembedded(), self.positions[..., None], dim=1))
+        known = self.real if not self.live.same_hooks else self.real & self._compared
+        off = (logits.detach().to(held) - held).abs().amax(-1) / held.abs().amax(-1)
+        error = float(off[known].max()) if bool(known.any()) else 0.0
+        self.live.refuse(error, f"the logits differ by {error:.1e}")
+
+    @property
+    def _compared(self) -> Tensor:
+        """At which queries the weights' logits were found to be the pass's own."""
+        frozen = self.frozen
+        if frozen.logits_compared is None or not frozen.errors.get("unembed", 1.0) <= frozen.tolerance:
+            return torch.zeros_like(self.real)
+        return torch.take_along_dim(frozen.logits_compared, self.positions, dim=1)
+
+    def graph(
+        self, x: Float[Tensor, "batch pos d_model"], hooks: Sequence[FwdHook] = (), own: bool = True
+    ) -> tuple[Tensor, Float[Tensor, "batch query"]]:
+        """One run with gradients, in a batch of the pass's own shape: its input, and the numbers that it gives.
+
+        To be called with gradients enabled, outside of inference mode.
+
+        Args:
+            x: what enters the first block.
+            hooks: further hooks of the run.
+            own: whether this is the pass's own input, so that the run must repeat the pass.
+        """
+        frozen, unembed_in = self.frozen, self.frozen.points.unembed_in
+        seen: list[Tensor] = []
+
+        def see(stream: Tensor, *, hook: object) -> None:
+            seen[:] = [stream]
+
+        leaf = x.detach().clone().requires_grad_(True)  # weights may need no gradient
+        parts = leaf.split([leaf.shape[1]] if frozen.sides is None else list(frozen.sides), dim=1)
+        entry: list[FwdHook] = [
+            (name, in_this_thread(lambda stream, *, hook, part=part: part))
+            for name, part in zip(frozen.stream_names(0), parts, strict=True)
+        ]
+        made = run(frozen.model, frozen.inputs, [*entry, *hooks, (unembed_in, in_this_thread(see))])
+        logits = logits_at(made, self.in_logits.clone())
+        if own:
+            self.check(seen[0], logits)
+        return leaf, self.read(logits)
+
+    def gradients(
+        self,
+        numbers: Float[Tensor, "batch query"],
+        tensors: Sequence[Tensor],
+        bytes_per_query: int,
+        memory: Memory,
+    ) -> Iterator[tuple[slice, list[Float[Tensor, "query *shape"] | None]]]:
+        """Which queries, and the gradients of their numbers by each of some tensors; the graph is kept.
+
+        Raises:
+            NumericalError: they are not finite.
+        """
+        queries = numbers.shape[1]
+        for rows in chunks(queries, bytes_per_query, memory if queries > 1 else None, "gradients"):
+            seeds = numbers.new_zeros(len(rows), *numbers.shape)
+            for row, query in enumerate(rows):
+                seeds[row, :, query] = 1
+            found = _pulled(numbers, tensors, seeds)
+            for gradient in found:
+                self._check_finite(gradient)
+            yield slice(rows.start, rows.stop), found
+
+    def _check_finite(self, gradient: Tensor | None) -> None:
+        if gradient is None or bool(torch.isfinite(gradient).all()):
+            return
+        hint = "use float32 or float64"
+        if not bool(self.frozen.mask.all()):  # rows of attention that padding on the left leaves empty
+            hint = "some models have none where a prompt is padded: pad on the right, or take one prompt at a time"
+        raise NumericalError(f"{self.frozen.view.description}: gradients are not finite; {hint}.")
+
+
+def _pulled(numbers: Tensor, tensors: Sequence[Tensor], seeds: Float[Tensor, "row batch query"]) -> list[Tensor | None]:
+    """Gradients by each tensor for every row of seeds, in one batched backward pass where there are several."""
+    if len(seeds) == 1:
+        alone = torch.autograd.grad(numbers, tensors, seeds[0], retain_graph=True, allow_unused=True)
+        return [None if gradient is None else gradient[None] for gradient in alone]
+    return list(
+        torch.autograd.grad(numbers, tensors, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True)
+    )

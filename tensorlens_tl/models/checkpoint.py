@@ -1,0 +1,131 @@
+"""Which weights of a model did its checkpoint not have?
+
+Hugging Face fills a head that a checkpoint lacks with random numbers, and says so in a line of its log. Afterwards the
+model itself still shows it: transformers marks every parameter that it reads from a checkpoint (and every one tied to
+such a parameter), and marks every module that it has initialised. A parameter without the mark in a module with it,
+which was written to exactly once, is what initialisation left there. Where the checkpoint itself is still at hand (its
+folder, or the hub's cache), a weight whose numbers are in it is none: embeddings that were resized look the same.
+
+What cannot be known, and is then not claimed: HookedTransformers and HookedEncoders, whose weights are copies; models
+made from a config alone, or copied (`copy.deepcopy`); weights that were replaced since (a Bridge in compatibility mode,
+offloaded weights); and weights that someone has written to since. Writes through ``.data`` are not counted by torch.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LOADED = "_is_hf_initialized"
+"""transformers' mark: of a parameter, read from a checkpoint; of a module, initialised or read."""
+
+WRAPPER = "_original_component."
+"""What a Bridge puts into the names of parameters that it wraps."""
+
+
+def newly_initialised(model: Any) -> dict[str, nn.Parameter] | None:
+    """The weights that initialisation filled because the checkpoint lacks them, by Hugging Face's names.
+
+    Args:
+        model: a TransformerLens model.
+
+    Returns:
+        Those weights; None where the model does not show it (see the module).
+    """
+    inner = getattr(model, "original_model", None)
+    if inner is None or not any(_is_loaded(weight) for weight in inner.parameters()):
+        return None
+    computed = [re.compile(pattern) for pattern in getattr(inner, "_keys_to_ignore_on_load_missing", None) or ()]
+    fresh = dict(_initialised(inner))
+    return {name: weight for name, weight in fresh.items() if not any(p.search(name) for p in computed)}
+
+
+def _initialised(inner: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in inner.named_modules():
+        if not vars(module).get(LOADED, False):  # put in by somebody else: a Bridge, an adapter
+            continue
+        weights = {name: weight for name, weight in module._parameters.items() if weight is not None}
+        fresh = {name: weight for name, weight in weights.items() if _is_fresh(weight)}
+        added = len(fresh) < len(weights) and set(fresh) == {"bias"}  # a Bridge gives an unembedding zeros as its bias
+        if added or not all(map(_is_plain, fresh.values())):
+            continue
+        if any(_was_read(inner.config, weight) for weight in fresh.values()):
+            continue
+        start = f"{prefix}." if prefix else ""
+        for name, weight in fresh.items():
+            yield (start + name).replace(WRAPPER, ""), weight
+
+
+def _is_loaded(weight: nn.Parameter) -> bool:
+    return getattr(weight, LOADED, False)
+
+
+def _is_fresh(weight: nn.Parameter) -> bool:
+    """Whether it was initialised and not written to since, as far as torch counts writes."""
+    if _is_loaded(weight) or weight.is_meta or weight.is_inference():
+        return False
+    return weight._version == 1
+
+
+def _is_plain(weight: nn.Parameter) -> bool:
+    """Whether a bias or a norm's gain has one number everywhere, as after initialisation; of matrices, always."""
+    return weight.ndim > 1 or bool((weight == weight[:1]).all())
+
+
+def _was_read(config: Any, weight: nn.Parameter) -> bool:
+    """Whether a matrix of the checkpoint, where that is at hand, begins with the row that this one begins with.
+
+    By numbers, not by name: checkpoints call weights by other names than models do.
+    """
+    if weight.ndim < 2:
+        return False
+    mine = weight[:1].detach()
+    same_shape = (row for row in _first_rows(config) if row.shape == mine.shape)
+    return any(torch.allclose(row.to(mine), mine, rtol=1e-2, atol=1e-6) for row in same_shape)
+
+
+def _first_rows(config: Any) -> Iterator[Tensor]:
+    """The first row of every weight in the checkpoint that a config was read with; nothing where it is not at hand."""
+    from safetensors import safe_open
+
+    for file in _files(config, "model.safetensors"):
+        with safe_open(file, framework="pt") as checkpoint:
+            for name in checkpoint.keys():  # noqa: SIM118
+                entry = checkpoint.get_slice(name)
+                if entry.get_shape():
+                    yield entry[:1]
+    for file in _files(config, "pytorch_model.bin"):
+        weights = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        yield from (weight[:1] for weight in weights.values() if isinstance(weight, Tensor) and weight.ndim)
+
+
+def _files(config: Any, name: str) -> list[Path]:
+    """The files of a checkpoint, whole or in shards."""
+    index = _file(config, f"{name}.index.json")
+    names = [name]
+    if index is not None:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    files = [_file(config, one) for one in names]
+    return [file for file in files if file is not None]
+
+
+def _file(config: Any, name: str) -> Path | None:
+    """A file of the folder that a config was read from, or of the hub's cache; never from the network."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    where = getattr(config, "_name_or_path", None)
+    if not where:
+        return None
+    if Path(where).is_dir():
+        file = Path(where) / name
+        return file if file.is_file() else None
+    try:
+        cached = try_to_load_from_cache(where, name, revision=getattr(config, "_commit_hash", None))
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
