@@ -67,7 +67,7 @@ def hooked(draw):
         )
     config |= {
         "caps": {"attn_scores_soft_cap": 2.0, "output_logits_soft_cap": 3.0},
-        "qk norm": {"use_qk_norm": True},
+        "qk norm": {"use_qk_norm": True} if "original_architecture" not in config else {},  # Olmo 2 has its own
         "sinks": {"use_attention_sinks": True},
         "local": {"use_local_attn": True, "attn_types": ["local", "global", "local"], "window_size": 2},
         "bidirectional": {"attention_dir": "bidirectional"},

@@ -128,10 +128,11 @@ def _check_score(
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     if not float((row.softmax(-1)[:, : probabilities.shape[-1]] - probabilities).abs().max()) <= frozen.tolerance:
         return  # some Bridges show other numbers there than those they attend by
-    own = row.gather(1, positions["key"].to(row.device)[:, None])[:, 0]
     allowed = row > torch.finfo(row.dtype).min / 2  # a mask leaves -inf or the dtype's lowest number
     size = row.abs().masked_fill(~allowed, 0).amax(-1).clamp_min(torch.finfo(row.dtype).tiny)
-    error = float(((score - own).abs() / size).max())
+    errors = (score[:, None] - row).abs().masked_fill(~allowed, 0) / size[:, None]
+    # a masked key has no score of the model's own
+    error = float(errors.gather(1, positions["key"].to(row.device)[:, None]).max())
     if not error <= frozen.tolerance:
         raise UnsupportedModelError(
             f"{name} of this {frozen.view.description}: queries and keys as read from the weights give another score "

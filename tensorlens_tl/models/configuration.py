@@ -214,8 +214,9 @@ def _inside(held: Mapping[str, Any]) -> list[Any]:
     """The modules and configurations that a module holds."""
     if "_modules" not in held:
         return []
-    named = [held.get(name) for name in (*CONFIGURATIONS, "original_model")]
-    return [part for part in (*held["_modules"].values(), *named) if part is not None]
+    configurations = [held[name] for name in CONFIGURATIONS if _is_configuration(held.get(name))]
+    modules = [*held["_modules"].values(), held.get("original_model")]
+    return [part for part in (*modules, *configurations) if part is not None]
 
 
 def _names(held: Mapping[str, Any], top: bool) -> tuple[list[str], list[str]]:

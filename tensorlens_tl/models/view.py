@@ -231,6 +231,13 @@ class ModelView:
         return {int(number): str(label) for number, label in (getattr(self.config, "id2label", None) or {}).items()}
 
     @weights_read
+    def norms_in_float32(self) -> bool:
+        """Whether norms of a float64 model compute in float32, as its first block's do."""
+        block = self.blocks[0]
+        with block.loaded():
+            return any(norm.in_float32 for norm in block.norms.values())
+
+    @weights_read
     def final_norm(self) -> NormWeights | None:
         """The norm after the last block, or None (in a masked language model `ln_final` belongs to the head)."""
         return None if hasattr(self.model, "mlm_head") else self._end_norm(self.final_norm_name)

@@ -48,7 +48,8 @@ from tensorlens_tl.passes.writes import SeenWrites
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
-weights misses by far more; float64 models often compute their norms in float32 inside, which costs 1e-7."""
+weights misses by far more. A float64 model whose norms compute in float32 (`ModelView.norms_in_float32`) is held to
+what float32 allows: it loses some 1e-7 there, and a sublayer whose terms cancel a hundred times that."""
 
 
 def freeze(
@@ -149,7 +150,7 @@ def freeze(
             )
             if patterns == "recompute":
                 refuse_unreadable(view)
-            allowed = partial(_tolerance, tolerance)
+            allowed = partial(_tolerance, tolerance, view)
             points, last = model_points(view), query_positions(prompt, -1)
             logits = logit_hooks(view.model, points.unembed_in, prompt.in_logits(last))
             reader, writes = None, None
@@ -184,9 +185,11 @@ def freeze(
     return frozen
 
 
-def _tolerance(given: float | None, dtype: torch.dtype) -> float:
-    """What was asked for, or the dtype's own."""
-    return TOLERANCE.get(dtype, 1e-4) if given is None else given
+def _tolerance(given: float | None, view: ModelView, dtype: torch.dtype) -> float:
+    """What was asked for, or that of the narrowest dtype that a model with this stream computes in."""
+    if given is not None:
+        return given
+    return TOLERANCE.get(torch.float32 if view.norms_in_float32 else dtype, 1e-4)
 
 
 def _captured(

@@ -172,15 +172,16 @@ class _Comparison:
     def _neurons(self, post: str) -> WriteError:
         """An MLP's hidden vector: what the weights give, by the activation ratio of the captured pre-activation.
 
-        Rounding of a pre-activation is that of an average one, and reaches a neuron by its ratio.
+        Rounding of a pre-activation is that of an average one, and reaches a neuron by its ratio. What lies below the
+        smallest normal number does not count: a processor may flush it to zero.
         """
         own, hidden = self._real(self.seen[post]), self._real(self.noted["hidden"])
         held = self.record.mlp_coefficients(self.layer)
         assert held is not None  # it has neurons
         linear = self._real(self.record.captured(self.points.pre_linear or self.points.pre or ""))
         typical = torch.linalg.vector_norm(linear, dim=-1, keepdim=True) / linear.shape[-1] ** 0.5
-        lost = self.rounding / self.record.tolerance * typical
-        sizes = torch.addcmul(_positive(lost), self._real(held.through).abs(), typical).add_(own.abs())
+        lost = torch.clamp(self.rounding * typical, min=torch.finfo(typical.dtype).tiny) / self.record.tolerance
+        sizes = torch.addcmul(lost, self._real(held.through).abs(), typical).add_(own.abs())
         return _worst(post, "neuron", (hidden - own).abs_().div_(sizes))
 
     def _write(self, point: str, ours: Tensor, place: Place, gated: bool = False) -> WriteError:
