@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.adapters import adapter_names, is_adapter
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.block import NORMS, BlockView
 from tensorlens_tl.models.checkpoint import newly_initialised
 from tensorlens_tl.models.linears import floating, is_plain, read_embedding, read_linear
 from tensorlens_tl.models.offload import execution_device, loaded, lock_of, offloaded, weights_read
@@ -26,6 +26,7 @@ from tensorlens_tl.models.patches import ClassHead, PatchWeights, read_patches
 from tensorlens_tl.models.weights import (
     MLMHead,
     NormWeights,
+    computes_in_float32,
     detached,
     find_activation,
     innermost,
@@ -230,12 +231,12 @@ class ModelView:
             return {}
         return {int(number): str(label) for number, label in (getattr(self.config, "id2label", None) or {}).items()}
 
-    @weights_read
+    @cached_property
     def norms_in_float32(self) -> bool:
         """Whether norms of a float64 model compute in float32, as its first block's do."""
-        block = self.blocks[0]
-        with block.loaded():
-            return any(norm.in_float32 for norm in block.norms.values())
+        norms = [getattr(self.blocks[0].module, name, None) for name in ("norm", *NORMS)]
+        with loaded(*norms):
+            return any(computes_in_float32(norm) for norm in norms if is_norm(norm))
 
     @weights_read
     def final_norm(self) -> NormWeights | None:

@@ -20,15 +20,13 @@ class NormWeights:
     """Gain and shift of a norm (None where it has none); `centre` is True for LayerNorm, False for RMSNorm.
 
     `epsilon` is set where TransformerLens has no `hook_scale` for it that can be read and replaced: the scale then
-    follows from what the norm reads, and the norm is held as a whole. `in_float32` says that the norm rounds what it
-    reads to float32, as Hugging Face's RMSNorms do in float64 models too.
+    follows from what the norm reads, and the norm is held as a whole.
     """
 
     gain: Float[Tensor, "d"] | None
     shift: Float[Tensor, "d"] | None
     centre: bool
     epsilon: float | None = None
-    in_float32: bool = False
 
     def scale_of(self, x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any 1"]:
         """√(var + ε) or √(mean square + ε) of what the norm reads, in float32 at least."""
@@ -171,21 +169,6 @@ def norm_weights(norm: Any, cfg: Any) -> NormWeights:
     if not is_bridge_component(norm):
         gain, shift = getattr(norm, "w", None), getattr(norm, "b", None)
         return NormWeights(detached(gain), detached(shift), centre="RMS" not in type(norm).__name__)
-    read = _bridge_norm_weights(norm, cfg)
-    return replace(read, in_float32=_rounds_to_float32(innermost(norm)))
-
-
-def _rounds_to_float32(inner: nn.Module) -> bool:
-    """Whether a norm with float64 weights gives the very same of a vector and of that vector rounded to float32."""
-    weight = getattr(inner, "weight", None)
-    if weight is None or weight.dtype != torch.float64:
-        return False
-    x = torch.randn(1, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(weight.device)
-    with torch.no_grad():
-        return torch.equal(forward_of(inner)(x), forward_of(inner)(x.float().double()))
-
-
-def _bridge_norm_weights(norm: Any, cfg: Any) -> NormWeights:
     inner = innermost(norm)
     said = getattr(norm, "uses_rms_norm", None)
     if said is None or not (isinstance(inner, nn.LayerNorm) or "RMSNorm" in type(inner).__name__):
@@ -201,6 +184,20 @@ def _bridge_norm_weights(norm: Any, cfg: Any) -> NormWeights:
     if gain is not None and offset:
         gain = 1 + upcast(gain)  # as Gemma adds it: in half precision the sum would be rounded
     return NormWeights(gain, detached(shift), not said, epsilon)
+
+
+def computes_in_float32(norm: Any) -> bool:
+    """Whether a norm with float64 weights gives the very same of a vector and of that vector rounded to float32.
+
+    Hugging Face's RMSNorms do.
+    """
+    inner = innermost(norm)
+    weight = getattr(inner, "weight", None)
+    if weight is None or weight.dtype != torch.float64:
+        return False
+    x = torch.randn(1, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(weight.device)
+    with torch.no_grad():
+        return torch.equal(forward_of(inner)(x), forward_of(inner)(x.float().double()))
 
 
 def _adds_one(inner: nn.Module, gain: Tensor) -> bool:

@@ -84,7 +84,8 @@ def _errors(record: Record, layer: int, layout: Layout, seen: Mapping[str, Tenso
         norms = {name: at.norm(layer, name) for name in record.view.blocks[layer].norms}
         parts = attention, at.mlp(layer), norms
     block = at.composed(layer, layout, tapped(at.parts(layer) if parts is None else parts, noted))
-    output = block_error(at, layer, block)
+    noted["output"] = block(at.resid_pre(layer))
+    output = relative_error(noted["output"], at.resid_pre(layer + 1), at.mask)
     return BlockErrors(output, write_errors(at, layer, layout, seen, noted))
 
 

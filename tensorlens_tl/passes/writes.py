@@ -115,7 +115,7 @@ def write_errors(
         record: the pass, cut to the positions that the block is proved at.
         layer, layout: the block, and how it is put together.
         seen: what the model showed (`SeenWrites.tensors`).
-        noted: what the map noted (`tapped`).
+        noted: what the map noted (`tapped`), and ``"output"``, what it gives.
     """
     return list(_Comparison(record, layer, layout, seen, noted).errors())
 
@@ -141,8 +141,7 @@ class _Comparison:
             if self._is_shown(points.head_writes):
                 yield self._heads(points.head_writes, self._head_writes(), self.block.attention.heads)
         if self._is_shown(points.attention_write):
-            gated = self.block.mixer is not None
-            yield self._write(points.attention_write, noted["attention"], self.layout.attn, gated)
+            yield self._write(points.attention_write, noted["attention"], self.layout.attn)
         cross, crossing = self.block.cross_attention, points.cross
         if cross is not None and crossing is not None and self._is_shown(crossing.z):
             yield self._heads(crossing.z, noted["crossing"][:, self.side], cross.heads)
@@ -150,6 +149,8 @@ class _Comparison:
             yield self._neurons(points.post)
         if self._is_shown(points.mlp_write) and "mlp" in noted:
             yield self._write(points.mlp_write, noted["mlp"], self.layout.mlp)
+        if self.layout.attn.outer is None and self.layout.mlp.outer is None:
+            yield self._added(noted["output"])
 
     def _is_shown(self, point: str | None) -> TypeGuard[str]:
         return point in self.seen
@@ -184,19 +185,35 @@ class _Comparison:
         sizes = torch.addcmul(lost, self._real(held.through).abs(), typical).add_(own.abs())
         return _worst(post, "neuron", (hidden - own).abs_().div_(sizes))
 
-    def _write(self, point: str, ours: Tensor, place: Place, gated: bool = False) -> WriteError:
+    def _write(self, point: str, ours: Tensor, place: Place) -> WriteError:
         """What a sublayer writes, relative to its size; what is lost in the stream's own rounding does not count."""
         if ours.shape != self.seen[point].shape:
             return WriteError(point, float("inf"))
         own = self._real(self.seen[point])
-        sizes = own.norm(dim=-1)
-        if gated and len(sizes):
-            sizes = sizes + sizes.median()  # what a scan has gathered may cancel at a token; its rounding does not
         rounding = self.rounding * self._real(self.stream).abs()
-        differences = [(self._real(write) - own).abs_() for write in self._as_shown(ours, place)]
-        errors = [(each - rounding).clamp_min_(0).norm(dim=-1) / _positive(sizes) for each in differences]
+        made = [self._real(write) for write in self._as_shown(ours, place)]
+        errors = [self._beyond(write - own, rounding, own) for write in made]
         best = min(errors, key=lambda error: float(error.nan_to_num(torch.inf).sum()))
         return WriteError(point, float(best.max()) if len(best) else 0.0)
+
+    def _added(self, output: Tensor) -> WriteError:
+        """The block's output relative to what the block adds to the stream, where it may differ from what is shown."""
+        ours, own, before = map(self._real, (output[:, self.side], self._own_output(), self.stream))
+        rounding = self.rounding * (before.abs() + own.abs())
+        errors = self._beyond(ours - own, rounding, own - before)
+        return WriteError(f"what blocks.{self.layer} adds to the stream", float(errors.max()) if len(errors) else 0.0)
+
+    def _own_output(self) -> Tensor:
+        return self.record.resid_pre(self.layer + 1)[:, self.side]
+
+    def _beyond(
+        self, difference: Float[Tensor, "token d"], rounding: Float[Tensor, "token d"], own: Float[Tensor, "token d"]
+    ) -> Float[Tensor, "token"]:
+        """How much of a difference is not rounding, relative to each token's own."""
+        sizes = own.norm(dim=-1)
+        if self.block.mixer is not None and len(sizes):
+            sizes = sizes + sizes.median()  # what a scan has gathered may cancel at a token; its rounding does not
+        return difference.abs().sub_(rounding).clamp_min_(0).norm(dim=-1) / _positive(sizes)
 
     def _as_shown(self, write: Tensor, place: Place) -> Iterator[Tensor]:
         """A write as classes show it: as it is, before the block's constant, after its norm, or after the sum's."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import tensorlens_tl as tlens
 from changed import applied, weights
+from changed.adapters import ADAPTERS
 from changed.change import Change, untouched
 from changed.questions import MIDDLE, MINUS, TARGET, TOKENS, Question, Setting, questions
 from changed.weights import DTYPES, NoEquivalentError, built
@@ -348,6 +349,8 @@ class _Runner:
             return []
         if question.function == "evaluate.known_attention" and self.change.leaves_weights:
             return []  # ranks among parts: under a hook, the first block's input is one of them
+        if question.function == "evaluate.randomisation" and self.change.group == ADAPTERS:
+            return []  # weights are drawn parameter by parameter, and a model with adapters has other parameters
         edits = [self.change.frozen_as] if question.of == "pass" else [self.change.now]
         if question.of == "weights" and self.change.leaves_weights:
             edits.append(untouched)

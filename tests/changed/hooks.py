@@ -43,11 +43,12 @@ def plus(added: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda t: (t.flatten(2) + added.to(t)).view_as(t)
 
 
-def plus_at(added: Tensor, *where: Any) -> Callable[[Tensor], None]:
-    """``t[where] += vector``, as people write it."""
+def plus_at(added: Tensor, row: int | slice, position: int) -> Callable[[Tensor], None]:
+    """``t[row, position] += vector``, as people write it; a prompt that ends before is left as it is."""
 
     def edit(t: Tensor) -> None:
-        t[where] += added.to(t)
+        if position < t.shape[1]:
+            t[row, position] += added.to(t)
 
     return edit
 

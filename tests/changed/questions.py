@@ -319,7 +319,6 @@ LEFT_OUT = {
     "layerwise.select_query": "an index",
     "evaluate.few_shot_prompts": "writes prompts",
     "evaluate.relation_decoding": "needs a tokenizer and text; frozen.operator and its block maps are asked",
-    "evaluate.randomisation": "draws weights parameter by parameter, and a model with adapters has other parameters",
     "evaluate.reproduce": "runs other evaluations, which are asked",
     "evaluate.published": "the paper's numbers",
     "report.": "pages of the numbers that are asked here",
