@@ -72,6 +72,30 @@ def test_beside_one_large_channel(dtype, point):
         tlens.freeze(model, some_tokens())
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_write_that_no_hook_point_shows(dtype):
+    """A forward put around an MLP's module changes what the stream gets, and leaves `hook_mlp_out` as it was."""
+    model = tiny_model("bridge/llama")
+    with torch.no_grad():
+        model.original_model.model.embed_tokens.weight.mul_(32)  # beside its stream a write is small
+    model = model.to(dtype)
+    tlens.freeze(model, some_tokens())
+    mlp = model.blocks[1].mlp
+    forward = mlp.forward
+    # a Bridge's component hands what is set on it to what it wraps
+    object.__setattr__(mlp, "forward", lambda *args, **kwargs: 0.75 * forward(*args, **kwargs))
+    with pytest.raises(tlens.UnsupportedModelError, match="what blocks.1 adds to the stream"):
+        tlens.freeze(model, some_tokens())
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"), [("bridge/llama", 1e-4), ("bridge/gemma2", 1e-4), ("bridge/gpt2", 1e-6)], ids=str
+)
+def test_norms_that_compute_in_float32_allow_what_float32_does(name, allowed):
+    """Hugging Face's RMSNorms do, in a float64 model too; where terms cancel, that is more than 1e-6 of a write."""
+    assert tlens.freeze(tiny_model(name), some_tokens()).tolerance == allowed
+
+
 @pytest.mark.parametrize("model_name", [name for name in model_names() if name.startswith("hooked/ln")][:1])
 def test_head_by_head_where_the_model_shows_it(model_name):
     """`hook_result` fires only where the model was told to compute it."""
