@@ -84,7 +84,7 @@ def test_a_write_that_no_hook_point_shows(dtype):
     forward = mlp.forward
     # a Bridge's component hands what is set on it to what it wraps
     object.__setattr__(mlp, "forward", lambda *args, **kwargs: 0.75 * forward(*args, **kwargs))
-    with pytest.raises(tlens.UnsupportedModelError, match="what blocks.1 adds to the stream"):
+    with pytest.raises(tlens.UnsupportedModelError, match=r"what blocks\.1 adds to the stream"):
         tlens.freeze(model, some_tokens())
 
 
