@@ -190,3 +190,15 @@ def test_a_score_that_its_pattern_does_not_show(model_name):
         assert float(tlens.attribute(frozen, target=5).residual.max()) < 1e-9
         with pytest.raises(tlens.UnsupportedModelError, match="whole row of scores"):
             circuits.qk_attribution(frozen, 1, 2, key=3)
+
+
+@pytest.mark.skipif("hooked/alibi" not in model_names(), reason="TransformerLens 4")
+def test_a_score_with_alibi_after_a_longer_prompt():
+    """TransformerLens then takes rows of later queries from its table, which add the same to every key."""
+    model = tiny_model("hooked/alibi")
+    frozen = tlens.freeze(model, some_tokens(batch=1))
+    before = circuits.qk_attribution(frozen, 1, 2, key=3)
+    model(torch.arange(3, 20)[None])
+    after = circuits.qk_attribution(frozen, 1, 2, key=3)
+    assert torch.equal(before.alibi, after.alibi)
+    assert torch.equal(before.total, after.total)

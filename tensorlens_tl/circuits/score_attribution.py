@@ -121,7 +121,7 @@ def _check_score(
     if attribution.soft_cap is not None:
         score = attribution.soft_cap * torch.tanh(score / attribution.soft_cap)
     if attribution.alibi is not None:
-        score = score + attribution.alibi
+        score = score + _alibi_of_a_run(frozen, layer, head, positions).to(score)
     prompts = torch.arange(len(score), device=shown[name].device)
     row = upcast(shown[name][prompts, head, positions["query"].to(prompts.device)]).to(score)
     probabilities = upcast(frozen.pattern(layer)[prompts, head, positions["query"]]).to(row)
@@ -139,6 +139,16 @@ def _check_score(
             f"than the model's own (relative error {error:.1e}, allowed {frozen.tolerance:.0e}), though the same "
             "pattern: something is added to a whole row of scores. A hook on queries or keys would explain it."
         )
+
+
+def _alibi_of_a_run(frozen: FrozenPass, layer: int, head: int, positions: dict[str, Tensor]) -> Float[Tensor, "batch"]:
+    """What ALiBi adds to a score when the model runs: it keeps the table of its longest prompt and takes the last rows.
+
+    A row of a later query adds the same to each of its keys besides, which softmax does not see.
+    """
+    table: Tensor = frozen.view.blocks[layer].module.attn.alibi
+    length = frozen.tokens.shape[1]
+    return table[head, -length:, :length][positions["query"], positions["key"]]
 
 
 class _Side(NamedTuple):
