@@ -1,4 +1,4 @@
-"""Train the small translation model: ``python -m tensorlens_tl.demo.train_reversal OUT_DIR``; one minute on one core.
+"""Train the small translation model: ``python -m scripts.train_reversal OUT_DIR``; one minute on one core.
 
 A BART of one encoder and one decoder layer, width 32 and 4 heads, that writes six letters in reverse, so that it is
 known which letter of the input every letter of the output is a copy of. It learns from random words of the letters a
@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from scripts.train import optimiser_for, step
 from tensorlens_tl.demo import is_held_out_word, reversal_words
-from tensorlens_tl.demo.train import optimiser_for, step
 
 STEPS, ROWS, RATE = 2000, 128, 3e-3
 PAD, START, END, LETTERS, LENGTH = "<|pad|>", "<|start|>", "<|end|>", "abcdefghij", 6

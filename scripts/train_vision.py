@@ -1,4 +1,4 @@
-"""Train the small vision model: ``python -m tensorlens_tl.demo.train_vision OUT_DIR``; four minutes on one core.
+"""Train the small vision model: ``python -m scripts.train_vision OUT_DIR``; four minutes on one core.
 
 A Vision Transformer of 3 layers, width 32 and 4 heads over 16 patches of 2 × 2 pixels and a class token; it tells which
 of ten digits an image of 8 × 8 grey pixels shows. It learns from the first half of the shipped digits
@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
+from scripts.train import optimiser_for, step
 from tensorlens_tl.demo import digit_images
-from tensorlens_tl.demo.train import optimiser_for, step
 
 STEPS, ROWS, RATE = 6000, 128, 2e-3
 

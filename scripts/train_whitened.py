@@ -1,10 +1,10 @@
-"""Train whitened models beside standard ones: ``python -m tensorlens_tl.demo.train_whitened OUT_DIR``.
+"""Train whitened models beside standard ones: ``python -m scripts.train_whitened OUT_DIR``.
 
 The experiment of Whitened Self-Attention (§5): a GPT of two blocks with two heads each, rotary positions and a 4×
 feed-forward layer, over characters. By default at a size for two cores (width 32, context 128, 6,000 steps) on the text
 that every Python installation carries; with a GPU at the paper's own:
 
-    python -m tensorlens_tl.demo.train_whitened OUT_DIR --text dickens.txt --width 256 --larger 276 --context 256 \\
+    python -m scripts.train_whitened OUT_DIR --text dickens.txt --width 256 --larger 276 --context 256 \\
         --batch 256 --steps 100000 --device cuda
 
 | row | what |
@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedTokenizerFast
 
+from scripts.train import python_documents, split_documents
 from tensorlens_tl.algebra.recursion import spectral_radius
-from tensorlens_tl.demo.train import python_documents, split_documents
 from tensorlens_tl.whitening.layer import Whitening, attach
 
 ROWS = ("standard", "larger", "whitened", "control")

@@ -1,8 +1,8 @@
-"""Train the embedded model's sparse dictionaries: ``python -m tensorlens_tl.demo.train_dictionary OUT_DIR``.
+"""Train the embedded model's sparse dictionaries: ``python -m scripts.train_dictionary OUT_DIR``.
 
 Nineteen minutes on one core of a busy machine. One TopK sparse autoencoder (Gao et al., 2024, arXiv 2406.04093) for
 each of `DICTIONARIES`, both trained on the same rows of the text that the model was trained on
-(`tensorlens_tl.demo.train`). Features that have not been active for a while learn from what the others leave (the
+(`scripts/train.py`). Features that have not been active for a while learn from what the others leave (the
 paper's auxiliary loss), so that none of them dies. The streams are divided by their mean norm during training; the
 weights that are saved read the stream as it is. What is reported is measured with the saved weights, on held-out text.
 """
@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from scripts.train import encode, python_documents, split_documents, text_rows
 from tensorlens_tl.demo import DICTIONARIES, Dictionary, dictionary_of, held_out_prompts, load_demo_model
-from tensorlens_tl.demo.train import encode, python_documents, split_documents, text_rows
 from tensorlens_tl.hooks import capture
 
 FEATURES, ACTIVE, STEPS = 512, 16, 2500

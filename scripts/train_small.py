@@ -1,4 +1,4 @@
-"""Train the small models that evaluation runs on: ``python -m tensorlens_tl.demo.train_small NAME OUT_DIR``.
+"""Train the small models that evaluation runs on: ``python -m scripts.train_small NAME OUT_DIR``.
 
 | name | what | minutes on two cores |
 | --- | --- | --- |
@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
+from scripts.train import optimiser_for, python_documents, small_gpt2, split_documents, step
 from tensorlens_tl.demo import MODEL_FOLDER
-from tensorlens_tl.demo.train import optimiser_for, python_documents, small_gpt2, split_documents, step
 from tensorlens_tl.evaluate.known import tasks
 from tensorlens_tl.evaluate.paper import few_shot_text, shipped_relations
 
