@@ -32,15 +32,13 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits.compare.pairs import corrupted_stream, number_of, pair_target
+from tensorlens_tl.circuits.compare.pairs import METHODS, corrupted_stream, number_of, pair_target
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.results.circuit import TARGET, Circuit, EdgeScores
-
-METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "patching")
 
 
 def edge_scores(

@@ -35,7 +35,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.compare.edges import edge_layout, pull_with_patterns
-from tensorlens_tl.circuits.compare.pairs import corrupted_stream, number_of, pair_target
+from tensorlens_tl.circuits.compare.pairs import METHODS, corrupted_stream, number_of, pair_target
 from tensorlens_tl.circuits.compare.weights_forward import Replay
 from tensorlens_tl.circuits.effects import LiveTarget
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
@@ -48,7 +48,6 @@ from tensorlens_tl.passes.record import Record
 from tensorlens_tl.results.terms import Terms
 
 BY = ("component", "head", "neuron", "stream")
-METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "patching")
 
 
 def patch_scores(

@@ -21,6 +21,9 @@ from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.passes.record import check_pass
 
+METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "patching")
+"""The ways to get a score of a node or an edge."""
+
 
 def check_pair(clean: PassLike, corrupted: PassLike) -> None:
     """Refuse two passes that cannot be compared position by position.

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.circuits.compare import edge_scores, patch_scores
-from tensorlens_tl.circuits.compare.edges import METHODS as EDGE_METHODS
+from tensorlens_tl.circuits.compare import METHODS as PAIR_METHODS, edge_scores, patch_scores
 from tensorlens_tl.circuits.effects import logit_attribution
 from tensorlens_tl.circuits.graph import contribution_graph
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -42,7 +41,7 @@ from tensorlens_tl.results.evaluation import Evaluation
 from tensorlens_tl.results.graph import ContributionGraph
 from tensorlens_tl.results.statistics import auroc
 
-METHODS = ("logit_attribution", "contribution_graph", *EDGE_METHODS)
+METHODS = ("logit_attribution", "contribution_graph", *PAIR_METHODS)
 METRICS = tuple(f"{what} {metric}" for what in ("node", "edge") for metric in ("auroc", "precision", "recall"))
 
 Paths = tuple[tuple[Place, ...], ...]

@@ -25,9 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.circuits.compare import edge_scores, patch_scores, run_circuits
-from tensorlens_tl.circuits.compare.edges import METHODS as EDGE_METHODS
-from tensorlens_tl.circuits.compare.nodes import METHODS as NODE_METHODS
+from tensorlens_tl.circuits.compare import METHODS, edge_scores, patch_scores, run_circuits
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.checks import spearman
 from tensorlens_tl.evaluate.known.pairs import PromptPairs
@@ -75,7 +73,7 @@ def patching_agreement(
     Raises:
         InvalidInputError: no pairs, no such method, or no pair that the model answers.
     """
-    known = [name for name in (EDGE_METHODS if by == "edge" else NODE_METHODS) if name != "patching"]
+    known = [name for name in METHODS if name != "patching"]
     chosen = checked_methods(methods, known)
     work, skipped = PairWork(model, pairs, only_correct), dict[str, str]()
     if methods is None:
@@ -144,9 +142,7 @@ def circuit_faithfulness(
         if Path(folder).exists() or not Path(folder).parent.is_dir():
             raise InvalidInputError(f"folder: {folder} is a file, or there is no folder to make it in.")
         Path(folder).mkdir()
-    chosen = checked_methods(
-        methods, [*EDGE_METHODS, RANDOM], [name for name in (*EDGE_METHODS, RANDOM) if name != "patching"]
-    )
+    chosen = checked_methods(methods, [*METHODS, RANDOM], [name for name in (*METHODS, RANDOM) if name != "patching"])
     work = PairWork(model, pairs, only_correct)
     parts = list(work.parts())
     scores = {name: _mean_scores(parts, name, steps, seed, memory) for name in chosen}
