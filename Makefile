@@ -61,7 +61,7 @@ compression: .venv/.ready
 	.venv/bin/python benchmarks/compression.py
 
 # from the runs beside the embedded model; to train them again (half an hour):
-#   python -m tensorlens_tl.demo.train_whitened OUT --seeds 0 1 2 --rows standard larger whitened control attention
+#   python -m scripts.train_whitened OUT --seeds 0 1 2 --rows standard larger whitened control attention
 #   python benchmarks/whitening.py OUT
 whitening: .venv/.ready
 	.venv/bin/python benchmarks/whitening.py

@@ -13,7 +13,7 @@ import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate
-from tensorlens_tl.evaluate.known_answer import ranking
+from tensorlens_tl.evaluate.known import ranking
 from tensorlens_tl.evaluate.scorers import Scorer, scorers_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "evaluation.md"

@@ -1,12 +1,17 @@
 """The models that are measured: real shapes, random weights where real ones cannot be had."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import tensorlens_tl as tlens
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scripts.train_whitened import small_gpt
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,6 @@ def gpt2_small(layers: int = 12, context: int = 1024) -> Shape:
 
 def small_neox() -> Shape:
     """The architecture of the embedded whitened model."""
-    from tensorlens_tl.demo.train_whitened import small_gpt
-
     torch.manual_seed(0)
     module = small_gpt(96, 32, 128)
     module.set_attn_implementation("eager")

@@ -1,6 +1,6 @@
 """What whitening does: ``make whitening`` writes docs/whitening.md.
 
-The training table is read from what `tensorlens_tl.demo.train_whitened` left beside the embedded whitened model, or from
+The training table is read from what `scripts/train_whitened.py` left beside the embedded whitened model, or from
 another folder: ``python benchmarks/whitening.py OUT_DIR``. What stands between the two comment lines of the page is
 written by people and kept.
 """

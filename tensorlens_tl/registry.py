@@ -44,10 +44,9 @@ from tensorlens_tl.hooks import lock_of
 from tensorlens_tl.layerwise import Maps
 from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.batches import check_slice, memory_batches, numbered, one_per_prompt, taken, tokenized
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.prompts import prepare
+from tensorlens_tl.passes.inputs import check_slice, memory_batches, numbered, one_per_prompt, prepare, taken, tokenized
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.joining import joined
 

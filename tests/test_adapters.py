@@ -16,7 +16,7 @@ from torch import nn
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, compress
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.linears import is_plain, read_linear
+from tensorlens_tl.models.parameters import is_plain, read_linear
 from tensorlens_tl.testing import model_names, tiny_model
 from tensorlens_tl.testing.models import _BRIDGE, randomise
 

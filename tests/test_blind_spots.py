@@ -205,7 +205,7 @@ def test_a_pattern_that_only_observes_is_held_at_z():
 
 
 def test_what_a_model_obeys_is_tried_once(monkeypatch):
-    from tensorlens_tl.passes import holding
+    from tensorlens_tl.passes.live import holding
 
     model, tried = tiny_model("bridge/gpt2"), []
     prove = holding._prove

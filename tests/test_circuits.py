@@ -13,9 +13,12 @@ from conftest import NAMES, close, hooks_left, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits import composition, expansion, graph, qk_reading as scores, weights
-from tensorlens_tl.models.experts import ExpertsWeights
-from tensorlens_tl.passes.target import resolve_target
+from tensorlens_tl.circuits.effects import paths as expansion
+from tensorlens_tl.circuits.graph import graph
+from tensorlens_tl.circuits.scores import reading as scores
+from tensorlens_tl.circuits.weights import composition, ov_qk as weights
+from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.passes.operator import resolve_target
 from tensorlens_tl.testing import model_names, tiny_model
 
 HOOKED = any(name.startswith("hooked/") for name in model_names())
@@ -134,7 +137,7 @@ def test_one_head_is_worth_what_the_frozen_model_loses_without_it(frozen, name):
 
 
 def test_the_embedding_is_told_apart_where_positions_are_added(frozen, name):
-    parts = circuits.embeddings.embedding_parts(frozen)
+    parts = circuits.stream.embeddings.embedding_parts(frozen)
     learned = {"bridge/gpt2", "bridge/opt", "hooked/ln", "bridge/bert", "encoder/bert", "bridge/native"}
     assert ("pos_embed" in parts) or name not in learned
     assert not any(word in name for word in ("llama", "rotary", "neox")) or list(parts) == ["embed"]
@@ -213,7 +216,7 @@ def test_live_effects_in_chunks_and_at_several_queries(model_named):
 def test_a_direction_in_the_middle_of_the_model(frozen, name):
     """A probe on the stream between two blocks: direct effects, paths, one head and total effects of what is before."""
     d, x = torch.linspace(-1, 1, 16, dtype=torch.float64), frozen.resid_pre(1)
-    for by in ("component", "head", "head_token") if experts_in(frozen, 0) > 1 else circuits.direct.BY:
+    for by in ("component", "head", "head_token") if experts_in(frozen, 0) > 1 else circuits.effects.BY:
         terms = circuits.logit_attribution(frozen, direction=d, layers=[0], by=by, query=[2, -1])
         assert close(terms.total, x[:, [2, -1]] @ d)
         assert float(terms.residual.max()) < tolerance(name)

@@ -13,7 +13,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import compress
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.models import ModelView
-from tensorlens_tl.models.weights import MLPWeights
+from tensorlens_tl.models.parameters import MLPWeights
 from tensorlens_tl.models.writing import joint_copies, writable
 from tensorlens_tl.testing import model_names, tiny_model
 

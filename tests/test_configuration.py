@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorlens_tl.models import configuration as module
-from tensorlens_tl.models.configuration import changed, compact, configuration
+from tensorlens_tl.models.lifecycle import changed, compact, configuration, configuration as module
 from tensorlens_tl.testing import model_names, tiny_input, tiny_model
 
 HOOKED = pytest.mark.skipif("hooked/ln" not in model_names(), reason="HookedTransformer is gone in TransformerLens 4")

@@ -14,7 +14,7 @@ from test_graphs import entering, scale, written
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits import graph as graph_module
+from tensorlens_tl.circuits.graph import graph as graph_module
 
 CASES = [
     ("hooked/ln", "jumprelu", "layer_norm"),

@@ -17,7 +17,7 @@ from test_circuits import token_logit
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits import graph as graph_module
+from tensorlens_tl.circuits.graph import graph as graph_module
 from tensorlens_tl.results import graph as result_module
 from tensorlens_tl.testing import model_names
 

@@ -9,7 +9,7 @@ from evaluation_cases import recall_model
 
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate
-from tensorlens_tl.evaluate.known_answer import ranking
+from tensorlens_tl.evaluate.known import ranking
 from tensorlens_tl.results.statistics import bootstrap_interval
 
 

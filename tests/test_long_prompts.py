@@ -164,7 +164,7 @@ def test_circuits_and_cuts(model_named):
         lambda frozen: frozen.first_tokens(0, 3).attention(0)(frozen.resid_pre(0)[:, :3]),
         lambda frozen: frozen.operator(heads={1: [0, 2]}).in_out().scores,
         lambda frozen: tlens.implicit_attention(frozen, 1),
-        lambda frozen: tlens.circuits.qk_reading.score_reading(frozen, 1).scores(frozen.resid_read(1)),
+        lambda frozen: tlens.circuits.scores.score_reading(frozen, 1).scores(frozen.resid_read(1)),
     ):
         assert close(ask(made), ask(kept), atol=rerun_tolerance(ROTARY))
 

@@ -108,7 +108,7 @@ def test_attention_is_shown_as_it_is_and_padding_as_nothing(frozen):
 # ------------------------------------------------------------------------------------------ circuits
 
 
-@pytest.mark.parametrize("by", circuits.direct.BY)
+@pytest.mark.parametrize("by", circuits.effects.BY)
 @few
 def test_terms_are_complete_and_name_the_mixer(frozen, by):
     terms = circuits.logit_attribution(frozen, 7, by=by, query=[3, -1])

@@ -6,7 +6,7 @@ from conftest import close, hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.models.state import WeightState
+from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.testing import model_names, tiny_model
 
 GPT2, BERT = "bridge/gpt2", "bridge/bert"

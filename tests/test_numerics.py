@@ -7,7 +7,7 @@ import torch
 from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
-from tensorlens_tl.models.weights import tried_norm
+from tensorlens_tl.models.parameters import tried_norm
 from tensorlens_tl.testing import check_model, model_names, tiny_model
 from tensorlens_tl.testing.models import _bridge
 

@@ -15,8 +15,8 @@ from torch import nn
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.errors import FrozenModelError, UnsupportedModelError
-from tensorlens_tl.models.offload import loaded
-from tensorlens_tl.models.state import refuse_devices
+from tensorlens_tl.models.lifecycle import refuse_devices
+from tensorlens_tl.models.parameters import loaded
 from tensorlens_tl.testing.models import HookedTransformer, model_names, tiny_input, tiny_model
 from tensorlens_tl.testing.requirements import precision
 

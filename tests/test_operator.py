@@ -9,7 +9,7 @@ from conftest import close, some_tokens, tolerance
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra import memory as budget
 from tensorlens_tl.algebra.probes import chi_square_quantile, probed
-from tensorlens_tl.passes.collapse import Collapse
+from tensorlens_tl.passes.operator import Collapse
 from tensorlens_tl.testing import model_names
 
 

@@ -16,10 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
-from tensorlens_tl.circuits import patching
-from tensorlens_tl.circuits.edges import edge_layout
+from tensorlens_tl.circuits.compare import corrupted_stream, edge_layout, nodes as patching, pair_target
 from tensorlens_tl.circuits.stream import Stream
-from tensorlens_tl.circuits.two_prompts import corrupted_stream, pair_target
 from tensorlens_tl.commands import main
 from tensorlens_tl.results.circuit import edge_order, pruned
 from tensorlens_tl.testing import model_names, tiny_model
@@ -411,7 +409,7 @@ def test_a_circuit_may_attend_where_every_probability_underflowed(name):
 
 def test_an_underflow_that_cannot_be_told_from_a_mask_is_refused(monkeypatch):
     clean, corrupted = sharp("bridge/llama")
-    monkeypatch.setattr("tensorlens_tl.circuits.replay.capture", lambda *given, **options: ({}, None))
+    monkeypatch.setattr("tensorlens_tl.circuits.compare.weights_forward.capture", lambda *given, **options: ({}, None))
     with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0: no head has a probability.*underflowed"):
         circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
 

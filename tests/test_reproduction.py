@@ -10,7 +10,7 @@ from conftest import some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate
 from tensorlens_tl.commands import main, reproduce
-from tensorlens_tl.evaluate.published import PAPER_METHODS
+from tensorlens_tl.evaluate.paper import PAPER_METHODS
 from tensorlens_tl.evaluate.scorers import STANDARD
 
 TEXTS = ["Return the value of the first item that is not found in the list. " * 3, "too short"]

@@ -7,7 +7,7 @@ from torch import nn
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra.numerics import relative_error
-from tensorlens_tl.passes.sampling import POSITIONS, can_be_sampled, sampled_positions
+from tensorlens_tl.passes.proof import POSITIONS, can_be_sampled, sampled_positions
 from tensorlens_tl.testing import tiny_model
 
 pytestmark = pytest.mark.numeric

@@ -12,9 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from tensorlens_tl.algebra import CausalConvolution, Chain, Diagonal, DiagonalRecursion
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.delta import delta_pattern
-from tensorlens_tl.models.mixers import mixer_map, read_mixer
-from tensorlens_tl.models.scans import mixer_weights, scan_of
+from tensorlens_tl.models.sublayers import delta_pattern, mixer_map, mixer_weights, read_mixer, scan_of
 from tensorlens_tl.testing import check_map
 
 pytestmark = pytest.mark.numeric

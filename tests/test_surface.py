@@ -8,7 +8,7 @@ from conftest import close, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.passes.prompts import query_positions
+from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.testing import tiny_model
 
 TEXT = "If the file is not found, a FileNotFoundError is"
@@ -281,7 +281,7 @@ def test_nothing_is_found_or_said_at_padding(demo_model):
 
 def test_batches_keep_within_their_bound():
     from tensorlens_tl.models import ModelView
-    from tensorlens_tl.passes.batches import captured_bytes, memory_batches
+    from tensorlens_tl.passes.inputs import captured_bytes, memory_batches
 
     view = ModelView(tlens.load_demo_model())
     lengths = [3, 250, 7, 8, 250, 249, 30, 31, 200, *[5] * 50]

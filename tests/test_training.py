@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorlens_tl as tlens
-from tensorlens_tl.demo import train, train_dictionary, train_reversal, train_small, train_vision, train_whitened
+from scripts import train, train_dictionary, train_reversal, train_small, train_vision, train_whitened
 
 pytestmark = pytest.mark.whole  # every script reads and trains something
 

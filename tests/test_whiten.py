@@ -525,7 +525,7 @@ def test_what_needs_a_hooked_transformer():
 
 def test_another_module_in_its_place_is_refused():
     """The training script's control is no recursion."""
-    from tensorlens_tl.demo.train_whitened import Shift
+    from scripts.train_whitened import Shift
 
     model = tiny_model("bridge/gpt2")
     for block in model.blocks:

@@ -18,32 +18,31 @@
 | how wrong is it away from its input | `error_bound`, `proposition_1` |
 """
 
-from tensorlens_tl.circuits.active_features import Features, features
-from tensorlens_tl.circuits.bounds import (
+from tensorlens_tl.circuits.compare import edge_scores, patch_scores, run_circuits
+from tensorlens_tl.circuits.dictionary_features import (
+    Features,
+    feature_attribution,
+    feature_edges,
+    feature_effects,
+    features,
+)
+from tensorlens_tl.circuits.effects import HeadMap, head_map, logit_attribution, paths, top_paths, total_effects
+from tensorlens_tl.circuits.graph import contribution_graph
+from tensorlens_tl.circuits.scores import qk_attribution
+from tensorlens_tl.circuits.size import (
+    Directions,
     ErrorBound,
     PropositionBound,
     appendix_e_bound,
+    as_scipy,
     error_bound,
     norm_bound,
     proposition_1,
-)
-from tensorlens_tl.circuits.composition import composition_scores
-from tensorlens_tl.circuits.direct import logit_attribution
-from tensorlens_tl.circuits.edges import edge_scores, run_circuits
-from tensorlens_tl.circuits.expansion import paths, top_paths
-from tensorlens_tl.circuits.feature_circuits import feature_attribution, feature_edges, feature_effects
-from tensorlens_tl.circuits.graph import contribution_graph
-from tensorlens_tl.circuits.head import HeadMap, head_map
-from tensorlens_tl.circuits.patching import patch_scores
-from tensorlens_tl.circuits.score_attribution import qk_attribution
-from tensorlens_tl.circuits.spectrum import (
-    Directions,
-    as_scipy,
     singular_directions,
     spectral_norm,
 )
-from tensorlens_tl.circuits.total import total_effects
 from tensorlens_tl.circuits.weights import (
+    composition_scores,
     copying_scores,
     full_ov,
     full_qk,

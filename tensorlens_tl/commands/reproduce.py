@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run one experiment, print its tables, and save it where asked."""
     from tensorlens_tl import evaluate
-    from tensorlens_tl.evaluate.published import experiment_named
+    from tensorlens_tl.evaluate.paper import experiment_named
 
     check_output(args.output)
     experiment = experiment_named(args.name)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
 def _embedded(name: str, model: Any, experiment: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Held-out text or images of an embedded model, and the options that are left; None where it has none."""
     from tensorlens_tl import demo
-    from tensorlens_tl.evaluate.published import LENGTH
+    from tensorlens_tl.evaluate.paper import LENGTH
 
     n = options["n"] or DEMO_INPUTS
     if experiment.reads == "images" and name == "digits":

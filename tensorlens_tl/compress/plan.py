@@ -25,8 +25,8 @@ from tensorlens_tl.compress.reading import head_weights, mlp_matrices, read
 from tensorlens_tl.compress.replacements import KINDS, Dense, Replacement, SharedTucker, unpacked
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import lock_of, own_run, refuse_attached
+from tensorlens_tl.models.lifecycle import fingerprint
 from tensorlens_tl.models.protocol import HookedModel, ModelLike
-from tensorlens_tl.models.state import fingerprint
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.models.writing import checked, refuse_shared, writable, write, written
 from tensorlens_tl.results.storage import read as read_file, write as write_file

@@ -24,15 +24,14 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Attention, Chain, Linear
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits.steps import Sublayer
-from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target, token_pairs
+from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, token_pairs
 from tensorlens_tl.compress.plan import Plan
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError
 from tensorlens_tl.hooks import capture, other_hooks, own_run
 from tensorlens_tl.models.activations import Coefficients
 from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.record import Record, check_pass, mlp_chain
 from tensorlens_tl.results.terms import Terms
@@ -132,7 +131,8 @@ class Removed:
 
         Args:
             target, minus, direction: as in `FrozenOperator.target`.
-            query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+            query: positions, the last real token unless said; see
+                `tensorlens_tl.passes.inputs.prompts.query_positions`.
             activation: the rule for the MLPs that the parts go through.
 
         Returns:

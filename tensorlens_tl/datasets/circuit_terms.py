@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorlens_tl.circuits.direct import logit_attribution
-from tensorlens_tl.circuits.total import total_effects
+from tensorlens_tl.circuits.effects import logit_attribution, total_effects
 from tensorlens_tl.datasets.attributions import given
 from tensorlens_tl.datasets.work import Record, Work
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.batches import memory_batches
 from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.inputs import memory_batches
 from tensorlens_tl.registry import Method, split_options
 from tensorlens_tl.results.storage import tagged
 from tensorlens_tl.results.terms import Terms

@@ -9,8 +9,8 @@ import torch
 
 from tensorlens_tl import __version__
 from tensorlens_tl.hooks import other_hooks
-from tensorlens_tl.models.configuration import changed, compact, configuration
-from tensorlens_tl.models.offload import stored
+from tensorlens_tl.models.lifecycle import changed, compact, configuration
+from tensorlens_tl.models.parameters import stored
 from tensorlens_tl.models.view import ModelView
 
 CONFIGURATION = "configuration"

@@ -11,9 +11,9 @@
 | `digits` | Vision Transformer, 3 layers, width 32: which digit an image of 8 × 8 pixels shows (`digit_images`) |
 | `reversal` | BART architecture, 1 + 1 layers, width 32: writes six letters in reverse (`reversal_words`) |
 
-The first is trained by `tensorlens_tl.demo.train`, `whitened` by `tensorlens_tl.demo.train_whitened`, `digits` by
-`tensorlens_tl.demo.train_vision`, `reversal` by `tensorlens_tl.demo.train_reversal`, the others by
-`tensorlens_tl.demo.train_small`. `load_demo_dictionary` gives sparse autoencoders of the first one's residual stream.
+In the repository, ``scripts/train.py`` trains the first, ``train_whitened.py`` `whitened`, ``train_vision.py``
+`digits`, ``train_reversal.py`` `reversal`, and ``train_small.py`` the others. `load_demo_dictionary` gives sparse
+autoencoders of the first one's residual stream.
 `program` gives models that nobody trained: their weights are written down (`tensorlens_tl.demo.programs`).
 """
 
@@ -146,7 +146,7 @@ def load_demo_dictionary(
 ) -> Dictionary:
     """A sparse autoencoder of the embedded model `language`: 512 features, of which 16 are active at a token.
 
-    Trained by `tensorlens_tl.demo.train_dictionary`; how well it reconstructs held-out text stands in
+    Trained by the repository's ``scripts/train_dictionary.py``; how well it reconstructs held-out text stands in
     ``dictionaries/training.json``.
 
     Args:

@@ -15,27 +15,44 @@ Every evaluation returns an `Evaluation`: a value per metric, method and prompt,
 
 from tensorlens_tl.evaluate.checks import agreement, agreement_table, completeness, randomisation, spearman, stability
 from tensorlens_tl.evaluate.compression import compression, compression_table
-from tensorlens_tl.evaluate.few_shot import few_shot_prompts
-from tensorlens_tl.evaluate.known_answer import expected_mrr, known_answer
-from tensorlens_tl.evaluate.known_attention import known_attention
-from tensorlens_tl.evaluate.known_components import known_components
-from tensorlens_tl.evaluate.over_rows import perturbation_dataset
-from tensorlens_tl.evaluate.pairs import PromptPairs, prompt_pairs
-from tensorlens_tl.evaluate.patching import PROPORTIONS, circuit_faithfulness, patching_agreement
-from tensorlens_tl.evaluate.perturbation import perturbation
-from tensorlens_tl.evaluate.published import EXPERIMENTS, Experiment, PublishedNumber, published
-from tensorlens_tl.evaluate.relation_decoding import (
-    LinearRelation,
-    RelationDecoder,
-    by_relation,
-    relation_decoding,
+from tensorlens_tl.evaluate.known import (
+    PROPORTIONS,
+    KnownAnswers,
+    KnownAttention,
+    KnownChoice,
+    KnownComponents,
+    PromptPairs,
+    brackets,
+    circuit_faithfulness,
+    expected_mrr,
+    induction,
+    known_answer,
+    known_attention,
+    known_components,
+    patching_agreement,
+    prompt_pairs,
+    recall,
 )
-from tensorlens_tl.evaluate.relations import Relation, Sample, shipped_relations
-from tensorlens_tl.evaluate.reproduction import Reproduction, reproduce
+from tensorlens_tl.evaluate.over_rows import perturbation_dataset
+from tensorlens_tl.evaluate.paper import (
+    EXPERIMENTS,
+    Experiment,
+    LinearRelation,
+    PublishedNumber,
+    Relation,
+    RelationDecoder,
+    Reproduction,
+    Sample,
+    by_relation,
+    few_shot_prompts,
+    published,
+    relation_decoding,
+    reproduce,
+    shipped_relations,
+)
+from tensorlens_tl.evaluate.perturbation import perturbation
 from tensorlens_tl.evaluate.scorers import PREDICTED, STANDARD, predictions
 from tensorlens_tl.evaluate.seeds import over_seeds
-from tensorlens_tl.evaluate.tasks import KnownAnswers, brackets, induction, recall
-from tensorlens_tl.evaluate.truths import KnownAttention, KnownChoice, KnownComponents
 from tensorlens_tl.results.evaluation import Comparison, Evaluation
 from tensorlens_tl.results.statistics import auroc, bootstrap_interval, holm
 

@@ -26,12 +26,12 @@ from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.compress import Plan
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.known import KnownAnswers
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
-from tensorlens_tl.evaluate.tasks import KnownAnswers
 from tensorlens_tl.hooks import model_points, own_logits, own_run, refuse_attached
-from tensorlens_tl.models.state import refuse_dropout
+from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.prompts import Prompt, prepare
+from tensorlens_tl.passes.inputs import Prompt, prepare
 from tensorlens_tl.results.evaluation import Evaluation
 from tensorlens_tl.results.statistics import bootstrap_interval
 

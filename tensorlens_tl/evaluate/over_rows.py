@@ -21,7 +21,7 @@ from tensorlens_tl.evaluate.scorers import Scorer, usable
 from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.prompts import Prompt, prepare
+from tensorlens_tl.passes.inputs import Prompt, prepare
 from tensorlens_tl.passes.replacement import Replacement, vocabulary_mean
 
 

@@ -33,7 +33,7 @@ from tensorlens_tl.hooks import ModelPoints, capture, foreign_hooks, logit_hooks
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import TOLERANCE, freeze
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.prompts import Prompt, prepare, query_positions
+from tensorlens_tl.passes.inputs import Prompt, prepare, query_positions
 from tensorlens_tl.passes.replacement import Replacement, inputs_of
 from tensorlens_tl.results.evaluation import Evaluation, area
 
@@ -328,7 +328,7 @@ def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[
 class _Engine:
     """Runs the live model on perturbed prompts, and compares it with itself on the whole ones.
 
-    Somebody's code on the model may act on some rows of a batch only, as `tensorlens_tl.passes.live_runs` says: each
+    Somebody's code on the model may act on some rows of a batch only, as `tensorlens_tl.passes.live.runs` says: each
     prompt is run by itself where such code is seen (`alone`), else between whole ones that must come out the same.
     """
 

@@ -13,10 +13,9 @@ import torch
 from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import model_points, own_logits, own_run, refuse_attached
-from tensorlens_tl.models.state import refuse_dropout
+from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.batches import tokenized
-from tensorlens_tl.passes.prompts import prepare
+from tensorlens_tl.passes.inputs import prepare, tokenized
 
 Text = tuple[list[int], int]
 """Token ids of a prompt and its continuation, and how many of them are the prompt's."""

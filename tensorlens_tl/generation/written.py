@@ -16,11 +16,10 @@ from tensorlens_tl.generation.writing import Text, refuse_non_causal, texts_of
 from tensorlens_tl.models.activations import check_rule
 from tensorlens_tl.models.protocol import NEXT, ModelLike, TokenLike
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.batches import memory_batches, numbered, one_per_prompt, taken
-from tensorlens_tl.passes.collapse import Collapse
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.spans import find
+from tensorlens_tl.passes.inputs import find, memory_batches, numbered, one_per_prompt, taken
+from tensorlens_tl.passes.operator import Collapse
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.joining import joined
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from tensorlens_tl.algebra.numerics import refuse_autocast
-from tensorlens_tl.models.offload import lock_of as lock_of, whole
+from tensorlens_tl.models.parameters import lock_of as lock_of, whole
 from tensorlens_tl.models.protocol import HookedModel
 
 FwdHook = tuple[Any, Callable[..., Any]]

@@ -8,7 +8,7 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.layerwise.local import LocalLayer
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.prompts import query_positions
+from tensorlens_tl.passes.inputs import query_positions
 
 Maps = Float[Tensor, "layer batch query key"]
 """One map of token pairs per layer; padding is zero."""

@@ -6,7 +6,7 @@ What stands where attention has its pattern, with all that depends on the input 
 | --- | --- | --- |
 | softmax attention | its pattern | its own |
 | a state-space layer | α of `SelectiveScan` (Ali, Zimerman & Wolf 2024) | its own |
-| the gated delta rule | M of `tensorlens_tl.models.delta` | its own |
+| the gated delta rule | M of `tensorlens_tl.models.sublayers.delta` | its own |
 | a gated short convolution | ``C_i·w_{i−j}·B_j`` of a channel | every channel |
 
 In Mamba 1 every channel is a head of its own, too. All but patterns have negative numbers, and rows that do not sum to

@@ -24,8 +24,8 @@ from tensorlens_tl.layerwise import Maps, normalize_rows, refuse_whitened
 from tensorlens_tl.methods.alti import alti_map
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.prompts import query_positions
-from tensorlens_tl.passes.target import logit_label, unembedding_rows
+from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.operator import logit_label, unembedding_rows
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
 
@@ -50,7 +50,7 @@ def alti_logit(
         updates: ``"attention"`` gives tokens what attention adds, as in the paper; the rest is bias. ``"all"`` gives
             them what the embeddings and MLPs add as well; bias is what biases add.
         distance: of ALTI, ``"l1"`` or ``"l2"``.
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
 
     Raises:
         InvalidInputError: no target, several tokens, an unknown option, or a query out of range.

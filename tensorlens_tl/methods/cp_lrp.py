@@ -3,7 +3,7 @@
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.target import logit_label
+from tensorlens_tl.passes.operator import logit_label
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
 
@@ -26,7 +26,7 @@ def cp_lrp(
     Args:
         frozen: the pass.
         target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
     Raises:

@@ -4,7 +4,7 @@
 
 f is the target's logit, probability or log-probability at the query (or the difference of two tokens'). Nothing is
 frozen. Every token takes one run, and several are run at once as copies of the prompts, between two that are unchanged
-(`tensorlens_tl.passes.live_runs`).
+(`tensorlens_tl.passes.live.runs`).
 
 In a causal model nothing changes before the token that is replaced. Tokens are taken in order, and what lies before the
 first of a run's is computed once for all, as keys and values that the model continues from (see
@@ -27,7 +27,7 @@ from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.methods.prefix import SharedPrefix
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.live_runs import Copies, repeated
+from tensorlens_tl.passes.live import Copies, repeated
 from tensorlens_tl.passes.replacement import REPLACEMENTS, Replacement, vocabulary_mean
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
@@ -64,7 +64,8 @@ def leave_one_out(
             ``"delete"``, which moves the tokens after it up. None is the mask token where there is one, else the mean,
             as `evaluate.perturbation` has it (its mean is that of the prompts, where this one depends on no other
             token). Of images and sound ``"zero"``, or the mean patch of all the images of the pass; None is zero.
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`. Where the
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+            Where the
             query's own token is deleted, a causal model is asked at the token before it; a model that sees both ways
             cannot be asked, nor can any at its first token, and the score is 0.
         memory: what the runs may allocate at once, as ``"512MB"`` or bytes.

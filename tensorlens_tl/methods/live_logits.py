@@ -11,9 +11,9 @@ from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedM
 from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.live_runs import LiveModel
-from tensorlens_tl.passes.prompts import query_positions
-from tensorlens_tl.passes.target import logit_label, target_ids
+from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.live import LiveModel
+from tensorlens_tl.passes.operator import logit_label, target_ids
 
 
 class LiveLogits:
@@ -22,7 +22,7 @@ class LiveLogits:
     Args:
         frozen: the pass.
         target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        query: see `tensorlens_tl.passes.prompts.query_positions`.
+        query: see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         what: what is asked, for messages.
 
     Attributes:

@@ -6,7 +6,7 @@ from tensorlens_tl.hooks import BackwardRule
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.target import logit_label
+from tensorlens_tl.passes.operator import logit_label
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
 
@@ -34,7 +34,7 @@ def relp(
     Args:
         frozen: the pass.
         target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         attention: ``"frozen"`` (the paper's AH-rule) or ``"live"`` (the paper's code without it).
         memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
 

@@ -5,7 +5,7 @@ from tensorlens_tl.hooks import BackwardRule
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.target import logit_label
+from tensorlens_tl.passes.operator import logit_label
 from tensorlens_tl.results.attribution import Attribution
 
 

@@ -9,7 +9,7 @@ from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.target import logit_label
+from tensorlens_tl.passes.operator import logit_label
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
 
@@ -47,7 +47,7 @@ def tensorlens(
         frozen: the pass.
         collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not. None is `"target"`
             where one is given, else `"in_out"`.
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         target, minus, direction: what `"target"` explains; see `FrozenOperator.target`.
         layers, heads, mlp, final_norm, activation: which operator; see `FrozenPass.operator`.
         bias: of the additive collapses: ``"apart"`` from the scores, as in the paper, or by ``"position"``; see

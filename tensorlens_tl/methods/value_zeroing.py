@@ -29,8 +29,7 @@ from tensorlens_tl.hooks import FwdHook, capture, in_this_thread
 from tensorlens_tl.layerwise import Maps, normalize_rows, product, refuse_whitened, select_query
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.holding import prove_obedience
-from tensorlens_tl.passes.live_runs import Copies, LiveModel, repeated
+from tensorlens_tl.passes.live import Copies, LiveModel, prove_obedience, repeated
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results.attribution import Attribution
 
@@ -76,7 +75,7 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = None, memory: Memory = N
 
     Args:
         frozen: the pass.
-        query: positions, every one unless said; see `tensorlens_tl.passes.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         memory: what the runs with zeroed values may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:

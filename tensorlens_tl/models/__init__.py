@@ -15,9 +15,8 @@
 from tensorlens_tl.models.activations import RULES, Coefficients, Rule
 from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.layouts import LAYOUTS, Layout, Place
-from tensorlens_tl.models.mixers import mixer_map
 from tensorlens_tl.models.protocol import NEXT, HookedModel
-from tensorlens_tl.models.scans import scan_of
+from tensorlens_tl.models.sublayers import mixer_map, scan_of
 from tensorlens_tl.models.view import ModelView
 
 __all__ = [

@@ -15,30 +15,36 @@ from einops import rearrange
 from torch import Tensor
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.adapters import adapter_names
-from tensorlens_tl.models.attention import projection, read_attention
-from tensorlens_tl.models.experts import (
-    ExpertsWeights,
-    PerLayerWeights,
-    has_experts,
-    read_experts,
-    read_per_layer,
-)
-from tensorlens_tl.models.linears import floating
-from tensorlens_tl.models.mixers import Mixer, read_mixer
-from tensorlens_tl.models.mlps import read_mlp, read_module
-from tensorlens_tl.models.offload import loaded, lock_of, offloaded, weights_read
-from tensorlens_tl.models.weights import (
+from tensorlens_tl.models.parameters import (
     AttentionWeights,
     MLPWeights,
     NormWeights,
     QueryKeyWeights,
     WhiteningWeights,
+    adapter_names,
     detached,
+    floating,
     innermost,
     is_bridge_component,
     is_norm,
+    loaded,
+    lock_of,
     norm_weights,
+    offloaded,
+    weights_read,
+)
+from tensorlens_tl.models.sublayers import (
+    ExpertsWeights,
+    Mixer,
+    PerLayerWeights,
+    has_experts,
+    projection,
+    read_attention,
+    read_experts,
+    read_mixer,
+    read_mlp,
+    read_module,
+    read_per_layer,
 )
 
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post", "ln3", "ln3_post")

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import fold, unfold
 
-from tensorlens_tl.models.weights import NormWeights, detached, innermost
+from tensorlens_tl.models.parameters import NormWeights, detached, innermost
 
 
 @dataclass(frozen=True)

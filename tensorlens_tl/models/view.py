@@ -2,7 +2,7 @@
 
 `ModelView` says what the model is made of and hands out the weights of each block in one layout. It is
 structural: nothing here imports a model class, because HookedTransformer does not exist in
-TransformerLens 4. Whether the reading is right is decided by the block proof (`tensorlens_tl.passes.proof`).
+TransformerLens 4. Whether the reading is right is decided by the block proof (`tensorlens_tl.passes.proof.blocks`).
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -17,24 +17,32 @@ from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.adapters import adapter_names, is_adapter
 from tensorlens_tl.models.block import NORMS, BlockView
-from tensorlens_tl.models.checkpoint import newly_initialised
-from tensorlens_tl.models.linears import floating, is_plain, read_embedding, read_linear
-from tensorlens_tl.models.offload import execution_device, loaded, lock_of, offloaded, weights_read
-from tensorlens_tl.models.patches import ClassHead, PatchWeights, read_patches
-from tensorlens_tl.models.weights import (
+from tensorlens_tl.models.lifecycle import newly_initialised
+from tensorlens_tl.models.parameters import (
     MLMHead,
     NormWeights,
+    adapter_names,
     computes_in_float32,
     detached,
+    execution_device,
     find_activation,
+    floating,
     innermost,
+    is_adapter,
     is_bridge_component,
     is_norm,
+    is_plain,
+    loaded,
+    lock_of,
     norm_weights,
+    offloaded,
+    read_embedding,
+    read_linear,
     tried_norm,
+    weights_read,
 )
+from tensorlens_tl.models.patches import ClassHead, PatchWeights, read_patches
 
 READ_FROM = {
     "patches": ("embed",),
@@ -373,7 +381,8 @@ class ModelView:
     def newly_initialised(self) -> tuple[str, ...] | None:
         """The weights that the model's checkpoint lacks, by Hugging Face's names; None where it does not show it.
 
-        They hold random numbers (or zeros and ones): what they compute is noise (`tensorlens_tl.models.checkpoint`).
+        They hold random numbers (or zeros and ones): what they compute is noise
+        (`tensorlens_tl.models.lifecycle.checkpoint`).
         """
         return None if self._newly_initialised is None else tuple(self._newly_initialised)
 

@@ -13,12 +13,17 @@
 | `freezing` | how is a pass made and checked? |
 """
 
-from tensorlens_tl.passes.collapse import Collapse
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.mlps import Routes
-from tensorlens_tl.passes.operator import FrozenOperator
-from tensorlens_tl.passes.pixels import PatchEmbedding, PixelScores, patch_embedding, pixel_scores
+from tensorlens_tl.passes.operator import (
+    Collapse,
+    FrozenOperator,
+    PatchEmbedding,
+    PixelScores,
+    patch_embedding,
+    pixel_scores,
+)
 
 __all__ = [
     "Collapse",

@@ -27,12 +27,10 @@ from tensorlens_tl.hooks import (
     other_hooks,
 )
 from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.collapse import Collapse
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.holding import holding_hooks
-from tensorlens_tl.passes.live_runs import LiveModel
-from tensorlens_tl.passes.prompts import query_positions
-from tensorlens_tl.passes.target import resolve_target
+from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.live import LiveModel, holding_hooks
+from tensorlens_tl.passes.operator import Collapse, resolve_target
 
 _proved: "WeakKeyDictionary[Any, list[tuple[int, int]] | None]" = WeakKeyDictionary()  # weights' versions, by model
 

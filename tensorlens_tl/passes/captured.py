@@ -20,13 +20,12 @@ from tensorlens_tl.errors import (
     UnsupportedModelError,
 )
 from tensorlens_tl.hooks import ModelPoints, lock_of
-from tensorlens_tl.models.configuration import changed, configuration
 from tensorlens_tl.models.layouts import Layout
+from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
 from tensorlens_tl.models.protocol import HookedModel
-from tensorlens_tl.models.state import WeightState
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.held_scores import HeldScores
-from tensorlens_tl.passes.prompts import Prompt
+from tensorlens_tl.passes.inputs import Prompt
 
 SumOfPass = TypeVar("SumOfPass")
 """A result with a `residual`: how far its parts are from the number that they explain."""
@@ -54,7 +53,8 @@ class Captured:
         weights: what the model's weights were, to tell whether they still are.
         other_hooks: the hook points and modules where other people's hooks were during the pass.
         hook_numbers: which hooks those were.
-        configuration: what decided the model's numbers besides its weights (`tensorlens_tl.models.configuration`).
+        configuration: what decided the model's numbers besides its weights
+            (`tensorlens_tl.models.lifecycle.configuration`).
         layouts: how each block is put together.
         errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
             ``"head"``, and ``"unembed"`` (of the tokens whose logits were compared: the last ones, and those asked

@@ -1,7 +1,7 @@
 """Freezing: one forward pass, checked before and proved after.
 
 Arguments are checked first, then the model's structure, then the pass is run (or taken from a cache), then its
-numbers; at the end come the proofs (`tensorlens_tl.passes.proof`).
+numbers; at the end come the proofs (`tensorlens_tl.passes.proof.blocks`).
 """
 
 import warnings
@@ -32,19 +32,15 @@ from tensorlens_tl.hooks import (
     own_run,
     refuse_attached,
 )
-from tensorlens_tl.models.configuration import configuration
-from tensorlens_tl.models.experts import ExpertsWeights
+from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
 from tensorlens_tl.models.protocol import HookedModel, ModelLike
-from tensorlens_tl.models.state import WeightState, refuse_devices, refuse_dropout
+from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.captured import HeldConfiguration
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.pattern_checks import check_pattern, looks_ahead
-from tensorlens_tl.passes.prompts import Prompt, prepare, query_positions
-from tensorlens_tl.passes.proof import compare_logits, prove
+from tensorlens_tl.passes.inputs import Prompt, prepare, query_positions
+from tensorlens_tl.passes.proof import SeenWrites, check_pattern, compare_logits, looks_ahead, prove, sampled_positions
 from tensorlens_tl.passes.recompute import PatternReader, refuse_unreadable
-from tensorlens_tl.passes.sampling import sampled_positions
-from tensorlens_tl.passes.writes import SeenWrites
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the

@@ -24,12 +24,11 @@ from tensorlens_tl.hooks import (
 )
 from tensorlens_tl.models.activations import check_rule
 from tensorlens_tl.models.layouts import Layout
+from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.models.protocol import LayerRange
-from tensorlens_tl.models.state import refuse_dropout
-from tensorlens_tl.passes.holding import holding_hooks
-from tensorlens_tl.passes.live_runs import LiveModel
+from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.live import LiveModel, holding_hooks
 from tensorlens_tl.passes.operator import FrozenOperator
-from tensorlens_tl.passes.prompts import query_positions
 from tensorlens_tl.passes.proof import logits_error, unembedding_error
 from tensorlens_tl.passes.record import Record
 
@@ -158,7 +157,7 @@ class FrozenPass(Record):
         """The model's own logits at some positions, by running it once more; None where it gives none.
 
         Args:
-            query: see `tensorlens_tl.passes.prompts.query_positions`.
+            query: see `tensorlens_tl.passes.inputs.prompts.query_positions`.
 
         Raises:
             FrozenModelError: the model is no longer that of the pass.

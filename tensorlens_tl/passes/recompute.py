@@ -19,14 +19,14 @@ from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.algebra.recomputed import query_chunks
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, ModelPoints, check_finite, hook_points, in_this_thread
-from tensorlens_tl.models.delta import is_delta
 from tensorlens_tl.models.layouts import candidates
-from tensorlens_tl.models.state import WeightState
+from tensorlens_tl.models.lifecycle import WeightState
+from tensorlens_tl.models.parameters import innermost
+from tensorlens_tl.models.sublayers import is_delta
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.models.weights import innermost
 from tensorlens_tl.passes.held_scores import HeldScores
-from tensorlens_tl.passes.pattern_checks import check_pattern
-from tensorlens_tl.passes.prompts import Prompt
+from tensorlens_tl.passes.inputs import Prompt
+from tensorlens_tl.passes.proof import check_pattern
 from tensorlens_tl.passes.record import Record
 from tensorlens_tl.passes.scores import ScoreReading, added_positions, score_candidates
 

@@ -2,7 +2,7 @@
 
 A record holds captured activations and the reading of the model's weights, and hands out the parts of the model as
 maps composed of both. It runs nothing and proves nothing: `tensorlens_tl.passes.freezing` makes it,
-`tensorlens_tl.passes.proof` proves it, and `FrozenPass` is the record that users hold.
+`tensorlens_tl.passes.proof.blocks` proves it, and `FrozenPass` is the record that users hold.
 """
 
 from collections.abc import Callable, Collection, Generator
@@ -34,12 +34,12 @@ from tensorlens_tl.algebra.segments import CrossAttention, Segment
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.activations import Coefficients, coefficients
 from tensorlens_tl.models.block import PER_LAYER_NORM
-from tensorlens_tl.models.experts import ExpertsWeights
 from tensorlens_tl.models.layouts import Layout, Place, Within, compose
-from tensorlens_tl.models.weights import NormWeights
+from tensorlens_tl.models.parameters import NormWeights
+from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.captured import Captured
+from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
-from tensorlens_tl.passes.prompts import Prompt
 
 RecordType = TypeVar("RecordType", bound="Record")
 Made = TypeVar("Made")

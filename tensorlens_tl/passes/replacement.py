@@ -11,8 +11,8 @@ from torch import Tensor
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, model_points
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.prompts import Prompt
-from tensorlens_tl.passes.target import token_ids
+from tensorlens_tl.passes.inputs import Prompt
+from tensorlens_tl.passes.operator import token_ids
 
 REPLACEMENTS = ("mask", "pad", "mean", "zero")
 EMBEDDINGS = ("embed.hook_out", "embed.hook_embed", "hook_embed")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import Chain, Diagonal, Linear
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models.weights import NormWeights
+from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.passes.record import Record
 
 

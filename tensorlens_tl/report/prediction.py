@@ -6,8 +6,8 @@ from typing import Any
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.prompts import one_query
-from tensorlens_tl.passes.target import logit_label, target_ids, token_label
+from tensorlens_tl.passes.inputs import one_query
+from tensorlens_tl.passes.operator import logit_label, target_ids, token_label
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.passes.spans import find_real
+from tensorlens_tl.passes.inputs import find_real
 
 
 class Entry(NamedTuple):

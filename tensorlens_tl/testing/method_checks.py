@@ -24,7 +24,7 @@ from tensorlens_tl.errors import (
     TensorLensError,
     UnsupportedModelError,
 )
-from tensorlens_tl.models.state import WeightState
+from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import attribute, get_method

@@ -23,7 +23,7 @@ from tensorlens_tl.models.activations import RULES
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.prompts import token_rows
+from tensorlens_tl.passes.inputs import token_rows
 from tensorlens_tl.testing.models import random_input, tiny_input, tiny_model
 from tensorlens_tl.testing.requirements import (
     ROUNDING,

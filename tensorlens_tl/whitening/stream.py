@@ -12,10 +12,10 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, model_points, own_run
+from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.state import refuse_dropout
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.prompts import prepare
+from tensorlens_tl.passes.inputs import prepare
 from tensorlens_tl.whitening.estimation import WhiteningFilter, estimate
 from tensorlens_tl.whitening.measures import SAME, stationarity, whiteness
 

@@ -1,0 +1,241 @@
+"""What differs between a clean and a corrupted prompt, edge by edge.
+
+An edge leads from what a node writes to what a later one reads (`tensorlens_tl.results.circuit` names them). Its score
+is what the target loses when the later node reads the earlier one's corrupted output in place of its clean one, all
+else as it is for the clean prompt:
+
+| method | score of an edge | queries and keys |
+| --- | --- | --- |
+| `frozen` | (a_clean − a_corrupted) · pull of the target to what the destination reads | zero: patterns are held |
+| `frozen+qk` | the same, the pull joined by the patterns' responses where they are read | as `integrated` |
+| `gradient` | (a_clean − a_corrupted) · ∂target/∂(what it reads) at the clean prompt | the same |
+| `integrated` | gradients averaged from the corrupted to the clean embeddings | the same |
+| `patching` | target(clean) − target(edge patched), a run for each edge | the same |
+
+Edges into values, MLPs and the target are exact in the model frozen at the clean prompt, and a node's outgoing edges
+sum to its score there. Edges into queries and keys act through patterns, which a frozen model holds: there they are
+zero by construction, and only live gradients, or patching, show them. A gradient at the clean prompt alone misses a
+head that is sure where to look (its softmax is flat there), so `frozen+qk` takes averaged ones.
+
+`gradient` is edge attribution patching (Syed et al. 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al.
+2024). All but ``"frozen"`` run the model from its weights (`tensorlens_tl.circuits.compare.weights_forward`), which
+blocks with norms on their way back to the stream do not allow.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.compare.pairs import METHODS, corrupted_stream, number_of, pair_target
+from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
+from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.results.circuit import TARGET, Circuit, EdgeScores
+
+
+def edge_scores(
+    clean: PassLike,
+    corrupted: PassLike,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    method: str = "frozen",
+    positions: bool = False,
+    query: Query = -1,
+    direction: Any = None,
+    activation: str = "ratio",
+    steps: int = 5,
+    memory: Memory = None,
+) -> EdgeScores:
+    """What the target loses when each edge carries its corrupted value; see this module's table.
+
+    Args:
+        clean, corrupted, target, minus, direction, query: as in `patch_scores`.
+        method: ``"frozen"``, ``"frozen+qk"``, ``"gradient"``, ``"integrated"`` or ``"patching"``.
+        positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
+            ``"patching"``.
+        activation: the rule for MLPs, of the frozen methods.
+        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, at the midpoints of as many equal steps.
+        memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no such method, and what `patch_scores` refuses.
+        UnsupportedModelError: an encoder–decoder, a mixture of experts, or, except under ``"frozen"``, blocks that
+            are not read as a sum of what their parts write (see `tensorlens_tl.circuits.compare.weights_forward`).
+        FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
+            alone, hooks put on the model or taken off since, or a frozen pass attached to it.
+    """
+    if method not in METHODS:
+        raise InvalidInputError(f"method={method!r}; use one of {', '.join(map(repr, METHODS))}.")
+    if positions and method == "patching":
+        raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
+    steps = whole_number("steps", steps, least=1)
+    asked = pair_target(clean, corrupted, target, minus, direction, query, activation)
+    layout, midpoints = edge_layout(asked.stream), [(step + 0.5) / steps for step in range(steps)]
+    if method == "patching":
+        scores = Replay(asked, clean, corrupted, layout.exists).patched(memory)
+    elif method in ("gradient", "integrated"):
+        shares = [1.0] if method == "gradient" else midpoints
+        scores = Replay(asked, clean, corrupted, layout.exists).along_gradients(shares, positions)
+    else:
+        other = corrupted_stream(asked, corrupted, activation)
+        if method == "frozen":
+            scores = _frozen(asked, other, layout, asked.stream.pull(asked.seed), positions)
+        else:
+            replay = Replay(asked, clean, corrupted, layout.exists)
+            responses = replay.gradients(midpoints)
+            scores = _frozen(asked, other, layout, pull_with_patterns(asked, responses), positions)
+            matching = [name.endswith((".q", ".k")) for name in layout.destinations]
+            scores[:, :, matching] = replay.products(responses, positions)[:, :, matching]
+    return EdgeScores(
+        sources=layout.sources,
+        destinations=layout.destinations,
+        scores=scores.sum(-1) if positions else scores,
+        exists=layout.exists,
+        clean=asked.total[:, 0],
+        corrupted=number_of(asked, corrupted)[:, 0],
+        target=asked.label,
+        method=method,
+        config=_config(asked),
+        by_position=scores if positions else None,
+    )
+
+
+def run_circuits(
+    clean: PassLike,
+    corrupted: PassLike,
+    circuits: Any,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    query: Query = -1,
+    direction: Any = None,
+    memory: Memory = None,
+) -> Float[Tensor, "circuit batch"]:
+    """The target's number in the live model with only a circuit's edges clean: all others carry corrupted values.
+
+    Every destination reads Σ over its edges of what their sources write: in the circuit, what they write in this very
+    run; outside it, what they write for the corrupted prompt. All edges give the clean number, none the corrupted one.
+
+    Args:
+        clean, corrupted, target, minus, direction, query: as in `patch_scores`.
+        circuits: of this model, one or a list; they run together.
+        memory: what the run may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no circuit, or one of another model; and what `patch_scores` refuses.
+        UnsupportedModelError, FrozenModelError: as for `edge_scores`.
+    """
+    if not isinstance(circuits, (Circuit, Iterable)):
+        raise InvalidInputError(
+            f"circuits={circuits!r}: pass one or a list of circuits, such as edge_scores().circuit(100)."
+        )
+    circuits = [circuits] if isinstance(circuits, Circuit) else list(circuits)
+    asked = pair_target(clean, corrupted, target, minus, direction, query)
+    layout, config = edge_layout(asked.stream), _config(asked)
+    for number, circuit in enumerate(circuits):
+        if not isinstance(circuit, Circuit):
+            raise InvalidInputError(
+                f"circuits: number {number} is {type(circuit).__name__}; pass edge_scores().circuit()."
+            )
+        same = circuit.sources == layout.sources and circuit.destinations == layout.destinations
+        if not same or config | circuit.config != config:
+            raise InvalidInputError(
+                f"circuits: number {number} is of another model: {len(circuit.sources)} sources, "
+                f"{len(circuit.destinations)} destinations, {circuit.config}, and "
+                f"{asked.stream.frozen.view.description} has {len(layout.sources)}, {len(layout.destinations)}, "
+                f"{config}."
+            )
+    if not circuits:
+        raise InvalidInputError("circuits: none given.")
+    kept = torch.stack([circuit.kept.to(asked.total.device) for circuit in circuits])
+    return Replay(asked, clean, corrupted, layout.exists).numbers(kept, memory)
+
+
+class EdgeLayout(NamedTuple):
+    """Sources and destinations of a model in the order of the forward pass, and which pairs are edges."""
+
+    sources: list[str]
+    destinations: list[str]
+    exists: Bool[Tensor, "source destination"]
+
+
+def edge_layout(stream: Stream) -> EdgeLayout:
+    """The edges of a stream: from everything written before a step to whatever its sublayers read."""
+    sources, destinations, known = ["embed"], list[str](), list[int]()
+    for step in stream.steps:
+        for sublayer in step.sublayers:
+            read_at = (
+                [f"{node}.{letter}" for letter in "qkv" for node in sublayer.nodes]
+                if sublayer.is_attention
+                else list(sublayer.nodes)
+            )
+            destinations += read_at
+            known += [len(sources)] * len(read_at)
+        sources += step.nodes
+    destinations.append(TARGET)
+    known.append(len(sources))
+    before = torch.arange(len(sources), device=stream.x[0].device)[:, None]
+    return EdgeLayout(sources, destinations, before < torch.tensor(known, device=before.device))
+
+
+def pull_with_patterns(asked: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> Pulled:
+    """The target pulled through the frozen model, joined by gradients of the live one where queries and keys are read.
+
+    So a frozen pull also follows what acts through patterns, to the order that the gradients do.
+
+    Args:
+        asked: the target.
+        responses: its gradient by what every destination reads; only those of queries and keys join.
+    """
+    joining, first = dict[int, Tensor](), 0
+    for number, step in enumerate(asked.stream.steps):
+        for sublayer in step.sublayers:
+            heads = len(sublayer.nodes) if sublayer.is_attention else 0
+            if heads:
+                joining[number] = responses[first : first + 2 * heads].sum(0)
+            first += 3 * heads or len(sublayer.nodes)
+    return asked.stream.pull(asked.seed, joining=joining)
+
+
+def _frozen(
+    asked: StreamTarget, other: Stream, layout: EdgeLayout, pulled: Pulled, positions: bool
+) -> Float[Tensor, "batch source destination *pos"]:
+    """Each source's difference, carried past the sublayers to every destination, and dotted with the target there."""
+    stream = asked.stream
+    batch, pos = stream.x[0].shape[:2]
+    scores = upcast(stream.x[0]).new_zeros(batch, *layout.exists.shape, *(pos,) * positions)
+    carried, first = (stream.x[0] - other.x[0])[None], 0
+    for number, step in enumerate(stream.steps):
+        written = list[Tensor]()
+        for sublayer, hidden, others in zip(step.sublayers, stream.hidden[number], other.hidden[number], strict=True):
+            met = sublayer.write.pull(pulled.sums[number])
+            parts, nodes = sublayer.split(met), len(sublayer.nodes)
+            asked_at = torch.cat([sublayer.read_of(node).pull(parts[..., node, :]) for node in range(nodes)])
+            first += 2 * nodes if sublayer.is_attention else 0  # queries and keys stay zero
+            scores[:, : len(carried), first : first + nodes] = edge_products(carried, asked_at, positions)
+            first += nodes
+            written.append(sublayer.outputs(hidden - others))
+        carried = step.outer.push(torch.cat([carried, *written]))
+    scores[:, :, -1:] = edge_products(carried, pulled.stream[-1], positions)
+    return scores
+
+
+def _config(asked: StreamTarget) -> dict[str, Any]:
+    """What the benchmark's files say of a model."""
+    frozen = asked.stream.frozen
+    heads = [len(part.nodes) for step in asked.stream.steps for part in step.sublayers if part.is_attention]
+    return {
+        "n_layers": frozen.n_layers,
+        "n_heads": max(heads, default=0),
+        "d_model": asked.stream.x[0].shape[-1],
+        "parallel_attn_mlp": any(layout.parallel for layout in frozen.layouts),
+    }

@@ -1,0 +1,113 @@
+"""Two prompts of the same length, and what is asked about the first: what every comparison of a clean and a corrupted
+prompt begins with.
+
+A prompt is *clean* where the model does what one wants to understand, and *corrupted* where a small change takes that
+away. Both are frozen; positions must match, so that an activation of one can stand in for the other's.
+
+Sign of every score: what the target loses when the clean value is replaced by the corrupted one,
+``number(clean) − number(patched)``. What helps the clean answer is positive.
+"""
+
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import hook_numbers, other_hooks, refuse_attached
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.passes.record import check_pass
+
+METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "patching")
+"""The ways to get a score of a node or an edge."""
+
+
+def check_pair(clean: PassLike, corrupted: PassLike) -> None:
+    """Refuse two passes that cannot be compared position by position.
+
+    Raises:
+        InvalidInputError: no frozen passes, of different models, of different numbers or lengths of prompts, or padded.
+        UnsupportedModelError: an encoder–decoder, or a mixture of experts.
+        FrozenModelError: the weights were changed since one of the passes.
+    """
+    for frozen in (clean, corrupted):
+        check_pass(frozen)
+    if clean.model is not corrupted.model:
+        raise InvalidInputError(
+            f"clean and corrupted are passes of two models ({clean.view.description}, {corrupted.view.description}); "
+            "freeze both prompts with one model."
+        )
+    clean.view.refuse_encoder_decoder("comparing two prompts")
+    for block in clean.view.blocks:
+        if isinstance(block.mlp, ExpertsWeights):
+            raise UnsupportedModelError(
+                f"{block.name} of this {clean.view.description} is a mixture of experts: two prompts are sent to "
+                "different ones, so no node of one prompt stands for a node of the other. Ask about each prompt by "
+                "itself, with circuits.total_effects."
+            )
+    prompts, others = len(clean.tokens), len(corrupted.tokens)
+    if prompts != others:
+        raise InvalidInputError(
+            f"{prompts} clean prompts and {others} corrupted ones; freeze as many, each beside its own."
+        )
+    lengths = [tuple(frozen.tokens.shape) for frozen in (clean, corrupted)]
+    if lengths[0] != lengths[1]:
+        raise InvalidInputError(
+            f"the clean prompts have {lengths[0][1]} tokens and the corrupted ones {lengths[1][1]}; positions must "
+            "match. Replace tokens one for one."
+        )
+    for name, frozen in (("clean", clean), ("corrupted", corrupted)):
+        if not bool(frozen.mask.all()):
+            row = int((~frozen.mask).any(1).nonzero()[0])
+            raise InvalidInputError(
+                f"{name} prompt {row} is padded; prompts that are compared position by position must have one length. "
+                "Freeze prompts of each length by themselves."
+            )
+    clean.check_fresh()
+    corrupted.check_fresh()
+
+
+def refuse_hooks(clean: PassLike, corrupted: PassLike) -> None:
+    """Refuse what runs the live model from its weights, past any hook, where hooks make it another model.
+
+    Raises:
+        FrozenModelError: a frozen pass is attached, or hooks were put on the model or taken off since a pass.
+    """
+    refuse_attached(clean.model)
+    now = other_hooks(clean.model)
+    numbers = hook_numbers(clean.model)
+    for name, frozen in (("clean", clean), ("corrupted", corrupted)):
+        if frozen.hook_numbers != numbers:
+            raise FrozenModelError(
+                f"hooks were put on the model or taken off since the {name} prompts were frozen (at "
+                f"{', '.join(sorted({*now} ^ {*frozen.other_hooks})) or 'the same points'}), so that the live model "
+                "is another one than theirs. Take them off, or freeze both again."
+            )
+
+
+def pair_target(
+    clean: PassLike,
+    corrupted: PassLike,
+    target: TokenLike,
+    minus: TokenLike,
+    direction: Any,
+    query: Query,
+    activation: str = "ratio",
+) -> StreamTarget:
+    """What is asked about the clean prompt, after `check_pair`; see `stream_target` for what is refused besides."""
+    check_pair(clean, corrupted)
+    return stream_target(clean, target, minus, direction, query, activation)
+
+
+def corrupted_stream(asked: StreamTarget, corrupted: PassLike, activation: str = "ratio") -> Stream:
+    """The stream of the corrupted prompt as far as what is asked reads it."""
+    of_tokens = asked.read_at == corrupted.points.unembed_in
+    return Stream.of(corrupted, activation, final_norm=asked.stream.final_norm, to_tokens=of_tokens)
+
+
+def number_of(asked: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batch query"]:
+    """The same number of the corrupted prompt, before any final soft cap."""
+    return asked.number(corrupted.captured(asked.read_at))

@@ -1,0 +1,259 @@
+"""The features of a sparse dictionary in one frozen pass.
+
+Which features are active is held, as patterns, ratios and scales are. The encoder is then affine, and so is the error
+of the reconstruction: whatever reads the stream reads features, error and b_dec, each a term of its own. How the
+dictionary is read: `tensorlens_tl.models.dictionaries`; where it stands:
+`tensorlens_tl.circuits.dictionary_features.hook_points`.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Norm
+from tensorlens_tl.circuits.dictionary_features.hook_points import ReadAt, WriteAt, mlp_output, read_at, write_at
+from tensorlens_tl.errors import InvalidInputError, NumericalError
+from tensorlens_tl.models.dictionaries import DictionaryWeights, read_dictionary
+from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.passes.inputs import one_query
+from tensorlens_tl.passes.record import Record, check_pass
+from tensorlens_tl.results.entry import Entry, check_batch, largest
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """The active features of a dictionary in one frozen pass. Made by `features`.
+
+    Attributes:
+        frozen: the pass.
+        dictionary: its weights.
+        hook, hook_out: where it reads, and what it reconstructs (the same of an autoencoder).
+        reads, writes: the same as places of the stream.
+        index: prompt, position and feature of every active feature at a real token, `[active, 3]`, in this order.
+        values: what they are worth, `[active]`.
+        reconstruction: what the dictionary makes of them, `[batch, pos, d_out]`; zero at padding.
+    """
+
+    frozen: Record
+    dictionary: DictionaryWeights
+    hook: str
+    hook_out: str
+    reads: ReadAt
+    writes: WriteAt
+    index: Int[Tensor, "active 3"]
+    values: Float[Tensor, "active"]
+    reconstruction: Float[Tensor, "batch pos d_out"]
+
+    def __repr__(self) -> str:
+        to = "" if self.hook_out == self.hook else f" -> {self.hook_out!r}"
+        return (
+            f"Features({self.dictionary.name} at {self.hook!r}{to}, {self.dictionary.features} features, "
+            f"{self.active_per_token:.1f} active at a token, explained={self.explained:.3f})"
+        )
+
+    @cached_property
+    def error(self) -> Float[Tensor, "batch pos d_out"]:
+        """What the reconstruction leaves out, zero at padding."""
+        return (self.writes.x - self.reconstruction) * self.frozen.mask[..., None]
+
+    @property
+    def active_per_token(self) -> float:
+        """L0: active features at a real token, on average."""
+        return len(self.values) / int(self.frozen.mask.sum())
+
+    @property
+    def explained(self) -> float:
+        """The share of variance that the reconstruction explains, over all real tokens of the pass."""
+        x = self.writes.x[self.frozen.mask]
+        return 1 - float(self.error.square().sum() / (x - x.mean(0)).square().sum())
+
+    def top(self, k: int = 10, query: int | str = -1, batch: int = 0) -> list[Entry]:
+        """The k most active features at one token.
+
+        Args:
+            k: how many.
+            query: which token, counted over the prompt's real ones, or its text.
+            batch: the prompt.
+
+        Raises:
+            InvalidInputError: k below 1, or no such token or prompt.
+        """
+        check_batch(batch, self.frozen.str_tokens)
+        batch %= len(self.frozen.tokens)
+        position = int(one_query(self.frozen.prompt, query)[batch, 0])
+        here = (self.index[:, 0] == batch) & (self.index[:, 1] == position)
+        names = [f"F{feature}" for feature in self.index[here, 2].tolist()]
+        return largest(self.values[here], names, k, [position] * len(names))
+
+    def value(self, feature: Any) -> Float[Tensor, "batch pos"]:
+        """What one feature is worth at every token, zero where it is not active.
+
+        Raises:
+            InvalidInputError: no such feature.
+        """
+        found = self.values.new_zeros(self.frozen.tokens.shape)
+        here = self.index[:, 2] == self.checked(feature)
+        found[self.index[here, 0], self.index[here, 1]] = self.values[here]
+        return found
+
+    def checked(self, feature: Any) -> int:
+        """A feature's number, which may be passed as its name, ``"F12"``.
+
+        Raises:
+            InvalidInputError: there is none.
+        """
+        if isinstance(feature, str) and re.fullmatch(r"F\d+", feature):
+            feature = int(feature[1:])
+        return whole_number("feature", feature, 0, self.dictionary.features - 1, why="a feature of this dictionary")
+
+    @cached_property
+    def reader(self) -> AffineMap:
+        """From the stream to what the encoder is given, scales held."""
+        how = self.dictionary.normalised(self.reads.x)
+        stages = [] if isinstance(self.reads.through, Identity) else [self.reads.through]
+        if how is not None:
+            stages.append(Norm(how.divided_by, centre=how.centred))
+        return Chain(tuple(stages)) if stages else Identity()
+
+    @cached_property
+    def writer(self) -> AffineMap | None:
+        """What the decoder's output goes through, held: the scale of a dictionary that normalises; None for nothing."""
+        how = self.dictionary.normalised(self.reads.x)
+        return None if how is None else Diagonal(how.multiplied_by)
+
+    def pre_activation(
+        self, features: Int[Tensor, "row"], positions: Int[Tensor, "row batch"]
+    ) -> Float[Tensor, "row batch"]:
+        """What the encoder makes of some features before its activation, at a position of every prompt."""
+        read = self.dictionary.reads(self.reads.x)
+        here = read[torch.arange(len(read), device=read.device), positions]
+        return (
+            torch.einsum("rbd,dr->rb", here, self.dictionary.W_enc[:, features]) + self.dictionary.b_enc[features, None]
+        )
+
+
+if TYPE_CHECKING:
+    FeaturesLike = Features
+    """Features, as a user passes them."""
+else:
+    FeaturesLike = Any  # what is none is refused in our own words
+
+
+def features(
+    frozen: PassLike,
+    dictionary: Any,
+    hook: Any = None,
+    *,
+    hook_out: Any = None,
+    any_model: bool = False,
+) -> Features:
+    """The active features of a sparse dictionary in a frozen pass.
+
+    Args:
+        frozen: the pass.
+        dictionary: any object with ``W_enc`` `[d_model, feature]` and ``W_dec`` `[feature, d_model]`, such as one of
+            SAELens; see `tensorlens_tl.models.dictionaries.read_dictionary`.
+        hook: the hook point that it reads: of the residual stream, or, of a transcoder, of what an MLP reads; None for
+            what the dictionary says (`hook_name`).
+        hook_out: of a transcoder, the hook point that it reconstructs: what the MLP gives (`hook_name_out`).
+        any_model: take a dictionary that says it belongs to another model (a fine-tuned model's base, say) or to
+            another hook point.
+
+    Raises:
+        InvalidInputError: no such hook point, or one that holds something else; a dictionary of another width, dtype,
+            model or hook point; one that is gated, or gives something else than its weights say; and what
+            `read_dictionary` refuses.
+        NumericalError: weights that are not finite.
+        UnsupportedModelError: an encoder–decoder.
+    """
+    check_pass(frozen)
+    read = read_dictionary(dictionary, transcodes=None if hook_out is None else True)
+    hook = read.hook if hook is None else hook
+    for name, point in (("hook", hook), ("hook_out", hook_out)):
+        if point is not None and not isinstance(point, str):
+            raise InvalidInputError(
+                f"{name}={point!r}: pass the name of a hook point, such as {frozen.output_name(0)!r}."
+            )
+    if hook is None:
+        raise InvalidInputError(
+            f"features: this {read.name} does not say where it belongs; pass hook=, such as {frozen.output_name(0)!r}."
+        )
+    if read.transcodes:
+        hook_out = hook_out or read.hook_out or mlp_output(hook)
+    _check_fit(frozen, read, hook, any_model)
+    reads = read_at(frozen, hook, mlp=read.transcodes)
+    if not any_model:
+        _check_place(frozen, read, hook, reads)
+    if hook_out is None:
+        writes = WriteAt(reads.place, Identity(), Identity(), reads.x)
+    else:
+        writes = write_at(frozen, hook_out)
+        if writes.place < reads.place:
+            raise InvalidInputError(f"features: hook_out={hook_out!r} comes before hook={hook!r}.")
+    mask = frozen.mask
+    read = read.fitting(reads.x[mask])
+    made = read.encode(reads.x[mask], frozen.tolerance)
+    if not bool(torch.isfinite(made.values).all() and torch.isfinite(made.decoded).all()):
+        raise NumericalError(f"features: {read.name} overflows; use a wider dtype for model and dictionary.")
+    reconstruction = torch.zeros_like(writes.x)
+    reconstruction[mask] = made.decoded
+    tokens = mask.nonzero()[made.where[:, 0]]
+    index = torch.cat([tokens, made.where[:, 1:]], dim=1)
+    return Features(frozen, read, hook, hook_out or hook, reads, writes, index, made.values, reconstruction)
+
+
+def _check_fit(frozen: Record, read: DictionaryWeights, hook: str, any_model: bool) -> None:
+    """Refuse a dictionary of another width, dtype, device or model."""
+    x, weight = frozen.resid_pre(0), read.W_enc
+    width = x.shape[-1]
+    for name, of in (("reads", read.W_enc.shape[0]), ("writes", read.W_dec.shape[1])):
+        if of != width:
+            raise InvalidInputError(
+                f"dictionary: this {read.name} {name} vectors of {of} numbers, {hook} of this "
+                f"{frozen.view.description} has {width}. Is it another model's?"
+            )
+    if weight.dtype != x.dtype or weight.device != x.device:
+        raise InvalidInputError(
+            f"dictionary: this {read.name} is {weight.dtype} on {weight.device}, the model's stream {x.dtype} on "
+            f"{x.device}. Convert one of them, such as dictionary.to({x.dtype})."
+        )
+    own = str(getattr(frozen.view.cfg, "model_name", "custom"))
+    if read.model_name is None or any_model or own in ("custom", "external", "native"):
+        return
+    if _plain_name(str(read.model_name)) != _plain_name(own):
+        raise InvalidInputError(
+            f"dictionary: this {read.name} was trained on {read.model_name!r}, and this model is {own!r}. Pass "
+            "any_model=True if the two belong together."
+        )
+
+
+def _check_place(frozen: Record, read: DictionaryWeights, hook: str, reads: ReadAt) -> None:
+    """Refuse a dictionary that says it reads another place; classes may give one place several names."""
+    if read.hook is None or read.hook == hook:
+        return
+    try:
+        own = read_at(frozen, str(read.hook), mlp=read.transcodes)
+    except InvalidInputError:  # a name of another class of models
+        return
+    if own.place != reads.place:
+        raise InvalidInputError(
+            f"hook={hook!r}: this {read.name} says that it belongs at {read.hook!r}. Leave hook out, or pass "
+            "any_model=True to read it elsewhere."
+        )
+
+
+def _plain_name(name: str) -> str:
+    """A model's name without its publisher; aliases of TransformerLens count as the model they stand for."""
+    try:
+        from transformer_lens.loading_from_pretrained import get_official_model_name
+
+        name = get_official_model_name(name)
+    except (ImportError, ValueError):
+        pass
+    return name.rsplit("/", 1)[-1].lower()

@@ -1,0 +1,375 @@
+"""What sparse features are made of, what they do, and how they feed each other: exact sums on a frozen pass.
+
+    pre-activation = Σ source tokens + bias                                 (`feature_attribution`)
+    logit          = Σ active features + reconstruction error + b_dec + bias     (`feature_effects`)
+    pre-activation = Σ earlier features + error + b_dec + bias                (`feature_edges`)
+
+A feature as a target is a direction of the stream, its row of the encoder; as a source it is a vector in the stream,
+its value times its row of the decoder, and its score is the inner product of that with the target pulled back to it.
+So the score is what the frozen model's target loses when the feature is taken out of the stream. One pull is enough for
+all features of a target. A feature that is not active has a pre-activation like any other, and no effect.
+
+A graph with features among heads and MLPs as its nodes is `contribution_graph` with ``dictionaries=``.
+
+A transcoder stands in its MLP's place: the error is what the MLP gives and the transcoder does not, and what reaches
+the target beside that MLP is one term.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tensorlens_tl._arguments import plain
+from tensorlens_tl.algebra import AffineMap, Chain, Identity, RowPositions
+from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.positions import BiasTerms, in_total
+from tensorlens_tl.circuits.dictionary_features.active import Features, FeaturesLike
+from tensorlens_tl.circuits.dictionary_features.hook_points import Place, maps_between, stream_to
+from tensorlens_tl.circuits.effects import BY as DIRECT, direct_effects
+from tensorlens_tl.circuits.stream import StreamTarget
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.activations import check_rule
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.operator import resolve_target
+from tensorlens_tl.passes.record import Record
+from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results.feature_edges import FeatureEdges
+from tensorlens_tl.results.terms import Terms
+
+BY = ("feature_token", "feature")
+
+
+def feature_attribution(
+    found: FeaturesLike,
+    feature: Any,
+    *,
+    query: Query = -1,
+    by: str = "token",
+    activation: str = "ratio",
+    memory: Memory = None,
+) -> Attribution | Terms:
+    """What a feature's pre-activation is made of.
+
+    Args:
+        found: the features of a pass, by `features`.
+        feature: its number or name (``"F12"``); it need not be active.
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        by: ``"token"``, source tokens through everything before the dictionary; or direct effects by ``"component"``,
+            ``"head"``, ``"head_token"`` or ``"neuron"``, as in `logit_attribution`.
+        activation: the rule for MLPs on the way.
+        memory: what may be allocated at once, as ``"512MB"`` or bytes.
+
+    Returns:
+        An `Attribution` by token, otherwise `Terms`. The total is the pre-activation that the dictionary itself
+        computes. `b_enc` (with what b_dec takes away) is part of the bias, or a term.
+
+    Raises:
+        InvalidInputError: no such feature, query or `by`.
+        FrozenModelError: the weights were changed since the pass.
+    """
+    frozen, number = _checked(found).frozen, found.checked(feature)
+    if by not in ("token", *DIRECT):
+        raise InvalidInputError(f"by={by!r}; use one of {', '.join(('token', *DIRECT))}.")
+    rule, positions = check_rule(activation), query_positions(frozen.prompt, query)
+    frozen.check_fresh()
+    numbers = torch.full((positions.shape[1],), number, device=positions.device)
+    asked = _ask_features(found, numbers, positions.T)
+    label = f"pre-activation of F{number} at {found.hook}"
+    if by != "token":
+        stream = stream_to(frozen, found.reads.place, rule)
+        return direct_effects(asked.of_stream(stream, found.hook, label), by, memory)
+    through = _chain(maps_between(frozen, Place(0, 0), found.reads.place, rule))
+    x = frozen.resid_pre(0)
+    scores, bias = x.new_zeros(*positions.shape, x.shape[1]), x.new_zeros(positions.shape)
+    scores, bias = upcast(scores), upcast(bias)
+    for rows in chunks(len(asked.vectors), frozen.row_bytes, memory, "queries"):
+        part, terms = asked.part(rows), BiasTerms()
+        pulled = _pulled(frozen, through, part, terms)
+        scores[:, rows.start : rows.stop] = (upcast(pulled) * x).sum(-1).transpose(0, 1)
+        bias[:, rows.start : rows.stop] = (in_total(terms, part.constant) + part.constant).T
+    options = {"feature": number, "hook": found.hook, "query": query, "activation": activation}
+    return Attribution.of(
+        frozen, scores * frozen.mask[:, None], method="tensorlens", query=query, bias=bias, total=asked.total.T,
+        additive=True, target=label, options=options,
+    )  # fmt: skip
+
+
+def feature_effects(
+    found: FeaturesLike,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    query: Query = -1,
+    direction: Any = None,
+    by: str = "feature_token",
+    activation: str = "ratio",
+    memory: Memory = None,
+) -> Terms:
+    """What every active feature adds to a logit; with the error, b_dec and the biases they sum to it.
+
+    A score is what the frozen model's logit loses when the feature is taken out of what it is written to.
+
+    Args:
+        found: the features of a pass, by `features`.
+        target, minus, direction: as in `FrozenOperator.target`.
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        by: ``"feature_token"`` (``"F12@7"`` is feature 12 at position 7, ``"error@7"`` the error there), or
+            ``"feature"`` (summed over positions).
+        activation: the rule for MLPs on the way.
+        memory: what may be allocated at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no such `by`, a query out of range, no target, and what `target` refuses.
+        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+        FrozenModelError: the weights were changed since the pass.
+    """
+    frozen, rule = _checked(found).frozen, check_rule(activation)
+    positions = query_positions(frozen.prompt, query)
+    resolved = resolve_target(frozen, target, minus, direction, positions)
+    frozen.check_fresh()
+    own = frozen.unembedded() if resolved.of_tokens else frozen.output
+    own = upcast(torch.take_along_dim(own, positions[..., None], dim=1))
+    total = (own * resolved.vectors).sum(-1) + resolved.constant
+    asked = _Asked(resolved.vectors.transpose(0, 1), resolved.constant.T, total.T, positions.T).at_real(frozen)
+    ends: Iterable[AffineMap | None] = (
+        frozen.final_map(),
+        frozen.prediction_head(rule) if resolved.of_tokens else None,
+    )
+    stages = maps_between(frozen, found.writes.place, Place(frozen.n_layers, 0), rule)
+    names, scores = _effects(found, _chain([*stages, *(end for end in ends if end is not None)]), asked, by, memory)
+    terms = Terms(
+        names=names,
+        scores=scores.transpose(0, 1),
+        remainder=torch.zeros_like(asked.total.T),
+        soft_cap=frozen.view.soft_cap if resolved.of_tokens else None,
+        **asked.fields(frozen, resolved.label),
+    )
+    return frozen.checked(terms)
+
+
+def feature_edges(
+    early: FeaturesLike,
+    late: FeaturesLike,
+    features: Any = None,
+    *,
+    query: Query = -1,
+    by: str = "feature_token",
+    activation: str = "ratio",
+    memory: Memory = None,
+) -> FeatureEdges:
+    """What every active feature of an early dictionary adds to the pre-activations of a late one's features.
+
+    Args:
+        early, late: the features of one pass, the early ones written no later than the late ones are read.
+        features: which of the late ones; None for those active at a query in any prompt.
+        query: at which positions, the last real token unless said.
+        by: as in `feature_effects`.
+        activation, memory: as in `feature_effects`.
+
+    Returns:
+        A row for each query and late feature. They are pulled back together, one vector each.
+
+    Raises:
+        InvalidInputError: no such feature, query or `by`; features of two passes, or in the wrong order.
+        FrozenModelError: the weights were changed since the pass.
+    """
+    frozen, rule = _checked(early).frozen, check_rule(activation)
+    if _checked(late).frozen is not frozen:
+        raise InvalidInputError("feature_edges: early and late are of two passes; make both from the same frozen pass.")
+    if late.reads.place < early.writes.place:
+        raise InvalidInputError(
+            f"feature_edges: late reads {late.hook}, which comes before {early.hook_out}, where early writes. Exchange "
+            "them."
+        )
+    positions = query_positions(frozen.prompt, query)
+    frozen.check_fresh()
+    columns, numbers = _late_features(late, features, positions)
+    asked = _ask_features(late, numbers, positions.T[columns])
+    through = _chain(maps_between(frozen, early.writes.place, late.reads.place, rule))
+    names, scores = _effects(early, through, asked, by, memory)
+    return FeatureEdges(
+        names=names,
+        scores=scores.transpose(0, 1),
+        remainder=torch.zeros_like(asked.total.T),
+        features=numbers.tolist(),
+        **asked.fields(frozen, f"pre-activations at {late.hook}"),
+    )
+
+
+# ---------------------------------------------------------------------- inside
+
+
+class _Asked(NamedTuple):
+    """Numbers that are asked about: ``vector · stream + constant`` at a position of each prompt, a row for each.
+
+    Attributes:
+        vectors: `[row, batch, d]`.
+        constant, total: `[row, batch]`.
+        positions: `[row, batch]`.
+    """
+
+    vectors: Float[Tensor, "row batch d"]
+    constant: Float[Tensor, "row batch"]
+    total: Float[Tensor, "row batch"]
+    positions: Int[Tensor, "row batch"]
+
+    def at_real(self, frozen: Record) -> "_Asked":
+        """The same, and nothing asked at padding."""
+        real = torch.take_along_dim(frozen.mask, self.positions.T, dim=1).T
+        return self._replace(
+            vectors=self.vectors * real[..., None], constant=upcast(self.constant) * real, total=self.total * real
+        )
+
+    def part(self, rows: range) -> "_Asked":
+        return _Asked(*(column[rows.start : rows.stop] for column in self))
+
+    def fields(self, frozen: Record, label: str) -> dict[str, Any]:
+        """What a result says about them."""
+        return {
+            "total": self.total.T,
+            "queries": self.positions.T,
+            "mask": frozen.mask,
+            "tokens": frozen.str_tokens,
+            "target": label,
+        }
+
+    def of_stream(self, stream: Any, hook: str, label: str) -> StreamTarget:
+        """The same as direct effects are asked."""
+        return StreamTarget.at(
+            stream, hook, self.vectors.transpose(0, 1), self.constant.T, self.total.T, self.positions.T, label, "b_enc"
+        )
+
+
+def _checked(found: Any) -> Features:
+    if not isinstance(found, Features):
+        raise InvalidInputError(
+            f"features are needed, got {type(found).__name__}: make them with circuits.features(frozen, dictionary)."
+        )
+    return found
+
+
+def _chain(stages: list[AffineMap]) -> AffineMap:
+    return Chain(tuple(stages)) if stages else Identity()
+
+
+def _ask_features(found: Features, features: Int[Tensor, "row"], positions: Int[Tensor, "row batch"]) -> _Asked:
+    """Pre-activations as what is asked about the stream that the dictionary reads."""
+    rows = found.dictionary.W_enc.T[features]
+    vectors = rows[:, None].expand(-1, len(found.frozen.tokens), -1)
+    reader = found.reader if isinstance(found.reader, Identity) else found.reader.at(RowPositions(positions))
+    pulled, bias = reader.pull_with_bias(vectors[:, :, None])
+    constant = bias + found.dictionary.b_enc[features, None]
+    return _Asked(pulled[:, :, 0], constant, found.pre_activation(features, positions), positions).at_real(found.frozen)
+
+
+def _late_features(late: Features, features: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Which query and which feature each row is about."""
+    queries = range(positions.shape[1])
+    if features is not None:
+        given = plain(features)
+        given = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+        numbers = [late.checked(feature) for feature in given]
+        if not numbers:
+            raise InvalidInputError("features=[]: name at least one, or leave it out for those that are active.")
+        wanted = [(query, number) for query in queries for number in numbers]
+    else:
+        at = positions[late.index[:, 0]] == late.index[:, 1, None]
+        wanted = [(query, int(number)) for query in queries for number in late.index[at[:, query], 2].unique()]
+        if not wanted:
+            raise InvalidInputError("features: none is active there; name some, or ask about another query.")
+    columns, numbers = torch.tensor(wanted, device=positions.device).T
+    return columns, numbers
+
+
+def _pulled(
+    frozen: Record, through: AffineMap, asked: _Asked, biases: BiasTerms
+) -> Float[Tensor, "row batch pos d_model"]:
+    """Vectors at their positions, pulled to every position of an earlier stream."""
+    length = frozen.tokens.shape[1]
+    where = RowPositions(asked.positions)
+    vectors = asked.vectors.to(frozen.resid_pre(0).dtype)
+    pulled = through.pull_between(vectors, where, None, length, causal=frozen.causal, biases=biases)
+    return pad(pulled, (0, 0, 0, length - pulled.shape[2]))
+
+
+def _effects(
+    found: Features, through: AffineMap, asked: _Asked, by: str, memory: Memory
+) -> tuple[list[str], Float[Tensor, "row batch term"]]:
+    """Everything that adds to what is asked, `through` leading to it from where the features are written."""
+    if by not in BY:
+        raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
+    frozen, writes = found.frozen, found.writes
+    through = through if isinstance(writes.outer, Identity) else Chain((writes.outer, through))
+    parts = _Parts.of(found, by)
+    per_row = frozen.row_bytes + found.values.element_size() * (
+        len(parts.names) * len(frozen.tokens) + len(found.values)
+    )
+    scores = []
+    for rows in chunks(len(asked.vectors), per_row, memory, "rows"):
+        part, terms = asked.part(rows), BiasTerms()
+        g = _pulled(frozen, through, part, terms)
+        columns = [parts.scores(writes.after.pull(g))]
+        if writes.beside is not None:
+            columns.append((upcast(g) * writes.beside).sum((-2, -1))[..., None])
+        columns.append((in_total(terms, part.constant) + part.constant)[..., None])
+        scores.append(torch.cat(columns, dim=-1))
+    beside = [] if writes.beside is None else [writes.beside_name]
+    return [*parts.names, *beside, "bias"], torch.cat(scores)
+
+
+class _Parts(NamedTuple):
+    """What a dictionary's output is the sum of, and the names of the parts.
+
+    Attributes:
+        column: which term each active feature counts for.
+        others: vectors for the whole prompt by name, error first, `[batch, pos, d_out]` each.
+    """
+
+    found: Features
+    names: list[str]
+    column: Int[Tensor, "active"]
+    features: int
+    by_token: list[int]
+    others: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, found: Features, by: str) -> "_Parts":
+        _, position, feature = found.index.T
+        pos, count = found.frozen.tokens.shape[1], found.dictionary.features
+        key = feature if by == "feature" else position * count + feature
+        kept, column = key.unique(return_inverse=True)
+        names = [f"F{k}" if by == "feature" else f"F{k % count}@{k // count}" for k in kept.tolist()]
+        tokens = [] if by == "feature" else [at for at in range(pos) if bool(found.frozen.mask[:, at].any())]
+        mask = found.frozen.mask[..., None]
+        b_dec = found.dictionary.b_dec.expand_as(found.error)
+        scaled = b_dec if found.writer is None else found.writer(b_dec)
+        beside = found.dictionary.beside(found.reads.x)
+        others = {"error": found.error} | {name: x * mask for name, x in ({"b_dec": scaled} | beside).items()}
+        errors = [f"error@{at}" for at in tokens] if tokens else ["error"]
+        return cls(found, [*names, *errors, *list(others)[1:]], column, len(names), tokens, others)
+
+    def scores(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row batch term"]:
+        """Each part's inner product with vectors pulled to the dictionary's output."""
+        at = {name: (upcast(g) * x).sum(-1) for name, x in self.others.items()}
+        error = at.pop("error")
+        error = error[..., self.by_token] if self.by_token else error.sum(-1)[..., None]
+        return torch.cat([self._of_features(g), error, *(part.sum(-1)[..., None] for part in at.values())], dim=-1)
+
+    def _of_features(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row batch term"]:
+        found, (rows, batch) = self.found, g.shape[:2]
+        g = g if found.writer is None else found.writer.pull(g)
+        made = upcast(g[:0]).new_zeros(rows, batch * self.features)
+        column = found.index[:, 0] * self.features + self.column
+        per_one = (rows + 2) * g.shape[-1] * made.element_size()
+        for some in chunks(len(found.values), per_one, None, "features"):
+            part = slice(some.start, some.stop)
+            prompt, position, feature = found.index[part].T
+            met = torch.einsum("rad,ad->ra", upcast(g[:, prompt, position]), upcast(found.dictionary.W_dec[feature]))
+            made.index_add_(1, column[part], met * found.values[part])
+        return made.reshape(rows, batch, self.features)

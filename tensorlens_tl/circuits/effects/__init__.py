@@ -1,0 +1,19 @@
+"""What components do to a logit: directly, by paths, head by head, and in all."""
+
+from tensorlens_tl.circuits.effects.direct import BY, direct_effects, logit_attribution
+from tensorlens_tl.circuits.effects.heads import HeadMap, head_map
+from tensorlens_tl.circuits.effects.live_target import LiveTarget
+from tensorlens_tl.circuits.effects.paths import paths, top_paths
+from tensorlens_tl.circuits.effects.total import total_effects
+
+__all__ = [
+    "BY",
+    "HeadMap",
+    "LiveTarget",
+    "direct_effects",
+    "head_map",
+    "logit_attribution",
+    "paths",
+    "top_paths",
+    "total_effects",
+]

@@ -1,0 +1,159 @@
+"""Direct effects: what each component writes straight into a logit.
+
+A component's direct effect is what it adds to the logit along the residual stream alone, past every later head and
+MLP: the inner product of its output with the target's direction pulled through the final norm (and, in a post-LN
+model, through the norms on the way). With all biases counted the direct effects are the logit, exactly. What a
+component does through later ones is its *total* effect: `tensorlens_tl.circuits.effects.total`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, token_pairs
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.results.terms import Terms
+
+BY = ("component", "head", "head_token", "neuron")
+
+
+def logit_attribution(
+    frozen: PassLike,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    by: str = "component",
+    query: Query = -1,
+    direction: Any = None,
+    layers: LayerRange = None,
+    final_norm: bool = True,
+    activation: str = "ratio",
+    memory: Memory = None,
+) -> Terms:
+    """The direct effect of every component on a logit; with the biases they sum to it.
+
+    Heads count with b_V inside, as TransformerLens' ``hook_result``; b_O and b_out are terms of their own.
+
+    Args:
+        frozen: the pass.
+        target, minus, direction: as in `FrozenOperator.target`.
+        by: ``"component"`` (embeddings, each layer's attention and MLP, each bias), ``"head"`` (attention by head),
+            ``"head_token"`` (the same, and each head's or mixer's source tokens in `Terms.keys`), or ``"neuron"`` (also
+            MLPs by neuron).
+        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        layers: consecutive layers: a direction then reads the stream where they end (a probe, a feature in the
+            middle of the model), and what comes before them is one term.
+        final_norm: False ends before the norm that follows the last layer: for a direction of ``hook_resid_post``.
+        activation: the rule; it matters where a prediction head's activation lies on the way (masked models): direct
+            effects pass every MLP by.
+        memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no such `by`, a query out of range, no target, and what `target` refuses.
+        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+    """
+    if by not in BY:
+        raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
+    return direct_effects(asked, by, memory)
+
+
+def direct_effects(asked: StreamTarget, by: str, memory: Memory = None) -> Terms:
+    """The same of what is asked about any stream; `by` is one of `BY`."""
+    stream = asked.stream
+    x, widest = stream.x[0], max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
+    per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * widest) * x[..., 0].numel() * x.element_size()
+    queries = len(asked.seed)
+    names: list[str] = []
+    scores, keys = [], []
+    for rows in chunks(queries, per_row, memory if queries > 1 else None, "queries"):
+        names, made, by_key = _effects(asked, slice(rows.start, rows.stop), by)
+        scores.append(made)
+        keys += [] if by_key is None else [by_key]
+    terms = Terms(
+        names=names,
+        scores=torch.cat(scores).transpose(0, 1),
+        remainder=torch.zeros_like(asked.total),
+        keys=torch.cat(keys).transpose(0, 1) if keys else None,
+        **asked.fields(),
+    )
+    return stream.frozen.checked(terms)
+
+
+def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, Tensor | None]:
+    """Some queries' names, effects `[query, batch, term]` and, by head and token, keys `[query, batch, term, key]`."""
+    stream, positions = asked.stream, asked.positions[:, rows]
+    pulled = stream.pull(asked.seed[rows], sublayers=False)
+    names: list[str] = []
+    scores: list[Tensor] = []
+    keys: list[Tensor] = []
+
+    def add(found: list[str], values: Tensor, by_key: Callable[[], Tensor]) -> None:
+        names.extend(found)
+        scores.append(values)
+        if by == "head_token":
+            keys.append(by_key())
+
+    for name, part in stream.sources().items():
+        add([name], dot(pulled.stream[0], part), partial(_by_position, pulled.stream[0], part))
+    biases = list(pulled.of_biases(stream.steps))
+    for number, step in enumerate(stream.steps):
+        for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+            met = sublayer.write.pull(pulled.sums[number])
+            if by == "neuron" and not sublayer.is_attention and not sublayer.is_mixer:
+                _ = stream.frozen.view.blocks[sublayer.layer].dense_mlp  # refuses experts
+                neurons = [f"{sublayer.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
+                add(neurons, (met.to(asked.total) * hidden).sum(-2), partial(_by_position, met, hidden))
+            elif by == "component":
+                add([sublayer.name], dot(met, hidden), partial(_by_position, met, hidden))
+            else:
+                by_key = partial(_by_node, sublayer, met, hidden)
+                if sublayer.is_attention:
+                    by_key = partial(_by_source, sublayer, stream.x[number], met)
+                elif sublayer.is_mixer:
+                    by_key = partial(_by_source_of_mixer, sublayer, stream.x[number], met)
+                add(list(sublayer.nodes), sublayer.shares(met, hidden), by_key)
+        for at, name, bias, g in biases:
+            if at == number:
+                add([name], dot(g, bias), partial(_by_position, g, bias))
+    if bool(asked.constant.any()):
+        constant = asked.constant[:, rows].T[..., None]
+        add([asked.constant_name], constant, partial(_at_query, constant, positions, stream.x[0].shape[1]))
+    return names, torch.cat(scores, dim=-1), torch.cat(keys, dim=2) if keys else None
+
+
+def _by_position(met: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch 1 pos"]:
+    """⟨met, x⟩ where the vectors are: the query's own position, and on a whitened model those before it."""
+    return (upcast(met) * x).sum(-1)[:, :, None]
+
+
+def _by_node(sublayer: Sublayer, met: Tensor, x: Tensor) -> Float[Tensor, "query batch node pos"]:
+    """The same for each node of a sublayer."""
+    return sublayer.split(upcast(met) * x).sum(-1).mT
+
+
+def _by_source(sublayer: Sublayer, x: Tensor, met: Tensor) -> Float[Tensor, "query batch head key"]:
+    """What each head moves from each source token, wherever it writes it."""
+    return token_pairs(sublayer, x, met).sum(-2)
+
+
+def _by_source_of_mixer(sublayer: Sublayer, x: Tensor, met: Tensor) -> Float[Tensor, "query batch 1 pos"]:
+    """What a mixer moves from each source token; what it adds by itself counts where it comes out."""
+    moved = (upcast(sublayer.read.pull(met)) * x).sum(-1)
+    return (moved + (upcast(met) * sublayer.read.bias).sum(-1))[:, :, None]
+
+
+def _at_query(
+    values: Float[Tensor, "query batch term"], positions: Int[Tensor, "batch query"], pos: int
+) -> Float[Tensor, "query batch term key"]:
+    """Effects as shares of source tokens, all at the query's own position."""
+    own = values.new_zeros(*values.shape, pos)
+    return own.scatter_(3, positions.T[:, :, None, None].expand(*values.shape, 1), values[..., None])

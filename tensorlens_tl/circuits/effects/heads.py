@@ -1,0 +1,166 @@
+"""One head of a frozen pass, by itself: what it moves from token to token, and what becomes of that."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm
+from tensorlens_tl.algebra.memory import check_size
+from tensorlens_tl.circuits.stream import Stream, stream_target, token_pairs
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike
+from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.operator import chosen_head
+from tensorlens_tl.passes.record import check_pass
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMap:
+    """One head by itself, pattern frozen: what it moves from token to token, and what becomes of that.
+
+    Attributes:
+        layer, head: which one.
+        map: stream before the head -> what it writes (b_V inside, b_O not), an `AffineMap`.
+        pattern: `[batch, query, key]`.
+        vectors: what each source token offers, v_j W_O, through the linear part of a norm after the sublayer but its
+            denominator, `[batch, key, d_model]`.
+    """
+
+    frozen: FrozenPass
+    layer: int
+    head: int
+    map: Chain
+    pattern: Float[Tensor, "batch query key"]
+    vectors: Float[Tensor, "batch key d_model"]
+    _scale: Float[Tensor, "batch query 1"]
+    _stream: Stream
+    _activation: str
+
+    def __repr__(self) -> str:
+        batch, query, _ = self.pattern.shape
+        return f"HeadMap(L{self.layer}H{self.head} of {self.frozen.view.description}, batch={batch}, pos={query})"
+
+    def contributions(self, query: Query = None) -> Float[Tensor, "batch query key d_model"]:
+        """``A_ij v_j W_O``: what source token j puts into position i through this head.
+
+        Raises:
+            InvalidInputError: a query out of range.
+            SizeError: the result would be larger than `tensorlens_tl.algebra.memory.MOST_BYTES`.
+        """
+        positions = query_positions(self.frozen.prompt, query)
+        batch, _, key = self.pattern.shape
+        check_size("contributions", (batch, positions.shape[1], key, self.vectors.shape[-1]), self.vectors)
+        weights = torch.take_along_dim(self._weights, positions[..., None], dim=1)
+        return weights[..., None] * self.vectors[:, None]
+
+    @property
+    def _weights(self) -> Float[Tensor, "batch query key"]:
+        """The pattern over the scale of a norm after the sublayer, between real tokens."""
+        mask = self.frozen.mask
+        return self.pattern / self._scale * (mask[:, :, None] & mask[:, None])
+
+    @property
+    def norms(self) -> Float[Tensor, "batch query key"]:
+        """‖A_ij v_j W_O‖ (Kobayashi et al. 2020) for all pairs."""
+        return self._weights.abs() * self.vectors.norm(dim=-1)[:, None]
+
+    @property
+    def output(self) -> Float[Tensor, "batch pos d_model"]:
+        """What the head writes to the residual stream, zero at padding."""
+        number, _ = self._stream.at(self.layer)
+        return self.map(self._stream.x[number]) * self.frozen.mask[..., None]
+
+    @cached_property
+    def effect(self) -> Float[Tensor, "batch pos d_out"]:
+        """The head's total effect: its output pushed through everything later, to the stream that is unembedded.
+
+        Of a range of layers, to where the range ends.
+        """
+        self.frozen.check_fresh()
+        number, _ = self._stream.at(self.layer)
+        x = self._stream.steps[number].outer.push(self.output)
+        for step in self._stream.steps[number + 1 :]:
+            x = step.map.push(x)
+        return x
+
+    def target(
+        self,
+        target: TokenLike = None,
+        minus: TokenLike = None,
+        *,
+        query: Query = -1,
+        direction: Any = None,
+        direct: bool = False,
+    ) -> Float[Tensor, "batch query key"]:
+        """What each token pair of this head adds to a logit through everything later, `[batch, query, key]`.
+
+        Args:
+            target, minus, direction: as in `FrozenOperator.target`; where the head was taken from a range of layers, a
+                direction reads the stream where they end.
+            query: the position whose prediction is asked about.
+            direct: only along the residual stream, past every later head and MLP.
+
+        Returns:
+            Scores whose sum is ⟨output, pulled-back target⟩, the head's total (or direct) effect on the logit.
+        """
+        layers = self._stream.layers
+        norm = self._stream.final_norm
+        asked = stream_target(self.frozen, target, minus, direction, query, self._activation, layers, norm)
+        pulled = asked.stream.pull(asked.seed, sublayers=not direct)
+        number, sublayer = asked.stream.at(self.layer)
+        met = sublayer.write.pull(pulled.sums[number][0])
+        return token_pairs(sublayer, asked.stream.x[number], met)[:, self.head]
+
+
+def head_map(
+    frozen: PassLike,
+    layer: Any,
+    head: Any,
+    *,
+    layers: LayerRange = None,
+    final_norm: bool = True,
+    activation: str = "ratio",
+) -> HeadMap:
+    """One head of a frozen pass, by itself.
+
+    Args:
+        frozen: the pass.
+        layer, head: which one; with grouped-query attention the head is a query head.
+        layers: consecutive layers that its effect goes through, its own among them; None for all.
+        final_norm: whether its effect goes through the norm after the last layer.
+        activation: the rule for the MLPs that its effect goes through.
+
+    Raises:
+        InvalidInputError: no such layer or head.
+    """
+    check_pass(frozen)
+    layer, head = chosen_head(frozen.view, layer, head)
+    to_tokens = final_norm and frozen.view.unembedding is not None
+    stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=to_tokens)
+    number, sublayer = stream.at(layer)
+    read = sublayer.read_of(head)
+    output, *after = sublayer.write.stages
+    if not isinstance(output, Linear):
+        raise UnsupportedModelError(
+            f"blocks.{layer} of this {frozen.view.description}: a gate or a norm scales what its heads give, by what "
+            "the receiving token is; a head has no map of its own there. Its terms and effects work (by='head')."
+        )
+    width = output.weight.shape[0] // len(sublayer.nodes)
+    linear: list[AffineMap] = [Linear(output.weight[head * width : (head + 1) * width])]
+    scale = torch.ones_like(stream.x[0][..., :1])
+    unscaled = list(linear)
+    for norm in after:
+        assert isinstance(norm, Norm)
+        linear.append(Norm(norm.scale, norm.gain, None, norm.centre))
+        unscaled.append(Norm(torch.ones_like(norm.scale[:1, :1]), norm.gain, None, norm.centre))
+        scale = scale * norm.scale.to(scale)
+    *before, mix = read.stages
+    assert isinstance(mix, AnyAttention)
+    vectors = Chain((*before, *unscaled))(stream.x[number])
+    alone = Chain((*read.stages, *linear))
+    return HeadMap(frozen, layer, head, alone, mix.pattern[:, 0], vectors, scale, stream, activation)

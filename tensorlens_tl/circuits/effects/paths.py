@@ -1,0 +1,293 @@
+"""Paths through the frozen model: the sum over all of them is the model, exactly.
+
+Multiplied out, the steps of the stream are a sum over *paths*: choose in order any nodes (heads, MLPs), go through each
+of them, and along the residual stream between them. A path of order 0 is the direct one, order 1 are the full OV
+circuits of Elhage et al. (2021) and single MLPs, order 2 holds the virtual heads. Every path starts from what reaches
+its first node directly: the embeddings, and the biases written before it (the node's own b_V inside). With the
+biases so placed the scores of all paths and b_U sum to the logit.
+
+A path is followed backwards, from the target to its first node; ``pulled`` is the target's vector at that node's input.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.memory import WORKING_BYTES
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
+from tensorlens_tl.errors import InvalidInputError, SizeError
+from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.results.terms import Paths
+
+MOST_PATHS = 100_000
+"""How many paths `paths` lists before it refuses."""
+
+MOST_ROWS = 64
+"""Partial paths that are pulled back at once, if memory allows."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Partial:
+    """Paths that still have their beginning before them: the target's vector at the input of their first node.
+
+    Attributes:
+        pulled: `[path, batch, pos, d_model]`, sorted by `step`, latest first.
+        step: the step of each one's first node; its beginning lies in earlier steps.
+        names: each one's nodes, first to last.
+    """
+
+    pulled: Float[Tensor, "path batch pos d_model"]
+    step: Int[Tensor, "path"]
+    names: list[tuple[str, ...]]
+
+
+def paths(
+    frozen: PassLike,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    max_order: Any = 1,
+    query: Query = -1,
+    direction: Any = None,
+    layers: LayerRange = None,
+    final_norm: bool = True,
+    activation: str = "ratio",
+) -> Paths:
+    """Every path through at most `max_order` heads and MLPs, and the sum of the longer ones.
+
+    Args:
+        frozen: the pass.
+        target, minus, direction, layers, final_norm: as in `logit_attribution`.
+        max_order: the most nodes a listed path has; the longer ones are the remainder, summed by a pull of their own.
+        query: one position; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        activation: the rule for MLPs.
+
+    Returns:
+        Terms named ``"direct"``, ``"L0H3"``, ``"L0H3 → L1H5"`` and so on, in order of length.
+
+    Raises:
+        InvalidInputError: a negative order, several queries, and what `logit_attribution` refuses.
+        SizeError: more than `MOST_PATHS` paths.
+    """
+    max_order = whole_number("max_order", max_order, 0, why="0 is the direct path")
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
+    stream, max_order = asked.stream, min(max_order, len(asked.stream.steps))
+    count = _count(stream, max_order)
+    if count > MOST_PATHS:
+        raise SizeError(
+            f"paths: there are {count:,} paths of at most {max_order} nodes, more than {MOST_PATHS:,}. Lower "
+            "max_order, use top_paths(), or raise tensorlens_tl.circuits.effects.paths.MOST_PATHS."
+        )
+    orders = _by_order(stream, asked.seed, max_order)
+    names: list[list[tuple[str, ...]]] = [[()], *([] for _ in range(max_order))]
+    scores = [[_direct_path(asked)], *([] for _ in range(max_order))]
+
+    def visit(partial: _Partial, order: int) -> None:
+        """Depth first, a few partial paths at a time, so that their vectors never pile up."""
+        found, _, alone = _candidates(stream, partial)
+        if not len(found):
+            return
+        names[order] += _named(stream, partial, found)
+        scores[order].append(alone)
+        if order < max_order:
+            for some in found.split(_rows_at_once(stream)):
+                visit(_extend(stream, partial, some), order + 1)
+
+    if max_order:
+        visit(_Partial(asked.seed, torch.tensor([len(stream.steps)]), [()]), 1)
+    if bool(asked.constant.any()):
+        scores.append([asked.constant.T])
+    listed = [path for paths_of_order in names for path in paths_of_order]
+    paths = Paths(
+        names=[*map(_label, listed), *(["b_U"] if bool(asked.constant.any()) else [])],
+        scores=torch.cat([part for parts in scores for part in parts]).T[:, None],
+        remainder=orders[:, -1:],
+        nodes=tuple(listed),
+        orders=orders,
+        **asked.fields(),
+    )
+    return stream.frozen.checked(paths)
+
+
+def top_paths(
+    frozen: PassLike,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    k: Any = 10,
+    width: Any = 64,
+    query: Query = -1,
+    direction: Any = None,
+    layers: LayerRange = None,
+    final_norm: bool = True,
+    activation: str = "ratio",
+) -> Paths:
+    """The k largest paths that a beam search finds, of any length, for one prompt.
+
+    Backwards from the target: a partial path is worth the absolute value of everything that flows through it, and the
+    `width` best of each length are followed on. The remainder is everything else: the sum of all paths, by a pull of
+    its own, less the k; so here `residual` measures that pull, and not the scores of the k.
+
+    Args:
+        frozen: a pass of one prompt.
+        target, minus, query, direction, layers, activation: as in `paths`.
+        k: how many paths.
+        width: partial paths that are followed at each length.
+
+    Raises:
+        InvalidInputError: k or width below 1, several prompts, and what `paths` refuses.
+    """
+    k, width = whole_number("k", k, 1), whole_number("width", width, 1)
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
+    if len(frozen.tokens) != 1:
+        raise InvalidInputError(
+            f"top_paths: the pass has {len(frozen.tokens)} prompts, each with its own paths; freeze one."
+        )
+    stream = asked.stream
+    names: list[tuple[str, ...]] = [()]
+    scores = [_direct_path(asked)[:, 0]]
+    partial = _Partial(asked.seed, torch.tensor([len(stream.steps)]), [()])
+    while partial.names:
+        found, through, alone = _candidates(stream, partial)
+        names += _named(stream, partial, found)
+        scores.append(alone[:, 0])
+        best = through[:, 0].abs().topk(min(width, len(found))).indices.cpu()
+        partial = _extend(stream, partial, found[best.sort().values])
+    everything = torch.cat(scores)
+    order = everything.abs().topk(min(k, len(everything))).indices
+    kept = everything[order]
+    found_names = [names[i] for i in order.tolist()]
+    everything_else = _by_order(stream, asked.seed, 0).sum(-1, keepdim=True) + asked.constant - kept.sum()
+    return Paths(
+        names=[*map(_label, found_names)],
+        scores=kept[None, None],
+        remainder=everything_else,
+        nodes=tuple(found_names),
+        **asked.fields(),
+    )
+
+
+def _direct_path(asked: StreamTarget) -> Float[Tensor, "1 batch"]:
+    """The direct path's score."""
+    return (upcast(asked.seed) * asked.stream.direct[-1]).sum((-2, -1))
+
+
+def _label(path: tuple[str, ...]) -> str:
+    return " → ".join(path) if path else "direct"
+
+
+def _named(stream: Stream, partial: "_Partial", found: Int[Tensor, "path 3"]) -> list[tuple[str, ...]]:
+    """The nodes of paths that are one longer, first to last."""
+    return [(stream.steps[step].nodes[node], *partial.names[row]) for row, step, node in found.tolist()]
+
+
+def _rows_at_once(stream: Stream) -> int:
+    """How many partial paths the working memory holds, with the widest hidden layer beside each."""
+    x = stream.x[0]
+    widest = max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
+    per_row = x[..., 0].numel() * (4 * x.shape[-1] + 2 * widest) * x.element_size()
+    return max(1, min(MOST_ROWS, WORKING_BYTES // per_row))
+
+
+def _count(stream: Stream, max_order: int) -> int:
+    """The number of paths of at most so many nodes: elementary symmetric polynomials of the steps' node counts."""
+    ways = [1] + [0] * max_order
+    for step in stream.steps:
+        nodes = len(step.nodes)
+        ways = [ways[0], *(ways[order] + nodes * ways[order - 1] for order in range(1, max_order + 1))]
+    return sum(ways)
+
+
+def _by_order(stream: Stream, seed: Tensor, max_order: int) -> Float[Tensor, "batch order"]:
+    """The sum of all paths of each order, and of all longer ones, by one pull with orders as rows."""
+    rows = torch.cat([seed, seed.new_zeros(max_order + 1, *seed.shape[1:])])
+    sums = upcast(rows[..., 0, 0]) * 0
+
+    def shifted(values: Tensor) -> Tensor:
+        """One node more: row n moves to n + 1, and what is longer stays longer."""
+        moved = torch.cat([torch.zeros_like(values[:1]), values[:-1]])
+        moved[-1] += values[-1]
+        return moved
+
+    for step in reversed(stream.steps):
+        sums += (upcast(rows) * step.outer.bias).sum((-2, -1))
+        rows = step.outer.pull(rows)
+        through = torch.zeros_like(rows)
+        for sublayer in step.sublayers:
+            sums += (upcast(rows) * sublayer.write.bias).sum((-2, -1))
+            pulled, bias = sublayer.read.pull_with_bias(sublayer.write.pull(rows))
+            through += shifted(pulled)
+            sums += shifted(bias)
+        rows = rows + through
+    return (sums + (upcast(rows) * stream.x[0]).sum((-2, -1))).T
+
+
+def _candidates(stream: Stream, partial: _Partial) -> tuple[Tensor, Tensor, Tensor]:
+    """Every path that is one node longer: ``(row, step, node)``, all that flows through it, and it by itself.
+
+    Shapes `[path, 3]`, `[path, batch]`, `[path, batch]`.
+    """
+    found, through, alone = [], [], []
+    for number, rows, met in _sweep(stream, partial):
+        step, nodes = stream.steps[number], 0
+        for sublayer, hidden, constant in zip(
+            step.sublayers, stream.hidden[number], stream.direct_hidden[number], strict=True
+        ):
+            pulled = sublayer.write.pull(met)
+            for values, kept in ((hidden, through), (constant, alone)):
+                shares = torch.einsum("rbpnc,bpnc->rnb", upcast(sublayer.split(pulled)), upcast(sublayer.split(values)))
+                kept.append(shares.flatten(0, 1))
+            node = torch.arange(nodes, nodes + len(sublayer.nodes))
+            nodes += len(sublayer.nodes)
+            found.append(torch.cartesian_prod(rows, torch.tensor([number]), node))
+    if not found:
+        empty = partial.pulled.new_zeros(0, partial.pulled.shape[1])
+        return torch.zeros(0, 3, dtype=torch.long), empty, empty
+    return torch.cat(found), torch.cat(through), torch.cat(alone)
+
+
+def _extend(stream: Stream, partial: _Partial, chosen: Int[Tensor, "path 3"]) -> _Partial:
+    """The chosen longer paths, pulled back to the input of their new first node."""
+    pulled, steps, names = [], [], []
+    for number, rows, met in _sweep(stream, partial):
+        step, nodes = stream.steps[number], 0
+        for sublayer in step.sublayers:
+            for node, name in enumerate(sublayer.nodes):
+                own = chosen[(chosen[:, 1] == number) & (chosen[:, 2] == nodes + node), 0]
+                own = own[torch.isin(own, rows)]
+                if not len(own):
+                    continue
+                hidden = sublayer.split(sublayer.write.pull(met[own - rows[0]]))[..., node, :]
+                pulled.append(sublayer.read_of(node).pull(hidden))
+                steps += [number] * len(own)
+                names += [(name, *partial.names[row]) for row in own.tolist()]
+            nodes += len(sublayer.nodes)
+    if not pulled:
+        return _Partial(partial.pulled[:0], torch.zeros(0, dtype=torch.long), [])
+    order = torch.tensor(steps).argsort(descending=True, stable=True)
+    return _Partial(torch.cat(pulled)[order], torch.tensor(steps)[order], [names[i] for i in order.tolist()])
+
+
+def _sweep(stream: Stream, partial: _Partial) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Move partial paths down the stream, some at a time: at each step, the rows that reach it and their vectors there.
+
+    Yields ``(step, rows, met)``, `met` `[row, batch, pos, d_model]` at the step's sum, where its sublayers write.
+    """
+    at_once = _rows_at_once(stream)
+    for start in range(0, len(partial.names), at_once):
+        rows = torch.arange(start, min(start + at_once, len(partial.names)))
+        steps, pulled = partial.step[rows], partial.pulled[rows].clone()
+        for number in range(len(stream.steps) - 1, -1, -1):
+            live = int((steps > number).sum())  # sorted: they come first
+            if not live:
+                continue
+            pulled[:live] = stream.steps[number].outer.pull(pulled[:live])
+            if stream.steps[number].sublayers:
+                yield number, rows[:live], pulled[:live]

@@ -1,0 +1,268 @@
+"""The feature nodes of a contribution graph: the stream at one place, taken apart by a sparse dictionary.
+
+    x = Σ active s·f_i·W_dec_i + s·b_dec + error (+ the mean that the dictionary takes away)
+    f_i = ⟨W_enc_i, n(x)⟩ + b_enc_i
+
+With active set and scales held, every part of x is affine in x, and the parts sum to x. So each becomes a node: all
+that was written before ends in these nodes, and whatever is later is fed by them. Where g is the target pulled back to
+x, and o what a source wrote,
+
+* feature i has the weight ⟨g, s·W_dec_i⟩·f_i; the source enters it with ⟨g, s·W_dec_i⟩·⟨W_enc_i, n(o)⟩, and its own
+  bias is ⟨g, s·W_dec_i⟩·b_enc_i;
+* the mean of a dictionary that centres what it reads is linear in x, and takes ⟨g, mean(o)·1⟩ from the source;
+* b_dec is a source;
+* the error is what is left: its edges are ⟨g, o⟩ less all of the above, its own bias minus the others' constants.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import chunks
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.dictionary_features import Features
+from tensorlens_tl.circuits.graph.nodes import ROW_BYTES, Choice
+from tensorlens_tl.circuits.stream import Pulled, Stream
+from tensorlens_tl.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    Dictionaries = Features | list[Features] | tuple[Features, ...] | None
+    """Features of dictionaries, as a user passes them."""
+else:
+    Dictionaries = Any  # what is none is refused in our own words
+
+
+class FeatureRow(NamedTuple):
+    """One node at every position, or one slot of features; `numbers` are the features', −1 where there is none."""
+
+    name: str
+    kind: str
+    weights: Float[Tensor, "pos"]
+    biases: Float[Tensor, "pos"]
+    numbers: Int[Tensor, "pos"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureSplit:
+    """A dictionary's nodes at its place in the stream of one prompt.
+
+    Attributes:
+        found: its features.
+        layer: the block after which, or inside which, it stands.
+        prefix: what its nodes' names begin with, where there are several dictionaries.
+        met: the target, pulled back to the place.
+    """
+
+    found: Features
+    layer: int
+    prefix: str
+    met: Float[Tensor, "pos d_model"]
+
+    @cached_property
+    def gains(self) -> Float[Tensor, "active"]:
+        """What the target gains for each unit of an active feature."""
+        found, g = self.found, self._before_scale(self.met)
+        made = upcast(self.met).new_zeros(len(found.values))
+        for some in chunks(len(made), 3 * g.shape[-1] * made.element_size(), None, "features"):
+            part = slice(some.start, some.stop)
+            _, position, feature = found.index[part].T
+            made[part] = (upcast(g[position]) * upcast(found.dictionary.W_dec[feature])).sum(-1)
+        return made
+
+    @cached_property
+    def weights(self) -> Float[Tensor, "active"]:
+        """What each active feature contributes to the target."""
+        return self.gains * self.found.values
+
+    def chosen(self, choice: Choice | None) -> Int[Tensor, "slot pos"]:
+        """Which active feature each slot holds, by its row of ``found.index``; −1 where it holds none."""
+        position = self.found.index[:, 1]
+        counts = position.bincount(minlength=len(self.met))
+        active = torch.arange(len(position), device=position.device)
+        widest = int(counts.max())
+        table = position.new_full((len(self.met), widest), -1)  # as wide as the position with most active features
+        table[position, active - (counts.cumsum(0) - counts)[position]] = active
+        if choice is None:
+            return table.T
+        shares = torch.zeros_like(table, dtype=self.weights.dtype)
+        shares[table >= 0] = self.weights
+        slots = choice.of(shares)
+        return table.T.gather(0, slots.clamp(min=0)).masked_fill(slots < 0, -1)
+
+    def rows(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> list[FeatureRow]:
+        """All nodes: features by slot, with `rest` the others together, the mean, the error, and b_dec."""
+        found, name = self.found, f"{self.prefix}{{}}".format
+        there, at = chosen >= 0, chosen.clamp(min=0)
+        position, feature = found.index[:, 1:].T
+        own = self.gains * found.dictionary.b_enc[feature]
+        zero = self.weights.new_zeros(len(self.met))
+        made = [
+            FeatureRow(
+                name("F"), "feature", self.weights[row] * held, own[row] * held, feature[row].masked_fill(~held, -1)
+            )
+            for row, held in zip(at, there, strict=True)
+        ]
+        if rest:
+            others = self._others(chosen)
+            weights, biases = (zero.index_add(0, position[others], part[others]) for part in (self.weights, own))
+            made.append(FeatureRow(name("F.rest"), "feature", weights, biases))
+        g = upcast(self.met)
+        made += [FeatureRow(name(of), "feature", (g * x).sum(-1), zero) for of, x in self._mean.items()]
+        constant = (g * self._b_dec).sum(-1)
+        biases = -zero.index_add(0, position, own) - constant
+        return [
+            *made,
+            FeatureRow(name("error"), "error", (g * found.error[0]).sum(-1), biases),
+            FeatureRow(name("b_dec"), "bias", constant, zero),
+        ]
+
+    def outputs(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> Float[Tensor, "row pos d_model"]:
+        """What each node stands for in the stream."""
+        found = self.found
+        W_dec, (position, feature) = found.dictionary.W_dec, found.index[:, 1:].T
+        made = [self._spread(W_dec, found.values, part) for part in self._slots(chosen)]
+        if rest:
+            others = self._others(chosen)
+            made.append(self._summed(W_dec, found.values, others, position, feature)[None])
+        scaled = [self._after_scale(part) for part in made]
+        return torch.cat([*scaled, *(x[None] for x in self._mean.values()), found.error, self._b_dec[None]])
+
+    def reads(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> Iterator[Float[Tensor, "row pos d_model"]]:
+        """The vectors by which each node takes what was written before, some rows at a time; b_dec takes nothing."""
+        found = self.found
+        W_enc, (position, feature) = found.dictionary.W_enc.T, found.index[:, 1:].T
+        left = self.met
+        for part in self._slots(chosen):
+            pulled = found.reader.pull(self._spread(W_enc, self.gains, part)[:, None])[:, 0]
+            left = left - pulled.sum(0)
+            yield pulled
+        if rest:
+            read = self._summed(W_enc, self.gains, self._others(chosen), position, feature)
+            pulled = found.reader.pull(read[None])
+            left = left - pulled[0]
+            yield pulled
+        for _ in self._mean:
+            pulled = (self.met.mean(-1, keepdim=True) * found.frozen.mask[0, :, None]).expand_as(self.met)
+            left = left - pulled
+            yield pulled[None]
+        yield left[None]
+
+    # ------------------------------------------------------------------ inside
+
+    @cached_property
+    def _b_dec(self) -> Float[Tensor, "pos d_model"]:
+        b_dec = self.found.dictionary.b_dec.expand_as(self.met)
+        return self._after_scale(b_dec[None])[0] * self.found.frozen.mask[0, :, None]
+
+    @cached_property
+    def _mean(self) -> dict[str, Float[Tensor, "pos d_model"]]:
+        """What a dictionary that centres adds again, by name."""
+        mask = self.found.frozen.mask[0, :, None]
+        return {name: x[0] * mask for name, x in self.found.dictionary.beside(self.found.reads.x).items()}
+
+    def _before_scale(self, g: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_model"]:
+        return g if self.found.writer is None else self.found.writer.pull(g[None])[0]
+
+    def _after_scale(self, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos d_model"]:
+        return x if self.found.writer is None else self.found.writer.push(x[:, None])[:, 0]
+
+    def _slots(self, chosen: Int[Tensor, "slot pos"]) -> Iterator[Int[Tensor, "some pos"]]:
+        size = max(1, ROW_BYTES // (self.met.numel() * self.met.element_size()))
+        return (chosen[start : start + size] for start in range(0, len(chosen), size))
+
+    def _others(self, chosen: Int[Tensor, "slot pos"]) -> Int[Tensor, "other"]:
+        """The active features that are in no slot."""
+        alone = torch.ones_like(self.found.values, dtype=torch.bool)
+        alone[chosen[chosen >= 0]] = False
+        return alone.nonzero()[:, 0]
+
+    def _spread(
+        self, vectors: Float[Tensor, "feature d"], factors: Float[Tensor, "active"], part: Int[Tensor, "slot pos"]
+    ) -> Float[Tensor, "slot pos d"]:
+        """Each slot's own vectors, times a factor; zero where it holds none."""
+        at = part.clamp(min=0)
+        return vectors[self.found.index[:, 2][at]] * (factors[at] * (part >= 0)).to(vectors)[..., None]
+
+    def _summed(
+        self,
+        vectors: Float[Tensor, "feature d"],
+        factors: Float[Tensor, "active"],
+        some: Int[Tensor, "some"],
+        position: Int[Tensor, "active"],
+        feature: Int[Tensor, "active"],
+    ) -> Float[Tensor, "pos d"]:
+        """The vectors of some active features, times a factor, summed at each position."""
+        made = upcast(vectors.new_zeros(len(self.met), vectors.shape[1]))
+        for rows in chunks(len(some), 3 * vectors.shape[1] * made.element_size(), None, "features"):
+            at = some[rows.start : rows.stop]
+            made.index_add_(0, position[at], upcast(vectors[feature[at]]) * factors[at, None])
+        return made.to(vectors)
+
+
+def feature_splits(dictionaries: Any, stream: Stream, pulled: Pulled) -> dict[int, FeatureSplit]:
+    """Where each dictionary takes the stream apart: by the step before which it stands, or how many there are.
+
+    Args:
+        dictionaries: one `Features` object, several, or None.
+        stream: of one prompt.
+        pulled: one target, pulled back along it.
+
+    Raises:
+        InvalidInputError: what is no `Features` object or one of another pass, a transcoder, two dictionaries at one
+            place, or one that stands outside the stream's layers.
+    """
+    given = [] if dictionaries is None else [dictionaries] if isinstance(dictionaries, Features) else dictionaries
+    if not isinstance(given, (list, tuple)):
+        raise _not_features(given)
+    made: dict[int, FeatureSplit] = {}
+    for found in given:
+        if not isinstance(found, Features):
+            raise _not_features(found)
+        number = _number(found, stream)
+        if number in made:
+            raise InvalidInputError(
+                f"contribution_graph: dictionaries= has two at one place, {made[number].found.hook} and {found.hook}. "
+                "What was written before can end in the features of one only; make a graph with each."
+            )
+        at = found.writes.place
+        after = at.step == 0 and at.layer > 0
+        layer = at.layer - 1 if after else at.layer
+        prefix = f"L{layer}." if after else f"L{layer}.{at.step}."
+        made[number] = FeatureSplit(found, layer, prefix if len(given) > 1 else "", pulled.stream[number][0, 0])
+    return made
+
+
+def _number(found: Features, stream: Stream) -> int:
+    """The step before which a dictionary stands."""
+    if found.frozen is not stream.frozen:
+        raise InvalidInputError(
+            f"contribution_graph: the features of {found.dictionary.name} at {found.hook} are of another pass. Make "
+            "them with circuits.features(frozen, dictionary) from the pass that the graph is of."
+        )
+    if found.dictionary.transcodes:
+        raise InvalidInputError(
+            f"contribution_graph: {found.dictionary.name} is a transcoder, from {found.hook} to {found.hook_out}; only "
+            "dictionaries that reconstruct the residual stream become nodes. Use feature_effects for what its features "
+            "do and feature_attribution for what makes them; neurons= splits the MLP itself."
+        )
+    at, layers = found.writes.place, [step.layer for step in stream.steps]
+    if at.layer == stream.layers.stop and at.step == 0:
+        return sum(layer >= 0 for layer in layers)
+    if at.layer not in stream.layers:
+        raise InvalidInputError(
+            f"contribution_graph: the features at {found.hook} are outside layers= {stream.layers.start} to "
+            f"{stream.layers.stop - 1}. Leave out this dictionary, or ask for layers that hold its place."
+        )
+    return layers.index(at.layer) + at.step
+
+
+def _not_features(given: Any) -> InvalidInputError:
+    return InvalidInputError(
+        f"contribution_graph: dictionaries= takes features of this pass, got {type(given).__name__}: make them with "
+        "circuits.features(frozen, dictionary)."
+    )

@@ -1,0 +1,374 @@
+"""The contribution graph: how a logit came about, node by node and position by position.
+
+Nodes are the token and position embeddings, every head, every MLP, every bias, and the target, each at each position.
+A node's *weight* is its contribution to the target through everything later: its output dotted with the target pulled
+back to it through the whole frozen model. The *edge* from a source to a node is the share of that contribution which
+entered the node through the source: pull the target back to the node's output, through the node alone to the residual
+stream, and dot with the source's output there. So
+
+* a node's incoming edges and its own bias sum to its weight;
+* embeddings and biases (the sources, and the nodes' own) sum to the logit.
+
+An edge into a head comes from the source's own position, so that it says which token was read; an edge out of a head
+mixes all that the head has read. ``sources=k`` splits each head at each query into a node for each of the k tokens
+that give most, ``L0H3←5``, and one for all others, ``L0H3.rest``: an edge out of one then belongs to one head and one
+source token. ``neurons=k`` splits each MLP at each position into its k largest neurons, ``MLP0.N17``, and the rest,
+``MLP0.rest``. A node's parts sum to it, edge by edge, and both sums above hold for the parts as they do for the whole.
+
+``dictionaries`` takes the stream apart where a sparse autoencoder stands: all that was written before ends in its
+active features, ``F12``, the error of its reconstruction, and b_dec; all that is later is fed by them. ``features=k``
+makes nodes of the k largest features at each position, and one node, ``F.rest``, of the others. With several
+dictionaries their nodes' names begin with the block after which each stands, ``L0.F12``, or, inside a block, with the
+block and how many of its steps come before, ``L0.1.F12``. Both sums hold as before, and a feature's weight is its score
+in `feature_effects`.
+
+Nothing is trained and nothing is approximated: attention patterns, activation ratios and norm scales are frozen. In a
+post-LN model what a source wrote goes through the norms of the residual stream before it enters a node. Whitening
+passes vectors on from position to position, so it is a node of its own, which takes in all that was written before it.
+A mixer in place of attention (a state-space layer, a convolution) is one node with edges from every earlier position.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.graph import nodes as graph_nodes
+from tensorlens_tl.circuits.graph.edges import Edges
+from tensorlens_tl.circuits.graph.features import Dictionaries, FeatureSplit, feature_splits
+from tensorlens_tl.circuits.graph.nodes import Choice
+from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, Sublayer, stream_target, token_pairs
+from tensorlens_tl.errors import InvalidInputError, SizeError
+from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.passes.operator import target_ids
+from tensorlens_tl.results.graph import ContributionGraph
+
+MOST_EDGES = 2_000_000
+"""Edges a graph may keep."""
+
+MOST_NODES = 200_000
+"""Nodes a graph may have."""
+
+
+def contribution_graph(
+    frozen: PassLike,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    threshold: Any = 0.01,
+    neurons: Any = None,
+    sources: Any = None,
+    dictionaries: Dictionaries = None,
+    features: Any = None,
+    query: Query = -1,
+    direction: Any = None,
+    layers: LayerRange = None,
+    final_norm: bool = True,
+    activation: str = "ratio",
+) -> ContributionGraph:
+    """The contribution graph of one logit of one prompt.
+
+    Args:
+        frozen: a pass of one prompt.
+        target, minus, direction, layers, final_norm: as in `logit_attribution`.
+        threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
+            keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
+        neurons: split MLPs into neurons: an integer, so many at each position of each MLP, the largest; or a number
+            below 1, all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
+        sources: split heads by the token they read, in the same way: so many for each head and query, or all that are
+            at least this share of the largest. None leaves heads whole. Mixers have no pattern and stay whole.
+        dictionaries: the active features of a sparse autoencoder, or of several, in this pass, made by
+            `tensorlens_tl.circuits.features`. Each takes the residual stream apart at its place; one place takes one.
+        features: which active features become nodes, in the same way: so many at each position, or all that are at
+            least this share of the largest. None makes a node of each.
+        query: one position; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        activation: the rule for MLPs.
+
+    Raises:
+        InvalidInputError: several prompts or queries, a threshold outside [0, 1], neurons, sources or features that are
+            neither a number of them nor a share, features without dictionaries, dictionaries of another pass, outside
+            the layers or two at one place, transcoders (`feature_effects` takes them), and what `logit_attribution`
+            refuses.
+        UnsupportedModelError: neurons of a mixture of experts.
+        SizeError: more than `MOST_NODES` nodes, or more than `MOST_EDGES` edges would be kept.
+    """
+    check_options(threshold, neurons, sources, features)
+    if features is not None and dictionaries in (None, [], ()):
+        raise InvalidInputError(f"features={features!r}: there are none without dictionaries=.")
+    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
+    if len(frozen.tokens) != 1:
+        raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
+    if neurons is not None:
+        for layer in asked.stream.layers:
+            _ = frozen.view.blocks[layer].dense_mlp  # refuses experts
+    pulled = asked.stream.pull(asked.seed)
+    split = {"neurons": neurons, "sources": sources}
+    choices = {name: _choice(asked.stream, pulled, name, value) for name, value in split.items() if value is not None}
+    places = feature_splits(dictionaries, asked.stream, pulled)
+    if features is not None:
+        shares = torch.cat([split.weights.abs() for split in places.values()])
+        choices["features"] = _of_largest("features", features, float(shares.max()) if len(shares) else 0.0)
+    builder = _Builder(asked, pulled, Edges(float(threshold), MOST_EDGES), choices, places)
+    return builder.graph(_prediction(asked, target, minus, direction))
+
+
+def check_options(threshold: Any, neurons: Any, sources: Any, features: Any = None) -> None:
+    """Raise `InvalidInputError` for options that `contribution_graph` refuses, before there is a pass."""
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+        raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
+    for name, value in {"neurons": neurons, "sources": sources, "features": features}.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and (0 < value < 1 or (isinstance(value, int) and value >= 1))):
+            raise InvalidInputError(
+                f"{name}={value!r}: a whole number of them at each position, 1 or more, or a share of the largest, "
+                "above 0 and below 1."
+            )
+
+
+def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Choice:
+    """Which neurons or source tokens become nodes; for a share, all are looked at for the largest."""
+    largest = 0.0
+    if value >= 1:
+        return _of_largest(name, value, largest)
+    for number, step in enumerate(stream.steps):
+        for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+            if _splits(sublayer) != name:
+                continue
+            met = sublayer.write.pull(pulled.sums[number])
+            shares = met[0] * hidden if name == "neurons" else token_pairs(sublayer, stream.x[number], met)
+            largest = max(largest, float(shares.abs().max()))
+    return _of_largest(name, value, largest)
+
+
+def _of_largest(name: str, value: int | float, largest: float) -> Choice:
+    """So many, or all that are at least a share of the largest."""
+    if value >= 1:
+        return Choice(name, MOST_NODES, int(value))
+    return Choice(name, MOST_NODES, sys.maxsize, value * largest)
+
+
+def _splits(sublayer: Sublayer) -> str:
+    """What a sublayer's nodes are split into: heads by source, MLPs by neuron."""
+    return "sources" if sublayer.is_attention else "" if sublayer.is_mixer else "neurons"
+
+
+def _prediction(asked: StreamTarget, target: TokenLike, minus: TokenLike, direction: Any) -> dict[str, Any]:
+    """What others' formats say about the model and its prediction besides the graph."""
+    frozen, (query,) = asked.stream.frozen, asked.positions[0].tolist()
+    view = frozen.view
+    facts: dict[str, Any] = {
+        "tokens": list(frozen.str_tokens[0]),
+        "token_ids": frozen.tokens[0].tolist() if not frozen.tokens.is_floating_point() else [],
+        "n_layers": frozen.n_layers,
+        "d_vocab": 0 if view.unembedding is None else view.unembedding[0].shape[1],
+        "provenance": frozen.provenance(),
+    }
+    if direction is None and minus is None and view.unembedding is not None:
+        W_U, b_U = view.unembedding
+        logits = upcast(frozen.unembedded()[0, query].to(W_U) @ W_U + (0 if b_U is None else b_U)) * view.logit_factor
+        logits = logits if view.soft_cap is None else view.soft_cap * torch.tanh(logits / view.soft_cap)
+        token = int(target_ids(frozen, asked.positions, target)[0])
+        facts |= {"token_id": token, "probability": float(logits.softmax(-1)[token])}
+    return facts
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """One node at every position, or one part of a node; `numbers` are the parts', −1 where there is none."""
+
+    name: str
+    kind: str
+    layer: int
+    weights: Float[Tensor, "pos"]
+    biases: Float[Tensor, "pos"]
+    numbers: Int[Tensor, "pos"] | None = None
+
+
+@dataclass(eq=False)
+class _Builder:
+    """Walks the steps forwards with every source's output, and collects nodes and edges.
+
+    `carried` are the rows whose outputs the stream still carries, directly, to the stream before the current step.
+    """
+
+    asked: StreamTarget
+    pulled: Pulled
+    edges: Edges
+    choices: dict[str, Choice]
+    places: dict[int, FeatureSplit] = field(default_factory=dict[int, FeatureSplit])
+    rows: list[_Row] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)
+
+    def graph(self, prediction: dict[str, Any]) -> ContributionGraph:
+        """The whole graph."""
+        stream = self.asked.stream
+        found = stream.sources()
+        outputs = torch.stack([part[0] for part in found.values()])
+        for name, weights in zip(found, (outputs * self.pulled.stream[0][0, 0]).sum(-1), strict=True):
+            self.carried.append(self._add(name, "embedding", -1, weights))
+        for number, step in enumerate(stream.steps):
+            if number in self.places:
+                outputs = self._features(self.places[number], outputs)
+            if step.outer.mixes:
+                outputs = self._through(number, outputs)
+                continue
+            written, before = list[Tensor](), len(self.rows)
+            for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+                written += self._sublayer(sublayer, stream.x[number], hidden, self.pulled.sums[number], outputs)
+            for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
+                written.append(self._bias(name, step.layer, bias, self.pulled.sums[number]))
+            outputs = torch.cat([outputs, *written])
+            outputs = step.outer.push(outputs[:, None])[:, 0]
+            for name, bias, within in step.biases:
+                if not within:
+                    met = self.pulled.stream[number + 1]
+                    outputs = torch.cat([outputs, self._bias(name, step.layer, bias, met)])
+            self.carried += range(before, len(self.rows))
+        if len(stream.steps) in self.places:
+            outputs = self._features(self.places[len(stream.steps)], outputs)
+        return self._tables((outputs * self.pulled.stream[-1][0, 0]).sum(-1), prediction)
+
+    def _tables(self, final: Float[Tensor, "source pos"], prediction: dict[str, Any]) -> ContributionGraph:
+        import pandas as pd
+
+        query, total, constant = int(self.asked.positions), self.asked.total[0, 0], self.asked.constant[0, 0]
+        pos, count, tokens = final.shape[1], len(self.rows), prediction["tokens"]
+        final = final[:, query]
+        carried = self._carried(final)
+        self.edges.keep(carried * pos + query, torch.full_like(carried, count * pos), final)
+        weights = torch.stack([row.weights for row in self.rows])
+        biases = torch.stack([row.biases.to(weights) for row in self.rows])
+        numbers = torch.stack([self._numbers(row, pos) for row in self.rows]).cpu()
+        entering = torch.zeros_like(weights)
+        for first, amounts in self.edges.entering.items():
+            entering[first : first + len(amounts)] = amounts
+        sources = torch.tensor([row.kind in ("embedding", "bias") for row in self.rows])
+        reached = [float(final.sum() + constant), float(weights[sources].sum() + biases[~sources].sum() + constant)]
+        size = float(final.abs().sum() + constant.abs())
+        residual = max(abs(value - float(total)) for value in reached) / max(size, torch.finfo(weights.dtype).tiny)
+        split = [row.numbers is not None for row in self.rows]
+        nodes = pd.DataFrame(
+            {
+                "name": [
+                    f"{row.name}{part}" if row.numbers is not None else row.name
+                    for row, own in zip(self.rows, numbers.tolist(), strict=True)
+                    for part in own
+                ]
+                + ["target"],
+                "kind": [*(row.kind for row in self.rows for _ in range(pos)), "target"],
+                "layer": [*(row.layer for row in self.rows for _ in range(pos)), -1],
+                "pos": [*list(range(pos)) * count, query],
+                "token": [*list(tokens) * count, tokens[query]],
+                "part": [*numbers.flatten().tolist(), -1],
+                "weight": [*weights.flatten().tolist(), float(total)],
+                "bias": [*biases.flatten().tolist(), float(constant)],
+                "entering": [*entering.flatten().tolist(), float(final.abs().sum())],
+            }
+        )
+        there = torch.cat([((numbers >= 0) | ~torch.tensor(split)[:, None]).flatten(), torch.tensor([True])])
+        source, end, weight = self.edges.table()
+        renumbered = there.cumsum(0) - 1
+        edges = pd.DataFrame(
+            {"source": renumbered[source].numpy(), "target": renumbered[end].numpy(), "weight": weight.numpy()}
+        )
+        graph = ContributionGraph(
+            nodes.loc[there.numpy()].reset_index(drop=True), edges, self.asked.label, float(total), float(constant),
+            residual, self.asked.soft_cap, **prediction,
+        )  # fmt: skip
+        return self.asked.stream.frozen.checked(graph)
+
+    # ------------------------------------------------------------------ nodes
+
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        layer: int,
+        weights: Float[Tensor, "pos"],
+        biases: Float[Tensor, "pos"] | None = None,
+        numbers: Int[Tensor, "pos"] | None = None,
+    ) -> int:
+        biases = torch.zeros_like(weights) if biases is None else biases
+        self.rows.append(_Row(name, kind, layer, weights, biases, numbers))
+        return len(self.rows) - 1
+
+    def _numbers(self, row: _Row, pos: int) -> Int[Tensor, "pos"]:
+        return torch.full((pos,), -1, device=row.weights.device) if row.numbers is None else row.numbers
+
+    def _carried(self, like: Tensor) -> Int[Tensor, "source"]:
+        return torch.tensor(self.carried, device=like.device)
+
+    def _bias(self, name: str, layer: int, bias: Tensor, met: Tensor) -> Float[Tensor, "1 pos d_model"]:
+        bias = bias.expand_as(met[0])
+        self._add(name, "bias", layer, (bias * met[0])[0].sum(-1))
+        return bias
+
+    def _sublayer(
+        self,
+        sublayer: Sublayer,
+        x: Float[Tensor, "1 pos d_model"],
+        hidden: Float[Tensor, "1 pos width"],
+        g: Float[Tensor, "1 1 pos d_model"],
+        outputs: Float[Tensor, "source pos d_model"],
+    ) -> list[Float[Tensor, "row pos d_model"]]:
+        """A sublayer's nodes with their edges, and what each of them wrote."""
+        met, choice = sublayer.write.pull(g), self.choices.get(_splits(sublayer))
+        if choice is None:
+            nodes = graph_nodes.whole(sublayer, hidden, met)
+        elif sublayer.is_attention:
+            nodes = graph_nodes.sources(sublayer, x, met, choice)
+        else:
+            nodes = graph_nodes.neurons(sublayer, hidden, met, choice)
+        first = len(self.rows)
+        for node in nodes:
+            for (name, kind, numbers), weights, biases in zip(node.rows, node.weights, node.biases, strict=True):
+                self._add(name, kind, sublayer.layer, weights, biases, numbers)
+        self._check_count(x.shape[1], sublayer.layer)
+        carried = self._carried(outputs)
+        if sublayer.is_mixer:
+            self.edges.into_mixing(first, sublayer.read, met[0, 0], outputs, carried)
+        elif sublayer.is_attention:
+            self.edges.into_heads(sublayer, nodes, first, met, outputs, carried)
+        else:
+            self.edges.into_positionwise(sublayer, nodes, first, met, outputs, carried)
+        return [node.outputs for node in nodes]
+
+    def _check_count(self, pos: int, layer: int) -> None:
+        if len(self.rows) * pos > MOST_NODES:
+            raise SizeError(
+                f"contribution_graph: more than {MOST_NODES:,} nodes up to layer {layer}. Ask for fewer neurons=, "
+                "sources= or features=, shorten the prompt, or raise tensorlens_tl.circuits.graph.graph.MOST_NODES."
+            )
+
+    def _features(
+        self, split: FeatureSplit, outputs: Float[Tensor, "source pos d_model"]
+    ) -> Float[Tensor, "row pos d_model"]:
+        """A dictionary's nodes: all that was written before ends there."""
+        choice, first = self.choices.get("features"), len(self.rows)
+        chosen, rest = split.chosen(choice), choice is not None
+        for row in split.rows(chosen, rest):
+            self._add(row.name, row.kind, split.layer, row.weights, row.biases, row.numbers)
+        self._check_count(outputs.shape[1], split.layer)
+        row, carried = first, self._carried(outputs)
+        for reads in split.reads(chosen, rest):
+            self.edges.into_rows(row, reads, outputs, carried)
+            row += len(reads)
+        self.carried = list(range(first, len(self.rows)))
+        return split.outputs(chosen, rest)
+
+    def _through(self, number: int, outputs: Float[Tensor, "source pos d_model"]) -> Float[Tensor, "1 pos d_model"]:
+        """A step that mixes positions (whitening) as a node at every position: all that was written before ends there.
+
+        Only so does an edge keep the position that it comes from.
+        """
+        step, met = self.asked.stream.steps[number], self.pulled.stream[number + 1][0, 0]
+        made = self.asked.stream.x[number + 1][0]
+        row = self._add(step.outer_name, "whitening", step.layer, (met * made).sum(-1))
+        self.edges.into_mixing(row, step.outer, met, outputs, self._carried(outputs))
+        self.carried = [row]
+        return made[None]

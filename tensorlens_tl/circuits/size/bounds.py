@@ -1,0 +1,222 @@
+"""Bounds: how large the frozen operator can be, and how far from the live model at another input.
+
+`norm_bound` (ours) reads a bound off the algebra: ‖a·b‖ ≤ ‖a‖‖b‖, ‖a + b‖ ≤ ‖a‖ + ‖b‖, a norm contributes max abs(gain)
+/ min σ, a frozen activation its largest ratio, attention the spectral norm of its patterns. `appendix_e_bound` is
+TensorLens' own (Eqs. 31 to 35), which knows √L for a pattern, and sums heads.
+
+`proposition_1` is TensorLens' bound of the error (Eq. 25), from ‖T‖₂ and what the live model does. `error_bound` (ours)
+goes layer by layer: with x_l the live stream at block l and A_l the frozen block, live and frozen model differ by
+exactly Σ_l T_{L…l+1}(x_{l+1} − A_l(x_l)), so by no more than Σ_l (Π_{m>l} ‖A_m‖) ‖x_{l+1} − A_l(x_l)‖. Which of the two
+is closer depends on the input: far from its own, Proposition 1 often is.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import AffineMap
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.size.spectrum import one_prompt, spectral_norm
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.hooks import capture, replace
+from tensorlens_tl.models.layouts import Place
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike
+from tensorlens_tl.passes.live import LiveModel
+from tensorlens_tl.passes.operator import FrozenOperator
+from tensorlens_tl.passes.record import check_pass
+
+
+def norm_bound(m: Any) -> float:
+    """An upper bound of ‖linear part‖₂ of a map or an operator, by the rules above.
+
+    Raises:
+        InvalidInputError: no map and no operator.
+    """
+    if isinstance(m, FrozenOperator):
+        m = m.map
+    if not isinstance(m, AffineMap):
+        raise InvalidInputError(f"norm_bound: {type(m).__name__} is no map or operator.")
+    return m.norm_bound()
+
+
+@dataclass(frozen=True)
+class ErrorBound:
+    """How far the frozen model is from the live one at another input, and how far it can be.
+
+    Attributes:
+        error: ‖live output − frozen output‖, measured.
+        bound: Σ amplification · local, never below it.
+        local: each stage's own error on the live stream, ‖x_{l+1} − A_l(x_l)‖: the blocks, and the final norm.
+        amplification: what the later stages can make of it at most.
+    """
+
+    error: float
+    bound: float
+    local: list[float]
+    amplification: list[float]
+
+
+def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, activation: str = "ratio") -> ErrorBound:
+    """How far the frozen operator is from the live model at the input `x`, and a bound of that, layer by layer.
+
+    Args:
+        frozen: a pass of one prompt.
+        x: another input of ``blocks.0``, `[1, pos, d_model]`.
+        activation: the rule of the frozen MLPs.
+
+    Raises:
+        InvalidInputError: several prompts, or a shape that is not the pass's.
+    """
+    op, x = _other_input(frozen, x, activation)
+    stages: list[AffineMap] = [frozen.block_map(layer, activation=activation) for layer in range(frozen.n_layers)]
+    names = [frozen.output_name(layer) for layer in range(frozen.n_layers)]
+    final, end = frozen.final_norm(), frozen.points.output
+    if final is not None and end is not None:
+        stages.append(final)
+        names.append(end)
+    kept = _live(frozen, x, names)
+    live = [x, *(kept[name].to(x) for name in names)]
+    real = frozen.mask[..., None]
+    steps = zip(stages, pairwise(live), strict=True)
+    local = [float(upcast((after - stage(before)) * real).norm()) for stage, (before, after) in steps]
+    bounds, amplification = [norm_bound(stage) for stage in stages], [1.0]
+    for bound in reversed(bounds[1:]):
+        amplification.append(amplification[-1] * bound)
+    amplification.reverse()
+    # an error of exactly zero stays zero, however much what follows could make of one
+    total = sum((factor * error for factor, error in zip(amplification, local, strict=True) if error), start=0.0)
+    return ErrorBound(float(upcast((live[-1] - op(x)) * real).norm()), total, local, amplification)
+
+
+@dataclass(frozen=True)
+class PropositionBound:
+    """Proposition 1 of TensorLens at one other input X + ε.
+
+    Attributes:
+        error: ‖T_X(X + ε) − F(X + ε)‖, measured.
+        bound: ``norm · step + change``, never below it.
+        norm: ‖T_X‖₂, or a bound of it.
+        step: ‖ε‖.
+        change: ‖F(X + ε) − F(X)‖ of the live model.
+    """
+
+    error: float
+    bound: float
+    norm: float
+    step: float
+    change: float
+
+
+def proposition_1(
+    frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, norm: Any = None, activation: str = "ratio"
+) -> PropositionBound:
+    """How far the frozen operator is from the live model at the input `x`, bounded as in TensorLens (Eq. 25).
+
+    Args:
+        frozen: a pass of one prompt.
+        x: another input of ``blocks.0``, `[1, pos, d_model]`.
+        norm: ‖T_X‖₂ or a bound of it; None measures `spectral_norm` (needs scipy).
+        activation: the rule of the frozen MLPs.
+
+    Raises:
+        InvalidInputError: several prompts, a shape that is not the pass's, or a norm that is not positive.
+    """
+    op, x = _other_input(frozen, x, activation)
+    norm = spectral_norm(op) if norm is None else norm
+    if not isinstance(norm, (int, float)) or not norm > 0:
+        raise InvalidInputError(f"norm={norm!r}: pass the tensor's spectral norm or a bound of it, a positive number.")
+    end = frozen.output_name(frozen.n_layers - 1)
+    if frozen.final_norm() is not None:
+        end = frozen.points.output
+    live, real = _live(frozen, x, [end])[end].to(x), frozen.mask[..., None]
+    error, change, step = (
+        float(upcast(difference * real).norm()) for difference in (live - op(x), live - frozen.output, x - op.x)
+    )
+    return PropositionBound(error, norm * step + change, float(norm), step, change)
+
+
+def appendix_e_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
+    """A bound of ‖T_X‖₂ from the weights' norms and the smallest scales (TensorLens Eqs. 31 to 35).
+
+    Each attention sublayer counts √L Σ_h ‖W_V^h W_O^h‖₂, each MLP ‖W_in‖₂‖W_out‖₂ times its largest abs(φ(z)/z), each
+    norm max abs(γ) / min σ, composed as the block is laid out (the paper writes the post-LN one) and followed by the
+    final norm.
+
+    Args:
+        frozen: a pass of one prompt.
+        as_printed: reproduce the paper's own constants: 1/Var where the denominator is σ (Eq. 33), and 1 for a frozen
+            activation. That is no bound where a variance is above one, or an MLP is gated (where abs(φ(g)) counts).
+
+    Raises:
+        InvalidInputError: several prompts.
+    """
+    check_pass(frozen)
+    frozen.view.refuse_encoder_decoder("bounds")
+    one_prompt(frozen.operator())
+    bound = 1.0
+    for layer, layout in enumerate(frozen.layouts):
+        attention, mlp = _attention_norm(frozen, layer), _mlp_norm(frozen, layer, as_printed)
+        around = [
+            (part, *(_norm_factor(frozen, layer, name, as_printed) for name in (at.before, at.after, at.outer)))
+            for part, at in ((attention, layout.attn), (mlp, layout.mlp if mlp is not None else Place()))
+            if part is not None
+        ]
+        branches = [before * part * after for part, before, after, _ in around]
+        whitening = frozen.whitening(layer)
+        bound *= 1.0 if whitening is None else whitening.norm_bound()
+        if layout.parallel:
+            bound *= 1 + sum(branches)
+            continue
+        for branch, (*_, outer) in zip(branches, around, strict=True):
+            bound *= outer * (1 + branch)
+    final = frozen.final_norm()
+    return bound if final is None else bound * _of_norm(final, frozen.mask, as_printed)
+
+
+def _attention_norm(frozen: FrozenPass, layer: int) -> float:
+    weights, length = frozen.view.blocks[layer].plain_attention, int(frozen.mask.sum())
+    values = upcast(weights.W_V).unflatten(1, (weights.kv_heads, -1)).movedim(1, 0)
+    values = values.repeat_interleave(weights.heads // weights.kv_heads, dim=0)
+    heads = torch.linalg.matrix_norm(values @ upcast(weights.W_O).unflatten(0, (weights.heads, -1)), 2)
+    return length**0.5 * float(heads.sum())
+
+
+def _mlp_norm(frozen: FrozenPass, layer: int, as_printed: bool) -> float | None:
+    weights, held = frozen.view.blocks[layer].dense_mlp, frozen.mlp_coefficients(layer)
+    if weights is None or held is None:
+        return None
+    largest = 1.0 if as_printed else float(held.through[frozen.mask].abs().max())
+    into, out = (float(torch.linalg.matrix_norm(upcast(W), 2)) for W in (weights.W_in, weights.W_out))
+    return largest * into * out
+
+
+def _norm_factor(frozen: FrozenPass, layer: int, name: str | None, as_printed: bool) -> float:
+    return 1.0 if name is None else _of_norm(frozen.norm(layer, name), frozen.mask, as_printed)
+
+
+def _of_norm(norm: Any, mask: Tensor, as_printed: bool) -> float:
+    gain = 1.0 if norm.gain is None else float(norm.gain.abs().max())
+    smallest = float(norm.scale[mask].min())
+    return gain / (smallest**2 if as_printed else smallest)
+
+
+def _other_input(frozen: Any, x: Any, activation: str) -> tuple[FrozenOperator, Tensor]:
+    """The operator of one prompt, and another input of it, checked."""
+    check_pass(frozen)
+    frozen.view.refuse_encoder_decoder("bounds")
+    op = frozen.operator(activation=activation)
+    one_prompt(op)
+    x = torch.as_tensor(x).to(op.x)
+    if x.shape != op.x.shape:
+        raise InvalidInputError(f"x is {tuple(x.shape)}, the pass's input {tuple(op.x.shape)}.")
+    return op, x
+
+
+def _live(frozen: FrozenPass, x: Tensor, names: list[str]) -> dict[str, Tensor]:
+    """Activations of the live model with another input of ``blocks.0``."""
+    LiveModel(frozen, "bounds").check_hooks()
+    return capture(frozen.model, frozen.inputs, names, hooks=[replace(frozen.points.blocks[0].resid_pre, x)])[0]

@@ -1,0 +1,116 @@
+"""How large the frozen operator is: its spectral norm and its singular directions."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.passes.inputs import one_query
+from tensorlens_tl.passes.operator import FrozenOperator
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator
+
+
+def as_scipy(op: Any) -> "LinearOperator":
+    """The operator's linear part as a scipy `LinearOperator` on ``pos · d_model`` numbers, for any matrix-free method.
+
+    Needs scipy (``pip install tensorlens-tl[spectral]``).
+
+    Raises:
+        InvalidInputError: the pass has several prompts.
+    """
+    from scipy.sparse.linalg import LinearOperator
+
+    one_prompt(op)
+    size, shape, real = op.x[0].numel(), op.x[0].shape, op.frozen.mask[..., None]
+
+    def through(move: Any) -> Any:
+        def columns(x: Any) -> Any:
+            rows = torch.as_tensor(x.reshape(size, -1).T.copy()).to(op.x).reshape(-1, 1, *shape)
+            moved = upcast(move(rows * real) * real)  # padding neither gives nor receives
+            return moved.reshape(len(rows), size).T.cpu().numpy().reshape(x.shape)
+
+        return columns
+
+    push, pull = through(op.push), through(op.pull)
+    dtype = upcast(op.x[:0]).cpu().numpy().dtype
+    # each is written for one vector and for a matrix of columns alike, which scipy names apart
+    return LinearOperator((size, size), dtype=dtype, matvec=push, rmatvec=pull, matmat=push, rmatmat=pull)  # pyright: ignore[reportCallIssue]
+
+
+def spectral_norm(op: Any, *, tol: Any = 1e-6, seed: int = 0) -> float:
+    """‖T‖₂, the largest singular value, by Lanczos on push and pull.
+
+    What Lanczos returns is attained by a vector, so it is a lower estimate, from which `tol` tells how far it moves.
+    Needs scipy.
+
+    Args:
+        op: the operator of one prompt.
+        tol: relative accuracy asked of the Lanczos iteration.
+        seed: of its starting vector.
+
+    Raises:
+        InvalidInputError: several prompts, or a tolerance that is not positive.
+    """
+    if not isinstance(tol, (int, float)) or not tol > 0:
+        raise InvalidInputError(f"tol={tol!r}: pass a positive number.")
+    _, values, _ = _svds(as_scipy(op), op.x[0].numel(), 1, tol, seed)
+    return float(values[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    """The leading singular directions of ``T[query, :, key, :]``, largest first.
+
+    Attributes:
+        values: `[k]`.
+        written: unit vectors at the query's output, `[k, d_out]`.
+        read: unit vectors at the key's input, `[k, d_in]`: ``T[query, :, key, :] · read[n] = values[n] · written[n]``.
+    """
+
+    values: Float[Tensor, "k"]
+    written: Float[Tensor, "k d_out"]
+    read: Float[Tensor, "k d_in"]
+
+
+def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Any = 5) -> Directions:
+    """Which directions of one token another token's output depends on most, exactly, for `d_model` pulls.
+
+    Args:
+        op: the operator of one prompt.
+        query, key: one position each; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        k: how many directions; d_model at most.
+
+    Raises:
+        InvalidInputError: several prompts, a position out of range, or k outside 1 … d_model.
+    """
+    one_prompt(op)
+    k = whole_number("k", k, 1, op.x.shape[-1])
+    position = one_query(op.frozen.prompt, key, "key")
+    block = op.slice(query, keys=position[0])[0, :, 0]
+    left, values, right = torch.linalg.svd(upcast(block))
+    return Directions(values[:k], left.T[:k], right[:k])
+
+
+def _svds(matrix: Any, size: int, k: int, tol: float = 0.0, seed: int = 0) -> Any:
+    """scipy's Lanczos, from a start that depends on the seed alone (its own argument for it was renamed)."""
+    import numpy as np
+    from scipy.sparse import linalg
+
+    svds: Any = linalg.svds
+    return svds(matrix, k=k, tol=tol, v0=np.random.default_rng(seed).standard_normal(size).astype(matrix.dtype))
+
+
+def one_prompt(op: Any) -> None:
+    """Raise `InvalidInputError` for what is no operator, or one of several prompts."""
+    if not isinstance(op, FrozenOperator):
+        raise InvalidInputError(f"an operator is needed, got {type(op).__name__}: pass frozen.operator().")
+    if len(op.x) != 1:
+        raise InvalidInputError(f"the pass has {len(op.x)} prompts, each with an operator of its own; freeze one.")

@@ -1,0 +1,16 @@
+"""The frozen model as steps of its residual stream: what reads from it, and what writes to it."""
+
+from tensorlens_tl.circuits.stream.stream import Pulled, Stream, StreamTarget, dot, stream_target, token_pairs
+from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
+
+__all__ = [
+    "Pulled",
+    "Step",
+    "Stream",
+    "StreamTarget",
+    "Sublayer",
+    "block_steps",
+    "dot",
+    "stream_target",
+    "token_pairs",
+]

@@ -1,0 +1,79 @@
+"""What the residual stream starts from: token and position embeddings, where they can be told apart.
+
+Which hook points hold the parts differs by class, and which of them are added differs by family (a shortformer's
+positions never enter the stream). The known ways are data; the one whose sum is the stream is taken.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import Norm
+from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.hooks import capture
+from tensorlens_tl.models.parameters import loaded, norm_weights
+from tensorlens_tl.passes.record import Record
+
+PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
+    ({"embed": "hook_embed", "pos_embed": "hook_pos_embed"}, None),
+    (
+        {
+            "embed": "embed.hook_out",
+            "pos_embed": "pos_embed.hook_out",
+            "token_type_embed": "token_type_embed.hook_out",
+        },
+        "embed_ln",
+    ),
+    (
+        {
+            "embed": "embed.hook_embed",
+            "pos_embed": "embed.hook_pos_embed",
+            "token_type_embed": "embed.hook_token_type_embed",
+        },
+        "embed.ln",
+    ),
+    ({"embed": "hook_embed"}, None),  # last: on a BERT Bridge it is the whole sum, norm and all
+)
+"""Hook points that add up to the first block's input, and the norm that they go through where there is one."""
+
+
+def embedding_parts(frozen: Record) -> dict[str, Float[Tensor, "batch pos d_model"]]:
+    """The summands of ``blocks.0`` input by name; one entry ``"embed"`` where no known way adds up to it.
+
+    An embedding norm is frozen as any other: its linear part is applied to each summand and its shift is one more.
+    """
+    points, x = frozen.points.blocks[0], frozen.resid_pre(0)
+    known = frozen.model.hook_dict
+    scales = {norm: f"{norm}.hook_scale" for _, norm in PARTS if norm is not None}
+    wanted = {name for names, _ in PARTS for name in names.values()} | set(scales.values())
+    asked = sorted(wanted & set(known))
+    kept, _ = capture(frozen.model, frozen.inputs, asked, last=points.resid_pre, optional=asked)
+    for names, norm in PARTS:
+        if not all(name in kept for name in names.values()) or (norm is not None and scales[norm] not in kept):
+            continue
+        parts = {part: _as_stream(kept[name], x) for part, name in names.items()}
+        if any(part is None for part in parts.values()):
+            continue
+        found = {part: tensor for part, tensor in parts.items() if tensor is not None}
+        if norm is not None:
+            module = frozen.view.model.get_submodule(norm)
+            with loaded(module):
+                weights = norm_weights(module, frozen.view.cfg)
+            held = Norm(kept[scales[norm]], weights.gain, weights.shift, weights.centre)
+            found = {part: held.push(tensor) for part, tensor in found.items()}
+            if weights.shift is not None:
+                found[f"{norm}.b"] = weights.shift.expand_as(x)
+        made = sum(found.values(), start=torch.zeros_like(x))
+        if relative_error(made, x, frozen.mask) <= frozen.tolerance:
+            return found
+    return {"embed": x}
+
+
+def _as_stream(tensor: Tensor, x: Tensor) -> Tensor | None:
+    """An embedding as vectors of every prompt: position embeddings may come without a batch axis or with one row."""
+    tensor = tensor.to(x)
+    if tensor.ndim == 2:
+        tensor = tensor[None]
+    if tensor.ndim != 3 or tensor.shape[1:] != x.shape[1:] or tensor.shape[0] not in (1, x.shape[0]):
+        return None
+    return tensor.expand_as(x)

@@ -1,0 +1,328 @@
+"""The frozen model as steps of its residual stream: the form in which direct effects, paths and graphs are counted.
+
+The residual stream goes through *steps*. At each step *sublayers* (attention, the MLP) read the stream and write back
+to it, and then the whole stream goes through the step's *outer* map, if it has one (a post-LN norm; at the end the
+final norm or a prediction head):
+
+    x[s+1] = outer( x[s] + Σ_sublayers write(read(x[s])) )
+
+A sequential block is two steps, a parallel block one with two sublayers; whitening before a block is a step of its own
+without sublayers, whose outer map mixes positions. What is left without the sublayers is how a
+vector written to the stream reaches the end *directly*: the identity in a pre-LN model, the norms in a post-LN model.
+
+A sublayer's hidden vector, read(x), is a row of groups: one per head, or one for the whole MLP. A group is a *node*:
+what it writes is linear in its own part of the hidden vector, so its share of anything is an inner product with the
+part of the pulled-back vector. What `write` and `outer` add besides are *biases*, sources of their own.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra import (
+    AnyAttention,
+    Chain,
+)
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.positions import place
+from tensorlens_tl.circuits.stream.embeddings import embedding_parts
+from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.activations import check_rule
+from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.passes.inputs import one_query, query_positions
+from tensorlens_tl.passes.operator import chosen_layers, end_of, resolve_target
+from tensorlens_tl.passes.record import Record, check_pass
+
+
+@dataclass(frozen=True, eq=False)
+class Pulled:
+    """A vector at the end, pulled back along the steps.
+
+    Attributes:
+        stream: at the stream before each step, and at the end, each `[*rows, batch, pos, d_model]`.
+        sums: at each step's sum: after its sublayers have written and before its outer map.
+    """
+
+    stream: list[Tensor]
+    sums: list[Tensor]
+
+    def of_biases(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, str, Tensor, Tensor]]:
+        """Every bias on the way: step, name, the bias, and the vector that meets it."""
+        for number, step in enumerate(steps):
+            for name, bias, inside in step.biases:
+                yield number, name, bias, self.sums[number] if inside else self.stream[number + 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A frozen pass, or some of its layers, as steps, with the values that its own input gives them.
+
+    Attributes:
+        layers: which of them.
+        final_norm: whether the norm after the last layer belongs to it, where the layers reach it.
+        x: the stream before each step, and after the last, `[batch, pos, d_model]`.
+        hidden: each sublayer's hidden vector, by step and sublayer, `[batch, pos, width]`.
+    """
+
+    frozen: Record
+    layers: range
+    final_norm: bool
+    steps: tuple[Step, ...]
+    x: list[Tensor] = field(default_factory=list)
+    hidden: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        frozen: Record,
+        activation: str = "ratio",
+        *,
+        layers: LayerRange = None,
+        final_norm: bool = True,
+        to_tokens: bool = True,
+    ) -> "Stream":
+        """The stream up to what is unembedded, or (``to_tokens=False``) to the operator's output.
+
+        Args:
+            frozen: the pass.
+            activation: the rule for MLPs.
+            layers: consecutive layers; a range that ends before the last ends at the next block's input.
+            final_norm: whether the norm after the last layer is part of it.
+            to_tokens: whether a prediction head is part of it.
+
+        Raises:
+            InvalidInputError: no such activation rule or layers.
+            FrozenModelError: the weights were changed since the pass.
+            UnsupportedModelError: an encoder–decoder.
+        """
+        rule, chosen = check_rule(activation), chosen_layers(frozen.n_layers, layers)
+        frozen.check_fresh()
+        frozen.view.refuse_encoder_decoder("circuits")
+        steps = [step for layer in chosen for step in block_steps(frozen, layer, rule)]
+        if chosen.stop == frozen.n_layers:
+            final = frozen.final_norm() if final_norm else None
+            head = frozen.prediction_head(rule) if to_tokens else None
+            for end, name in ((final, "ln_final.b"), (head, "prediction head b")):
+                if end is not None:
+                    steps.append(Step(-1, (), end, name))
+        stream = cls(frozen, chosen, final_norm, tuple(steps))
+        x = frozen.resid_pre(chosen.start)
+        for step in steps:
+            hidden = tuple(sublayer.read(x) for sublayer in step.sublayers)
+            stream.x.append(x)
+            stream.hidden.append(hidden)
+            written = sum((s.write(h) for s, h in zip(step.sublayers, hidden, strict=True)), start=x)
+            x = step.outer(written)
+        stream.x.append(x)
+        return stream
+
+    def sources(self) -> dict[str, Float[Tensor, "batch pos d_model"]]:
+        """What the stream begins with: token and position embeddings, or the stream before the first layer."""
+        if self.layers.start:
+            return {f"blocks.{self.layers.start} input": self.x[0]}
+        return embedding_parts(self.frozen)
+
+    def at(self, layer: int) -> tuple[int, Sublayer]:
+        """The step and the attention sublayer of one layer.
+
+        Raises:
+            InvalidInputError: the layer is not among these.
+        """
+        for number, step in enumerate(self.steps):
+            for sublayer in step.sublayers:
+                if sublayer.layer == layer and sublayer.is_attention:
+                    return number, sublayer
+        raise InvalidInputError(f"layers: layer {layer} is not among {list(self.layers)}.")
+
+    def pull(
+        self,
+        g: Float[Tensor, "*rows batch pos d_model"],
+        *,
+        sublayers: bool = True,
+        joining: Mapping[int, Tensor] | None = None,
+    ) -> Pulled:
+        """A vector at the end pulled through everything, or (``sublayers=False``) past all of them: directly.
+
+        Args:
+            g: the vector, `[*rows, batch, pos, d_model]`.
+            sublayers: whether it goes through the sublayers.
+            joining: vectors that join it on its way, at the stream before a step.
+        """
+        stream, sums = [g], []
+        for number, step in reversed(list(enumerate(self.steps))):
+            g = step.outer.pull(g)
+            sums.append(g)
+            if sublayers:
+                g = sum((s.read.pull(s.write.pull(g)) for s in step.sublayers), start=g)
+            if joining and number in joining:
+                g = g + joining[number]
+            stream.append(g)
+        return Pulled(stream[::-1], sums[::-1])
+
+    @cached_property
+    def direct(self) -> list[Tensor]:
+        """What passes every sublayer, the input and the biases on the way: before each step, and after the last."""
+        carried = [self.x[0]]
+        for step in self.steps:
+            carried.append(step.directly(carried[-1]))
+        return carried
+
+    @cached_property
+    def direct_hidden(self) -> list[tuple[Tensor, ...]]:
+        """Each sublayer's hidden vector for what reaches it directly."""
+        return [
+            tuple(sublayer.read(x) for sublayer in step.sublayers)
+            for step, x in zip(self.steps, self.direct, strict=False)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class StreamTarget:
+    """What is asked about some queries of a frozen pass, and the stream that leads to it.
+
+    Attributes:
+        stream: up to where the target reads it.
+        read_at: the hook point that holds what the target reads.
+        vectors: the target's vector for each query, `[batch, query, d_model]`.
+        seed: the same at its place, a row per query, `[query, batch, pos, d_model]`.
+        constant: what the answer adds besides (b_U), `[batch, query]`.
+        total: the model's own number that is asked for, before any final soft cap, `[batch, query]`.
+        positions: the queries, `[batch, query]`.
+        soft_cap: the cap that the model applies after it, or None.
+        label: the target for people.
+        constant_name: what the constant is called among the terms.
+    """
+
+    stream: Stream
+    read_at: str
+    vectors: Float[Tensor, "batch query d_model"]
+    seed: Float[Tensor, "query batch pos d_model"]
+    constant: Float[Tensor, "batch query"]
+    total: Float[Tensor, "batch query"]
+    positions: Int[Tensor, "batch query"]
+    soft_cap: float | None
+    label: str
+    constant_name: str = "b_U"
+
+    @classmethod
+    def at(
+        cls,
+        stream: Stream,
+        read_at: str,
+        vectors: Float[Tensor, "batch query d_model"],
+        constant: Float[Tensor, "batch query"],
+        total: Float[Tensor, "batch query"],
+        positions: Int[Tensor, "batch query"],
+        label: str,
+        constant_name: str = "b_U",
+        soft_cap: float | None = None,
+    ) -> "StreamTarget":
+        """A target of any stream, its vectors placed where they are asked."""
+        seed = place(vectors.transpose(0, 1), positions.T, stream.x[-1])
+        return cls(stream, read_at, vectors, seed, constant, total, positions, soft_cap, label, constant_name)
+
+    def number(self, read: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch query"]:
+        """What is asked, of another stream at `read_at`, before any final soft cap."""
+        places = self.positions[..., None].expand(*read.shape[:-2], -1, 1)
+        own = torch.take_along_dim(upcast(read.to(self.vectors.device)), places, dim=-2)
+        return (own * self.vectors).sum(-1) + self.constant
+
+    def fields(self) -> dict[str, Any]:
+        """What a result of these queries says about them."""
+        frozen = self.stream.frozen
+        return {
+            "total": self.total,
+            "queries": self.positions,
+            "mask": frozen.mask,
+            "tokens": frozen.str_tokens,
+            "target": self.label,
+            "soft_cap": self.soft_cap,
+        }
+
+
+def stream_target(
+    frozen: PassLike,
+    target: TokenLike,
+    minus: TokenLike,
+    direction: Any,
+    query: Query,
+    activation: str,
+    layers: LayerRange = None,
+    final_norm: bool = True,
+    *,
+    one: bool = True,
+) -> StreamTarget:
+    """Check what is asked, and build the stream to where it is asked.
+
+    Args:
+        frozen: the pass.
+        target, minus, direction: as in `FrozenOperator.target`; a direction reads the stream where the layers end.
+        query: the queries, or with `one` a single one.
+        activation: the rule for MLPs.
+        layers: consecutive layers, None for all.
+        final_norm: whether the norm after the last layer is part of it.
+
+    Raises:
+        InvalidInputError: no frozen pass, a query out of range, several where one is asked, a token target before the
+            last layer, and what `resolve_target` refuses.
+        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+    """
+    check_pass(frozen)
+    chosen = chosen_layers(frozen.n_layers, layers)
+    normed = final_norm or frozen.view.final_norm is None
+    if direction is None and target is not None and not (chosen.stop == frozen.n_layers and normed):
+        raise InvalidInputError(
+            f"target: what is asked about ends at {end_of(frozen, chosen.stop, normed)}, before the unembedding; use "
+            "direction=, or all layers with their final norm."
+        )
+    positions = (one_query if one else query_positions)(frozen.prompt, query)
+    asked = resolve_target(frozen, target, minus, direction, positions)
+    stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=asked.of_tokens)
+    if asked.of_tokens:
+        read_at = frozen.points.unembed_in
+    elif chosen.stop < frozen.n_layers or not final_norm or frozen.view.final_norm is None:
+        read_at = frozen.output_name(chosen.stop - 1)
+    else:
+        read_at = frozen.points.output
+    assert read_at is not None  # a token needs an unembedding
+    own = upcast(torch.take_along_dim(frozen.captured(read_at), positions[..., None], dim=1))
+    real = torch.take_along_dim(frozen.mask, positions, dim=1)  # nothing is asked at padding
+    vectors, constant = asked.vectors * real[..., None], asked.constant.to(own) * real
+    return StreamTarget.at(
+        stream,
+        read_at,
+        vectors,
+        constant,
+        (own * vectors).sum(-1) + constant,
+        positions,
+        asked.label if asked.of_tokens else f"{asked.label} at {end_of(frozen, chosen.stop, normed)}",
+        soft_cap=frozen.view.soft_cap if asked.of_tokens else None,
+    )
+
+
+def token_pairs(
+    sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], met: Float[Tensor, "*rows batch pos width"]
+) -> Float[Tensor, "*rows batch head query key"]:
+    """What each head moves from each source token to each query, along `met` (a vector at its hidden layer).
+
+    ``A^h_ij ⟨met_i^h, v_j^h⟩``: summed over keys, the inner product of `met` with the hidden vector.
+    """
+    *before, mix = sublayer.read.stages
+    assert isinstance(mix, AnyAttention)
+    values = rearrange(Chain(tuple(before))(x), "b k (kv d) -> b kv k d", kv=mix.kv_heads)
+    pattern = mix.pattern
+    values = values.repeat_interleave(pattern.shape[1] // mix.kv_heads, dim=1)
+    return pattern * (rearrange(sublayer.split(met), "... q h d -> ... h q d") @ values.mT)
+
+
+def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch 1"]:
+    """⟨g, x⟩ of each row and prompt, as one column; `x` may be one vector for all positions."""
+    return (upcast(g) * x).sum((-2, -1))[..., None]

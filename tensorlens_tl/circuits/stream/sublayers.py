@@ -1,0 +1,205 @@
+"""What reads the residual stream and writes to it, one step after the other: the parts that `Stream` is made of."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import (
+    ZERO,
+    AffineMap,
+    AnyAttention,
+    Beside,
+    Chain,
+    Diagonal,
+    GroupSum,
+    Identity,
+    Linear,
+    Routed,
+    Sum,
+    stages_of,
+)
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.models.block import PER_LAYER_NORM
+from tensorlens_tl.models.layouts import Place
+from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.passes.record import Record
+
+
+@dataclass(frozen=True, eq=False)
+class Sublayer:
+    """What reads the stream and writes to it.
+
+    Attributes:
+        layer: its block.
+        read: stream -> hidden: heads side by side (mixed over positions), or the MLP's neurons after the activation.
+        write: hidden -> stream; its bias is `bias_name`'s, not the nodes'.
+        nodes: the names of its nodes, ``"L0H3"``, ``"MLP0"``, or of a mixture of experts ``"L0E2"`` for each expert
+            that is chosen and ``"L0.shared"``.
+        is_attention: whether the nodes are heads.
+    """
+
+    layer: int
+    read: Chain
+    write: Chain
+    nodes: tuple[str, ...]
+    bias_name: str
+    is_attention: bool
+
+    @property
+    def name(self) -> str:
+        """All nodes together: ``"L0.attn"``, ``"MLP0"``, or ``"L0.mixer"``."""
+        if self.is_attention:
+            return f"L{self.layer}.attn"
+        return self.nodes[0] if self.nodes[0].endswith((".mixer", ".per_layer")) else f"MLP{self.layer}"
+
+    @property
+    def is_mixer(self) -> bool:
+        """Whether it moves something between positions without attention."""
+        return self.read.mixes and not self.is_attention
+
+    def split(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows node channel"]:
+        """A hidden vector by node."""
+        return rearrange(hidden, "... (node channel) -> ... node channel", node=len(self.nodes))
+
+    def shares(
+        self, met: Float[Tensor, "*rows batch pos width"], hidden: Float[Tensor, "batch pos width"]
+    ) -> Float[Tensor, "*rows batch node"]:
+        """Each node's part of ⟨met, hidden⟩, over all positions."""
+        return self.split(upcast(met) * hidden).sum((-3, -1))
+
+    def outputs(self, hidden: Float[Tensor, "batch pos width"]) -> Float[Tensor, "node batch pos d_model"]:
+        """What each node writes by itself, biases apart."""
+        if len(self.nodes) == 1:
+            return self.write.push(hidden[None])
+        alone = torch.diag_embed(rearrange(self.split(hidden), "b p n c -> c b p n"))
+        return self.write.push(rearrange(alone, "c b p n m -> m b p (n c)"))
+
+    def read_of(self, node: int) -> Chain:
+        """What one node reads, as a map of its own: for a head its values and pattern only."""
+        if not self.is_attention:
+            *before, inside = self.read.stages
+            return Chain((*before, inside.terms[node])) if isinstance(inside, Beside) else self.read
+        *before, mix = self.read.stages
+        factors: list[Diagonal] = []
+        values = before.pop()
+        while isinstance(values, Diagonal):  # the scale of a norm of values
+            factors.insert(0, values)
+            values = before.pop()
+        assert isinstance(values, Linear)
+        assert isinstance(mix, AnyAttention)
+        group = mix.n_heads // mix.kv_heads
+        width = values.weight.shape[1] // mix.kv_heads
+        kept = slice(node // group * width, (node // group + 1) * width)
+        own = Linear(values.weight[:, kept], None if values.offset is None else values.offset[kept])
+        scaled = (Diagonal(factor.factor[..., kept]) for factor in factors)
+        return Chain((*before, own, *scaled, mix.of_head(node)))
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Sublayers of one layer that read the same stream, and what the stream goes through after them."""
+
+    layer: int
+    sublayers: tuple[Sublayer, ...]
+    outer: AffineMap
+    outer_name: str
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of all sublayers, in their order."""
+        return tuple(node for sublayer in self.sublayers for node in sublayer.nodes)
+
+    @property
+    def map(self) -> Chain:
+        """The whole step."""
+        inside = Sum((Identity(), *(sublayer.write @ sublayer.read for sublayer in self.sublayers)))
+        return Chain((inside, self.outer))
+
+    def directly(self, x: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch pos d_model"]:
+        """What the stream carries past the sublayers, the step's own biases included."""
+        for sublayer in self.sublayers:
+            x = x if sublayer.write.bias is ZERO else x + sublayer.write.bias
+        return self.outer(x)
+
+    @property
+    def biases(self) -> list[tuple[str, Tensor, bool]]:
+        """What the step adds by itself: name, bias, and whether it still goes through `outer`."""
+        found = [(sublayer.bias_name, sublayer.write.bias, True) for sublayer in self.sublayers]
+        found.append((self.outer_name, self.outer.bias, False))
+        return [item for item in found if item[1] is not ZERO]
+
+
+def block_steps(frozen: Record, layer: int, rule: str) -> list[Step]:
+    """One block's steps, by its proven layout."""
+    layout = frozen.layouts[layer]
+    if frozen.view.blocks[layer].mixer is not None:
+        *inside, output = frozen.mixer(layer).stages
+        attention = _sublayer(
+            frozen, layer, layout.attn, (*inside,), output, (f"L{layer}.mixer",), "mixer.b_out", False
+        )
+    else:
+        values, mixing, output = frozen.attention(layer).stages
+        heads = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
+        attention = _sublayer(frozen, layer, layout.attn, (values, mixing), output, heads, "b_O", True)
+    sublayers = [(layout.attn, attention)]
+    if frozen.view.blocks[layer].has_mlp:
+        hidden, output, names = _mlp_nodes(frozen, layer, rule)
+        sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (hidden,), output, names, "b_out", False)))
+    whitening = frozen.whitening(layer)
+    steps = [] if whitening is None else [Step(layer, (), whitening, f"L{layer}.whitening")]
+    per_layer = frozen.per_layer(layer, rule)
+    ends = [] if per_layer is None else [Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), "")]
+    ends += [Step(layer, (), end, f"L{layer}.end") for end in frozen.ends(layer)]
+    if layout.parallel:
+        return [*steps, Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}"), *ends]
+    for at, sublayer in sublayers:
+        outer = Identity() if at.outer is None else frozen.norm(layer, at.outer)
+        steps.append(Step(layer, (sublayer,), outer, f"L{layer}.{at.outer}.b"))
+    return steps + ends
+
+
+def _mlp_nodes(frozen: Record, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
+    """An MLP's hidden vector, what writes it, and its nodes: the whole MLP, or every expert that is chosen.
+
+    An expert's hidden vector is what it writes, its share of the routing and its own biases included.
+    """
+    if not isinstance(frozen.view.blocks[layer].mlp, ExpertsWeights):
+        mlp = frozen.mlp(layer, rule)
+        assert isinstance(mlp, Chain)
+        *hidden, output = mlp.stages
+        return Chain(tuple(hidden)), output, (f"MLP{layer}",)
+    parts = frozen.experts(layer, rule)
+    routed = parts["experts"]
+    assert isinstance(routed, Routed)
+    alone = {f"L{layer}E{branch.number}": replace(routed, branches=(branch,)) for branch in routed.branches}
+    terms = {name: frozen.with_norms(layer, "experts", part) for name, part in alone.items()}
+    if "shared" in parts:
+        terms[f"L{layer}.shared"] = frozen.with_norms(layer, "shared", parts["shared"])
+    return Beside(tuple(terms.values())), GroupSum(len(terms)), tuple(terms)
+
+
+def _per_layer_node(frozen: Record, layer: int, per_layer: Chain) -> Sublayer:
+    """What a block adds for an input of each token at this layer, as a node of its own."""
+    *inside, output = per_layer.stages
+    write, name = Chain((output, frozen.norm(layer, PER_LAYER_NORM))), f"L{layer}.per_layer"
+    return Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", False)
+
+
+def _sublayer(
+    frozen: Record,
+    layer: int,
+    at: Place,
+    read: tuple[AffineMap, ...],
+    output: AffineMap,
+    nodes: tuple[str, ...],
+    bias_name: str,
+    is_attention: bool,
+) -> Sublayer:
+    before = () if at.before is None else (frozen.norm(layer, at.before),)
+    after = () if at.after is None else (frozen.norm(layer, at.after),)
+    bias = f"L{layer}.{bias_name}"
+    inside = [stage for part in read for stage in stages_of(part)]
+    return Sublayer(layer, Chain((*before, *inside)), Chain((*stages_of(output), *after)), nodes, bias, is_attention)

@@ -1,0 +1,142 @@
+"""How high does a method rank the tokens that truly determine the answer?
+
+For each prompt of a task (`tensorlens_tl.evaluate.known.tasks`), source tokens are ranked by score:
+
+| metric | of one prompt |
+| --- | --- |
+| `mrr` | 1 / rank of the best-placed true source; a random score has H_n / n for one source among n tokens |
+| `precision` | share of true sources among the k best-placed tokens, k the number of true sources unless `k=` says |
+| `mass` | share of the absolute scores that lies on true sources |
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.evaluate.known.tasks import KnownAnswers
+from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE, rank
+from tensorlens_tl.evaluate.scorers import predictions, scorers_of, usable
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.results.evaluation import Evaluation
+
+METRICS = ("mrr", "precision", "mass")
+
+
+def known_answer(
+    model: Any,
+    task: Any,
+    methods: Any = None,
+    *,
+    k: Any = None,
+    only_correct: bool = True,
+    absolute: bool = False,
+    seed: int = 0,
+) -> Evaluation:
+    """Rank of the tokens that determine the answer, by each method's scores for the last token.
+
+    Args:
+        model: a TransformerLens model that can do the task.
+        task: prompts, answers and true sources.
+        methods: see `tensorlens_tl.evaluate.scorers`; None is every standard method that fits the model, and random.
+        k: of `precision`; None is each prompt's own number of true sources.
+        only_correct: leave out prompts that the model answers wrongly, where the true sources need not have been used.
+        absolute: rank by absolute score.
+        seed: of the random baseline and of the order of equal scores.
+
+    Returns:
+        An Evaluation with `mrr`, `precision` and `mass` per prompt; ``settings["accuracy"]`` is the model's own, and
+        ``settings["dropped"]`` counts the prompts that are left out for its wrong answers.
+
+    Raises:
+        InvalidInputError: no task, or no prompt that the model answers.
+    """
+    if not isinstance(task, KnownAnswers):
+        raise InvalidInputError(
+            f"task={type(task).__name__}: pass prompts with known answers, such as evaluate.recall()."
+        )
+    k = None if k is None else whole_number("k", k, 1, task.tokens.shape[1])
+    scorers = scorers_of(methods, seed=seed)
+    ModelView(model).refuse_encoder_decoder("known_answer")
+    first = freeze(model, task.tokens[:1])
+    scorers, skipped = usable(scorers, first, -1, skip=methods is None)
+    parts = [slice(start, start + PROMPTS_AT_ONCE) for start in range(0, len(task), PROMPTS_AT_ONCE)]
+    passes = (freeze(model, task.tokens[part], verify=part.start == 0) for part in parts)
+    generator = torch.Generator().manual_seed(seed)
+    found, right = [], []
+    for part, frozen in zip(parts, passes, strict=True):
+        sources = task.sources[part]
+        ties = torch.rand(sources.shape, generator=generator, dtype=torch.float64)
+        right.append(predictions(frozen)[0].cpu() == task.answers[part])
+        scores = torch.stack([scorer(frozen).cpu() for scorer in scorers])
+        found.append(torch.stack([ranking(s.abs() if absolute else s, sources, ties, k) for s in scores], dim=1))
+    values, correct = torch.cat(found, dim=2), torch.cat(right)
+    accuracy = float(correct.double().mean())
+    if only_correct and not bool(correct.any()):
+        raise InvalidInputError(
+            f"known_answer: the model answers none of these {len(task)} {task.name} prompts, so the true sources say "
+            "nothing about it. Use a model trained on the task, or only_correct=False."
+        )
+    kept = correct.nonzero()[:, 0] if only_correct else torch.arange(len(task))
+    pos = task.tokens.shape[1]
+    return Evaluation(
+        kind=f"known answers: {task.name}",
+        values=values[:, :, kept],
+        metrics=dict.fromkeys(METRICS, True),
+        methods=[scorer.label for scorer in scorers],
+        units=[f"prompt {int(number)}" for number in kept],
+        settings={
+            **first.view.provenance(),
+            "task": task.name,
+            "prompts": len(task),
+            "dropped": len(task) - len(kept),
+            "tokens": pos,
+            "accuracy": accuracy,
+            "random_mrr": _random_mrr(task.sources[kept]),
+            "absolute": absolute,
+            "seed": seed,
+        },
+        skipped=skipped,
+    )
+
+
+def ranking(
+    scores: Float[Tensor, "batch pos"],
+    sources: Bool[Tensor, "batch pos"],
+    ties: Float[Tensor, "batch pos"],
+    k: int | None = None,
+) -> Float[Tensor, "3 batch"]:
+    """`METRICS` of each prompt's scores."""
+    ranks = rank(scores, torch.ones_like(sources), "descending", ties)
+    best = ranks.masked_fill(~sources, scores.shape[1]).amin(1)
+    top = sources.sum(1) if k is None else torch.full_like(best, k)
+    hits = (sources & (ranks < top[:, None])).sum(1)
+    size = scores.abs()
+    mass = (size * sources).sum(1) / size.sum(1).clamp_min(torch.finfo(size.dtype).tiny)
+    return torch.stack([1 / (best + 1).double(), hits / top.double(), mass.double()])
+
+
+def _random_mrr(sources: Bool[Tensor, "prompt pos"]) -> float:
+    """What a random order gets on average over these prompts, each with its own number of true sources."""
+    counts = Counter(sources.sum(1).tolist())
+    return sum(prompts / len(sources) * expected_mrr(sources.shape[1], count) for count, prompts in counts.items())
+
+
+def expected_mrr(tokens: Any, sources: Any = 1) -> float:
+    """What a random order gets: H_n / n for one source among n tokens, Σ_r P(best rank = r) / r for several.
+
+    Raises:
+        InvalidInputError: more sources than tokens.
+    """
+    tokens = whole_number("tokens", tokens, least=1)
+    left, total, sources = 1.0, 0.0, whole_number("sources", sources, 1, tokens)
+    for place in range(1, tokens - sources + 2):
+        hit = sources / (tokens - place + 1)  # given that none came before
+        total += left * hit / place
+        left *= 1 - hit
+    return total

@@ -1,0 +1,113 @@
+"""Pairs of a clean and a corrupted prompt that differ in one token and in what follows.
+
+| change | what is replaced | what the model must notice |
+| --- | --- | --- |
+| `source` | the token that determines the answer, by another of its kind | what stands there: *what* heads move |
+| `question` | the last token, by another that is answered in the prompt | where to look: *from where* they move it |
+
+The corrupted prompt has an answer of its own; the logit difference of the two answers is what circuits are held to.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.evaluate.known.tasks import KEYS, RECALL_WORDS, VALUES, KnownAnswers, token_ids
+
+CHANGES = ("source", "question")
+
+
+@dataclass(frozen=True)
+class PromptPairs:
+    """Clean prompts beside corrupted ones of the same length.
+
+    Attributes:
+        name: of the task, and of the change.
+        clean, corrupted: token ids, `[prompt, pos]`.
+        answers, others: what follows the clean prompt, and what follows the corrupted one, `[prompt]`.
+    """
+
+    name: str
+    clean: Int[Tensor, "prompt pos"]
+    corrupted: Int[Tensor, "..."]
+    answers: Int[Tensor, "..."]
+    others: Int[Tensor, "..."]
+
+    def __post_init__(self) -> None:
+        for name, axes in (("clean", 2), ("corrupted", 2), ("answers", 1), ("others", 1)):
+            object.__setattr__(self, name, token_ids(f"PromptPairs: {name}", getattr(self, name), axes))
+        if self.clean.shape != self.corrupted.shape:
+            raise InvalidInputError(
+                f"PromptPairs: clean prompts are {tuple(self.clean.shape)} and corrupted ones "
+                f"{tuple(self.corrupted.shape)}; positions must match."
+            )
+        for name, tokens in (("answers", self.answers), ("others", self.others)):
+            if tuple(tokens.shape) != (len(self.clean),):
+                raise InvalidInputError(f"PromptPairs: {name} are {tuple(tokens.shape)}, one for each prompt needed.")
+        same = self.answers == self.others
+        if bool(same.any()):
+            raise InvalidInputError(
+                f"PromptPairs: prompt {int(same.nonzero()[0])} has one answer for both prompts; their logit difference "
+                "would be zero."
+            )
+
+    def __len__(self) -> int:
+        return len(self.clean)
+
+    def __repr__(self) -> str:
+        return f"PromptPairs({self.name!r}, prompts={len(self)}, pos={self.clean.shape[1]})"
+
+    def only(self, keep: Bool[Tensor, "prompt"] | Int[Tensor, "kept"]) -> "PromptPairs":
+        """Some of the pairs, by a mask or by number."""
+        return PromptPairs(self.name, self.clean[keep], self.corrupted[keep], self.answers[keep], self.others[keep])
+
+
+def prompt_pairs(task: Any, change: str = "source", *, seed: int = 0) -> PromptPairs:
+    """A task's prompts, each beside one with another answer.
+
+    Args:
+        task: `recall` or `induction`.
+        change: ``"source"`` or ``"question"``; see this module's table.
+        seed: of what takes a token's place.
+
+    Raises:
+        InvalidInputError: another task or change.
+    """
+    if change not in CHANGES:
+        raise InvalidInputError(f"change={change!r}; use one of {', '.join(map(repr, CHANGES))}.")
+    if not isinstance(task, KnownAnswers) or task.name not in ("recall", "induction"):
+        got = repr(task.name) if isinstance(task, KnownAnswers) else type(task).__name__
+        raise InvalidInputError(f"task={got}: pass evaluate.recall() or evaluate.induction(), or make PromptPairs.")
+    rng, corrupted, others = random.Random(seed), task.tokens.clone(), list[int]()
+    of_recall = task.name == "recall"
+    ids = {word: number for number, word in enumerate(RECALL_WORDS)}
+    keys = {ids[key] for key in KEYS} if of_recall else set[int]()
+    kind = {ids[value] for value in VALUES} if of_recall else set(task.tokens[:, 1:].flatten().tolist())
+    rows = zip(task.tokens.tolist(), task.sources.tolist(), task.answers.tolist(), strict=True)
+    for number, (row, sources, answer) in enumerate(rows):
+        if change == "source":
+            choices = sorted(kind - set(row))
+            if not choices:
+                raise InvalidInputError("prompt_pairs: no token is left to take the source's place; make more prompts.")
+            others.append(rng.choice(choices))
+            corrupted[number, sources.index(True)] = others[-1]
+            continue
+        places = [place for place in range(len(row) - 2) if _asks(row, place, answer, keys)]
+        if not places:
+            raise InvalidInputError(f"prompt_pairs: prompt {number} answers no other question.")
+        place = rng.choice(places)
+        corrupted[number, -1] = row[place]
+        others.append(row[place + 1])
+    return PromptPairs(f"{task.name}, {change} changed", task.tokens, corrupted, task.answers, torch.tensor(others))
+
+
+def _asks(row: list[int], place: int, answer: int, keys: set[int]) -> bool:
+    """Whether a token could stand at the end and have another answer: it stands once, before a token of its own."""
+    if row.count(row[place]) > 1 or row[place + 1] == answer:
+        return False
+    return row[place] in keys if keys else row.count(row[place + 1]) == 1

@@ -1,0 +1,327 @@
+"""Which scores of nodes and edges hold in the live model, and which circuits do the task?
+
+`patching_agreement` correlates each method's scores with activation patching, the live model's own answer, prompt by
+prompt. `circuit_faithfulness` chooses circuits by each method's mean scores and runs them, as the Mechanistic
+Interpretability Benchmark does (MIB, Mueller et al. 2025). With m(k) the mean logit difference of the circuit of k
+edges, all others patched from the corrupted prompt,
+
+    f(k) = (m(k) − m(corrupted)) / (m(clean) − m(corrupted))
+
+| metric | area over the proportions of edges, 0.001 to 1, by trapezoids | circuits take edges by |
+| --- | --- | --- |
+| `cpr` | ∫ f: how much of the behaviour circuits have; more than all of it counts as more | score |
+| `cmd` | ∫ abs(1 − f): how far circuits are from the model's own behaviour, lower is better | size of the score |
+
+Both are the benchmark's areas, of means over prompts. A prompt's own value is its share of them: its f has the mean
+m(clean) − m(corrupted) below it, and its 1 − f the sign of the mean's. The mean over prompts is the benchmark's number.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.circuits.compare import METHODS, edge_scores, patch_scores, run_circuits
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.checks import spearman
+from tensorlens_tl.evaluate.known.pairs import PromptPairs
+from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
+from tensorlens_tl.evaluate.scorers import RANDOM, predictions
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.results.circuit import CHOICES, EdgeScores
+from tensorlens_tl.results.evaluation import Evaluation
+
+PROPORTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""The benchmark's proportions of edges."""
+
+SAVED_AT = 0.1
+"""The proportion of edges that saved circuits have."""
+
+
+def patching_agreement(
+    model: Any,
+    pairs: Any,
+    methods: Any = None,
+    *,
+    by: str = "head",
+    only_correct: bool = True,
+    steps: int = 5,
+    memory: Memory = None,
+) -> Evaluation:
+    """The correlation of each method's scores with activation patching in the live model, over nodes or edges.
+
+    The first block's input is no node here: to patch it is to take the other prompt.
+
+    Args:
+        model: a TransformerLens model.
+        pairs: prompts; see `prompt_pairs`.
+        methods: of `circuits.patch_scores`, or with ``by="edge"`` of `circuits.edge_scores`; None is all that the
+            model allows.
+        by: as in `circuits.patch_scores`, or ``"edge"``.
+        only_correct: leave out pairs of which the model answers one prompt wrongly.
+        steps: gradients of ``"integrated"``.
+        memory: what the patching runs may allocate at once.
+
+    Returns:
+        An Evaluation with `pearson` and `spearman` per prompt; NaN where scores are all alike.
+
+    Raises:
+        InvalidInputError: no pairs, no such method, or no pair that the model answers.
+    """
+    known = [name for name in METHODS if name != "patching"]
+    chosen = checked_methods(methods, known)
+    work, skipped = PairWork(model, pairs, only_correct), dict[str, str]()
+    if methods is None:
+        chosen, skipped = work.usable(chosen, by)
+    found: list[Tensor] = []
+    for part in work.parts():
+        options: dict[str, Any] = {"target": part.answers, "minus": part.others, "steps": steps, "memory": memory}
+        made = [_scores(part, by, name, options) for name in (*chosen, "patching")]
+        truth, scores = made[-1].double().cpu(), torch.stack(made[:-1]).double().cpu()
+        everything = torch.ones(truth.shape, dtype=torch.bool)
+        found.append(torch.stack([_pearson(scores, truth), spearman(scores, truth.expand_as(scores), everything)]))
+    return Evaluation(
+        kind=f"agreement with patching: {work.pairs.name}, by {by}",
+        values=torch.cat(found, dim=-1),
+        metrics={"pearson": True, "spearman": True},
+        methods=chosen,
+        units=work.units,
+        settings=work.settings | {"by": by, "steps": steps},
+        skipped=skipped,
+    )
+
+
+def circuit_faithfulness(
+    model: Any,
+    pairs: Any,
+    methods: Any = None,
+    *,
+    proportions: Sequence[float] = PROPORTIONS,
+    absolute: bool | None = None,
+    choice: str = "top",
+    only_correct: bool = True,
+    steps: int = 5,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    memory: Memory = None,
+) -> Evaluation:
+    """CPR and CMD of the circuits that each method chooses, and the curves below them; see this module's table.
+
+    Args:
+        model: a TransformerLens model with pre-LN blocks.
+        pairs: prompts; see `prompt_pairs`.
+        methods: of `circuits.edge_scores`, and ``"random"``; None is all but ``"patching"``, which runs the model once
+            for each edge.
+        proportions: of all edges, rising to 1.
+        absolute: whether circuits take edges by size; None takes them by score for CPR and by size for CMD.
+        choice: ``"top"`` or ``"greedy"``; see `EdgeScores.circuit`.
+        only_correct: leave out pairs of which the model answers one prompt wrongly.
+        steps: gradients of ``"integrated"``.
+        seed: of the random scores.
+        folder: where to save each method's scores and its circuit of a tenth of the edges, by size, in the
+            benchmark's JSON.
+        memory: what runs of circuits may allocate at once.
+
+    Returns:
+        An Evaluation with `cpr` and `cmd` per prompt, and the curves.
+
+    Raises:
+        InvalidInputError: no pairs, no such method or choice, proportions that do not rise to 1, no such folder, no
+            pair that the model answers, or two prompts that give one mean logit difference.
+        UnsupportedModelError: what `circuits.edge_scores` refuses.
+    """
+    axis = _axis(proportions)
+    if choice not in CHOICES:
+        raise InvalidInputError(f"choice={choice!r}; use one of {', '.join(map(repr, CHOICES))}.")
+    if folder is not None and not Path(folder).is_dir():
+        if Path(folder).exists() or not Path(folder).parent.is_dir():
+            raise InvalidInputError(f"folder: {folder} is a file, or there is no folder to make it in.")
+        Path(folder).mkdir()
+    chosen = checked_methods(methods, [*METHODS, RANDOM], [name for name in (*METHODS, RANDOM) if name != "patching"])
+    work = PairWork(model, pairs, only_correct)
+    parts = list(work.parts())
+    scores = {name: _mean_scores(parts, name, steps, seed, memory) for name in chosen}
+    if folder is not None:
+        for name, made in scores.items():
+            made.circuit(int(SAVED_AT * len(made))).save(Path(folder) / f"{name}.json")
+    sizes = (False, True) if absolute is None else (absolute, absolute)
+    circuits = [
+        made.circuit(int(share * len(made)), absolute=size, choice=choice)
+        for size in dict.fromkeys(sizes)
+        for made in scores.values()
+        for share in axis.tolist()
+    ]
+    numbers = torch.cat(
+        [run_circuits(p.clean, p.corrupted, circuits, p.answers, p.others, memory=memory) for p in parts], dim=1
+    )
+    first = next(iter(scores.values()))
+    clean, corrupted = first.clean.double().cpu(), first.corrupted.double().cpu()
+    lost = (clean - corrupted).mean()
+    if not float(lost.abs()) > 1e-6 * float((clean.abs() + corrupted.abs()).mean()):
+        raise InvalidInputError(
+            f"circuit_faithfulness: clean and corrupted prompts give the same mean logit difference ({float(lost):.1e} "
+            "apart), so that faithfulness has no unit. Corrupt the prompts so that the answer changes."
+        )
+    # [metric, method, prompt, step]
+    by_size = numbers.double().cpu().unflatten(0, (-1, len(chosen), len(axis))).mT
+    by_size = by_size[[0, -1]]
+    faithfulness, away = (by_size[0] - corrupted[:, None]) / lost, (clean[:, None] - by_size[1]) / lost
+    curves = torch.stack([faithfulness, away * away.mean(1, keepdim=True).sign()])
+    return Evaluation(
+        kind=f"circuits: {work.pairs.name}",
+        values=torch.trapezoid(curves, axis, dim=-1),
+        metrics={"cpr": True, "cmd": False},
+        methods=chosen,
+        units=work.units,
+        curves=curves,
+        axis=axis,
+        axis_name="proportion of edges",
+        settings=work.settings
+        | {"edges": len(first), "choice": choice, "absolute": absolute, "steps": steps, "seed": seed},
+    )
+
+
+# ------------------------------------------------------------------ prompts
+
+
+class FrozenPairs:
+    """Some pairs, frozen."""
+
+    def __init__(self, model: Any, pairs: PromptPairs, verify: bool) -> None:
+        self.clean: FrozenPass = freeze(model, pairs.clean, verify=verify)
+        self.corrupted: FrozenPass = freeze(model, pairs.corrupted, verify=verify)
+        self.answers, self.others = pairs.answers.tolist(), pairs.others.tolist()
+
+
+class PairWork:
+    """The pairs that are measured, and what is said of them."""
+
+    def __init__(self, model: Any, pairs: Any, only_correct: bool) -> None:
+        if not isinstance(pairs, PromptPairs):
+            raise InvalidInputError(
+                f"pairs={type(pairs).__name__}: pass PromptPairs, such as evaluate.prompt_pairs(evaluate.recall())."
+            )
+        right = self._right(model, pairs)
+        if only_correct and not bool(right.any()):
+            raise InvalidInputError(
+                f"{pairs.name}: the model answers both prompts of none of these {len(pairs)} pairs, so there is "
+                "nothing to explain. Use a model trained on the task, or only_correct=False."
+            )
+        kept = right.nonzero()[:, 0] if only_correct else torch.arange(len(pairs))
+        self.model, self.pairs = model, pairs.only(kept)
+        self.units = [f"prompt {number}" for number in kept.tolist()]
+        self.settings: dict[str, Any] = {
+            **freeze(model, pairs.clean[:1]).view.provenance(),
+            "pairs": pairs.name,
+            "prompts": len(pairs),
+            "dropped": len(pairs) - len(kept),
+            "accuracy": float(right.double().mean()),
+        }
+
+    @staticmethod
+    def _right(model: Any, pairs: PromptPairs) -> Bool[Tensor, "prompt"]:
+        """Whether the model answers both prompts of each pair."""
+        right = []
+        for start in range(0, len(pairs), PROMPTS_AT_ONCE):
+            part = slice(start, start + PROMPTS_AT_ONCE)
+            for tokens, answers in ((pairs.clean, pairs.answers), (pairs.corrupted, pairs.others)):
+                right.append(predictions(freeze(model, tokens[part], verify=False))[0].cpu() == answers[part])
+        return torch.cat([torch.cat(right[::2])[None], torch.cat(right[1::2])[None]]).all(0)
+
+    def usable(self, methods: Sequence[str], by: str) -> tuple[list[str], dict[str, str]]:
+        """The methods that this model allows, and why not the others, tried on one pair."""
+        part, works, refused = FrozenPairs(self.model, self.pairs.only(torch.arange(1)), verify=True), list[str](), {}
+        for name in methods:
+            try:
+                _scores(part, by, name, {"target": part.answers, "minus": part.others, "steps": 1})
+                works.append(name)
+            except UnsupportedModelError as error:
+                refused[name] = str(error)
+        if not works:
+            raise UnsupportedModelError(f"no method fits this model: {refused}")
+        return works, refused
+
+    def parts(self) -> "list[FrozenPairs]":
+        """The pairs, some at a time, frozen."""
+        starts = range(0, len(self.pairs), PROMPTS_AT_ONCE)
+        every = torch.arange(len(self.pairs))
+        return [
+            FrozenPairs(self.model, self.pairs.only(every[start : start + PROMPTS_AT_ONCE]), verify=not start)
+            for start in starts
+        ]
+
+
+# ------------------------------------------------------------------ scores
+
+
+def checked_methods(methods: Any, known: Sequence[str], default: Sequence[str] | None = None) -> list[str]:
+    """The methods that are asked for, all known and none twice; None is `default`, or all that are known."""
+    chosen = list(known if default is None else default) if methods is None else methods
+    chosen = [chosen] if isinstance(chosen, str) else list(chosen)
+    for name in chosen:
+        if name not in known:
+            raise InvalidInputError(f"methods: {name!r}; use some of {', '.join(map(repr, known))}.")
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise InvalidInputError("methods: none, or one is there twice.")
+    return chosen
+
+
+def _axis(proportions: Sequence[float]) -> Float[Tensor, "step"]:
+    axis = torch.as_tensor(list(proportions), dtype=torch.float64)
+    if len(axis) < 2 or not bool((axis.diff() > 0).all()) or float(axis[0]) < 0 or float(axis[-1]) != 1:
+        raise InvalidInputError(f"proportions={list(proportions)}: rising shares of all edges, at least two, up to 1.")
+    return axis
+
+
+def _scores(part: FrozenPairs, by: str, method: str, options: dict[str, Any]) -> Float[Tensor, "batch part"]:
+    """One method's scores of every node or edge."""
+    if by == "edge":
+        made = edge_scores(part.clean, part.corrupted, method=method, **options)
+        return made.scores[:, made.exists]
+    return patch_scores(part.clean, part.corrupted, by=by, method=method, **options).scores[:, 0, 1:]
+
+
+def _mean_scores(parts: Sequence[FrozenPairs], method: str, steps: int, seed: int, memory: Memory) -> EdgeScores:
+    """One method's edge scores of all prompts."""
+    made = [
+        edge_scores(
+            part.clean,
+            part.corrupted,
+            part.answers,
+            part.others,
+            method="frozen" if method == RANDOM else method,
+            steps=steps,
+            memory=memory,
+        )
+        for part in parts
+    ]
+    first = made[0]
+    scores = torch.cat([some.scores for some in made])
+    if method == RANDOM:
+        noise = torch.randn(first.exists.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        scores = (noise.to(scores) * first.exists).expand_as(scores)
+    return EdgeScores(
+        first.sources,
+        first.destinations,
+        scores,
+        first.exists,
+        torch.cat([some.clean for some in made]),
+        torch.cat([some.corrupted for some in made]),
+        first.target,
+        method,
+        first.config,
+    )
+
+
+def _pearson(
+    scores: Float[Tensor, "method batch part"], truth: Float[Tensor, "batch part"]
+) -> Float[Tensor, "method batch"]:
+    """The correlation over parts, NaN for constant scores."""
+    first, second = (values - values.mean(-1, keepdim=True) for values in (scores, truth))
+    size = first.norm(dim=-1) * second.norm(dim=-1)
+    return torch.where(size > 0, (first * second).sum(-1) / size, torch.nan)

@@ -1,0 +1,152 @@
+"""Few-shot prompts: examples of a relation, then a subject; all of one token length, as an operator fits one."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.evaluate.paper.relations import Sample, few_shot_text
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs import prepare
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Few-shot prompts about several subjects: token ids of one length, and the last token of each subject."""
+
+    tokens: Int[Tensor, "prompt pos"]
+    subject_ends: Int[Tensor, "prompt"]
+    samples: tuple[Sample, ...]
+
+
+def few_shot_prompts(
+    model: Any,
+    template: str,
+    subjects: Sequence[Sample],
+    examples: Sequence[Sample] | Sequence[Sequence[Sample]] = (),
+    *,
+    length: Any = None,
+    separator: str = "\n",
+) -> Prompts:
+    """Prompts that ask for the objects of some subjects, after examples.
+
+    Args:
+        model: a TransformerLens model with a tokenizer.
+        template: with ``{}`` for the subject.
+        subjects: what is asked for.
+        examples: shown before each subject, the same for all, or a list of them for each.
+        length: ``"most common"`` keeps the prompts of the most common token length (Appendix D), an integer those of
+            that length; None insists that all have the same.
+        separator: between examples.
+
+    Raises:
+        InvalidInputError: no subject, or prompts of unequal length (says which, and what the most common length is).
+    """
+    if not subjects:
+        raise InvalidInputError("few_shot_prompts: no subject to ask for.")
+    shown: list[Sequence[Any]] = [
+        examples[number] if examples and not isinstance(examples[0], Sample) else examples  # pyright: ignore[reportAssignmentType]
+        for number in range(len(subjects))
+    ]
+    texts = [
+        few_shot_text(template, told, sample.subject, separator) for told, sample in zip(shown, subjects, strict=True)
+    ]
+    rows = token_rows(model, texts)
+    keep = of_one_length(rows, [sample.subject for sample in subjects], length)
+    view = ModelView(model)
+    ends = [_subject_end(view, template, rows[number], subjects[number], texts[number]) for number in keep]
+    return Prompts(
+        torch.tensor([rows[number] for number in keep]),
+        torch.tensor(ends),
+        tuple(subjects[number] for number in keep),
+    )
+
+
+def token_rows(model: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text."""
+    view = ModelView(model)
+    return [prepare(view, text).tokens[0].tolist() for text in texts]
+
+
+def of_one_length(rows: Sequence[Sequence[int]], names: Sequence[str], length: Any) -> list[int]:
+    """Which rows are of one token length: all of them, the most common, or a number.
+
+    Raises:
+        InvalidInputError: unequal lengths where all must agree, or none of the asked length.
+    """
+    lengths = Counter(map(len, rows))
+    common = lengths.most_common(1)[0][0]
+    wanted = common if length in (None, "most common") else whole_number("length", length, least=1)
+    keep = [number for number, row in enumerate(rows) if len(row) == wanted]
+    if length is None and len(keep) < len(rows):
+        odd = [f"{name!r} ({len(row)})" for name, row in zip(names, rows, strict=True) if len(row) != common]
+        raise InvalidInputError(
+            f"examples of unequal length: {', '.join(odd[:5])} differ from the most common length, {common} tokens. "
+            "Leave them out, or pass length='most common'."
+        )
+    if not keep:
+        raise InvalidInputError(f"length={wanted}: no prompt has it; there are {dict(lengths)} (length: prompts).")
+    return keep
+
+
+def _subject_end(view: ModelView, template: str, tokens: Sequence[int], sample: Sample, text: str) -> int:
+    """The subject's last token: what comes after it is as long as the template's rest is by itself."""
+    rest = template.split("{}")[1]
+    before = text[: len(text) - len(rest)] if rest else text
+    known = prepare(view, before).tokens[0].tolist()
+    same = 0
+    while same < min(len(known), len(tokens)) and known[same] == tokens[same]:
+        same += 1
+    if same == 0:
+        raise InvalidInputError(f"cannot find the subject {sample.subject!r} among the tokens of its prompt.")
+    return same - 1
+
+
+def of_common_length(model: Any, template: str, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples whose prompts, alone and with their objects, have the most common token lengths (Appendix D).
+
+    Few-shot prompts made of any of them then have the same length.
+    """
+    view = ModelView(model)
+
+    def lengths(sample: Sample) -> tuple[int, int]:
+        asked = few_shot_text(template, [], sample.subject)
+        whole = f"{asked} {sample.object}"
+        return prepare(view, asked).tokens.shape[1], prepare(view, whole).tokens.shape[1]
+
+    found = [lengths(sample) for sample in samples]
+    common = Counter(found).most_common(1)[0][0]
+    return [sample for sample, length in zip(samples, found, strict=True) if length == common]
+
+
+def require_enough(have: int, m: int) -> None:
+    """Raise `InvalidInputError` for fewer than m examples."""
+    if have < m:
+        raise InvalidInputError(f"RelationDecoder.fit: {have} examples, m={m} are needed.")
+
+
+def leave_one_out(
+    model: Any, template: str, samples: Sequence[Sample], m: int, shots: Any = None, length: Any = None
+) -> Prompts:
+    """m prompts, each asking for one sample after showing `shots` of the others."""
+    shots = m - 1 if shots is None else whole_number("shots", shots, 0, len(samples) - 1)
+    shown = [[s for s in samples if s is not sample][:shots] for sample in samples]
+    prompts = few_shot_prompts(model, template, samples, shown, length=length)
+    require_enough(len(prompts.tokens), m)
+    return Prompts(prompts.tokens[:m], prompts.subject_ends[:m], prompts.samples[:m])
+
+
+def object_tokens(model: Any, template: str, samples: Sequence[Sample]) -> dict[Sample, int]:
+    """The first token of each object, where it stands in a prompt."""
+    view, found = ModelView(model), {}
+    for sample in samples:
+        asked = few_shot_text(template, [], sample.subject)
+        place = prepare(view, asked).tokens.shape[1]
+        found[sample] = int(prepare(view, f"{asked} {sample.object}").tokens[0, place])
+    return found

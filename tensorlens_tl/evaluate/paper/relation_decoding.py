@@ -1,0 +1,393 @@
+"""Relation decoding: does one linear map, made from a few examples, give the objects of other subjects?
+
+* `RelationDecoder` (TensorLens 2026, section 4.2, Eq. 26): the frozen operators of m few-shot prompts of one length, at
+  their last position, averaged: ``o(X) = (1/m) Σ_k (T_k X + B_k)``. Applied to another prompt's embeddings X it
+  predicts the final state, which is unembedded.
+* `LinearRelation` (LRE, Hernandez et al. 2024): ``o(s) = β·W·s + b`` from the subject's last token at one layer, W the
+  mean Jacobian of the final state and b the mean of ``o − W·s`` over the prompts. The live model, differentiated.
+
+Both are asked whether their highest-ranked token is the one that the model itself predicts.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.memory import chunks
+from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.paper.few_shot import (
+    Prompts,
+    few_shot_prompts,
+    leave_one_out,
+    object_tokens,
+    of_common_length,
+    of_one_length,
+    require_enough,
+    token_rows,
+)
+from tensorlens_tl.evaluate.paper.relations import Relation, Sample, shipped_relations
+from tensorlens_tl.evaluate.scorers import RANDOM, predictions
+from tensorlens_tl.hooks import in_this_thread, run
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.live import LiveModel
+from tensorlens_tl.passes.operator import FrozenOperator
+from tensorlens_tl.results.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BETA = 2.25
+"""The scale that Hernandez et al. use for GPT-J; 1 is the first-order approximation itself."""
+
+PROTOCOLS: Mapping[str, Mapping[str, Any]] = {
+    "paper": {"m": 3, "shots": None, "splits": 6, "top_k": 20, "layers": (0,), "betas": (2.5,)},
+}
+"""Settings by name: TensorLens' own (Section 4.2 and Appendix D), LRE from the input embeddings."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RelationDecoder:
+    """The mean of the frozen operators of a few prompts, at their last position (TensorLens Eq. 26); see `fit`."""
+
+    frozen: FrozenPass
+    operator: FrozenOperator
+
+    def __repr__(self) -> str:
+        prompts, pos = self.frozen.tokens.shape
+        return f"RelationDecoder(m={prompts}, pos={pos}, {self.frozen.view.description})"
+
+    @classmethod
+    def fit(
+        cls,
+        model: Any,
+        examples: Any,
+        m: Any = 3,
+        *,
+        template: str | None = None,
+        shots: Any = None,
+        length: Any = None,
+        activation: str = "ratio",
+    ) -> "RelationDecoder":
+        """Freeze m prompts and keep their operators.
+
+        Args:
+            model: a TransformerLens model that predicts tokens.
+            examples: a `Relation`, a list of `Sample` or ``(subject, object)`` pairs with `template`, or prompts of one
+                length: texts, or token ids `[prompt, pos]`.
+            m: how many of them, from the first on.
+            template: where `examples` are pairs, or instead of a relation's first.
+            shots: how many of the others each prompt shows before its subject; None is all m − 1.
+            length: as in `few_shot_prompts`, ``"most common"`` for Appendix D.
+            activation: see `FrozenPass.operator`.
+
+        Raises:
+            InvalidInputError: fewer than m examples, or of unequal length (says which).
+        """
+        m = whole_number("m", m, least=1)
+        ModelView(model).refuse_encoder_decoder("relation decoding")
+        tokens = _example_tokens(model, examples, m, template, shots, length)
+        frozen = freeze(model, tokens)
+        return cls(frozen, frozen.operator(activation=activation))
+
+    def states(self, prompts: Any) -> Float[Tensor, "prompt d_model"]:
+        """What the mean operator makes of other prompts' embeddings: the predicted final state at their last token.
+
+        Args:
+            prompts: texts or token ids of the examples' length, or a `FrozenPass` of them.
+
+        Raises:
+            InvalidInputError: prompts of another length.
+        """
+        x = self._embeddings(prompts)
+        made = torch.empty(len(x), x.shape[-1], dtype=x.dtype, device=x.device)
+        for part in chunks(len(x), self.frozen.row_bytes, None, "relation decoding"):
+            rows = x[part.start : part.stop, None].expand(-1, *self.operator.x.shape)
+            made[part.start : part.stop] = self.operator(rows)[:, :, -1].mean(1)
+        return made
+
+    def logits(self, prompts: Any) -> Float[Tensor, "prompt d_vocab"]:
+        """The predicted states, unembedded (before any soft cap, which changes no rank).
+
+        Raises:
+            InvalidInputError: prompts of another length.
+            UnsupportedModelError: the model predicts no tokens, or has a prediction head of its own.
+        """
+        return unembed(self.frozen, self.states(prompts))
+
+    def decode(self, prompts: Any) -> Int[Tensor, "prompt"]:
+        """The highest-ranked token for each prompt."""
+        return self.logits(prompts).argmax(-1)
+
+    def _embeddings(self, prompts: Any) -> Tensor:
+        if isinstance(prompts, Prompts):
+            prompts = prompts.tokens
+        frozen = prompts if isinstance(prompts, FrozenPass) else freeze(self.frozen.model, prompts, verify=False)
+        mine, theirs = self.frozen.tokens.shape[1], frozen.tokens.shape[1]
+        if mine != theirs or not bool(frozen.mask.all()):
+            raise InvalidInputError(
+                f"the decoder was made from prompts of {mine} tokens, these have {theirs}: an operator fits one "
+                "length. Choose prompts with few_shot_prompts(..., length=...)."
+            )
+        return frozen.resid_pre(0)
+
+
+def _example_tokens(
+    model: Any, examples: Any, m: int, template: str | None, shots: Any, length: Any
+) -> Int[Tensor, "m pos"]:
+    if isinstance(examples, Relation):
+        template = examples.prompt_templates[0] if template is None else template
+        examples = examples.samples
+    if isinstance(examples, Prompts | Tensor):
+        tokens = examples.tokens if isinstance(examples, Prompts) else examples
+    elif not examples:
+        raise InvalidInputError("RelationDecoder.fit: no examples.")
+    elif template is not None:
+        pairs = [e if isinstance(e, Sample) else Sample(*map(str, e)) for e in examples]
+        require_enough(len(pairs), m)
+        return leave_one_out(model, template, pairs if length is not None else pairs[:m], m, shots, length).tokens
+    elif isinstance(examples[0], str):
+        rows = token_rows(model, examples)
+        tokens = torch.tensor([rows[number] for number in of_one_length(rows, examples, length)])
+    else:
+        raise InvalidInputError(
+            "RelationDecoder.fit: pass a Relation, texts, or token ids [prompt, pos]; pairs of subject and object need "
+            "template= with one {}."
+        )
+    require_enough(len(tokens), m)
+    return tokens[:m]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LinearRelation:
+    """LRE (Hernandez et al. 2024): ``o = β·W·s + b`` from the subject's state at one layer to the final state."""
+
+    frozen: FrozenPass
+    layer: int
+    W: Float[Tensor, "d d"]
+    b: Float[Tensor, "d"]
+    beta: float = 1.0
+
+    def __repr__(self) -> str:
+        prompts = len(self.frozen.tokens)
+        return f"LinearRelation(m={prompts}, layer={self.layer}, beta={self.beta:g}, {self.frozen.view.description})"
+
+    @classmethod
+    def fit(cls, model: Any, prompts: Prompts, *, layer: Any = None, beta: float = 1.0) -> "LinearRelation":
+        """Mean Jacobian and bias over some prompts, on the live model.
+
+        Args:
+            model: a TransformerLens model that predicts tokens.
+            prompts: of one length.
+            layer: the subject's state is taken where it enters this block; None is the middle one.
+            beta: scale of the linear part.
+
+        Raises:
+            InvalidInputError: a layer out of range.
+        """
+        ModelView(model).refuse_encoder_decoder("relation decoding")
+        frozen = freeze(model, prompts.tokens, verify=False)
+        layer = frozen.n_layers // 2 if layer is None else whole_number("layer", layer, 0, frozen.n_layers - 1)
+        found = [_jacobian(frozen, row, layer, int(end)) for row, end in enumerate(prompts.subject_ends)]
+        W = torch.stack([J for J, _, _ in found]).mean(0)
+        b = torch.stack([o - J @ s for J, s, o in found]).mean(0)
+        return cls(frozen, layer, W, b, beta)
+
+    def states(self, prompts: Prompts) -> Float[Tensor, "prompt d_model"]:
+        """The predicted final states."""
+        frozen = freeze(self.frozen.model, prompts.tokens, verify=False)
+        at = prompts.subject_ends.to(frozen.tokens.device)[:, None, None]
+        subjects = torch.take_along_dim(frozen.resid_pre(self.layer), at, dim=1)[:, 0]
+        return self.beta * subjects @ self.W.T + self.b
+
+    def logits(self, prompts: Prompts) -> Float[Tensor, "prompt d_vocab"]:
+        """The predicted states, unembedded."""
+        return unembed(self.frozen, self.states(prompts))
+
+    def decode(self, prompts: Prompts) -> Int[Tensor, "prompt"]:
+        """The highest-ranked token for each prompt."""
+        return self.logits(prompts).argmax(-1)
+
+
+def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+    """∂(final state at the last token) / ∂(state at `end` entering `layer`) of one prompt, with both states.
+
+    One run of the prompt, and one backward pass for all coordinates of the output.
+    """
+    x, at = frozen.resid_pre(layer)[row], frozen.points.unembed_in or frozen.points.output
+    output: list[Tensor] = []
+    with torch.enable_grad():
+        leaf = x[None].clone().requires_grad_(True)
+
+        def put(live: Tensor, *, hook: Any) -> Tensor:
+            return leaf
+
+        def keep(live: Tensor, *, hook: Any) -> None:
+            output.append(live[0, -1])
+
+        hooks = [(frozen.points.blocks[layer].resid_pre, in_this_thread(put)), (at, in_this_thread(keep))]
+        run(frozen.model, {"input": frozen.tokens[row : row + 1]}, hooks)
+        each = torch.eye(len(output[0]), dtype=output[0].dtype, device=output[0].device)
+        (gradient,) = torch.autograd.grad(output[0], leaf, each, is_grads_batched=True)
+    error = relative_error(output[0].detach(), frozen.captured(at)[row, -1])
+    LiveModel(frozen, "relation decoding").refuse(error, f"prompt {row} differs by {error:.1e} at {at}")
+    return gradient[:, 0, end], x[end], output[0].detach()
+
+
+def unembed(frozen: FrozenPass, states: Float[Tensor, "prompt d_model"]) -> Float[Tensor, "prompt d_vocab"]:
+    """Logits of final states.
+
+    Raises:
+        UnsupportedModelError: the model predicts no tokens, or through a prediction head that is not linear.
+    """
+    if frozen.view.unembedding is None or frozen.prediction_head() is not None:
+        raise UnsupportedModelError(
+            f"relation decoding reads tokens off the final state; {frozen.view.description} has no plain unembedding."
+        )
+    return frozen.view.logits(states)
+
+
+# ------------------------------------------------------------------------------------- the evaluation
+
+
+def relation_decoding(
+    model: Any,
+    relations: Any = None,
+    *,
+    m: Any = 3,
+    shots: Any = None,
+    splits: Any = 6,
+    top_k: Any = 1,
+    layers: Sequence[int] | None = None,
+    betas: Sequence[float] = (1.0, BETA),
+    activation: str = "ratio",
+    protocol: str | None = None,
+    seed: int = 0,
+) -> Evaluation:
+    """How often the mean operator, LRE and a random object give the model's own answer for held-out subjects.
+
+    Per relation and split, m samples are drawn to fit on, and all others of the same token length (Appendix D) are
+    asked about, after the same examples.
+
+    Args:
+        model: a TransformerLens model that predicts tokens and has a tokenizer.
+        relations: `Relation` objects, or None for those that are shipped (the embedded relations model knows them).
+        m: prompts the operators are averaged over.
+        shots: examples that each prompt shows before its subject; None is m − 1.
+        splits: how many draws per relation.
+        top_k: ask only about subjects whose object is among the model's k highest tokens; None asks about all.
+        layers: of LRE's subject state; None is every one.
+        betas: of LRE.
+        activation: of the frozen operators, see `FrozenPass.operator`.
+        protocol: ``"paper"`` for TensorLens' settings of the six options before (`PROTOCOLS`), which are then left out.
+        seed: of the draws.
+
+    Returns:
+        An Evaluation, a unit for each relation, means over its splits (those are in `curves`; they share samples, so
+        only relations count as independent): `faithful` (the model's own highest token is reproduced) and `correct`
+        (the true object is). Relations of which too few samples are left are in `skipped`.
+
+    Raises:
+        InvalidInputError: no relation has enough samples, or there is no such protocol.
+    """
+    if protocol is not None:
+        if protocol not in PROTOCOLS:
+            raise InvalidInputError(f"protocol={protocol!r}; use one of {', '.join(map(repr, PROTOCOLS))}.")
+        return relation_decoding(model, relations, activation=activation, seed=seed, **PROTOCOLS[protocol])
+    m, splits = whole_number("m", m, least=1), whole_number("splits", splits, least=1)
+    top_k = None if top_k is None else whole_number("top_k", top_k, least=1)
+    shots = m - 1 if shots is None else whole_number("shots", shots, 0, m - 1)
+    view = ModelView(model)
+    view.refuse_encoder_decoder("relation decoding")
+    chosen = list(shipped_relations().values()) if relations is None else list(relations)
+    layers = range(view.n_layers) if layers is None else layers
+    lres = {f"LRE layer {layer}, β={beta:g}": (layer, beta) for layer in layers for beta in betas}
+    labels = ["tensorlens mean operator", *lres, RANDOM]
+    rng, values, units, skipped = random.Random(seed), [], [], {}
+    for relation in chosen:
+        template = relation.prompt_templates[0]
+        samples = of_common_length(model, template, relation.samples)
+        if len(samples) <= m:
+            skipped[relation.name] = f"fewer than {m} samples to fit on and one to ask about ({len(samples)})"
+            continue
+        found = [_one_split(model, template, samples, (m, shots, top_k), lres, activation, rng) for _ in range(splits)]
+        none = torch.full((2, len(labels)), torch.nan, dtype=torch.float64)
+        if all(split is None for split in found):
+            skipped[relation.name] = f"no held-out subject whose object is among the model's {top_k} highest tokens"
+            continue
+        values.append(torch.stack([none if split is None else split for split in found], dim=-1))
+        units.append(relation.name)
+    if not values:
+        raise InvalidInputError(f"relation_decoding: nothing to evaluate: {skipped}.")
+    curves = torch.stack(values, dim=2)
+    return Evaluation(
+        kind="relation decoding",
+        values=curves.nanmean(-1),
+        metrics={"faithful": True, "correct": True},
+        methods=labels,
+        units=units,
+        curves=curves,
+        axis=torch.arange(splits, dtype=torch.float64),
+        axis_name="split",
+        settings={
+            **view.provenance(), "m": m, "shots": shots, "splits": splits, "top_k": top_k, "seed": seed,
+        },
+        skipped=skipped,
+    )  # fmt: skip
+
+
+def by_relation(result: Evaluation, metric: str = "faithful") -> "pd.DataFrame":
+    """Mean and standard deviation over splits, a row per relation, columns ``(method, "mean" | "std")``."""
+    import pandas as pd
+
+    if result.curves is None:
+        raise InvalidInputError("by_relation: this is no result of relation_decoding.")
+    splits = result.curves[list(result.metrics).index(metric)]  # [method, relation, split]
+    index = pd.MultiIndex.from_product([result.units, range(splits.shape[-1])], names=["relation", "split"])
+    frame = pd.DataFrame(splits.flatten(1).T.tolist(), columns=result.methods, index=index)
+    return frame.groupby(level=0).agg(["mean", "std"])
+
+
+def _one_split(
+    model: Any,
+    template: str,
+    samples: Sequence[Sample],
+    options: tuple[int, int, int | None],
+    lres: dict[str, tuple[int, float]],
+    activation: str,
+    rng: random.Random,
+) -> Float[Tensor, "2 method"] | None:
+    """Shares of held-out subjects answered as the model does, and truly, by each method; None where it knows none."""
+    m, shots, top_k = options
+    drawn = rng.sample(list(samples), len(samples))
+    fitted, rest = drawn[:m], drawn[m:]
+    asked = few_shot_prompts(model, template, rest, fitted[:shots])
+    own, logits = predictions(freeze(model, asked.tokens, verify=False))
+    true = object_tokens(model, template, drawn)
+    objects = torch.tensor([true[sample] for sample in asked.samples])
+    if top_k is not None:
+        known = (logits.topk(min(top_k, logits.shape[-1])).indices.cpu() == objects[:, None]).any(1)
+        if not bool(known.any()):
+            return None
+        asked = Prompts(
+            asked.tokens[known],
+            asked.subject_ends[known],
+            tuple(s for s, kept in zip(asked.samples, known.tolist(), strict=True) if kept),
+        )
+        own, objects = own.cpu()[known], objects[known]
+    prompts = leave_one_out(model, template, fitted, m, shots)
+    answers = [RelationDecoder.fit(model, prompts, m, activation=activation).decode(asked)]
+    fits = {layer: LinearRelation.fit(model, prompts, layer=layer) for layer in {layer for layer, _ in lres.values()}}
+    answers += [replace(fits[layer], beta=beta).decode(asked) for layer, beta in lres.values()]
+    answers.append(torch.tensor([rng.choice(list(true.values())) for _ in asked.samples]))
+    return torch.stack([
+        torch.stack([(answer.cpu() == wanted.cpu()).double().mean() for answer in answers]) for wanted in (own, objects)
+    ])  # fmt: skip

@@ -1,0 +1,353 @@
+"""The experiments of TensorLens (2026) on a model of yours, with the published numbers beside what was measured.
+
+Tables 1 and 2 and Figures 3, 4, 6 and 7 are perturbation tests (Section 4.1, Appendix A): texts of 128 tokens, or
+images, of which 0 to 30 % are replaced, the most relevant first; the area under the curve of the final hidden state's
+mean squared change, and in Table 1 of the absolute change of the predicted token's probability. Figure 5 is relation
+decoding (Section 4.2, Appendix D). The page "Reproduce the paper's tables" of the documentation lists what the paper
+leaves open, and what was chosen here.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.drawing import page, terminal
+from tensorlens_tl.errors import FileFormatError, InvalidInputError
+from tensorlens_tl.evaluate.checks import spearman
+from tensorlens_tl.evaluate.paper.published import (
+    CATEGORIES,
+    EXPERIMENTS,
+    LENGTH,
+    PAPER_METHODS,
+    Experiment,
+    PublishedNumber,
+    experiment_named,
+    published,
+)
+from tensorlens_tl.evaluate.paper.relation_decoding import by_relation, relation_decoding
+from tensorlens_tl.evaluate.paper.relations import Relation, shipped_relations
+from tensorlens_tl.evaluate.perturbation import perturbation
+from tensorlens_tl.evaluate.scorers import STANDARD, scorers_of, usable
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.passes.inputs import token_rows
+from tensorlens_tl.results.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ENDS = ("mean", "low", "high")
+RANKED = 3
+"""From so many published numbers on, two orders of methods are compared."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Reproduction:
+    """What `reproduce` returns.
+
+    Attributes:
+        experiment: what was run.
+        evaluation: what was measured.
+    """
+
+    experiment: Experiment
+    evaluation: Evaluation
+
+    def __repr__(self) -> str:
+        return f"Reproduction({self.experiment.name!r}, {self.evaluation!r})"
+
+    @property
+    def published(self) -> list[PublishedNumber]:
+        """The paper's numbers: those of the same model where it has them, else all of the experiment."""
+        return published(self.experiment.name, str(self.evaluation.settings.get("model", "")))
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One row per metric, method and published model.
+
+        Columns are metric, method, mean, low and high (measured, with the ends of the 95 % bootstrap interval), and
+        published model, bound (``"="``, ``"<"`` or ``">"``) and published: empty and NaN where the paper has no number.
+        """
+        import pandas as pd
+
+        rows = []
+        for metric in self.evaluation.metrics:
+            frame = self.evaluation.table(metric)
+            for method in self._methods():
+                known = method in frame.index
+                ours = [float(frame.loc[method, (metric, end)]) if known else torch.nan for end in ENDS]
+                numbers = [n for n in self.published if (n.metric, n.method) == (metric, method)]
+                theirs = [(n.model, n.bound, torch.nan if n.value is None else n.value) for n in numbers]
+                rows += [(metric, method, *ours, *each) for each in theirs or [("", "", torch.nan)]]
+        names = ["metric", "method", "mean", "low", "high", "published model", "bound", "published"]
+        return pd.DataFrame(rows, columns=names)
+
+    def rank_correlations(self) -> dict[tuple[str, str], float]:
+        """Spearman's correlation of our order of methods and the paper's, by metric and published model.
+
+        The scale of the paper's areas is not stated, their order does not depend on it. Bounds are no order, and
+        methods that either side lacks are left out.
+        """
+        found = {}
+        for metric, model in dict.fromkeys((number.metric, number.model) for number in self.published):
+            known = {
+                n.method: n.value
+                for n in self.published
+                if (n.metric, n.model, n.bound) == (metric, model, "=") and n.value is not None
+            }
+            methods = [method for method in known if method in self.evaluation.methods]
+            if len(methods) >= RANKED:
+                ours = torch.tensor([[self.evaluation.mean(metric, method) for method in methods]])
+                theirs = torch.tensor([[known[method] for method in methods]])
+                found[metric, model] = float(spearman(ours, theirs, torch.ones_like(ours).bool()))
+        return found
+
+    def show(self) -> None:
+        """Print what was measured beside what was published, a table for each metric, and what was left out."""
+        for title, headings, rows in self._tables():
+            terminal.show_table(title, headings, rows, left=("method", "category", "relation"))
+        print("\n".join(self._notes()))
+
+    def to_html(self, *, style: bool = True) -> str:
+        """The same tables, and the evaluation's own curves and intervals."""
+        parts = [f"<h4>{escape(title)}</h4>{page.table(headings, rows)}" for title, headings, rows in self._tables()]
+        parts += [f"<div>{escape(note)}</div>" for note in self._notes()]
+        own = self.evaluation.to_html(style=False)
+        return (page.head() if style else "") + page.panel(self.experiment.name, *parts) + own
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the evaluation to one file, for `Reproduction.load` or `Evaluation.load`."""
+        return self.evaluation.save(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Reproduction":
+        """Read a file that `save` wrote.
+
+        Raises:
+            FileFormatError: not such a file, damaged, or an evaluation that reproduces nothing.
+        """
+        evaluation = Evaluation.load(path)
+        name = str(evaluation.settings.get("reproduces"))
+        if name not in EXPERIMENTS:
+            raise FileFormatError(f"{path}: an Evaluation, but no result of reproduce.")
+        return cls(EXPERIMENTS[name], evaluation)
+
+    # ------------------------------------------------------------------ parts
+
+    def _methods(self) -> Sequence[str]:
+        return self.evaluation.methods if self.experiment.reads == "relations" else self.experiment.methods
+
+    def _tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Title, headings and rows: each method's area with its interval, then what was published of it."""
+        model = self.evaluation.settings.get("model", "")
+        if self.experiment.reads == "relations":
+            return [(f"{self.experiment.name}, {self.experiment.what}", *self._relations())]
+        theirs = {(n.metric, n.model, n.method): str(n) for n in self.published}
+        models = list(dict.fromkeys(n.model for n in self.published))
+        made = []
+        for metric in self.evaluation.metrics:
+            rows = [
+                [method, self._measured(metric, method), *(theirs.get((metric, m, method), "–") for m in models)]
+                for method in self._methods()
+            ]
+            title = f"{self.experiment.name}, {self.experiment.what}: {metric}"
+            made.append((title, ["method", f"here: {model}", *(f"paper: {m}" for m in models)], rows))
+        return made
+
+    def _measured(self, metric: str, method: str) -> str:
+        if method not in self.evaluation.methods:
+            return "N.A"
+        frame = self.evaluation.table(metric)
+        mean, low, high = (float(frame.loc[method, (metric, end)]) for end in ENDS)
+        return f"{mean:.3g}" + (f" [{low:.3g}, {high:.3g}]" if low == low else "")
+
+    def _relations(self) -> tuple[list[str], list[list[str]]]:
+        """Figure 5: a row for each relation, by category, mean ± standard deviation over splits."""
+        frame, methods = by_relation(self.evaluation), self.evaluation.methods
+        categories: dict[str, str] = self.evaluation.settings["categories"]
+        rows = []
+        for name in sorted(self.evaluation.units, key=lambda name: (categories[name], name)):
+            spreads = [[float(frame.loc[name, (method, end)]) for end in ("mean", "std")] for method in methods]
+            rows.append([categories[name] or "–", name, *(_spread(mean, std) for mean, std in spreads)])
+        whole = [f"{self.evaluation.mean('faithful', method):.2f}" for method in methods]
+        return ["category", "relation", *methods], [*rows, ["", "mean", *whole]]
+
+    def _notes(self) -> list[str]:
+        settings = self.evaluation.settings
+        notes = [f"here {settings.get('model')} on {settings['data']}; in the paper {self.experiment.data}"]
+        if self.experiment.reads == "relations":
+            notes.append(
+                "share of held-out subjects with the model's own answer, mean ± standard deviation over splits"
+            )
+            notes.append("the paper's accuracies are drawn, not printed")
+        else:
+            notes.append(
+                "area under the curve over 0 to 30 %, divided by its range, with its 95 % interval; higher is better"
+            )
+            notes += [] if self.published else ["the paper's areas are drawn, not printed"]
+        for (metric, model), rank in self.rank_correlations().items():
+            notes.append(f"rank correlation of the methods' order with {model}, {metric}: {rank:.2f}")
+        return notes + [f"left out: {name}: {why}" for name, why in self.evaluation.skipped.items()]
+
+
+def _spread(mean: float, std: float) -> str:
+    return "–" if mean != mean else f"{mean:.2f}" + (f" ± {std:.2f}" if std == std else "")
+
+
+def reproduce(
+    name: str,
+    model: Any,
+    data: Any = None,
+    *,
+    length: Any = None,
+    n: Any = None,
+    replacement: Any = None,
+    seed: int = 0,
+    memory: Any = None,
+) -> Reproduction:
+    """Run one experiment of the paper on a model, by the paper's protocol.
+
+    Args:
+        name: one of `EXPERIMENTS`: ``"table-1"``, ``"table-2"``, ``"figure-3"`` to ``"figure-7"``.
+        model: a TransformerLens model. The paper's own are named in `Experiment.what`; any other of the kind will do.
+        data: texts, or token ids `[text, pos]`, which are taken as they are; images `[image, channel, height, width]`
+            as the model's image processor makes them; for Figure 5 `Relation` objects, or None for those that come
+            with the library.
+        length: tokens of each text, special ones included: longer texts are cut, shorter ones left out. None is 128.
+        n: how many of the texts or images are used, the first of them; None is all.
+        replacement: what stands for a replaced token or patch, see `perturbation`; the paper does not say.
+        seed: of the order of equal scores, and of the draws of Figure 5.
+        memory: what perturbed runs may allocate, as ``"512MB"`` or bytes.
+
+    Returns:
+        A Reproduction: `show()` prints what was measured beside what was published. Methods that are not defined on the
+        model are left out and named, as the paper does.
+
+    Raises:
+        InvalidInputError: no such experiment, no data, data of another kind, no text that is long enough, or an option
+            that the experiment does not have.
+        UnsupportedModelError: the model cannot be frozen, or is not of the experiment's kind.
+    """
+    experiment = experiment_named(name)
+    view = ModelView(model)
+    view.refuse_encoder_decoder(f"reproduce {name}")
+    if experiment.reads == "relations":
+        _refuse_options(name, length=length, n=n, replacement=replacement, memory=memory)
+        evaluation = _relations(model, data, experiment, seed)
+    else:
+        if experiment.reads != "tokens":
+            _refuse_options(name, length=length)
+        if view.reads != experiment.reads:
+            raise InvalidInputError(f"{name} is about {experiment.reads}; {view.description} reads {view.reads}.")
+        inputs, facts = _inputs(view, data, experiment, length, n)
+        options = {"replacement": replacement, "seed": seed, "memory": memory}
+        evaluation = _perturbed(model, inputs, experiment, options)
+        evaluation = replace(evaluation, settings=evaluation.settings | facts)
+    return Reproduction(experiment, replace(evaluation, settings=evaluation.settings | {"reproduces": name}))
+
+
+def _refuse_options(name: str, **options: Any) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise InvalidInputError(f"{option}={value!r}: {name} has no such option; leave it out.")
+
+
+def _perturbed(model: Any, inputs: Tensor, experiment: Experiment, options: dict[str, Any]) -> Evaluation:
+    """The perturbation test, with those of the paper's methods that are defined on the model."""
+    first = freeze(model, inputs[:1])
+    place = -1 if experiment.query == "last" else 0
+    if experiment.query == "cls" and experiment.reads == "tokens" and first.causal:
+        raise InvalidInputError(
+            f"{experiment.name} compares the first token's final state, which in a causal model no other reaches; use "
+            "an encoder, or table-1 or table-2."
+        )
+    if "Tensor, In+Class" in experiment.methods and not first.causal:
+        raise InvalidInputError(f"{experiment.name} is about the next token; use a causal language model.")
+    named = {method: STANDARD[PAPER_METHODS[method]] for method in experiment.methods}
+    scorers, skipped = usable(scorers_of(named), first, place, skip=True)
+    works = {scorer.label: (scorer.method, scorer.options) for scorer in scorers}
+    return replace(perturbation(model, inputs, works, **experiment.protocol, **options), skipped=skipped)
+
+
+# ------------------------------------------------------------------------------------------- data
+
+
+def _inputs(view: ModelView, data: Any, experiment: Experiment, length: Any, n: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Token ids `[text, pos]` or images, and what is said about them in the settings."""
+    name, images = experiment.name, experiment.reads == "images"
+    wanted = "images [image, channel, height, width]" if images else "a list of texts, or token ids [text, pos]"
+    n = None if n is None else whole_number("n", n, least=1)
+    if not hasattr(data, "__len__") or isinstance(data, str) or not len(data):
+        what = "missing" if data is None else "one text" if isinstance(data, str) and data else "empty or no list"
+        raise InvalidInputError(f"{name}: data is {what}; pass {wanted} (the paper's are of {experiment.data}).")
+    texts = [] if isinstance(data, Tensor) else [each for each in data if isinstance(each, str)]
+    if not images and len(texts) == len(data):
+        pos = _length(view, length)
+        tokens, short = _cut(view, texts, pos, n)
+        if not len(tokens):
+            raise InvalidInputError(
+                f"{name}: none of the {len(data)} texts has {pos} tokens; pass longer ones, or a smaller length."
+            )
+        return tokens, {"data": f"{len(tokens)} texts of {pos} tokens, {short} too short", "length": pos}
+    try:
+        given = torch.as_tensor(data)[:n]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(f"{name}: data is neither texts nor one array ({error}); pass {wanted}.") from error
+    if given.is_floating_point() != images or given.ndim != (4 if images else 2):
+        raise InvalidInputError(f"{name}: data is {tuple(given.shape)} of {given.dtype}; pass {wanted}.")
+    if not images:
+        _refuse_options(f"{name} on token ids", length=length)
+    return given, {"data": f"{len(given)} {'images' if images else f'rows of {given.shape[1]} token ids'}"}
+
+
+def _length(view: ModelView, length: Any) -> int:
+    pos = LENGTH if length is None else whole_number("length", length, least=2)
+    if pos > view.n_ctx:
+        raise InvalidInputError(f"length={pos}: the context of this model is {view.n_ctx} tokens; pass a smaller one.")
+    return pos
+
+
+def _cut(view: ModelView, texts: Sequence[str], pos: int, n: int | None) -> tuple[Int[Tensor, "text pos"], int]:
+    """The first `pos` tokens of the first n texts that have as many, and how many texts before were too short.
+
+    A special token that ends a text, as an encoder's separator, ends what is left of it too.
+    """
+    special = set(getattr(view.tokenizer, "all_special_ids", None) or [])
+    rows, short = [], 0
+    for text in texts:
+        if n is not None and len(rows) == n:
+            break
+        (row,) = token_rows(view, [text]) if text.strip() else (torch.empty(0, dtype=torch.long),)
+        if len(row) < pos:
+            short += 1
+            continue
+        end = row[-1:] if int(row[-1]) in special else row[pos - 1 : pos]
+        rows.append(torch.cat([row[: pos - 1], end]).cpu())
+    return torch.stack(rows) if rows else torch.empty(0, pos, dtype=torch.long), short
+
+
+def _relations(model: Any, data: Any, experiment: Experiment, seed: int) -> Evaluation:
+    """Figure 5: relations of the paper's categories; those without a category are taken too."""
+    given = list(shipped_relations().values()) if data is None else data
+    if not isinstance(given, Sequence) or not given or not all(isinstance(each, Relation) for each in given):
+        raise InvalidInputError(f"{experiment.name}: data is a list of Relation objects (Relation.load reads a file).")
+    chosen = [relation for relation in given if relation.category in ("", *CATEGORIES)]
+    if not chosen:
+        raise InvalidInputError(f"{experiment.name}: no relation of the categories {', '.join(CATEGORIES)}.")
+    result = relation_decoding(model, chosen, seed=seed, **experiment.protocol)
+    others = {r.name: f"category {r.category!r}, not in the paper" for r in given if r not in chosen}
+    facts = {
+        "data": f"{len(result.units)} relations" + (" that come with the library" if data is None else ""),
+        "categories": {relation.name: relation.category for relation in chosen},
+    }
+    return replace(result, settings=result.settings | facts, skipped=result.skipped | others)

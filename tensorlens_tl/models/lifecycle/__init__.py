@@ -1,0 +1,23 @@
+"""What state a model is in: its weights, its configuration, and what its checkpoint left out."""
+
+from tensorlens_tl.models.lifecycle.checkpoint import newly_initialised
+from tensorlens_tl.models.lifecycle.configuration import changed, compact, configuration
+from tensorlens_tl.models.lifecycle.weight_state import (
+    WeightState,
+    fingerprint,
+    refuse_devices,
+    refuse_dropout,
+    sampled,
+)
+
+__all__ = [
+    "WeightState",
+    "changed",
+    "compact",
+    "configuration",
+    "fingerprint",
+    "newly_initialised",
+    "refuse_devices",
+    "refuse_dropout",
+    "sampled",
+]

@@ -1,0 +1,166 @@
+"""Is a model in a state to be frozen, and still in the one its pass was taken in?"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from itertools import chain
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models.parameters import adapter_layers, adapter_state, modules_of, offload_hooks, sources, whole
+
+PACKED = ("Params4bit", "Int8Params")
+"""Classes of bitsandbytes' weights, which are no wrappers that torch knows."""
+
+
+@dataclass(frozen=True, eq=False)
+class WeightState:
+    """What tells the weights of now from those of another time, without a copy of them.
+
+    `versions` (storage and torch's own count of writes) change when a weight is replaced, moved, cast, or written to in
+    place. Writes through ``.data`` are not counted by torch, so some numbers are kept as well: one or more of every row
+    and every column of each matrix of each attention head. A head, neuron, channel or token embedding that was changed
+    is seen; a lone number that was changed through ``.data``, or a buffer, may not be. Of weights that are offloaded to
+    disk the time and size of their files are kept, and no numbers. `adapters` is what adapters are switched to, which
+    changes no weight. A copy, or what a pickle gives
+    back, knows no versions: it takes those of its own model when it is first asked, if the numbers agree.
+    """
+
+    versions: list[tuple[Any, ...]] | None
+    sample: Float[Tensor, "n"]
+    adapters: tuple[Any, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"versions": None, "sample": self.sample, "adapters": self.adapters}  # a copy's weights lie elsewhere
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "WeightState":
+        """The state of a model's weights now."""
+        parameters, files = sources(model)
+        return cls([*_versions(parameters), *files], _sample(parameters), _adapters(model))
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the model's weights are still these."""
+        parameters, files = sources(model)
+        versions = [*_versions(parameters), *files]
+        if self.versions is None:  # a copied or pickled pass, with its own copy of the model
+            object.__setattr__(self, "versions", versions)
+        if versions != self.versions or _adapters(model) != self.adapters:
+            return False
+        return bool(torch.allclose(_sample(parameters), self.sample, rtol=0, atol=0, equal_nan=True))
+
+
+def fingerprint(weights: Sequence[Tensor]) -> str:
+    """A digest of some weights' numbers, of the same sample as `WeightState`: widening them does not change it."""
+    digest = hashlib.sha256()
+    for weight in weights:
+        digest.update(str(tuple(weight.shape)).encode())
+        digest.update(sampled(weight.detach()).double().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    # tensors made under inference_mode keep no count of writes
+    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+
+
+def _adapters(model: nn.Module) -> tuple[Any, ...]:
+    return tuple(adapter_state(layer) for layer in adapter_layers(model))
+
+
+@torch.no_grad()
+def _sample(parameters: Sequence[Tensor]) -> Tensor:
+    found = [sampled(parameter) for parameter in parameters if parameter.numel()]
+    found = [numbers.to(torch.float16) if numbers.dtype.itemsize == 1 else numbers for numbers in found]  # float8
+    dtype = reduce(torch.promote_types, [numbers.dtype for numbers in found], torch.float16)
+    return torch.cat([numbers.to(dtype) for numbers in found]) if found else torch.zeros(0)
+
+
+def sampled(weight: Tensor) -> Tensor:
+    """A weight's numbers down the diagonal, starting again at the other edge: every row and column of each head."""
+    if weight.ndim < 2:
+        return weight.reshape(-1)
+    return weight[(..., *_steps(*weight.shape[-2:], weight.device))].reshape(-1)
+
+
+@lru_cache(maxsize=512)
+def _steps(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows and columns that diagonal goes through; made once a shape, as every question asks."""
+    steps = torch.arange(max(rows, columns), device=device)
+    return steps % rows, steps % columns
+
+
+def refuse_devices(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for weights on several devices, packed or spread, or without numbers.
+
+    Offloaded weights count for the device that they are brought to.
+    """
+    devices: set[str] = set()
+    brought: set[nn.Module] = set()
+    empty: list[tuple[str, nn.Module]] = []  # weights without numbers, and whose they are
+    for module in whole(model):
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                refuse_packed(name, weight, module)
+                if weight.is_meta:
+                    empty.append((name, module))
+                else:
+                    devices.add(str(weight.device))
+        for hook in offload_hooks(module):
+            devices |= {str(torch.device(hook.execution_device))} if hook.execution_device is not None else set()
+            brought |= set(module.modules()) if hook.place_submodules else {module}
+    if brought and getattr(model, "compatibility_mode", False):
+        raise UnsupportedModelError(
+            "the model's weights are offloaded after enable_compatibility_mode changed them: TransformerLens runs some "
+            "such models with other weights than those it shows. Offload it without compatibility mode."
+        )
+    blocks = (getattr(model, stack, None) for stack in ("blocks", "encoder_blocks", "decoder_blocks"))
+    inside = set(modules_of(*blocks)) if empty else set[nn.Module]()
+    for name, module in empty:
+        if module in inside and module not in brought:
+            raise UnsupportedModelError(
+                f"{name} of a {type(module).__name__} lies on the meta device, and no hook of accelerate brings it in. "
+                "A Bridge that splits joint weights (GPT-2, GPT-NeoX) makes such copies of a model that was offloaded "
+                "before; load that model into memory."
+            )
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"the model's weights run on {', '.join(sorted(devices))}; a frozen pass needs them on one device. Load it "
+            "without n_devices, with a device_map of one device (and 'cpu' or 'disk' for what is offloaded), or move "
+            "it with model.to(...)."
+        )
+
+
+def refuse_packed(name: str, weight: Tensor, module: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for a weight that is quantised, or spread over processes."""
+    kind = type(weight)
+    if kind is not nn.Parameter and (kind.__name__ in PACKED or is_traceable_wrapper_subclass(weight)):
+        raise UnsupportedModelError(
+            f"{name} of a {type(module).__name__} is a {kind.__module__}.{kind.__name__}: weights that are packed "
+            "(quantised), or spread over processes (tensor parallelism), are not read. Load the model in floating "
+            "point, in one process."
+        )
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raise `InvalidInputError` for a model in train mode, if that changes what it computes."""
+    inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
+    seen = set[nn.Module]()
+    others = [] if inner is None else inner.named_modules(memo=seen)
+    for name, module in chain(model.named_modules(memo=seen), others):
+        if not module.training:
+            continue
+        rates = [value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]
+        if isinstance(module, nn.Dropout):
+            rates.append(module.p)
+        if any(rate > 0 for rate in rates):
+            raise InvalidInputError(
+                f"the model is in train mode and {name or type(module).__name__} drops activations with probability "
+                f"{max(rates)}; two passes would differ. Call model.eval() first."
+            )

@@ -1,0 +1,263 @@
+"""What does a linear layer do? Its weight, where its class says so; else what is compared with its own output.
+
+A plain module (torch's `Linear`, Hugging Face's `Conv1D`, nothing put on it) is its weight by definition. Anything else
+is run on a few random vectors, once for the weights and adapters that it has, and refused by name where ``r·W + b`` is
+not what it gives. An adapter's layer is read as the weight that it would have with its adapters merged.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.parameters.adapters import adapter_state, copied, in_effect, is_adapter, is_conv1d, merge
+from tensorlens_tl.models.parameters.offload import forward_of
+from tensorlens_tl.models.parameters.weights import detached, innermost, is_bridge_component
+
+Refuse = Callable[[str], UnsupportedModelError]
+"""Makes an error that names the block."""
+
+DIFFERS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""How far a module may be from its weight, as a share of its largest output: a few roundings."""
+
+VECTORS = 4
+"""How many random vectors a module is compared on."""
+
+
+class LinearWeights(NamedTuple):
+    """``x·weight + bias``, as it computes whatever its class; no bias for None."""
+
+    weight: Float[Tensor, "d_in d_out"]
+    bias: Float[Tensor, "d_out"] | None
+
+
+def is_plain(module: Any) -> bool:
+    """Whether a module is ``x·W + b`` by definition: of a known class, and with nothing put on it."""
+    kind = type(module)
+    if kind is not nn.Linear and not (is_conv1d(module) and kind.__name__ == "Conv1D"):
+        return False
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    replaced = vars(module).get("forward")
+    if replaced is None:
+        return True
+    old = vars(module).get("_old_forward")  # accelerate's, which brings the weights in
+    return "_hf_hook" in vars(module) and getattr(old, "__func__", None) is kind.forward
+
+
+def floating(weight: Tensor, name: str, refuse: Refuse) -> Tensor:
+    """A weight without its graph.
+
+    Raises:
+        UnsupportedModelError: it is quantised.
+    """
+    if not weight.is_floating_point() or weight.dtype.itemsize == 1:
+        raise refuse(f"{name} is stored as {weight.dtype} (quantised); {UNPACKED}")
+    return weight.detach()
+
+
+UNPACKED = (
+    "what such a layer computes is no product with these numbers, and often rounds what it reads as well. Load the "
+    "model in floating point (FineGrainedFP8Config(dequantize=True) for FP8)."
+)
+
+
+def read_linear(module: Any, name: str, refuse: Refuse) -> LinearWeights:
+    """What a linear layer does, as a weight and a bias.
+
+    The weight of a plain module is a view of its own. An adapter's layer is read with its adapters merged, in float32
+    at least; that is a copy.
+
+    Args:
+        module: the layer, or what a Bridge wraps it in.
+        name: of the layer, for messages.
+        refuse: makes the error.
+
+    Raises:
+        UnsupportedModelError: it is quantised, or is not what it computes; says by how much.
+    """
+    module = innermost(module)
+    if is_plain(module):
+        return _stored(module, name, refuse)
+    if "base_layer" in module._modules:
+        return _adapted(module, name, refuse)
+    read = _stored(module, name, refuse)
+    state = _state(module)
+    if _compared.get(module) != state:
+        made = _run(module, forward_of(module), read, name, refuse)
+        _refuse_unlike(module, read, made, name, refuse)
+        _compared[module] = state
+    return read
+
+
+def _stored(module: Any, name: str, refuse: Refuse) -> LinearWeights:
+    """The weight and bias that a module holds."""
+    stored = getattr(module, "weight", None)
+    if not isinstance(stored, Tensor) or stored.ndim != 2:
+        raise refuse(f"{name} ({_kind(module)}) has no weight [d_out, d_in] that is read.")
+    weight = floating(stored, name, refuse)
+    return LinearWeights(weight if is_conv1d(module) else weight.T, detached(getattr(module, "bias", None)))
+
+
+def _adapted(module: Any, name: str, refuse: Refuse) -> LinearWeights:
+    """The weight that an adapter's layer would have with its adapters merged."""
+    base = module.base_layer
+    if not is_plain(base):
+        raise refuse(
+            f"{name} ({_kind(module)}) has adapters on a {_kind(base)}, which is no plain linear layer: load the "
+            "model in floating point, and merge adapters on adapters (merge_and_unload())."
+        )
+    state, wide = _state(module), copied(module)
+    made = None
+    if _compared.get(module) != state:
+        made = _run(module, wide, _stored(wide.base_layer, name, refuse), name, refuse)
+    try:
+        with torch.no_grad():
+            read = _stored(merge(wide), name, refuse)
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise refuse(
+            f"{name} ({_kind(module)}) has adapters ({', '.join(in_effect(module))}) that cannot be merged, and so are "
+            f"not read: {type(error).__name__}: {error}"
+        ) from error
+    if made is not None:
+        _refuse_unlike(module, read, made, name, refuse)
+        _compared[module] = state
+    return read
+
+
+def read_embedding(module: Any, name: str, refuse: Refuse) -> Float[Tensor, "token d_model"]:
+    """The vectors of an embedding with adapters, which are merged in a copy; as they are stored, without any factor.
+
+    Raises:
+        UnsupportedModelError: what its adapters do is no change of its vectors.
+    """
+    if "base_layer" not in module._modules:
+        return floating(module.weight, name, refuse)
+    wide, count = copied(module), min(VECTORS, len(module.weight))
+    tokens = torch.arange(count, device=module.weight.device)[None]
+    try:
+        with torch.no_grad():
+            made, base = wide(tokens), merge(wide)
+            expected = base(tokens)
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise refuse(f"{name} has adapters that are not read: {type(error).__name__}: {error}") from error
+    difference = float((made - expected).abs().max() / expected.abs().max())
+    if not difference <= DIFFERS[expected.dtype]:
+        raise refuse(
+            f"{name} has adapters ({', '.join(in_effect(module))}) that differ from its vectors by {difference:.1e} "
+            "when they are merged. Merge them (merge_and_unload()) and wrap what that returns."
+        )
+    return floating(base.weight, name, refuse)
+
+
+_compared: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()  # by module, the state in which it was compared
+
+
+def _state(module: Any) -> tuple[Any, ...]:
+    """What a module's output depends on: its weights, its hooks, and the adapters in it."""
+    parts = list(module.modules())
+    weights = [(p.data_ptr(), p.dtype, 0 if p.is_inference() else p._version) for p in module.parameters()]
+    hooks = [(*part._forward_hooks, *part._forward_pre_hooks, id(vars(part).get("forward"))) for part in parts]
+    adapters = [adapter_state(part) for part in parts if is_adapter(part)]
+    return (*weights, *hooks, *adapters, any(part.training for part in parts))
+
+
+def _vectors(read: LinearWeights) -> Float[Tensor, "1 vector d_in"]:
+    """The random vectors that a layer is compared on."""
+    drawn = torch.randn(1, VECTORS, len(read.weight), generator=torch.Generator().manual_seed(0))
+    return drawn.to(read.weight)
+
+
+def _run(module: nn.Module, runs: Callable[[Tensor], Any], read: LinearWeights, name: str, refuse: Refuse) -> Any:
+    """What a module, or a copy of it that runs in its place, gives for the random vectors."""
+    try:
+        with torch.no_grad():
+            return runs(_vectors(read))
+    except Exception as error:  # a hook, or a layer, of which nothing is known
+        raise refuse(
+            f"{name} ({_kind(module)}) is no plain linear layer, and cannot be compared with its weight: run on "
+            f"{VECTORS} random vectors it raised {type(error).__name__}: {error}. Take hooks off the module, or merge "
+            "adapters into its weight."
+        ) from error
+
+
+def _refuse_unlike(module: nn.Module, read: LinearWeights, made: Any, name: str, refuse: Refuse) -> None:
+    """Refuse a module that gives something else than what was read of it."""
+    x = _vectors(read)
+    expected = x @ read.weight if read.bias is None else x @ read.weight + read.bias.to(x)
+    difference = float("inf")
+    if isinstance(made, Tensor) and made.shape == expected.shape:
+        largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
+        difference = float((made - expected).abs().max() / largest)
+    allowed = DIFFERS[read.weight.dtype]
+    if difference <= allowed:
+        return
+    adapters = in_effect(module) if is_adapter(module) else ()
+    because = "something was put on it"
+    if adapters:
+        because = f"what its adapters ({', '.join(adapters)}) do is no change of its weight"
+    raise refuse(
+        f"{name} ({_kind(module)}) is not its weight: on random vectors it differs from r·W + b by {difference:.1e} of "
+        f"the largest number (allowed: {allowed:.0e}), so {because}. Merge adapters into the weights "
+        "(merge_and_unload()), take hooks off, and call model.eval()."
+    )
+
+
+def _kind(module: Any) -> str:
+    return f"{type(module).__module__.partition('.')[0]}'s {type(module).__name__}"
+
+
+def path_of(name: str) -> str:
+    """A module's path as its own library writes it, without what a Bridge puts between."""
+    return ".".join(part for part in name.split(".") if part != "_original_component")
+
+
+# ------------------------------------------------------------------ parts that a Bridge shows
+
+
+def shown(module: Any, name: str) -> Any:
+    """A property of a part, or None where there is none: a Bridge says so in errors of several kinds."""
+    try:
+        return getattr(module, name, None)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def unlike_shown(owner: Any, part: str) -> Any:
+    """The module of one projection where what a Bridge shows of it need not be what it does; None where it is."""
+    if not is_bridge_component(owner):
+        return None
+    module = innermost(owner._modules.get(part))
+    return module if isinstance(module, nn.Module) and not is_plain(module) else None
+
+
+def refuse_bypassed(owner: Any, parts: tuple[str, ...], name: str, refuse: Refuse) -> None:
+    """Refuse adapters on a joint projection that a Bridge split when it wrapped the model: it runs without them.
+
+    Args:
+        owner: attention or an MLP.
+        parts: what it runs.
+        name: of it, for messages.
+        refuse: makes the error.
+
+    Raises:
+        UnsupportedModelError: an adapter in effect lies inside the model's own module, and in none of the parts.
+    """
+    if not is_bridge_component(owner):
+        return
+    runs = [innermost(owner._modules.get(part)) for part in parts]
+    inside = set(innermost(owner).modules())
+    if all(part in inside for part in runs if isinstance(part, nn.Module)):
+        return
+    ran = {module for part in runs if isinstance(part, nn.Module) for module in part.modules()}
+    for path, module in innermost(owner).named_modules():
+        if is_adapter(module) and module not in ran and in_effect(module):
+            raise refuse(
+                f"{name}.{path_of(path)} has adapters ({', '.join(in_effect(module))}) that "
+                "TransformerLens runs without: it split this joint projection when it wrapped the model. Merge them "
+                "first (peft's merge_and_unload()), and wrap what that returns."
+            )

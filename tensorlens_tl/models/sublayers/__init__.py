@@ -1,0 +1,35 @@
+"""How the parts of a block are read: attention, MLPs, experts, and mixers in place of attention."""
+
+from tensorlens_tl.models.sublayers.attention import projection, read_attention
+from tensorlens_tl.models.sublayers.delta import delta_pattern, is_delta
+from tensorlens_tl.models.sublayers.experts import (
+    ExpertsWeights,
+    PerLayerWeights,
+    Routing,
+    has_experts,
+    read_experts,
+    read_per_layer,
+)
+from tensorlens_tl.models.sublayers.mixers import Mixer, mixer_map, read_mixer
+from tensorlens_tl.models.sublayers.mlps import read_mlp, read_module
+from tensorlens_tl.models.sublayers.scans import mixer_weights, scan_of
+
+__all__ = [
+    "ExpertsWeights",
+    "Mixer",
+    "PerLayerWeights",
+    "Routing",
+    "delta_pattern",
+    "has_experts",
+    "is_delta",
+    "mixer_map",
+    "mixer_weights",
+    "projection",
+    "read_attention",
+    "read_experts",
+    "read_mixer",
+    "read_mlp",
+    "read_module",
+    "read_per_layer",
+    "scan_of",
+]

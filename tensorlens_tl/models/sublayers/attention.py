@@ -1,0 +1,196 @@
+"""How is a block's attention read: values, output, and what stands between them and the pattern?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from tensorlens_tl.algebra import Chain, Diagonal, Linear, Norm
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.parameters import (
+    AttentionWeights,
+    Refuse,
+    detached,
+    floating,
+    innermost,
+    read_linear,
+    refuse_bypassed,
+    shown,
+    tried_norm,
+    unlike_shown,
+)
+
+PROJECTIONS = ("q", "k", "v", "o")
+"""What a Bridge calls the projections of attention."""
+
+
+def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
+    """The weights of one attention layer.
+
+    Raises:
+        UnsupportedModelError: what is not softmax attention with readable weights.
+    """
+    inner = innermost(attn) if attn is not None else None
+    if isinstance(getattr(inner, "kv_b_proj", None), nn.Module):
+        return _latent(inner, cfg, refuse)
+    refuse_bypassed(attn, PROJECTIONS, "attn", refuse)
+    W_O, b_O = projection(attn, "O", cfg, refuse)
+    W_V, b_V = projection(attn, "V", cfg, refuse)
+    if not isinstance(W_O, Tensor) or not isinstance(W_V, Tensor):
+        if (read := _by_module(inner, refuse)) is not None:
+            return _with_inner_norms(read, inner, cfg, refuse)
+        raise refuse(
+            "no attention with readable W_V and W_O (a state-space, recurrent or compressed-attention "
+            "layer?). Only softmax attention can be frozen."
+        )
+    W_O, W_V = floating(W_O, "attn.W_O", refuse), floating(W_V, "attn.W_V", refuse)
+    if W_V.ndim != 3 or W_O.ndim != 3:
+        raise refuse(
+            f"attn.W_V is {tuple(W_V.shape)} and attn.W_O {tuple(W_O.shape)}, not [head, d_model, d_head] "
+            "and [head, d_head, d_model]."
+        )
+    read = AttentionWeights(
+        value_matrix=rearrange(W_V, "kv d_model d_head -> d_model (kv d_head)"),
+        b_V=None if b_V is None else b_V.detach().reshape(-1),
+        W_O=rearrange(W_O, "head d_head d_model -> (head d_head) d_model"),
+        b_O=detached(b_O),
+        heads=W_O.shape[0],
+        kv_heads=W_V.shape[0],
+    )
+    return _with_inner_norms(read, inner, cfg, refuse)
+
+
+def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, Any]:
+    """One of the projections Q, K, V and O by head, as its module computes it, and its bias.
+
+    Returns:
+        `[head, d_model, d_head]` (of O `[head, d_head, d_model]`) and the bias; keys and values have the key-value
+        heads of grouped attention. None for what is not there, or not shown by head.
+    """
+    module = unlike_shown(attn, letter.lower())
+    if module is None:
+        # HookedTransformer's W_V is expanded to query heads, its _W_V is not; a Bridge has only the latter, as W_V.
+        kept = "_" if letter in "KV" and hasattr(attn, f"_W_{letter}") else ""
+        return shown(attn, f"{kept}W_{letter}"), shown(attn, f"{kept}b_{letter}")
+    weight, bias = read_linear(module, f"attn.{letter.lower()}", refuse)
+    heads = cfg.n_heads if letter in "QO" else getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+    if letter == "O":
+        return rearrange(weight, "(head d_head) d_model -> head d_head d_model", head=heads), bias
+    by_head = rearrange(weight, "d_model (head d_head) -> head d_model d_head", head=heads)
+    bias = None if bias is None else bias.unflatten(0, (heads, -1))
+    if letter == "Q" and by_head.shape[-1] == 2 * cfg.d_head:  # a gate beside each head's query
+        by_head = by_head[..., : cfg.d_head]
+        bias = None if bias is None else bias[:, : cfg.d_head]
+    return by_head, bias
+
+
+def _by_module(inner: Any, refuse: Refuse) -> AttentionWeights | None:
+    """The weights of a layer with a head size of its own (Gemma 4), which a Bridge does not show; None without them.
+
+    Values may be read through the keys' projection.
+    """
+    projections = (innermost(getattr(inner, name, None)) for name in ("v_proj", "k_proj"))
+    values = next((part for part in projections if isinstance(part, nn.Module)), None)
+    out, d_head = innermost(getattr(inner, "o_proj", None)), getattr(inner, "head_dim", None)
+    if values is None or not isinstance(out, nn.Module) or not isinstance(d_head, int):
+        return None
+    linear, read = Linear(*read_linear(values, "attn.v_proj", refuse)), Linear(*read_linear(out, "attn.o_proj", refuse))
+    heads, kv_heads = read.weight.shape[0] // d_head, linear.weight.shape[1] // d_head
+    return AttentionWeights(linear.weight, linear.offset, read.weight, read.offset, heads, kv_heads)
+
+
+def _with_inner_norms(read: AttentionWeights, inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
+    """The same, with a norm of values (Gemma 4), a norm before W_O (BitNet) and a gate, where there are any."""
+    value_norm, sub_norm = (innermost(getattr(inner, name, None)) for name in ("v_norm", "attn_sub_norm"))
+    if isinstance(value_norm, nn.Module):
+        assert read.value_matrix is not None
+        plain, norm = Linear(read.value_matrix, read.b_V), tried_norm(value_norm, cfg, width=_head_width(read))
+
+        def values(x: Tensor) -> Chain:
+            v = plain(x).unflatten(-1, (read.kv_heads, -1))
+            factor = (1 / norm.scale_of(v)).to(v).expand_as(v)
+            factor = factor if norm.gain is None else factor * norm.gain
+            return Chain((plain, Diagonal(factor.flatten(-2))))
+
+        if norm.centre or norm.shift is not None:
+            raise UnsupportedModelError(f"{type(value_norm).__name__} of values is centred or shifted; not read.")
+        read = replace(read, inner_values=values)
+    if isinstance(sub_norm, nn.Module):
+        outer = tried_norm(sub_norm, cfg, width=read.W_O.shape[0])
+        if outer.centre or outer.shift is not None:
+            raise UnsupportedModelError(f"{type(sub_norm).__name__} before W_O is centred or shifted; not read.")
+        W_O = read.W_O if outer.gain is None else outer.gain[:, None] * read.W_O
+        read = replace(read, W_O=W_O, output_factor=lambda x, z: (1 / outer.scale_of(z)).to(z))
+    gate = _gate(inner, read, refuse)
+    return read if gate is None else replace(read, output_factor=gate)
+
+
+def _head_width(read: AttentionWeights) -> int:
+    assert read.value_matrix is not None
+    return read.value_matrix.shape[1] // read.kv_heads
+
+
+def _gate(inner: Any, read: AttentionWeights, refuse: Refuse) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """A gate of what the heads give, from what attention reads: per head or per channel."""
+    width = read.W_O.shape[0]
+    for name, squash in (("gate_proj", torch.sigmoid), ("g_proj", torch.nn.functional.softplus)):
+        linear = innermost(getattr(inner, name, None))
+        if isinstance(linear, nn.Module) and isinstance(getattr(linear, "weight", None), Tensor):
+            weight, bias = read_linear(linear, f"attn.{name}", refuse)
+            return _Gate(Linear(weight, bias), squash, width // weight.shape[1])
+    return _gate_beside_queries(inner, width, refuse)
+
+
+def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """A gate that the query projection makes as well, head by head after its query (Qwen3-Next, Qwen3.5)."""
+    linear, d_head = innermost(getattr(inner, "q_proj", None)), getattr(inner, "head_dim", None)
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, Tensor) or not isinstance(d_head, int) or len(weight) != 2 * width or width % d_head:
+        return None
+    read = read_linear(linear, "attn.q_proj", refuse)
+    halves = [None if made is None else made.unflatten(-1, (-1, 2, d_head))[..., 1, :].flatten(-2) for made in read]
+    assert halves[0] is not None
+    return _Gate(Linear(halves[0], halves[1]), torch.sigmoid, 1)
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """``squash(x·W + b)``, each channel for so many channels of what the heads give."""
+
+    linear: Linear
+    squash: Callable[[Tensor], Tensor]
+    each: int
+
+    def __call__(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.squash(self.linear(x)).repeat_interleave(self.each, dim=-1)
+
+
+def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
+    """Multi-head latent attention (DeepSeek-V2): values are read from a normed latent vector of each token."""
+    down, norm, up, out = (getattr(inner, name, None) for name in (
+        "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"
+    ))  # fmt: skip
+    if not all(isinstance(innermost(part), nn.Module) for part in (down, norm, up, out)):
+        raise refuse("latent attention without kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj and o_proj.")
+    norm = innermost(norm)
+    W_down, b_down = read_linear(down, "attn.kv_a_proj_with_mqa", refuse)
+    W_up, b_up = read_linear(up, "attn.kv_b_proj", refuse)
+    W_O, b_O = read_linear(out, "attn.o_proj", refuse)
+    rank, width = len(W_up), int(inner.v_head_dim)
+    heads = len(W_O) // width
+    W_down, b_down = W_down[:, :rank], None if b_down is None else b_down[:rank]
+    W_up, b_up = (
+        None if made is None else made.unflatten(-1, (heads, -1))[..., -width:].flatten(-2) for made in (W_up, b_up)
+    )
+    assert W_up is not None
+    read = tried_norm(norm, cfg, width=rank)
+
+    def values(x: Tensor) -> Chain:
+        latent = Linear(W_down, b_down)
+        scale = read.scale_of(latent(x))
+        return Chain((latent, Norm(scale, read.gain, read.shift, read.centre), Linear(W_up, b_up)))
+
+    return AttentionWeights(None, b_up, W_O, b_O, heads, heads, inner_values=values)

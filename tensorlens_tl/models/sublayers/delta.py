@@ -1,0 +1,216 @@
+"""Mixers of the gated delta rule (Yang, Kautz & Hatamizadeh 2025) as attention with a pattern of their own.
+
+With keys k, queries q, decays α and strengths β, a head keeps a state that forgets, takes back what it holds under the
+key it reads, and writes the new value there:
+
+    S_t = α_t·S_{t−1}·(I − β_t·k_t·k_tᵀ) + β_t·v_t·k_tᵀ          o_t = S_t·q_t
+
+All of q, k, α and β held at one input, this is linear in the values, and exactly ``o = M·v`` with (Γ_tj = α_{j+1}⋯α_t)
+
+    M = tril(Γ ⊙ Q·Kᵀ) · (I + strict_tril(diag(β)·(Γ ⊙ K·Kᵀ)))⁻¹ · diag(β)
+
+M is quadratic in positions, as a softmax pattern is; its rows do not sum to 1, and it has negative numbers. The mixer
+is then, right to left,
+
+    Linear(out) @ gate @ norm @ Attention(M) @ ratio @ CausalConvolution @ Linear(values) @ mask
+
+Three ways to store the projections are read: fused (`in_proj_qkvz` and `in_proj_ba`, Qwen3-Next), by kind
+(`in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, Qwen3.5) and apart (`q_proj` and the like, OLMo Hybrid). Padding
+is zeroed before them, and only there. Hugging Face's own modules round to float32 in float64 models too.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from tensorlens_tl.algebra import Attention, CausalConvolution, Chain
+from tensorlens_tl.models.activations import is_elementwise
+from tensorlens_tl.models.sublayers.mixing import (
+    Ends,
+    Entry,
+    GatedNorm,
+    Mask,
+    rates,
+    read_convolution,
+    read_linear,
+    read_part,
+    require,
+    wide,
+)
+
+EPSILON = 1e-6
+"""Added to the squared length of keys and queries, in every implementation."""
+
+Stored = tuple[Tensor, Tensor | None]
+"""A weight, from input to output, and its bias."""
+
+FUSED, BY_KIND = ("in_proj_qkvz", "in_proj_ba"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+APART = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+
+
+def delta_pattern(
+    q: Float[Tensor, "batch pos head width"],
+    k: Float[Tensor, "batch pos head width"],
+    log_decay: Float[Tensor, "batch pos head"],
+    strength: Float[Tensor, "batch pos head"],
+) -> Float[Tensor, "batch head query key"]:
+    """M of every head, by one triangular solve.
+
+    Args:
+        q: what reads the state, scaled as the model scales it.
+        k: the keys, of the length that the model gives them.
+        log_decay: log α.
+        strength: β.
+    """
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    passed, beta = log_decay.transpose(1, 2).cumsum(-1), strength.transpose(1, 2)
+    later = torch.ones(passed.shape[-1], passed.shape[-1], dtype=torch.bool, device=q.device).triu(1)
+    decays = (passed[..., None] - passed[..., None, :]).masked_fill(later, -torch.inf).exp()
+    taken_back = beta[..., None] * decays * (k @ k.mT)  # of which the solve reads what is below the diagonal
+    read = decays * (q @ k.mT)
+    made = torch.linalg.solve_triangular(taken_back, read, upper=False, left=False, unitriangular=True)
+    return made * beta[..., None, :]
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """A mixer of the gated delta rule. `W_in` makes values, queries, keys (all three convolved), gate, β and decay.
+
+    Attributes:
+        ends: what comes before the pattern and after it.
+        heads: of values; as many strengths and decays.
+        key_heads: of queries and keys, each for as many value heads.
+        key_width: numbers of a key.
+        A: the rates, negative.
+        b_delta: added to the steps before softplus.
+        strongest: the largest β: 1, or 2 where the state may turn its sign.
+        gate: its activation.
+        norm: the norm before it.
+    """
+
+    ends: Ends
+    heads: int
+    key_heads: int
+    key_width: int
+    A: Float[Tensor, "head"]
+    b_delta: Float[Tensor, "head"]
+    strongest: float
+    gate: nn.Module
+    norm: GatedNorm
+
+    def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
+        """The mixer as a map, with everything that depends on its input held at `x`."""
+        channels, convolved = len(self.ends.W_out), len(self.ends.convolution.weight)
+        into = Entry(self.ends, x, slice(0, convolved), mask, twice=False)
+        sizes = [channels, self.heads, self.heads]
+        gate, b, a = (wide(part) for part in into.projected[..., convolved:].split(sizes, dim=-1))
+        q, k = (self._unit(part) for part in into.after[..., channels:].chunk(2, dim=-1))
+        log_decay, strength = self.A * softplus(a + self.b_delta), self.strongest * b.sigmoid()
+        pattern = delta_pattern(q * self.key_width**-0.5, k, log_decay, strength)
+        return into.chain(Attention(pattern.to(x), self.heads), self.gate(gate), self.norm)
+
+    def _unit(self, part: Tensor) -> Float[Tensor, "batch pos head width"]:
+        """Of length 1, once for each head of values."""
+        heads = wide(part).unflatten(-1, (self.key_heads, -1))
+        length = (heads.square().sum(-1, keepdim=True) + EPSILON).sqrt()
+        return (heads / length).repeat_interleave(self.heads // self.key_heads, dim=-2)
+
+
+# ------------------------------------------------------------------ reading modules
+
+
+def is_delta(module: nn.Module) -> bool:
+    """Whether a mixer follows the gated delta rule, by what it is made of."""
+    known = ("A_log", "dt_bias", "conv1d", "activation", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads")
+    return all(hasattr(module, name) for name in known) and _stored(module) is not None
+
+
+def _stored(module: nn.Module) -> tuple[str, ...] | None:
+    return next((names for names in (FUSED, BY_KIND, APART) if all(hasattr(module, n) for n in names)), None)
+
+
+def delta_weights(module: Any) -> DeltaWeights:
+    """What a mixer of the gated delta rule is made of.
+
+    Raises:
+        UnsupportedModelError: naming the part that is missing or not as expected.
+    """
+    from transformers.activations import ACT2FN  # transformers is slow to import
+
+    heads, key_heads, width = (int(getattr(module, name)) for name in ("num_v_heads", "num_k_heads", "head_v_dim"))
+    keys, values = int(module.head_k_dim) * key_heads, width * heads
+    require(heads % key_heads == 0, module, "num_v_heads", f"({heads}) is no multiple of the {key_heads} of keys")
+    q, k, *rest = _projections(module, keys, values)
+    v, made = rest[0], [*rest[:1], q, k, *rest[1:]]
+    stored = read_convolution(module)
+    require(len(stored.weight) == 2 * keys + values, module, "conv1d", "does not take queries, keys and values")
+    first = [*range(2 * keys, 2 * keys + values), *range(2 * keys)]  # values come first here, and last there
+    offset = None if stored.offset is None else stored.offset[first]
+    known = isinstance(module.activation, str) and module.activation in ACT2FN
+    require(known, module, "activation", f"is {module.activation}, which transformers does not know")
+    activation = ACT2FN[module.activation]
+    like = v[0]
+    require(is_elementwise(activation, like.dtype, like.device), module, "activation", "does not treat channels alone")
+    names = [
+        next((n for n in pair if hasattr(module, n)), pair[0]) for pair in (("norm", "o_norm"), ("out_proj", "o_proj"))
+    ]
+    for name in names:
+        require(hasattr(module, name), module, name, "is missing")
+    norm = read_part(module, names[0])
+    known = all(hasattr(norm, name) for name in ("weight", "variance_epsilon")) and norm.weight.shape == (width,)
+    require(known, module, names[0], f"({type(norm).__name__}) is not an RMSNorm of each head with a gate")
+    W_in, b_in = _side_by_side(made)
+    return DeltaWeights(
+        ends=Ends(
+            W_in, b_in, CausalConvolution(stored.weight[first], offset), activation, *read_linear(module, names[1])
+        ),
+        heads=heads,
+        key_heads=key_heads,
+        key_width=int(module.head_k_dim),
+        A=rates(module),
+        b_delta=module.dt_bias.detach(),
+        strongest=2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
+        gate=ACT2FN[getattr(norm, "activation", "silu")],
+        norm=GatedNorm(norm.weight.detach().repeat(heads), float(norm.variance_epsilon), heads, first=True),
+    )
+
+
+def _projections(module: Any, keys: int, values: int) -> list[Stored]:
+    """Queries, keys, values, gate, strengths and steps, heads side by side."""
+    names = _stored(module)
+    assert names is not None
+    stored = [read_linear(module, name) for name in names]
+    heads = int(module.num_v_heads)
+    split = {
+        FUSED: [[keys, keys, values, values], [heads, heads]],
+        BY_KIND: [[keys, keys, values], [values], [heads], [heads]],
+        APART: [[keys], [keys], [values], [values], [heads], [heads]],
+    }[names]
+    made: list[Stored] = []
+    for name, one, sizes in zip(names, stored, split, strict=True):
+        width, expected = one[0].shape[-1], sum(sizes)
+        require(width == expected, module, name, f"makes {width} numbers, not the {expected} of its heads")
+        made += _parts(one, sizes, int(module.num_k_heads) if names == FUSED else 1)
+    return made
+
+
+def _parts(stored: Stored, sizes: list[int], groups: int = 1) -> list[Stored]:
+    """What a projection makes, apart; of several groups it makes all parts of one beside each other."""
+
+    def apart(made: Tensor) -> list[Tensor]:
+        grouped = made.unflatten(-1, (groups, -1)).split([size // groups for size in sizes], dim=-1)
+        return [part.flatten(-2) for part in grouped]
+
+    weight, bias = stored
+    return list(zip(apart(weight), [None] * len(sizes) if bias is None else apart(bias), strict=True))
+
+
+def _side_by_side(parts: list[Stored]) -> Stored:
+    weight = torch.cat([weight for weight, _ in parts], dim=-1)
+    if all(bias is None for _, bias in parts):
+        return weight, None
+    return weight, torch.cat([weight.new_zeros(weight.shape[-1]) if bias is None else bias for weight, bias in parts])

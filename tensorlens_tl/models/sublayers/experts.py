@@ -1,0 +1,223 @@
+"""How is a mixture of experts read: its experts, what stands beside them, and where its routing is seen?
+
+TransformerLens has no hook points inside experts, and those of routers are missing or mean different things. Routing
+is read where it takes effect: in the arguments that the experts are called with.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tensorlens_tl.algebra import Linear
+from tensorlens_tl.models.activations import Activation
+from tensorlens_tl.models.parameters import (
+    MLPWeights,
+    Refuse,
+    detached,
+    floating,
+    in_effect,
+    innermost,
+    is_adapter,
+    is_bridge_component,
+    read_linear,
+)
+from tensorlens_tl.models.sublayers.mlps import read_activation, read_module
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where routing is seen.
+
+    Attributes:
+        module: called in every forward pass.
+        index, weight: names of its forward's arguments: which experts a token is sent to, `[token, choice]`, and what
+            each of them counts, the same; `weight` may be the name of its output instead.
+        dense: whether `weight` counts every expert, `[token, expert]`, zero for those that are not chosen, and `index`
+            is not given.
+        scales_input: whether the weight scales what an expert reads, instead of what it gives (Llama 4).
+        factor: of all the weights (Laguna).
+        router: gives a number for every expert as its first output, `[token, expert]`, or None where none is known.
+    """
+
+    module: nn.Module
+    index: str
+    weight: str
+    dense: bool = False
+    scales_input: bool = False
+    factor: float = 1.0
+    router: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class ExpertsWeights:
+    """``Σ_e weight_e · expert_e(x)``, and what every token goes through besides: ``gate(x) · shared(x)``.
+
+    Attributes:
+        count: how many experts there are.
+        expert: from a number to that expert's weights, views of the model's own.
+        routing: where the routing is seen.
+        shared: the shared expert or experts as one MLP; None without.
+        shared_gate: what the shared expert is scaled by, from what the layer reads; None for 1.
+        shared_module: what is called for the shared expert, where it is one of the layer's own modules.
+        around: for experts that stand beside an MLP with norms of their own (Gemma 4), the names of the norms before
+            and after each: ``{"experts": (before, after), "shared": ...}``.
+        choices: how many experts a token is sent to (of all, where the model does not say).
+        branch_factor: what the block multiplies all of it by.
+    """
+
+    count: int
+    expert: Callable[[int], MLPWeights]
+    routing: Routing
+    shared: MLPWeights | None = None
+    shared_gate: Callable[[Tensor], Tensor] | None = None
+    shared_module: nn.Module | None = None
+    around: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    choices: int = 1
+    branch_factor: float = 1.0
+
+    @property
+    def hooked(self) -> bool:
+        """Never: nothing inside can be held."""
+        return False
+
+    @property
+    def hidden(self) -> int:
+        """Numbers that a vector takes inside at most: every expert that it is sent to, and the shared one."""
+        return self.choices * self.expert(0).hidden + (0 if self.shared is None else self.shared.hidden)
+
+
+@dataclass(frozen=True)
+class PerLayerWeights:
+    """What a block adds for an input that each token has at each layer (Gemma 3n, Gemma 4): out(φ(gate(x)) ⊙ input).
+
+    `module` is called with the inputs, as its argument `argument`.
+    """
+
+    W_gate: Float[Tensor, "d_model d_input"]
+    W_out: Float[Tensor, "d_input d_model"]
+    activation: Activation
+    module: nn.Module
+    argument: str
+
+
+def read_per_layer(block: Any, cfg: Any, refuse: Refuse) -> PerLayerWeights | None:
+    """The same of one block, or None."""
+    gate, out = (innermost(getattr(block, name, None)) for name in ("per_layer_input_gate", "per_layer_projection"))
+    if not isinstance(gate, nn.Module) or not isinstance(out, nn.Module):
+        return None
+    W_gate, W_out = (read_linear(part, "per_layer", refuse).weight for part in (gate, out))
+    return PerLayerWeights(W_gate, W_out, read_activation(block, cfg, refuse), block, "per_layer_input")
+
+
+def has_experts(mlp: Any) -> bool:
+    """Whether an MLP sends its tokens to experts."""
+    experts = innermost(getattr(innermost(mlp), "experts", None))
+    return isinstance(experts, nn.Module) and any(True for _ in experts.parameters())
+
+
+def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
+    """The experts of one layer: of an MLP, or of a block where they stand beside its MLP.
+
+    Raises:
+        UnsupportedModelError: their weights, or the arguments they are called with, are not of a known form.
+    """
+    layer = innermost(mlp)
+    if not is_bridge_component(mlp):
+        raise refuse(
+            "a HookedTransformer's mixture of experts has no hook points that could hold its routing. Load the model "
+            "as a TransformerBridge: TransformerBridge.boot_transformers(name)."
+        )
+    experts = innermost(layer.experts)
+    shared = next((m for name in ("shared_experts", "shared_expert", "shared_mlp")
+                   if isinstance(m := innermost(getattr(layer, name, None)), nn.Module)), None)  # fmt: skip
+    gate = innermost(getattr(layer, "shared_expert_gate", None))
+    count, expert = _experts(experts, cfg, refuse)
+    routing = _routing(layer, experts, refuse)
+    choices = next((n for m in (layer, routing.router) if isinstance(n := getattr(m, "top_k", None), int)), count)
+    return ExpertsWeights(
+        count=count,
+        expert=expert,
+        routing=routing,
+        shared=None if shared is None else read_module(shared, cfg, refuse),
+        shared_gate=_sigmoid_of(gate, refuse) if isinstance(gate, nn.Module) else None,
+        shared_module=shared,
+        choices=choices,
+    )
+
+
+def _sigmoid_of(linear: Any, refuse: Refuse) -> Callable[[Tensor], Tensor]:
+    made = Linear(*read_linear(linear, "shared_expert_gate", refuse))
+    return lambda x: torch.sigmoid(made(x))
+
+
+def _routing(layer: Any, experts: nn.Module, refuse: Refuse) -> Routing:
+    """Where routing is seen: at the experts, or, where they are given every token (Llama 4), at the router."""
+    given = list(inspect.signature(experts.forward).parameters)
+    factor = float(getattr(layer, "routed_scaling_factor", 1.0))
+    routers = (innermost(getattr(layer, name, None)) for name in ("gate", "router"))
+    router = next((module for module in routers if isinstance(module, nn.Module)), None)
+    if len(given) == 3:
+        return Routing(experts, given[1], given[2], factor=factor, router=router)
+    if len(given) == 1 and isinstance(router, nn.Module):
+        return Routing(router, "", "output", dense=True, scales_input=True)
+    raise refuse(f"its experts ({type(experts).__name__}) are called with {', '.join(given)}: no routing that is read.")
+
+
+def _experts(experts: Any, cfg: Any, refuse: Refuse) -> tuple[int, Callable[[int], MLPWeights]]:
+    """How many, and the weights of each."""
+    if is_adapter(experts):
+        raise refuse(
+            f"its experts have adapters ({', '.join(in_effect(experts))}), which are not read there. Merge them "
+            "(merge_and_unload()) before the model is wrapped."
+        )
+    weights = dict(experts.named_parameters(recurse=False))
+    name = "gate_up_proj" if "gate_up_proj" in weights else "up_proj"
+    if not {name, "down_proj"} <= set(weights):
+        members = [m for m in experts.children() if any(True for _ in m.parameters())]
+        if not members:
+            raise refuse(f"its experts ({type(experts).__name__}) have no gate_up_proj and down_proj that are read.")
+        read = [read_module(member, cfg, refuse) for member in members]
+        return len(read), read.__getitem__
+    first = floating(weights[name], f"experts.{name}", refuse)
+    down = floating(weights["down_proj"], "experts.down_proj", refuse)
+    gated = name == "gate_up_proj"
+    in_first = first.shape[1] == down.shape[2] and first.shape[2] == (1 + gated) * down.shape[1]
+    if not getattr(experts, "is_transposed", in_first):
+        first, down = first.mT, down.mT  # to [expert, in, out]
+    b_first, b_down = (detached(weights.get(f"{which}_bias")) for which in (name, "down_proj"))
+    phi, psi = _activations(experts, cfg, refuse)
+    mixed = gated and not getattr(experts, "is_concatenated", True)
+
+    def halves(tensor: Tensor) -> tuple[Tensor | None, Tensor]:
+        if not gated:
+            return None, tensor
+        if mixed:
+            return tensor[..., ::2], tensor[..., 1::2]
+        gate, linear = tensor.chunk(2, dim=-1)
+        return gate, linear
+
+    def expert(number: int) -> MLPWeights:
+        W_gate, W_in = halves(first[number])
+        b_gate, b_in = (None, None) if b_first is None else halves(b_first[number])
+        b_out = None if b_down is None else b_down[number]
+        return MLPWeights(W_in, b_in, W_gate, b_gate, None, down[number], b_out, phi, psi, hooked=False)
+
+    return len(first), expert
+
+
+def _activations(experts: Any, cfg: Any, refuse: Refuse) -> tuple[Callable[[Tensor], Tensor], Any]:
+    """φ of the gate and ψ of what it gates."""
+    limit, alpha = getattr(experts, "limit", None), getattr(experts, "alpha", None)
+    if limit is None or alpha is None:
+        return read_activation(experts, cfg, refuse), None
+
+    def swish(gate: Tensor) -> Tensor:
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(gate * alpha)
+
+    return swish, lambda linear: linear.clamp(-limit, limit) + 1

@@ -1,0 +1,121 @@
+"""What mixes positions where a block has no attention, read as an exact affine map with its gates held at one input.
+
+| kind | read by | seen in |
+| --- | --- | --- |
+| state-space layers, Mamba 1 and 2 | `scans` | Mamba, FalconMamba, Jamba; Mamba 2, Bamba, GraniteMoeHybrid, NemotronH |
+| the gated delta rule | `delta` | Qwen3-Next, Qwen3.5, OLMo Hybrid |
+| gated short convolutions | here | LFM2 |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models.parameters import innermost
+from tensorlens_tl.models.sublayers.delta import DeltaWeights, delta_weights, is_delta
+from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_convolution, read_linear, require
+from tensorlens_tl.models.sublayers.scans import Mamba2Weights, MambaWeights, mixer_weights
+
+Mixer = Callable[[Tensor, "Mask | None"], Chain]
+"""From what a mixer reads, and which tokens are real, to its map."""
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """A gated short convolution: out(C ⊙ conv(B ⊙ x)), with B, C and x three parts of one projection."""
+
+    ends: Ends
+
+    def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
+        """The mixer as a map, with B and C, which depend on the input, held at `x`."""
+        ends, keep = self.ends, None if mask is None or bool(mask.all()) else (mask != 0)[..., None].to(x)
+        before, after, _ = Linear(ends.W_in, ends.b_in)(x if keep is None else x * keep).chunk(3, dim=-1)
+        width = len(ends.W_out)
+        own = None if ends.b_in is None else before * ends.b_in[2 * width :]
+        stages: list[AffineMap] = [] if keep is None else [Diagonal(keep)]
+        convolution = replace(ends.convolution, length=x.shape[1])
+        stages += [Linear(ends.W_in[:, 2 * width :]), Diagonal(before, own), convolution, Diagonal(after)]
+        return Chain((*stages, Linear(ends.W_out, ends.b_out)))
+
+
+@torch.no_grad()
+def mixer_map(module: nn.Module, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
+    """A mixer as an exact affine map of its input, with everything that depends on it held at `x`.
+
+    Args:
+        module: the mixer, as Hugging Face has it (see the table above).
+        x: what it is given, after the block's norm.
+        mask: True at real tokens, as the mixer is given it; None for all.
+
+    Returns:
+        The chain; `scan_of` finds the scan in that of a state-space layer.
+
+    Raises:
+        UnsupportedModelError: a module of another kind, naming the part that is missing or not as expected.
+        InvalidInputError: vectors of another width, or a mask of another shape.
+    """
+    weights = _weights(module)
+    width = len(weights.ends.W_in)
+    if x.shape[-1] != width:
+        raise InvalidInputError(f"mixer_map: {type(module).__name__} takes vectors of {width}, x has {x.shape[-1]}.")
+    if mask is not None and mask.shape != x.shape[:2]:
+        raise InvalidInputError(f"mixer_map: the mask is {list(mask.shape)}, x is {list(x.shape)}; pass [batch, pos].")
+    return weights.hold(x.detach(), mask)
+
+
+def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError] = UnsupportedModelError) -> Mixer:
+    """How a mixer's map follows from what it reads.
+
+    The map refuses padding on the left that would change what real tokens give: there the mixer itself lets a bias
+    through from padded positions.
+
+    Args:
+        module: the mixer, as Hugging Face has it.
+        refuse: makes an error that names the block.
+
+    Raises:
+        UnsupportedModelError: a mixer of no known kind; names the part.
+    """
+    leaking = _leaking_bias(_weights(module))
+
+    def held(x: Tensor, mask: Mask | None) -> Chain:
+        if leaking and mask is not None and bool(((mask != 0).cumsum(1) == 0).any()):
+            raise refuse(
+                f"{leaking} of {type(module).__name__} has a bias, which padding on the left passes on to real tokens: "
+                "padding changes what the model gives. Pad on the right, or freeze the prompts one by one."
+            )
+        return mixer_map(module, x, mask)
+
+    return held
+
+
+def _leaking_bias(weights: MambaWeights | Mamba2Weights | DeltaWeights | ShortConvolution) -> str:
+    """Which part, if any, gives padded positions something that reaches later ones."""
+    ends = weights.ends
+    if ends.b_in is not None and bool(ends.b_in.any()):
+        return "the first projection"
+    offset = ends.convolution.offset
+    # those of Mamba zero padding again after the convolution, and a short convolution is followed by nothing that mixes
+    return "the convolution" if isinstance(weights, DeltaWeights) and offset is not None and bool(offset.any()) else ""
+
+
+def _weights(module: nn.Module) -> MambaWeights | Mamba2Weights | DeltaWeights | ShortConvolution:
+    if is_delta(module):
+        return delta_weights(module)
+    if _is_short_convolution(module):
+        convolution = read_convolution(module, "conv")
+        ends = Ends(*read_linear(module, "in_proj"), convolution, nn.Identity(), *read_linear(module, "out_proj"))
+        made, channels = ends.W_in.shape[1], len(ends.W_out)
+        require(made == 3 * channels == 3 * len(convolution.weight), module, "in_proj", "does not make B, C and x")
+        return ShortConvolution(ends)
+    return mixer_weights(module)
+
+
+def _is_short_convolution(module: nn.Module) -> bool:
+    parts = [innermost(getattr(module, name, None)) for name in ("in_proj", "conv", "out_proj")]
+    return all(isinstance(part, nn.Module) for part in parts) and not hasattr(module, "A_log")

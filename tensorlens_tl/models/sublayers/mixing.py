@@ -1,0 +1,151 @@
+"""What mixers in place of attention have in common: two projections, a short convolution, a gate and a norm beside it.
+
+Held values are made in float32 at least, and in float64 where the input is.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from tensorlens_tl.algebra import AffineMap, CausalConvolution, Chain, Diagonal, Linear
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.activations import Activation, coefficients
+from tensorlens_tl.models.parameters import innermost, linears
+
+Mask = Bool[Tensor, "_ _"] | Int[Tensor, "_ _"] | Float[Tensor, "_ _"]
+"""True, or not zero, at real tokens, `[batch, pos]`."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What every mixer has before its scan and after it; `W_in` makes more than goes to the convolution."""
+
+    W_in: Float[Tensor, "d_model d_in"]
+    b_in: Float[Tensor, "d_in"] | None
+    convolution: CausalConvolution
+    activation: Activation
+    W_out: Float[Tensor, "channel d_model"]
+    b_out: Float[Tensor, "d_model"] | None
+
+
+@dataclass(frozen=True)
+class GatedNorm:
+    """An RMSNorm of groups of channels beside the gate; `first` where it comes before the gate."""
+
+    gain: Float[Tensor, "channel"]
+    epsilon: float
+    groups: int
+    first: bool
+
+    def factor(self, y: Float[Tensor, "batch pos channel"]) -> Float[Tensor, "batch pos channel"]:
+        """Gain ÷ scale, held at y."""
+        grouped = y.unflatten(-1, (self.groups, -1))
+        scale = (grouped.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
+        return self.gain * scale.expand_as(grouped).flatten(-2)
+
+
+class Entry:
+    """A mixer's input on its way to what mixes all positions; the first channels of what is convolved go through it.
+
+    Attributes:
+        keep: 1 at real tokens, or None for all; `again` the same after the convolution, where the mixer masks twice.
+        projected: all that `W_in` makes.
+        before, after: the activation that follows the convolution.
+    """
+
+    def __init__(self, ends: Ends, x: Tensor, convolved: slice, mask: Mask | None, twice: bool = True) -> None:
+        keep = None if mask is None or bool(mask.all()) else (mask != 0)[..., None].to(x)
+        self.ends, self.keep, self.start = ends, keep, convolved.start
+        self.again = keep if twice else None
+        self.projected = Linear(ends.W_in, ends.b_in)(x if keep is None else x * keep)
+        self.before = ends.convolution(self.projected[..., convolved])
+        after = ends.activation(self.before)
+        self.after = after if self.again is None else after * self.again
+
+    def chain(self, mixing: AffineMap, gate: Tensor, norm: GatedNorm | None) -> Chain:
+        """All maps of the mixer, with `mixing` between the activation and the gate."""
+        ends, like = self.ends, self.after
+        channels = slice(0, len(ends.W_out))
+        projected = slice(self.start, self.start + channels.stop)
+        held = coefficients(ends.activation, self.before[..., channels])
+        ratio, rest = held.through, held.rest
+        if self.again is not None:
+            ratio, rest = ratio * self.again, None if rest is None else rest * self.again
+        weight, offset = ends.convolution.weight, ends.convolution.offset
+        gates = [gate]
+        if norm is not None:
+            y = wide(mixing(like[..., channels]))
+            gates = [norm.factor(y), gate] if norm.first else [gate, norm.factor(y * gate)]
+        entry: list[AffineMap] = [Linear(ends.W_in[:, projected])]
+        if ends.b_in is not None:  # at every position: what mixes positions must be told how many have it
+            b_in = ends.b_in[projected].expand(1, like.shape[1], -1)
+            entry.append(Diagonal(like.new_ones(()).expand_as(b_in), b_in))
+        stages = (
+            *entry,
+            CausalConvolution(weight[channels], None if offset is None else offset[channels], like.shape[1]),
+            Diagonal(ratio, rest),
+            mixing,
+            *(Diagonal(factor.to(like)) for factor in gates),
+            Linear(ends.W_out, ends.b_out),
+        )
+        return Chain(stages if self.keep is None else (Diagonal(self.keep), *stages))
+
+
+def wide(held: Tensor) -> Tensor:
+    """In float32 at least: small decays and sums of squares need the digits, also beside bfloat16 vectors."""
+    return held.to(torch.promote_types(held.dtype, torch.float32))
+
+
+# ------------------------------------------------------------------ reading modules
+
+
+def gated_norm(module: Any) -> GatedNorm | None:
+    """The norm beside the gate of a mixer's channels, or None."""
+    norm = read_part(module, "norm") if getattr(module, "norm", None) is not None else nn.Identity()
+    if isinstance(norm, nn.Identity):
+        return None
+    known = hasattr(norm, "weight") and hasattr(norm, "variance_epsilon")
+    require(known, module, "norm", f"({type(norm).__name__}) is not an RMSNorm with a gate")
+    gain = norm.weight.detach()
+    size = getattr(norm, "group_size", len(gain) // getattr(norm, "n_groups", 1))
+    return GatedNorm(gain, float(norm.variance_epsilon), len(gain) // size, getattr(norm, "norm_before_gate", False))
+
+
+def rates(module: Any) -> Tensor:
+    """How fast states decay, negative."""
+    return -wide(module.A_log.detach()).exp()
+
+
+def read_convolution(module: Any, name: str = "conv1d") -> CausalConvolution:
+    """The short convolution of each channel by itself."""
+    conv = read_part(module, name)
+    channels, width = conv.weight.shape[0], conv.weight.shape[-1]
+    alike = (conv.groups, conv.padding, conv.stride, conv.dilation) == (channels, (width - 1,), (1,), (1,))
+    require(alike, module, name, "is not a causal convolution of each channel by itself")
+    return CausalConvolution(conv.weight.detach()[:, 0], None if conv.bias is None else conv.bias.detach())
+
+
+def read_linear(module: Any, name: str) -> linears.LinearWeights:
+    """What a linear layer of a mixer does: a weight, from input to output, and a bias."""
+
+    def refuse(message: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"mixer_map: of {type(module).__name__}, {message}")
+
+    return linears.read_linear(getattr(module, name), f"`{name}`", refuse)
+
+
+def read_part(module: Any, name: str) -> Any:
+    """A part, or what it wraps where another library has put its own around it."""
+    return innermost(getattr(module, name))
+
+
+def require(holds: bool, module: Any, part: str, message: str) -> None:
+    """Raise `UnsupportedModelError` about a part of a mixer unless it is as expected."""
+    if not holds:
+        raise UnsupportedModelError(
+            f"mixer_map: `{part}` of {type(module).__name__} {message}. Mixers like those of Mamba, Mamba 2 and the "
+            "hybrids named in tensorlens_tl.models.sublayers.mixers can be read."
+        )

@@ -1,0 +1,34 @@
+"""From what a user passes to what a model takes: tokens and masks, signals, positions, batches."""
+
+from tensorlens_tl.passes.inputs.batches import (
+    captured_bytes,
+    check_slice,
+    memory_batches,
+    numbered,
+    one_per_prompt,
+    taken,
+    tokenized,
+)
+from tensorlens_tl.passes.inputs.prompts import Prompt, one_query, prepare, query_positions, span_positions, token_rows
+from tensorlens_tl.passes.inputs.spans import find, find_real, without_mark, word_ids, word_starts
+
+__all__ = [
+    "Prompt",
+    "captured_bytes",
+    "check_slice",
+    "find",
+    "find_real",
+    "memory_batches",
+    "numbered",
+    "one_per_prompt",
+    "one_query",
+    "prepare",
+    "query_positions",
+    "span_positions",
+    "taken",
+    "token_rows",
+    "tokenized",
+    "without_mark",
+    "word_ids",
+    "word_starts",
+]

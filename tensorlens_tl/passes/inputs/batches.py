@@ -1,0 +1,92 @@
+"""Many prompts: how long is each, and which of them are frozen together?"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorlens_tl._arguments import plain, whole_slice
+from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs.prompts import token_rows
+
+WASTE = 0.25
+"""The share of a batch that may be padding before a new one begins."""
+
+
+def tokenized(view: ModelView, input: Any, prepend_bos: bool | None = None) -> list[list[int]]:
+    """Each prompt's token ids; see `tensorlens_tl.passes.inputs.prompts.prepare` for what may be passed."""
+    return [row.tolist() for row in token_rows(view, input, prepend_bos)]
+
+
+def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = None) -> list[list[int]]:
+    """Prompts of like length, longest first, as many together as fit the bound when padded to the longest of them.
+
+    Args:
+        view: the model.
+        lengths: of the prompts, in tokens.
+        memory: what the captured activations of one batch may take; None is the library's default.
+
+    Returns:
+        Numbers of prompts.
+    """
+    bound = in_bytes(memory)
+    batches: list[list[int]] = []
+    longest = 0
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        batch = batches[-1] if batches else []
+        full = (len(batch) + 1) * captured_bytes(view, longest) > bound
+        if not batch or full or (len(batch) >= 8 and lengths[number] < (1 - WASTE) * longest):
+            batches.append([])
+            longest = lengths[number]
+        batches[-1].append(number)
+    return batches
+
+
+def one_per_prompt(name: str, value: Any, prompts: int) -> list[Any] | Tensor | None:
+    """What an option (a token or a direction) names for each prompt, or None where one value serves them all.
+
+    Raises:
+        InvalidInputError: it names several, but not one for each prompt.
+    """
+    if name == "direction":
+        vectors = None if value is None else torch.as_tensor(value)
+        several = None if vectors is None or vectors.ndim < 2 else vectors
+    else:
+        value = plain(value)
+        several = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+    if several is not None and len(several) != prompts:
+        raise InvalidInputError(f"{name}: {len(several)} for {prompts} prompts; pass one, or one for each prompt.")
+    return several
+
+
+def taken(values: list[Any] | Tensor, batch: Sequence[int]) -> list[Any] | Tensor:
+    """The values of a batch's prompts."""
+    return values[torch.tensor(batch)] if isinstance(values, Tensor) else [values[number] for number in batch]
+
+
+def numbered(message: str, batch: Sequence[int]) -> str:
+    """A message about one of the prompts that were run together, with the number it has among all."""
+    return re.sub(r"\b(?:row|prompt) (\d+)\b", lambda match: f"prompt {batch[int(match[1])]}", message)
+
+
+def check_slice(query: Any, lengths: Sequence[int]) -> None:
+    """Refuse a slice that stands for more positions in one prompt than in another, as a single pass does."""
+    if not isinstance(query, slice):
+        return
+    query = whole_slice("query", query, why="positions of a prompt")
+    counts = {len(range(length)[query]) for length in lengths}
+    if len(counts) > 1:
+        raise InvalidInputError(
+            f"query={query} stands for {sorted(counts)} tokens of these prompts; it must be the same number in each."
+        )
+
+
+def captured_bytes(view: ModelView, length: int) -> int:
+    """What freezing keeps of one prompt of so many tokens: streams, patterns, pre-activations and ratios."""
+    kept = [block.captured for block in view.blocks]
+    numbers = length * sum(by_token + by_pair * length for by_token, by_pair in kept)
+    return numbers * next(view.model.parameters()).element_size()

@@ -1,0 +1,158 @@
+"""Runs of the live model on behalf of a pass, with something changed in copies of its prompts.
+
+Whatever runs the model once more for a pass goes through `LiveModel`, which refuses a model that is no longer that of
+the pass: other weights, another configuration, dropout, a frozen pass attached, or activations that differ.
+
+Several changes are run at once as copies of the prompts, one after the other in the rows of a batch. Code that
+somebody put on the model may act on one row only (``t[0, 3] += v``, the usual idiom with one prompt), and would not
+reach the copies in the other rows. So
+
+* where such code is seen (`tensorlens_tl.hooks.foreign_hooks`), each copy is run by itself, in a batch of the pass's
+  own shape;
+* where none is, the first and the last copy of every batch are left as they are, and both must give the pass's number.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
+from tensorlens_tl.algebra.numerics import relative_error, upcast
+from tensorlens_tl.errors import FrozenModelError
+from tensorlens_tl.hooks import capture, foreign_hooks, hook_numbers, refuse_attached
+from tensorlens_tl.models.lifecycle import refuse_dropout
+from tensorlens_tl.passes.record import Record
+
+Copies = Sequence[int | None]
+"""What is changed in each copy of the prompts: the number of a change, or None for a copy that is left as it is."""
+
+SAME_SHAPE = 1e-5
+"""How far two runs of the same batch may be apart, relative to their vectors, in any precision: they do the same."""
+
+
+class LiveModel:
+    """The model of a pass, to be run once more.
+
+    Attributes:
+        frozen: the pass.
+        what: what is asked, for messages.
+        alone: whether somebody's hooks are on the model, so that every copy of the prompts is run by itself.
+        tolerance: how far the model may be from the pass, relative to the pass's own vectors. Where hooks were put on
+            or taken off since, a run of the same batch must repeat the pass but for rounding.
+
+    Raises:
+        InvalidInputError: the model was put in train mode since, and drops activations there.
+        FrozenModelError: its weights or its configuration were changed since the pass, or a frozen pass is attached.
+    """
+
+    def __init__(self, frozen: Record, what: str) -> None:
+        frozen.check_fresh()
+        refuse_attached(frozen.model)
+        refuse_dropout(frozen.view.model)
+        self.frozen, self.what = frozen, what
+        self.alone = bool(foreign_hooks(frozen.model))
+        self.same_hooks = frozen.hook_numbers == hook_numbers(frozen.model)
+        self.tolerance = frozen.tolerance
+        if not self.same_hooks:
+            self.tolerance = min(frozen.tolerance, SAME_SHAPE)
+
+    def check(self, seen: Mapping[str, Tensor]) -> None:
+        """Refuse activations of a run of the pass's own prompts that are not those of the pass.
+
+        Args:
+            seen: activations `[batch, pos, d]` by hook-point name, all of them kept by the pass.
+
+        Raises:
+            FrozenModelError: naming the first that differs.
+        """
+        for name, tensor in seen.items():
+            own = self.frozen.captured(name)
+            mask = self.frozen.mask[:, self.frozen.span(name)]
+            counted = mask if mask.shape == own.shape[:2] else None  # a classifier's head reads one vector
+            error = relative_error(upcast(tensor.detach().to(own.device).reshape(own.shape)), upcast(own), counted)
+            self.refuse(error, f"{name} differs by {error:.1e}")
+
+    def check_hooks(self) -> None:
+        """Where hooks were put on or taken off since the pass, run its prompts once and `check` what they give."""
+        if not self.same_hooks:
+            name = self.frozen.points.last_output
+            self.check(capture(self.frozen.model, self.frozen.inputs, [name], last=name)[0])
+
+    def refuse(self, error: float, where: str) -> None:
+        """Raise `FrozenModelError` for a run that is further from the pass than allowed; NaN is."""
+        if not error <= self.tolerance:
+            raise self._other_model(where)
+
+    def _other_model(self, where: str) -> FrozenModelError:
+        changed = "" if self.same_hooks else " (hooks were put on it or taken off since)"
+        return FrozenModelError(
+            f"{self.what}: the live model gives another number than this pass holds{changed}: {where}. Freeze again."
+        )
+
+    def changed(
+        self,
+        changes: int,
+        run: Callable[[Copies], Float[Tensor, "copy *rest"]],
+        error: Callable[[Float[Tensor, "*rest"]], float],
+        bytes_per_copy: int,
+        memory: Memory,
+        title: str,
+        parts: int = 1,
+    ) -> Iterator[tuple[range, Float[Tensor, "change *rest"]]]:
+        """Run every change in a copy of the prompts, as many at once as fit.
+
+        Args:
+            changes: how many there are.
+            run: runs copies of the prompts, and hands back what each copy gives.
+            error: how far what an unchanged copy gives is from what the pass holds, relative to its size.
+            bytes_per_copy: what one copy allocates.
+            memory: what the copies of one run may allocate at once.
+            title: of the progress bar.
+            parts: the least number of runs.
+
+        Yields:
+            Some of the changes, and what their copies give.
+
+        Raises:
+            FrozenModelError: an unchanged copy gives another number than the pass.
+            SizeError: one copy is larger than a bound that was given.
+        """
+        room = in_bytes(memory) - 2 * bytes_per_copy
+        singly = self.alone or changes == 1 or room < bytes_per_copy
+        self.check_hooks()
+        if singly or not self.same_hooks:
+            off = error(run([None])[0])
+            self.refuse(off, f"they differ by {off:.1e}")
+        if singly:
+            for rows in chunks(changes, bytes_per_copy, memory, title, parts=max(changes, 1)):
+                yield rows, run(list(rows))
+            return
+        for rows in chunks(changes, bytes_per_copy, room, title, parts=parts):
+            made = run([None, *rows, None])
+            self._check_controls(error(made[0]), error(made[-1]))
+            yield rows, made[1:-1]
+
+    def _check_controls(self, first: float, last: float) -> None:
+        """Refuse a model that does something else in some rows of a batch.
+
+        Raises:
+            FrozenModelError: a copy that is left as it is gives another number than the pass.
+        """
+        if not first <= self.frozen.tolerance:
+            raise self._other_model(f"they differ by {first:.1e}")
+        if not last <= self.frozen.tolerance:
+            raise FrozenModelError(
+                f"{self.what}: the prompts give another number in the last rows of a batch than in the first (they "
+                f"differ by {last:.1e}): something acts on some rows only, and it is no hook that could be found. Let "
+                "it act on every row; or put it on the model as a hook, and prompts are run one by one."
+            )
+
+
+def repeated(inputs: Mapping[str, Any], copies: int) -> dict[str, Any]:
+    """A pass's inputs with every prompt as often as there are copies, copy after copy."""
+    return {
+        name: value.repeat(copies, *(1,) * (value.ndim - 1)) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }

@@ -1,0 +1,32 @@
+"""The frozen pass as one affine map, and the questions that are put to it."""
+
+from tensorlens_tl.passes.operator.collapse import Collapse
+from tensorlens_tl.passes.operator.operator import FrozenOperator
+from tensorlens_tl.passes.operator.pixels import PatchEmbedding, PixelScores, patch_embedding, pixel_scores
+from tensorlens_tl.passes.operator.selection import chosen_head, chosen_layers, end_of
+from tensorlens_tl.passes.operator.target import (
+    logit_label,
+    resolve_target,
+    target_ids,
+    token_ids,
+    token_label,
+    unembedding_rows,
+)
+
+__all__ = [
+    "Collapse",
+    "FrozenOperator",
+    "PatchEmbedding",
+    "PixelScores",
+    "chosen_head",
+    "chosen_layers",
+    "end_of",
+    "logit_label",
+    "patch_embedding",
+    "pixel_scores",
+    "resolve_target",
+    "target_ids",
+    "token_ids",
+    "token_label",
+    "unembedding_rows",
+]

@@ -1,0 +1,169 @@
+"""Down to the pixels: the patch embedding is affine, so an operator's scores of patches are sums over their pixels.
+
+A logit is ``Σ scores of pixels + bias``, where the bias holds all that no pixel brings: the CLS token, position
+embeddings, the convolution's bias, and the biases of the model. A pixel's score is ``pixel · (Tᵀ g)``, pulled on
+through the patch embedding; where patches overlap, a pixel has a share of each. (Ours; the collapse of TensorLens, Eq.
+24, with one more linear map before it.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.numerics import relative_error, relative_residual, upcast
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.patches import PatchWeights
+from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.operator.operator import FrozenOperator
+from tensorlens_tl.passes.operator.target import resolve_target
+from tensorlens_tl.passes.record import Record, check_pass
+
+
+@dataclass(frozen=True, eq=False)
+class PatchEmbedding:
+    """The embedding of an image's (or a spectrogram's) patches as an affine map, proved on one pass.
+
+    Attributes:
+        weights: of the convolution, and what is added to every image.
+        x: the model's own input in the pass.
+        special: how many positions come before the first patch.
+        error: largest relative error of any position against the model's own stream.
+    """
+
+    weights: PatchWeights
+    x: Float[Tensor, "batch ..."]
+    special: int
+    error: float
+
+    def __repr__(self) -> str:
+        rows, columns = self.weights.grid(self.x)
+        return f"PatchEmbedding({rows} × {columns} patches of {self.weights.kernel}, error={self.error:.1e})"
+
+    @property
+    def weight(self) -> Float[Tensor, "d_model pixel"]:
+        """What each pixel of a patch writes: its columns go through channels, rows and columns of the patch."""
+        return self.weights.weight
+
+    @property
+    def bias(self) -> Float[Tensor, "pos d_model"]:
+        """What the stream holds whatever is shown: special tokens, position embeddings, the convolution's bias."""
+        bias = self.weights.constant.clone()
+        if self.weights.bias is not None:
+            bias[self.special :] += self.weights.bias
+        return bias
+
+    def push(self, x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch pos d_model"]:
+        """The linear part, from pixels to the stream."""
+        patches = self.weights.columns(x) @ self.weight.T
+        return torch.cat([patches.new_zeros(len(x), self.special, patches.shape[-1]), patches], dim=1)
+
+    def __call__(self, x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch pos d_model"]:
+        """The stream that enters the first block, of images of the pass's size."""
+        return self.push(x) + self.bias
+
+    def pull(self, g: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "..."]:
+        """The adjoint of `push`: vectors at positions as numbers at pixels, `[*rows, *input]`."""
+        return self.weights.onto_input(g[..., self.special :, :] @ self.weight, self.x)
+
+
+def patch_embedding(frozen: Record) -> PatchEmbedding:
+    """The patch embedding of a vision transformer or an audio spectrogram transformer, read from its convolution.
+
+    Args:
+        frozen: a pass of it.
+
+    Raises:
+        InvalidInputError: no frozen pass.
+        UnsupportedModelError: the model embeds no patches, or they do not give the stream that enters its first block.
+    """
+    check_pass(frozen)
+    weights = frozen.view.patches
+    if weights is None:
+        raise UnsupportedModelError(
+            f"patch_embedding: {frozen.view.description} has no patch embedding that is read (one convolution, and "
+            "position embeddings)."
+        )
+    frozen.check_fresh()
+    x = frozen.inputs["input"]
+    made = PatchEmbedding(weights, x, frozen.prompt.special, 0.0)
+    fits = weights.constant.shape == frozen.resid_pre(0).shape[1:]
+    error = relative_error(made(x), frozen.resid_pre(0), frozen.mask) if fits else float("inf")
+    if not error <= frozen.tolerance:
+        raise UnsupportedModelError(
+            f"patch_embedding: what enters the first block of this {frozen.view.description} is not its patches times "
+            f"the convolution's weights plus constants (relative error {error:.1e}, allowed {frozen.tolerance:.0e})."
+        )
+    return PatchEmbedding(weights, x, frozen.prompt.special, error)
+
+
+@dataclass(frozen=True, eq=False)
+class PixelScores:
+    """What every pixel gives to a logit or a direction.
+
+    Attributes:
+        scores: `[batch, query, *input]`: channel, row and column of an image; time and mel bin of a spectrogram.
+        bias: what no pixel brings, `[batch, query]`.
+        total: what scores and bias sum to.
+        residual: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)).
+        queries: the positions that were asked about.
+        target: what the scores explain, in words.
+    """
+
+    scores: Float[Tensor, "batch query ..."]
+    bias: Float[Tensor, "batch query"]
+    total: Float[Tensor, "batch query"]
+    residual: Float[Tensor, "batch query"]
+    queries: Int[Tensor, "batch query"]
+    target: str
+
+    def __repr__(self) -> str:
+        shape = ", ".join(map(str, self.scores.shape))
+        return f"PixelScores({self.target!r}, [{shape}], residual={float(self.residual.max()):.1e})"
+
+
+def pixel_scores(
+    frozen: Record,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    query: Query = -1,
+    direction: Float[Tensor, "..."] | None = None,
+    activation: str = "ratio",
+    memory: Memory = None,
+) -> PixelScores:
+    """The effect of every pixel on one logit of a class, a difference of two, or any direction; exact.
+
+    Args:
+        frozen: a pass of a vision transformer or an audio spectrogram transformer.
+        target, minus, query, direction: as in `FrozenOperator.target`.
+        activation: the rule for MLPs.
+        memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError, UnsupportedModelError: see `patch_embedding` and `FrozenOperator.target`.
+    """
+    embedding = patch_embedding(frozen)
+    operator = FrozenOperator.of(frozen, activation=activation)
+    positions = query_positions(frozen.prompt, query)
+    collapse = operator.target(target, minus, query=query, direction=direction, memory=memory)
+    asked = resolve_target(frozen, target, minus, direction, positions)
+    head = frozen.prediction_head(activation) if asked.of_tokens else None
+    through = operator.map if head is None else head @ operator.map
+    assert collapse.bias is not None
+    assert collapse.total is not None
+    x, (batch, queries) = embedding.x, positions.shape
+    scores, bias = x.new_zeros(batch, queries, *x.shape[1:]), upcast(collapse.bias).clone()
+    for rows in chunks(queries, frozen.row_bytes, memory, "queries"):
+        part = slice(rows.start, rows.stop)
+        vectors = operator.x.new_zeros(len(rows), *operator.x.shape)
+        at = positions[:, part].T[..., None, None].expand(-1, -1, 1, vectors.shape[-1])
+        vectors.scatter_(2, at, asked.vectors[:, part].transpose(0, 1)[:, :, None].to(vectors))
+        pulled = through.pull(vectors)
+        scores[:, part] = (embedding.pull(pulled) * x).transpose(0, 1)
+        bias[:, part] += (upcast(pulled) * embedding.bias).sum((-2, -1)).T
+    residual = relative_residual(scores.flatten(2), bias, collapse.total)
+    return PixelScores(scores, bias, collapse.total, residual, positions, asked.label)

@@ -1,0 +1,129 @@
+"""Which layers, heads, MLPs and source tokens are meant: arguments checked, and said what is wrong with them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import plain, whole_number, whole_slice
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import LayerRange, Query
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs import Prompt, span_positions
+from tensorlens_tl.passes.record import Record
+
+
+def chosen_layers(n_layers: int, layers: LayerRange) -> range:
+    """A contiguous range out of a slice, a sequence, or None for all."""
+    if layers is None:
+        return range(n_layers)
+    layers = layers if isinstance(layers, slice) else plain(layers)
+    if not isinstance(layers, slice | Sequence):
+        raise InvalidInputError(
+            f"layers={layers!r}: use a slice or consecutive layers, such as slice(0, {layers}) for those before the "
+            f"input of blocks.{layers}."
+        )
+    if isinstance(layers, slice):
+        layers = whole_slice("layers", layers, why="layers of this model")
+        start, stop, step = layers.indices(n_layers)
+        wanted = [bound for bound in (layers.start, layers.stop) if bound is not None]
+        if step != 1 or start >= stop or any(not -n_layers <= bound <= n_layers for bound in wanted):
+            raise InvalidInputError(f"layers={layers}: no such range in a model of {n_layers} layers.")
+        return range(start, stop)
+    chosen = [whole_number("layers", layer, 0, n_layers - 1, why="layers of this model") for layer in layers]
+    if not chosen:
+        raise InvalidInputError(f"layers=[]: use layers 0 to {n_layers - 1}.")
+    if chosen != list(range(chosen[0], chosen[0] + len(chosen))):
+        raise InvalidInputError(f"layers={chosen}: an operator needs consecutive layers without a gap.")
+    return range(chosen[0], chosen[-1] + 1)
+
+
+def end_of(frozen: Record, last: int, final_norm: bool) -> str:
+    """Where some layers end, in words; `last` is the first layer after them."""
+    if last < frozen.n_layers:
+        return f"{frozen.view.blocks[last].name} input"
+    return "the final norm's output" if final_norm and frozen.view.final_norm is not None else "the last block's output"
+
+
+def chosen_heads(frozen: Record, layer: int, chosen: range, ids: Any) -> list[int]:
+    """The heads of one layer to keep."""
+    if layer not in chosen:
+        raise InvalidInputError(f"heads: layer {layer} is not among the operator's layers {list(chosen)}.")
+    count = frozen.view.blocks[layer].attention.heads
+    if not isinstance(ids, Collection):
+        raise InvalidInputError(f"heads: pass a collection of heads for layer {layer}, such as {{{layer}: [0, 2]}}.")
+    return [whole_number(f"heads[{layer}]", head, 0, count - 1, why=f"heads of layer {layer}") for head in ids]
+
+
+def chosen_head(view: ModelView, layer: Any, head: Any) -> tuple[int, int]:
+    """One head, as a layer and a query head of it."""
+    layer = whole_number("layer", layer, 0, view.n_layers - 1, why="a layer of this model")
+    weights = view.blocks[layer].attention
+    heads, kv_heads = weights.heads, weights.kv_heads
+    grouped = f" (query heads; each of {kv_heads} key-value heads serves {heads // kv_heads})"
+    which = f"a head of layer {layer}{grouped if kv_heads != heads else ''}"
+    return layer, whole_number("head", head, 0, heads - 1, why=which)
+
+
+def chosen_mlps(layers: Any, chosen: range) -> set[int]:
+    """The layers whose MLPs to keep."""
+    if not isinstance(layers, Collection) or isinstance(layers, Mapping):
+        raise InvalidInputError(f"mlp={layers!r}: use True, False, or the layers whose MLPs to keep (each whole).")
+    outside = [layer for layer in layers if layer not in chosen]
+    if outside:
+        raise InvalidInputError(f"mlp: layers {outside} are not among the operator's layers {list(chosen)}.")
+    return set(layers)
+
+
+def places_bias(bias: str) -> bool:
+    """Whether biases count for the positions where they are added, instead of apart."""
+    if bias not in ("apart", "position"):
+        raise InvalidInputError(f"bias={bias!r}; use 'apart' (not part of the scores) or 'position'.")
+    return bias == "position"
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """Which source tokens are asked for.
+
+    Attributes:
+        places: the positions that any prompt asks for, ascending.
+        mask: True where such a position is a real token, `[batch, place]`.
+        columns: for each prompt and key asked for, which of the places it is, `[batch, key]`; None for all in order.
+    """
+
+    places: list[int]
+    mask: Bool[Tensor, "batch place"]
+    columns: Int[Tensor, "batch key"] | None = None
+
+    @property
+    def chosen(self) -> list[int] | None:
+        """The places, or None for all."""
+        return None if self.columns is None else self.places
+
+    def asked(self, result: Tensor, dim: int) -> Tensor:
+        """A result over places as one over the keys asked for."""
+        if self.columns is None:
+            return result
+        in_order = torch.arange(len(self.places), device=self.columns.device).expand(len(self.columns), -1)
+        if torch.equal(self.columns, in_order):  # nothing to copy
+            return result
+        index = self.columns.reshape(len(self.columns), *(1,) * (dim - 1), -1, *(1,) * (result.ndim - dim - 1))
+        return torch.take_along_dim(result, index, dim=dim)
+
+
+def chosen_keys(prompt: Prompt, keys: Query) -> Keys:
+    """Source tokens, counted over each prompt's real tokens; a text stands for all its tokens, None for all there are.
+
+    Raises:
+        InvalidInputError: see `tensorlens_tl.passes.inputs.prompts.span_positions`.
+    """
+    mask = prompt.mask
+    if keys is None:
+        return Keys(list(range(mask.shape[1])), mask)
+    wanted = span_positions(prompt, keys)
+    places = wanted.unique()
+    return Keys(places.tolist(), mask[:, places], torch.searchsorted(places, wanted.contiguous()))

@@ -1,0 +1,261 @@
+"""What a prediction is asked about: a token, a difference of two, or any direction of the residual stream."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import plain
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models.protocol import NEXT, TokenLike
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs import Prompt, query_positions
+from tensorlens_tl.passes.proof import unembedding_error
+from tensorlens_tl.passes.record import Record, check_pass
+
+
+def token_ids(
+    view: ModelView, tokens: TokenLike, batch: int, name: str = "target", queries: int = 1
+) -> Int[Tensor, "batch query"]:
+    """One token id per prompt and query.
+
+    Args:
+        view: the model.
+        tokens: a string of one token or a token id, for every prompt and query; a list of one for each prompt, or, of
+            a single prompt, for each query; or a list of lists, ``[batch][query]``.
+        batch, queries: how many there are.
+        name: the argument's name, for messages.
+
+    Raises:
+        InvalidInputError: several tokens, none, out of the vocabulary, or not one per prompt or query.
+    """
+    asked = plain(tokens)
+    given: Sequence[Any] = asked if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked] * batch
+    if len(given) == queries != batch == 1:
+        given = [given]
+    if len(given) != batch:
+        of_queries = f" (or one for each of its {queries} queries)" if batch == 1 < queries else ""
+        raise InvalidInputError(
+            f"{name}: {len(given)} tokens for {batch} prompts; pass one, or one for each prompt{of_queries}. A "
+            "difference of two tokens takes the second as minus=, a vector goes in direction=."
+        )
+    rows: list[list[int]] = []
+    for row in given:
+        if isinstance(row, str) or not isinstance(row, Sequence):
+            rows.append([_token_id(view, row, name)] * queries)
+        elif len(row) == queries:
+            rows.append([_token_id(view, token, name) for token in row])
+        else:
+            raise InvalidInputError(f"{name}: {len(row)} tokens for {queries} queries of a prompt; pass one for each.")
+    return torch.tensor(rows)
+
+
+def next_ids(prompt: Prompt, positions: Int[Tensor, "batch query"], name: str = "target") -> Int[Tensor, "batch query"]:
+    """The token that follows each query in its prompt; at padding, where nothing is asked, any.
+
+    Raises:
+        InvalidInputError: a query at a prompt's last real token, or a prompt of images or sound.
+    """
+    if prompt.kwargs.get("input", prompt.tokens).is_floating_point():
+        raise InvalidInputError(f"{name}=NEXT: images and sound have no next token; pass a class, or direction=.")
+    pos, numbers = prompt.mask.shape[1], torch.arange(prompt.mask.shape[1], device=prompt.mask.device)
+    last = (numbers * prompt.mask).amax(1, keepdim=True)
+    if prompt.encoder_length:  # nor does the decoder's first token follow the encoder's last
+        inside = prompt.mask[:, : prompt.encoder_length]
+        last = torch.cat([(numbers[: prompt.encoder_length] * inside).amax(1, keepdim=True), last], dim=1)
+    ends = (positions[..., None] == last[:, None]).any(-1)
+    if bool(ends.any()):
+        row, query = ends.nonzero()[0].tolist()
+        at = int(positions[row, query])
+        token = prompt.str_tokens[row][at] if prompt.str_tokens else ""
+        raise InvalidInputError(
+            f"{name}=NEXT: nothing follows position {at} ({token!r}), the last token of prompt {row}. Ask at earlier "
+            "ones, such as query=slice(None, -1), or name a token."
+        )
+    return torch.take_along_dim(prompt.tokens, (positions + 1).clamp_max(pos - 1), dim=1)
+
+
+def _token_id(view: ModelView, token: Any, name: str) -> int:
+    vocabulary = view.d_vocab if view.unembedding is None else view.unembedding[0].shape[1]
+    if isinstance(token, str):
+        tokenizer = view.tokenizer
+        if view.labels:
+            return _class_number(view, token, name)
+        if tokenizer is None:
+            raise InvalidInputError(f"{name}={token!r}: this model has no tokenizer; pass a token id.")
+        ids = tokenizer(token, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            pieces = [tokenizer.decode([piece]) for piece in ids]
+            spaced = " " + token.lstrip()
+            helps = len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1
+            hint = f" Words inside a text often start with a space: try {spaced!r}." if helps else ""
+            raise InvalidInputError(f"{name}={token!r} is {len(ids)} tokens {pieces}; a target is one token.{hint}")
+        if ids[0] == getattr(tokenizer, "unk_token_id", None) and token != tokenizer.unk_token:
+            raise InvalidInputError(f"{name}={token!r} is not in the vocabulary; pass a token the tokenizer knows.")
+        return int(ids[0])
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise InvalidInputError(f"{name}={token!r}: pass a token as a string or an id, or use direction= for a vector.")
+    if not 0 <= token < vocabulary:
+        raise InvalidInputError(f"{name}={token} is outside the vocabulary of {vocabulary} tokens.")
+    return token
+
+
+def _class_number(view: ModelView, label: str, name: str) -> int:
+    """The class that a label, or one of its synonyms between commas, belongs to."""
+    wanted = label.strip()
+    found = [number for number, text in view.labels.items() if text.strip() == wanted]
+    found = found or [n for n, text in view.labels.items() if wanted in [part.strip() for part in text.split(",")]]
+    if len(found) != 1:
+        few = ", ".join(repr(text) for text in list(view.labels.values())[:8])
+        what = "no class" if not found else f"the label of classes {found}"
+        raise InvalidInputError(
+            f"{name}={label!r} is {what} of this model, whose labels are {few} …; or pass a number."
+        )
+    return found[0]
+
+
+def token_label(view: ModelView, token: int) -> str:
+    """A token id, or the number of a class, as readable text."""
+    tokenizer = view.tokenizer
+    if view.labels:
+        return view.labels.get(token, str(token))
+    return str(token) if tokenizer is None else tokenizer.decode([token])
+
+
+def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> str:
+    """What a token target explains, in words: ids are named by their text."""
+
+    def named(token: Any) -> str:
+        if token is NEXT:
+            return "each query's next token"
+        return repr(token_label(view, token)) if isinstance(token, int) else repr(token)
+
+    return "logit of " + " − ".join(named(plain(token)) for token in (target, minus) if token is not None)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked about the end of a model: ``vector · stream + constant``, one for each prompt and query.
+
+    `of_tokens` tells whether the stream is the one that is unembedded (a token's logit) or the operator's own output.
+    """
+
+    vectors: Float[Tensor, "batch query d"]
+    constant: Float[Tensor, "batch query"]
+    of_tokens: bool
+    label: str
+
+
+def resolve_target(
+    frozen: Any,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    direction: Any = None,
+    positions: Int[Tensor, "batch query"] | None = None,
+) -> Target:
+    """What `target`, `minus` and `direction` ask, checked.
+
+    Args:
+        frozen: the pass.
+        target: a token (string or id), one per prompt, or one per prompt and query; see `token_ids`. `NEXT` is each
+            query's own next token.
+        minus: another token, for ``logit(target) − logit(minus)``.
+        direction: instead of a token, a vector `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]` at the
+            operator's output.
+        positions: which queries are asked about, None for each prompt's last real token.
+
+    Raises:
+        InvalidInputError: no target, both kinds, target and minus the same, several tokens, out of the vocabulary, or
+            a wrong shape.
+        UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
+    """
+    check_pass(frozen)
+    positions = query_positions(frozen.prompt, -1) if positions is None else positions
+    if direction is not None:
+        if target is not None or minus is not None:
+            raise InvalidInputError("target: pass either tokens or direction=, not both.")
+        vectors = _directions(frozen, direction, positions.shape[1])
+        return Target(vectors, vectors.new_zeros(vectors.shape[:2]), False, "direction")
+    if target is None:
+        also = " (minus alone is no target)" if minus is not None else ""
+        raise InvalidInputError(f"target: missing{also}. Pass a token (target=' Paris'), or direction=Tensor[d_model].")
+    vectors, constant = unembedding_rows(frozen, positions, target, minus)
+    return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
+
+
+def _directions(frozen: Record, direction: Any, queries: int) -> Float[Tensor, "batch query d"]:
+    batch, width = len(frozen.tokens), frozen.output.shape[-1]
+    try:
+        direction = torch.as_tensor(direction).detach().to(frozen.output)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInputError(f"direction={direction!r} is no vector of numbers.") from None
+    if direction.shape == (batch, width):
+        direction = direction[:, None]
+    if direction.shape not in ((width,), (batch, 1, width), (batch, queries, width)):
+        raise InvalidInputError(
+            f"direction is {tuple(direction.shape)}; pass [{width}], one for each prompt, [{batch}, {width}], or one "
+            f"for each query as well, [{batch}, {queries}, {width}]."
+        )
+    if not bool(torch.isfinite(direction).all()):
+        raise InvalidInputError("direction has values that are not finite.")
+    return direction.expand(batch, queries, width)
+
+
+def target_ids(
+    frozen: Record, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
+) -> tuple[Int[Tensor, "batch query"], Int[Tensor, "batch query"] | None]:
+    """The ids of a token target, and of what it is held against, on the pass's device.
+
+    Raises:
+        InvalidInputError: see `token_ids` and `next_ids`; also a token held against itself.
+    """
+    batch, queries = positions.shape
+
+    def read(tokens: TokenLike, name: str) -> Int[Tensor, "batch query"]:
+        if tokens is NEXT:
+            return next_ids(frozen.prompt, positions, name)
+        return token_ids(frozen.view, tokens, batch, name, queries).to(positions.device)
+
+    ids, others = read(target, "target"), None if minus is None else read(minus, "minus")
+    real = torch.take_along_dim(frozen.mask, positions, dim=1)
+    if others is not None and bool((same := (ids == others) & real).any()):
+        view, token = frozen.view, int(ids[same][0])
+        raise InvalidInputError(
+            f"target and minus are the same token, {token_label(view, token)!r}: their difference is zero everywhere."
+        )
+    return ids, others
+
+
+def unembedding_rows(
+    frozen: Record, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
+) -> tuple[Float[Tensor, "batch query d"], Float[Tensor, "batch query"]]:
+    """Per prompt and query: the direction of a token's logit (or a difference of two), and its constant b_U.
+
+    Raises:
+        InvalidInputError: see `target_ids`.
+        UnsupportedModelError: the model's logits at one of the positions are not ``cap(W_U·x + b_U)``, measured.
+    """
+    if frozen.view.unembedding is None:
+        raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens; use direction=.")
+    W_U, b_U = frozen.view.unembedding
+    ids, others = target_ids(frozen, positions, target, minus)
+    error = unembedding_error(frozen, positions)
+    if error is None or not error <= frozen.tolerance:
+        raise UnsupportedModelError(
+            f"target: the logits of {frozen.view.description} are not cap(W_U·x + b_U) as read from its weights "
+            f"(relative error {error:.1e}; scaled logits, or a hook after the unembedding?). Use direction=."
+        )
+
+    def rows(tokens: Int[Tensor, "batch query"]) -> tuple[Tensor, Tensor]:
+        vectors = W_U[:, tokens.to(W_U.device)].permute(1, 2, 0) * frozen.view.logit_factor
+        constant = vectors.new_zeros(tokens.shape) if b_U is None else b_U[tokens.to(b_U.device)]
+        return vectors, constant * frozen.view.logit_factor
+
+    vectors, constant = rows(ids)
+    if others is not None:
+        vectors, constant = (mine - theirs for mine, theirs in zip((vectors, constant), rows(others), strict=True))
+    device = frozen.tokens.device
+    return vectors.to(device), constant.to(device)

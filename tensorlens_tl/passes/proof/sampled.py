@@ -1,0 +1,77 @@
+"""Proofs at a few positions: which ones, and a block's attention there.
+
+A query's output needs the values of all its keys, and of everything else only what happens at the query itself. So
+attention's values are made at every token, and patterns, norms, activations and matrices after them are met at the
+sampled queries alone: about a tenth of what the whole block costs at GPT-2 small's shape.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra import AnyAttention, Diagonal
+from tensorlens_tl.algebra.positions import RowPositions
+from tensorlens_tl.models.layouts import Layout
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs import Prompt
+from tensorlens_tl.passes.record import Record
+
+POSITIONS = 8
+"""Queries of each prompt at which a sampled proof looks."""
+
+
+def sampled_positions(mask: Bool[Tensor, "batch pos"], count: int = POSITIONS) -> Int[Tensor, "batch query"]:
+    """Real tokens of each prompt, ascending: its last one, and others drawn at random, the same for the same mask.
+
+    A prompt with fewer real tokens than others gives its last one several times.
+    """
+    real = mask.cpu()
+    places = torch.arange(real.shape[1])
+    last = (real * (places + 1)).amax(1, keepdim=True).sub(1).clamp_min(0)
+    drawn = torch.rand(real.shape, generator=torch.Generator().manual_seed(0)).masked_fill(~real, -1.0)
+    drawn = drawn.scatter(1, last, 2.0)
+    size, found = drawn.topk(min(count, int(real.sum(1).amax().clamp_min(1))), dim=1)
+    return torch.where(size < 0, last, found).sort(dim=1).values.to(mask.device)
+
+
+def can_be_sampled(view: ModelView, layer: int) -> bool:
+    """Whether a block can be evaluated at some positions: whitening and mixers other than attention pass something on
+    from token to token, and a block of an encoder–decoder acts on one side only."""
+    block = view.blocks[layer]
+    return not view.is_encoder_decoder and block.whitening is None and block.mixer is None
+
+
+def attention_at(
+    record: Record, layer: int, layout: Layout, positions: Int[Tensor, "batch query"]
+) -> tuple[Float[Tensor, "batch query width"], Diagonal]:
+    """What the heads of a block gather at some positions, and the map that gives what its attention writes there.
+
+    Args:
+        record: the pass.
+        layer: of a block that `can_be_sampled`.
+        layout: how it is put together.
+        positions: real tokens.
+    """
+    x = record.resid_pre(layer)
+    if layout.attn.before is not None:
+        x = record.norm(layer, layout.attn.before)(x)
+    values, mixing, out = record.attention(layer).stages
+    assert isinstance(mixing, AnyAttention)
+    mixed = mixing.at_queries(values(x), positions)
+    # one position per row, as what follows the mixing may hold a factor for each position
+    attended = out.at(RowPositions(positions.T))(mixed.transpose(0, 1)[:, :, None])[:, :, 0].transpose(0, 1)
+    return mixed, Diagonal(torch.zeros_like(attended), attended)  # whatever it reads, this is what it gives
+
+
+def cut_to(record: Record, layer: int, positions: Int[Tensor, "batch query"]) -> Record:
+    """One block of a record at some positions, without its pattern."""
+    points = record.points.blocks[layer]
+    index = torch.arange(len(positions), device=positions.device)[:, None], positions
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.expand(*record.tokens.shape, *tensor.shape[2:])[index]
+
+    names = {*points.captured, record.output_name(layer)} - {points.pattern}
+    cache = {name: cut(record.captured(name)) for name in names}
+    prompt = Prompt(record.tokens[index], record.mask[index], {}, [])
+    return Record(record.view, record.points, prompt, cache, record.weights, tolerance=record.tolerance)

@@ -1,0 +1,244 @@
+"""What the sublayers of a block hold and write, compared with the model at the hook points that show it.
+
+A block's output is the residual stream plus what its sublayers write to it. Measured against the whole stream, a head
+or a few neurons can go unnoticed: in half precision, or beside one large channel. So the proof of a block also compares
+what each head gathers, what each neuron computes and what each sublayer writes, every one against its own size.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Diagonal, Tap
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.hooks import ModelPoints
+from tensorlens_tl.models.layouts import Layout, Place, Within
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.proof.sampled import can_be_sampled
+from tensorlens_tl.passes.record import Record
+
+
+@dataclass
+class SeenWrites:
+    """What the model showed at the hook points of `ModelPoints.proved`; kept until its blocks are proved.
+
+    Attributes:
+        names: the hook points that are looked at.
+        batch: how many prompts there are.
+        at: of points whose blocks are proved at some positions only, those, `[batch, query]`.
+        store: ``"cpu"`` keeps them off the model's device.
+        tensors: batch and position apart and everything else side by side, `[batch, pos, width]`, by name.
+    """
+
+    names: frozenset[str]
+    batch: int
+    at: dict[str, Int[Tensor, "batch query"]] = field(default_factory=dict)
+    store: str = "model"
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, view: ModelView, points: ModelPoints, batch: int, positions: Int[Tensor, "batch query"] | None, store: str
+    ) -> "SeenWrites":
+        """What a whole proof looks at, or (`positions`) one at some positions, of the blocks that can be proved so."""
+        at: dict[str, Tensor] = {}
+        if positions is not None:
+            for layer, block in enumerate(points.blocks):
+                if can_be_sampled(view, layer):
+                    at |= dict.fromkeys(block.proved, positions)
+        return cls(frozenset(points.proved), batch, at, store)
+
+    def see(self, name: str, activation: Tensor) -> None:
+        """Keep what one hook point shows."""
+        by_token = activation.reshape(self.batch, -1, _width(activation))
+        if name in self.at:
+            places = self.at[name].to(by_token.device)
+            by_token = torch.take_along_dim(by_token, places[..., None], dim=1)
+        self.tensors[name] = by_token.cpu() if self.store == "cpu" else by_token
+
+
+def _width(activation: Tensor) -> int:
+    """Numbers of a token: everything after batch and position, which some classes flatten into one axis."""
+    if activation.ndim == 2:
+        return activation.shape[-1]
+    return activation[0, 0].numel()
+
+
+class WriteError(NamedTuple):
+    """How far one hook point is from the map, and which of its units is furthest."""
+
+    point: str
+    error: float
+    unit: str = ""
+
+
+def tapped(parts: tuple[Any, ...], seen: dict[str, Tensor]) -> tuple[Any, ...]:
+    """The `Record.parts` of a block, noting in `seen` what its map computes on its way.
+
+    ``"heads"`` is what the heads gather, ``"hidden"`` an MLP's hidden vector, ``"crossing"`` what cross-attention
+    gathers, ``"attention"`` and ``"mlp"`` what the sublayers write.
+    """
+    attention, mlp, norms, *rest = parts
+    attention = _tapped_after(attention, AnyAttention, Tap(seen, "heads"), Tap(seen, "attention"))
+    if mlp is not None:
+        mlp = _tapped_after(mlp, Diagonal, Tap(seen, "hidden"), Tap(seen, "mlp"))
+    return attention, mlp, norms, *(_tapped_crossing(part, seen) for part in rest)
+
+
+def _tapped_crossing(part: Any, seen: dict[str, Tensor]) -> Any:
+    """Where an encoder–decoder's block acts, with a tap after what cross-attention gathers; anything else as it is."""
+    if not isinstance(part, Within) or part.read is None:
+        return part
+    return replace(part, read=Chain((part.read, Tap(seen, "crossing"))))
+
+
+def _tapped_after(sublayer: AffineMap, kind: Any, inside: Tap, end: Tap) -> Chain:
+    """A sublayer with taps after its first stage of a kind, if it has one, and at its end."""
+    stages = list(sublayer.stages) if isinstance(sublayer, Chain) else [sublayer]
+    number = next((number for number, stage in enumerate(stages) if isinstance(stage, kind)), None)
+    if number is not None and number < len(stages) - 1:
+        stages.insert(number + 1, inside)
+    return Chain((*stages, end))
+
+
+def write_errors(
+    record: Record, layer: int, layout: Layout, seen: Mapping[str, Tensor], noted: Mapping[str, Tensor]
+) -> list[WriteError]:
+    """How far each hook point of a block is from what the block's map computes there, in the order of the pass.
+
+    Args:
+        record: the pass, cut to the positions that the block is proved at.
+        layer, layout: the block, and how it is put together.
+        seen: what the model showed (`SeenWrites.tensors`).
+        noted: what the map noted (`tapped`), and ``"output"``, what it gives.
+    """
+    return list(_Comparison(record, layer, layout, seen, noted).errors())
+
+
+class _Comparison:
+    """One block's hook points beside what its map computes there."""
+
+    def __init__(
+        self, record: Record, layer: int, layout: Layout, seen: Mapping[str, Tensor], noted: Mapping[str, Tensor]
+    ) -> None:
+        self.record, self.layer, self.layout, self.seen, self.noted = record, layer, layout, seen, noted
+        self.block, self.points = record.view.blocks[layer], record.points.blocks[layer]
+        self.side = slice(*record.side(layer))
+        self.mask = record.mask[:, self.side]
+        self.stream = record.resid_pre(layer)[:, self.side]
+        self.rounding = torch.finfo(self.stream.dtype).eps
+
+    def errors(self) -> Iterator[WriteError]:
+        """In the order of the pass."""
+        points, noted = self.points, self.noted
+        if self._is_shown(points.z):
+            yield self._heads(points.z, noted["heads"], self.block.attention.heads)
+            if self._is_shown(points.head_writes):
+                yield self._heads(points.head_writes, self._head_writes(), self.block.attention.heads)
+        if self._is_shown(points.attention_write):
+            yield self._write(points.attention_write, noted["attention"], self.layout.attn)
+        cross, crossing = self.block.cross_attention, points.cross
+        if cross is not None and crossing is not None and self._is_shown(crossing.z):
+            yield self._heads(crossing.z, noted["crossing"][:, self.side], cross.heads)
+        if self._is_shown(points.post) and "hidden" in noted:
+            yield self._neurons(points.post)
+        if self._is_shown(points.mlp_write) and "mlp" in noted:
+            yield self._write(points.mlp_write, noted["mlp"], self.layout.mlp)
+        if self.layout.attn.outer is None and self.layout.mlp.outer is None:
+            yield self._added(noted["output"])
+
+    def _is_shown(self, point: str | None) -> TypeGuard[str]:
+        return point in self.seen
+
+    def _real(self, x: Float[Tensor, "batch pos *d"]) -> Float[Tensor, "token *d"]:
+        """The vectors of real tokens, in float32 at least."""
+        x = x.to(self.stream.device)
+        return upcast(x.flatten(0, 1) if bool(self.mask.all()) else x[self.mask])
+
+    def _heads(self, point: str, ours: Tensor, heads: int) -> WriteError:
+        ours, own = (self._real(x).unflatten(-1, (heads, -1)) for x in (ours, self.seen[point]))
+        return _furthest(point, "head", (ours - own).norm(dim=-1), own.norm(dim=-1))
+
+    def _head_writes(self) -> Float[Tensor, "batch pos width"]:
+        weights = self.block.attention
+        by_head = rearrange(weights.W_O, "(h e) d -> h e d", h=weights.heads)
+        gathered = rearrange(self.noted["heads"], "b p (h e) -> b p h e", h=weights.heads)
+        return torch.einsum("bphe,hed->bphd", gathered, by_head).flatten(2)
+
+    def _neurons(self, post: str) -> WriteError:
+        """An MLP's hidden vector: what the weights give, by the activation ratio of the captured pre-activation.
+
+        Rounding of a pre-activation is that of an average one, and reaches a neuron by its ratio. What lies below the
+        smallest normal number does not count: a processor may flush it to zero.
+        """
+        own, hidden = self._real(self.seen[post]), self._real(self.noted["hidden"])
+        held = self.record.mlp_coefficients(self.layer)
+        assert held is not None  # it has neurons
+        linear = self._real(self.record.captured(self.points.pre_linear or self.points.pre or ""))
+        typical = torch.linalg.vector_norm(linear, dim=-1, keepdim=True) / linear.shape[-1] ** 0.5
+        lost = torch.clamp(self.rounding * typical, min=torch.finfo(typical.dtype).tiny) / self.record.tolerance
+        sizes = torch.addcmul(lost, self._real(held.through).abs(), typical).add_(own.abs())
+        return _worst(post, "neuron", (hidden - own).abs_().div_(sizes))
+
+    def _write(self, point: str, ours: Tensor, place: Place) -> WriteError:
+        """What a sublayer writes, relative to its size; what is lost in the stream's own rounding does not count."""
+        if ours.shape != self.seen[point].shape:
+            return WriteError(point, float("inf"))
+        own = self._real(self.seen[point])
+        rounding = self.rounding * self._real(self.stream).abs()
+        made = [self._real(write) for write in self._as_shown(ours, place)]
+        errors = [self._beyond(write - own, rounding, own) for write in made]
+        best = min(errors, key=lambda error: float(error.nan_to_num(torch.inf).sum()))
+        return WriteError(point, float(best.max()) if len(best) else 0.0)
+
+    def _added(self, output: Tensor) -> WriteError:
+        """The block's output relative to what the block adds to the stream, where it may differ from what is shown."""
+        ours, own, before = map(self._real, (output[:, self.side], self._own_output(), self.stream))
+        rounding = self.rounding * (before.abs() + own.abs())
+        errors = self._beyond(ours - own, rounding, own - before)
+        return WriteError(f"what blocks.{self.layer} adds to the stream", float(errors.max()) if len(errors) else 0.0)
+
+    def _own_output(self) -> Tensor:
+        return self.record.resid_pre(self.layer + 1)[:, self.side]
+
+    def _beyond(
+        self, difference: Float[Tensor, "token d"], rounding: Float[Tensor, "token d"], own: Float[Tensor, "token d"]
+    ) -> Float[Tensor, "token"]:
+        """How much of a difference is not rounding, relative to each token's own."""
+        sizes = own.norm(dim=-1)
+        if self.block.mixer is not None and len(sizes):
+            sizes = sizes + sizes.median()  # what a scan has gathered may cancel at a token; its rounding does not
+        return difference.abs().sub_(rounding).clamp_min_(0).norm(dim=-1) / _positive(sizes)
+
+    def _as_shown(self, write: Tensor, place: Place) -> Iterator[Tensor]:
+        """A write as classes show it: as it is, before the block's constant, after its norm, or after the sum's."""
+        yield write
+        if self.block.branch_factor != 1:
+            yield write / self.block.branch_factor
+        if place.after is not None:
+            yield self.record.norm(self.layer, place.after)(write)
+        if place.outer is not None:
+            yield self.record.norm(self.layer, place.outer)(self.stream + write)
+
+
+def _furthest(point: str, what: str, differences: Float[Tensor, "token unit"], sizes: Tensor) -> WriteError:
+    """The unit that differs most, relative to its size and to that of an average unit of the token."""
+    typical = torch.linalg.vector_norm(sizes, dim=-1, keepdim=True) / sizes.shape[-1] ** 0.5
+    return _worst(point, what, differences.div_(sizes.add_(_positive(typical))))
+
+
+def _worst(point: str, what: str, errors: Float[Tensor, "token unit"]) -> WriteError:
+    if not errors.numel():
+        return WriteError(point, 0.0)
+    by_unit = errors.amax(0)
+    unit = int(by_unit.argmax())
+    return WriteError(point, float(by_unit[unit]), f"{what} {unit}")
+
+
+def _positive(sizes: Tensor) -> Tensor:
+    return sizes.clamp_min(torch.finfo(sizes.dtype).tiny)

@@ -1,0 +1,35 @@
+"""A package's folders have faces: other modules import what a folder's `__init__` names, and nothing past it."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import tensorlens_tl
+
+ROOT = Path(tensorlens_tl.__file__).parent
+FOLDERS = sorted(
+    ".".join(path.parent.relative_to(ROOT.parent).parts)
+    for path in ROOT.glob("*/*/__init__.py")
+    if path.parent.parent.name != "demo"
+)
+
+
+@cache
+def imports(path):
+    """The modules that a file imports names from."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_nobody_imports_past_a_folders_face(folder):
+    past = {
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in ROOT.rglob("*.py")
+        if not ".".join(path.relative_to(ROOT.parent).parts).startswith(folder + ".")
+        for module in imports(path)
+        if module.startswith(folder + ".")
+    }
+    assert not past
