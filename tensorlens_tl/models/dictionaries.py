@@ -139,7 +139,8 @@ class DictionaryWeights:
 
     def beside(self, x: Float[Tensor, "*any d_in"]) -> dict[str, Float[Tensor, "*any d_out"]]:
         """What it gives besides its features and b_dec, by name."""
-        how, found = self.normalised(x), {}
+        how = self.normalised(x)
+        found = {}
         if how is not None and how.centred and not self.transcodes:
             found["input mean"] = x.mean(-1, keepdim=True).expand_as(x)
         if self.W_skip is not None:
@@ -164,7 +165,9 @@ class DictionaryWeights:
         return ((start, x[start : start + size]) for start in range(0, max(1, len(x)), size))
 
     def _encoded(self, x: Tensor, start: int, tolerance: float) -> Encoded:
-        before, own, decoded = self.reads(x) @ self.W_enc + self.b_enc, None, None
+        before = self.reads(x) @ self.W_enc + self.b_enc
+        own = None
+        decoded = None
         if callable(getattr(self.source, "encode", None)):
             with torch.no_grad():
                 own, decoded = _own(self.source, x)
@@ -271,7 +274,8 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
                 f"{what}.{name} is {weight.dtype} on {weight.device}, W_enc {W_enc.dtype} on {W_enc.device}; convert "
                 f"one of them, such as dictionary.to({W_enc.dtype})."
             )
-    hook_in, hook_out = _said(source, "hook_name"), _said(source, "hook_name_out")
+    hook_in = _said(source, "hook_name")
+    hook_out = _said(source, "hook_name_out")
     elsewhere = (hook_out is not None and hook_out != hook_in) or W_skip is not None
     between = elsewhere if transcodes is None else transcodes
     read = DictionaryWeights(

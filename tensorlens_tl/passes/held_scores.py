@@ -48,10 +48,12 @@ class HeldScores:
     ) -> Float[Tensor, "batch head query reached"]:
         """The pattern's rows of some queries, up to the last key that any of them can reach."""
         refuse_autocast(self.device)
-        at, pos = positions.to(self.queries.device), self.shape[-1]
+        at = positions.to(self.queries.device)
+        pos = self.shape[-1]
         reached = pos if self.ahead is None or not at.numel() else min(pos, int(at.max()) + 1 + self.ahead)
         q = torch.take_along_dim(self.queries, at[:, None, :, None], dim=2).to(self.device)
-        k, kv = self.keys[:, :, :reached].to(self.device), self.keys.shape[1]
+        k = self.keys[:, :, :reached].to(self.device)
+        kv = self.keys.shape[1]
         scores = (q.unflatten(1, (kv, -1)) @ k[:, :, None].mT).flatten(1, 2).mul_(self.scale)
         if self.soft_cap is not None:
             scores = scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
@@ -70,7 +72,8 @@ class HeldScores:
 
     def of_head(self, head: int) -> "HeldScores":
         """The same for one head."""
-        kv, own = head // (self.shape[1] // self.keys.shape[1]), slice(head, head + 1)
+        kv = head // (self.shape[1] // self.keys.shape[1])
+        own = slice(head, head + 1)
         return replace(
             self,
             queries=self.queries[:, own],

@@ -83,7 +83,8 @@ class Record(Captured):
 
     def first_tokens(self, layer: int, length: int = 8) -> "Record":
         """One block of the record, cut to its first tokens where these do not look ahead; else the whole record."""
-        mask, pattern = self.mask[:, :length], self.points.blocks[layer].pattern
+        mask = self.mask[:, :length]
+        pattern = self.points.blocks[layer].pattern
         if self.sides is not None or not bool(mask.any(1).all()):
             return self
         first = None if pattern is None else self.pattern_rows(layer, length)
@@ -149,8 +150,10 @@ class Record(Captured):
         """Where a block acts; None where there is one stack."""
         if self.sides is None:
             return None
-        (start, stop), length = self.side(layer), self.tokens.shape[1]
-        weights, points = self.view.blocks[layer].cross_attention, self.points.blocks[layer].cross
+        start, stop = self.side(layer)
+        length = self.tokens.shape[1]
+        weights = self.view.blocks[layer].cross_attention
+        points = self.points.blocks[layer].cross
         if weights is None or points is None:
             return Within(start, stop, length)
         pattern = self.cross_pattern(layer).to(self.resid_pre(0).dtype)
@@ -172,8 +175,10 @@ class Record(Captured):
 
         As `mlp`, a map of the positions that the block acts on (see `side`).
         """
-        weights, ends = self.view.blocks[layer].attention, self.points.blocks[layer].attention
-        mixing, out = self._mixing(layer, heads), Linear(weights.W_O, weights.b_O)
+        weights = self.view.blocks[layer].attention
+        ends = self.points.blocks[layer].attention
+        mixing = self._mixing(layer, heads)
+        out = Linear(weights.W_O, weights.b_O)
         if ends is None:
             return Chain((Linear(weights.W_V, weights.b_V), mixing, out))
         x = self.captured(ends.into)
@@ -190,8 +195,10 @@ class Record(Captured):
 
     def _mixing(self, layer: int, heads: Collection[int] | None = None) -> AnyAttention:
         """The pattern as a map, held or recomputed; heads that are left out are zero."""
-        weights, name = self.view.blocks[layer].attention, self.points.blocks[layer].pattern
-        dtype, kept = self.resid_pre(layer).dtype, None
+        weights = self.view.blocks[layer].attention
+        name = self.points.blocks[layer].pattern
+        dtype = self.resid_pre(layer).dtype
+        kept = None
         if heads is not None:
             kept = torch.zeros(weights.heads, dtype=dtype, device=self.tokens.device)
             kept[list(heads)] = 1
@@ -203,7 +210,8 @@ class Record(Captured):
     @_read
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """Attention, or what mixes positions in its place, with all that depends on its input held."""
-        read, ends = self.view.blocks[layer].mixer, self.points.blocks[layer].attention
+        read = self.view.blocks[layer].mixer
+        ends = self.points.blocks[layer].attention
         if read is None or ends is None:
             return self.attention(layer, heads)
         if heads is not None:
@@ -240,7 +248,8 @@ class Record(Captured):
         Raises:
             UnsupportedModelError: a mixture of experts.
         """
-        points, weights = self.points.blocks[layer], self.view.blocks[layer].dense_mlp
+        points = self.points.blocks[layer]
+        weights = self.view.blocks[layer].dense_mlp
         if weights is None:
             return None
         if activation == "ratio" and layer in self._ratios:  # the proof and every default operator use them
@@ -262,7 +271,8 @@ class Record(Captured):
         if isinstance(weights, ExpertsWeights):
             branches = [self.with_norms(layer, name, part) for name, part in self.experts(layer, activation).items()]
             return branches[0] if len(branches) == 1 else Sum(tuple(branches))
-        held, ends = self.mlp_coefficients(layer, activation), self.points.blocks[layer].mlp
+        held = self.mlp_coefficients(layer, activation)
+        ends = self.points.blocks[layer].mlp
         if weights is None or held is None:
             return None
         if weights.post_factor is not None and ends is not None:
@@ -281,10 +291,12 @@ class Record(Captured):
         Raises:
             UnsupportedModelError: they are not: a hook on the gate, or something that was put on its module.
         """
-        weights, name = self.view.blocks[layer].dense_mlp, self.points.blocks[layer].pre
+        weights = self.view.blocks[layer].dense_mlp
+        name = self.points.blocks[layer].pre
         if layer in self._gates or weights is None or weights.W_gate is None or name is None:
             return
-        x, mask = self._mlp_input(layer), self.mask[:, slice(*self.side(layer))]
+        x = self._mlp_input(layer)
+        mask = self.mask[:, slice(*self.side(layer))]
         differences = upcast(Linear(weights.W_gate, weights.b_gate)(x) - self.captured(name))[mask]
         # what such vectors and weights give; a token's own pre-activations may be nearly zero
         typical = upcast(x)[mask].norm() * upcast(weights.W_gate).norm() / (mask.sum() * x.shape[-1]).sqrt()
@@ -302,7 +314,8 @@ class Record(Captured):
     @_read
     def _mlp_input(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """What a block's MLP reads, made from the block's own input, at the positions that the block acts on."""
-        layout, (start, stop) = self.layouts[layer], self.side(layer)
+        layout = self.layouts[layer]
+        start, stop = self.side(layer)
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
         if layout.parallel:
             x = self.resid_read(layer)
@@ -323,7 +336,8 @@ class Record(Captured):
         """
         if activation == "ratio" and layer in self._experts:
             return self._experts[layer]
-        points, weights = self.points.blocks[layer], self._expert_weights(layer)
+        points = self.points.blocks[layer]
+        weights = self._expert_weights(layer)
         assert points.mlp is not None  # experts are held as a whole
         x = self.captured(points.mlp.into)
         beside = x if points.shared is None else self.captured(points.shared.into)
@@ -344,10 +358,12 @@ class Record(Captured):
     @_read
     def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
         """What a block adds for an input of each token at this layer, gate and input held; None without."""
-        weights, points = self.view.blocks[layer].per_layer, self.points.blocks[layer]
+        weights = self.view.blocks[layer].per_layer
+        points = self.points.blocks[layer]
         if weights is None or points.per_layer is None or points.per_layer_input is None:
             return None
-        gate, given = Linear(weights.W_gate), self.captured(points.per_layer_input)
+        gate = Linear(weights.W_gate)
+        given = self.captured(points.per_layer_input)
         held = coefficients(weights.activation, gate(self.captured(points.per_layer.into)), None, activation)
         rest = None if held.rest is None else held.rest * given
         return Chain((gate, Diagonal(held.through * given, rest), Linear(weights.W_out)))
@@ -363,7 +379,8 @@ class Record(Captured):
             UnsupportedModelError: the layer has no experts.
         """
         layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
-        points, weights = self.points.blocks[layer], self._expert_weights(layer)
+        points = self.points.blocks[layer]
+        weights = self._expert_weights(layer)
         assert points.weight is not None
         weight = self.captured(points.weight)
         if points.index is None:  # the weights of all experts, zero for those that are not chosen
@@ -411,7 +428,8 @@ class Record(Captured):
     @_read
     def composed(self, layer: int, layout: Layout, parts: Any, activation: str = "ratio") -> AffineMap:
         """A block from its `parts`, put together in one way."""
-        per_layer, ends = self.per_layer(layer, activation), self.ends(layer)
+        per_layer = self.per_layer(layer, activation)
+        ends = self.ends(layer)
         if per_layer is not None:
             ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
         return Chain((compose(layout, *parts), *ends)) if ends else compose(layout, *parts)
@@ -431,7 +449,8 @@ class Record(Captured):
 
     def ends(self, layer: int) -> list[AffineMap]:
         """What a block's output goes through besides: a factor of its own, an encoder's final norm."""
-        scalar, norm = self.view.blocks[layer].scalar, self.encoder_norm()
+        scalar = self.view.blocks[layer].scalar
+        norm = self.encoder_norm()
         ends: list[AffineMap] = [] if scalar is None else [Diagonal(scalar.to(self.resid_pre(layer)).reshape(1, 1, 1))]
         if norm is not None and layer + 1 == self.view.encoder_layers:
             ends.append(Segment(norm, *self.side(layer), self.tokens.shape[1]))
@@ -443,7 +462,8 @@ class Record(Captured):
         Of a masked language model it is norm(φ(x·W + b)); of a classifier that reads several positions, the norm of
         their mean, the same for every query.
         """
-        head, classes = self.view.mlm_head, self.view.class_head
+        head = self.view.mlm_head
+        classes = self.view.class_head
         if classes is not None and classes.norm is not None and self.points.head_scale is not None:
             batch, pos = self.tokens.shape
             mean = self.output.new_zeros(batch, 1, pos, pos)
