@@ -65,10 +65,10 @@ class HeldScores:
             shut = shut | (distance < -self.ahead)
         if self.back is not None:
             shut = shut | (distance > self.back)
-        made = torch.softmax(upcast(scores.masked_fill_(shut, -torch.inf)), dim=-1)
-        made = made.masked_fill_(shut.all(-1, keepdim=True), 0.0)  # a softmax over no key
-        sums = torch.take_along_dim(self.sums, at[:, None], dim=2).to(made)
-        return made.mul_(sums[..., None]).to(dtype)
+        pattern = torch.softmax(upcast(scores.masked_fill_(shut, -torch.inf)), dim=-1)
+        pattern = pattern.masked_fill_(shut.all(-1, keepdim=True), 0.0)  # a softmax over no key
+        sums = torch.take_along_dim(self.sums, at[:, None], dim=2).to(pattern)
+        return pattern.mul_(sums[..., None]).to(dtype)
 
     def of_head(self, head: int) -> "HeldScores":
         """The same for one head."""

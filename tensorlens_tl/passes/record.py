@@ -42,22 +42,22 @@ from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 
 RecordType = TypeVar("RecordType", bound="Record")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def _read(method: Callable[..., Made]) -> Callable[..., Made]:
+def _read(method: Callable[..., Result]) -> Callable[..., Result]:
     """A method of a record that reads one layer's weights: they are brought in for it where they are offloaded."""
 
     @wraps(method)
-    def reading(self: Any, layer: int, *given: Any, **options: Any) -> Made:
+    def reading(self: Any, layer: int, *given: Any, **options: Any) -> Result:
         blocks = self.view.blocks
         if not isinstance(layer, int) or not 0 <= layer < len(blocks) or not blocks[layer].offloaded:
             return method(self, layer, *given, **options)
         with blocks[layer].loaded():
-            made = method(self, layer, *given, **options)
-        for kept in (self._ratios, self._experts):  # they grow with the model as the weights do
-            kept.pop(layer, None)
-        return made
+            result = method(self, layer, *given, **options)
+        for cached in (self._ratios, self._experts):  # they grow with the model as the weights do
+            cached.pop(layer, None)
+        return result
 
     return reading
 
@@ -109,8 +109,8 @@ class Record(Captured):
         rows = [row[:length] for row in self.str_tokens]
         cut = {"tokens": self.tokens[:, :length], "mask": self.mask[:, :length], "str_tokens": rows}
         prompt = replace(self.prompt, **cut, kwargs={}, word_starts=None)
-        made = {"prompt": prompt, "cache": cache, "held_scores": scores}
-        return replace(self, **made, logits_compared=None, _ratios={}, _experts={}, _gates=set())
+        fields = {"prompt": prompt, "cache": cache, "held_scores": scores}
+        return replace(self, **fields, logits_compared=None, _ratios={}, _experts={}, _gates=set())
 
     # ------------------------------------------------------------------ maps
 
@@ -127,8 +127,8 @@ class Record(Captured):
         return self._norm(self.view.final_norm, self.points.final_scale)
 
     def _norm(self, weights: NormWeights, scale_name: str) -> Norm:
-        seen = self.captured(scale_name)
-        scale = seen if weights.epsilon is None else weights.scale_of(seen)
+        captured = self.captured(scale_name)
+        scale = captured if weights.epsilon is None else weights.scale_of(captured)
         return Norm(scale, weights.gain, weights.shift, weights.centre)
 
     def final_map(self) -> AffineMap | None:
@@ -198,14 +198,14 @@ class Record(Captured):
         weights = self.view.blocks[layer].attention
         name = self.points.blocks[layer].pattern
         dtype = self.resid_pre(layer).dtype
-        kept = None
+        head_mask = None
         if heads is not None:
-            kept = torch.zeros(weights.heads, dtype=dtype, device=self.tokens.device)
-            kept[list(heads)] = 1
+            head_mask = torch.zeros(weights.heads, dtype=dtype, device=self.tokens.device)
+            head_mask[list(heads)] = 1
         if name is not None and name not in self.cache and name in self.held_scores:
-            return self.held_scores[name].attention(dtype, kept)
+            return self.held_scores[name].attention(dtype, head_mask)
         pattern = self.pattern(layer).to(dtype)
-        return Attention(pattern if kept is None else pattern * kept[:, None, None], weights.kv_heads)
+        return Attention(pattern if head_mask is None else pattern * head_mask[:, None, None], weights.kv_heads)
 
     @_read
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
@@ -215,12 +215,12 @@ class Record(Captured):
         if read is None or ends is None:
             return self.attention(layer, heads)
         if heads is not None:
-            _ = self.view.blocks[layer].attention  # refuses heads of what has none
-        made = read(self.captured(ends.into), None if bool(self.mask.all()) else self.mask)
+            self.view.blocks[layer].require_attention()
+        mixing = read(self.captured(ends.into), None if bool(self.mask.all()) else self.mask)
         factor = self.view.blocks[layer].branch_factor
-        return (
-            made if factor == 1 else Chain((*made.stages, Diagonal(self.resid_pre(layer).new_full((1, 1, 1), factor))))
-        )
+        if factor == 1:
+            return mixing
+        return Chain((*mixing.stages, Diagonal(self.resid_pre(layer).new_full((1, 1, 1), factor))))
 
     @_read
     def attention_alone(self, layer: int) -> AffineMap:
@@ -230,8 +230,8 @@ class Record(Captured):
     @_read
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
-        made = self.mlp(layer, activation)
-        return None if made is None else _divided(made, self.view.blocks[layer].branch_factor, self.tokens.device)
+        mlp = self.mlp(layer, activation)
+        return None if mlp is None else _divided(mlp, self.view.blocks[layer].branch_factor, self.tokens.device)
 
     @_read
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
@@ -341,10 +341,10 @@ class Record(Captured):
         assert points.mlp is not None  # experts are held as a whole
         x = self.captured(points.mlp.into)
         beside = x if points.shared is None else self.captured(points.shared.into)
-        made = expert_maps(weights, x, beside, self.routing(layer), activation)
+        experts = expert_maps(weights, x, beside, self.routing(layer), activation)
         if activation == "ratio":
-            self._experts[layer] = made
-        return made
+            self._experts[layer] = experts
+        return experts
 
     @_read
     def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
@@ -401,8 +401,8 @@ class Record(Captured):
     ) -> tuple[Chain, AffineMap | None, dict[str, Norm], Chain | None, Within | None]:
         """What a block is composed of: attention, MLP, norms, whitening, and where an encoder–decoder's block acts."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
-        kept = self.mlp(layer, activation) if mlp else None
-        return self.mixer(layer, heads), kept, norms, self.whitening(layer), self._within(layer)
+        branch = self.mlp(layer, activation) if mlp else None
+        return self.mixer(layer, heads), branch, norms, self.whitening(layer), self._within(layer)
 
     @_read
     def block_map(
@@ -441,11 +441,11 @@ class Record(Captured):
             return self.block_map(layer, **options)
 
         @contextmanager
-        def made() -> Generator[AffineMap, None, None]:
+        def block_map() -> Generator[AffineMap, None, None]:
             with block.loaded():
                 yield self.block_map(layer, **options)
 
-        return LazyMap(made, self.tokens.shape[1], self.row_bytes, block.name)
+        return LazyMap(block_map, self.tokens.shape[1], self.row_bytes, block.name)
 
     def ends(self, layer: int) -> list[AffineMap]:
         """What a block's output goes through besides: a factor of its own, an encoder's final norm."""
