@@ -24,7 +24,8 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
     if not calls:
         yield
         return
-    home, met = threading.get_ident(), set[str]()
+    home = threading.get_ident()
+    met = set[str]()
 
     def note(name: str, tensor: Any, module: nn.Module) -> None:
         what = f"{name} ({type(module).__name__}, {calls[name].argument})"
@@ -86,7 +87,8 @@ def changed_calls(changes: Sequence[CallChange]) -> Generator[None, None, None]:
     Raises:
         UnsupportedModelError: afterwards, where a module was not called; inside, where there is no tensor to change.
     """
-    home, called = threading.get_ident(), set[int]()
+    home = threading.get_ident()
+    called = set[int]()
 
     def tensor_of(number: int, value: Any) -> Tensor:
         called.add(number)

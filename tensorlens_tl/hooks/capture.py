@@ -48,7 +48,8 @@ def observe(
     Raises:
         UnsupportedModelError: a hook point did not fire, or fired again with another activation.
     """
-    points, calls = hook_points(model), calls or {}
+    points = hook_points(model)
+    calls = calls or {}
     names = list(names)
     wanted: dict[int, list[str]] = {}
     for name in names:

@@ -74,7 +74,8 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
     """
     if points.pre is None or points.post is None:
         return []
-    gate_name, through_name = points.pre, points.pre_linear or points.pre
+    gate_name = points.pre
+    through_name = points.pre_linear or points.pre
     recorded = {through_name, gate_name} if held.gate is not None else {through_name}
     live: dict[tuple[str, int], Tensor] = {}  # by name and thread
     fired: set[str] = set()

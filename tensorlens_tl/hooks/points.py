@@ -128,18 +128,15 @@ class BlockPoints:
         whole = [ends.into for ends in parts if ends is not None]
         names = [self.resid_pre, self.whitened, self.pattern, *self.scales.values(), self.pre, self.pre_linear]
         names.append(None if self.cross is None else self.cross.pattern)
-        return list(
-            dict.fromkeys(
-                name for name in (*names, *whole, self.index, self.weight, self.per_layer_input) if name is not None
-            )
-        )
+        names += [*whole, self.index, self.weight, self.per_layer_input]
+        return list(dict.fromkeys(name for name in names if name is not None))
 
     @property
     def proved(self) -> list[str]:
-        """What the proof of this block looks at besides, and no pass keeps: what its sublayers hold and write."""
-        inside = None if self.attention is not None else self.z
-        crossing = None if self.cross is None else self.cross.z
-        names = (inside, self.head_writes, self.attention_write, crossing, self.post, self.mlp_write)
+        """What only the proof of this block compares, and no pass keeps: what its sublayers hold and write."""
+        z = None if self.attention is not None else self.z
+        cross_z = None if self.cross is None else self.cross.z
+        names = (z, self.head_writes, self.attention_write, cross_z, self.post, self.mlp_write)
         return [name for name in names if name is not None]
 
 
@@ -167,16 +164,16 @@ class ModelPoints:
     @property
     def captured(self) -> list[str]:
         """Everything a pass keeps."""
-        once = [self.encoder_output, self.encoder_scale]
-        once += [self.last_output, self.final_scale, self.head_scale, self.output, self.unembed_in]
-        names = [name for block in self.blocks for name in block.captured] + [n for n in once if n is not None]
-        return list(dict.fromkeys(names))
+        names: list[str | None] = [name for block in self.blocks for name in block.captured]
+        names += [self.encoder_output, self.encoder_scale]
+        names += [self.last_output, self.final_scale, self.head_scale, self.output, self.unembed_in]
+        return list(dict.fromkeys(name for name in names if name is not None))
 
     @property
     def proved(self) -> list[str]:
-        """What the proofs of its blocks look at besides; one that does not fire is left out."""
-        kept = set(self.captured)
-        return [name for block in self.blocks for name in block.proved if name not in kept]
+        """What only the proofs of its blocks compare; a hook point that does not fire is left out."""
+        captured = set(self.captured)
+        return [name for block in self.blocks for name in block.proved if name not in captured]
 
 
 def model_points(view: ModelView) -> ModelPoints:
@@ -185,26 +182,31 @@ def model_points(view: ModelView) -> ModelPoints:
     Raises:
         UnsupportedModelError: a hook point is missing, or a block has a part that cannot be frozen.
     """
-    last = "hook_normalized_resid_post" if view.is_hooked_encoder else "hook_resid_post"
-    last_output = f"{view.blocks[-1].name}.{last}"
+    output_hook = "hook_normalized_resid_post" if view.is_hooked_encoder else "hook_resid_post"
+    last_output = f"{view.blocks[-1].name}.{output_hook}"
     unembed_in = "unembed.hook_in" if view.unembedding is not None else None
     if unembed_in is not None and view.is_bridge and view.final_norm is None and view.mlm_head is None:
-        last_output = unembed_in  # nothing lies between; a block's own end does not fire everywhere (GPT-1)
-    final_scale, final_out, whole = None, None, None
+        last_output = unembed_in  # nothing lies between; the hook after the block does not fire everywhere (GPT-1)
+    output = last_output
+    final_scale: str | None = None
+    final_norm: Ends | None = None
     if view.final_norm is not None:
-        name = view.final_norm_name
-        if view.scales_decoder_output:  # what is unembedded is scaled; so, then, are the logits
-            unembed_in = f"{name}.hook_out"
-        if view.class_head is not None and view.class_head.norm is None:  # what is unembedded is one position of it
-            unembed_in = f"{name}.hook_out"
+        norm_out = f"{view.final_norm_name}.hook_out"
+        # where the unembedding reads a scaled output, or one position of it, the norm's output is what is captured
+        reads_one_position = view.class_head is not None and view.class_head.norm is None
+        if view.scales_decoder_output or reads_one_position:
+            unembed_in = norm_out
         headless = view.mlm_head is None and view.class_head is None
-        final_out = unembed_in if unembed_in is not None and headless else f"{name}.hook_out"
-        # some models norm the embeddings with the same module: what it reads last is the last block's output
-        whole = None if view.final_norm.epsilon is None else Ends(last_output, f"{name}.hook_out")
-        final_scale = f"{name}.hook_scale" if whole is None else last_output
+        output = unembed_in if unembed_in is not None and headless else norm_out
+        if view.final_norm.epsilon is None:
+            final_scale = f"{view.final_norm_name}.hook_scale"
+        else:  # some models norm the embeddings with the same module: its last input is the last block's output
+            final_scale = last_output
+            final_norm = Ends(last_output, norm_out)
     blocks: list[BlockPoints] = []
     known = hook_points(view.model)
-    calls, routers = dict[str, CallPoint](), dict[str, CallPoint]()
+    calls = dict[str, CallPoint]()
+    routers = dict[str, CallPoint]()
     for layer, block in enumerate(view.blocks):
         with block.loaded():
             blocks.append(_block_points(view, layer, known))
@@ -217,18 +219,18 @@ def model_points(view: ModelView) -> ModelPoints:
         routers=routers,
         **_encoder_end(view),
         last_output=last_output,
-        output=final_out or last_output,
+        output=output,
         final_scale=final_scale,
-        final_norm=whole,
+        final_norm=final_norm,
         head_scale=_head_scale(view),
         unembed_in=unembed_in,
     )
     missing = [name for name in points.captured if name not in known and name not in points.calls]
     if missing:
+        others = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
         raise UnsupportedModelError(
-            f"{view.description} has no hook point {missing[0]!r}"
-            + (f" (nor {len(missing) - 1} others)" if len(missing) > 1 else "")
-            + "; a frozen pass needs it (see tensorlens_tl.hooks.points)."
+            f"{view.description} has no hook point {missing[0]!r}{others}; a frozen pass needs it "
+            "(see tensorlens_tl.hooks.points)."
         )
     return points
 
@@ -242,50 +244,51 @@ def _head_scale(view: ModelView) -> str | None:
 
 
 def _block_points(view: ModelView, layer: int, known: Collection[str]) -> BlockPoints:
+    """The hook points of one block; reading a part that cannot be frozen raises an error that names the block."""
     block = view.blocks[layer]
-    at = block.name + "."
-    attn = at + block.mixer_name
-    # each refuses what cannot be frozen, naming the block
-    mlp, whitening = block.mlp, block.whitening
-    attention = None if block.mixer is not None else block.attention
-    heads = [None] * 3 if attention is None else [f"{attn}.hook_{what}" for what in ("pattern", "v", "z")]
-    inside = mlp if isinstance(mlp, MLPWeights) and mlp.hooked else None
-    norms, per_layer = block.norms | block.inner_norms, block.per_layer
-    whole = {name: _ends(at + name) for name, norm in norms.items() if norm.epsilon is not None}
-    experts_at = at + "experts" if block.has_experts_beside else f"{at}{block.mlp_name}"
+    at = f"{block.name}."
+    attn_at = at + block.mixer_name
     mlp_at = at + block.mlp_name
-    index, weight = (f"{mlp_at}.experts.{what}" for what in ("index", "weight"))
+    experts_at = at + "experts" if block.has_experts_beside else mlp_at
+    mlp = block.mlp
+    whitening = block.whitening
+    attention = None if block.mixer is not None else block.attention
+    heads = None if attention is None else _attention_points(attn_at)
+    hooked_mlp = mlp if isinstance(mlp, MLPWeights) and mlp.hooked else None
+    gated = hooked_mlp is not None and hooked_mlp.W_gate is not None
     routed = isinstance(mlp, ExpertsWeights)
+    norms = block.norms | block.inner_norms
+    per_layer = block.per_layer
+    per_layer_ends = Ends(f"{at}per_layer_input_gate.hook_in", f"{at}per_layer_projection.hook_out")
+    norm_ends = {name: _ends(at + name) for name, norm in norms.items() if norm.epsilon is not None}
     shared = "mlp" if block.has_experts_beside else block.shared_name
     return BlockPoints(
         resid_pre=at + ("hook_resid_pre" if whitening is None else "whitening.hook_in"),
         whitened=None if whitening is None else at + "whitening.hook_out",
-        pattern=heads[0],
-        value=heads[1],
-        z=heads[2],
-        scales={name: whole[name].into if name in whole else f"{at}{name}.hook_scale" for name in norms},
-        pre=f"{at}{block.mlp_name}.hook_pre" if inside is not None else None,
-        pre_linear=f"{at}{block.mlp_name}.hook_pre_linear"
-        if inside is not None and inside.W_gate is not None
-        else None,
-        post=f"{at}{block.mlp_name}.hook_post" if inside is not None else None,
-        attention=None if attention is not None and attention.hooked else _ends(attn),
+        pattern=None if heads is None else heads.pattern,
+        value=None if heads is None else heads.value,
+        z=None if heads is None else heads.z,
+        scales={name: norm_ends[name].into if name in norm_ends else f"{at}{name}.hook_scale" for name in norms},
+        pre=f"{mlp_at}.hook_pre" if hooked_mlp is not None else None,
+        pre_linear=f"{mlp_at}.hook_pre_linear" if gated else None,
+        post=f"{mlp_at}.hook_post" if hooked_mlp is not None else None,
+        attention=None if attention is not None and attention.hooked else _ends(attn_at),
         mlp=_ends(experts_at) if mlp is not None and not mlp.hooked else None,
         shared=None if shared is None else _ends(at + shared),
-        per_layer=None
-        if per_layer is None
-        else Ends(f"{at}per_layer_input_gate.hook_in", f"{at}per_layer_projection.hook_out"),
+        per_layer=None if per_layer is None else per_layer_ends,
         per_layer_input=None if per_layer is None else f"{at}per_layer_input",
-        norms=whole,
-        cross=None
-        if block.cross_attention is None
-        else AttentionPoints(*(f"{at}cross_attn.hook_{what}" for what in ("pattern", "v", "z"))),
-        index=index if routed and not mlp.routing.dense else None,
-        weight=weight if routed else None,
-        attention_write=_first_known(known, f"{at}hook_attn_out", f"{attn}.hook_out"),
+        norms=norm_ends,
+        cross=None if block.cross_attention is None else _attention_points(f"{at}cross_attn"),
+        index=f"{mlp_at}.experts.index" if routed and not mlp.routing.dense else None,
+        weight=f"{mlp_at}.experts.weight" if routed else None,
+        attention_write=_first_known(known, f"{at}hook_attn_out", f"{attn_at}.hook_out"),
         mlp_write=None if mlp is None else _first_known(known, f"{at}hook_mlp_out", f"{mlp_at}.hook_out"),
-        head_writes=f"{attn}.hook_result" if getattr(view.cfg, "use_attn_result", False) else None,
+        head_writes=f"{attn_at}.hook_result" if getattr(view.cfg, "use_attn_result", False) else None,
     )
+
+
+def _attention_points(name: str) -> AttentionPoints:
+    return AttentionPoints(pattern=f"{name}.hook_pattern", value=f"{name}.hook_v", z=f"{name}.hook_z")
 
 
 def _first_known(known: Collection[str], *names: str) -> str | None:
@@ -300,9 +303,10 @@ def _encoder_end(view: ModelView) -> dict[str, Any]:
     last = f"{view.blocks[view.encoder_layers - 1].name}.hook_resid_post"
     if view.encoder_norm is None:
         return {"encoder_output": last}
-    whole = None if view.encoder_norm.epsilon is None else Ends(last, "encoder_ln_final.hook_out")
-    scale = "encoder_ln_final.hook_scale" if whole is None else last
-    return {"encoder_output": "encoder_ln_final.hook_out", "encoder_scale": scale, "encoder_norm": whole}
+    output = "encoder_ln_final.hook_out"
+    if view.encoder_norm.epsilon is None:
+        return {"encoder_output": output, "encoder_scale": "encoder_ln_final.hook_scale", "encoder_norm": None}
+    return {"encoder_output": output, "encoder_scale": last, "encoder_norm": Ends(last, output)}
 
 
 def _ends(name: str) -> Ends:

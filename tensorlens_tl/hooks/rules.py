@@ -54,7 +54,8 @@ class RuleHooks:
     def __init__(self, rule: BackwardRule, sites: Sequence[AttentionPoints], scales: Sequence[str]) -> None:
         """A rule, the attention that follows it, and the hook points of the scales of its norms."""
         self.rule = rule
-        self._sites, self._scales = sites, scales
+        self._sites = sites
+        self._scales = scales
         self._seen: dict[str, Tensor] = {}
         self._plain = False
 

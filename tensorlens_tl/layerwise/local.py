@@ -150,10 +150,13 @@ class LocalLayer:
         Args:
             sums: y, one vector for each query.
         """
-        outputs, shares = self.outputs, self.pattern
+        outputs = self.outputs
+        shares = self.pattern
         for norm in self.norms(self.attn.after):
-            outputs, shares = _unscaled(norm).push(outputs), shares / norm.scale[:, None].to(shares.dtype)
-        sums, outputs = upcast(sums), upcast(rearrange(outputs, "b k h m -> (k h) b 1 m"))
+            outputs = _unscaled(norm).push(outputs)
+            shares = shares / norm.scale[:, None].to(shares.dtype)
+        sums = upcast(sums)
+        outputs = upcast(rearrange(outputs, "b k h m -> (k h) b 1 m"))
         shares = upcast(rearrange(shares, "b h q k -> (k h) b q 1"))
         distances = sums.norm(p=1, dim=-1).repeat(len(shares), 1, 1)
         step = max(1, VECTOR_BUDGET // (sums.numel() * sums.element_size()))

@@ -94,7 +94,8 @@ def coefficients(
         return Coefficients(outer.through * inner.through, outer.gate, rest)
     if linear is None:
         if rule == "tangent":
-            value, slope = phi(pre), derivative(phi, pre)
+            value = phi(pre)
+            slope = derivative(phi, pre)
             return Coefficients(slope, rest=value - slope * pre)
         at_zero = phi(pre.new_zeros(()))
         rest = None if at_zero == 0 else at_zero.expand_as(pre)

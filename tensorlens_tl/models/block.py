@@ -60,7 +60,7 @@ MIXERS = ("mixer", "mamba", "conv", "linear_attn")
 
 @runtime_checkable
 class Owner(Protocol):
-    """What a block asks of the reading of its model."""
+    """What a block needs of the view of its model."""
 
     model: Any
     cfg: Any
@@ -94,7 +94,7 @@ class BlockView:
 
     @contextmanager
     def loaded(self) -> Generator[None, None, None]:
-        """Inside, the weights are there and what is read of them is kept; both are dropped after, if offloaded."""
+        """Inside, the weights are loaded and what is read of them is kept; both are dropped after, if offloaded."""
         if not self.offloaded:
             yield
             return
@@ -126,7 +126,9 @@ class BlockView:
         with self.loaded():
             hidden = 0 if self.mlp is None else self.mlp.hidden
             by_token = 3 * self.model.cfg.d_model + hidden
-            return (by_token, 2 * self.attention.heads) if self.mixer is None else (by_token + self.width, 0)
+            if self.mixer is None:
+                return by_token, 2 * self.attention.heads
+            return by_token + self.width, 0
 
     @property
     def mixer_name(self) -> str:
@@ -177,12 +179,16 @@ class BlockView:
     @weights_read
     def inner_norms(self) -> dict[str, NormWeights]:
         """Norms inside its sublayers: around experts that stand beside an MLP, and after an input of its own."""
-        beside = [name for pair in EXPERTS_BESIDE.values() for name in pair] if self.has_experts_beside else []
-        return self._norms([*beside, PER_LAYER_NORM] if PER_LAYER_NORM in self.module._modules else beside)
+        names: list[str] = []
+        if self.has_experts_beside:
+            names = [name for pair in EXPERTS_BESIDE.values() for name in pair]
+        if PER_LAYER_NORM in self.module._modules:
+            names.append(PER_LAYER_NORM)
+        return self._norms(names)
 
     def _norms(self, names: Iterable[str]) -> dict[str, NormWeights]:
-        found = {name: getattr(self.module, name, None) for name in names}
-        return {name: norm_weights(norm, self.model.cfg) for name, norm in found.items() if is_norm(norm)}
+        modules = {name: getattr(self.module, name, None) for name in names}
+        return {name: norm_weights(norm, self.model.cfg) for name, norm in modules.items() if is_norm(norm)}
 
     @property
     def has_experts_beside(self) -> bool:
@@ -204,7 +210,8 @@ class BlockView:
             raise self._refuse("attention reads a whitened copy of the stream; only whiten(reads='stream') is read.")
         if module is None:
             return None
-        entry, step = getattr(module, "entry", None), getattr(module, "step", None)
+        entry = getattr(module, "entry", None)
+        step = getattr(module, "step", None)
         if not isinstance(entry, Tensor) or not isinstance(step, Tensor):
             raise self._refuse(f"its whitening ({type(module).__name__}) has no readable entry and step.")
         return WhiteningWeights(self._floating(entry, "whitening.L_inv"), self._floating(step, "whitening.M"))
@@ -218,16 +225,24 @@ class BlockView:
                 "no pattern and no heads that are read. The operator and what is made from it work (tensorlens, "
                 "gradients, logit_attribution); tlens.implicit_attention shows which tokens it takes from."
             )
-        found: Any = getattr(self.module, self.mixer_name, None)
-        if found is None:
-            raise self._refuse(self._what_it_has())
-        read = read_attention(found, self.model.cfg, self._refuse)
+        attention: Any = getattr(self.module, self.mixer_name, None)
+        if attention is None:
+            raise self._refuse(self._missing_mixer())
+        weights = read_attention(attention, self.model.cfg, self._refuse)
         if self.branch_factor == 1:
-            return read
-        b_O = None if read.b_O is None else read.b_O * self.branch_factor
-        return replace(read, W_O=read.W_O * self.branch_factor, b_O=b_O)
+            return weights
+        b_O = None if weights.b_O is None else weights.b_O * self.branch_factor
+        return replace(weights, W_O=weights.W_O * self.branch_factor, b_O=b_O)
 
-    def _what_it_has(self) -> str:
+    def require_attention(self) -> AttentionWeights:
+        """The attention weights, for a caller that needs only their refusal."""
+        return self.attention
+
+    def require_query_key(self) -> QueryKeyWeights:
+        """The weights that make the attention scores, for a caller that needs only their refusal."""
+        return self.query_key
+
+    def _missing_mixer(self) -> str:
         """Why there is no attention and no mixer to be read."""
         kind = type(innermost(self.module)).__name__
         shown = [name for name, part in self.module._modules.items() if is_bridge_component(part)]
@@ -279,7 +294,7 @@ class BlockView:
     def query_key(self) -> QueryKeyWeights:
         """The weights that make the attention scores; refuses what has none that can be read."""
         if self.mixer is not None:
-            _ = self.attention  # refuses
+            self.require_attention()
         attn: Any = getattr(self.module, self.mixer_name, None)
         (W_Q, b_Q), (W_K, b_K) = (projection(attn, letter, self.model.cfg, self._refuse) for letter in "QK")
         if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
@@ -306,14 +321,17 @@ class BlockView:
             weight = weights[name].detach().to(self.attention.W_O)
             if name == "W_O":
                 return rearrange(weight, "head d_head d_model -> (head d_head) d_model")
-            return weight.reshape(-1) if name.startswith("b") else rearrange(weight, "h m d -> m (h d)")
+            if name.startswith("b"):
+                return weight.reshape(-1)
+            return rearrange(weight, "h m d -> m (h d)")
 
         if self.branch_factor != 1:
             raise self._refuse("its branches are multiplied by a constant; other weights for it are not read.")
         fields = {"W_V": "value_matrix"}
         other = copy(self)  # what has been read of it, too
         if self.offloaded:
-            other.read_names, other._depth = set(), 0
+            other.read_names = set()
+            other._depth = 0
             for name in self.read_names:
                 other.__dict__.pop(name, None)
         parts = {"plain_attention": ("attention", ("W_V", "b_V", "W_O"))}
@@ -322,12 +340,12 @@ class BlockView:
             changed = {fields.get(name, name): new for name in names if (new := flat(name)) is not None}
             if changed:
                 setattr(other, part, replace(getattr(self, read), **changed))
-        named = {name: weights[name] for name in ("W_in", "W_gate", "W_out") if name in weights}
-        if isinstance(self.mlp, MLPWeights) and named:
+        mlp_weights = {name: weights[name] for name in ("W_in", "W_gate", "W_out") if name in weights}
+        if isinstance(self.mlp, MLPWeights) and mlp_weights:
             mlp = self.mlp
             if mlp.post_factor is not None:
-                raise self._refuse(f"a norm stands inside its MLP; other {', '.join(named)} are not read.")
-            other.mlp = replace(mlp, **{name: weight.to(mlp.W_in) for name, weight in named.items()})
+                raise self._refuse(f"a norm stands inside its MLP; other {', '.join(mlp_weights)} are not read.")
+            other.mlp = replace(mlp, **{name: weight.to(mlp.W_in) for name, weight in mlp_weights.items()})
         return other
 
     @property

@@ -125,26 +125,30 @@ class DictionaryWeights:
             return None
         if self.normalise == "layer_norm":
             deviation = x.std(-1, keepdim=True)
-            divided = Normalised(deviation + EPSILON, deviation, centred=True)
+            scales = Normalised(deviation + EPSILON, deviation, centred=True)
         else:
             norm = x.norm(dim=-1, keepdim=True) / x.shape[-1] ** 0.5
-            divided = Normalised(norm, norm, centred=False)
+            scales = Normalised(norm, norm, centred=False)
         # a transcoder's output is another place's: SAELens does not scale it
-        return divided._replace(multiplied_by=torch.ones_like(divided.multiplied_by)) if self.transcodes else divided
+        return scales._replace(multiplied_by=torch.ones_like(scales.multiplied_by)) if self.transcodes else scales
 
     def reads(self, x: Float[Tensor, "*any d_in"]) -> Float[Tensor, "*any d_in"]:
         """What its encoder is given: the vectors, normalised where it does so."""
         how = self.normalised(x)
-        return x if how is None else (x - x.mean(-1, keepdim=True) if how.centred else x) / how.divided_by
+        if how is None:
+            return x
+        centred = x - x.mean(-1, keepdim=True) if how.centred else x
+        return centred / how.divided_by
 
     def beside(self, x: Float[Tensor, "*any d_in"]) -> dict[str, Float[Tensor, "*any d_out"]]:
         """What it gives besides its features and b_dec, by name."""
-        how, found = self.normalised(x), {}
-        if how is not None and how.centred and not self.transcodes:
-            found["input mean"] = x.mean(-1, keepdim=True).expand_as(x)
+        scales = self.normalised(x)
+        parts = {}
+        if scales is not None and scales.centred and not self.transcodes:
+            parts["input mean"] = x.mean(-1, keepdim=True).expand_as(x)
         if self.W_skip is not None:
-            found["skip"] = x @ self.W_skip
-        return found
+            parts["skip"] = x @ self.W_skip
+        return parts
 
     def encode(self, x: Float[Tensor, "token d_in"], tolerance: float) -> Encoded:
         """Its active features for some vectors, and the reconstruction, compared with what the object itself gives.
@@ -156,39 +160,41 @@ class DictionaryWeights:
         Raises:
             InvalidInputError: the object's own features or reconstruction are others than those of its weights.
         """
-        found = [self._encoded(part, start, tolerance) for start, part in self._chunks(x)]
-        return Encoded(*(torch.cat(column) for column in zip(*found, strict=True)))
+        chunks = [self._encoded(part, start, tolerance) for start, part in self._chunks(x)]
+        return Encoded(*(torch.cat(column) for column in zip(*chunks, strict=True)))
 
     def _chunks(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
         size = max(1, CHUNK_BYTES // (4 * self.features * x.element_size()))
         return ((start, x[start : start + size]) for start in range(0, max(1, len(x)), size))
 
     def _encoded(self, x: Tensor, start: int, tolerance: float) -> Encoded:
-        before, own, decoded = self.reads(x) @ self.W_enc + self.b_enc, None, None
+        preactivations = self.reads(x) @ self.W_enc + self.b_enc
+        expected = None
+        decoded = None
         if callable(getattr(self.source, "encode", None)):
             with torch.no_grad():
-                own, decoded = _own(self.source, x)
-        active = self._active(before) if own is None else own != 0
-        features = before * active
-        made = features @ self.W_dec + self.b_dec
+                expected, decoded = _own(self.source, x)
+        active = self._active(preactivations) if expected is None else expected != 0
+        features = preactivations * active
+        output = features @ self.W_dec + self.b_dec
         how = self.normalised(x)
-        made = made if how is None else made * how.multiplied_by
+        output = output if how is None else output * how.multiplied_by
         beside = self.beside(x)
-        if own is not None:
-            self._check("encode", features, own, tolerance)
+        if expected is not None:
+            self._check("encode", features, expected, tolerance)
         if decoded is not None:  # a skip transcoder's decode leaves the skip out
-            self._check("decode", made + beside.get("input mean", 0), decoded, tolerance)
+            self._check("decode", output + beside.get("input mean", 0), decoded, tolerance)
         for part in beside.values():
-            made = made + part
-        if (self.W_skip is not None or own is None) and _runs(self.source):
+            output = output + part
+        if (self.W_skip is not None or expected is None) and _runs(self.source):
             with torch.no_grad():
                 whole: Any = self.source(x)
-            if self.W_skip is not None or (isinstance(whole, Tensor) and whole.shape == made.shape):
-                self._check("forward", made, whole, tolerance)
+            if self.W_skip is not None or (isinstance(whole, Tensor) and whole.shape == output.shape):
+                self._check("forward", output, whole, tolerance)
         index = active.nonzero()
         values = features[index[:, 0], index[:, 1]]
         index[:, 0] += start
-        return Encoded(index, values, made)
+        return Encoded(index, values, output)
 
     def _active(self, before: Float[Tensor, "token feature"]) -> Tensor:
         if self.k is not None:
@@ -196,12 +202,13 @@ class DictionaryWeights:
             return chosen.scatter(-1, before.topk(self.k).indices, True) & (before > 0)
         return before > 0 if self.threshold is None else (before > 0) & (before > self.threshold)
 
-    def _check(self, what: str, made: Tensor, own: Tensor, tolerance: float) -> None:
-        off = relative_error(made.flatten(), own.flatten())  # of all vectors: nothing at all may be active at one
-        if not off <= tolerance:
+    def _check(self, what: str, ours: Tensor, expected: Tensor, tolerance: float) -> None:
+        # over all vectors together: at one of them nothing may be active
+        error = relative_error(ours.flatten(), expected.flatten())
+        if not error <= tolerance:
             raise InvalidInputError(
-                f"dictionary: {self.name}.{what} gives something else than its weights say (relative error {off:.1e}). "
-                "Only dictionaries whose features are ⟨W_enc, x⟩ + b_enc where they "
+                f"dictionary: {self.name}.{what} gives something else than its weights say (relative error "
+                f"{error:.1e}). Only dictionaries whose features are ⟨W_enc, x⟩ + b_enc where they "
                 "are active (ReLU, JumpReLU, TopK) and whose reconstruction is features·W_dec + b_dec are read."
             )
 
@@ -214,20 +221,22 @@ class DictionaryWeights:
 
         Without `encode`, b_dec is not taken away.
         """
-        said = _said(self.source, "apply_b_dec_to_input") is not None
-        said = said or not callable(getattr(self.source, "encode", None))
-        if said or self.transcodes or self.b_dec.shape != self.W_enc.shape[:1] or not bool(self.b_dec.any()):
+        stated = _setting(self.source, "apply_b_dec_to_input") is not None
+        undecidable = not callable(getattr(self.source, "encode", None))
+        if stated or undecidable or self.transcodes:
+            return self
+        if self.b_dec.shape != self.W_enc.shape[:1] or not bool(self.b_dec.any()):
             return self
         return min((self, self.subtracting_b_dec()), key=lambda read: read._misfit(x[:64]))
 
     def _misfit(self, x: Float[Tensor, "token d_in"]) -> float:
         """How far the features of some tokens are from the object's own: the median token's relative error."""
         with torch.no_grad():
-            own, _ = _own(self.source, x)
-        assert own is not None
-        made = (self.reads(x) @ self.W_enc + self.b_enc) * (own != 0)
-        off = (made - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(torch.finfo(own.dtype).tiny)
-        return float(off.float().median())
+            expected, _ = _own(self.source, x)
+        assert expected is not None
+        ours = (self.reads(x) @ self.W_enc + self.b_enc) * (expected != 0)
+        errors = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(expected.dtype).tiny)
+        return float(errors.float().median())
 
 
 def read_dictionary(source: Any, *, transcodes: bool | None = None) -> DictionaryWeights:
@@ -271,7 +280,8 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
                 f"{what}.{name} is {weight.dtype} on {weight.device}, W_enc {W_enc.dtype} on {W_enc.device}; convert "
                 f"one of them, such as dictionary.to({W_enc.dtype})."
             )
-    hook_in, hook_out = _said(source, "hook_name"), _said(source, "hook_name_out")
+    hook_in = _setting(source, "hook_name")
+    hook_out = _setting(source, "hook_name_out")
     elsewhere = (hook_out is not None and hook_out != hook_in) or W_skip is not None
     between = elsewhere if transcodes is None else transcodes
     read = DictionaryWeights(
@@ -286,60 +296,66 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
         source,
         hook_in,
         hook_out,
-        _said(source, "model_name"),
+        _setting(source, "model_name"),
         between,
     )
-    if _said(source, "rescale_acts_by_decoder_norm"):
+    if _setting(source, "rescale_acts_by_decoder_norm"):
         norms = W_dec.norm(dim=1)
         read = replace(read, W_enc=W_enc * norms, b_enc=read.b_enc * norms, W_dec=W_dec / norms[:, None])
     if scaled is not None:  # it multiplies features where they are decoded, and only there
         read = replace(read, W_dec=read.W_dec * scaled[:, None])
-    return read.subtracting_b_dec() if _said(source, "apply_b_dec_to_input") and not between else read
+    return read.subtracting_b_dec() if _setting(source, "apply_b_dec_to_input") and not between else read
 
 
 def _own(source: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """What an object's own `encode` and `decode` give, in this order: a scale may pass from one to the other."""
-    own = source.encode(x)
-    own = own.to_dense() if isinstance(own, Tensor) and own.is_sparse else own
-    if not isinstance(own, Tensor):
-        raise InvalidInputError(f"dictionary: {type(source).__name__}.encode gives a {type(own).__name__}, no tensor.")
+    features = source.encode(x)
+    features = features.to_dense() if isinstance(features, Tensor) and features.is_sparse else features
+    if not isinstance(features, Tensor):
+        raise InvalidInputError(
+            f"dictionary: {type(source).__name__}.encode gives a {type(features).__name__}, no tensor."
+        )
     decode: Any = getattr(source, "decode", None)
-    decoded: Any = decode(own) if callable(decode) else None
-    return own, decoded
+    decoded: Any = decode(features) if callable(decode) else None
+    return features, decoded
 
 
-def _said(source: Any, name: str) -> Any:
+def _setting(source: Any, name: str) -> Any:
     """What an object, its configuration or its metadata says, in this order; None where none does."""
     for holder in _holders(source):
-        found = _get(holder, name)
-        if found is not None:
-            return found
+        value = _get(holder, name)
+        if value is not None:
+            return value
     return None
 
 
 def _holders(source: Any) -> list[Any]:
     """An object, its configuration and its metadata."""
-    configurations = [found for name in ("cfg", "config") if (found := _get(source, name)) is not None]
+    configurations = [part for name in ("cfg", "config") if (part := _get(source, name)) is not None]
     metadata = [_get(holder, "metadata") for holder in (source, *configurations)]
-    return [source, *configurations, *(found for found in metadata if found is not None)]
+    return [source, *configurations, *(part for part in metadata if part is not None)]
 
 
 def _get(holder: Any, name: str) -> Any:
     return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
 
 
-def _everything_said(holder: Any) -> dict[str, Any]:
+def _attributes(holder: Any) -> dict[str, Any]:
     """What an object says of itself that is no method: its attributes, a module's weights and parts, its class's."""
     if isinstance(holder, Mapping):
         return dict(holder)
-    said = dict[str, Any]()
+    attributes = dict[str, Any]()
     for kind in reversed(type(holder).__mro__):
         if kind.__module__.partition(".")[0] not in ("builtins", "torch", "types"):
-            said |= {name: value for name, value in vars(kind).items() if not _is_method(value)}
-    said |= getattr(holder, "__dict__", {})
+            attributes |= {name: value for name, value in vars(kind).items() if not _is_method(value)}
+    attributes |= getattr(holder, "__dict__", {})
     for inside in ("_parameters", "_buffers", "_modules"):
-        said |= said.pop(inside, None) or {}
-    return {name: value for name, value in said.items() if not name.startswith("_") and not hasattr(value, "fwd_hooks")}
+        attributes |= attributes.pop(inside, None) or {}
+    return {
+        name: value
+        for name, value in attributes.items()
+        if not name.startswith("_") and not hasattr(value, "fwd_hooks")
+    }
 
 
 def _is_method(value: Any) -> bool:
@@ -363,28 +379,28 @@ def _runs(source: Any) -> bool:
 
 
 def _weight(source: Any, name: str, what: str) -> Tensor | None:
-    found = getattr(source, name, None)
-    if found is None:
+    weight = getattr(source, name, None)
+    if weight is None:
         return None
-    if not isinstance(found, Tensor) or not found.is_floating_point():
-        raise InvalidInputError(f"{what}.{name} is a {type(found).__name__}; pass a tensor of floating-point numbers.")
-    if not bool(torch.isfinite(found).all()):
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        raise InvalidInputError(f"{what}.{name} is a {type(weight).__name__}; pass a tensor of floating-point numbers.")
+    if not bool(torch.isfinite(weight).all()):
         raise NumericalError(f"{what}.{name} has values that are not finite.")
-    return found.detach()
+    return weight.detach()
 
 
 def _vector(source: Any, name: str, length: int, what: str) -> Tensor | None:
-    found = _weight(source, name, what)
-    if found is not None and found.shape != (length,) and found.ndim > 0:
-        raise InvalidInputError(f"{what}.{name} is {tuple(found.shape)}; [{length}] fits its other weights.")
-    return found if found is None or found.ndim else found.expand(length)
+    weight = _weight(source, name, what)
+    if weight is not None and weight.shape != (length,) and weight.ndim > 0:
+        raise InvalidInputError(f"{what}.{name} is {tuple(weight.shape)}; [{length}] fits its other weights.")
+    return weight if weight is None or weight.ndim else weight.expand(length)
 
 
 def _choices(source: Any, features: int, what: str) -> int | None:
     """The k of TopK; without `encode`, which shows what an object does, refuses whatever else could be meant."""
-    activations = {name: found for name in ACTIVATIONS if (found := _said(source, name)) is not None}
-    if isinstance(said := activations.get("architecture"), MethodType):  # SAELens 6 has it as a method
-        activations["architecture"] = said()
+    activations = {name: value for name in ACTIVATIONS if (value := _setting(source, name)) is not None}
+    if isinstance(architecture := activations.get("architecture"), MethodType):  # SAELens 6 has it as a method
+        activations["architecture"] = architecture()
     k = _number_of_features(source, activations)
     whole = isinstance(k, int) or (isinstance(k, Tensor) and k.numel() == 1 and not k.is_floating_point())
     if k is not None and (isinstance(k, bool) or not whole or not 1 <= int(k) <= features):
@@ -399,42 +415,48 @@ def _choices(source: Any, features: int, what: str) -> int | None:
 
 def _number_of_features(source: Any, activations: Mapping[str, Any]) -> Any:
     """The k that an object says, or its activation; SAELens up to 5 keeps it among the arguments of "topk"."""
-    if (k := _said(source, "k")) is not None:
+    if (k := _setting(source, "k")) is not None:
         return k
-    for found in activations.values():
-        if (k := getattr(found, "k", None)) is not None:
+    for activation in activations.values():
+        if (k := getattr(activation, "k", None)) is not None:
             return k
-    is_topk = any(_activation_name(found) == "topk" for found in activations.values())
-    return _get(_said(source, "activation_fn_kwargs") or {}, "k") if is_topk else None
+    is_topk = any(_activation_name(activation) == "topk" for activation in activations.values())
+    return _get(_setting(source, "activation_fn_kwargs") or {}, "k") if is_topk else None
 
 
-def _activation_name(found: Any) -> str:
-    return (found if isinstance(found, str) else getattr(found, "__name__", type(found).__name__)).lower()
+def _activation_name(activation: Any) -> str:
+    return _written_name(activation).lower()
+
+
+def _written_name(activation: Any) -> str:
+    return activation if isinstance(activation, str) else getattr(activation, "__name__", type(activation).__name__)
 
 
 def _refuse_unknown(source: Any, activations: Mapping[str, Any], k: int | None, features: int, what: str) -> None:
     """Refuse a dictionary without `encode` that has, or says, what might change its features."""
     show = "Give the object an encode(x) method: it is then taken at its own word, by measurement."
-    threshold = _said(source, "threshold")
-    for name, found in activations.items():
-        if (named := _activation_name(found)) not in KNOWN_ACTIVATIONS:
-            shown = found if isinstance(found, str) else getattr(found, "__name__", type(found).__name__)
-            raise InvalidInputError(f"{what}.{name} is {shown}; only ReLU, JumpReLU and TopK are read. {show}")
-        for kind, needed, there in (("topk", "k", k), ("jumprelu", "threshold", threshold)):
-            if named == kind and there is None:
+    threshold = _setting(source, "threshold")
+    for name, activation in activations.items():
+        if (named := _activation_name(activation)) not in KNOWN_ACTIVATIONS:
+            raise InvalidInputError(
+                f"{what}.{name} is {_written_name(activation)}; only ReLU, JumpReLU and TopK are read. {show}"
+            )
+        for kind, needed, value in (("topk", "k", k), ("jumprelu", "threshold", threshold)):
+            if named == kind and value is None:
                 raise InvalidInputError(f"{what}.{name} is {named}, and it has no {needed}. {show}")
-        if callable(found) and not isinstance(found, type) and threshold is None:
-            _check_activation(found, k, features, f"{what}.{name}")
-    others = [name for name in _said(source, "activation_fn_kwargs") or {} if name != "k"]
+        if callable(activation) and not isinstance(activation, type) and threshold is None:
+            _check_activation(activation, k, features, f"{what}.{name}")
+    others = [name for name in _setting(source, "activation_fn_kwargs") or {} if name != "k"]
     if others:
         raise InvalidInputError(f"{what}.activation_fn_kwargs has {others[0]}, which is not read. {show}")
     if k is not None and threshold is not None:
         raise InvalidInputError(f"{what} has both k and threshold: which features are active is not clear. {show}")
-    if k is not None and any(_activation_name(found) in ("relu", "jumprelu") for found in activations.values()):
+    names = [_activation_name(activation) for activation in activations.values()]
+    if k is not None and ("relu" in names or "jumprelu" in names):
         raise InvalidInputError(f"{what} has k, and its activation is not TopK: what k does is not clear. {show}")
     known = READ | WITHOUT_INFLUENCE
     for holder in _holders(source):
-        for name, value in _everything_said(holder).items():
+        for name, value in _attributes(holder).items():
             if name not in known and not _says_nothing(value):
                 raise InvalidInputError(
                     f"{what} has {name}, which is not read. {show} If it has no influence on features, leave it out."
@@ -449,8 +471,8 @@ def _check_activation(function: Any, k: int | None, features: int, name: str) ->
         best = before.topk(k)
         expected = torch.zeros_like(before).scatter(-1, best.indices, best.values.relu())
     with torch.no_grad():
-        found = function(before.clone())
-    if not isinstance(found, Tensor) or not torch.allclose(found.float(), expected):
+        output = function(before.clone())
+    if not isinstance(output, Tensor) or not torch.allclose(output.float(), expected):
         what = "ReLU" if k is None else f"TopK with k={k} and a ReLU"
         raise InvalidInputError(f"{name} gives something else than {what} on random numbers; only these are read.")
 
@@ -460,13 +482,13 @@ def _finetuned(source: Any, features: int, what: str) -> Tensor | None:
     weight = getattr(source, "finetuning_scaling_factor", None)
     if isinstance(weight, Tensor):
         return _vector(source, "finetuning_scaling_factor", features, what)
-    if _said(source, "finetuning_scaling_factor"):
+    if _setting(source, "finetuning_scaling_factor"):
         raise InvalidInputError(f"{what} says finetuning_scaling_factor and has no such weight [{features}].")
     return None
 
 
 def _normalisation(source: Any, what: str) -> str | None:
-    how = _said(source, "normalize_activations")
+    how = _setting(source, "normalize_activations")
     if how is None or how in FOLDED:
         return None
     if how not in NORMALISED:

@@ -83,7 +83,8 @@ def read_patches(embed: Any, transposed: bool) -> PatchWeights | None:
     constant = positions.detach()[0].clone()
     for place, token in enumerate(special):
         constant[place] += token.detach()[0, 0]
-    (height, width), (down, across) = convolution.kernel_size, convolution.stride
+    height, width = convolution.kernel_size
+    down, across = convolution.stride
     return PatchWeights(
         weight=convolution.weight.detach().flatten(1),
         bias=detached(convolution.bias),

@@ -277,10 +277,14 @@ class ModelView:
         if phi is None:
             raise UnsupportedModelError(f"mlm_head of {self.description}: unknown activation {self.cfg.act_fn!r}.")
         if is_bridge_component(head):
-            norm, scale = self.model.ln_final, "ln_final.hook_scale"
+            norm = self.model.ln_final
+            scale = "ln_final.hook_scale"
             weight, bias = read_linear(head, "mlm_head", self._refuse)
         else:
-            weight, bias, norm, scale = head.W, head.b, head.ln, "mlm_head.ln.hook_scale"
+            weight = head.W
+            bias = head.b
+            norm = head.ln
+            scale = "mlm_head.ln.hook_scale"
         return MLMHead(weight.detach(), detached(bias), phi, norm_weights(norm, self.cfg), scale)
 
     def _prediction_head(self) -> MLMHead | None:

@@ -55,22 +55,24 @@ def writable(block: BlockView) -> dict[str, Tensor]:
     where = f"blocks.{block.layer} of this {block.model.description}"
     refuse_offloaded(block.module, where)
     _refuse_adapted(block, where)
-    _ = block.attention, block.query_key  # refuses what cannot be read or is no floating point
-    attn, mlp = block.module.attn, getattr(block.module, "mlp", None)
-    found = {name: _shown(attn, name) for name in ATTENTION} | {name: shown(mlp, name) for name in MLP}
-    stored = {parameter.untyped_storage().data_ptr() for parameter in block.module.parameters()}
-    kept: dict[str, Tensor] = {}
-    for name, weight in found.items():
+    block.require_attention()
+    block.require_query_key()
+    attn = block.module.attn
+    mlp = getattr(block.module, "mlp", None)
+    weights = {name: _shown(attn, name) for name in ATTENTION} | {name: shown(mlp, name) for name in MLP}
+    storages = {parameter.untyped_storage().data_ptr() for parameter in block.module.parameters()}
+    views: dict[str, Tensor] = {}
+    for name, weight in weights.items():
         if not isinstance(weight, Tensor):
             continue
-        if weight.untyped_storage().data_ptr() in stored and weight.is_floating_point():
-            kept[name] = weight.data
+        if weight.untyped_storage().data_ptr() in storages and weight.is_floating_point():
+            views[name] = weight.data
         elif name in ATTENTION and (name.startswith("W") or bool(weight.any())):
             raise UnsupportedModelError(
                 f"{where}: attn.{name} is not a view of the model's floating-point parameters (packed or quantised?), "
                 "so writing to it would change nothing. Load the model in floating point."
             )
-    return kept
+    return views
 
 
 def _refuse_adapted(block: BlockView, where: str) -> None:
@@ -104,29 +106,29 @@ def refuse_shared(view: ModelView, layers: Sequence[int]) -> None:
 
 def joint_copies(block: BlockView, weights: Mapping[str, Tensor]) -> list[JointCopy]:
     """Joint projections that lie beside the split weights and say the same."""
-    placed = {weight.untyped_storage().data_ptr() for weight in weights.values()}
+    storages = {weight.untyped_storage().data_ptr() for weight in weights.values()}
     options = [(names, mixed) for names in (("W_Q", "W_K", "W_V"), ("b_Q", "b_K", "b_V")) for mixed in (False, True)]
     options += [(("W_gate", "W_in"), False), (("W_in", "W_gate"), False)]
     options = [(names, mixed) for names, mixed in options if all(name in weights for name in names)]
-    found = []
+    copies: list[JointCopy] = []
     for module in (block.module.attn, getattr(block.module, "mlp", None)):
         if not isinstance(module, nn.Module):
             continue
         for parameter in module.parameters():
-            if parameter.untyped_storage().data_ptr() in placed:
+            if parameter.untyped_storage().data_ptr() in storages:
                 continue
             for names, mixed in options:
                 if parameter.numel() != sum(weights[name].numel() for name in names):
                     continue
                 copy = JointCopy(parameter.data, names, mixed)
-                made = _oriented(_laid_out(copy, weights), parameter.data)
-                if made is not None and torch.equal(made, parameter.data):
-                    found.append(copy)
+                joint = _oriented(_layout(copy, weights), parameter.data)
+                if joint is not None and torch.equal(joint, parameter.data):
+                    copies.append(copy)
                     break
-    return found
+    return copies
 
 
-def _laid_out(copy: JointCopy, weights: Mapping[str, Tensor]) -> Tensor:
+def _layout(copy: JointCopy, weights: Mapping[str, Tensor]) -> Tensor:
     """The parts side by side, `[out, in]` (a bias: `[out]`)."""
     parts = [weights[name] for name in copy.parts]
     if copy.parts[0] in MLP:
@@ -138,11 +140,11 @@ def _laid_out(copy: JointCopy, weights: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([row.flatten(0, 1) for row in rows])
 
 
-def _oriented(made: Tensor, parameter: Tensor) -> Tensor | None:
-    """What was laid out in the orientation of a parameter, or None where neither fits."""
-    if made.shape == parameter.shape:
-        return made
-    return made.mT if made.ndim == 2 and made.mT.shape == parameter.shape else None
+def _oriented(joint: Tensor, parameter: Tensor) -> Tensor | None:
+    """A joint weight in the orientation of a parameter, or None where neither orientation fits."""
+    if joint.shape == parameter.shape:
+        return joint
+    return joint.mT if joint.ndim == 2 and joint.mT.shape == parameter.shape else None
 
 
 @contextmanager
@@ -166,10 +168,10 @@ def written(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> Gen
     copies = _copies(view, weights)
     changed: list[Changed] = []
     try:
-        for place, there, value in writes:
-            changed.append(Changed(place, there.clone(), sampled(value)))
-            _overwrite(there, value)
-            if not torch.equal(there, value):
+        for place, weight, value in writes:
+            changed.append(Changed(place, weight.clone(), sampled(value)))
+            _overwrite(weight, value)
+            if not torch.equal(weight, value):
                 raise UnsupportedModelError(f"{place}: what was written does not read back.")
         _follow(view, copies)
         del writes, weights  # a plan's dense weights are not needed while the model runs on its own
@@ -197,13 +199,13 @@ class Changed(NamedTuple):
 
 
 def _put_back(view: ModelView, changed: Sequence[Changed]) -> None:
-    """Old weights into the tensors that the model shows *now*: an interruption does not leave the others out."""
+    """Write old weights to the tensors that the model shows *now*; an interruption does not leave the others out."""
     first: BaseException | None = None
     foreign: list[str] = []
     copies: dict[int, list[JointCopy]] = {}
 
     def twice(step: Callable[[], None]) -> None:
-        """What interrupted the first time may be over."""
+        """Try once more: what interrupted the first attempt may be over."""
         nonlocal first
         for _ in range(2):
             try:
@@ -213,9 +215,9 @@ def _put_back(view: ModelView, changed: Sequence[Changed]) -> None:
                 first = first or error
 
     def put_back(place: Place, before: Tensor, sample: Tensor) -> None:
-        there = writable(view.blocks[place.layer]).get(place.name)
-        if there is not None and _holds(there, sample, before):
-            _overwrite(there, before.to(there))
+        weight = writable(view.blocks[place.layer]).get(place.name)
+        if weight is not None and _holds(weight, sample, before):
+            _overwrite(weight, before.to(weight))
         else:
             foreign.append(str(place))
 
@@ -232,10 +234,10 @@ def _put_back(view: ModelView, changed: Sequence[Changed]) -> None:
         )
 
 
-def _holds(there: Tensor, sample: Tensor, before: Tensor) -> bool:
+def _holds(weight: Tensor, sample: Tensor, before: Tensor) -> bool:
     """Whether a weight is what was written, or (where writing was interrupted) still what it was before."""
-    now = sampled(there)
-    return any(then.shape == now.shape and torch.equal(now, then.to(now)) for then in (sample, sampled(before)))
+    now = sampled(weight)
+    return any(past.shape == now.shape and torch.equal(now, past.to(now)) for past in (sample, sampled(before)))
 
 
 def write(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -244,20 +246,21 @@ def write(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
     Raises:
         UnsupportedModelError, InvalidInputError, NumericalError: as `written`.
     """
-    writes, copies = _writes(view, weights), _copies(view, weights)
-    for _, there, value in writes:
-        _overwrite(there, value)
+    writes = _writes(view, weights)
+    copies = _copies(view, weights)
+    for _, weight, value in writes:
+        _overwrite(weight, value)
     _follow(view, copies)
 
 
 def _writes(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> list[tuple[Place, Tensor, Tensor]]:
-    """What is written where: the place, the live tensor, and its new value; all of it checked."""
+    """What will be written: each place, its live tensor, and the new value, after all checks."""
     refuse_shared(view, list(weights))
     writes: list[tuple[Place, Tensor, Tensor]] = []
     for layer, changed in weights.items():
-        there = writable(view.blocks[layer])
+        views = writable(view.blocks[layer])
         for name, value in changed.items():
-            writes.append((Place(layer, name), there[name], checked(f"blocks.{layer}", name, value, there)))
+            writes.append((Place(layer, name), views[name], checked(f"blocks.{layer}", name, value, views)))
     return writes
 
 
@@ -267,32 +270,32 @@ def _copies(view: ModelView, layers: Iterable[int]) -> dict[int, list[JointCopy]
 
 
 def _follow(view: ModelView, copies: Mapping[int, Sequence[JointCopy]]) -> None:
-    """Joint projections made to agree with the split ones again."""
-    for layer, found in copies.items():
-        there = writable(view.blocks[layer]) if found else {}
-        for copy in found:
-            made = _oriented(_laid_out(copy, there), copy.parameter)
-            assert made is not None  # it fitted when the copy was found
-            _overwrite(copy.parameter, made)
+    """Make joint projections agree with the split ones again."""
+    for layer, of_layer in copies.items():
+        views = writable(view.blocks[layer]) if of_layer else {}
+        for copy in of_layer:
+            joint = _oriented(_layout(copy, views), copy.parameter)
+            assert joint is not None  # it fitted when the copy was listed
+            _overwrite(copy.parameter, joint)
 
 
-def _overwrite(there: Tensor, value: Tensor) -> None:
-    with torch.inference_mode() if there.is_inference() else nullcontext():  # such tensors change nowhere else
-        there.copy_(value)
+def _overwrite(weight: Tensor, value: Tensor) -> None:
+    with torch.inference_mode() if weight.is_inference() else nullcontext():  # such tensors change nowhere else
+        weight.copy_(value)
 
 
-def checked(where: str, name: str, value: Tensor, there: Mapping[str, Tensor]) -> Tensor:
+def checked(where: str, name: str, value: Tensor, views: Mapping[str, Tensor]) -> Tensor:
     """A new weight as the model holds it.
 
     Raises:
         InvalidInputError: a name or shape that the model does not have.
         NumericalError: not finite in the model's dtype.
     """
-    if name not in there:
-        raise InvalidInputError(f"{where} has no {name}; it has {', '.join(there)}.")
-    if value.shape != there[name].shape:
-        raise InvalidInputError(f"{where}.{name} is {tuple(there[name].shape)}, not {tuple(value.shape)}.")
-    cast = value.detach().to(there[name])
+    if name not in views:
+        raise InvalidInputError(f"{where} has no {name}; it has {', '.join(views)}.")
+    if value.shape != views[name].shape:
+        raise InvalidInputError(f"{where}.{name} is {tuple(views[name].shape)}, not {tuple(value.shape)}.")
+    cast = value.detach().to(views[name])
     if not bool(torch.isfinite(cast).all()):
         raise NumericalError(f"{where}.{name}: the new weights are not finite as {cast.dtype}.")
     return cast

@@ -66,7 +66,8 @@ def rule_scores(
     asked = resolve_target(frozen, target, minus, positions=positions)
     LiveModel(frozen, "a backward rule").check_hooks()
     sites, scales = _sites(frozen)
-    x, real = frozen.resid_pre(0), torch.take_along_dim(frozen.mask, positions, dim=1)
+    x = frozen.resid_pre(0)
+    real = torch.take_along_dim(frozen.mask, positions, dim=1)
     # what is held is made here: autograd keeps no tensor that was made in somebody's inference mode
     with lock_of(frozen.model), torch.inference_mode(False), torch.enable_grad():
         held = holding_hooks(frozen, patterns=False, activation=rule.activation)
@@ -168,7 +169,8 @@ def _at_output(
     memory: Memory,
 ) -> Iterator[Float[Tensor, "row batch pos d_model"]]:
     """What is asked about as gradients of the model's output, some queries at a time."""
-    head, x = frozen.prediction_head(rule.activation), frozen.resid_pre(0)
+    head = frozen.prediction_head(rule.activation)
+    x = frozen.resid_pre(0)
     heads = max(frozen.view.cfg.n_heads, 1) * x.shape[1] ** 2 * len(x) * x.element_size()
     queries = positions.shape[1]
     for rows in chunks(queries, 4 * (frozen.row_bytes + heads), memory if queries > 1 else None, "gradients"):

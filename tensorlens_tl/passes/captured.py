@@ -233,7 +233,9 @@ class Captured:
         """The hook points that together hold what `resid_pre` gives."""
         if self.sides is None:
             return [self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1)]
-        first, blocks, output = self.view.encoder_layers, self.points.blocks, self.points.encoder_output
+        first = self.view.encoder_layers
+        blocks = self.points.blocks
+        output = self.points.encoder_output
         assert output is not None
         encoder = blocks[layer].resid_pre if layer < first else output
         decoder = blocks[max(layer, first)].resid_pre if layer < self.n_layers else self.points.last_output
@@ -241,7 +243,8 @@ class Captured:
 
     def resid_read(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that a block's norms, attention and MLP read: `resid_pre`, whitened where it is."""
-        x, blocks = self.resid_pre(layer), self.points.blocks
+        x = self.resid_pre(layer)
+        blocks = self.points.blocks
         name = blocks[layer].whitened if layer < len(blocks) else None
         return x if name is None else self.captured(name)
 
@@ -273,7 +276,7 @@ class Captured:
         layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
         name = self.points.blocks[layer].pattern
         if name is None:
-            _ = self.view.blocks[layer].attention  # says so
+            self.view.blocks[layer].require_attention()
             raise AssertionError(layer)
         return self.captured(name)
 
@@ -282,7 +285,8 @@ class Captured:
         name = self.points.blocks[layer].pattern
         if name is None or name in self.cache or name not in self.held_scores:
             return self.pattern(layer)[:, :, :length]
-        held, (batch, pos) = self.held_scores[name], self.tokens.shape
+        held = self.held_scores[name]
+        batch, pos = self.tokens.shape
         at = torch.arange(min(length, pos), device=held.queries.device)
         rows = held.rows(at.expand(batch, -1), held.sums.dtype)
         return torch.nn.functional.pad(rows, (0, pos - rows.shape[-1]))
@@ -297,7 +301,8 @@ class Captured:
             InvalidInputError: no such layer, or one without cross-attention.
         """
         layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
-        points, first = self.points.blocks[layer].cross, self.view.encoder_layers
+        points = self.points.blocks[layer].cross
+        first = self.view.encoder_layers
         if points is None:
             some = f"layers {first} to {self.n_layers - 1} have" if self.view.is_encoder_decoder else "no layer has"
             raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {some}.")

@@ -1,4 +1,4 @@
-"""Freezing: one forward pass, checked before and proved after.
+"""Freezing: one forward pass, checked before it runs and proved afterwards.
 
 Arguments are checked first, then the model's structure, then the pass is run (or taken from a cache), then its
 numbers; at the end come the proofs (`tensorlens_tl.passes.proof.blocks`).
@@ -147,48 +147,53 @@ def freeze(
             if patterns == "recompute":
                 refuse_unreadable(view)
             allowed = partial(_tolerance, tolerance, view)
-            points, last = model_points(view), query_positions(prompt, -1)
-            logits = logit_hooks(view.model, points.unembed_in, prompt.in_logits(last))
-            reader, writes = None, None
+            points = model_points(view)
+            last = query_positions(prompt, -1)
+            hooks = logit_hooks(view.model, points.unembed_in, prompt.in_logits(last))
+            reader: PatternReader | None = None
+            writes: SeenWrites | None = None
             sampled = sampled_positions(prompt.mask) if verify == "sample" else None
             if verify:
                 writes = SeenWrites.of(view, points, len(prompt.tokens), sampled, store)
+            if patterns == "recompute":
+                reader = PatternReader(view, points, prompt, store, allowed)
+            logits: Any = None
             if cache is None:
-                reader = PatternReader(view, points, prompt, store, allowed) if patterns == "recompute" else None
-                kept, made = _captured(view, prompt, points, store, logits, reader, writes)
+                activations, logits = _activations(view, prompt, points, store, hooks, reader, writes)
             else:
                 hooked = [name for name in points.captured if name not in points.calls]
-                kept, made = from_cache(cache, hooked, len(prompt.tokens), _lengths(view, prompt, points)), None
-            frozen = FrozenPass(view, points, prompt, kept, WeightState.of(view.model), other_hooks(view.model))
+                activations = from_cache(cache, hooked, len(prompt.tokens), _lengths(view, prompt, points))
+            frozen = FrozenPass(view, points, prompt, activations, WeightState.of(view.model), other_hooks(view.model))
             frozen.hook_numbers = hook_numbers(view.model)
             frozen.configuration = HeldConfiguration(configuration(view.model))
             _check_width(frozen)
             _check_dtype(frozen)
-            frozen.tolerance, frozen.held_scores = allowed(frozen.resid_pre(0).dtype), reader.scores if reader else {}
+            frozen.tolerance = allowed(frozen.resid_pre(0).dtype)
+            frozen.held_scores = {} if reader is None else reader.scores
             frozen.strict = bool(strict)
             if cache is not None:
-                made = _compare_with_own_run(frozen, logits, writes)
+                logits = _compare_with_model_run(frozen, hooks, writes)
             _check_padding(view.model, prompt, points, frozen)
             _check_growth(frozen)
-            check_finite({name: kept[name] for name in points.captured if name in kept})
+            check_finite({name: activations[name] for name in points.captured if name in activations})
             frozen.proved_positions = sampled
             prove(frozen, bool(verify), writes)
-            _warn_of_ties(frozen, {name: kept.pop(name) for name in points.routers if name in kept})
+            _warn_of_ties(frozen, {name: activations.pop(name) for name in points.routers if name in activations})
             if points.unembed_in is not None:
-                compare_logits(frozen, frozen.unembedded(), logits_at(made, prompt.in_logits(last)), last)
+                compare_logits(frozen, frozen.unembedded(), logits_at(logits, prompt.in_logits(last)), last)
             if cache is None:
                 _check_repeats(frozen)
     return frozen
 
 
 def _tolerance(given: float | None, view: ModelView, dtype: torch.dtype) -> float:
-    """What was asked for, or that of the narrowest dtype that a model with this stream computes in."""
+    """The given tolerance, or the default of the narrowest dtype that a model with this stream computes in."""
     if given is not None:
         return given
     return TOLERANCE.get(torch.float32 if view.norms_in_float32 else dtype, 1e-4)
 
 
-def _captured(
+def _activations(
     view: ModelView,
     prompt: Prompt,
     points: ModelPoints,
@@ -197,7 +202,7 @@ def _captured(
     reader: PatternReader | None,
     writes: SeenWrites | None,
 ) -> tuple[dict[str, Tensor], Any]:
-    """What the pass keeps, and the model's logits; `writes` is shown what the proof looks at.
+    """The activations that the pass keeps, and the model's logits; `writes` receives what the proof compares.
 
     Raises:
         UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers; some
@@ -207,9 +212,13 @@ def _captured(
         proved = [] if writes is None else points.proved
         names = [*points.captured, *points.routers, *proved]
         calls = {**points.calls, **points.routers}
-        kept: dict[str, Tensor] = {} if reader is None else reader.kept
-        keep = partial(keep_in, kept, store) if reader is None else reader.see
-        hooks = hooks if reader is None else [*hooks, *reader.hooks()]
+        if reader is None:
+            activations: dict[str, Tensor] = {}
+            keep = partial(keep_in, activations, store)
+        else:
+            activations = reader.kept
+            keep = reader.see
+            hooks = [*hooks, *reader.hooks()]
 
         def see(name: str, activation: Tensor) -> None:
             if writes is not None and name in writes.names:
@@ -217,8 +226,8 @@ def _captured(
             else:
                 keep(name, activation)
 
-        made = observe(view.model, prompt.kwargs, names, see, hooks=hooks, calls=calls, optional=proved)
-        return kept, made
+        logits = observe(view.model, prompt.kwargs, names, see, hooks=hooks, calls=calls, optional=proved)
+        return activations, logits
     except (KeyError, RuntimeError, ValueError) as error:
         if not isinstance(error, TensorLensError) and view.any_offloaded:
             raise UnsupportedModelError(
@@ -241,10 +250,12 @@ def _captured(
 
 
 def _lengths(view: ModelView, prompt: Prompt, points: ModelPoints) -> dict[str, int]:
-    """How many positions the input of the first block has, or of the first block on either side."""
-    encoder, both = prompt.encoder_length, prompt.tokens.shape[1]
-    first = {points.blocks[0].resid_pre: encoder or both}
-    return first | ({points.blocks[view.encoder_layers].resid_pre: both - encoder} if encoder else {})
+    """How many positions the input of the first block has; of an encoder–decoder, of the first block on either side."""
+    encoder = prompt.encoder_length
+    length = prompt.tokens.shape[1]
+    if not encoder:
+        return {points.blocks[0].resid_pre: length}
+    return {points.blocks[0].resid_pre: encoder, points.blocks[view.encoder_layers].resid_pre: length - encoder}
 
 
 def _check_growth(frozen: FrozenPass) -> None:
@@ -260,7 +271,8 @@ def _check_growth(frozen: FrozenPass) -> None:
             torch.linalg.vector_norm(upcast(x[frozen.mask]), dim=-1).max()
             for x in (frozen.resid_pre(layer) @ block.whitening.entry, frozen.resid_read(layer))
         ]
-        growth, most = float(sizes[1] / sizes[0]), max(1 / frozen.tolerance, 1e3)
+        growth = float(sizes[1] / sizes[0])
+        most = max(1 / frozen.tolerance, 1e3)
         if growth <= most**0.5 or not bool(torch.isfinite(sizes[0])):  # what is not finite before it is named elsewhere
             continue
         radius = spectral_radius(block.whitening.step)
@@ -281,7 +293,8 @@ def _warn_of_ties(frozen: FrozenPass, logits: Mapping[str, Tensor]) -> None:
     for block, points in zip(frozen.view.blocks, frozen.points.blocks, strict=True):
         if block.name not in logits or points.index is None or not isinstance(block.mlp, ExpertsWeights):
             continue
-        index, count = frozen.captured(points.index).flatten(0, 1), block.mlp.count
+        index = frozen.captured(points.index).flatten(0, 1)
+        count = block.mlp.count
         numbers = logits[block.name].to(index.device).flatten(0, -2)
         if numbers.shape != (len(index), count):
             continue
@@ -299,8 +312,8 @@ def _warn_of_ties(frozen: FrozenPass, logits: Mapping[str, Tensor]) -> None:
             )
 
 
-def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook], writes: SeenWrites | None) -> Any:
-    """Refuse a cache with an activation that the model itself does not have on this prompt; hands back its logits."""
+def _compare_with_model_run(frozen: FrozenPass, hooks: list[FwdHook], writes: SeenWrites | None) -> Any:
+    """Refuse a cache with an activation that the model itself does not have on this prompt; returns its logits."""
     errors: dict[str, float] = {}
     proved = [] if writes is None else frozen.points.proved
 
@@ -311,10 +324,12 @@ def _compare_with_own_run(frozen: FrozenPass, hooks: list[FwdHook], writes: Seen
         if name in calls:  # no cache has them
             frozen.cache[name] = activation
             return
-        mine = frozen.captured(name)
-        own = activation.to(mine).reshape(mine.shape)
-        by_query = (mine.transpose(1, 2), own.transpose(1, 2)) if mine.ndim == 4 else (mine, own)
-        errors[name] = relative_error(*by_query, frozen.mask[:, frozen.span(name)])
+        cached = frozen.captured(name)
+        expected = activation.to(cached).reshape(cached.shape)
+        if cached.ndim == 4:  # a pattern: its queries are compared one by one
+            cached = cached.transpose(1, 2)
+            expected = expected.transpose(1, 2)
+        errors[name] = relative_error(cached, expected, frozen.mask[:, frozen.span(name)])
 
     names = [*frozen.points.captured, *frozen.points.routers, *proved]
     calls = {**frozen.points.calls, **frozen.points.routers}
@@ -333,14 +348,15 @@ _repeats: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by model, the v
 
 
 def _check_repeats(frozen: FrozenPass) -> None:
-    """Refuse a model that makes something else of the same prompt when it runs again; tried once per model."""
+    """Refuse a model that gives another output on the same prompt when it runs again; checked once per model."""
     versions = frozen.weights.versions
     if frozen.other_hooks or _repeats.get(frozen.model) == versions:
         return
     name = frozen.points.last_output
     again, _ = capture(frozen.model, frozen.inputs, [name], last=name)
-    mine = frozen.captured(name)
-    error = relative_error(again[name].to(mine).reshape(mine.shape), mine, frozen.mask[:, -mine.shape[1] :])
+    output = frozen.captured(name)
+    repeated = again[name].to(output).reshape(output.shape)
+    error = relative_error(repeated, output, frozen.mask[:, -output.shape[1] :])
     if not error <= frozen.tolerance:
         raise UnsupportedModelError(
             f"two runs of this {frozen.view.description} on the same prompt differ by {error:.1e} in the last block's "
@@ -352,7 +368,8 @@ def _check_repeats(frozen: FrozenPass) -> None:
 def _check_dtype(frozen: FrozenPass) -> None:
     """Refuse a state-space model that keeps its stream in float32 beside narrower weights."""
     for layer, block in enumerate(frozen.view.blocks):
-        stream, weights = frozen.resid_pre(layer).dtype, next(block.module.parameters()).dtype
+        stream = frozen.resid_pre(layer).dtype
+        weights = next(block.module.parameters()).dtype
         if stream != weights and weights in (torch.float16, torch.bfloat16) and block.mixer is not None:
             raise UnsupportedModelError(
                 f"{block.name} of this {frozen.view.description} reads a residual stream in {stream} with weights in "
@@ -361,12 +378,13 @@ def _check_dtype(frozen: FrozenPass) -> None:
 
 
 def _check_width(frozen: FrozenPass) -> None:
-    """Refuse a model that makes another number of positions than there are tokens."""
-    found, given = frozen.resid_pre(0).shape[:2], frozen.tokens.shape
-    if found != given:
+    """Refuse a model whose number of positions differs from the number of tokens."""
+    stream = frozen.resid_pre(0).shape[:2]
+    tokens = frozen.tokens.shape
+    if stream != tokens:
         raise UnsupportedModelError(
-            f"{frozen.view.description} makes {found[1]} positions of {given[1]} tokens (virtual tokens of a prompt or "
-            "prefix adapter, or a hook?); only models with one position for each token can be frozen."
+            f"{frozen.view.description} makes {stream[1]} positions of {tokens[1]} tokens (virtual tokens of a "
+            "prompt or prefix adapter, or a hook?); only models with one position for each token can be frozen."
         )
 
 
@@ -377,18 +395,20 @@ def _check_padding(model: HookedModel, prompt: Prompt, points: ModelPoints, froz
     encoder_layers = sum(block.cross is None for block in points.blocks) if prompt.encoder_length else 0
     for number, block in enumerate(points.blocks):
         start = prompt.encoder_length if number >= encoder_layers and encoder_layers else 0
-        own = slice(start, None) if start or not encoder_layers else slice(0, prompt.encoder_length)
-        keys = {} if block.pattern is None else {block.pattern: own}
-        keys |= {} if block.cross is None else {block.cross.pattern: slice(0, start)}
-        for name, seen in keys.items():
-            if name in frozen.cache:  # else it was checked when it was seen
-                check_pattern(name, frozen.captured(name), prompt.mask[:, own], prompt.mask[:, seen])
+        queries = slice(start, None) if start or not encoder_layers else slice(0, prompt.encoder_length)
+        spans: dict[str, slice] = {}
+        if block.pattern is not None:
+            spans[block.pattern] = queries
+        if block.cross is not None:
+            spans[block.cross.pattern] = slice(0, start)
+        for name, keys in spans.items():
+            if name in frozen.cache:  # a pattern that is recomputed was checked while the model ran
+                check_pattern(name, frozen.captured(name), prompt.mask[:, queries], prompt.mask[:, keys])
     first = points.blocks[0].pattern
-    if (
-        first is None
-        or encoder_layers
-        or not (looks_ahead(frozen.captured(first), prompt.mask) if first in frozen.cache else not frozen.causal)
-    ):
+    if first is None or encoder_layers:
+        return
+    ahead = looks_ahead(frozen.captured(first), prompt.mask) if first in frozen.cache else not frozen.causal
+    if not ahead:
         return
     # GPT-1's Bridge is bidirectional when it is given a mask, and only then
     short = {name: value for name, value in prompt.kwargs.items() if "attention_mask" not in name}

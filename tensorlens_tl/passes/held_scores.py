@@ -48,10 +48,12 @@ class HeldScores:
     ) -> Float[Tensor, "batch head query reached"]:
         """The pattern's rows of some queries, up to the last key that any of them can reach."""
         refuse_autocast(self.device)
-        at, pos = positions.to(self.queries.device), self.shape[-1]
+        at = positions.to(self.queries.device)
+        pos = self.shape[-1]
         reached = pos if self.ahead is None or not at.numel() else min(pos, int(at.max()) + 1 + self.ahead)
         q = torch.take_along_dim(self.queries, at[:, None, :, None], dim=2).to(self.device)
-        k, kv = self.keys[:, :, :reached].to(self.device), self.keys.shape[1]
+        k = self.keys[:, :, :reached].to(self.device)
+        kv = self.keys.shape[1]
         scores = (q.unflatten(1, (kv, -1)) @ k[:, :, None].mT).flatten(1, 2).mul_(self.scale)
         if self.soft_cap is not None:
             scores = scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
@@ -63,14 +65,15 @@ class HeldScores:
             shut = shut | (distance < -self.ahead)
         if self.back is not None:
             shut = shut | (distance > self.back)
-        made = torch.softmax(upcast(scores.masked_fill_(shut, -torch.inf)), dim=-1)
-        made = made.masked_fill_(shut.all(-1, keepdim=True), 0.0)  # a softmax over no key
-        sums = torch.take_along_dim(self.sums, at[:, None], dim=2).to(made)
-        return made.mul_(sums[..., None]).to(dtype)
+        pattern = torch.softmax(upcast(scores.masked_fill_(shut, -torch.inf)), dim=-1)
+        pattern = pattern.masked_fill_(shut.all(-1, keepdim=True), 0.0)  # a softmax over no key
+        sums = torch.take_along_dim(self.sums, at[:, None], dim=2).to(pattern)
+        return pattern.mul_(sums[..., None]).to(dtype)
 
     def of_head(self, head: int) -> "HeldScores":
         """The same for one head."""
-        kv, own = head // (self.shape[1] // self.keys.shape[1]), slice(head, head + 1)
+        kv = head // (self.shape[1] // self.keys.shape[1])
+        own = slice(head, head + 1)
         return replace(
             self,
             queries=self.queries[:, own],

@@ -83,17 +83,20 @@ def expert_maps(
             f"experts are called with {tuple(routes.index.shape)} choices and {tuple(routes.weight.shape)} weights for "
             f"tokens {tuple(x.shape[:2])}; only routing [token, choice] is read."
         )
-    flat_index, flat_weight = routes.index.flatten(0, 1), routes.weight.flatten(0, 1).to(x)
+    flat_index = routes.index.flatten(0, 1)
+    flat_weight = routes.weight.flatten(0, 1).to(x)
     flat_x = x.flatten(0, 1)
     branches = []
     for number in flat_index[flat_weight != 0].unique().tolist():
         if number >= weights.count:  # a place that is no expert
             continue
         places, choice = ((flat_index == number) & (flat_weight != 0)).nonzero(as_tuple=True)
-        scale, packed = flat_weight[places, choice], flat_x[places][None]
+        scale = flat_weight[places, choice]
+        packed = flat_x[places][None]
         if weights.routing.scales_input:
             inner = frozen_mlp(weights.expert(number), packed * scale[:, None], activation)
-            made, scale = Chain((Diagonal(scale[None, :, None]), *inner.stages)), torch.ones_like(scale)
+            made = Chain((Diagonal(scale[None, :, None]), *inner.stages))
+            scale = torch.ones_like(scale)
         else:
             made = frozen_mlp(weights.expert(number), packed, activation)
         branches.append(Branch(made, places, scale * weights.branch_factor, number))

@@ -42,22 +42,22 @@ from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 
 RecordType = TypeVar("RecordType", bound="Record")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def _read(method: Callable[..., Made]) -> Callable[..., Made]:
+def _read(method: Callable[..., Result]) -> Callable[..., Result]:
     """A method of a record that reads one layer's weights: they are brought in for it where they are offloaded."""
 
     @wraps(method)
-    def reading(self: Any, layer: int, *given: Any, **options: Any) -> Made:
+    def reading(self: Any, layer: int, *given: Any, **options: Any) -> Result:
         blocks = self.view.blocks
         if not isinstance(layer, int) or not 0 <= layer < len(blocks) or not blocks[layer].offloaded:
             return method(self, layer, *given, **options)
         with blocks[layer].loaded():
-            made = method(self, layer, *given, **options)
-        for kept in (self._ratios, self._experts):  # they grow with the model as the weights do
-            kept.pop(layer, None)
-        return made
+            result = method(self, layer, *given, **options)
+        for cached in (self._ratios, self._experts):  # they grow with the model as the weights do
+            cached.pop(layer, None)
+        return result
 
     return reading
 
@@ -83,7 +83,8 @@ class Record(Captured):
 
     def first_tokens(self, layer: int, length: int = 8) -> "Record":
         """One block of the record, cut to its first tokens where these do not look ahead; else the whole record."""
-        mask, pattern = self.mask[:, :length], self.points.blocks[layer].pattern
+        mask = self.mask[:, :length]
+        pattern = self.points.blocks[layer].pattern
         if self.sides is not None or not bool(mask.any(1).all()):
             return self
         first = None if pattern is None else self.pattern_rows(layer, length)
@@ -108,8 +109,8 @@ class Record(Captured):
         rows = [row[:length] for row in self.str_tokens]
         cut = {"tokens": self.tokens[:, :length], "mask": self.mask[:, :length], "str_tokens": rows}
         prompt = replace(self.prompt, **cut, kwargs={}, word_starts=None)
-        made = {"prompt": prompt, "cache": cache, "held_scores": scores}
-        return replace(self, **made, logits_compared=None, _ratios={}, _experts={}, _gates=set())
+        fields = {"prompt": prompt, "cache": cache, "held_scores": scores}
+        return replace(self, **fields, logits_compared=None, _ratios={}, _experts={}, _gates=set())
 
     # ------------------------------------------------------------------ maps
 
@@ -126,8 +127,8 @@ class Record(Captured):
         return self._norm(self.view.final_norm, self.points.final_scale)
 
     def _norm(self, weights: NormWeights, scale_name: str) -> Norm:
-        seen = self.captured(scale_name)
-        scale = seen if weights.epsilon is None else weights.scale_of(seen)
+        captured = self.captured(scale_name)
+        scale = captured if weights.epsilon is None else weights.scale_of(captured)
         return Norm(scale, weights.gain, weights.shift, weights.centre)
 
     def final_map(self) -> AffineMap | None:
@@ -149,8 +150,10 @@ class Record(Captured):
         """Where a block acts; None where there is one stack."""
         if self.sides is None:
             return None
-        (start, stop), length = self.side(layer), self.tokens.shape[1]
-        weights, points = self.view.blocks[layer].cross_attention, self.points.blocks[layer].cross
+        start, stop = self.side(layer)
+        length = self.tokens.shape[1]
+        weights = self.view.blocks[layer].cross_attention
+        points = self.points.blocks[layer].cross
         if weights is None or points is None:
             return Within(start, stop, length)
         pattern = self.cross_pattern(layer).to(self.resid_pre(0).dtype)
@@ -172,8 +175,10 @@ class Record(Captured):
 
         As `mlp`, a map of the positions that the block acts on (see `side`).
         """
-        weights, ends = self.view.blocks[layer].attention, self.points.blocks[layer].attention
-        mixing, out = self._mixing(layer, heads), Linear(weights.W_O, weights.b_O)
+        weights = self.view.blocks[layer].attention
+        ends = self.points.blocks[layer].attention
+        mixing = self._mixing(layer, heads)
+        out = Linear(weights.W_O, weights.b_O)
         if ends is None:
             return Chain((Linear(weights.W_V, weights.b_V), mixing, out))
         x = self.captured(ends.into)
@@ -190,29 +195,32 @@ class Record(Captured):
 
     def _mixing(self, layer: int, heads: Collection[int] | None = None) -> AnyAttention:
         """The pattern as a map, held or recomputed; heads that are left out are zero."""
-        weights, name = self.view.blocks[layer].attention, self.points.blocks[layer].pattern
-        dtype, kept = self.resid_pre(layer).dtype, None
+        weights = self.view.blocks[layer].attention
+        name = self.points.blocks[layer].pattern
+        dtype = self.resid_pre(layer).dtype
+        head_mask = None
         if heads is not None:
-            kept = torch.zeros(weights.heads, dtype=dtype, device=self.tokens.device)
-            kept[list(heads)] = 1
+            head_mask = torch.zeros(weights.heads, dtype=dtype, device=self.tokens.device)
+            head_mask[list(heads)] = 1
         if name is not None and name not in self.cache and name in self.held_scores:
-            return self.held_scores[name].attention(dtype, kept)
+            return self.held_scores[name].attention(dtype, head_mask)
         pattern = self.pattern(layer).to(dtype)
-        return Attention(pattern if kept is None else pattern * kept[:, None, None], weights.kv_heads)
+        return Attention(pattern if head_mask is None else pattern * head_mask[:, None, None], weights.kv_heads)
 
     @_read
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """Attention, or what mixes positions in its place, with all that depends on its input held."""
-        read, ends = self.view.blocks[layer].mixer, self.points.blocks[layer].attention
+        read = self.view.blocks[layer].mixer
+        ends = self.points.blocks[layer].attention
         if read is None or ends is None:
             return self.attention(layer, heads)
         if heads is not None:
-            _ = self.view.blocks[layer].attention  # refuses heads of what has none
-        made = read(self.captured(ends.into), None if bool(self.mask.all()) else self.mask)
+            self.view.blocks[layer].require_attention()
+        mixing = read(self.captured(ends.into), None if bool(self.mask.all()) else self.mask)
         factor = self.view.blocks[layer].branch_factor
-        return (
-            made if factor == 1 else Chain((*made.stages, Diagonal(self.resid_pre(layer).new_full((1, 1, 1), factor))))
-        )
+        if factor == 1:
+            return mixing
+        return Chain((*mixing.stages, Diagonal(self.resid_pre(layer).new_full((1, 1, 1), factor))))
 
     @_read
     def attention_alone(self, layer: int) -> AffineMap:
@@ -222,8 +230,8 @@ class Record(Captured):
     @_read
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
-        made = self.mlp(layer, activation)
-        return None if made is None else _divided(made, self.view.blocks[layer].branch_factor, self.tokens.device)
+        mlp = self.mlp(layer, activation)
+        return None if mlp is None else _divided(mlp, self.view.blocks[layer].branch_factor, self.tokens.device)
 
     @_read
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
@@ -240,7 +248,8 @@ class Record(Captured):
         Raises:
             UnsupportedModelError: a mixture of experts.
         """
-        points, weights = self.points.blocks[layer], self.view.blocks[layer].dense_mlp
+        points = self.points.blocks[layer]
+        weights = self.view.blocks[layer].dense_mlp
         if weights is None:
             return None
         if activation == "ratio" and layer in self._ratios:  # the proof and every default operator use them
@@ -262,7 +271,8 @@ class Record(Captured):
         if isinstance(weights, ExpertsWeights):
             branches = [self.with_norms(layer, name, part) for name, part in self.experts(layer, activation).items()]
             return branches[0] if len(branches) == 1 else Sum(tuple(branches))
-        held, ends = self.mlp_coefficients(layer, activation), self.points.blocks[layer].mlp
+        held = self.mlp_coefficients(layer, activation)
+        ends = self.points.blocks[layer].mlp
         if weights is None or held is None:
             return None
         if weights.post_factor is not None and ends is not None:
@@ -281,10 +291,12 @@ class Record(Captured):
         Raises:
             UnsupportedModelError: they are not: a hook on the gate, or something that was put on its module.
         """
-        weights, name = self.view.blocks[layer].dense_mlp, self.points.blocks[layer].pre
+        weights = self.view.blocks[layer].dense_mlp
+        name = self.points.blocks[layer].pre
         if layer in self._gates or weights is None or weights.W_gate is None or name is None:
             return
-        x, mask = self._mlp_input(layer), self.mask[:, slice(*self.side(layer))]
+        x = self._mlp_input(layer)
+        mask = self.mask[:, slice(*self.side(layer))]
         differences = upcast(Linear(weights.W_gate, weights.b_gate)(x) - self.captured(name))[mask]
         # what such vectors and weights give; a token's own pre-activations may be nearly zero
         typical = upcast(x)[mask].norm() * upcast(weights.W_gate).norm() / (mask.sum() * x.shape[-1]).sqrt()
@@ -302,7 +314,8 @@ class Record(Captured):
     @_read
     def _mlp_input(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """What a block's MLP reads, made from the block's own input, at the positions that the block acts on."""
-        layout, (start, stop) = self.layouts[layer], self.side(layer)
+        layout = self.layouts[layer]
+        start, stop = self.side(layer)
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
         if layout.parallel:
             x = self.resid_read(layer)
@@ -323,14 +336,15 @@ class Record(Captured):
         """
         if activation == "ratio" and layer in self._experts:
             return self._experts[layer]
-        points, weights = self.points.blocks[layer], self._expert_weights(layer)
+        points = self.points.blocks[layer]
+        weights = self._expert_weights(layer)
         assert points.mlp is not None  # experts are held as a whole
         x = self.captured(points.mlp.into)
         beside = x if points.shared is None else self.captured(points.shared.into)
-        made = expert_maps(weights, x, beside, self.routing(layer), activation)
+        experts = expert_maps(weights, x, beside, self.routing(layer), activation)
         if activation == "ratio":
-            self._experts[layer] = made
-        return made
+            self._experts[layer] = experts
+        return experts
 
     @_read
     def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
@@ -344,10 +358,12 @@ class Record(Captured):
     @_read
     def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
         """What a block adds for an input of each token at this layer, gate and input held; None without."""
-        weights, points = self.view.blocks[layer].per_layer, self.points.blocks[layer]
+        weights = self.view.blocks[layer].per_layer
+        points = self.points.blocks[layer]
         if weights is None or points.per_layer is None or points.per_layer_input is None:
             return None
-        gate, given = Linear(weights.W_gate), self.captured(points.per_layer_input)
+        gate = Linear(weights.W_gate)
+        given = self.captured(points.per_layer_input)
         held = coefficients(weights.activation, gate(self.captured(points.per_layer.into)), None, activation)
         rest = None if held.rest is None else held.rest * given
         return Chain((gate, Diagonal(held.through * given, rest), Linear(weights.W_out)))
@@ -363,7 +379,8 @@ class Record(Captured):
             UnsupportedModelError: the layer has no experts.
         """
         layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
-        points, weights = self.points.blocks[layer], self._expert_weights(layer)
+        points = self.points.blocks[layer]
+        weights = self._expert_weights(layer)
         assert points.weight is not None
         weight = self.captured(points.weight)
         if points.index is None:  # the weights of all experts, zero for those that are not chosen
@@ -384,8 +401,8 @@ class Record(Captured):
     ) -> tuple[Chain, AffineMap | None, dict[str, Norm], Chain | None, Within | None]:
         """What a block is composed of: attention, MLP, norms, whitening, and where an encoder–decoder's block acts."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
-        kept = self.mlp(layer, activation) if mlp else None
-        return self.mixer(layer, heads), kept, norms, self.whitening(layer), self._within(layer)
+        branch = self.mlp(layer, activation) if mlp else None
+        return self.mixer(layer, heads), branch, norms, self.whitening(layer), self._within(layer)
 
     @_read
     def block_map(
@@ -411,7 +428,8 @@ class Record(Captured):
     @_read
     def composed(self, layer: int, layout: Layout, parts: Any, activation: str = "ratio") -> AffineMap:
         """A block from its `parts`, put together in one way."""
-        per_layer, ends = self.per_layer(layer, activation), self.ends(layer)
+        per_layer = self.per_layer(layer, activation)
+        ends = self.ends(layer)
         if per_layer is not None:
             ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
         return Chain((compose(layout, *parts), *ends)) if ends else compose(layout, *parts)
@@ -423,15 +441,16 @@ class Record(Captured):
             return self.block_map(layer, **options)
 
         @contextmanager
-        def made() -> Generator[AffineMap, None, None]:
+        def block_map() -> Generator[AffineMap, None, None]:
             with block.loaded():
                 yield self.block_map(layer, **options)
 
-        return LazyMap(made, self.tokens.shape[1], self.row_bytes, block.name)
+        return LazyMap(block_map, self.tokens.shape[1], self.row_bytes, block.name)
 
     def ends(self, layer: int) -> list[AffineMap]:
         """What a block's output goes through besides: a factor of its own, an encoder's final norm."""
-        scalar, norm = self.view.blocks[layer].scalar, self.encoder_norm()
+        scalar = self.view.blocks[layer].scalar
+        norm = self.encoder_norm()
         ends: list[AffineMap] = [] if scalar is None else [Diagonal(scalar.to(self.resid_pre(layer)).reshape(1, 1, 1))]
         if norm is not None and layer + 1 == self.view.encoder_layers:
             ends.append(Segment(norm, *self.side(layer), self.tokens.shape[1]))
@@ -443,7 +462,8 @@ class Record(Captured):
         Of a masked language model it is norm(φ(x·W + b)); of a classifier that reads several positions, the norm of
         their mean, the same for every query.
         """
-        head, classes = self.view.mlm_head, self.view.class_head
+        head = self.view.mlm_head
+        classes = self.view.class_head
         if classes is not None and classes.norm is not None and self.points.head_scale is not None:
             batch, pos = self.tokens.shape
             mean = self.output.new_zeros(batch, 1, pos, pos)

@@ -134,7 +134,8 @@ def vocabulary_mean(view: ModelView, counts: Int[Tensor, "token"] | None = None)
         device = view.device
         ids = torch.arange(view.model.cfg.d_vocab, device=device)
         often = torch.ones_like(ids) if counts is None else counts.to(device)
-        ids, often = ids[often > 0], often[often > 0].double()
+        ids = ids[often > 0]
+        often = often[often > 0].double()
         width = min(64, view.model.cfg.n_ctx)
         sums: list[Tensor] = []
         for some, times in zip(ids.split(64 * width), often.split(64 * width), strict=True):

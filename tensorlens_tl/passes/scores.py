@@ -85,8 +85,10 @@ def score_candidates(
     Raises:
         UnsupportedModelError: the layer has no query and key weights that are read.
     """
-    weights, block = frozen.view.blocks[layer].query_key, frozen.view.blocks[layer]
-    heads, kv_heads = block.attention.heads, block.attention.kv_heads
+    weights = frozen.view.blocks[layer].query_key
+    block = frozen.view.blocks[layer]
+    heads = block.attention.heads
+    kv_heads = block.attention.kv_heads
     attn: Any = block.module.attn
     inner: Any = getattr(attn, "original_component", attn)
     d_head = weights.W_Q.shape[1] // heads
@@ -131,7 +133,8 @@ def added_positions(frozen: Record) -> Tensor | None:
     """
     if getattr(frozen.view.cfg, "positional_embedding_type", None) != "shortformer":
         return None
-    name, last = "hook_pos_embed", frozen.points.blocks[0].resid_pre
+    name = "hook_pos_embed"
+    last = frozen.points.blocks[0].resid_pre
     kept, _ = capture(frozen.model, frozen.inputs, [name], last=last, optional=[name])
     return kept.get(name)
 
@@ -161,7 +164,8 @@ def _rotations(frozen: Record, attn: Any, inner: Any, x: Tensor, d_head: int) ->
 def _angle_tables(frozen: Record, attn: Any, inner: Any, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """cos and sin by position and plane `[pos, planes]`, from wherever a class keeps them."""
     if isinstance(getattr(attn, "rotary_cos", None), Tensor):  # HookedTransformer repeats each plane
-        cos, sin = attn.rotary_cos, attn.rotary_sin
+        cos = attn.rotary_cos
+        sin = attn.rotary_sin
         half = cos.shape[-1] // 2
         yield cos[:, :half], sin[:, :half]  # planes (c, c + half)
         yield cos[:, ::2], sin[:, ::2]  # planes (2c, 2c + 1)
@@ -171,7 +175,8 @@ def _angle_tables(frozen: Record, attn: Any, inner: Any, x: Tensor) -> Iterator[
     positions = torch.arange(x.shape[1], device=x.device)[None]
     owner = getattr(frozen.model, "original_model", None)
     modules = [] if owner is None else [m for name, m in owner.named_modules() if name.endswith("rotary_emb")]
-    types, number = getattr(getattr(inner, "config", None), "layer_types", None), getattr(inner, "layer_idx", None)
+    types = getattr(getattr(inner, "config", None), "layer_types", None)
+    number = getattr(inner, "layer_idx", None)
     stated = types[number] if types is not None and isinstance(number, int) else None
     kinds = [(kind,) for kind in (getattr(inner, "layer_type", stated),) if kind is not None]
     for module in modules:
@@ -180,7 +185,8 @@ def _angle_tables(frozen: Record, attn: Any, inner: Any, x: Tensor) -> Iterator[
             with suppress(TypeError), torch.no_grad():  # whether it wants to know the layer's kind differs
                 made = module(x, positions, *extra)
                 if isinstance(made, tuple) and len(made) == 2:  # else complex numbers
-                    (cos, sin), half = made, made[0].shape[-1] // 2
+                    cos, sin = made
+                    half = made[0].shape[-1] // 2
                     yield cos[0, :, :half], sin[0, :, :half]
                     yield cos[0], sin[0]  # each plane once (gpt-oss)
                 break
@@ -193,6 +199,8 @@ def rotation_matrices(
     planes = torch.arange(cos.shape[1], device=cos.device)
     first, second = (2 * planes, 2 * planes + 1) if adjacent else (planes, planes + len(planes))
     matrices = torch.eye(d_head, dtype=cos.dtype, device=cos.device).repeat(len(cos), 1, 1)
-    matrices[:, first, first], matrices[:, second, second] = cos, cos
-    matrices[:, first, second], matrices[:, second, first] = sin, -sin
+    matrices[:, first, first] = cos
+    matrices[:, second, second] = cos
+    matrices[:, first, second] = sin
+    matrices[:, second, first] = -sin
     return matrices

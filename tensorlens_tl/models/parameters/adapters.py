@@ -66,7 +66,8 @@ def copied(layer: nn.Module) -> nn.Module:
 
     Hooks of accelerate, which hold the weights of a whole model, are not copied: what they bring in is there now.
     """
-    dtype, shared = torch.float32, dict[int, Any]()
+    dtype = torch.float32
+    shared = dict[int, Any]()
     for module in layer.modules():
         hook = vars(module).get("_hf_hook")
         if hook is not None:

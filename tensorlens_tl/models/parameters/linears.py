@@ -111,7 +111,8 @@ def _adapted(module: Any, name: str, refuse: Refuse) -> LinearWeights:
             f"{name} ({_kind(module)}) has adapters on a {_kind(base)}, which is no plain linear layer: load the "
             "model in floating point, and merge adapters on adapters (merge_and_unload())."
         )
-    state, wide = _state(module), copied(module)
+    state = _state(module)
+    wide = copied(module)
     made = None
     if _compared.get(module) != state:
         made = _run(module, wide, _stored(wide.base_layer, name, refuse), name, refuse)
@@ -137,11 +138,13 @@ def read_embedding(module: Any, name: str, refuse: Refuse) -> Float[Tensor, "tok
     """
     if "base_layer" not in module._modules:
         return floating(module.weight, name, refuse)
-    wide, count = copied(module), min(VECTORS, len(module.weight))
+    wide = copied(module)
+    count = min(VECTORS, len(module.weight))
     tokens = torch.arange(count, device=module.weight.device)[None]
     try:
         with torch.no_grad():
-            made, base = wide(tokens), merge(wide)
+            made = wide(tokens)
+            base = merge(wide)
             expected = base(tokens)
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise refuse(f"{name} has adapters that are not read: {type(error).__name__}: {error}") from error

@@ -167,13 +167,15 @@ def norm_weights(norm: Any, cfg: Any) -> NormWeights:
         UnsupportedModelError: a part of a Bridge that is neither a LayerNorm nor an RMSNorm.
     """
     if not is_bridge_component(norm):
-        gain, shift = getattr(norm, "w", None), getattr(norm, "b", None)
+        gain = getattr(norm, "w", None)
+        shift = getattr(norm, "b", None)
         return NormWeights(detached(gain), detached(shift), centre="RMS" not in type(norm).__name__)
     inner = innermost(norm)
     said = getattr(norm, "uses_rms_norm", None)
     if said is None or not (isinstance(inner, nn.LayerNorm) or "RMSNorm" in type(inner).__name__):
         return tried_norm(inner, cfg, width=cfg.d_model, hooked=said)
-    gain, shift = getattr(inner, "weight", None), getattr(inner, "bias", None)
+    gain = getattr(inner, "weight", None)
+    shift = getattr(inner, "bias", None)
     offset = getattr(norm, "uses_weight_offset", said and bool(getattr(cfg, "rmsnorm_uses_offset", False)))
     gain = detached(gain)
     if said and not offset and gain is not None and _adds_one(inner, gain):
@@ -220,10 +222,12 @@ def tried_norm(inner: nn.Module, cfg: Any, *, width: int, hooked: bool | None = 
     Raises:
         UnsupportedModelError: it is neither.
     """
-    gain, shift = detached(getattr(inner, "weight", None)), detached(getattr(inner, "bias", None))
+    gain = detached(getattr(inner, "weight", None))
+    shift = detached(getattr(inner, "bias", None))
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
     x = x if gain is None else x.to(gain)
-    epsilon, options = _epsilon(inner, cfg), []
+    epsilon = _epsilon(inner, cfg)
+    options = []
     with torch.no_grad():
         made = forward_of(inner)(x)
     for centre in (False, True):

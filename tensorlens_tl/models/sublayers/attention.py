@@ -46,7 +46,8 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
             "no attention with readable W_V and W_O (a state-space, recurrent or compressed-attention "
             "layer?). Only softmax attention can be frozen."
         )
-    W_O, W_V = floating(W_O, "attn.W_O", refuse), floating(W_V, "attn.W_V", refuse)
+    W_O = floating(W_O, "attn.W_O", refuse)
+    W_V = floating(W_V, "attn.W_V", refuse)
     if W_V.ndim != 3 or W_O.ndim != 3:
         raise refuse(
             f"attn.W_V is {tuple(W_V.shape)} and attn.W_O {tuple(W_O.shape)}, not [head, d_model, d_head] "
@@ -94,11 +95,14 @@ def _by_module(inner: Any, refuse: Refuse) -> AttentionWeights | None:
     """
     projections = (innermost(getattr(inner, name, None)) for name in ("v_proj", "k_proj"))
     values = next((part for part in projections if isinstance(part, nn.Module)), None)
-    out, d_head = innermost(getattr(inner, "o_proj", None)), getattr(inner, "head_dim", None)
+    out = innermost(getattr(inner, "o_proj", None))
+    d_head = getattr(inner, "head_dim", None)
     if values is None or not isinstance(out, nn.Module) or not isinstance(d_head, int):
         return None
-    linear, read = Linear(*read_linear(values, "attn.v_proj", refuse)), Linear(*read_linear(out, "attn.o_proj", refuse))
-    heads, kv_heads = read.weight.shape[0] // d_head, linear.weight.shape[1] // d_head
+    linear = Linear(*read_linear(values, "attn.v_proj", refuse))
+    read = Linear(*read_linear(out, "attn.o_proj", refuse))
+    heads = read.weight.shape[0] // d_head
+    kv_heads = linear.weight.shape[1] // d_head
     return AttentionWeights(linear.weight, linear.offset, read.weight, read.offset, heads, kv_heads)
 
 
@@ -107,7 +111,8 @@ def _with_inner_norms(read: AttentionWeights, inner: Any, cfg: Any, refuse: Refu
     value_norm, sub_norm = (innermost(getattr(inner, name, None)) for name in ("v_norm", "attn_sub_norm"))
     if isinstance(value_norm, nn.Module):
         assert read.value_matrix is not None
-        plain, norm = Linear(read.value_matrix, read.b_V), tried_norm(value_norm, cfg, width=_head_width(read))
+        plain = Linear(read.value_matrix, read.b_V)
+        norm = tried_norm(value_norm, cfg, width=_head_width(read))
 
         def values(x: Tensor) -> Chain:
             v = plain(x).unflatten(-1, (read.kv_heads, -1))
@@ -146,7 +151,8 @@ def _gate(inner: Any, read: AttentionWeights, refuse: Refuse) -> Callable[[Tenso
 
 def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Callable[[Tensor, Tensor], Tensor] | None:
     """A gate that the query projection makes as well, head by head after its query (Qwen3-Next, Qwen3.5)."""
-    linear, d_head = innermost(getattr(inner, "q_proj", None)), getattr(inner, "head_dim", None)
+    linear = innermost(getattr(inner, "q_proj", None))
+    d_head = getattr(inner, "head_dim", None)
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or not isinstance(d_head, int) or len(weight) != 2 * width or width % d_head:
         return None
@@ -179,9 +185,11 @@ def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
     W_down, b_down = read_linear(down, "attn.kv_a_proj_with_mqa", refuse)
     W_up, b_up = read_linear(up, "attn.kv_b_proj", refuse)
     W_O, b_O = read_linear(out, "attn.o_proj", refuse)
-    rank, width = len(W_up), int(inner.v_head_dim)
+    rank = len(W_up)
+    width = int(inner.v_head_dim)
     heads = len(W_O) // width
-    W_down, b_down = W_down[:, :rank], None if b_down is None else b_down[:rank]
+    W_down = W_down[:, :rank]
+    b_down = None if b_down is None else b_down[:rank]
     W_up, b_up = (
         None if made is None else made.unflatten(-1, (heads, -1))[..., -width:].flatten(-2) for made in (W_up, b_up)
     )

@@ -48,7 +48,8 @@ EPSILON = 1e-6
 Stored = tuple[Tensor, Tensor | None]
 """A weight, from input to output, and its bias."""
 
-FUSED, BY_KIND = ("in_proj_qkvz", "in_proj_ba"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+FUSED = ("in_proj_qkvz", "in_proj_ba")
+BY_KIND = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 APART = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 
 
@@ -66,8 +67,10 @@ def delta_pattern(
         log_decay: log α.
         strength: β.
     """
-    q, k = q.transpose(1, 2), k.transpose(1, 2)
-    passed, beta = log_decay.transpose(1, 2).cumsum(-1), strength.transpose(1, 2)
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    passed = log_decay.transpose(1, 2).cumsum(-1)
+    beta = strength.transpose(1, 2)
     later = torch.ones(passed.shape[-1], passed.shape[-1], dtype=torch.bool, device=q.device).triu(1)
     decays = (passed[..., None] - passed[..., None, :]).masked_fill(later, -torch.inf).exp()
     taken_back = beta[..., None] * decays * (k @ k.mT)  # of which the solve reads what is below the diagonal
@@ -104,12 +107,14 @@ class DeltaWeights:
 
     def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
         """The mixer as a map, with everything that depends on its input held at `x`."""
-        channels, convolved = len(self.ends.W_out), len(self.ends.convolution.weight)
+        channels = len(self.ends.W_out)
+        convolved = len(self.ends.convolution.weight)
         into = Entry(self.ends, x, slice(0, convolved), mask, twice=False)
         sizes = [channels, self.heads, self.heads]
         gate, b, a = (wide(part) for part in into.projected[..., convolved:].split(sizes, dim=-1))
         q, k = (self._unit(part) for part in into.after[..., channels:].chunk(2, dim=-1))
-        log_decay, strength = self.A * softplus(a + self.b_delta), self.strongest * b.sigmoid()
+        log_decay = self.A * softplus(a + self.b_delta)
+        strength = self.strongest * b.sigmoid()
         pattern = delta_pattern(q * self.key_width**-0.5, k, log_decay, strength)
         return into.chain(Attention(pattern.to(x), self.heads), self.gate(gate), self.norm)
 
@@ -142,10 +147,12 @@ def delta_weights(module: Any) -> DeltaWeights:
     from transformers.activations import ACT2FN  # transformers is slow to import
 
     heads, key_heads, width = (int(getattr(module, name)) for name in ("num_v_heads", "num_k_heads", "head_v_dim"))
-    keys, values = int(module.head_k_dim) * key_heads, width * heads
+    keys = int(module.head_k_dim) * key_heads
+    values = width * heads
     require(heads % key_heads == 0, module, "num_v_heads", f"({heads}) is no multiple of the {key_heads} of keys")
     q, k, *rest = _projections(module, keys, values)
-    v, made = rest[0], [*rest[:1], q, k, *rest[1:]]
+    v = rest[0]
+    made = [*rest[:1], q, k, *rest[1:]]
     stored = read_convolution(module)
     require(len(stored.weight) == 2 * keys + values, module, "conv1d", "does not take queries, keys and values")
     first = [*range(2 * keys, 2 * keys + values), *range(2 * keys)]  # values come first here, and last there
@@ -192,7 +199,8 @@ def _projections(module: Any, keys: int, values: int) -> list[Stored]:
     }[names]
     made: list[Stored] = []
     for name, one, sizes in zip(names, stored, split, strict=True):
-        width, expected = one[0].shape[-1], sum(sizes)
+        width = one[0].shape[-1]
+        expected = sum(sizes)
         require(width == expected, module, name, f"makes {width} numbers, not the {expected} of its heads")
         made += _parts(one, sizes, int(module.num_k_heads) if names == FUSED else 1)
     return made

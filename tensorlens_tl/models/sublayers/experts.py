@@ -212,7 +212,8 @@ def _experts(experts: Any, cfg: Any, refuse: Refuse) -> tuple[int, Callable[[int
 
 def _activations(experts: Any, cfg: Any, refuse: Refuse) -> tuple[Callable[[Tensor], Tensor], Any]:
     """φ of the gate and ψ of what it gates."""
-    limit, alpha = getattr(experts, "limit", None), getattr(experts, "alpha", None)
+    limit = getattr(experts, "limit", None)
+    alpha = getattr(experts, "alpha", None)
     if limit is None or alpha is None:
         return read_activation(experts, cfg, refuse), None
 

@@ -33,7 +33,8 @@ class ShortConvolution:
 
     def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
         """The mixer as a map, with B and C, which depend on the input, held at `x`."""
-        ends, keep = self.ends, None if mask is None or bool(mask.all()) else (mask != 0)[..., None].to(x)
+        ends = self.ends
+        keep = None if mask is None or bool(mask.all()) else (mask != 0)[..., None].to(x)
         before, after, _ = Linear(ends.W_in, ends.b_in)(x if keep is None else x * keep).chunk(3, dim=-1)
         width = len(ends.W_out)
         own = None if ends.b_in is None else before * ends.b_in[2 * width :]
@@ -110,7 +111,8 @@ def _weights(module: nn.Module) -> MambaWeights | Mamba2Weights | DeltaWeights |
     if _is_short_convolution(module):
         convolution = read_convolution(module, "conv")
         ends = Ends(*read_linear(module, "in_proj"), convolution, nn.Identity(), *read_linear(module, "out_proj"))
-        made, channels = ends.W_in.shape[1], len(ends.W_out)
+        made = ends.W_in.shape[1]
+        channels = len(ends.W_out)
         require(made == 3 * channels == 3 * len(convolution.weight), module, "in_proj", "does not make B, C and x")
         return ShortConvolution(ends)
     return mixer_weights(module)

@@ -58,7 +58,9 @@ class Entry:
 
     def __init__(self, ends: Ends, x: Tensor, convolved: slice, mask: Mask | None, twice: bool = True) -> None:
         keep = None if mask is None or bool(mask.all()) else (mask != 0)[..., None].to(x)
-        self.ends, self.keep, self.start = ends, keep, convolved.start
+        self.ends = ends
+        self.keep = keep
+        self.start = convolved.start
         self.again = keep if twice else None
         self.projected = Linear(ends.W_in, ends.b_in)(x if keep is None else x * keep)
         self.before = ends.convolution(self.projected[..., convolved])
@@ -67,14 +69,18 @@ class Entry:
 
     def chain(self, mixing: AffineMap, gate: Tensor, norm: GatedNorm | None) -> Chain:
         """All maps of the mixer, with `mixing` between the activation and the gate."""
-        ends, like = self.ends, self.after
+        ends = self.ends
+        like = self.after
         channels = slice(0, len(ends.W_out))
         projected = slice(self.start, self.start + channels.stop)
         held = coefficients(ends.activation, self.before[..., channels])
-        ratio, rest = held.through, held.rest
+        ratio = held.through
+        rest = held.rest
         if self.again is not None:
-            ratio, rest = ratio * self.again, None if rest is None else rest * self.again
-        weight, offset = ends.convolution.weight, ends.convolution.offset
+            ratio = ratio * self.again
+            rest = None if rest is None else rest * self.again
+        weight = ends.convolution.weight
+        offset = ends.convolution.offset
         gates = [gate]
         if norm is not None:
             y = wide(mixing(like[..., channels]))
@@ -122,7 +128,8 @@ def rates(module: Any) -> Tensor:
 def read_convolution(module: Any, name: str = "conv1d") -> CausalConvolution:
     """The short convolution of each channel by itself."""
     conv = read_part(module, name)
-    channels, width = conv.weight.shape[0], conv.weight.shape[-1]
+    channels = conv.weight.shape[0]
+    width = conv.weight.shape[-1]
     alike = (conv.groups, conv.padding, conv.stride, conv.dilation) == (channels, (width - 1,), (1,), (1,))
     require(alike, module, name, "is not a causal convolution of each channel by itself")
     return CausalConvolution(conv.weight.detach()[:, 0], None if conv.bias is None else conv.bias.detach())

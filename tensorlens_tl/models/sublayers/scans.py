@@ -69,7 +69,8 @@ class MambaWeights:
     def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
         """The mixer as a map, with everything that depends on its input held at `x`."""
         into = Entry(self.ends, x, slice(0, len(self.D)), mask)
-        rank, states = len(self.W_delta), self.A.shape[-1]
+        rank = len(self.W_delta)
+        states = self.A.shape[-1]
         parts = (into.after @ self.W_select).split([rank, states, states], dim=-1)
         step, B, C = (norm(part) for norm, part in zip(self.norms, parts, strict=True))
         made = step @ self.W_delta
@@ -103,7 +104,8 @@ class Mamba2Weights:
 
     def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
         """The mixer as a map, with everything that depends on its input held at `x`."""
-        heads, channels = len(self.A), len(self.ends.W_out)
+        heads = len(self.A)
+        channels = len(self.ends.W_out)
         into = Entry(self.ends, x, slice(channels, self.ends.W_in.shape[1] - heads), mask)
         B, C = (part.unflatten(-1, (self.groups, -1)) for part in into.after[..., channels:].chunk(2, dim=-1))
         delta = softplus(into.projected[..., -heads:] + self.b_delta).clamp(*self.limits)
@@ -150,9 +152,11 @@ def mixer_weights(module: nn.Module) -> MambaWeights | Mamba2Weights:
 
 
 def _mamba(module: Any) -> MambaWeights:
-    ends, D = _ends(module), module.D.detach()
+    ends = _ends(module)
+    D = module.D.detach()
     channels, states = module.A_log.shape
-    select, delta = read_linear(module, "x_proj"), read_linear(module, "dt_proj")
+    select = read_linear(module, "x_proj")
+    delta = read_linear(module, "dt_proj")
     rank = len(delta[0])
     require(ends.W_in.shape[1] == 2 * channels, module, "in_proj", "does not make x and a gate of all channels")
     require(len(ends.convolution.weight) == channels, module, "conv1d", "does not take the channels of the scan")
@@ -164,8 +168,12 @@ def _mamba(module: Any) -> MambaWeights:
 
 
 def _mamba2(module: Any) -> Mamba2Weights:
-    ends, D, heads = _ends(module), module.D.detach(), len(module.A_log)
-    channels, convolved, groups = len(ends.W_out), len(ends.convolution.weight), module.n_groups
+    ends = _ends(module)
+    D = module.D.detach()
+    heads = len(module.A_log)
+    channels = len(ends.W_out)
+    convolved = len(ends.convolution.weight)
+    groups = module.n_groups
     require(channels % heads == 0 == heads % groups, module, "A_log", "has no equal share of channels and groups")
     require((convolved - channels) % (2 * groups) == 0, module, "conv1d", "does not take x, B and C")
     made = channels + convolved + heads
@@ -184,7 +192,8 @@ def _mamba2(module: Any) -> Mamba2Weights:
 def _ends(module: Any) -> Ends:
     """Both projections and the convolution, with the multipliers of FalconH1 in the weights."""
     W_in, b_in = read_linear(module, "in_proj")
-    scale, scales = getattr(module, "ssm_in_multiplier", 1.0), getattr(module, "mup_vector", None)
+    scale = getattr(module, "ssm_in_multiplier", 1.0)
+    scales = getattr(module, "mup_vector", None)
     if scale != 1.0:
         W_in = W_in * scale
     if scales is not None:

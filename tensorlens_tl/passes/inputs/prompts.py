@@ -81,7 +81,8 @@ class Prompt:
             raise InvalidInputError("model_inputs: these belong to all prompts together; pass one prompt at a time.")
         if self.kwargs["input"].is_floating_point():
             return {"input": self.kwargs["input"][rows]}
-        mask, start = self.mask[rows], self.encoder_length or self.mask.shape[1]
+        mask = self.mask[rows]
+        start = self.encoder_length or self.mask.shape[1]
         given: dict[str, Any] = {"input": self.kwargs["input"][rows]}
         given |= {} if bool(mask[:, :start].all()) else {"attention_mask": mask[:, :start]}
         named = [name for name in ("token_type_ids", "decoder_input_ids") if name in self.kwargs]
@@ -168,7 +169,8 @@ def prepare(
     kwargs["decoder_input_ids"] = decoder
     if decoder_attention_mask is not None or not bool(real.all()):
         kwargs["decoder_attention_mask"] = real.long()
-    both, length = torch.cat([tokens, decoder], dim=1), tokens.shape[1]
+    both = torch.cat([tokens, decoder], dim=1)
+    length = tokens.shape[1]
     texts, starts = _readable(view, both)
     for row, first in zip(starts or (), real.long().argmax(1).tolist(), strict=starts is not None):
         row[length + first] = True  # a word never goes on from the encoder to the decoder
@@ -229,7 +231,8 @@ def _refuse_chat(input: Any) -> None:
 
 def _of_signal(signal: Signal) -> Prompt:
     """Images or sound as prompts, all of their positions real."""
-    batch, pos = len(signal.input), len(signal.names)
+    batch = len(signal.input)
+    pos = len(signal.names)
     tokens = torch.arange(pos, device=signal.input.device).expand(batch, pos)
     rows = [list(signal.names) for _ in range(batch)]
     return Prompt(
@@ -343,12 +346,14 @@ def _pad(view: ModelView, rows: list[Tensor], padding_side: str | None) -> tuple
     side = padding_side or "right"
     if side not in ("left", "right"):
         raise InvalidInputError(f"padding_side={side!r}; use 'left' or 'right'.")
-    longest, fill = max(map(len, rows)), getattr(tokenizer, "pad_token_id", None) or 0
+    longest = max(map(len, rows))
+    fill = getattr(tokenizer, "pad_token_id", None) or 0
     tokens = torch.full((len(rows), longest), fill)
     mask = torch.zeros(len(rows), longest, dtype=torch.bool)
     for row, ids in enumerate(rows):
         place = slice(longest - len(ids), None) if side == "left" else slice(None, len(ids))
-        tokens[row, place], mask[row, place] = ids.cpu(), True
+        tokens[row, place] = ids.cpu()
+        mask[row, place] = True
     return tokens, mask
 
 
@@ -379,7 +384,8 @@ def _ends_in_padding(view: ModelView, tokens: Tensor) -> bool:
 
 
 def _check(view: ModelView, tokens: Tensor, mask: Tensor, name: str, vocabulary: int) -> None:
-    length, context = tokens.shape[1], view.n_ctx
+    length = tokens.shape[1]
+    context = view.n_ctx
     if length > context:
         raise InvalidInputError(
             f"input: {length} tokens, but the context of this model is {context}; shorten the prompt."
@@ -402,7 +408,8 @@ def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[li
         return [[f" {int(token)}" for token in row] for row in tokens], None  # ids are words: they do not run together
     word_pieces = tokenizer.convert_tokens_to_ids("##s") not in (None, getattr(tokenizer, "unk_token_id", None))
     special = set(tokenizer.all_special_ids)
-    texts, starts = [], []
+    texts = []
+    starts = []
     for row in tokens.tolist():
         known = len(tokenizer)
         pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(row)]
@@ -410,7 +417,8 @@ def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[li
         # decoding one token drops the space that SentencePiece writes as ▁
         shown = [f" {t}" if p.startswith("▁") and t[:1] != " " else t for p, t in zip(pieces, decoded, strict=True)]
         texts.append([t if token < known else f" {token}" for token, t in zip(row, shown, strict=True)])
-        after_gap, begins = True, []
+        after_gap = True
+        begins = []
         for token, piece, text in zip(row, pieces, texts[-1], strict=True):
             starting = not piece.startswith("##") if word_pieces else text[:1].isspace()
             begins.append(after_gap or token in special or starting)

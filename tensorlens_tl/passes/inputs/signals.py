@@ -83,7 +83,8 @@ def read_signal(view: ModelView, input: Any, others: Mapping[str, Any]) -> Signa
         kept, _ = capture(view.model, {"input": x[:1]}, [name], last=name)
     except (RuntimeError, ValueError) as error:
         raise InvalidInputError(f"input: {view.description} does not read {list(x.shape)} ({error}).") from error
-    positions, patches = kept[name].shape[1], view.patches
+    positions = kept[name].shape[1]
+    patches = view.patches
     class_at = None if view.class_head is None else 0
     rows, columns = (0, 0) if patches is None else patches.grid(x)
     special = positions - rows * columns

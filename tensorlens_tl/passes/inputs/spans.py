@@ -24,7 +24,8 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
     pieces = any(token.startswith("##") for token in tokens)
     texts = [without_mark(token) if token.startswith("##") else " " * pieces + token for token in tokens]
     for trimmed in (str.strip, _bare):
-        wanted, found = trimmed(text), []
+        wanted = trimmed(text)
+        found = []
         for first in range(len(texts) if wanted else 0):
             start = trimmed(texts[first])
             if not start or not wanted.startswith(start):
@@ -69,7 +70,8 @@ def word_starts(tokens: Sequence[str]) -> list[bool]:
 
 def word_ids(starts: Sequence[bool], mask: Sequence[bool]) -> list[int]:
     """The word each token belongs to, counted from 0; padding is −1."""
-    ids, word = [], -1
+    ids = []
+    word = -1
     for starting, real in zip(starts, mask, strict=True):
         word += real and (starting or word < 0)
         ids.append(word if real else -1)

@@ -138,7 +138,8 @@ def _end_hooks(record: Record, norm: Norm | None, scale: str | None, whole: Ends
 
 def _class_hooks(record: Record) -> list[FwdHook]:
     """What holds the norm of the mean that a classifier of sound reads its classes from."""
-    classes, scale = record.view.class_head, record.points.head_scale
+    classes = record.view.class_head
+    scale = record.points.head_scale
     if classes is None or classes.norm is None or classes.norm.epsilon is not None or scale is None:
         return []
     return [replace(scale, record.captured(scale)[:, 0])]
@@ -146,11 +147,13 @@ def _class_hooks(record: Record) -> list[FwdHook]:
 
 def _mlp_hooks(record: Record, layer: int, activation: str, shape: tuple[int, int]) -> list[FwdHook]:
     """What holds one layer's MLP: its activation, or all of it where nothing inside can be held."""
-    points, weights = record.points.blocks[layer], record.view.blocks[layer].mlp
+    points = record.points.blocks[layer]
+    weights = record.view.blocks[layer].mlp
     if weights is None:
         return []
     if points.mlp is None:
-        held, dense = record.mlp_coefficients(layer, activation), record.view.blocks[layer].dense_mlp
+        held = record.mlp_coefficients(layer, activation)
+        dense = record.view.blocks[layer].dense_mlp
         return [] if held is None or dense is None else mlp_hooks(points, held, dense.b_post)
     if points.shared is not None:
         parts = record.experts_alone(layer, activation)
@@ -164,7 +167,8 @@ def _mlp_hooks(record: Record, layer: int, activation: str, shape: tuple[int, in
 
 def _prove(record: Record) -> _Proved:
     """Run the model, held, with another stream at its first block, and compare every block with its map there."""
-    model, points = record.model, record.points
+    model = record.model
+    points = record.points
     with own_run(model):
         sites = [site for block in points.blocks for site in (block.heads, block.cross) if site is not None]
         reached = patterns_take_effect(model, record.inputs, sites)
@@ -176,7 +180,8 @@ def _prove(record: Record) -> _Proved:
     after = record.final_map() or Identity()
     ends = [] if record.final_map() is None else [points.output]
     # patterns by way of hook_z: live ablations take heads away there, and hook_pattern was tried above
-    hooks, last = [*others, *_hooks(record, frozenset())], points.output if ends else points.last_output
+    hooks = [*others, *_hooks(record, frozenset())]
+    last = points.output if ends else points.last_output
     seen, _ = capture(model, record.inputs, [*dict.fromkeys(names + ends)], hooks=hooks, last=last, changed=True)
     live = dataclasses.replace(record, cache=seen, _ratios={}, _experts={}, _gates=set())
     streams = [live.resid_pre(layer) for layer in range(record.n_layers + 1)]

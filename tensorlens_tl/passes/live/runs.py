@@ -51,7 +51,8 @@ class LiveModel:
         frozen.check_fresh()
         refuse_attached(frozen.model)
         refuse_dropout(frozen.view.model)
-        self.frozen, self.what = frozen, what
+        self.frozen = frozen
+        self.what = what
         self.alone = bool(foreign_hooks(frozen.model))
         self.same_hooks = frozen.hook_numbers == hook_numbers(frozen.model)
         self.tolerance = frozen.tolerance

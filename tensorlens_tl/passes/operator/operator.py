@@ -1,4 +1,4 @@
-"""The frozen operator: what becomes of its tensor when a question is asked.
+"""The frozen operator: how its tensor collapses to a score for each source token.
 
 In+Out and target scores pull one row per query, a sum of targets one row for all of them; norms pull the basis vectors
 of a query, `d_model` times dearer, or some random rows.
@@ -71,33 +71,39 @@ class FrozenOperator(FrozenTensor):
         """
         width = self.x.shape[-1]
         check_probes(probes, tol, rows)
-        positions, sources = self._positions(query), chosen_keys(self.frozen.prompt, keys)
+        positions = self._positions(query)
+        sources = chosen_keys(self.frozen.prompt, keys)
         scores = upcast(self.x[:0]).new_zeros(len(self.x), positions.shape[1], len(sources.places))
-        estimate = probes is not None or tol is not None
-        stderr, freedom, used = torch.zeros_like(scores), torch.full_like(scores, torch.inf), 0
+        stderr = torch.zeros_like(scores)
+        freedom = torch.full_like(scores, torch.inf)
+        row_count = 0
+        sampled = probes is not None or tol is not None
         generator = torch.Generator().manual_seed(seed)
         for number in range(positions.shape[1]):
             at = positions[:, number]
-            found = None
-            if estimate and (probes or 0) < width:
+            estimate = None
+            if sampled and (probes or 0) < width:
                 per_row = len(self.x) * len(sources.places) * width * upcast(self.x[:0]).element_size()
-                kept, left = kept_rows(per_row, memory)
-                pull = partial(self._pulled_rows, at=at, sources=sources, memory=left)
-                shape = len(self.x), width
-                found = probed(pull, shape, generator, probes=probes, tol=tol, rows=rows, kept=kept)
-            if found is None:  # exact; or the tolerance asks for so many rows that exact is cheaper
+                product_rows, free_memory = kept_rows(per_row, memory)
+                pull = partial(self._row_products, at=at, sources=sources, memory=free_memory)
+                shape = (len(self.x), width)
+                estimate = probed(pull, shape, generator, probes=probes, tol=tol, rows=rows, kept=product_rows)
+            if estimate is None:  # exact; or the tolerance asks for so many rows that exact is cheaper
                 for _, pulled in self._basis_rows(at, sources, "norm", memory):
                     norms = torch.linalg.vector_norm(upcast(pulled), dim=(0, -1))
                     scores[:, number, : norms.shape[-1]] += norms.square()
                 scores[:, number].sqrt_()
-                used = width
+                row_count = width
             else:
-                scores[:, number], stderr[:, number], freedom[:, number], taken = found
-                used = max(used, taken)
-        scores, stderr = (sources.asked(self._masked(t, positions, sources), dim=2) for t in (scores, stderr))
-        if not estimate:
+                scores[:, number] = estimate.norm
+                stderr[:, number] = estimate.stderr
+                freedom[:, number] = estimate.freedom
+                row_count = max(row_count, estimate.rows)
+        scores = sources.select(self._masked(scores, positions, sources), dim=2)
+        if not sampled:
             return Collapse(scores)
-        return Collapse(scores, stderr=stderr, freedom=sources.asked(freedom, dim=2), probes=used)
+        stderr = sources.select(self._masked(stderr, positions, sources), dim=2)
+        return Collapse(scores, stderr=stderr, freedom=sources.select(freedom, dim=2), probes=row_count)
 
     def in_out(self, query: Query = -1, *, bias: str = "apart", memory: Memory = None) -> Collapse:
         """``x^N_i · T[i,:,j,:] · x^0_j`` (TensorLens Eq. 22), with the operator's own output x^N.
@@ -151,16 +157,18 @@ class FrozenOperator(FrozenTensor):
                 a wrong shape, or no such way with biases.
             UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
         """
-        positions, place_bias = self._positions(query), places_bias(bias)
-        asked, whole_map = self._asked(target, minus, direction, positions)
-        explained, cap = self.output, None
-        if asked.of_tokens:
-            explained = self.frozen.unembedded() if self.whole else whole_map(self.x)
-            cap = self.frozen.view.soft_cap
-        explained = torch.take_along_dim(explained, positions[..., None], dim=1)
-        total = (upcast(explained) * asked.vectors).sum(-1) + asked.constant
+        positions = self._positions(query)
+        place_bias = places_bias(bias)
+        resolved, through = self._resolved(target, minus, direction, positions)
+        states = self.output
+        soft_cap = None
+        if resolved.of_tokens:
+            states = self.frozen.unembedded() if self.whole else through(self.x)
+            soft_cap = self.frozen.view.soft_cap
+        states = torch.take_along_dim(states, positions[..., None], dim=1)
+        total = (upcast(states) * resolved.vectors).sum(-1) + resolved.constant
         return self._scores(
-            asked.vectors, positions, whole_map, total, asked.constant, soft_cap=cap, place_bias=place_bias,
+            resolved.vectors, positions, through, total, resolved.constant, soft_cap=soft_cap, place_bias=place_bias,
             summed=summed, memory=memory,
         )  # fmt: skip
 
@@ -187,31 +195,33 @@ class FrozenOperator(FrozenTensor):
             SizeError: the result would be larger than `algebra.memory.MOST_BYTES`, or one row than `memory`.
         """
         positions = self._positions(query)
-        asked, whole_map = self._asked(target, minus, direction, positions)
-        (batch, queries), (_, pos, width) = positions.shape, self.x.shape
+        resolved, through = self._resolved(target, minus, direction, positions)
+        batch, queries = positions.shape
+        _, pos, width = self.x.shape
         check_size("gradient", (batch, queries, pos, width), self.x)
         result = self.x.new_zeros(batch, queries, pos, width)
         for rows in self._chunks(queries, "queries", memory, parts=CAUSAL_PARTS if self.frozen.causal else 1):
-            some = slice(rows.start, rows.stop)
-            pulled = self._pull(whole_map, asked.vectors[:, some].transpose(0, 1), RowPositions(positions[:, some].T))
-            result[:, some, : pulled.shape[2]] = pulled.transpose(0, 1)
+            chunk = slice(rows.start, rows.stop)
+            vectors = resolved.vectors[:, chunk].transpose(0, 1)
+            pulled = self._pull(through, vectors, RowPositions(positions[:, chunk].T))
+            result[:, chunk, : pulled.shape[2]] = pulled.transpose(0, 1)
         real = torch.take_along_dim(self.frozen.mask, positions, dim=1)
         return result.mul_((real[:, :, None] & self.frozen.mask[:, None])[..., None])
 
     # ------------------------------------------------------------------ inside
 
-    def _asked(
+    def _resolved(
         self, target: TokenLike, minus: TokenLike, direction: Any, positions: Int[Tensor, "batch query"]
     ) -> tuple[Target, AffineMap]:
-        """What is asked about, checked, and the map that leads to it."""
+        """The target after its checks, and the map from the operator's input to where the target is read."""
         if target is not None and direction is None and not self.reaches_end:
             raise InvalidInputError(
                 f"target: this operator ends at {self.end}, before the unembedding; use direction=, or all layers "
                 "with their final norm."
             )
-        asked = resolve_target(self.frozen, target, minus, direction, positions)
-        head = self.frozen.prediction_head(self.activation) if asked.of_tokens else None
-        return asked, self.map if head is None else head @ self.map
+        resolved = resolve_target(self.frozen, target, minus, direction, positions)
+        head = self.frozen.prediction_head(self.activation) if resolved.of_tokens else None
+        return resolved, self.map if head is None else head @ self.map
 
     def _scores(
         self,
@@ -228,27 +238,32 @@ class FrozenOperator(FrozenTensor):
     ) -> Collapse:
         """Pull one vector per query, or their sum, and dot with the source tokens."""
         real = torch.take_along_dim(self.frozen.mask, positions, dim=1)
-        total, constant = total * real, constant * real
-        stretch = None
+        total = total * real
+        constant = constant * real
+        span = None
         if summed:
-            stretch, vectors = self._together(vectors * real[..., None], positions)
-            total, constant = (value.sum(1, keepdim=True) for value in (total, constant))
+            span, vectors = self._summed(vectors * real[..., None], positions)
+            total = total.sum(1, keepdim=True)
+            constant = constant.sum(1, keepdim=True)
             positions = (positions * real).amax(1, keepdim=True)
         batch, queries = positions.shape
         scores = upcast(self.x[:0]).new_zeros(batch, queries, self.x.shape[1])
         bias = scores.new_zeros(batch, queries)
-        spread = (int(positions.max()) - int(positions.min()) + 1) / self.x.shape[1]
-        parts = min(CAUSAL_PARTS, ceil(2 * CAUSAL_PARTS * spread)) if self.frozen.causal else 1  # near ones gain little
+        parts = 1
+        if self.frozen.causal:  # queries that are close together gain little from being cut apart
+            spread = (int(positions.max()) - int(positions.min()) + 1) / self.x.shape[1]
+            parts = min(CAUSAL_PARTS, ceil(2 * CAUSAL_PARTS * spread))
         for rows in self._chunks(queries, "queries", memory, parts=parts):
-            asked, terms = slice(rows.start, rows.stop), BiasTerms()
-            live_at = RowPositions(positions[:, asked].T) if stretch is None else stretch
-            pulled = self._pull(through, vectors[:, asked].transpose(0, 1), live_at, None, terms)
+            chunk = slice(rows.start, rows.stop)
+            terms = BiasTerms()
+            places = RowPositions(positions[:, chunk].T) if span is None else span
+            pulled = self._pull(through, vectors[:, chunk].transpose(0, 1), places, None, terms)
             live = pulled.shape[2]
-            scores[:, asked, :live] = (upcast(pulled) * self.x[:, :live]).sum(-1).transpose(0, 1).to(scores)
+            scores[:, chunk, :live] = (upcast(pulled) * self.x[:, :live]).sum(-1).transpose(0, 1).to(scores)
             if place_bias:
-                scores[:, asked] += by_position(terms, scores[:, asked].transpose(0, 1)).transpose(0, 1)
+                scores[:, chunk] += by_position(terms, scores[:, chunk].transpose(0, 1)).transpose(0, 1)
             else:
-                bias[:, asked] = in_total(terms, bias[:, asked].T).T
+                bias[:, chunk] = in_total(terms, bias[:, chunk].T).T
         scores = self._masked(scores, positions, chosen_keys(self.frozen.prompt, None))
         bias = bias * torch.take_along_dim(self.frozen.mask, positions, dim=1) + constant
         if not bool(torch.isfinite(total).all() and torch.isfinite(scores).all() and torch.isfinite(bias).all()):
@@ -258,27 +273,27 @@ class FrozenOperator(FrozenTensor):
         residual = relative_residual(scores, bias, total)
         return self.frozen.checked(Collapse(scores, bias, total, residual, soft_cap=soft_cap))
 
-    def _together(
+    def _summed(
         self, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"]
     ) -> tuple[Queries, Float[Tensor, "batch 1 live d"]]:
-        """Vectors at several positions as one that lives at all of them, and the stretch that it lives in."""
+        """The span that several positions cover, and one vector over that span that is the sum of the vectors there."""
         first = 0 if self.frozen.sides is not None else int(positions.min())
         placed = vectors.new_zeros(len(vectors), int(positions.max()) + 1 - first, vectors.shape[-1])
         placed.scatter_add_(1, (positions - first)[..., None].expand_as(vectors), vectors)
         return slice(first, first + placed.shape[1]), placed[:, None]
 
-    def _pulled_rows(
-        self, vectors: Float[Tensor, "row batch d"], kept: int, at: Int[Tensor, "batch"], sources: Keys, memory: Memory
-    ) -> tuple[Float[Tensor, "row batch key"], Float[Tensor, "kept batch key d"]]:
-        """‖vector·T_ij‖² of vectors at one position per prompt, and the first few vector·T_ij."""
-        shape = *vectors.shape[:2], len(sources.places)
+    def _row_products(
+        self, vectors: Float[Tensor, "row batch d"], count: int, at: Int[Tensor, "batch"], sources: Keys, memory: Memory
+    ) -> tuple[Float[Tensor, "row batch key"], Float[Tensor, "count batch key d"]]:
+        """‖vector·T_ij‖² of vectors at one position per prompt, and the first `count` of the vector·T_ij."""
+        shape = (*vectors.shape[:2], len(sources.places))
         squares = upcast(self.x[:0]).new_zeros(shape)
-        first = squares.new_zeros(kept, *shape[1:], self.x.shape[-1])
+        first = squares.new_zeros(count, *shape[1:], self.x.shape[-1])
         for rows in self._chunks(len(vectors), "probes", memory):
             part = vectors[rows.start : rows.stop].to(self.x)
             pulled = upcast(self._pull(self.map, part, RowPositions(at[None]), sources.chosen))
             live = pulled.shape[2]
             squares[rows.start : rows.stop, :, :live] = torch.linalg.vector_norm(pulled, dim=-1).square()
-            some = pulled[: max(0, kept - rows.start)]
-            first[rows.start : rows.start + len(some), :, :live] = some
+            products = pulled[: max(0, count - rows.start)]
+            first[rows.start : rows.start + len(products), :, :live] = products
         return squares, first

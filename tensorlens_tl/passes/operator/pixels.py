@@ -155,8 +155,10 @@ def pixel_scores(
     through = operator.map if head is None else head @ operator.map
     assert collapse.bias is not None
     assert collapse.total is not None
-    x, (batch, queries) = embedding.x, positions.shape
-    scores, bias = x.new_zeros(batch, queries, *x.shape[1:]), upcast(collapse.bias).clone()
+    x = embedding.x
+    batch, queries = positions.shape
+    scores = x.new_zeros(batch, queries, *x.shape[1:])
+    bias = upcast(collapse.bias).clone()
     for rows in chunks(queries, frozen.row_bytes, memory, "queries"):
         part = slice(rows.start, rows.stop)
         vectors = operator.x.new_zeros(len(rows), *operator.x.shape)

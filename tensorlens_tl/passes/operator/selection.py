@@ -1,4 +1,4 @@
-"""Which layers, heads, MLPs and source tokens are meant: arguments checked, and said what is wrong with them."""
+"""Which layers, heads, MLPs and source tokens are meant. Arguments are checked, and an error says what is wrong."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +62,8 @@ def chosen_head(view: ModelView, layer: Any, head: Any) -> tuple[int, int]:
     """One head, as a layer and a query head of it."""
     layer = whole_number("layer", layer, 0, view.n_layers - 1, why="a layer of this model")
     weights = view.blocks[layer].attention
-    heads, kv_heads = weights.heads, weights.kv_heads
+    heads = weights.heads
+    kv_heads = weights.kv_heads
     grouped = f" (query heads; each of {kv_heads} key-value heads serves {heads // kv_heads})"
     which = f"a head of layer {layer}{grouped if kv_heads != heads else ''}"
     return layer, whole_number("head", head, 0, heads - 1, why=which)
@@ -87,12 +88,12 @@ def places_bias(bias: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Which source tokens are asked for.
+    """The source tokens that were requested.
 
     Attributes:
-        places: the positions that any prompt asks for, ascending.
+        places: the positions requested in any prompt, ascending.
         mask: True where such a position is a real token, `[batch, place]`.
-        columns: for each prompt and key asked for, which of the places it is, `[batch, key]`; None for all in order.
+        columns: for each prompt and requested key, its index in `places`, `[batch, key]`; None for all in order.
     """
 
     places: list[int]
@@ -104,8 +105,8 @@ class Keys:
         """The places, or None for all."""
         return None if self.columns is None else self.places
 
-    def asked(self, result: Tensor, dim: int) -> Tensor:
-        """A result over places as one over the keys asked for."""
+    def select(self, result: Tensor, dim: int) -> Tensor:
+        """A result over `places`, indexed by the requested keys instead."""
         if self.columns is None:
             return result
         in_order = torch.arange(len(self.places), device=self.columns.device).expand(len(self.columns), -1)

@@ -61,7 +61,8 @@ def next_ids(prompt: Prompt, positions: Int[Tensor, "batch query"], name: str = 
     """
     if prompt.kwargs.get("input", prompt.tokens).is_floating_point():
         raise InvalidInputError(f"{name}=NEXT: images and sound have no next token; pass a class, or direction=.")
-    pos, numbers = prompt.mask.shape[1], torch.arange(prompt.mask.shape[1], device=prompt.mask.device)
+    pos = prompt.mask.shape[1]
+    numbers = torch.arange(prompt.mask.shape[1], device=prompt.mask.device)
     last = (numbers * prompt.mask).amax(1, keepdim=True)
     if prompt.encoder_length:  # nor does the decoder's first token follow the encoder's last
         inside = prompt.mask[:, : prompt.encoder_length]
@@ -187,7 +188,8 @@ def resolve_target(
 
 
 def _directions(frozen: Record, direction: Any, queries: int) -> Float[Tensor, "batch query d"]:
-    batch, width = len(frozen.tokens), frozen.output.shape[-1]
+    batch = len(frozen.tokens)
+    width = frozen.output.shape[-1]
     try:
         direction = torch.as_tensor(direction).detach().to(frozen.output)
     except (TypeError, ValueError, RuntimeError):
@@ -219,10 +221,12 @@ def target_ids(
             return next_ids(frozen.prompt, positions, name)
         return token_ids(frozen.view, tokens, batch, name, queries).to(positions.device)
 
-    ids, others = read(target, "target"), None if minus is None else read(minus, "minus")
+    ids = read(target, "target")
+    others = None if minus is None else read(minus, "minus")
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
     if others is not None and bool((same := (ids == others) & real).any()):
-        view, token = frozen.view, int(ids[same][0])
+        view = frozen.view
+        token = int(ids[same][0])
         raise InvalidInputError(
             f"target and minus are the same token, {token_label(view, token)!r}: their difference is zero everywhere."
         )

@@ -63,17 +63,24 @@ class FrozenTensor:
         chosen = chosen_layers(frozen.n_layers, layers)
         if not isinstance(heads or {}, Mapping):
             raise InvalidInputError(f"heads={heads!r}: pass layer -> heads to keep, such as {{1: [0, 3]}}.")
-        kept = {layer: chosen_heads(frozen, layer, chosen, ids) for layer, ids in (heads or {}).items()}
+        head_choice = {layer: chosen_heads(frozen, layer, chosen, ids) for layer, ids in (heads or {}).items()}
         frozen.check_fresh()
-        with_mlp = set(chosen) if mlp is True else set() if mlp is False else chosen_mlps(mlp, chosen)
-        stages = tuple(
-            frozen.stage(layer, activation=rule, heads=kept.get(layer), mlp=layer in with_mlp) for layer in chosen
-        )
+        if mlp is True:
+            with_mlp = set(chosen)
+        elif mlp is False:
+            with_mlp = set[int]()
+        else:
+            with_mlp = chosen_mlps(mlp, chosen)
+        stages = [
+            frozen.stage(layer, activation=rule, heads=head_choice.get(layer), mlp=layer in with_mlp)
+            for layer in chosen
+        ]
         final = frozen.final_map() if final_norm and chosen.stop == frozen.n_layers else None
-        stages = stages if final is None else (*stages, final)
-        whole = not kept and all(layer in with_mlp or not frozen.view.blocks[layer].has_mlp for layer in chosen)
+        if final is not None:
+            stages.append(final)
+        whole = not head_choice and all(layer in with_mlp or not frozen.view.blocks[layer].has_mlp for layer in chosen)
         ends = chosen.stop == frozen.n_layers and (final_norm or frozen.view.final_norm is None)
-        return cls(frozen, Chain(stages), chosen.start, chosen.stop, whole, ends, rule)
+        return cls(frozen, Chain(tuple(stages)), chosen.start, chosen.stop, whole, ends, rule)
 
     def __repr__(self) -> str:
         batch, pos = self.frozen.tokens.shape
@@ -152,7 +159,8 @@ class FrozenTensor:
             InvalidInputError: a query or key out of range.
             SizeError: the result would be larger than `algebra.memory.MOST_BYTES`, or one row than `memory`.
         """
-        positions, sources = self._positions(query), chosen_keys(self.frozen.prompt, keys)
+        positions = self._positions(query)
+        sources = chosen_keys(self.frozen.prompt, keys)
         batch, _, width = self.x.shape
         check_size("contributions", (batch, positions.shape[1], len(sources.places), width), self.x)
         result = self.x.new_zeros(batch, positions.shape[1], len(sources.places), width)
@@ -166,9 +174,10 @@ class FrozenTensor:
             if query is None:
                 result[:, first:, rows.start : rows.stop] = pushed
             else:  # a query before the first source receives nothing from it
-                at, reached = (positions - first)[..., None, None], (positions >= first)[..., None, None]
+                at = (positions - first)[..., None, None]
+                reached = (positions >= first)[..., None, None]
                 result[:, :, rows.start : rows.stop] = torch.take_along_dim(pushed, at.clamp_min(0), dim=1) * reached
-        return sources.asked(self._masked(result, positions, sources), dim=2)
+        return sources.select(self._masked(result, positions, sources), dim=2)
 
     def slice(
         self, query: Query = -1, *, keys: Query = None, memory: Memory = None
@@ -183,13 +192,14 @@ class FrozenTensor:
             InvalidInputError: a query or key out of range.
             SizeError: the result would be larger than `algebra.memory.MOST_BYTES`, or one row than `memory`.
         """
-        positions, sources = one_query(self.frozen.prompt, query), chosen_keys(self.frozen.prompt, keys)
+        positions = one_query(self.frozen.prompt, query)
+        sources = chosen_keys(self.frozen.prompt, keys)
         batch, _, width = self.x.shape
         check_size("slice", (batch, width, len(sources.places), width), self.x)
         result = self.x.new_zeros(batch, width, len(sources.places), width)
         for rows, pulled in self._basis_rows(positions[:, 0], sources, "slice", memory):
             result[:, rows.start : rows.stop, : pulled.shape[2]] = pulled.transpose(0, 1)
-        return sources.asked(result.mul_(sources.mask[:, None, :, None]), dim=2)
+        return sources.select(result.mul_(sources.mask[:, None, :, None]), dim=2)
 
     def dense(self) -> Float[Tensor, "batch query d_out key d_in"]:
         """The whole tensor, for small models.
@@ -219,7 +229,8 @@ class FrozenTensor:
         biases: BiasTerms | None = None,
     ) -> Float[Tensor, "row batch live d_in"]:
         """Vectors at their queries, pulled to the source tokens: to the first `live` of them, as far as they reach."""
-        vectors, length = vectors.to(self.x.dtype), self.x.shape[1]
+        vectors = vectors.to(self.x.dtype)
+        length = self.x.shape[1]
         return through.pull_between(vectors, queries, sources, length, causal=self.frozen.causal, biases=biases)
 
     def _positions(self, query: Query) -> Int[Tensor, "batch query"]:

@@ -1,4 +1,4 @@
-"""Proofs: is what the weights say what the model does?
+"""Proofs: do the weights, as they are read, reproduce what the model does?
 
 Every block is composed from its weights in each way its norms allow; the one that reproduces the block's own output on
 its own input is its layout. A block that none reproduces is refused, with the first component that differs. A proof may
@@ -30,7 +30,7 @@ from tensorlens_tl.passes.record import Record
 def prove(record: Record, every_block: bool = True, seen: SeenWrites | None = None) -> None:
     """Find every block's layout, measure its error, and refuse a block that no layout reproduces.
 
-    The record's `layouts` and `errors` are filled in. Without `every_block` only the first block of each kind is
+    This fills in the record's `layouts` and `errors`. Without `every_block` only the first block of each kind is
     proved, and what follows the last block is not. Where the record has `proved_positions`, blocks are proved there
     alone, if they can be evaluated at some positions (`passes.sampling`), and elsewhere as a whole.
 
@@ -48,7 +48,8 @@ def prove(record: Record, every_block: bool = True, seen: SeenWrites | None = No
         block = record.view.blocks[layer]
         with block.loaded():
             _prove_block(record, layer, kinds, every_block, writes)
-            _ = block.offloaded and block.widest  # kept, as rows are cut by it
+            if block.offloaded:
+                _ = block.widest  # read while the weights are loaded, and cached: it decides how rows are cut
         for name in record.points.blocks[layer].proved:
             writes.pop(name, None)
     if not every_block:
@@ -76,38 +77,41 @@ class BlockErrors(NamedTuple):
 
 def _errors(record: Record, layer: int, layout: Layout, seen: Mapping[str, Tensor]) -> BlockErrors:
     """What a proof measures of a block, at every position or at the record's `proved_positions`."""
-    noted: dict[str, Tensor] = {}
-    at, parts = record, None
+    activations: dict[str, Tensor] = {}
+    at = record
+    parts = None
     if record.proved_positions is not None and can_be_sampled(record.view, layer):
         at = cut_to(record, layer, record.proved_positions)
-        noted["heads"], attention = attention_at(record, layer, layout, record.proved_positions)
+        activations["heads"], attention = attention_at(record, layer, layout, record.proved_positions)
         norms = {name: at.norm(layer, name) for name in record.view.blocks[layer].norms}
-        parts = attention, at.mlp(layer), norms
-    block = at.composed(layer, layout, tapped(at.parts(layer) if parts is None else parts, noted))
-    noted["output"] = block(at.resid_pre(layer))
-    output = relative_error(noted["output"], at.resid_pre(layer + 1), at.mask)
-    return BlockErrors(output, write_errors(at, layer, layout, seen, noted))
+        parts = (attention, at.mlp(layer), norms)
+    if parts is None:
+        parts = at.parts(layer)
+    block = at.composed(layer, layout, tapped(parts, activations))
+    activations["output"] = block(at.resid_pre(layer))
+    output = relative_error(activations["output"], at.resid_pre(layer + 1), at.mask)
+    return BlockErrors(output, write_errors(at, layer, layout, seen, activations))
 
 
 def _prove_block(
     record: Record, layer: int, kinds: set[tuple[object, ...]], every_block: bool, seen: Mapping[str, Tensor]
 ) -> None:
-    """One block; `kinds` are those proved before it."""
+    """Prove one block; `kinds` are those proved before it."""
     tolerance = record.tolerance
     block = record.view.blocks[layer]
     options = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
-    known = record.layouts[-1] if record.layouts and record.layouts[-1] in options else None
-    inside = block.mixer is None and block.attention.hooked
-    kind = (frozenset(block.norms), type(block.mlp), block.mixer is None, inside)
-    if known is not None and kind in kinds and not every_block:
-        record.layouts.append(known)
+    expected = record.layouts[-1] if record.layouts and record.layouts[-1] in options else None
+    hooked = block.mixer is None and block.attention.hooked
+    kind = (frozenset(block.norms), type(block.mlp), block.mixer is None, hooked)
+    if expected is not None and kind in kinds and not every_block:
+        record.layouts.append(expected)
         return
-    # the first block tells the candidates apart; for its like, one proof is enough
-    known = known or _told_before(record, layer, options)
-    layout = known or _choose(record, layer, options)
+    # blocks of a model mostly share one layout: the one before, or that of an earlier pass, is tried first
+    expected = expected or _earlier_layout(record, layer, options)
+    layout = expected or _best_layout(record, layer, options)
     errors = None if layout is None else _errors(record, layer, layout, seen)
-    if layout is known and (errors is None or not errors.output <= tolerance):
-        layout = _choose(record, layer, options)
+    if layout is expected and (errors is None or not errors.output <= tolerance):
+        layout = _best_layout(record, layer, options)
         errors = None if layout is None else _errors(record, layer, layout, seen)
     if layout is None or errors is None or not errors.output <= tolerance:
         raise UnsupportedModelError(_refusal(record, layer, options, seen))
@@ -122,18 +126,18 @@ def _prove_block(
 
 
 def block_error(record: Record, layer: int, block: AffineMap) -> float:
-    """The same for a map that stands for the block."""
+    """The relative error of a block's output when a map stands for the block."""
     return relative_error(block(record.resid_pre(layer)), record.resid_pre(layer + 1), record.mask)
 
 
 def head_error(record: Record) -> float | None:
-    """The same for what follows the last block: the final norm, or a masked language model's transform."""
+    """The relative error of what follows the last block: the final norm, or a masked language model's transform."""
     after = [part for part in (record.final_map(), record.prediction_head()) if part is not None]
     predicts = record.points.unembed_in is not None
     if not after and not predicts:
         return None
-    own = record.unembedded() if predicts else record.output
-    return relative_error(Chain(tuple(after))(record.resid_pre(record.n_layers)), own, record.mask)
+    expected = record.unembedded() if predicts else record.output
+    return relative_error(Chain(tuple(after))(record.resid_pre(record.n_layers)), expected, record.mask)
 
 
 def unembedding_error(record: Record, positions: Int[Tensor, "batch query"] | None = None) -> float | None:
@@ -147,8 +151,8 @@ def unembedding_error(record: Record, positions: Int[Tensor, "batch query"] | No
         positions: which; None for each prompt's last real token.
 
     Returns:
-        The largest ``max abs(made − own) / max abs(own)`` of all the tokens compared so far, padding left out; None for
-        a model that predicts no tokens.
+        The largest ``max abs(ours − logits) / max abs(logits)`` of all the tokens compared so far, padding left out;
+        None for a model that predicts no tokens.
     """
     if record.view.unembedding is None or record.points.unembed_in is None:
         return None
@@ -156,8 +160,8 @@ def unembedding_error(record: Record, positions: Int[Tensor, "batch query"] | No
     compared = record.logits_compared
     if compared is None or not bool(torch.take_along_dim(compared, positions, dim=1).all()):
         live = LiveModel(record, "the logits at positions that were not compared before")
-        own = record.prompt.in_logits(positions)
-        states, logits = own_logits(record.model, record.inputs, record.points.unembed_in, own)
+        places = record.prompt.in_logits(positions)
+        states, logits = own_logits(record.model, record.inputs, record.points.unembed_in, places)
         live.check({record.points.unembed_in: states})
         compare_logits(record, record.beside_encoder(states), logits, positions)
     return record.errors["unembed"]
@@ -172,59 +176,61 @@ def compare_logits(record: Record, states: Tensor, logits: Any, positions: Int[T
 
 
 def logits_error(record: Record, states: Tensor, logits: Any, positions: Int[Tensor, "batch query"]) -> float:
-    """The largest ``max abs(made − own) / max abs(own)`` of real tokens, infinite where shapes differ."""
-    made = record.view.logits(torch.take_along_dim(states, positions[..., None], dim=1))
-    own = logits.to(made) if isinstance(logits, Tensor) else made.new_zeros(0)
-    error = float("inf")
-    if own.shape == made.shape:
-        scale = own.abs().amax(-1).clamp_min(torch.finfo(own.dtype).tiny)
-        real = torch.take_along_dim(record.mask, positions, dim=1)
-        errors = ((made - own).abs().amax(-1) / scale)[real]
-        error = float(errors.max()) if errors.numel() else 0.0
-    return error
+    """The largest ``max abs(ours − logits) / max abs(logits)`` of real tokens, infinite where shapes differ."""
+    ours = record.view.logits(torch.take_along_dim(states, positions[..., None], dim=1))
+    if not isinstance(logits, Tensor) or logits.shape != ours.shape:
+        return float("inf")
+    expected = logits.to(ours)
+    scale = expected.abs().amax(-1).clamp_min(torch.finfo(expected.dtype).tiny)
+    real = torch.take_along_dim(record.mask, positions, dim=1)
+    errors = ((ours - expected).abs().amax(-1) / scale)[real]
+    return float(errors.max()) if errors.numel() else 0.0
 
 
-_told: "WeakKeyDictionary[Any, tuple[Any, dict[int, Layout]]]" = WeakKeyDictionary()
-# by model, the versions its weights had, and layouts of blocks that an input told apart from all others
+_earlier: "WeakKeyDictionary[Any, tuple[Any, dict[int, Layout]]]" = WeakKeyDictionary()
+# by model: the versions of its weights, and the layouts of blocks where an input excluded all other layouts
 
 
-def _told_before(record: Record, layer: int, options: Sequence[Layout]) -> Layout | None:
-    """The layout that an earlier pass of the same weights found to be the only one; it is proved on this pass too."""
-    versions, layouts = _told.get(record.model, (None, {}))
+def _earlier_layout(record: Record, layer: int, options: Sequence[Layout]) -> Layout | None:
+    """The only layout that fitted in an earlier pass of the same weights, or None; it is proved on this pass too."""
+    versions, layouts = _earlier.get(record.model, (None, {}))
     layout = layouts.get(layer)
-    return layout if layout in options and versions == record.weights.versions and not record.other_hooks else None
+    if record.other_hooks or versions != record.weights.versions or layout not in options:
+        return None
+    return layout
 
 
 def _remember(record: Record, layer: int, layout: Layout) -> None:
-    versions, layouts = _told.get(record.model, (None, {}))
     if record.other_hooks or record.weights.versions is None:
         return
-    _told[record.model] = (
-        record.weights.versions,
-        (layouts if versions == record.weights.versions else {}) | {layer: layout},
-    )
+    versions, layouts = _earlier.get(record.model, (None, {}))
+    if versions != record.weights.versions:
+        layouts = {}
+    _earlier[record.model] = (record.weights.versions, layouts | {layer: layout})
 
 
-def _choose(record: Record, layer: int, options: Sequence[Layout]) -> Layout | None:
+def _best_layout(record: Record, layer: int, options: Sequence[Layout]) -> Layout | None:
     """The one layout that reproduces a block (on its first tokens, where the block is causal), or None.
 
     Raises:
         UnsupportedModelError: two of them do.
     """
-    short, tolerance = record.first_tokens(layer), record.tolerance
+    tolerance = record.tolerance
+    short = record.first_tokens(layer)
     parts = short.parts(layer)
     errors = {option: block_error(short, layer, short.composed(layer, option, parts)) for option in options}
     passing = sorted((option for option in options if errors[option] <= tolerance), key=lambda option: errors[option])
     if len(passing) == 1:
         _remember(record, layer, passing[0])
     if len(passing) > 1:
-        # Folded norms commute with sublayers that have no bias, at a single token with attention too. A rule with a
-        # constant of its own still tells on which side the norm is, and it is what would go wrong with the other one.
+        # Folded norms commute with sublayers that have no bias, and at a single token with attention too. A rule with
+        # a constant of its own still shows on which side the norm is; with the other layout it would be wrong.
         tangent = short.parts(layer, "tangent")
-        held = [
-            o for o in passing if block_error(short, layer, short.composed(layer, o, tangent, "tangent")) <= tolerance
-        ]
-        passing = held or passing
+        passing = [
+            option
+            for option in passing
+            if block_error(short, layer, short.composed(layer, option, tangent, "tangent")) <= tolerance
+        ] or passing
     rounding = torch.finfo(record.resid_pre(layer).dtype).eps
     if len(passing) > 1 and errors[passing[1]] < 10 * max(errors[passing[0]], rounding):
         if _same_map(short, layer, passing):
@@ -241,8 +247,8 @@ def _same_map(record: Record, layer: int, options: Sequence[Layout]) -> bool:
     """Whether layouts agree on random vectors too (a sublayer that writes nothing): then any of them is right."""
     x = record.resid_pre(layer)
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) * x.std()
-    made = [record.block_map(layer, layout=option)(noise) for option in options[:2]]
-    return relative_error(made[0], made[1], record.mask) <= record.tolerance
+    first, second = (record.block_map(layer, layout=option)(noise) for option in options[:2])
+    return relative_error(first, second, record.mask) <= record.tolerance
 
 
 def _refusal(record: Record, layer: int, options: Sequence[Layout], seen: Mapping[str, Tensor]) -> str:

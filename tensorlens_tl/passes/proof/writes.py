@@ -126,8 +126,13 @@ class _Comparison:
     def __init__(
         self, record: Record, layer: int, layout: Layout, seen: Mapping[str, Tensor], noted: Mapping[str, Tensor]
     ) -> None:
-        self.record, self.layer, self.layout, self.seen, self.noted = record, layer, layout, seen, noted
-        self.block, self.points = record.view.blocks[layer], record.points.blocks[layer]
+        self.record = record
+        self.layer = layer
+        self.layout = layout
+        self.seen = seen
+        self.noted = noted
+        self.block = record.view.blocks[layer]
+        self.points = record.points.blocks[layer]
         self.side = slice(*record.side(layer))
         self.mask = record.mask[:, self.side]
         self.stream = record.resid_pre(layer)[:, self.side]
@@ -135,14 +140,16 @@ class _Comparison:
 
     def errors(self) -> Iterator[WriteError]:
         """In the order of the pass."""
-        points, noted = self.points, self.noted
+        points = self.points
+        noted = self.noted
         if self._is_shown(points.z):
             yield self._heads(points.z, noted["heads"], self.block.attention.heads)
             if self._is_shown(points.head_writes):
                 yield self._heads(points.head_writes, self._head_writes(), self.block.attention.heads)
         if self._is_shown(points.attention_write):
             yield self._write(points.attention_write, noted["attention"], self.layout.attn)
-        cross, crossing = self.block.cross_attention, points.cross
+        cross = self.block.cross_attention
+        crossing = points.cross
         if cross is not None and crossing is not None and self._is_shown(crossing.z):
             yield self._heads(crossing.z, noted["crossing"][:, self.side], cross.heads)
         if self._is_shown(points.post) and "hidden" in noted:
@@ -176,7 +183,8 @@ class _Comparison:
         Rounding of a pre-activation is that of an average one, and reaches a neuron by its ratio. What lies below the
         smallest normal number does not count: a processor may flush it to zero.
         """
-        own, hidden = self._real(self.seen[post]), self._real(self.noted["hidden"])
+        own = self._real(self.seen[post])
+        hidden = self._real(self.noted["hidden"])
         held = self.record.mlp_coefficients(self.layer)
         assert held is not None  # it has neurons
         linear = self._real(self.record.captured(self.points.pre_linear or self.points.pre or ""))
