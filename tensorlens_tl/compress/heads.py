@@ -195,9 +195,11 @@ def _parted(weights: HeadWeights, letter: str, side: Tensor) -> tuple[Tensor, Te
 
 def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Tensor, Tensor]:
     """``a·bᵀ`` of every head by its singular vectors, the square root of the values on either side."""
-    (qa, ra), (qb, rb) = torch.linalg.qr(a), torch.linalg.qr(b)
+    (qa, ra) = torch.linalg.qr(a)
+    (qb, rb) = torch.linalg.qr(b)
     u, values, vh = torch.linalg.svd(ra @ rb.mT, full_matrices=False)
-    left, right = qa @ u, qb @ vh.mT
+    left = qa @ u
+    right = qb @ vh.mT
     signs = torch.where(left.pow(3).sum(1, keepdim=True) < 0, -1.0, 1.0).to(a)
     roots = values.sqrt()[:, None] * signs
     wider = (0, a.shape[-1] - values.shape[-1])  # heads wider than the stream: what no circuit can use is zero

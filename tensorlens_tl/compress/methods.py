@@ -81,7 +81,8 @@ def tucker(
         InvalidInputError: not one of ranks, ratio and energy, or none that meets them; no such option.
         UnsupportedModelError: a gauge where the basis is not free.
     """
-    letters, sweeps = check_letters(matrices), whole_number("sweeps", sweeps, least=0)
+    letters = check_letters(matrices)
+    sweeps = whole_number("sweeps", sweeps, least=0)
     for name, value, known in (("gauge", gauge, GAUGES), ("start", start, STARTS), ("rule", rule, RULES)):
         if value not in known:
             raise InvalidInputError(f"{name}={value!r}; use one of {', '.join(map(repr, known))}.")
@@ -271,7 +272,9 @@ def _share(rho: Any, matrix: Tensor, name: str = "rho") -> int:
 
 
 def _low_rank(matrices: Mapping[str, Tensor], ranks: Mapping[str, int], widths: dict[str, int]) -> LowRank:
-    left, right, lost = {}, {}, 0.0
+    left = {}
+    right = {}
+    lost = 0.0
     for name, matrix in matrices.items():
         u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
         rank = ranks[name]

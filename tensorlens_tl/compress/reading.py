@@ -56,7 +56,8 @@ def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
         InvalidInputError: the layer has no MLP.
         UnsupportedModelError: an MLP that cannot be read or written, or quantised weights.
     """
-    block, where = view.blocks[layer], f"blocks.{layer} of this {view.description}"
+    block = view.blocks[layer]
+    where = f"blocks.{layer} of this {view.description}"
     if block.dense_mlp is None:
         raise InvalidInputError(f"mlp: {where} has no MLP.")
     if block.dense_mlp.post_factor is not None:

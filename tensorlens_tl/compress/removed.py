@@ -171,7 +171,8 @@ class Removed:
         for number, (step, own) in enumerate(zip(asked.stream.steps, ours.steps, strict=True)):
             for before, after in zip(step.sublayers, own.sublayers, strict=True):
                 if self._is_changed(before):
-                    x, g = asked.stream.x[number], pulled.sums[number]
+                    x = asked.stream.x[number]
+                    g = pulled.sums[number]
                     names += before.nodes
                     keys.append(_by_key(after, x, g) - _by_key(before, x, g))
         return names, torch.cat(keys, dim=2)
@@ -186,7 +187,8 @@ class Removed:
         With the ratios go routing, and what gates and parts held as a whole read.
         """
         points = self.frozen.points
-        cache, values = dict(self.kept.cache), []
+        cache = dict(self.kept.cache)
+        values = []
         patterns = [block.pattern for block in points.blocks if block.pattern is not None]
         inside = [(b.pre, b.pre_linear, b.index, b.weight, b.per_layer_input) for b in points.blocks]
         whole = [ends.into for b in points.blocks for ends in (b.attention, b.mlp, b.shared, b.per_layer) if ends]

@@ -162,7 +162,8 @@ class LowRank(Replacement):
         return sum(self._count(name) for name in self.left)
 
     def _count(self, name: str) -> int:
-        left, right = self.left[name], self.right.get(name)
+        left = self.left[name]
+        right = self.right.get(name)
         if right is None:
             return left.numel()
         return min(left.numel() + right.numel(), left[..., 0].numel() * right.shape[-1])
@@ -172,7 +173,8 @@ class LowRank(Replacement):
         by_letter: dict[str, Tensor] = {}
         plain: dict[str, Tensor] = {}
         for name, left in self.left.items():
-            right, width = self.right.get(name), self.widths[name]
+            right = self.right.get(name)
+            width = self.widths[name]
             if right is None:
                 by_letter[name] = torch.cat([left, left.new_zeros(*left.shape[:-1], width - left.shape[-1])], dim=-1)
             elif width == 0:

@@ -88,9 +88,13 @@ def sharing(model: ModelLike, *, baseline: str | None = "random", draws: Any = 4
     """
     if baseline not in (None, "random"):
         raise InvalidInputError(f"baseline={baseline!r}; use 'random' or None.")
-    draws, view = whole_number("draws", draws, least=1), as_view(model)
+    draws = whole_number("draws", draws, least=1)
+    view = as_view(model)
     generator = torch.Generator().manual_seed(seed)
-    kept, chance, similar, cores = [], [], [], []
+    kept = []
+    chance = []
+    similar = []
+    cores = []
     rank = 0
     for layer in range(view.n_layers):
         heads = head_weights(view, layer)

@@ -8,10 +8,13 @@ import numpy as np
 
 from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, largest_of, number, share, short, visible
 
-SPACING, ROW_HEIGHT, MARGIN = 52, 58, 40
+SPACING = 52
+ROW_HEIGHT = 58
+MARGIN = 40
 """Pixels between neighbours at least, between rows, and around a graph."""
 
-LABEL, LETTER = 12, 6.5
+LABEL = 12
+LETTER = 6.5
 """Letters of a node's label at most, and pixels of one."""
 
 
@@ -88,12 +91,15 @@ def graph(found: GraphPicture) -> str:
 
 def _svg(found: GraphPicture) -> str:
     x, y, width, height = _places(found)
-    largest, strongest = largest_of(np.array(found.weights[:-1])), largest_of(np.array(found.strengths))
+    largest = largest_of(np.array(found.weights[:-1]))
+    strongest = largest_of(np.array(found.strengths))
     order = np.abs(found.strengths).argsort().tolist()
     lines = []
     fed: dict[int, list[int]] = {}
     for edge in order:
-        a, b, size = found.sources[edge], found.targets[edge], share(found.strengths[edge], strongest)
+        a = found.sources[edge]
+        b = found.targets[edge]
+        size = share(found.strengths[edge], strongest)
         middle = (y[a] + y[b]) / 2
         lines.append(
             f'<path data-e="{a} {b} {found.strengths[edge]:.9g}" '
@@ -103,7 +109,8 @@ def _svg(found: GraphPicture) -> str:
         fed.setdefault(b, []).append(edge)
     marks = []
     for node, name in enumerate(found.names):
-        position, token = found.positions[node], visible(found.tokens[node])
+        position = found.positions[node]
+        token = visible(found.tokens[node])
         inputs = ", ".join(
             f"{found.names[found.sources[e]]} at {found.positions[found.sources[e]]} {number(found.strengths[e])}"
             for e in reversed(fed.get(node, [])[-4:])
@@ -148,14 +155,16 @@ def _places(found: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
     for node, (level, pos) in enumerate(zip(levels, found.positions, strict=True)):
         cells.setdefault((level, pos), []).append(node)
     spacing = max(SPACING, LETTER * min(LABEL, max(map(len, found.names))))
-    columns, start = {}, float(MARGIN)
+    columns = {}
+    start = float(MARGIN)
     for pos in sorted(set(found.positions)):
         count = max(len(nodes) for (_, at), nodes in cells.items() if at == pos)
         width = max(66.0, spacing * (count + 1))
         columns[pos] = (start, width)
         start += width
     height = float(ROW_HEIGHT * len(used) + MARGIN)
-    x, y = np.zeros(len(levels)), np.zeros(len(levels))
+    x = np.zeros(len(levels))
+    y = np.zeros(len(levels))
     for (level, pos), nodes in cells.items():
         left, width = columns[pos]
         for place, node in enumerate(nodes):

@@ -61,7 +61,9 @@ def small_multiples(
     pooled = 1
     while np.prod([len(planes), *(-(-size // pooled) for size in planes.shape[1:])]) > MOST_CELLS:
         pooled += 1
-    planes, rows, columns = pool(planes, pooled), pool_labels(rows, pooled), pool_labels(columns, pooled)
+    planes = pool(planes, pooled)
+    rows = pool_labels(rows, pooled)
+    columns = pool_labels(columns, pooled)
     buttons = []
     for place, (name, plane) in enumerate(zip(names, planes, strict=True)):
         largest = largest_of(plane)

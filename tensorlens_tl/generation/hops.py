@@ -76,6 +76,7 @@ def sent_on(
     else:
         passed = torch.zeros_like(held)
         for _ in range(min(count, between.shape[-1])):  # nothing is left after as many hops as tokens
-            passed, held = passed + held, held @ between
+            passed = passed + held
+            held = held @ between
     outside = weights - between @ place
     return scores + passed @ outside + held @ place, bias + (passed @ left[..., None])[..., 0]

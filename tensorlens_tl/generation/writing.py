@@ -102,7 +102,8 @@ def end_tokens(view: ModelView) -> set[int]:
 
 def _written(view: ModelView, ids: list[int], most: int, ends: set[int], number: int) -> Text:
     """One prompt with its greedy continuation."""
-    points, first = model_points(view), len(ids)
+    points = model_points(view)
+    first = len(ids)
     assert points.unembed_in is not None  # `refuse_non_causal`
     with torch.no_grad(), own_run(view.model):
         refuse_dropout(view.model)

@@ -81,7 +81,8 @@ class FrozenGeneration:
         else:
             others = self._runners_up(asked) if isinstance(minus, str) and minus == RUNNER_UP else minus
             found = operator.target(NEXT, others, query=asked, bias=bias, summed=span is not None, memory=memory)
-        scores, constant = found.scores, found.bias
+        scores = found.scores
+        constant = found.bias
         assert constant is not None
         if hops != 0:
             made = self.links(bias=bias, activation=activation, memory=memory)
@@ -110,7 +111,8 @@ class FrozenGeneration:
         in_bytes(memory)  # refused also where nothing is left to compute
         kept = self._links.get((bias, activation))
         if kept is None:
-            operator, asked = self.frozen.operator(activation=activation), self._queries(self.places)
+            operator = self.frozen.operator(activation=activation)
+            asked = self._queries(self.places)
             kept = self._links[bias, activation] = operator.target(NEXT, query=asked, bias=bias, memory=memory)
         return kept
 
@@ -158,7 +160,8 @@ class FrozenGeneration:
     def _stretch(self, span: Any, row: int) -> list[int]:
         """The same of one prompt; `span` counts its generated tokens."""
         first, stop = self.places_of_each()[row]
-        places, tokens = list(range(first, stop)), self._tokens(row)
+        places = list(range(first, stop))
+        tokens = self._tokens(row)
         if isinstance(span, str) and span != "all":
             try:
                 begin, end = find(tokens, span)[-1]
@@ -210,7 +213,8 @@ def _bounds(span: Any, count: int) -> slice:
 
 def _frozen(model: ModelLike, texts: Sequence[Text], padding_side: str | None, **freezing: Any) -> FrozenGeneration:
     """Texts in one pass; where they are unequal, with one place of padding at least in each."""
-    ids, first = [text for text, _ in texts], [begin for _, begin in texts]
+    ids = [text for text, _ in texts]
+    first = [begin for _, begin in texts]
     lengths = [len(row) for row in ids]
     if padding_side not in (None, "left", "right"):
         raise InvalidInputError(f"padding_side={padding_side!r}; use 'left' or 'right'.")
@@ -218,10 +222,12 @@ def _frozen(model: ModelLike, texts: Sequence[Text], padding_side: str | None, *
         frozen = freeze(model, torch.tensor(ids), **freezing)
     else:
         width = max(lengths) + 1  # a prompt with fewer generated tokens asks there for the missing ones
-        tokens, mask = torch.zeros(len(ids), width, dtype=torch.long), torch.zeros(len(ids), width, dtype=torch.long)
+        tokens = torch.zeros(len(ids), width, dtype=torch.long)
+        mask = torch.zeros(len(ids), width, dtype=torch.long)
         for number, row in enumerate(ids):
             place = slice(width - len(row), None) if padding_side == "left" else slice(0, len(row))
-            tokens[number, place], mask[number, place] = torch.tensor(row), 1
+            tokens[number, place] = torch.tensor(row)
+            mask[number, place] = 1
         frozen = freeze(model, tokens, attention_mask=mask, **freezing)
     if _looks_ahead(frozen):
         raise UnsupportedModelError(

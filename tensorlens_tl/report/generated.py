@@ -53,11 +53,13 @@ def explain_generation(
         text = freeze_generation(model, prompt, max_new_tokens=max_new_tokens, continuation=continuation)
     if len(text.places) != 1:
         raise InvalidInputError(f"explain_generation: {len(text.places)} prompts; pass one.")
-    tokens, whole = text.attribute(minus=minus), text.attribute(span=span, minus=minus)
+    tokens = text.attribute(minus=minus)
+    whole = text.attribute(span=span, minus=minus)
     steps = {hop: text.attribute(span=span, minus=minus, hops=hop) for hop in _followed(last, tokens.queries.shape[1])}
     first, stop = text.places_of_each()[0]
     words = text.frozen.str_tokens[0]
-    before, after = "".join(words[:first]), "".join(words[first:stop])
+    before = "".join(words[:first])
+    after = "".join(words[first:stop])
     parts = [
         f"<h1>What made a generated text</h1><p><q>{escape(visible(before))}</q> goes on with "
         f"<q>{escape(visible(after))}</q>.</p>",

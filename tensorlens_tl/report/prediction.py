@@ -57,10 +57,12 @@ def predict(frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = Non
             raise InvalidInputError(f"target: {frozen.view.description} predicts no tokens; leave it out.")
         return Prediction(number, position, [])
     logits = logits[0, 0]
-    chances, order = logits.double().softmax(-1), logits.argsort(descending=True).tolist()
+    chances = logits.double().softmax(-1)
+    order = logits.argsort(descending=True).tolist()
     best = [(token_label(frozen.view, token), float(chances[token])) for token in order[:5]]
     ids, others = target_ids(frozen, at, order[0] if target is None else target, minus)
-    wanted, other = int(ids), order[1] if minus is None and target is None else None if others is None else int(others)
+    wanted = int(ids)
+    other = order[1] if minus is None and target is None else None if others is None else int(others)
     return Prediction(number, position, best, wanted, other, logit_label(frozen.view, wanted, other))
 
 

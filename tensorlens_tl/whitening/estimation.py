@@ -53,7 +53,8 @@ class WhiteningFilter:
         """
         if x.shape[-1] != len(self.mean):
             raise InvalidInputError(f"this filter is for vectors of {len(self.mean)} numbers, got {tuple(x.shape)}.")
-        L_inv, M = self.L_inv.to(x), self.M.to(x)
+        L_inv = self.L_inv.to(x)
+        M = self.M.to(x)
         return scan((x - self.mean.to(x)) @ L_inv.T, -(L_inv @ M).T)
 
 

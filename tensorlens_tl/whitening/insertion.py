@@ -107,7 +107,8 @@ class Uncentred:
     """
 
     def __init__(self, model: Any, name: str) -> None:
-        self.model, self.name = model, name
+        self.model = model
+        self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The method itself.

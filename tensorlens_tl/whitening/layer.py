@@ -33,15 +33,19 @@ class Whitening(nn.Module):
     """
 
     # what a TransformerBridge asks of a component
-    name, is_list_item = "whitening", False
+    name = "whitening"
+    is_list_item = False
 
     def __init__(self, width: int, layer: int, reads: str = "stream") -> None:
         super().__init__()
-        self.layer, self.reads = layer, reads
+        self.layer = layer
+        self.reads = reads
         self.submodules: dict[str, Any] = {}
         self.hook_aliases: dict[str, str] = {}
-        self.L_inv, self.M = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.hook_in, self.hook_out = HookPoint(), HookPoint()
+        self.L_inv = nn.Linear(width, width, bias=False)
+        self.M = nn.Linear(width, width, bias=False)
+        self.hook_in = HookPoint()
+        self.hook_out = HookPoint()
         nn.init.eye_(self.L_inv.weight)
         nn.init.zeros_(self.M.weight)
 
@@ -109,7 +113,8 @@ def _whitened(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if whitening is None or getattr(module, "_stop_at_layer_idx", None) == whitening.layer:
         return None
     _refuse_cache(whitening.layer, (*args, *kwargs.values()))
-    reads, mask = getattr(whitening, "reads", "stream"), _kept(args, kwargs)
+    reads = getattr(whitening, "reads", "stream")
+    mask = _kept(args, kwargs)
     config = getattr(module, "config", getattr(module, "cfg", None))
     if reads != "stream" and (getattr(config, "use_split_qkv_input", 0) or getattr(config, "use_attn_in", 0)):
         raise UnsupportedModelError(

@@ -65,7 +65,8 @@ def whiteness(x: Any, *, memory: Memory = None) -> Whiteness:
     centred = _centred(x, "whiteness").flatten(1)
     spread = centred.norm(dim=0)
     varies = spread > SAME * x.detach().double().flatten(1).norm(dim=0)
-    centred, spread = centred[:, varies], spread[varies]
+    centred = centred[:, varies]
+    spread = spread[varies]
     floor = (2 / (torch.pi * (len(x) - 1))) ** 0.5
     return Whiteness(_off_diagonal(centred, memory), _off_diagonal(centred / spread, memory), floor)
 

@@ -72,7 +72,8 @@ def measure(
                 f"between prompts, after the first {skip}; 3 are needed."
             )
         x = (x if filters is None else filters[name](x))[:, skip:][:, varies[skip:]]
-        white, steady = whiteness(x, memory=memory), stationarity(x)
+        white = whiteness(x, memory=memory)
+        steady = stationarity(x)
         rows[name] = {
             "whiteness": white.covariance,
             "of correlations": white.correlation,

@@ -79,7 +79,8 @@ def edge_scores(
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
     steps = whole_number("steps", steps, least=1)
     asked = pair_target(clean, corrupted, target, minus, direction, query, activation)
-    layout, midpoints = edge_layout(asked.stream), [(step + 0.5) / steps for step in range(steps)]
+    layout = edge_layout(asked.stream)
+    midpoints = [(step + 0.5) / steps for step in range(steps)]
     if method == "patching":
         scores = Replay(asked, clean, corrupted, layout.exists).patched(memory)
     elif method in ("gradient", "integrated"):
@@ -140,7 +141,8 @@ def run_circuits(
         )
     circuits = [circuits] if isinstance(circuits, Circuit) else list(circuits)
     asked = pair_target(clean, corrupted, target, minus, direction, query)
-    layout, config = edge_layout(asked.stream), _config(asked)
+    layout = edge_layout(asked.stream)
+    config = _config(asked)
     for number, circuit in enumerate(circuits):
         if not isinstance(circuit, Circuit):
             raise InvalidInputError(
@@ -170,7 +172,9 @@ class EdgeLayout(NamedTuple):
 
 def edge_layout(stream: Stream) -> EdgeLayout:
     """The edges of a stream: from everything written before a step to whatever its sublayers read."""
-    sources, destinations, known = ["embed"], list[str](), list[int]()
+    sources = ["embed"]
+    destinations = list[str]()
+    known = list[int]()
     for step in stream.steps:
         for sublayer in step.sublayers:
             read_at = (
@@ -196,7 +200,8 @@ def pull_with_patterns(asked: StreamTarget, responses: Float[Tensor, "destinatio
         asked: the target.
         responses: its gradient by what every destination reads; only those of queries and keys join.
     """
-    joining, first = dict[int, Tensor](), 0
+    joining = dict[int, Tensor]()
+    first = 0
     for number, step in enumerate(asked.stream.steps):
         for sublayer in step.sublayers:
             heads = len(sublayer.nodes) if sublayer.is_attention else 0
@@ -213,12 +218,14 @@ def _frozen(
     stream = asked.stream
     batch, pos = stream.x[0].shape[:2]
     scores = upcast(stream.x[0]).new_zeros(batch, *layout.exists.shape, *(pos,) * positions)
-    carried, first = (stream.x[0] - other.x[0])[None], 0
+    carried = (stream.x[0] - other.x[0])[None]
+    first = 0
     for number, step in enumerate(stream.steps):
         written = list[Tensor]()
         for sublayer, hidden, others in zip(step.sublayers, stream.hidden[number], other.hidden[number], strict=True):
             met = sublayer.write.pull(pulled.sums[number])
-            parts, nodes = sublayer.split(met), len(sublayer.nodes)
+            parts = sublayer.split(met)
+            nodes = len(sublayer.nodes)
             asked_at = torch.cat([sublayer.read_of(node).pull(parts[..., node, :]) for node in range(nodes)])
             first += 2 * nodes if sublayer.is_attention else 0  # queries and keys stay zero
             scores[:, : len(carried), first : first + nodes] = edge_products(carried, asked_at, positions)

@@ -119,7 +119,8 @@ def patch_scores(
         nodes = _Nodes(live, corrupted, list(_sites(asked, by)))
         names = [site.name for site in nodes.sites]
         if method == "patching":
-            scores, by_position = nodes.patched(memory), nodes.patched_at_positions(memory) if positions else None
+            scores = nodes.patched(memory)
+            by_position = nodes.patched_at_positions(memory) if positions else None
         else:
             by_position = nodes.along_gradients([1.0] if method == "gradient" else midpoints)
             scores = by_position.sum(-1)
@@ -133,7 +134,8 @@ def patch_scores(
 
 def _along(pulled: Pulled, stream: Stream, other: Stream, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
     """What differs between two streams at every node, dotted with the target pulled back to it."""
-    names, scores = ["embed"], [_at_positions(pulled.stream[0], stream.x[0] - other.x[0])]
+    names = ["embed"]
+    scores = [_at_positions(pulled.stream[0], stream.x[0] - other.x[0])]
     for number, step in enumerate(stream.steps):
         if by == "stream":
             if step.layer >= 0 and (not number or stream.steps[number - 1].layer != step.layer):
@@ -205,8 +207,11 @@ class _Nodes:
     """The nodes of a live model, with their values for both prompts."""
 
     def __init__(self, live: LiveTarget, corrupted: PassLike, sites: list[_Site]) -> None:
-        self.live, self.asked, self.sites = live, live.asked, sites
-        self.frozen, self.corrupted = live.frozen, corrupted
+        self.live = live
+        self.asked = live.asked
+        self.sites = sites
+        self.frozen = live.frozen
+        self.corrupted = corrupted
         self.points = list(dict.fromkeys(site.point for site in sites))
         self.clean, _ = self._values(self.frozen)
         self.other, number = self._values(corrupted)
@@ -242,7 +247,9 @@ class _Nodes:
 
     def _gradients(self, share: float) -> dict[str, Float[Tensor, "batch pos width"]]:
         """Gradients of the target at every point, with the first block's input on the way between the prompts."""
-        asked, frozen, start = self.asked, self.frozen, self.frozen.stream_names(0)[0]
+        asked = self.asked
+        frozen = self.frozen
+        start = self.frozen.stream_names(0)[0]
         added: dict[str, Tensor] = {}
 
         def add(live: Tensor, *, hook: Any, name: str) -> Tensor:
@@ -281,7 +288,8 @@ class _Nodes:
 
     def _run(self, changes: Sequence[tuple[_Site, int | None] | None]) -> Float[Tensor, "copy batch query"]:
         """The number in copies of the prompts, with one node of each patched, or none."""
-        copies, pos = len(changes), self.frozen.tokens.shape[1]
+        copies = len(changes)
+        pos = self.frozen.tokens.shape[1]
         hooks: list[FwdHook] = []
         patches = [(copy, *change) for copy, change in enumerate(changes) if change is not None]
         for point in dict.fromkeys(site.point for _, site, _ in patches):

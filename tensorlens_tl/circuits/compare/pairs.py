@@ -48,7 +48,8 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
                 "different ones, so no node of one prompt stands for a node of the other. Ask about each prompt by "
                 "itself, with circuits.total_effects."
             )
-    prompts, others = len(clean.tokens), len(corrupted.tokens)
+    prompts = len(clean.tokens)
+    others = len(corrupted.tokens)
     if prompts != others:
         raise InvalidInputError(
             f"{prompts} clean prompts and {others} corrupted ones; freeze as many, each beside its own."

@@ -53,7 +53,8 @@ class _Block:
 
     def attend(self, q_in: Tensor, k_in: Tensor, v_in: Tensor) -> Tensor:
         """What each head writes, b_O apart."""
-        reading, weights = self.reading, self.weights
+        reading = self.reading
+        weights = self.weights
         q = self._matched(q_in, weights.W_Q, weights.b_Q, reading.heads, weights.q_norm)
         k = self._matched(k_in, weights.W_K, weights.b_K, reading.kv_heads, weights.k_norm)
         scores = reading.scale * (q @ k.mT)
@@ -81,7 +82,8 @@ class _Block:
 
     def think(self, x: Tensor) -> Tensor:
         """What the MLP writes, b_out apart."""
-        mlp, x = self.mlp, _normed(self.mlp_norm, x)
+        mlp = self.mlp
+        x = _normed(self.mlp_norm, x)
         assert mlp is not None
         linear = Linear(mlp.W_in, mlp.b_in)(x)
         if mlp.W_gate is None:
@@ -121,7 +123,10 @@ class Replay:
         exists: Bool[Tensor, "source destination"],
     ) -> None:
         refuse_hooks(clean, corrupted)
-        self.asked, self.frozen, self.corrupted, self.exists = asked, clean, corrupted, exists
+        self.asked = asked
+        self.frozen = clean
+        self.corrupted = corrupted
+        self.exists = exists
         view = clean.view
         if view.mlm_head is not None or view.class_head is not None or asked.stream.steps[-1].outer.mixes:
             raise _refusal(view, "a prediction head or a classifier's stands after its final norm")
@@ -211,17 +216,23 @@ class Replay:
 
     def _walk(self, x: Float[Tensor, "row batch pos d"], enter: Enter) -> Float[Tensor, "row batch"]:
         """One run from the first block's input, every destination reading what `enter` says."""
-        written, biases, first = x[None], torch.zeros_like(x), 0
+        written = x[None]
+        biases = torch.zeros_like(x)
+        first = 0
         for block in self.blocks:
             places = slice(first, first + 3 * block.heads)
             heads = block.attend(*enter(places, written, biases).chunk(3))
-            before, plain = (written, biases), biases if block.b_O is None else biases + block.b_O
-            written, biases, first = torch.cat([written, heads]), plain, places.stop
+            before = (written, biases)
+            plain = biases if block.b_O is None else biases + block.b_O
+            written = torch.cat([written, heads])
+            biases = plain
+            first = places.stop
             if block.mlp is None:
                 continue
             mlp = block.think(enter(slice(first, first + 1), *(before if block.parallel else (written, biases))))
             biases = biases if block.mlp.b_out is None else biases + block.mlp.b_out
-            written, first = torch.cat([written, mlp]), first + 1
+            written = torch.cat([written, mlp])
+            first = first + 1
         return self.asked.number(_normed(self.final, enter(slice(first, first + 1), written, biases)[0]))[..., 0]
 
     def _mixing(self, kept: Float[Tensor, "row source destination"]) -> Enter:
@@ -244,7 +255,8 @@ class Replay:
             streams[places.start] = (written.sum(0) + biases)[0]
             return streams[places.start].expand(places.stop - places.start, 1, *streams[places.start].shape)
 
-        made, first = self._walk(frozen.resid_pre(0)[None], enter)[0], 0
+        made = self._walk(frozen.resid_pre(0)[None], enter)[0]
+        first = 0
         for layer, block in enumerate([*self.blocks, None]):
             error = relative_error(streams[first], frozen.resid_pre(layer))
             if not error <= frozen.tolerance:
@@ -277,8 +289,11 @@ def _normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tenso
 
 
 def _block(clean: PassLike, corrupted: PassLike, layer: int) -> _Block:
-    block, layout, points = clean.view.blocks[layer], clean.layouts[layer], clean.points.blocks[layer]
-    attention, mlp = block.attention, block.dense_mlp  # both refuse what is neither
+    block = clean.view.blocks[layer]
+    layout = clean.layouts[layer]
+    points = clean.points.blocks[layer]
+    attention = block.attention
+    mlp = block.dense_mlp  # both refuse what is neither
     odd = {
         f"its {layout.name} layout has norms between what a part writes and the stream": any(
             place.after or place.outer for place in (layout.attn, layout.mlp)[: 1 + block.has_mlp]
@@ -297,7 +312,8 @@ def _block(clean: PassLike, corrupted: PassLike, layer: int) -> _Block:
     patterns = torch.stack([frozen.pattern(layer) for frozen in (clean, corrupted)])
     if float((patterns.sum(-1) - 1).abs().max()) > clean.tolerance:
         raise _refusal(clean.view, f"blocks.{layer}: its attention has sinks, which take a share of every row")
-    heads, kv = attention.heads, attention.kv_heads
+    heads = attention.heads
+    kv = attention.kv_heads
     weights = block.query_key
     for norm in (weights.q_norm, weights.k_norm):
         if norm is not None and norm.gain is not None and norm.gain.numel() != weights.W_Q.shape[1] // heads:

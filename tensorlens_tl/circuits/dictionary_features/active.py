@@ -210,7 +210,8 @@ def features(
 
 def _check_fit(frozen: Record, read: DictionaryWeights, hook: str, any_model: bool) -> None:
     """Refuse a dictionary of another width, dtype, device or model."""
-    x, weight = frozen.resid_pre(0), read.W_enc
+    x = frozen.resid_pre(0)
+    weight = read.W_enc
     width = x.shape[-1]
     for name, of in (("reads", read.W_enc.shape[0]), ("writes", read.W_dec.shape[1])):
         if of != width:

@@ -73,10 +73,12 @@ def feature_attribution(
         InvalidInputError: no such feature, query or `by`.
         FrozenModelError: the weights were changed since the pass.
     """
-    frozen, number = _checked(found).frozen, found.checked(feature)
+    frozen = _checked(found).frozen
+    number = found.checked(feature)
     if by not in ("token", *DIRECT):
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(('token', *DIRECT))}.")
-    rule, positions = check_rule(activation), query_positions(frozen.prompt, query)
+    rule = check_rule(activation)
+    positions = query_positions(frozen.prompt, query)
     frozen.check_fresh()
     numbers = torch.full((positions.shape[1],), number, device=positions.device)
     asked = _ask_features(found, numbers, positions.T)
@@ -86,10 +88,13 @@ def feature_attribution(
         return direct_effects(asked.of_stream(stream, found.hook, label), by, memory)
     through = _chain(maps_between(frozen, Place(0, 0), found.reads.place, rule))
     x = frozen.resid_pre(0)
-    scores, bias = x.new_zeros(*positions.shape, x.shape[1]), x.new_zeros(positions.shape)
-    scores, bias = upcast(scores), upcast(bias)
+    scores = x.new_zeros(*positions.shape, x.shape[1])
+    bias = x.new_zeros(positions.shape)
+    scores = upcast(scores)
+    bias = upcast(bias)
     for rows in chunks(len(asked.vectors), frozen.row_bytes, memory, "queries"):
-        part, terms = asked.part(rows), BiasTerms()
+        part = asked.part(rows)
+        terms = BiasTerms()
         pulled = _pulled(frozen, through, part, terms)
         scores[:, rows.start : rows.stop] = (upcast(pulled) * x).sum(-1).transpose(0, 1)
         bias[:, rows.start : rows.stop] = (in_total(terms, part.constant) + part.constant).T
@@ -129,7 +134,8 @@ def feature_effects(
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
         FrozenModelError: the weights were changed since the pass.
     """
-    frozen, rule = _checked(found).frozen, check_rule(activation)
+    frozen = _checked(found).frozen
+    rule = check_rule(activation)
     positions = query_positions(frozen.prompt, query)
     resolved = resolve_target(frozen, target, minus, direction, positions)
     frozen.check_fresh()
@@ -179,7 +185,8 @@ def feature_edges(
         InvalidInputError: no such feature, query or `by`; features of two passes, or in the wrong order.
         FrozenModelError: the weights were changed since the pass.
     """
-    frozen, rule = _checked(early).frozen, check_rule(activation)
+    frozen = _checked(early).frozen
+    rule = check_rule(activation)
     if _checked(late).frozen is not frozen:
         raise InvalidInputError("feature_edges: early and late are of two passes; make both from the same frozen pass.")
     if late.reads.place < early.writes.place:
@@ -304,7 +311,8 @@ def _effects(
     """Everything that adds to what is asked, `through` leading to it from where the features are written."""
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
-    frozen, writes = found.frozen, found.writes
+    frozen = found.frozen
+    writes = found.writes
     through = through if isinstance(writes.outer, Identity) else Chain((writes.outer, through))
     parts = _Parts.of(found, by)
     per_row = frozen.row_bytes + found.values.element_size() * (
@@ -312,7 +320,8 @@ def _effects(
     )
     scores = []
     for rows in chunks(len(asked.vectors), per_row, memory, "rows"):
-        part, terms = asked.part(rows), BiasTerms()
+        part = asked.part(rows)
+        terms = BiasTerms()
         g = _pulled(frozen, through, part, terms)
         columns = [parts.scores(writes.after.pull(g))]
         if writes.beside is not None:
@@ -341,7 +350,8 @@ class _Parts(NamedTuple):
     @classmethod
     def of(cls, found: Features, by: str) -> "_Parts":
         _, position, feature = found.index.T
-        pos, count = found.frozen.tokens.shape[1], found.dictionary.features
+        pos = found.frozen.tokens.shape[1]
+        count = found.dictionary.features
         key = feature if by == "feature" else position * count + feature
         kept, column = key.unique(return_inverse=True)
         names = [f"F{k}" if by == "feature" else f"F{k % count}@{k // count}" for k in kept.tolist()]
@@ -362,7 +372,8 @@ class _Parts(NamedTuple):
         return torch.cat([self._of_features(g), error, *(part.sum(-1)[..., None] for part in at.values())], dim=-1)
 
     def _of_features(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row batch term"]:
-        found, (rows, batch) = self.found, g.shape[:2]
+        found = self.found
+        (rows, batch) = g.shape[:2]
         g = g if found.writer is None else found.writer.pull(g)
         made = upcast(g[:0]).new_zeros(rows, batch * self.features)
         column = found.index[:, 0] * self.features + self.column

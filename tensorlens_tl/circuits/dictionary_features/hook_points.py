@@ -105,7 +105,8 @@ def read_at(frozen: Record, hook: str, *, mlp: bool) -> ReadAt:
             norm = next((s.read.stages[0] for s in _mlps(step)), None)
             if isinstance(norm, Norm):
                 plain = replace(norm, gain=None, shift=None)
-                place, at = Place(layer, number), stream.x[number]
+                place = Place(layer, number)
+                at = stream.x[number]
                 found += [(place, norm, norm(at)), (place, plain, plain(at))]
     for place, through, at in found:
         if _same(frozen, at, x):
@@ -155,7 +156,8 @@ def _same(frozen: Record, made: Tensor, own: Tensor) -> bool:
 
 
 def _places(frozen: Record, stream: Stream) -> Iterator[tuple[Place, Tensor]]:
-    layer, count = stream.layers.start, len(stream.steps)
+    layer = stream.layers.start
+    count = len(stream.steps)
     yield from ((_normal(Place(layer, number), count), x) for number, x in enumerate(stream.x))
 
 
@@ -192,7 +194,8 @@ def _held(frozen: Record, hook: str, mlp: bool) -> tuple[int, Tensor]:
 
 def _names(frozen: Record, layer: int, mlp: bool) -> list[str]:
     """Hook points of a block that can be asked for."""
-    known, at = frozen.model.hook_dict, frozen.view.blocks[layer].name
+    known = frozen.model.hook_dict
+    at = frozen.view.blocks[layer].name
     names = [f"{at}.{name}" for name in (*RESIDUAL, *(MLP_IN + MLP_OUT) * mlp)]
     own = [frozen.points.blocks[layer].resid_pre, frozen.output_name(layer)]
     return list(dict.fromkeys(name for name in (*own, *names) if name in known))

@@ -69,11 +69,13 @@ def logit_attribution(
 def direct_effects(asked: StreamTarget, by: str, memory: Memory = None) -> Terms:
     """The same of what is asked about any stream; `by` is one of `BY`."""
     stream = asked.stream
-    x, widest = stream.x[0], max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
+    x = stream.x[0]
+    widest = max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
     per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * widest) * x[..., 0].numel() * x.element_size()
     queries = len(asked.seed)
     names: list[str] = []
-    scores, keys = [], []
+    scores = []
+    keys = []
     for rows in chunks(queries, per_row, memory if queries > 1 else None, "queries"):
         names, made, by_key = _effects(asked, slice(rows.start, rows.stop), by)
         scores.append(made)
@@ -90,7 +92,8 @@ def direct_effects(asked: StreamTarget, by: str, memory: Memory = None) -> Terms
 
 def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, Tensor | None]:
     """Some queries' names, effects `[query, batch, term]` and, by head and token, keys `[query, batch, term, key]`."""
-    stream, positions = asked.stream, asked.positions[:, rows]
+    stream = asked.stream
+    positions = asked.positions[:, rows]
     pulled = stream.pull(asked.seed[rows], sublayers=False)
     names: list[str] = []
     scores: list[Tensor] = []

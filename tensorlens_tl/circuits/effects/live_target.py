@@ -23,7 +23,8 @@ class LiveTarget:
     """
 
     def __init__(self, asked: StreamTarget, what: str) -> None:
-        self.asked, self.frozen = asked, asked.stream.frozen
+        self.asked = asked
+        self.frozen = asked.stream.frozen
         self._model = LiveModel(self.frozen, what)
         own = torch.take_along_dim(self.frozen.captured(asked.read_at), asked.positions[..., None], dim=1)
         sizes = own.norm(dim=-1).to(asked.vectors) * asked.vectors.norm(dim=-1)
@@ -44,7 +45,8 @@ class LiveTarget:
             hooks: what changes them.
             inside: what the run takes place in, for changes where there is no hook point.
         """
-        asked, frozen = self.asked, self.frozen
+        asked = self.asked
+        frozen = self.frozen
         inputs = repeated(frozen.inputs, copies)
         with inside or nullcontext():
             kept, _ = capture(frozen.model, inputs, [asked.read_at], hooks=hooks, last=asked.read_at)
@@ -74,6 +76,7 @@ class LiveTarget:
     def _bytes_per_copy(self) -> int:
         """About what one copy of the prompts allocates in a run."""
         stream = self.asked.stream
-        x, heads = stream.x[0], max((len(step.nodes) for step in stream.steps), default=1)
+        x = stream.x[0]
+        heads = max((len(step.nodes) for step in stream.steps), default=1)
         widest = max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
         return 4 * x.shape[0] * x.shape[1] * (2 * x.shape[2] + widest + heads * x.shape[1]) * x.element_size()

@@ -78,7 +78,8 @@ def paths(
     """
     max_order = whole_number("max_order", max_order, 0, why="0 is the direct path")
     asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
-    stream, max_order = asked.stream, min(max_order, len(asked.stream.steps))
+    stream = asked.stream
+    max_order = min(max_order, len(asked.stream.steps))
     count = _count(stream, max_order)
     if count > MOST_PATHS:
         raise SizeError(
@@ -144,7 +145,8 @@ def top_paths(
     Raises:
         InvalidInputError: k or width below 1, several prompts, and what `paths` refuses.
     """
-    k, width = whole_number("k", k, 1), whole_number("width", width, 1)
+    k = whole_number("k", k, 1)
+    width = whole_number("width", width, 1)
     asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(
@@ -234,9 +236,12 @@ def _candidates(stream: Stream, partial: _Partial) -> tuple[Tensor, Tensor, Tens
 
     Shapes `[path, 3]`, `[path, batch]`, `[path, batch]`.
     """
-    found, through, alone = [], [], []
+    found = []
+    through = []
+    alone = []
     for number, rows, met in _sweep(stream, partial):
-        step, nodes = stream.steps[number], 0
+        step = stream.steps[number]
+        nodes = 0
         for sublayer, hidden, constant in zip(
             step.sublayers, stream.hidden[number], stream.direct_hidden[number], strict=True
         ):
@@ -255,9 +260,12 @@ def _candidates(stream: Stream, partial: _Partial) -> tuple[Tensor, Tensor, Tens
 
 def _extend(stream: Stream, partial: _Partial, chosen: Int[Tensor, "path 3"]) -> _Partial:
     """The chosen longer paths, pulled back to the input of their new first node."""
-    pulled, steps, names = [], [], []
+    pulled = []
+    steps = []
+    names = []
     for number, rows, met in _sweep(stream, partial):
-        step, nodes = stream.steps[number], 0
+        step = stream.steps[number]
+        nodes = 0
         for sublayer in step.sublayers:
             for node, name in enumerate(sublayer.nodes):
                 own = chosen[(chosen[:, 1] == number) & (chosen[:, 2] == nodes + node), 0]
@@ -283,7 +291,8 @@ def _sweep(stream: Stream, partial: _Partial) -> Iterator[tuple[int, Tensor, Ten
     at_once = _rows_at_once(stream)
     for start in range(0, len(partial.names), at_once):
         rows = torch.arange(start, min(start + at_once, len(partial.names)))
-        steps, pulled = partial.step[rows], partial.pulled[rows].clone()
+        steps = partial.step[rows]
+        pulled = partial.pulled[rows].clone()
         for number in range(len(stream.steps) - 1, -1, -1):
             live = int((steps > number).sum())  # sorted: they come first
             if not live:

@@ -76,7 +76,8 @@ def total_effects(
 
 
 def _frozen(asked: StreamTarget, by: str) -> tuple[list[str], Float[Tensor, "query batch term"]]:
-    stream, pulled = asked.stream, asked.stream.pull(asked.seed)
+    stream = asked.stream
+    pulled = asked.stream.pull(asked.seed)
     names: list[str] = []
     scores: list[Tensor] = []
     for number, step in enumerate(stream.steps):
@@ -106,7 +107,8 @@ class _Component(NamedTuple):
 
 
 def _live(asked: StreamTarget, by: str, memory: Memory) -> tuple[list[str], Float[Tensor, "query batch term"]]:
-    live, components = LiveTarget(asked, "total_effects"), list(_components(asked, by))
+    live = LiveTarget(asked, "total_effects")
+    components = list(_components(asked, by))
 
     def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
         return _without(live, [None if number is None else components[number] for number in copies])
@@ -119,7 +121,8 @@ def _components(asked: StreamTarget, by: str) -> Iterator[_Component]:
     frozen = asked.stream.frozen
     for step in asked.stream.steps:
         for sublayer in step.sublayers:
-            at, mlp = frozen.points.blocks[sublayer.layer], frozen.view.blocks[sublayer.layer].mlp
+            at = frozen.points.blocks[sublayer.layer]
+            mlp = frozen.view.blocks[sublayer.layer].mlp
             if isinstance(mlp, ExpertsWeights) and isinstance(sublayer.read.stages[-1], Beside):
                 yield from _experts(sublayer, at, mlp, by)
                 continue
@@ -168,7 +171,8 @@ def _experts(sublayer: Sublayer, at: BlockPoints, experts: ExpertsWeights, by: s
 
 def _without(live: LiveTarget, components: Sequence[_Component | None]) -> Float[Tensor, "copy batch query"]:
     """The number asked about, with one component taken away in each copy of the prompts, or none."""
-    tokens, copies = live.frozen.tokens, len(components)
+    tokens = live.frozen.tokens
+    copies = len(components)
     taken = [(copy, component) for copy, component in enumerate(components) if component is not None]
     hooks: list[FwdHook] = []
     for point in dict.fromkeys(point for _, component in taken for point in component.points):

@@ -104,7 +104,8 @@ class Edges:
         pos = outputs.shape[1]
         at = torch.arange(pos, device=outputs.device)
         values = rearrange(Chain(tuple(before)).push(outputs[:, None])[:, 0], "m k (kv d) -> kv m k d", kv=mix.kv_heads)
-        asked, pattern = sublayer.split(met[0, 0]), mix.pattern
+        asked = sublayer.split(met[0, 0])
+        pattern = mix.pattern
         chunk = max(1, EDGE_BYTES // (pos * pos * outputs.element_size()))
         for head, node in enumerate(nodes):
             rows = first + row_of(node.chosen, pos)  # which row a source token's share goes to, [query, key]

@@ -66,7 +66,8 @@ class FeatureSplit:
     @cached_property
     def gains(self) -> Float[Tensor, "active"]:
         """What the target gains for each unit of an active feature."""
-        found, g = self.found, self._before_scale(self.met)
+        found = self.found
+        g = self._before_scale(self.met)
         made = upcast(self.met).new_zeros(len(found.values))
         for some in chunks(len(made), 3 * g.shape[-1] * made.element_size(), None, "features"):
             part = slice(some.start, some.stop)
@@ -96,8 +97,10 @@ class FeatureSplit:
 
     def rows(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> list[FeatureRow]:
         """All nodes: features by slot, with `rest` the others together, the mean, the error, and b_dec."""
-        found, name = self.found, f"{self.prefix}{{}}".format
-        there, at = chosen >= 0, chosen.clamp(min=0)
+        found = self.found
+        name = f"{self.prefix}{{}}".format
+        there = chosen >= 0
+        at = chosen.clamp(min=0)
         position, feature = found.index[:, 1:].T
         own = self.gains * found.dictionary.b_enc[feature]
         zero = self.weights.new_zeros(len(self.met))
@@ -124,7 +127,8 @@ class FeatureSplit:
     def outputs(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> Float[Tensor, "row pos d_model"]:
         """What each node stands for in the stream."""
         found = self.found
-        W_dec, (position, feature) = found.dictionary.W_dec, found.index[:, 1:].T
+        W_dec = found.dictionary.W_dec
+        (position, feature) = found.index[:, 1:].T
         made = [self._spread(W_dec, found.values, part) for part in self._slots(chosen)]
         if rest:
             others = self._others(chosen)
@@ -135,7 +139,8 @@ class FeatureSplit:
     def reads(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> Iterator[Float[Tensor, "row pos d_model"]]:
         """The vectors by which each node takes what was written before, some rows at a time; b_dec takes nothing."""
         found = self.found
-        W_enc, (position, feature) = found.dictionary.W_enc.T, found.index[:, 1:].T
+        W_enc = found.dictionary.W_enc.T
+        (position, feature) = found.index[:, 1:].T
         left = self.met
         for part in self._slots(chosen):
             pulled = found.reader.pull(self._spread(W_enc, self.gains, part)[:, None])[:, 0]
@@ -250,7 +255,8 @@ def _number(found: Features, stream: Stream) -> int:
             "dictionaries that reconstruct the residual stream become nodes. Use feature_effects for what its features "
             "do and feature_attribution for what makes them; neurons= splits the MLP itself."
         )
-    at, layers = found.writes.place, [step.layer for step in stream.steps]
+    at = found.writes.place
+    layers = [step.layer for step in stream.steps]
     if at.layer == stream.layers.stop and at.step == 0:
         return sum(layer >= 0 for layer in layers)
     if at.layer not in stream.layers:

@@ -159,7 +159,8 @@ def _splits(sublayer: Sublayer) -> str:
 
 def _prediction(asked: StreamTarget, target: TokenLike, minus: TokenLike, direction: Any) -> dict[str, Any]:
     """What others' formats say about the model and its prediction besides the graph."""
-    frozen, (query,) = asked.stream.frozen, asked.positions[0].tolist()
+    frozen = asked.stream.frozen
+    (query,) = asked.positions[0].tolist()
     view = frozen.view
     facts: dict[str, Any] = {
         "tokens": list(frozen.str_tokens[0]),
@@ -217,7 +218,8 @@ class _Builder:
             if step.outer.mixes:
                 outputs = self._through(number, outputs)
                 continue
-            written, before = list[Tensor](), len(self.rows)
+            written = list[Tensor]()
+            before = len(self.rows)
             for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
                 written += self._sublayer(sublayer, stream.x[number], hidden, self.pulled.sums[number], outputs)
             for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
@@ -236,8 +238,12 @@ class _Builder:
     def _tables(self, final: Float[Tensor, "source pos"], prediction: dict[str, Any]) -> ContributionGraph:
         import pandas as pd
 
-        query, total, constant = int(self.asked.positions), self.asked.total[0, 0], self.asked.constant[0, 0]
-        pos, count, tokens = final.shape[1], len(self.rows), prediction["tokens"]
+        query = int(self.asked.positions)
+        total = self.asked.total[0, 0]
+        constant = self.asked.constant[0, 0]
+        pos = final.shape[1]
+        count = len(self.rows)
+        tokens = prediction["tokens"]
         final = final[:, query]
         carried = self._carried(final)
         self.edges.keep(carried * pos + query, torch.full_like(carried, count * pos), final)
@@ -317,7 +323,8 @@ class _Builder:
         outputs: Float[Tensor, "source pos d_model"],
     ) -> list[Float[Tensor, "row pos d_model"]]:
         """A sublayer's nodes with their edges, and what each of them wrote."""
-        met, choice = sublayer.write.pull(g), self.choices.get(_splits(sublayer))
+        met = sublayer.write.pull(g)
+        choice = self.choices.get(_splits(sublayer))
         if choice is None:
             nodes = graph_nodes.whole(sublayer, hidden, met)
         elif sublayer.is_attention:
@@ -349,12 +356,15 @@ class _Builder:
         self, split: FeatureSplit, outputs: Float[Tensor, "source pos d_model"]
     ) -> Float[Tensor, "row pos d_model"]:
         """A dictionary's nodes: all that was written before ends there."""
-        choice, first = self.choices.get("features"), len(self.rows)
-        chosen, rest = split.chosen(choice), choice is not None
+        choice = self.choices.get("features")
+        first = len(self.rows)
+        chosen = split.chosen(choice)
+        rest = choice is not None
         for row in split.rows(chosen, rest):
             self._add(row.name, row.kind, split.layer, row.weights, row.biases, row.numbers)
         self._check_count(outputs.shape[1], split.layer)
-        row, carried = first, self._carried(outputs)
+        row = first
+        carried = self._carried(outputs)
         for reads in split.reads(chosen, rest):
             self.edges.into_rows(row, reads, outputs, carried)
             row += len(reads)
@@ -366,7 +376,8 @@ class _Builder:
 
         Only so does an edge keep the position that it comes from.
         """
-        step, met = self.asked.stream.steps[number], self.pulled.stream[number + 1][0, 0]
+        step = self.asked.stream.steps[number]
+        met = self.pulled.stream[number + 1][0, 0]
         made = self.asked.stream.x[number + 1][0]
         row = self._add(step.outer_name, "whitening", step.layer, (met * made).sum(-1))
         self.edges.into_mixing(row, step.outer, met, outputs, self._carried(outputs))

@@ -141,10 +141,12 @@ def sources(
     pattern, values = head_values(sublayer, x)
     shares = token_pairs(sublayer, x, met)[0, 0]
     own = token_pairs(sublayer, torch.zeros_like(x), met)[0, 0]
-    nodes, width = list[Node](), values.shape[-1]
+    nodes = list[Node]()
+    width = values.shape[-1]
     for head, name in enumerate(sublayer.nodes):
         chosen = choice.of(shares[head])
-        at, there = chosen.clamp(min=0), chosen >= 0
+        at = chosen.clamp(min=0)
+        there = chosen >= 0
         number = row_of(chosen, shares.shape[-1])
         rest = number == len(chosen)
         weights, biases = (

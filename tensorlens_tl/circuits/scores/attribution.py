@@ -178,13 +178,17 @@ def _by_token(
     activation: str,
 ) -> _Side:
     """Each channel pulled back through everything before."""
-    x0, x, whitening = frozen.resid_pre(0), frozen.resid_read(layer), frozen.whitening(layer)
+    x0 = frozen.resid_pre(0)
+    x = frozen.resid_read(layer)
+    whitening = frozen.whitening(layer)
     d_head = read(x).shape[-1] // heads
     own = slice(head * d_head, (head + 1) * d_head)
     earlier = (frozen.block_map(number, activation=activation) for number in range(layer))
     before = () if whitening is None else whitening.stages
-    whole, R = Chain((*earlier, *before, *read.stages)), _rotation(reading, at, x, d_head)
-    shares, constants = [], []
+    whole = Chain((*earlier, *before, *read.stages))
+    R = _rotation(reading, at, x, d_head)
+    shares = []
+    constants = []
     for rows in chunks(d_head, frozen.row_bytes, None, "score"):
         basis = x.new_zeros(len(rows), len(at), heads * d_head)
         # row c, pulled back, gives channel c of the rotated vector
@@ -202,7 +206,8 @@ def _by_token(
 def _components(frozen: FrozenPass, layer: int, by: str, activation: str) -> dict[str, Tensor]:
     """What each component before a layer put into the stream that its attention reads, `[batch, pos, d_model]`."""
     stream = Stream.of(frozen, activation, layers=range(layer) if layer else [0])
-    whitening, found = frozen.whitening(layer), stream.sources()
+    whitening = frozen.whitening(layer)
+    found = stream.sources()
     if layer == 0:
         return found if whitening is None else {name: whitening.push(part) for name, part in found.items()}
     for number, step in enumerate(stream.steps):

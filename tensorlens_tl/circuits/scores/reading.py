@@ -26,7 +26,8 @@ def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
     """
     check_pass(frozen)
     frozen.view.refuse_encoder_decoder("attention scores")
-    x, pattern = frozen.resid_read(layer), frozen.pattern(layer)
+    x = frozen.resid_read(layer)
+    pattern = frozen.pattern(layer)
     before = frozen.layouts[layer].attn.before
     found = [
         replace(candidate, error=_error(candidate, x, pattern.to(x.dtype), frozen.mask))

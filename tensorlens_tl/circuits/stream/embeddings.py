@@ -42,7 +42,8 @@ def embedding_parts(frozen: Record) -> dict[str, Float[Tensor, "batch pos d_mode
 
     An embedding norm is frozen as any other: its linear part is applied to each summand and its shift is one more.
     """
-    points, x = frozen.points.blocks[0], frozen.resid_pre(0)
+    points = frozen.points.blocks[0]
+    x = frozen.resid_pre(0)
     known = frozen.model.hook_dict
     scales = {norm: f"{norm}.hook_scale" for _, norm in PARTS if norm is not None}
     wanted = {name for names, _ in PARTS for name in names.values()} | set(scales.values())

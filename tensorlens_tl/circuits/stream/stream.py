@@ -103,7 +103,8 @@ class Stream:
             FrozenModelError: the weights were changed since the pass.
             UnsupportedModelError: an encoder–decoder.
         """
-        rule, chosen = check_rule(activation), chosen_layers(frozen.n_layers, layers)
+        rule = check_rule(activation)
+        chosen = chosen_layers(frozen.n_layers, layers)
         frozen.check_fresh()
         frozen.view.refuse_encoder_decoder("circuits")
         steps = [step for layer in chosen for step in block_steps(frozen, layer, rule)]
@@ -156,7 +157,8 @@ class Stream:
             sublayers: whether it goes through the sublayers.
             joining: vectors that join it on its way, at the stream before a step.
         """
-        stream, sums = [g], []
+        stream = [g]
+        sums = []
         for number, step in reversed(list(enumerate(self.steps))):
             g = step.outer.pull(g)
             sums.append(g)
@@ -295,7 +297,8 @@ def stream_target(
     assert read_at is not None  # a token needs an unembedding
     own = upcast(torch.take_along_dim(frozen.captured(read_at), positions[..., None], dim=1))
     real = torch.take_along_dim(frozen.mask, positions, dim=1)  # nothing is asked at padding
-    vectors, constant = asked.vectors * real[..., None], asked.constant.to(own) * real
+    vectors = asked.vectors * real[..., None]
+    constant = asked.constant.to(own) * real
     return StreamTarget.at(
         stream,
         read_at,

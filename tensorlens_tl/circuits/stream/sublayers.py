@@ -184,7 +184,8 @@ def _mlp_nodes(frozen: Record, layer: int, rule: str) -> tuple[AffineMap, Affine
 def _per_layer_node(frozen: Record, layer: int, per_layer: Chain) -> Sublayer:
     """What a block adds for an input of each token at this layer, as a node of its own."""
     *inside, output = per_layer.stages
-    write, name = Chain((output, frozen.norm(layer, PER_LAYER_NORM))), f"L{layer}.per_layer"
+    write = Chain((output, frozen.norm(layer, PER_LAYER_NORM)))
+    name = f"L{layer}.per_layer"
     return Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", False)
 
 
