@@ -153,8 +153,8 @@ class LowRank(Replacement):
     @property
     def names(self) -> tuple[str, ...]:
         """The weights that it replaces, biases included."""
-        found = (name if self.widths[name] == 0 else f"W_{name}" for name in self.left)
-        return (*found, *self.biases)
+        matrix_names = (name if self.widths[name] == 0 else f"W_{name}" for name in self.left)
+        return (*matrix_names, *self.biases)
 
     @property
     def parameters(self) -> int:
@@ -215,7 +215,8 @@ class Dense(Replacement):
         strange = set() if isinstance(new, HeadWeights) else set(new) - set(old.matrices)
         if strange:
             raise InvalidInputError(f"Dense: there is no matrix {min(strange)!r}; use letters of 'QKVO'.")
-        new = new if isinstance(new, HeadWeights) else old.changed(new)
+        if not isinstance(new, HeadWeights):
+            new = old.changed(new)
         changed = {letter: matrix for letter, matrix in new.matrices.items() if matrix is not old.matrices[letter]}
         if not changed:
             raise InvalidInputError(f"Dense: none of the matrices of {old.where} was changed.")

@@ -177,7 +177,7 @@ class HOSVD:
         if (ratio is None) == (energy is None):
             raise InvalidInputError("ranks: pass one of ranks=, ratio= and energy=.")
         counts = self.counts
-        lost = self.lost
+        losses = self.lost
         allowed = torch.ones_like(counts, dtype=torch.bool)
         if rule == "paper":
             first, second = (torch.arange(1, n + 1, device=counts.device) for n in self.shape[:2])
@@ -188,17 +188,17 @@ class HOSVD:
             before = math.prod(self.shape)
             ratio = positive("ratio", ratio)
             meeting = allowed & (counts * ratio <= before * ROUNDED)
-            wanted = lost
+            objective = losses
             limit = f"the largest here is {before / int(counts[allowed].min()):.4g}"
         else:
             energy = positive("energy", energy, most=1.0)
-            meeting = allowed & (lost <= 1 - energy)
-            wanted = counts
-            limit = f"the most kept here is {1 - float(lost[allowed].min()):.4g}"
+            meeting = allowed & (losses <= 1 - energy)
+            objective = counts
+            limit = f"the most kept here is {1 - float(losses[allowed].min()):.4g}"
         if not bool(meeting.any()):
-            asked = f"ratio={ratio}" if ratio is not None else f"energy={energy}"
-            raise InvalidInputError(f"{asked}: no ranks of {list(self.shape)} by rule {rule!r} meet it; {limit}.")
-        at = int(wanted.double().masked_fill(~meeting, torch.inf).argmin())
+            condition = f"ratio={ratio}" if ratio is not None else f"energy={energy}"
+            raise InvalidInputError(f"{condition}: no ranks of {list(self.shape)} by rule {rule!r} meet it; {limit}.")
+        at = int(objective.double().masked_fill(~meeting, torch.inf).argmin())
         a, b, c = torch.unravel_index(torch.tensor(at), counts.shape)
         return int(a) + 1, int(b) + 1, int(c) + 1
 

@@ -69,7 +69,8 @@ def curves(
     """
     bottom = float(np.nanmin(means))
     top = float(np.nanmax(means))
-    top += float(top == bottom)
+    if top == bottom:
+        top += 1.0
     x = LEFT + (WIDTH - LEFT - RIGHT) * (steps - steps[0]) / ((steps[-1] - steps[0]) or 1.0)
 
     def height(of: np.ndarray) -> np.ndarray:
@@ -99,11 +100,9 @@ def curves(
             f'aria-label="{label}"><title>{label}</title><path class="wide" d="{way}" fill="none"/>{line}{beside}</g>'
         )
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    drawn = (
-        f'<svg {size} role="group" aria-label="{escape(metric)} by method">{_axes(steps, x, bottom, top, axis_name)}'
-    )
+    svg = f'<svg {size} role="group" aria-label="{escape(metric)} by method">{_axes(steps, x, bottom, top, axis_name)}'
     return (
-        f'<div class="graph curves"><div class="scroll rove">{drawn}{"".join(marks)}</svg></div>'
+        f'<div class="graph curves"><div class="scroll rove">{svg}{"".join(marks)}</svg></div>'
         '<output class="out" aria-live="polite">Point at a line to read it.</output></div>'
     )
 

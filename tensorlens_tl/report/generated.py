@@ -96,27 +96,27 @@ def _followed(last: int | None, tokens: int) -> list[Any]:
 def _hops(steps: dict[Any, Attribution], first: int) -> str:
     """Where the total is after each hop."""
     rows = []
-    for hop, found in steps.items():
-        assert found.bias is not None
-        scores = found.scores[0, 0]
-        shares = (scores[:first].sum(), scores[first:].sum(), found.bias[0, 0])
+    for hop, result in steps.items():
+        assert result.bias is not None
+        scores = result.scores[0, 0]
+        shares = (scores[:first].sum(), scores[first:].sum(), result.bias[0, 0])
         total = torch.stack(shares).sum()
         rows.append((str(hop), *(number(float(value)) for value in (*shares, total))))
-    drawn = table(("hops", "on the prompt", "on generated tokens", "bias", "sum"), rows)
-    return f'<div class="tlens">{drawn}</div>'
+    hop_table = table(("hops", "on the prompt", "on generated tokens", "bias", "sum"), rows)
+    return f'<div class="tlens">{hop_table}</div>'
 
 
-def _largest(found: Attribution) -> str:
-    rows = [(repr(entry.name), str(entry.position), number(entry.score)) for entry in found.top(NAMED)]
+def _largest(result: Attribution) -> str:
+    rows = [(repr(entry.name), str(entry.position), number(entry.score)) for entry in result.top(NAMED)]
     return f'<div class="tlens">{table(("source", "position", "score"), rows)}</div>'
 
 
-def _proofs(text: FrozenGeneration, found: dict[str, Attribution]) -> str:
+def _proofs(text: FrozenGeneration, results: dict[str, Attribution]) -> str:
     """How exactly everything on the page sums to the model's own logits."""
     measured = {
         f"{part}: the composed map against the model's own": error for part, error in text.frozen.errors.items()
     }
-    for name, result in found.items():
+    for name, result in results.items():
         assert result.residual is not None
         measured[f"{name}: Σ scores + bias against the logits"] = float(result.residual.max())
     rows = ((name, f"{value:.1e}") for name, value in measured.items())

@@ -109,6 +109,6 @@ def corrupted_stream(asked: StreamTarget, corrupted: PassLike, activation: str =
     return Stream.of(corrupted, activation, final_norm=asked.stream.final_norm, to_tokens=of_tokens)
 
 
-def number_of(asked: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batch query"]:
+def number_of(readout: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batch query"]:
     """The same number of the corrupted prompt, before any final soft cap."""
-    return asked.number(corrupted.captured(asked.read_at))
+    return readout.number(corrupted.captured(readout.read_at))

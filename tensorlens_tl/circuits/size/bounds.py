@@ -79,8 +79,8 @@ def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, acti
     if final is not None and end is not None:
         stages.append(final)
         names.append(end)
-    kept = _live(frozen, x, names)
-    live = [x, *(kept[name].to(x) for name in names)]
+    activations = _live(frozen, x, names)
+    live = [x, *(activations[name].to(x) for name in names)]
     real = frozen.mask[..., None]
     steps = zip(stages, pairwise(live), strict=True)
     local = [float(upcast((after - stage(before)) * real).norm()) for stage, (before, after) in steps]

@@ -83,8 +83,8 @@ def composition_scores(
         other = rearrange(gram_other[layer + 1 :], "l h a d -> (l h) a d")
         squares = ((gram_v[layer][:, None] @ C) * (C @ other)).sum((-2, -1)).clamp_min(0)
         sizes = norms[layer][:, None] * later_norms[layer + 1 :].flatten()
-        found = squares.sqrt() / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
+        ratios = squares.sqrt() / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
         if baseline == "random":
-            found = found - V.shape[-2] ** -0.5
-        result[layer, :, layer + 1 :] = rearrange(found, "e (l h) -> e l h", h=heads)
+            ratios = ratios - V.shape[-2] ** -0.5
+        result[layer, :, layer + 1 :] = rearrange(ratios, "e (l h) -> e l h", h=heads)
     return result

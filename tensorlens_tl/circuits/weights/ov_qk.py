@@ -280,8 +280,8 @@ class LayerWeights:
         K = rearrange(weights.W_K, "m (kv d) -> kv m d", kv=reading.kv_heads)
         before, _ = _norms_around(frozen, layer, fold_norms)
         if fold_norms:
-            Q = _own_gain(Q, weights.q_norm)
-            K = _own_gain(K, weights.k_norm)
+            Q = _head_norm_gain(Q, weights.q_norm)
+            K = _head_norm_gain(K, weights.k_norm)
         K = _reading(K, before).repeat_interleave(reading.heads // reading.kv_heads, dim=0)
         return replace(cls.of(frozen, layer, fold_norms), Q=_rotated(_reading(Q, before), reading, offset), K=K)
 
@@ -314,7 +314,8 @@ def _reading(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
     """Weights that read the stream, with the gain and centring of the norm before them inside."""
     if norm is None:
         return W
-    W = W if norm.gain is None else norm.gain[:, None] * W
+    if norm.gain is not None:
+        W = norm.gain[:, None] * W
     return W - W.mean(-2, keepdim=True) if norm.centre else W
 
 
@@ -322,11 +323,12 @@ def _writing(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
     """Weights that write to the stream, with the centring and gain of the norm after them inside."""
     if norm is None:
         return W
-    W = W - W.mean(-1, keepdim=True) if norm.centre else W
+    if norm.centre:
+        W = W - W.mean(-1, keepdim=True)
     return W if norm.gain is None else W * norm.gain
 
 
-def _own_gain(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
+def _head_norm_gain(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
     """Query or key weights with the gain of their own norm, per head or over all of them."""
     if norm is None or norm.gain is None:
         return W
@@ -377,7 +379,8 @@ def as_view(model: Any) -> ModelView:
     """The reading of a model, or of a pass's model."""
     if isinstance(model, FrozenPass):
         model.check_fresh()
-    view = model.view if isinstance(model, FrozenPass) else model if isinstance(model, ModelView) else ModelView(model)
+        model = model.view
+    view = model if isinstance(model, ModelView) else ModelView(model)
     view.refuse_encoder_decoder("the weights of heads")
     return view
 
