@@ -37,7 +37,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.compare.edges import edge_layout, pull_with_patterns
 from tensorlens_tl.circuits.compare.pairs import METHODS, corrupted_stream, number_of, pair_target
 from tensorlens_tl.circuits.compare.weights_forward import Replay
-from tensorlens_tl.circuits.effects.live_target import LiveTarget, hidden_point
+from tensorlens_tl.circuits.effects import LiveTarget, hidden_point
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
