@@ -166,17 +166,17 @@ def in_circuit_gauge(weights: HeadWeights, matrices: str = LETTERS) -> HeadWeigh
     if check_letters(matrices) not in ("QKVO", "QK", "VO"):
         raise InvalidInputError(f"matrices={matrices!r}: a circuit's basis belongs to both its matrices; use QK, VO.")
     weights.check_free(matrices)
-    made: dict[str, Tensor] = {}
+    new_matrices: dict[str, Tensor] = {}
     biases: dict[str, Tensor] = {}
     for read, other in (("Q", "K"), ("V", "O")):
         if read not in matrices:
             continue
         sides = [_side(weights, letter) for letter in (read, other)]
         for letter, side in zip((read, other), _singular(*sides), strict=True):
-            made[letter], bias = _parted(weights, letter, side)
+            new_matrices[letter], bias = _parted(weights, letter, side)
             if bias is not None:
                 biases[letter] = bias
-    return weights.changed(made, biases)
+    return weights.changed(new_matrices, biases)
 
 
 def _side(weights: HeadWeights, letter: str) -> Float[Tensor, "kv rows d_head"]:
@@ -190,14 +190,18 @@ def _side(weights: HeadWeights, letter: str) -> Float[Tensor, "kv rows d_head"]:
 def _parted(weights: HeadWeights, letter: str, side: Tensor) -> tuple[Tensor, Tensor | None]:
     """`_side` undone: matrix, and bias where there is one."""
     rows = rearrange(side, "kv (g rows) k -> (kv g) rows k", g=len(weights.matrices[letter]) // weights.kv_heads)
-    return (rows[:, :-1], rows[:, -1]) if letter in weights.biases else (rows, None)
+    if letter in weights.biases:
+        return rows[:, :-1], rows[:, -1]
+    return rows, None
 
 
 def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Tensor, Tensor]:
     """``a·bᵀ`` of every head by its singular vectors, the square root of the values on either side."""
-    (qa, ra), (qb, rb) = torch.linalg.qr(a), torch.linalg.qr(b)
+    qa, ra = torch.linalg.qr(a)
+    qb, rb = torch.linalg.qr(b)
     u, values, vh = torch.linalg.svd(ra @ rb.mT, full_matrices=False)
-    left, right = qa @ u, qb @ vh.mT
+    left = qa @ u
+    right = qb @ vh.mT
     signs = torch.where(left.pow(3).sum(1, keepdim=True) < 0, -1.0, 1.0).to(a)
     roots = values.sqrt()[:, None] * signs
     wider = (0, a.shape[-1] - values.shape[-1])  # heads wider than the stream: what no circuit can use is zero
@@ -208,7 +212,7 @@ def rotated(weights: HeadWeights, seed: int = 0) -> HeadWeights:
     """The same circuits in a random basis inside every head: shows whether a method depends on that basis."""
     generator = torch.Generator().manual_seed(whole_number("seed", seed))
     like = weights.matrices["Q"]
-    made: dict[str, Tensor] = {}
+    new_matrices: dict[str, Tensor] = {}
     biases: dict[str, Tensor] = {}
     for pair in ("QK", "VO"):
         if pair == "QK" and weights.fixed_scores() is not None:
@@ -218,10 +222,10 @@ def rotated(weights: HeadWeights, seed: int = 0) -> HeadWeights:
         basis = (basis + 2 * width**0.5 * torch.eye(width, dtype=torch.float64)).to(like)  # far from singular
         for letter, change in zip(pair, (basis, torch.linalg.inv(basis).mT), strict=True):
             by_head = change.repeat_interleave(len(weights.matrices[letter]) // weights.kv_heads, dim=0)
-            made[letter] = weights.matrices[letter] @ by_head
+            new_matrices[letter] = weights.matrices[letter] @ by_head
             if letter in weights.biases:
                 biases[letter] = (weights.biases[letter][:, None] @ by_head)[:, 0]
-    return weights.changed(made, biases)
+    return weights.changed(new_matrices, biases)
 
 
 def circuits(weights: HeadWeights) -> dict[str, tuple[Tensor, Tensor]]:

@@ -81,7 +81,8 @@ def tucker(
         InvalidInputError: not one of ranks, ratio and energy, or none that meets them; no such option.
         UnsupportedModelError: a gauge where the basis is not free.
     """
-    letters, sweeps = check_letters(matrices), whole_number("sweeps", sweeps, least=0)
+    letters = check_letters(matrices)
+    sweeps = whole_number("sweeps", sweeps, least=0)
     for name, value, known in (("gauge", gauge, GAUGES), ("start", start, STARTS), ("rule", rule, RULES)):
         if value not in known:
             raise InvalidInputError(f"{name}={value!r}; use one of {', '.join(map(repr, known))}.")
@@ -100,21 +101,21 @@ def tucker(
     scales = slice_scales(tensor)[:, None] if balance else tensor.new_ones(1, 1)
     scaled = tensor * scales if balance else tensor
     if start == "sequential" and ranks is not None:
-        made = sequential_hosvd(scaled, ranks)
+        decomposition = sequential_hosvd(scaled, ranks)
     else:
         whole = HOSVD.of(scaled)
-        made = whole.truncated(ranks or whole.best_ranks(ratio=ratio, energy=energy, rule=rule))
+        decomposition = whole.truncated(ranks or whole.best_ranks(ratio=ratio, energy=energy, rule=rule))
         del whole
     errors: list[float] = []
     if sweeps:
-        made, errors = hooi(scaled, made, sweeps=sweeps)
-    U1, U2, U3 = made.factors
+        decomposition, errors = hooi(scaled, decomposition, sweeps=sweeps)
+    U1, U2, U3 = decomposition.factors
     U3 = U3 / scales
-    lost = Tucker(made.core, (U1, U2, U3)).dense() - tensor
+    residual = Tucker(decomposition.core, (U1, U2, U3)).dense() - tensor
     return SharedTucker(
         before=weights.count(letters),
         biases=_moved_biases(weights, moved),
-        core=made.core.contiguous(),
+        core=decomposition.core.contiguous(),
         U1=U1,
         U2=U2,
         U3=U3,
@@ -122,7 +123,7 @@ def tucker(
         layout=layout,
         heads=weights.heads,
         kv_heads=weights.kv_heads,
-        error=float(lost.norm() / tensor.norm()),
+        error=float(residual.norm() / tensor.norm()),
         sweeps=errors,
     )
 
@@ -164,9 +165,9 @@ def laser_mlp(matrices: Mapping[str, Tensor], rho: Any) -> LowRank:
     strange = sorted(set(shares) - set(matrices))
     if strange or not shares:
         raise InvalidInputError(f"mlp={rho!r}: pass a share, or shares of {', '.join(matrices)}.")
-    kept = {name: matrices[name] for name in shares}
-    ranks = {name: _share(share, kept[name], "mlp") for name, share in shares.items()}
-    return _low_rank(kept, ranks, dict.fromkeys(kept, 0))
+    selection = {name: matrices[name] for name in shares}
+    ranks = {name: _share(share, selection[name], "mlp") for name, share in shares.items()}
+    return _low_rank(selection, ranks, dict.fromkeys(selection, 0))
 
 
 def head_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, matrices: str = LETTERS) -> LowRank:
@@ -179,9 +180,9 @@ def head_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, matri
         InvalidInputError: not one of ratio and rank, or out of range.
     """
     letters = check_letters(matrices)
-    kept = {m: weights.matrices[m] for m in letters}
-    ranks = _ranks(kept, weights.count(letters), ratio, rank)
-    return _low_rank(kept, ranks, {m: matrix.shape[2] for m, matrix in kept.items()})
+    selection = {m: weights.matrices[m] for m in letters}
+    ranks = _ranks(selection, weights.count(letters), ratio, rank)
+    return _low_rank(selection, ranks, {m: matrix.shape[2] for m, matrix in selection.items()})
 
 
 def circuit_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, matrices: str = LETTERS) -> LowRank:
@@ -197,17 +198,17 @@ def circuit_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, ma
     """
     letters = check_letters(matrices)
     moved = in_circuit_gauge(weights, letters)
-    kept = {m: moved.matrices[m] for m in letters}
-    widths = {m: matrix.shape[2] for m, matrix in kept.items()}
-    per_rank = {m: matrix.shape[0] * matrix.shape[1] for m, matrix in kept.items()}
-    found = _rank(per_rank, min(widths.values()), weights.count(letters), ratio, rank)
-    cut = {m: matrix[..., :found].contiguous() for m, matrix in kept.items()}
+    selection = {m: moved.matrices[m] for m in letters}
+    widths = {m: matrix.shape[2] for m, matrix in selection.items()}
+    per_rank = {m: matrix.shape[0] * matrix.shape[1] for m, matrix in selection.items()}
+    new_width = _rank(per_rank, min(widths.values()), weights.count(letters), ratio, rank)
+    cut = {m: matrix[..., :new_width].contiguous() for m, matrix in selection.items()}
     biases = {
-        name: torch.cat([bias[..., :found], torch.zeros_like(bias[..., found:])], dim=-1)
+        name: torch.cat([bias[..., :new_width], torch.zeros_like(bias[..., new_width:])], dim=-1)
         for name, bias in _moved_biases(weights, moved).items()
     }
-    lost = sum(float(kept[m][..., found:].double().square().sum()) for m in letters)
-    error = _relative(lost, kept)
+    energy_loss = sum(float(selection[m][..., new_width:].double().square().sum()) for m in letters)
+    error = _relative(energy_loss, selection)
     return LowRank(before=weights.count(letters), biases=biases, left=cut, right={}, widths=widths, error=error)
 
 
@@ -226,10 +227,10 @@ def find_method(method: Method | str) -> Method:
     Raises:
         InvalidInputError: no method of that name.
     """
-    found = METHODS.get(method) if isinstance(method, str) else method
-    if found is None or not callable(found):
+    function = METHODS.get(method) if isinstance(method, str) else method
+    if function is None or not callable(function):
         raise InvalidInputError(f"method={method!r}; use one of {', '.join(METHODS)}, or a function.")
-    return found
+    return function
 
 
 # ------------------------------------------------------------------ ranks and products
@@ -253,10 +254,10 @@ def _rank(per_rank: Mapping[str, int], most: int, before: int, ratio: Any, rank:
     if rank is not None:
         return whole_number("rank", rank, 1, most)
     each = sum(per_rank.values())
-    found = int(before / _at_least_one(ratio) / each * ROUNDED)
-    if found < 1:
+    largest = int(before / _at_least_one(ratio) / each * ROUNDED)
+    if largest < 1:
         raise InvalidInputError(f"ratio={ratio}: even rank 1 gives only {before / each:.4g}; the largest here is that.")
-    return min(found, most)
+    return min(largest, most)
 
 
 def _at_least_one(ratio: Any) -> float:
@@ -271,22 +272,24 @@ def _share(rho: Any, matrix: Tensor, name: str = "rho") -> int:
 
 
 def _low_rank(matrices: Mapping[str, Tensor], ranks: Mapping[str, int], widths: dict[str, int]) -> LowRank:
-    left, right, lost = {}, {}, 0.0
+    left = {}
+    right = {}
+    energy_loss = 0.0
     for name, matrix in matrices.items():
         u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
         rank = ranks[name]
         left[name] = u[..., :rank] * values[..., None, :rank]
         right[name] = vh[..., :rank, :].contiguous()
-        lost += float(values[..., rank:].double().square().sum())
+        energy_loss += float(values[..., rank:].double().square().sum())
     before = sum(matrix.numel() for matrix in matrices.values())
-    error = _relative(lost, matrices)
+    error = _relative(energy_loss, matrices)
     return LowRank(before=before, biases={}, left=left, right=right, widths=widths, error=error)
 
 
-def _relative(lost: float, matrices: Mapping[str, Tensor]) -> float:
+def _relative(energy_loss: float, matrices: Mapping[str, Tensor]) -> float:
     """√(lost / ‖W‖²), 0 where there was nothing to lose."""
     energy = sum(float(matrix.double().square().sum()) for matrix in matrices.values())
-    return (lost / energy) ** 0.5 if energy else 0.0
+    return (energy_loss / energy) ** 0.5 if energy else 0.0
 
 
 def _moved_biases(weights: HeadWeights, moved: HeadWeights) -> dict[str, Tensor]:

@@ -86,19 +86,23 @@ def plan(
         _check_options(compressed, method, options)
     refuse_shared(view, chosen)
     short_pass = cache(partial(as_pass, view))
-    made: dict[int, list[Replacement]] = {}
+    parts_by_layer: dict[int, list[Replacement]] = {}
     for layer in tqdm(chosen, desc="compressing", leave=False, delay=2.0):
-        made[layer] = []
+        parts_by_layer[layer] = []
         if compressed is not None:
-            made[layer].append(_compressed(compressed, read(view, layer, short_pass), options))
+            parts_by_layer[layer].append(_compressed(compressed, read(view, layer, short_pass), options))
         if mlp is not None:
-            made[layer].append(laser_mlp(mlp_matrices(view, layer), mlp))
-        _check_parts(view, layer, made[layer])
-    named = method if isinstance(method, str) or method is None else getattr(method, "__name__", "custom")
-    asked = {name: plain(value) for name, value in {**options, "mlp": mlp}.items() if name != "mlp" or mlp is not None}
-    prints = {layer: _fingerprint(view, layer, parts) for layer, parts in made.items()}
-    replacements = {layer: tuple(parts) for layer, parts in made.items()}
-    return Plan(view.model, replacements, prints, named or "mlp only", asked, view.description)
+            parts_by_layer[layer].append(laser_mlp(mlp_matrices(view, layer), mlp))
+        _check_parts(view, layer, parts_by_layer[layer])
+    method_name = "mlp only"
+    if method is not None:
+        method_name = method if isinstance(method, str) else getattr(method, "__name__", "custom")
+    settings = {name: plain(value) for name, value in options.items()}
+    if mlp is not None:
+        settings["mlp"] = plain(mlp)
+    prints = {layer: _fingerprint(view, layer, parts) for layer, parts in parts_by_layer.items()}
+    replacements = {layer: tuple(parts) for layer, parts in parts_by_layer.items()}
+    return Plan(view.model, replacements, prints, method_name, settings, view.description)
 
 
 def _check_options(compressed: Any, method: Any, options: Mapping[str, Any]) -> None:
@@ -112,23 +116,24 @@ def _check_options(compressed: Any, method: Any, options: Mapping[str, Any]) -> 
 
 
 def _compressed(method: Any, weights: HeadWeights, options: Mapping[str, Any]) -> Replacement:
-    made = method(weights, **options)
-    made = Dense.of(weights, made) if isinstance(made, HeadWeights) else made
-    if not isinstance(made, Replacement):
+    replacement = method(weights, **options)
+    if isinstance(replacement, HeadWeights):
+        replacement = Dense.of(weights, replacement)
+    if not isinstance(replacement, Replacement):
         raise InvalidInputError(
-            f"method: {method!r} returns a {type(made).__name__}; return changed HeadWeights, "
+            f"method: {method!r} returns a {type(replacement).__name__}; return changed HeadWeights, "
             "compress.Dense.of(weights, {'O': …}, count=…), or a Replacement of your own."
         )
-    return made
+    return replacement
 
 
 def _check_parts(view: ModelView, layer: int, parts: Any) -> None:
     """Refuse weights of somebody's method that the model does not have, before anybody applies them."""
-    there = writable(view.blocks[layer])
+    parameters = writable(view.blocks[layer])
     for part in parts:
         if KINDS.get(type(part).__name__) is not type(part) or isinstance(part, Dense):
             for name, weight in part.dense().items():
-                checked(f"blocks.{layer}", name, weight, there)
+                checked(f"blocks.{layer}", name, weight, parameters)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +161,8 @@ class Plan:
     @property
     def label(self) -> str:
         """Method and options, but for the ratio."""
-        given = (f"{name}={value!r}" if value is not True else name for name, value in self.options.items())
-        return " ".join([self.method, *(text for text in given if not text.startswith("ratio="))])
+        settings = (f"{name}={value!r}" if value is not True else name for name, value in self.options.items())
+        return " ".join([self.method, *(text for text in settings if not text.startswith("ratio="))])
 
     @property
     def before(self) -> int:
@@ -287,9 +292,9 @@ class Plan:
                         f"save: a plan's file holds {', '.join(KINDS)}, not a {type(part).__name__}; let the method "
                         "return compress.Dense.of(weights, …) instead."
                     )
-                held, told = part.packed()
+                held, part_facts = part.packed()
                 tensors |= {f"{layer}/{number}/{name}": tensor for name, tensor in held.items()}
-                facts.append([layer, told])
+                facts.append([layer, part_facts])
         about = {
             "parts": facts,
             "fingerprints": [[layer, print] for layer, print in self.fingerprints.items()],
@@ -312,14 +317,14 @@ class Plan:
         view = as_view(model)
         try:
             layers: dict[int, list[Replacement]] = {}
-            for layer, told in about["parts"]:
+            for layer, part_facts in about["parts"]:
                 parts = layers.setdefault(int(layer), [])
                 start = f"{layer}/{len(parts)}/"
                 device = next(view.model.parameters()).device
                 held = {n.removeprefix(start): t.to(device) for n, t in tensors.items() if n.startswith(start)}
-                parts.append(unpacked(held, told))
+                parts.append(unpacked(held, part_facts))
             prints = {int(layer): str(print) for layer, print in about["fingerprints"]}
-            made = cls(
+            result = cls(
                 view.model,
                 {layer: tuple(parts) for layer, parts in layers.items()},
                 prints,
@@ -329,8 +334,8 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(f"{path}: not a readable Plan ({type(error).__name__}: {error}).") from error
-        made.check_fits()
-        return made
+        result.check_fits()
+        return result
 
 
 def _chosen(view: ModelView, layers: Any) -> list[int]:
@@ -343,19 +348,19 @@ def _chosen(view: ModelView, layers: Any) -> list[int]:
     if layers is None:
         return list(range(view.n_layers))
     if isinstance(layers, slice):
-        found = list(range(view.n_layers))[layers]
+        numbers = list(range(view.n_layers))[layers]
     else:
         several = layers if isinstance(layers, list | tuple | range | set) else [layers]
-        found = sorted(
+        numbers = sorted(
             {whole_number("layers", layer, -view.n_layers, view.n_layers - 1) % view.n_layers for layer in several}
         )
-    if not found:
+    if not numbers:
         raise InvalidInputError(f"layers={layers!r}: none of this model's {view.n_layers} layers.")
-    return found
+    return numbers
 
 
 def _fingerprint(view: ModelView, layer: int, parts: Any) -> str:
     """What tells the weights that are replaced from others, whatever float dtype they were widened to."""
-    there = writable(view.blocks[layer])
+    parameters = writable(view.blocks[layer])
     names = sorted({name for part in parts for name in part.names})
-    return fingerprint([there[name] for name in names if name in there])
+    return fingerprint([parameters[name] for name in names if name in parameters])

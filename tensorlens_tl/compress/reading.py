@@ -38,9 +38,9 @@ def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
 def read(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> HeadWeights:
     """`head_weights`, with a pass of a few tokens that is made once for all layers, if at all."""
     _ = view.blocks[layer].plain_attention  # refuses what is more than four matrices
-    there = writable(view.blocks[layer])
-    matrices = {letter: _copied(there[f"W_{letter}"]) for letter in "QKV"} | {"O": _copied(there["W_O"].mT)}
-    biases = {letter: _copied(there[f"b_{letter}"]) for letter in "QKV" if f"b_{letter}" in there}
+    parameters = writable(view.blocks[layer])
+    matrices = {letter: _copied(parameters[f"W_{letter}"]) for letter in "QKV"} | {"O": _copied(parameters["W_O"].mT)}
+    biases = {letter: _copied(parameters[f"b_{letter}"]) for letter in "QKV" if f"b_{letter}" in parameters}
     where = f"blocks.{layer} of this {view.description}"
     for kind, weights in (("W", matrices), ("b", biases)):
         for letter, weight in weights.items():
@@ -56,7 +56,8 @@ def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
         InvalidInputError: the layer has no MLP.
         UnsupportedModelError: an MLP that cannot be read or written, or quantised weights.
     """
-    block, where = view.blocks[layer], f"blocks.{layer} of this {view.description}"
+    block = view.blocks[layer]
+    where = f"blocks.{layer} of this {view.description}"
     if block.dense_mlp is None:
         raise InvalidInputError(f"mlp: {where} has no MLP.")
     if block.dense_mlp.post_factor is not None:
@@ -65,14 +66,14 @@ def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
             "compressed. Leave mlp= out."
         )
     names = ["W_in", "W_out"] if block.dense_mlp.W_gate is None else ["W_in", "W_gate", "W_out"]
-    there = writable(block)
-    packed = [name for name in names if name not in there]
+    parameters = writable(block)
+    packed = [name for name in names if name not in parameters]
     if packed:
         raise UnsupportedModelError(
             f"{where}: mlp.{packed[0]} is not a view of the model's floating-point parameters (packed or quantised?), "
             "so writing to it would change nothing. Load the model in floating point."
         )
-    return {name: _copied(there[name]) for name in names}
+    return {name: _copied(parameters[name]) for name in names}
 
 
 def why_scores_fix_the_basis(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> str | None:

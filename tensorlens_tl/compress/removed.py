@@ -96,10 +96,10 @@ class Removed:
             FrozenModelError: the weights were changed since the pass.
         """
         self.frozen.check_fresh()
-        kept = self.kept.mlp(layer, activation)
+        compressed = self.kept.mlp(layer, activation)
         held = self.frozen.mlp_coefficients(layer, activation)
         before, after = (block.dense_mlp for block in self._blocks(layer))
-        if before is None or after is None or held is None or kept is None:
+        if before is None or after is None or held is None or compressed is None:
             return None
         if held.gate is not None:
             self.frozen.check_gate(layer)
@@ -112,7 +112,7 @@ class Removed:
         through = torch.cat([held.through, held.through], dim=-1)
         gate, rest = (None if t is None else torch.cat([t, t], dim=-1) for t in (held.gate, held.rest))
         doubled = replace(before, **twice, W_out=W_out, b_out=None)
-        return Parts(kept, mlp_chain(doubled, Coefficients(through, gate, rest)))
+        return Parts(compressed, mlp_chain(doubled, Coefficients(through, gate, rest)))
 
     def _blocks(self, layer: int) -> tuple[BlockView, BlockView]:
         self.frozen.pattern(layer)  # checks the layer
@@ -145,48 +145,54 @@ class Removed:
             InvalidInputError, UnsupportedModelError: as `tensorlens_tl.circuits.logit_attribution`.
             FrozenModelError: the weights were changed since the pass.
         """
-        asked = stream_target(self.frozen, target, minus, direction, query, activation, one=False)
-        names, keys = self._parts(asked, activation)
-        settled, end = self._settled(asked, activation)
+        readout = stream_target(self.frozen, target, minus, direction, query, activation, one=False)
+        names, keys = self._parts(readout, activation)
+        settled, end = self._settled(readout, activation)
         scores = torch.cat([keys.sum(-1), settled], dim=-1)
         nowhere = keys.new_full((*settled.shape, keys.shape[-1]), torch.nan)  # they belong to no source token
         by_key = torch.cat([keys, nowhere], dim=2)
-        about = asked.fields()
+        about = readout.fields()
         before_cap = "" if about["soft_cap"] is None else " before the soft cap"
-        about |= {"total": end - asked.total, "target": f"change of {asked.label}{before_cap}"}
+        about |= {"total": end - readout.total, "target": f"change of {readout.label}{before_cap}"}
         return Terms(
             names=[*names, *SETTLED],
             scores=scores.transpose(0, 1),
             keys=by_key.transpose(0, 1),
-            remainder=torch.zeros_like(asked.total),
+            remainder=torch.zeros_like(readout.total),
             **about,
         )
 
-    def _parts(self, asked: StreamTarget, activation: str) -> tuple[list[str], Float[Tensor, "query batch term key"]]:
+    def _parts(self, readout: StreamTarget, activation: str) -> tuple[list[str], Float[Tensor, "query batch term key"]]:
         """What the removed parts gave, through the compressed later layers."""
-        ours = Stream.of(self.kept, activation, to_tokens=asked.read_at == self.frozen.points.unembed_in)
-        pulled = ours.pull(asked.seed)
+        compressed_stream = Stream.of(self.kept, activation, to_tokens=readout.read_at == self.frozen.points.unembed_in)
+        pulled = compressed_stream.pull(readout.seed)
         names: list[str] = []
-        keys = [asked.seed.new_zeros(*asked.seed.shape[:2], 0, asked.seed.shape[2])]
-        for number, (step, own) in enumerate(zip(asked.stream.steps, ours.steps, strict=True)):
-            for before, after in zip(step.sublayers, own.sublayers, strict=True):
+        keys = [readout.seed.new_zeros(*readout.seed.shape[:2], 0, readout.seed.shape[2])]
+        for number, (step, compressed_step) in enumerate(
+            zip(readout.stream.steps, compressed_stream.steps, strict=True)
+        ):
+            for before, after in zip(step.sublayers, compressed_step.sublayers, strict=True):
                 if self._is_changed(before):
-                    x, g = asked.stream.x[number], pulled.sums[number]
+                    x = readout.stream.x[number]
+                    g = pulled.sums[number]
                     names += before.nodes
                     keys.append(_by_key(after, x, g) - _by_key(before, x, g))
         return names, torch.cat(keys, dim=2)
 
     def _is_changed(self, sublayer: Sublayer) -> bool:
         before, after = self._blocks(sublayer.layer)
-        return before.attention is not after.attention if sublayer.is_attention else before.mlp is not after.mlp
+        if sublayer.is_attention:
+            return before.attention is not after.attention
+        return before.mlp is not after.mlp
 
-    def _settled(self, asked: StreamTarget, activation: str) -> tuple[Tensor, Float[Tensor, "batch query"]]:
+    def _settled(self, readout: StreamTarget, activation: str) -> tuple[Tensor, Float[Tensor, "batch query"]]:
         """What patterns, ratios and scales do, one after the other `[query, batch, 3]`; the model's own new number.
 
         With the ratios go routing, and what gates and parts held as a whole read.
         """
         points = self.frozen.points
-        cache, values = dict(self.kept.cache), []
+        cache = dict(self.kept.cache)
+        values = []
         patterns = [block.pattern for block in points.blocks if block.pattern is not None]
         inside = [(b.pre, b.pre_linear, b.index, b.weight, b.per_layer_input) for b in points.blocks]
         whole = [ends.into for b in points.blocks for ends in (b.attention, b.mlp, b.shared, b.per_layer) if ends]
@@ -194,13 +200,13 @@ class Removed:
         steps = ([], patterns, [*ratios, points.last_output], list(points.captured))
         for names in steps:  # a masked model's prediction head takes its ratios from the last output
             cache |= {name: self.after[name] for name in names}
-            made = replace(self.kept, cache=dict(cache), _ratios={}, _experts={})
-            end = Stream.of(made, activation, to_tokens=asked.read_at == points.unembed_in).x[-1]
-            values.append((upcast(asked.seed) * end).sum((-2, -1)))
+            record = replace(self.kept, cache=dict(cache), _ratios={}, _experts={})
+            end = Stream.of(record, activation, to_tokens=readout.read_at == points.unembed_in).x[-1]
+            values.append((upcast(readout.seed) * end).sum((-2, -1)))
         settled = torch.stack([now - then for then, now in pairwise(values)], dim=-1)
         after = replace(self.kept, cache=dict(self.after))
-        own = upcast(torch.take_along_dim(after.captured(asked.read_at), asked.positions[..., None], dim=1))
-        return settled, (own * asked.vectors).sum(-1) + asked.constant
+        activations = upcast(torch.take_along_dim(after.captured(readout.read_at), readout.positions[..., None], dim=1))
+        return settled, (activations * readout.vectors).sum(-1) + readout.constant
 
 
 def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
@@ -251,7 +257,7 @@ def _by_key(
     sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], g: Float[Tensor, "query batch pos d_model"]
 ) -> Float[Tensor, "query batch node key"]:
     """What each node gives along `g` by the token it reads: a head's source token, an MLP's own position."""
-    met = sublayer.write.pull(g)
+    cotangent = sublayer.write.pull(g)
     if sublayer.is_attention:
-        return token_pairs(sublayer, x, met).sum(-2)
-    return (upcast(met) * sublayer.read(x)).sum(-1)[:, :, None]
+        return token_pairs(sublayer, x, cotangent).sum(-2)
+    return (upcast(cotangent) * sublayer.read(x)).sum(-1)[:, :, None]

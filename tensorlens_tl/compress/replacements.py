@@ -153,8 +153,8 @@ class LowRank(Replacement):
     @property
     def names(self) -> tuple[str, ...]:
         """The weights that it replaces, biases included."""
-        found = (name if self.widths[name] == 0 else f"W_{name}" for name in self.left)
-        return (*found, *self.biases)
+        matrix_names = (name if self.widths[name] == 0 else f"W_{name}" for name in self.left)
+        return (*matrix_names, *self.biases)
 
     @property
     def parameters(self) -> int:
@@ -162,7 +162,8 @@ class LowRank(Replacement):
         return sum(self._count(name) for name in self.left)
 
     def _count(self, name: str) -> int:
-        left, right = self.left[name], self.right.get(name)
+        left = self.left[name]
+        right = self.right.get(name)
         if right is None:
             return left.numel()
         return min(left.numel() + right.numel(), left[..., 0].numel() * right.shape[-1])
@@ -172,7 +173,8 @@ class LowRank(Replacement):
         by_letter: dict[str, Tensor] = {}
         plain: dict[str, Tensor] = {}
         for name, left in self.left.items():
-            right, width = self.right.get(name), self.widths[name]
+            right = self.right.get(name)
+            width = self.widths[name]
             if right is None:
                 by_letter[name] = torch.cat([left, left.new_zeros(*left.shape[:-1], width - left.shape[-1])], dim=-1)
             elif width == 0:
@@ -213,7 +215,8 @@ class Dense(Replacement):
         strange = set() if isinstance(new, HeadWeights) else set(new) - set(old.matrices)
         if strange:
             raise InvalidInputError(f"Dense: there is no matrix {min(strange)!r}; use letters of 'QKVO'.")
-        new = new if isinstance(new, HeadWeights) else old.changed(new)
+        if not isinstance(new, HeadWeights):
+            new = old.changed(new)
         changed = {letter: matrix for letter, matrix in new.matrices.items() if matrix is not old.matrices[letter]}
         if not changed:
             raise InvalidInputError(f"Dense: none of the matrices of {old.where} was changed.")

@@ -88,16 +88,20 @@ def sharing(model: ModelLike, *, baseline: str | None = "random", draws: Any = 4
     """
     if baseline not in (None, "random"):
         raise InvalidInputError(f"baseline={baseline!r}; use 'random' or None.")
-    draws, view = whole_number("draws", draws, least=1), as_view(model)
+    draws = whole_number("draws", draws, least=1)
+    view = as_view(model)
     generator = torch.Generator().manual_seed(seed)
-    kept, chance, similar, cores = [], [], [], []
+    energies = []
+    chance = []
+    similar = []
+    cores = []
     rank = 0
     for layer in range(view.n_layers):
         heads = head_weights(view, layer)
         rank = min(heads.matrices["V"].shape[1:])
         factors = _unit_circuits(heads)
         spectra, bases = zip(*(_subspace(_energy(*factor)) for factor in factors), strict=True)
-        kept.append(torch.stack(spectra))
+        energies.append(torch.stack(spectra))
         pairs = [(factors[0], bases[0], bases[1]), (factors[2], bases[2], bases[3])]
         similar.append(torch.stack([_cosines(*factor) for factor, _, _ in pairs]))
         cut = [(left[:, :rank].T @ a, right[:, :rank].T @ b) for (a, b), left, right in pairs]
@@ -105,19 +109,19 @@ def sharing(model: ModelLike, *, baseline: str | None = "random", draws: Any = 4
         if baseline is not None:
             chance.append(sum(_by_chance(factors, heads.group, generator) for _ in range(draws)) / draws)
     return Sharing(
-        torch.stack(kept), torch.stack(chance) if chance else None, torch.stack(similar), torch.stack(cores), rank
+        torch.stack(energies), torch.stack(chance) if chance else None, torch.stack(similar), torch.stack(cores), rank
     )
 
 
 def _unit_circuits(heads: HeadWeights) -> list[tuple[Tensor, Tensor]]:
     """For each side, its own factor and the other one `[head, d_model, d_head]`, the circuit's norm being 1."""
-    found = []
+    sides = []
     for name in CIRCUITS:
         a, b = (factor.double() for factor in circuits(heads)[name])
         size = ((a.mT @ a) * (b.mT @ b)).sum((1, 2)).clamp_min(0).sqrt()
         a = a / size.clamp_min(torch.finfo(a.dtype).tiny)[:, None, None]
-        found += [(a, b), (b, a)]
-    return found
+        sides += [(a, b), (b, a)]
+    return sides
 
 
 def _energy(a: Tensor, b: Tensor) -> Float[Tensor, "d d"]:
@@ -151,7 +155,7 @@ def _by_chance(
         together = group if side in ("key", "value") else 1
         _, narrow = torch.linalg.qr(a)
         inside = narrow @ (b.mT @ b) @ narrow.mT
-        drawn = torch.randn(len(a) // together, *a.shape[1:], generator=generator, dtype=torch.float64).to(a)
-        random = torch.linalg.qr(drawn)[0].repeat_interleave(together, dim=0)
+        gaussian = torch.randn(len(a) // together, *a.shape[1:], generator=generator, dtype=torch.float64).to(a)
+        random = torch.linalg.qr(gaussian)[0].repeat_interleave(together, dim=0)
         spectra.append(_subspace(torch.einsum("hdk,hkl,hel->de", random, inside, random))[0])
     return torch.stack(spectra)

@@ -140,7 +140,8 @@ class HOSVD:
         """The parameters of every choice of ranks, laid out as `lost`."""
         d, width, slices, heads = self.shape
         one, two, three = (torch.arange(1, n + 1, device=self.core.device) for n in (d, width, slices))
-        one, two = one[:, None, None], two[:, None]
+        one = one[:, None, None]
+        two = two[:, None]
         return one * two * three * heads + d * one + width * two + slices * three
 
     def error(self, ranks: Sequence[int]) -> float:
@@ -175,7 +176,8 @@ class HOSVD:
             raise InvalidInputError(f"rule={rule!r}; use one of {', '.join(RULES)}.")
         if (ratio is None) == (energy is None):
             raise InvalidInputError("ranks: pass one of ranks=, ratio= and energy=.")
-        counts, lost = self.counts, self.lost
+        counts = self.counts
+        losses = self.lost
         allowed = torch.ones_like(counts, dtype=torch.bool)
         if rule == "paper":
             first, second = (torch.arange(1, n + 1, device=counts.device) for n in self.shape[:2])
@@ -185,16 +187,18 @@ class HOSVD:
         if ratio is not None:
             before = math.prod(self.shape)
             ratio = positive("ratio", ratio)
-            meeting, wanted = allowed & (counts * ratio <= before * ROUNDED), lost
+            meeting = allowed & (counts * ratio <= before * ROUNDED)
+            objective = losses
             limit = f"the largest here is {before / int(counts[allowed].min()):.4g}"
         else:
             energy = positive("energy", energy, most=1.0)
-            meeting, wanted = allowed & (lost <= 1 - energy), counts
-            limit = f"the most kept here is {1 - float(lost[allowed].min()):.4g}"
+            meeting = allowed & (losses <= 1 - energy)
+            objective = counts
+            limit = f"the most kept here is {1 - float(losses[allowed].min()):.4g}"
         if not bool(meeting.any()):
-            asked = f"ratio={ratio}" if ratio is not None else f"energy={energy}"
-            raise InvalidInputError(f"{asked}: no ranks of {list(self.shape)} by rule {rule!r} meet it; {limit}.")
-        at = int(wanted.double().masked_fill(~meeting, torch.inf).argmin())
+            condition = f"ratio={ratio}" if ratio is not None else f"energy={energy}"
+            raise InvalidInputError(f"{condition}: no ranks of {list(self.shape)} by rule {rule!r} meet it; {limit}.")
+        at = int(objective.double().masked_fill(~meeting, torch.inf).argmin())
         a, b, c = torch.unravel_index(torch.tensor(at), counts.shape)
         return int(a) + 1, int(b) + 1, int(c) + 1
 
@@ -218,7 +222,8 @@ def sequential_hosvd(tensor: Float[Tensor, "d1 d2 d3 h"], ranks: Sequence[int]) 
         InvalidInputError: not four modes, not finite, or ranks out of range.
     """
     _check_tensor(tensor)
-    core, factors = tensor, []
+    core = tensor
+    factors = []
     for mode, rank in enumerate(check_ranks(tuple(tensor.shape), ranks)):
         factors.append(_directions(core, mode)[0][:, :rank].to(tensor))
         core = mode_product(core, factors[-1].T, mode)
@@ -248,7 +253,9 @@ def hooi(tensor: Float[Tensor, "d1 d2 d3 h"], start: Tucker, *, sweeps: Any = 25
     if tuple(tensor.shape) != start.shape:
         raise InvalidInputError(f"hooi: the start is of shape {start.shape}, the tensor {tuple(tensor.shape)}.")
     whole = float(tensor.double().square().sum())
-    factors, core, ranks = list(start.factors), start.core, start.ranks
+    factors = list(start.factors)
+    core = start.core
+    ranks = start.ranks
 
     def error() -> float:
         return math.sqrt(max(0.0, 1 - float(core.double().square().sum()) / whole))

@@ -10,7 +10,12 @@ from tensorlens_tl.drawing.marks import short
 LINES = (("#3a8fd6", ""), ("#e0861f", "7 3"), ("#1d9e77", "2 3"), ("#cc6fa0", "9 3 2 3"), ("#8f7ae6", "4 2"))
 """Colours that common kinds of colour blindness keep apart, on either ground, and dashes for all others."""
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 300, 64, 210, 12, 40
+WIDTH = 760
+HEIGHT = 300
+LEFT = 64
+RIGHT = 210
+TOP = 12
+BOTTOM = 40
 """Pixels of a chart, and of what stands around it."""
 
 LINE_HEIGHT = 13
@@ -21,12 +26,17 @@ def intervals(names: Sequence[str], means: np.ndarray, lows: np.ndarray, highs: 
     shown = np.isfinite([means, lows, highs]).all(0)
     if not shown.any():
         return "<p>No values.</p>"
-    start, end = min(0.0, float(lows[shown].min())), max(0.0, float(highs[shown].max()))
+    start = min(0.0, float(lows[shown].min()))
+    end = max(0.0, float(highs[shown].max()))
     scale = 100 / ((end - start) or 1.0)
     lines = []
     for place in map(int, np.flatnonzero(shown)):
-        mean, low, high = float(means[place]), float(lows[place]), float(highs[place])
-        left, width, mark = scale * (low - start), scale * (high - low), scale * (mean - start)
+        mean = float(means[place])
+        low = float(lows[place])
+        high = float(highs[place])
+        left = scale * (low - start)
+        width = scale * (high - low)
+        mark = scale * (mean - start)
         bar = f'<i><b style="left:{left:.1f}%;width:{width:.1f}%"></b><s style="left:{mark:.1f}%"></s></i>'
         lines.append(
             f'<tr><td>{escape(names[place])}</td><td class="track">{bar}</td>'
@@ -57,8 +67,10 @@ def curves(
         lows, highs: the intervals' ends of the first `len(LINES)` names, `[name, step]`.
         metric, axis_name: what is shown, over what.
     """
-    bottom, top = float(np.nanmin(means)), float(np.nanmax(means))
-    top += float(top == bottom)
+    bottom = float(np.nanmin(means))
+    top = float(np.nanmax(means))
+    if top == bottom:
+        top += 1.0
     x = LEFT + (WIDTH - LEFT - RIGHT) * (steps - steps[0]) / ((steps[-1] - steps[0]) or 1.0)
 
     def height(of: np.ndarray) -> np.ndarray:
@@ -71,11 +83,14 @@ def curves(
         read = ", ".join(f"{step:.3g}: {mean:.3g}" for step, mean in zip(steps, means[place], strict=True))
         label = escape(f"{name} · {axis_name} {read}")
         colour, dash = LINES[place] if place < len(LINES) else ("currentColor", "")
-        way, beside = _way(x, y[place]), ""
+        way = _way(x, y[place])
+        beside = ""
         line = f'<path class="line" d="{way}" fill="none" stroke="{colour}" stroke-dasharray="{dash}"/>'
         if place < len(LINES) and np.isfinite(y[place, -1]):
             ends = _way(np.concatenate([x, x[::-1]]), np.concatenate([height(highs[place]), height(lows[place])[::-1]]))
-            end, beyond, text = (x[-1], y[place, -1]), (x[-1] + 6, labels[place]), escape(short(name, 34))
+            end = (x[-1], y[place, -1])
+            beyond = (x[-1] + 6, labels[place])
+            text = escape(short(name, 34))
             beside = (
                 f'<path class="band" d="{ends}Z" fill="{colour}"/>{_segment(end, beyond, colour)}'
                 f'<text x="{x[-1] + 8:.0f}" y="{labels[place] + 4:.0f}">{text}</text>'
@@ -85,17 +100,16 @@ def curves(
             f'aria-label="{label}"><title>{label}</title><path class="wide" d="{way}" fill="none"/>{line}{beside}</g>'
         )
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    drawn = (
-        f'<svg {size} role="group" aria-label="{escape(metric)} by method">{_axes(steps, x, bottom, top, axis_name)}'
-    )
+    svg = f'<svg {size} role="group" aria-label="{escape(metric)} by method">{_axes(steps, x, bottom, top, axis_name)}'
     return (
-        f'<div class="graph curves"><div class="scroll rove">{drawn}{"".join(marks)}</svg></div>'
+        f'<div class="graph curves"><div class="scroll rove">{svg}{"".join(marks)}</svg></div>'
         '<output class="out" aria-live="polite">Point at a line to read it.</output></div>'
     )
 
 
 def _axes(steps: np.ndarray, x: np.ndarray, bottom: float, top: float, name: str) -> str:
-    floor, middle = HEIGHT - BOTTOM, (LEFT + WIDTH - RIGHT) / 2
+    floor = HEIGHT - BOTTOM
+    middle = (LEFT + WIDTH - RIGHT) / 2
     lines = [f'<path d="M{LEFT} {TOP}V{floor}H{WIDTH - RIGHT}" fill="none" stroke="currentColor" stroke-opacity=".5"/>']
     for value, y in ((top, TOP), ((top + bottom) / 2, (TOP + floor) / 2), (bottom, floor)):
         lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.0f}" text-anchor="end">{value:.3g}</text>')
@@ -107,7 +121,8 @@ def _axes(steps: np.ndarray, x: np.ndarray, bottom: float, top: float, name: str
 
 def _way(x: np.ndarray, y: np.ndarray) -> str:
     """A path through points; it breaks where a value is missing."""
-    way, pen = [], "M"
+    way = []
+    pen = "M"
     for across, up in zip(x, y, strict=True):
         if np.isfinite(up):
             way.append(f"{pen}{across:.0f} {up:.1f}")

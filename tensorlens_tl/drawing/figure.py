@@ -7,7 +7,8 @@ import numpy as np
 
 from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, STRONGEST, largest_of, visible
 
-CELL, LABEL = 0.28, 7
+CELL = 0.28
+LABEL = 7
 """Inches of a cell, points of a label."""
 
 FITTING = 16

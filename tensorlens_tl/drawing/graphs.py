@@ -8,10 +8,13 @@ import numpy as np
 
 from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, largest_of, number, share, short, visible
 
-SPACING, ROW_HEIGHT, MARGIN = 52, 58, 40
+SPACING = 52
+ROW_HEIGHT = 58
+MARGIN = 40
 """Pixels between neighbours at least, between rows, and around a graph."""
 
-LABEL, LETTER = 12, 6.5
+LABEL = 12
+LETTER = 6.5
 """Letters of a node's label at most, and pixels of one."""
 
 
@@ -70,92 +73,100 @@ TOOLS = (
 )
 
 
-def graph(found: GraphPicture) -> str:
+def graph(picture: GraphPicture) -> str:
     """Positions side by side, layers upwards, the target on top.
 
     Blue adds to the target, orange takes away; a mark's size and an edge's width are its weight. The picture can be
     read without a script; with it one hides small edges, looks at a node's inputs and outputs, pins, groups, searches.
     """
-    if not found.strengths:
+    if not picture.strengths:
         return '<div class="graph circuit"><p>No edge leads to the target.</p></div>'
     return (
-        f'<div class="graph circuit">{TOOLS}<div class="both"><div class="scroll rove">{_svg(found)}</div>'
+        f'<div class="graph circuit">{TOOLS}<div class="both"><div class="scroll rove">{_svg(picture)}</div>'
         '<div class="side" role="region" aria-label="the chosen node"></div></div>'
         '<output class="out" aria-live="polite">Point at a node to read what it adds and what feeds it; '
         "click it for more.</output></div>"
     )
 
 
-def _svg(found: GraphPicture) -> str:
-    x, y, width, height = _places(found)
-    largest, strongest = largest_of(np.array(found.weights[:-1])), largest_of(np.array(found.strengths))
-    order = np.abs(found.strengths).argsort().tolist()
+def _svg(picture: GraphPicture) -> str:
+    x, y, width, height = _places(picture)
+    largest = largest_of(np.array(picture.weights[:-1]))
+    strongest = largest_of(np.array(picture.strengths))
+    order = np.abs(picture.strengths).argsort().tolist()
     lines = []
     fed: dict[int, list[int]] = {}
     for edge in order:
-        a, b, size = found.sources[edge], found.targets[edge], share(found.strengths[edge], strongest)
+        a = picture.sources[edge]
+        b = picture.targets[edge]
+        size = share(picture.strengths[edge], strongest)
         middle = (y[a] + y[b]) / 2
         lines.append(
-            f'<path data-e="{a} {b} {found.strengths[edge]:.9g}" '
+            f'<path data-e="{a} {b} {picture.strengths[edge]:.9g}" '
             f'd="M{x[a]:.0f} {y[a]:.0f}C{x[a]:.0f} {middle:.0f} {x[b]:.0f} {middle:.0f} {x[b]:.0f} {y[b]:.0f}" '
             f'fill="none" stroke="{_rgb(size)}" stroke-opacity=".55" stroke-width="{0.7 + 6 * abs(size):.1f}"/>'
         )
         fed.setdefault(b, []).append(edge)
     marks = []
-    for node, name in enumerate(found.names):
-        position, token = found.positions[node], visible(found.tokens[node])
+    for node, name in enumerate(picture.names):
+        position = picture.positions[node]
+        token = visible(picture.tokens[node])
         inputs = ", ".join(
-            f"{found.names[found.sources[e]]} at {found.positions[found.sources[e]]} {number(found.strengths[e])}"
-            for e in reversed(fed.get(node, [])[-4:])
+            f"{picture.names[source]} at {picture.positions[source]} {number(picture.strengths[edge])}"
+            for edge in reversed(fed.get(node, [])[-4:])
+            for source in [picture.sources[edge]]
         )
-        label = f"{name} at {position} ({token}): {number(found.weights[node])}"
-        label += f"; from {inputs}" if inputs else ""
-        part = 1.0 if found.kinds[node] == "target" else share(found.weights[node], largest)
+        label = f"{name} at {position} ({token}): {number(picture.weights[node])}"
+        if inputs:
+            label += f"; from {inputs}"
+        part = 1.0 if picture.kinds[node] == "target" else share(picture.weights[node], largest)
         caption = (
             f'<text x="{x[node]:.0f}" y="{y[node] - 13:.0f}" text-anchor="middle">{escape(short(name, LABEL))}</text>'
         )
         marks.append(
             f'<g class="t" role="img" tabindex="{0 if node == 0 else -1}" aria-label="{escape(label)}" '
             f'data-name="{escape(name)}" data-at="{position}" data-token="{escape(token)}" '
-            f'data-weight="{found.weights[node]:.9g}" data-bias="{found.biases[node]:.9g}">'
+            f'data-weight="{picture.weights[node]:.9g}" data-bias="{picture.biases[node]:.9g}">'
             f"<title>{escape(label)}</title>"
             f'<circle cx="{x[node]:.0f}" cy="{y[node]:.0f}" r="{4 + 7 * abs(part) ** 0.5:.1f}" fill="{_rgb(part)}"/>'
             f"{caption}</g>"
         )
-    positions = np.array(found.positions)
+    positions = np.array(picture.positions)
     heads = [
         f'<text x="{np.mean(x[positions == pos]):.0f}" y="{height - 8:.0f}" text-anchor="middle">'
         f"{escape(short(visible(token), 9))}<title>{pos}: {escape(visible(token))}</title></text>"
-        for pos, token in dict(zip(found.positions, found.tokens, strict=True)).items()
+        for pos, token in dict(zip(picture.positions, picture.tokens, strict=True)).items()
     ]
     return (
         f'<svg width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" role="group" '
-        f'aria-label="contribution graph, {len(found.names)} nodes">{"".join(lines + marks + heads)}</svg>'
+        f'aria-label="contribution graph, {len(picture.names)} nodes">{"".join(lines + marks + heads)}</svg>'
     )
 
 
-def _places(found: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
+def _places(picture: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Where each node stands: a column per position, a row per layer and kind; neighbours in a row keep apart."""
-    top = 4 * (max(found.layers) + 2)
+    top = 4 * (max(picture.layers) + 2)
     order = {"whitening": -1, "mlp": 1, "neuron": 1, "feature": 2, "error": 2, "bias": 2}  # others are below: 0
-    levels = [4 * (layer + 1) + order.get(kind, 0) for kind, layer in zip(found.kinds, found.layers, strict=True)]
+    levels = [4 * (layer + 1) + order.get(kind, 0) for kind, layer in zip(picture.kinds, picture.layers, strict=True)]
     levels[-1] = top
-    for node, kind in enumerate(found.kinds):
-        if kind == "bias" and found.layers[node] < 0:  # the final norm's
+    for node, kind in enumerate(picture.kinds):
+        if kind == "bias" and picture.layers[node] < 0:  # the final norm's
             levels[node] = top - 1
     used = {level: place for place, level in enumerate(sorted(set(levels)))}
     cells: dict[tuple[int, int], list[int]] = {}
-    for node, (level, pos) in enumerate(zip(levels, found.positions, strict=True)):
+    for node, (level, pos) in enumerate(zip(levels, picture.positions, strict=True)):
         cells.setdefault((level, pos), []).append(node)
-    spacing = max(SPACING, LETTER * min(LABEL, max(map(len, found.names))))
-    columns, start = {}, float(MARGIN)
-    for pos in sorted(set(found.positions)):
+    spacing = max(SPACING, LETTER * min(LABEL, max(map(len, picture.names))))
+    columns = {}
+    start = float(MARGIN)
+    for pos in sorted(set(picture.positions)):
         count = max(len(nodes) for (_, at), nodes in cells.items() if at == pos)
         width = max(66.0, spacing * (count + 1))
         columns[pos] = (start, width)
         start += width
     height = float(ROW_HEIGHT * len(used) + MARGIN)
-    x, y = np.zeros(len(levels)), np.zeros(len(levels))
+    x = np.zeros(len(levels))
+    y = np.zeros(len(levels))
     for (level, pos), nodes in cells.items():
         left, width = columns[pos]
         for place, node in enumerate(nodes):

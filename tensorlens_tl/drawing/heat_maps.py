@@ -58,10 +58,10 @@ def prompt(
     for name, planes, rows in stacks:
         names = [f"{name} {place}" for place in range(len(planes))]
         if planes.shape[1] == 1:
-            drawn = matrix(names, tokens, planes[:, 0], label=f"by {name}", corner=f"{name} ↓ key →")
+            chart = matrix(names, tokens, planes[:, 0], label=f"by {name}", corner=f"{name} ↓ key →")
         else:
-            drawn = small_multiples(names, rows, tokens, planes, label=f"by {name}")
-        drawings.append(f"<details><summary>By {escape(name)}</summary>{drawn}</details>")
+            chart = small_multiples(names, rows, tokens, planes, label=f"by {name}")
+        drawings.append(f"<details><summary>By {escape(name)}</summary>{chart}</details>")
     return "".join(drawings)
 
 

@@ -25,10 +25,12 @@ from tensorlens_tl.drawing.matrix import strongest
 from tensorlens_tl.drawing.page import panel
 from tensorlens_tl.errors import InvalidInputError
 
-SMALLEST, LARGEST = 256, 640
+SMALLEST = 256
+LARGEST = 640
 """Pixels of a picture's longer side, where the page has room: small images are enlarged, large ones reduced."""
 
-DARKEST, LIGHTEST = 80, 230
+DARKEST = 80
+LIGHTEST = 230
 """The greys under the scores."""
 
 LUMA = (0.299, 0.587, 0.114)
@@ -59,7 +61,8 @@ def patch_scores(
     Raises:
         InvalidInputError: another shape, or a value that is not finite.
     """
-    image, scores = np.asarray(image, dtype=float), np.asarray(scores, dtype=float)
+    image = np.asarray(image, dtype=float)
+    scores = np.asarray(scores, dtype=float)
     special = dict(special or {})
     _check(image, scores, special)
     pixels = _bytes(_reduced(image))
@@ -106,14 +109,16 @@ def _reduced(image: np.ndarray) -> np.ndarray:
     """Means of square blocks of pixels, so many that the longer side is at most `LARGEST`."""
     height, width = image.shape[1:]
     block = -(-max(height, width) // LARGEST)
-    down, across = np.arange(0, height, block), np.arange(0, width, block)
+    down = np.arange(0, height, block)
+    across = np.arange(0, width, block)
     sums = np.add.reduceat(np.add.reduceat(image, down, axis=1), across, axis=2)
     return sums / np.outer(np.diff([*down, height]), np.diff([*across, width]))
 
 
 def _bytes(image: np.ndarray) -> np.ndarray:
     """Values as 0 to 255, `[row, column, channel]`."""
-    low, high = float(image.min()), float(image.max())
+    low = float(image.min())
+    high = float(image.max())
     shares = (image - low) / (high - low) if high > low else np.full_like(image, 0.5)
     return np.rint(255 * shares).astype(np.uint8).transpose(1, 2, 0)
 
@@ -135,7 +140,8 @@ def _frame(pixels: np.ndarray, height: int, width: int, role: str, label: str, m
 
 
 def _rectangles(scores: np.ndarray, height: int, width: int, largest: float) -> str:
-    high, wide = height / scores.shape[0], width / scores.shape[1]
+    high = height / scores.shape[0]
+    wide = width / scores.shape[1]
     marks = []
     for (row, column), score in np.ndenumerate(scores):
         part = share(float(score), largest)

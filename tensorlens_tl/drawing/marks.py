@@ -9,7 +9,8 @@ from html import escape
 
 import numpy as np
 
-POSITIVE, NEGATIVE = (66, 146, 230), (235, 120, 40)
+POSITIVE = (66, 146, 230)
+NEGATIVE = (235, 120, 40)
 """Blue and orange: told apart in every common kind of colour blindness, on light and dark ground."""
 
 STRONGEST = 0.65
@@ -58,9 +59,13 @@ def colour_bar(values: np.ndarray) -> str:
     """The scale of the colours: zero in the middle, or at the left where no value is negative."""
     largest = largest_of(values)
     if np.nanmin(values, initial=0.0) < 0:
-        kind, low, label = "bar", f"−{largest:.3g}", f"from −{largest:.3g}, orange, through 0, clear,"
+        kind = "bar"
+        low = f"−{largest:.3g}"
+        label = f"from −{largest:.3g}, orange, through 0, clear,"
     else:
-        kind, low, label = "bar unsigned", "0", "from 0, clear,"
+        kind = "bar unsigned"
+        low = "0"
+        label = "from 0, clear,"
     return (
         f'<div class="{kind}" role="img" aria-label="colours run {label} to +{largest:.3g}, blue">'
         f"<span>{low}</span><i></i><span>+{largest:.3g}</span></div>"

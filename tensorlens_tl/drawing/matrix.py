@@ -61,7 +61,9 @@ def small_multiples(
     pooled = 1
     while np.prod([len(planes), *(-(-size // pooled) for size in planes.shape[1:])]) > MOST_CELLS:
         pooled += 1
-    planes, rows, columns = pool(planes, pooled), pool_labels(rows, pooled), pool_labels(columns, pooled)
+    planes = pool(planes, pooled)
+    rows = pool_labels(rows, pooled)
+    columns = pool_labels(columns, pooled)
     buttons = []
     for place, (name, plane) in enumerate(zip(names, planes, strict=True)):
         largest = largest_of(plane)
@@ -125,5 +127,5 @@ def strongest(rows: Sequence[str], columns: Sequence[str], values: np.ndarray) -
     order = np.abs(np.nan_to_num(values)).argsort(axis=None, kind="stable")[::-1][:NAMED].tolist()
     places = [divmod(int(place), len(columns)) for place in order]
     pairs = [(visible(rows[r]), visible(columns[c]), number(float(values[r, c]))) for r, c in places if values[r, c]]
-    found = table(("row", "column", "value"), pairs)
-    return f"<details><summary>The {NAMED} largest, as a table</summary>{found}</details>"
+    cells = table(("row", "column", "value"), pairs)
+    return f"<details><summary>The {NAMED} largest, as a table</summary>{cells}</details>"

@@ -32,7 +32,7 @@ def asset(name: str) -> str:
 def head(body: str = "") -> str:
     """What every picture needs beside it, once: style, and the script that reads values; and what only some need."""
     names = ["style.css", "script.js"]
-    names += [name for mark, own in ONLY_WITH.items() if mark in body for name in own]
+    names += [name for mark, files in ONLY_WITH.items() if mark in body for name in files]
     style, script = ("".join(asset(name) for name in names if name.endswith(kind)) for kind in (".css", ".js"))
     return f"<style>{style}</style><script>{script}</script>"
 

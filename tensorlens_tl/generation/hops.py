@@ -65,7 +65,8 @@ def sent_on(
     place = generated.to(scores)
     size = made.abs().sum(-1) + made_bias.abs()
     weights = made.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)[..., None]
-    weights, left = weights.to(scores), (1 - weights.sum(-1)).to(scores)  # the rest is the bias's: they sum to 1
+    bias_weights = (1 - weights.sum(-1)).to(scores)  # the weights sum to 1
+    weights = weights.to(scores)
     between = weights @ place.mT  # [batch, token, token]: what a generated token gives to one before it
     held = scores @ place.mT
     scores = scores - held @ place
@@ -76,6 +77,7 @@ def sent_on(
     else:
         passed = torch.zeros_like(held)
         for _ in range(min(count, between.shape[-1])):  # nothing is left after as many hops as tokens
-            passed, held = passed + held, held @ between
+            passed = passed + held
+            held = held @ between
     outside = weights - between @ place
-    return scores + passed @ outside + held @ place, bias + (passed @ left[..., None])[..., 0]
+    return scores + passed @ outside + held @ place, bias + (passed @ bias_weights[..., None])[..., 0]

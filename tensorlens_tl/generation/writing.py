@@ -79,11 +79,13 @@ def texts_of(
             )
         ends = end_tokens(view) if stop_at_eos else set[int]()
         return [_written(view, ids, most, ends, number) for number, ids in enumerate(prompts)]
-    given = _one_each(continuation, len(prompts))
+    continuations = _one_each(continuation, len(prompts))
     texts = [prompt] if isinstance(prompt, str) else list(plain(prompt))
-    texts = texts if len(texts) == len(prompts) else prompts  # one prompt as a row of token ids
+    if len(texts) != len(prompts):  # one prompt as a row of token ids
+        texts = prompts
     return [
-        _continued(view, text, ids, more, prepend_bos) for text, ids, more in zip(texts, prompts, given, strict=True)
+        _continued(view, text, ids, more, prepend_bos)
+        for text, ids, more in zip(texts, prompts, continuations, strict=True)
     ]
 
 
@@ -102,16 +104,17 @@ def end_tokens(view: ModelView) -> set[int]:
 
 def _written(view: ModelView, ids: list[int], most: int, ends: set[int], number: int) -> Text:
     """One prompt with its greedy continuation."""
-    points, first = model_points(view), len(ids)
+    points = model_points(view)
+    first = len(ids)
     assert points.unembed_in is not None  # `refuse_non_causal`
     with torch.no_grad(), own_run(view.model):
         refuse_dropout(view.model)
         refuse_attached(view.model)
         text = ids + _before_end(_draft(view, ids, most, ends), ends)
         while True:
-            seen = prepare(view, torch.tensor([text]))
-            places = torch.arange(first - 1, len(text), device=seen.tokens.device)[None]
-            _, logits = own_logits(view.model, seen.kwargs, points.unembed_in, places)
+            inputs = prepare(view, torch.tensor([text]))
+            places = torch.arange(first - 1, len(text), device=inputs.tokens.device)[None]
+            _, logits = own_logits(view.model, inputs.kwargs, points.unembed_in, places)
             choices: list[int] = logits[0].argmax(-1).tolist()
             written = text[first:]
             right = next((n for n, token in enumerate(written) if token != choices[n]), len(written))
@@ -137,11 +140,11 @@ def _draft(view: ModelView, ids: list[int], most: int, ends: set[int]) -> list[i
     device = view.device
     stop: dict[str, Any] = {"stop_at_eos": True, "eos_token_id": min(ends)} if ends else {"stop_at_eos": False}
     try:
-        made = model.generate(
+        output = model.generate(
             torch.tensor([ids], device=device), max_new_tokens=most, do_sample=False, return_type="tokens",
             verbose=False, **stop,
         )  # fmt: skip
-        return made[0].tolist()[len(ids) : len(ids) + most]
+        return output[0].tolist()[len(ids) : len(ids) + most]
     except Exception:  # a draft only saves time: what fails here for a reason fails in the plain run as well
         return []
 
@@ -156,16 +159,20 @@ def _before_end(tokens: Sequence[int], ends: set[int]) -> list[int]:
 
 def _one_each(continuation: Any, prompts: int) -> list[Any]:
     """One continuation for each prompt."""
-    given = plain(continuation)
-    flat = isinstance(given, str) or (isinstance(given, Sequence) and all(isinstance(one, int) for one in given))
+    continuations = plain(continuation)
+    flat = isinstance(continuations, str) or (
+        isinstance(continuations, Sequence) and all(isinstance(one, int) for one in continuations)
+    )
     if flat and prompts == 1:
-        return [given]
-    if flat or not isinstance(given, Sequence) or len(given) != prompts:
-        count = "one" if flat else len(given) if isinstance(given, Sequence) else repr(given)
+        return [continuations]
+    if flat or not isinstance(continuations, Sequence) or len(continuations) != prompts:
+        count = "one"
+        if not flat:
+            count = len(continuations) if isinstance(continuations, Sequence) else repr(continuations)
         raise InvalidInputError(
             f"continuation: {count} for {prompts} prompts; pass one for each, as text or token ids."
         )
-    return [plain(one) for one in given]
+    return [plain(one) for one in continuations]
 
 
 def _continued(view: ModelView, prompt: Any, ids: list[int], more: Any, prepend_bos: bool | None) -> Text:

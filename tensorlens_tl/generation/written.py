@@ -74,45 +74,50 @@ class FrozenGeneration:
                 and what `FrozenOperator.target` raises.
         """
         check_hops(hops)
-        asked = self._queries(self.places if span is None else self._span(span))
+        places = self.places if span is None else self._span(span)
+        queries = self._queries(places)
         operator = self.frozen.operator(activation=activation)
         if span is None and minus is None:
-            found = self.links(bias=bias, activation=activation, memory=memory)
+            collapse = self.links(bias=bias, activation=activation, memory=memory)
         else:
-            others = self._runners_up(asked) if isinstance(minus, str) and minus == RUNNER_UP else minus
-            found = operator.target(NEXT, others, query=asked, bias=bias, summed=span is not None, memory=memory)
-        scores, constant = found.scores, found.bias
+            others = minus
+            if isinstance(minus, str) and minus == RUNNER_UP:
+                others = self._runners_up(queries)
+            collapse = operator.target(NEXT, others, query=queries, bias=bias, summed=span is not None, memory=memory)
+        scores = collapse.scores
+        constant = collapse.bias
         assert constant is not None
         if hops != 0:
-            made = self.links(bias=bias, activation=activation, memory=memory)
-            assert made.bias is not None
+            links = self.links(bias=bias, activation=activation, memory=memory)
+            assert links.bias is not None
             positions = torch.arange(self.frozen.tokens.shape[1], device=self.places.device)
             generated = (self.places[..., None] == positions) & self.real[..., None]
-            scores, constant = sent_on(scores, constant, made.scores, made.bias, generated, hops)
+            scores, constant = sent_on(scores, constant, links.scores, links.bias, generated, hops)
         options = {"span": span, "hops": hops, "minus": minus, "bias": bias, "activation": activation}
-        shown = asked if span is None else self._last(asked)
+        shown = queries if span is None else self._last(queries)
         return Attribution.of(
             self.frozen,
             scores,
             method="generation",
             query=shown,
             bias=constant,
-            total=found.total,
+            total=collapse.total,
             additive=True,
-            target=self._label(asked, span, minus, hops),
+            target=self._label(queries, span, minus, hops),
             options={name: value for name, value in options.items() if value is not None}
-            | {"generated": self.places_of_each(), "asked": self._asked(asked)},
+            | {"generated": self.places_of_each(), "asked": self._token_places(queries)},
         )
 
     def links(self, *, bias: str = "apart", activation: str = "ratio", memory: Memory = None) -> Collapse:
         """What made the logit of every generated token: the scores that hops go along; kept for the next question."""
         self.frozen.check_fresh()
         in_bytes(memory)  # refused also where nothing is left to compute
-        kept = self._links.get((bias, activation))
-        if kept is None:
-            operator, asked = self.frozen.operator(activation=activation), self._queries(self.places)
-            kept = self._links[bias, activation] = operator.target(NEXT, query=asked, bias=bias, memory=memory)
-        return kept
+        links = self._links.get((bias, activation))
+        if links is None:
+            operator = self.frozen.operator(activation=activation)
+            queries = self._queries(self.places)
+            links = self._links[bias, activation] = operator.target(NEXT, query=queries, bias=bias, memory=memory)
+        return links
 
     def places_of_each(self) -> list[list[int]]:
         """The first place of each prompt's generated tokens, and the one after the last."""
@@ -125,15 +130,16 @@ class FrozenGeneration:
         """Where tokens are predicted: one position earlier; padding stays."""
         return places - torch.take_along_dim(self.frozen.mask, places, dim=1).long()
 
-    def _last(self, asked: Int[Tensor, "batch query"]) -> Int[Tensor, "batch 1"]:
-        real = torch.take_along_dim(self.frozen.mask, asked, dim=1)
-        return (asked * real).amax(1, keepdim=True)
+    def _last(self, queries: Int[Tensor, "batch query"]) -> Int[Tensor, "batch 1"]:
+        real = torch.take_along_dim(self.frozen.mask, queries, dim=1)
+        return (queries * real).amax(1, keepdim=True)
 
-    def _asked(self, asked: Int[Tensor, "batch query"]) -> list[list[int]]:
+    def _token_places(self, queries: Int[Tensor, "batch query"]) -> list[list[int]]:
         """The generated tokens that are asked about, by place."""
-        real = torch.take_along_dim(self.frozen.mask, asked, dim=1).tolist()
+        real = torch.take_along_dim(self.frozen.mask, queries, dim=1).tolist()
         return [
-            [p + 1 for p, kept in zip(*pair, strict=True) if kept] for pair in zip(asked.tolist(), real, strict=True)
+            [p + 1 for p, is_real in zip(*pair, strict=True) if is_real]
+            for pair in zip(queries.tolist(), real, strict=True)
         ]
 
     def _tokens(self, row: int) -> list[str]:
@@ -158,7 +164,8 @@ class FrozenGeneration:
     def _stretch(self, span: Any, row: int) -> list[int]:
         """The same of one prompt; `span` counts its generated tokens."""
         first, stop = self.places_of_each()[row]
-        places, tokens = list(range(first, stop)), self._tokens(row)
+        places = list(range(first, stop))
+        tokens = self._tokens(row)
         if isinstance(span, str) and span != "all":
             try:
                 begin, end = find(tokens, span)[-1]
@@ -175,24 +182,29 @@ class FrozenGeneration:
             )
         return places[within]
 
-    def _runners_up(self, asked: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
+    def _runners_up(self, queries: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
         """The token of largest logit besides the next one, at each query."""
-        logits = self.frozen.logits(asked)
+        logits = self.frozen.logits(queries)
         assert logits is not None  # `refuse_non_causal`
-        after = (asked + 1).clamp_max(self.frozen.tokens.shape[1] - 1)
-        own = torch.take_along_dim(self.frozen.tokens, after, dim=1)
-        return logits.scatter(-1, own[..., None].to(logits.device), -torch.inf).argmax(-1)
+        after = (queries + 1).clamp_max(self.frozen.tokens.shape[1] - 1)
+        next_tokens = torch.take_along_dim(self.frozen.tokens, after, dim=1)
+        return logits.scatter(-1, next_tokens[..., None].to(logits.device), -torch.inf).argmax(-1)
 
-    def _label(self, asked: Int[Tensor, "batch query"], span: Any, minus: TokenLike, hops: Any) -> str:
+    def _label(self, queries: Int[Tensor, "batch query"], span: Any, minus: TokenLike, hops: Any) -> str:
         what = "logit" if minus is None else "logit difference"
-        against = "" if minus is None else " to the runner-up" if minus == RUNNER_UP else f" to {minus!r}"
+        against = ""
+        if minus is not None:
+            against = " to the runner-up" if minus == RUNNER_UP else f" to {minus!r}"
         if span is None:
             what = f"{what}{against} of each generated token"
         else:
-            tokens = [self.frozen.str_tokens[0][place] for place in self._asked(asked)[0]]
+            tokens = [self.frozen.str_tokens[0][place] for place in self._token_places(queries)[0]]
             text = f" {''.join(tokens)!r}" if len(self.places) == 1 and len(tokens) <= 12 else ""
-            what = f"sum of the {what}s{against} of {len(tokens)} generated token{'s' * (len(tokens) > 1)}{text}"
-        return what if hops == 0 else f"{what}, after {'all' if hops == 'all' else hops} hop{'s' * (hops != 1)}"
+            plural = "s" if len(tokens) > 1 else ""
+            what = f"sum of the {what}s{against} of {len(tokens)} generated token{plural}{text}"
+        if hops == 0:
+            return what
+        return f"{what}, after {hops} hop{'' if hops == 1 else 's'}"
 
 
 def _bounds(span: Any, count: int) -> slice:
@@ -210,7 +222,8 @@ def _bounds(span: Any, count: int) -> slice:
 
 def _frozen(model: ModelLike, texts: Sequence[Text], padding_side: str | None, **freezing: Any) -> FrozenGeneration:
     """Texts in one pass; where they are unequal, with one place of padding at least in each."""
-    ids, first = [text for text, _ in texts], [begin for _, begin in texts]
+    ids = [text for text, _ in texts]
+    first = [begin for _, begin in texts]
     lengths = [len(row) for row in ids]
     if padding_side not in (None, "left", "right"):
         raise InvalidInputError(f"padding_side={padding_side!r}; use 'left' or 'right'.")
@@ -218,10 +231,12 @@ def _frozen(model: ModelLike, texts: Sequence[Text], padding_side: str | None, *
         frozen = freeze(model, torch.tensor(ids), **freezing)
     else:
         width = max(lengths) + 1  # a prompt with fewer generated tokens asks there for the missing ones
-        tokens, mask = torch.zeros(len(ids), width, dtype=torch.long), torch.zeros(len(ids), width, dtype=torch.long)
+        tokens = torch.zeros(len(ids), width, dtype=torch.long)
+        mask = torch.zeros(len(ids), width, dtype=torch.long)
         for number, row in enumerate(ids):
             place = slice(width - len(row), None) if padding_side == "left" else slice(0, len(row))
-            tokens[number, place], mask[number, place] = torch.tensor(row), 1
+            tokens[number, place] = torch.tensor(row)
+            mask[number, place] = 1
         frozen = freeze(model, tokens, attention_mask=mask, **freezing)
     if _looks_ahead(frozen):
         raise UnsupportedModelError(
@@ -335,25 +350,27 @@ def attribute_generation(
     texts = texts_of(
         view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
     )  # fmt: skip
-    asked: dict[str, Any] = {"span": span, "hops": hops, "minus": minus}
-    asked |= {"bias": bias, "activation": activation, "memory": memory}
+    question: dict[str, Any] = {"span": span, "hops": hops, "minus": minus}
+    question |= {"bias": bias, "activation": activation, "memory": memory}
     freezing = {"padding_side": padding_side, "store": store, "verify": verify}
     batches = memory_batches(view, [len(ids) for ids, _ in texts], memory)
     if len(batches) == 1:
-        return _frozen(model, texts, **freezing).attribute(**asked)
+        return _frozen(model, texts, **freezing).attribute(**question)
     split = None if isinstance(minus, str) else one_per_prompt("minus", minus, len(texts))
     parts = []
     for batch in batches:
-        own: dict[str, Any] = asked if split is None else {**asked, "minus": taken(split, batch)}
+        batch_question: dict[str, Any] = question if split is None else {**question, "minus": taken(split, batch)}
         try:
-            parts.append(_frozen(model, [texts[number] for number in batch], **freezing).attribute(**own))
+            parts.append(_frozen(model, [texts[number] for number in batch], **freezing).attribute(**batch_question))
         except InvalidInputError as error:
             raise InvalidInputError(numbered(str(error), batch)) from error
-    kept = {
+    prompt_options = {
         name: [row for _, row in sorted(_by_prompt(parts, batches, name), key=lambda numbered: numbered[0])]
         for name in ("generated", "asked")
     }
-    return joined(parts, batches, kept if split is None else kept | {"minus": minus})
+    if split is not None:
+        return joined(parts, batches, prompt_options | {"minus": minus})
+    return joined(parts, batches, prompt_options)
 
 
 def _by_prompt(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], name: str) -> list[tuple[int, Any]]:

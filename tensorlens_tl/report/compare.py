@@ -35,9 +35,9 @@ def compare(results: Any, *, batch: int = 0, query: int | str = -1) -> Picture:
                 f"compare: {name!r} is of other tokens than {next(iter(named))!r}; compare one prompt."
             )
     rows = {name: result.query_row(query, batch) for name, result in named.items()}
-    asked = {name: int(result.queries[batch, rows[name]]) for name, result in named.items()}
-    if len(set(asked.values())) > 1:
-        raise InvalidInputError(f"compare: results of different queries (positions {asked}); compare one query.")
+    positions = {name: int(result.queries[batch, rows[name]]) for name, result in named.items()}
+    if len(set(positions.values())) > 1:
+        raise InvalidInputError(f"compare: results of different queries (positions {positions}); compare one query.")
     real = [position for position in range(len(tokens)) if first.mask[batch, position]]
     columns = {name: array(result.plane(batch)[rows[name]])[real] for name, result in named.items()}
     hints = {name: result.target or result.method for name, result in named.items()}
@@ -48,9 +48,9 @@ def compare(results: Any, *, batch: int = 0, query: int | str = -1) -> Picture:
         }
         for fact in FACTS
     }
-    drawn = side_by_side({position: tokens[position] for position in real}, columns, hints, facts)
+    chart = side_by_side({position: tokens[position] for position in real}, columns, hints, facts)
     title = f"{len(named)} attributions of one prompt"
-    return Picture(title, panel(title, drawn))
+    return Picture(title, panel(title, chart))
 
 
 def _named(results: Any) -> dict[str, Attribution]:
@@ -62,7 +62,9 @@ def _named(results: Any) -> dict[str, Attribution]:
         for result in results:
             kind = getattr(result, "options", {}).get("collapse") or getattr(result, "options", {}).get("aggregate")
             name = f"{result.method} ({kind})" if kind else str(getattr(result, "method", result))
-            named[name if name not in named else f"{name} {len(named)}"] = result
+            if name in named:
+                name = f"{name} {len(named)}"
+            named[name] = result
     if not named or not all(isinstance(result, Attribution) for result in named.values()):
         raise InvalidInputError("compare: pass Attributions, [a, b, …] or {'heading': a, …}, of one prompt.")
     return named

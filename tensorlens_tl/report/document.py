@@ -65,20 +65,20 @@ def explain(
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"explain: the pass has {len(frozen.tokens)} prompts; freeze one.")
     prediction = predict(frozen, target, minus, query)
-    found, refused = attributions(frozen, prediction, chosen)
+    results, refused = attributions(frozen, prediction, chosen)
     parts = [_opening(frozen, prediction)]
-    if found:
-        first = next(iter(found.values()))
+    if results:
+        first = next(iter(results.values()))
         parts += ["<h2>The tokens that moved it</h2>", first.to_html(style=False)]
-        parts += ["<h2>Every method, side by side</h2>", compare(found).body]
-    proofs = {f"{name}: Σ scores + bias against its total": a.residual for name, a in found.items()}
+        parts += ["<h2>Every method, side by side</h2>", compare(results).body]
+    proofs = {f"{name}: Σ scores + bias against its total": a.residual for name, a in results.items()}
     if prediction.options:
         try:
-            drawn, proved = _circuits(frozen, prediction)
+            sections, proved = _circuits(frozen, prediction)
         except TensorLensError as error:  # logits that are not cap(W_U·x + b_U), a graph too large
             refused["circuits"] = str(error)
         else:
-            parts.append(drawn)
+            parts.append(sections)
             proofs |= proved
     parts.append(_refusals(refused))
     parts.append(_proofs(frozen, {name: float(r.max()) for name, r in proofs.items() if r is not None}))
@@ -91,7 +91,7 @@ def attributions(
     frozen: FrozenPass, prediction: Prediction, methods: Sequence[str]
 ) -> tuple[dict[str, Attribution], dict[str, str]]:
     """Every method's answer for one query, and why some refused."""
-    found: dict[str, Attribution] = {}
+    results: dict[str, Attribution] = {}
     refused: dict[str, str] = {}
     ways = [
         (method, way, options)
@@ -103,8 +103,9 @@ def attributions(
         about_target = registered.explains_prediction(options)
         if about_target and not prediction.options:
             continue
-        question: dict[str, Any] = dict(prediction.options) if about_target else {}
-        question["query"] = prediction.query
+        question: dict[str, Any] = {"query": prediction.query}
+        if about_target:
+            question = {**prediction.options, **question}
         question = {option: value for option, value in question.items() if registered.takes(option)}
         name = f"{method} ({way})" if way else method
         try:
@@ -112,8 +113,8 @@ def attributions(
         except TensorLensError as error:
             refused[name] = str(error)
         else:
-            found[name] = result
-    return found, refused
+            results[name] = result
+    return results, refused
 
 
 # ------------------------------------------------------------------ what is shown
@@ -123,14 +124,13 @@ def _opening(frozen: FrozenPass, prediction: Prediction) -> str:
     text = "".join(frozen.str_tokens[0])
     chances = table(("token", "probability"), ((repr(token), f"{chance:.1%}") for token, chance in prediction.best))
     at = f"at position {prediction.position}, after {escape(repr(frozen.str_tokens[0][prediction.position]))}"
-    said = (
-        f"<p>The prediction {at}:</p>{chances}<p>Explained here: the {escape(prediction.label)}.</p>"
-        if prediction.best
-        else f"<p>This model predicts no tokens. Explained here: its output {at}.</p>"
-    )
+    if prediction.best:
+        summary = f"<p>The prediction {at}:</p>{chances}<p>Explained here: the {escape(prediction.label)}.</p>"
+    else:
+        summary = f"<p>This model predicts no tokens. Explained here: its output {at}.</p>"
     return (
         f"<h1>Where a prediction comes from</h1><p><q>{escape(visible(text))}</q></p>"
-        f'<div class="tlens">{said}<div class="n">{escape(repr(frozen))}</div></div>'
+        f'<div class="tlens">{summary}<div class="n">{escape(repr(frozen))}</div></div>'
     )
 
 
@@ -143,13 +143,13 @@ def _refusals(refused: dict[str, str]) -> str:
 
 def _circuits(frozen: FrozenPass, prediction: Prediction) -> tuple[str, dict[str, Tensor]]:
     """Heads, components, paths and the graph; and how exactly each of them sums to the model's number."""
-    asked: dict[str, Any] = {**prediction.options, "query": prediction.query}
-    components = circuits.logit_attribution(frozen, **asked)
-    heads = circuits.logit_attribution(frozen, by="head", **asked)
-    paths = circuits.top_paths(frozen, k=12, width=16, **asked)
-    graph = circuits.contribution_graph(frozen, **asked)
+    question: dict[str, Any] = {**prediction.options, "query": prediction.query}
+    components = circuits.logit_attribution(frozen, **question)
+    heads = circuits.logit_attribution(frozen, by="head", **question)
+    paths = circuits.top_paths(frozen, k=12, width=16, **question)
+    graph = circuits.contribution_graph(frozen, **question)
     label = prediction.label
-    drawn = "".join(
+    sections = "".join(
         (
             "<h2>The components that made it</h2>",
             components.to_html(title=f"Direct effects on the {label}", style=False),
@@ -163,8 +163,8 @@ def _circuits(frozen: FrozenPass, prediction: Prediction) -> tuple[str, dict[str
         )
     )
     proofs = {"direct effects of components": components, "direct effects of heads": heads}
-    proved = {f"{name}: their sum against the logit": found.residual for name, found in proofs.items()}
-    return drawn, proved | {"contribution graph: its sources against the logit": torch.tensor(graph.residual)}
+    proved = {f"{name}: their sum against the logit": result.residual for name, result in proofs.items()}
+    return sections, proved | {"contribution graph: its sources against the logit": torch.tensor(graph.residual)}
 
 
 def _proofs(frozen: FrozenPass, measured: dict[str, float]) -> str:

@@ -53,11 +53,13 @@ def explain_generation(
         text = freeze_generation(model, prompt, max_new_tokens=max_new_tokens, continuation=continuation)
     if len(text.places) != 1:
         raise InvalidInputError(f"explain_generation: {len(text.places)} prompts; pass one.")
-    tokens, whole = text.attribute(minus=minus), text.attribute(span=span, minus=minus)
+    tokens = text.attribute(minus=minus)
+    whole = text.attribute(span=span, minus=minus)
     steps = {hop: text.attribute(span=span, minus=minus, hops=hop) for hop in _followed(last, tokens.queries.shape[1])}
     first, stop = text.places_of_each()[0]
     words = text.frozen.str_tokens[0]
-    before, after = "".join(words[:first]), "".join(words[first:stop])
+    before = "".join(words[:first])
+    after = "".join(words[first:stop])
     parts = [
         f"<h1>What made a generated text</h1><p><q>{escape(visible(before))}</q> goes on with "
         f"<q>{escape(visible(after))}</q>.</p>",
@@ -94,27 +96,27 @@ def _followed(last: int | None, tokens: int) -> list[Any]:
 def _hops(steps: dict[Any, Attribution], first: int) -> str:
     """Where the total is after each hop."""
     rows = []
-    for hop, found in steps.items():
-        assert found.bias is not None
-        scores = found.scores[0, 0]
-        shares = (scores[:first].sum(), scores[first:].sum(), found.bias[0, 0])
+    for hop, result in steps.items():
+        assert result.bias is not None
+        scores = result.scores[0, 0]
+        shares = (scores[:first].sum(), scores[first:].sum(), result.bias[0, 0])
         total = torch.stack(shares).sum()
         rows.append((str(hop), *(number(float(value)) for value in (*shares, total))))
-    drawn = table(("hops", "on the prompt", "on generated tokens", "bias", "sum"), rows)
-    return f'<div class="tlens">{drawn}</div>'
+    hop_table = table(("hops", "on the prompt", "on generated tokens", "bias", "sum"), rows)
+    return f'<div class="tlens">{hop_table}</div>'
 
 
-def _largest(found: Attribution) -> str:
-    rows = [(repr(entry.name), str(entry.position), number(entry.score)) for entry in found.top(NAMED)]
+def _largest(result: Attribution) -> str:
+    rows = [(repr(entry.name), str(entry.position), number(entry.score)) for entry in result.top(NAMED)]
     return f'<div class="tlens">{table(("source", "position", "score"), rows)}</div>'
 
 
-def _proofs(text: FrozenGeneration, found: dict[str, Attribution]) -> str:
+def _proofs(text: FrozenGeneration, results: dict[str, Attribution]) -> str:
     """How exactly everything on the page sums to the model's own logits."""
     measured = {
         f"{part}: the composed map against the model's own": error for part, error in text.frozen.errors.items()
     }
-    for name, result in found.items():
+    for name, result in results.items():
         assert result.residual is not None
         measured[f"{name}: Σ scores + bias against the logits"] = float(result.residual.max())
     rows = ((name, f"{value:.1e}") for name, value in measured.items())

@@ -32,8 +32,8 @@ class Prediction:
     @property
     def options(self) -> dict[str, Any]:
         """Target and minus as options of a method or a circuit."""
-        asked = {"target": self.target, "minus": self.minus}
-        return {name: token for name, token in asked.items() if token is not None}
+        tokens = {"target": self.target, "minus": self.minus}
+        return {name: token for name, token in tokens.items() if token is not None}
 
 
 def predict(frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = None, query: Query = None) -> Prediction:
@@ -57,11 +57,15 @@ def predict(frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = Non
             raise InvalidInputError(f"target: {frozen.view.description} predicts no tokens; leave it out.")
         return Prediction(number, position, [])
     logits = logits[0, 0]
-    chances, order = logits.double().softmax(-1), logits.argsort(descending=True).tolist()
+    chances = logits.double().softmax(-1)
+    order = logits.argsort(descending=True).tolist()
     best = [(token_label(frozen.view, token), float(chances[token])) for token in order[:5]]
     ids, others = target_ids(frozen, at, order[0] if target is None else target, minus)
-    wanted, other = int(ids), order[1] if minus is None and target is None else None if others is None else int(others)
-    return Prediction(number, position, best, wanted, other, logit_label(frozen.view, wanted, other))
+    target_id = int(ids)
+    minus_id = None if others is None else int(others)
+    if minus is None and target is None:
+        minus_id = order[1]
+    return Prediction(number, position, best, target_id, minus_id, logit_label(frozen.view, target_id, minus_id))
 
 
 def _default_query(frozen: FrozenPass) -> int:

@@ -53,7 +53,8 @@ class WhiteningFilter:
         """
         if x.shape[-1] != len(self.mean):
             raise InvalidInputError(f"this filter is for vectors of {len(self.mean)} numbers, got {tuple(x.shape)}.")
-        L_inv, M = self.L_inv.to(x), self.M.to(x)
+        L_inv = self.L_inv.to(x)
+        M = self.M.to(x)
         return scan((x - self.mean.to(x)) @ L_inv.T, -(L_inv @ M).T)
 
 
@@ -73,8 +74,8 @@ def estimate(x: Any, *, reach: Any = 1.0, ridge: Any = 1e-6) -> WhiteningFilter:
         NumericalError: values that are not finite.
     """
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] < 2:
-        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise InvalidInputError(f"estimate: pass a tensor [batch, pos, d] of 2 positions or more, got {given}.")
+        description = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInputError(f"estimate: pass a tensor [batch, pos, d] of 2 positions or more, got {description}.")
     if not bool(torch.isfinite(x).all()):
         raise NumericalError("estimate: the sequences have values that are not finite.")
     for name, value, most in (("reach", 1.0 if reach == "auto" else reach, 1.0), ("ridge", ridge, float("inf"))):
@@ -100,9 +101,14 @@ def estimate(x: Any, *, reach: Any = 1.0, ridge: Any = 1e-6) -> WhiteningFilter:
 
 
 def _safe_reach(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> float | None:
-    """A share of the neighbours' covariance for which a factor exists, and not by a hair."""
+    """A share of the neighbours' covariance for which a factor exists, with a margin."""
     exists = [step for step in range(20, 0, -1) if _steady_factor(here, step / 20 * before) is not None]
-    return None if not exists else 1.0 if exists[0] == 20 else max(exists[0] - 2, 1) / 20
+    if not exists:
+        return None
+    largest = exists[0]
+    if largest == 20:
+        return 1.0
+    return max(largest - 2, 1) / 20
 
 
 def _steady_factor(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> Float[Tensor, "d d"] | None:

@@ -67,17 +67,19 @@ def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", value
             f"whiten: reads='keys and values' needs queries with an input of their own, which {view.description} "
             "does not have; use reads='attention'."
         )
-    found: Any = view.model
-    refuse_attached(found)
+    core: Any = view.model
+    refuse_attached(core)
     if reads != "stream" and getattr(view.cfg, "positional_embedding_type", None) == "shortformer":
         raise UnsupportedModelError(
             f"whiten: reads={reads!r} needs one input for queries, keys and values; a shortformer adds positions to "
             "two of them."
         )
-    parents = [block.module if reads == "stream" else block.module.attn for block in view.blocks]
-    if any(getattr(part, "whitening", None) is not None for b in view.blocks for part in (b.module, b.module.attn)):
+    modules = [block.module for block in view.blocks]
+    attentions = [module.attn for module in modules]
+    if any(getattr(module, "whitening", None) is not None for module in (*modules, *attentions)):
         raise InvalidInputError("whiten: this model is whitened already.")
-    parameter = next(found.parameters())
+    parents = modules if reads == "stream" else attentions
+    parameter = next(core.parameters())
     width = view.cfg.d_model
     starts = _starts(init, width, len(parents))
     if values == "dropped":
@@ -86,28 +88,30 @@ def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", value
         whitening = Whitening(width, layer, reads).to(parameter)
         if start is not None:
             with torch.no_grad():
-                whitening.L_inv.weight.copy_(start[0])
-                whitening.M.weight.copy_(start[1])
-        whitening.train(found.training)
+                L_inv, M = start
+                whitening.L_inv.weight.copy_(L_inv)
+                whitening.M.weight.copy_(M)
+        whitening.train(core.training)
         attach(parent, whitening)
     if view.is_bridge:
-        _register_on_bridge(found, parents[0].whitening, reads)
+        _register_on_bridge(core, parents[0].whitening, reads)
     else:
-        found.setup()
+        core.setup()
     for name in PROCESSING:
-        if hasattr(type(found), name):
-            setattr(found, name, Uncentred(found, name))
+        if hasattr(type(core), name):
+            setattr(core, name, Uncentred(core, name))
     return model
 
 
 class Uncentred:
-    """A whitened model's own method for processing weights, that refuses to centre what writes to the stream.
+    """A whitened model's method for processing weights, which refuses to centre the weights that write to the stream.
 
     Centring is harmless only where every reader of the stream subtracts its mean; whitening does not.
     """
 
     def __init__(self, model: Any, name: str) -> None:
-        self.model, self.name = model, name
+        self.model = model
+        self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The method itself.
@@ -118,8 +122,8 @@ class Uncentred:
         method = getattr(type(self.model), self.name)
         bound = inspect.signature(method).bind(self.model, *args, **kwargs)
         bound.apply_defaults()
-        asked = bound.arguments
-        if asked.get("center_writing_weights") and not asked.get("no_processing"):
+        arguments = bound.arguments
+        if arguments.get("center_writing_weights") and not arguments.get("no_processing"):
             raise UnsupportedModelError(
                 f"{self.name}: center_writing_weights changes what a whitened model computes, as whitening reads the "
                 "stream's mean. Pass center_writing_weights=False, or process the weights before whitening."
@@ -138,13 +142,12 @@ def _starts(init: Any, width: int, blocks: int) -> Sequence[tuple[Tensor, Tensor
         if init == "identity":
             return [None] * blocks
         if init == "random":
-            drawn = [nn.Linear(width, width, bias=False).weight.detach() for _ in range(2 * blocks)]
-            return list(zip(drawn[::2], drawn[1::2], strict=True))
-    if isinstance(init, str) or not isinstance(init, Sequence) or len(init) != blocks:
-        given = repr(init) if isinstance(init, str) or not isinstance(init, Sequence) else f"{len(init)} filters"
-        raise InvalidInputError(
-            f"whiten: init is {given}; pass 'identity', 'random', or a filter (L_inv, M) for each of {blocks} blocks."
-        )
+            matrices = [nn.Linear(width, width, bias=False).weight.detach() for _ in range(2 * blocks)]
+            return list(zip(matrices[::2], matrices[1::2], strict=True))
+    if isinstance(init, str) or not isinstance(init, Sequence):
+        raise _bad_init(repr(init), blocks)
+    if len(init) != blocks:
+        raise _bad_init(f"{len(init)} filters", blocks)
     pairs = [(one.L_inv, one.M) if isinstance(one, WhiteningFilter) else one for one in init]
     for layer, pair in enumerate(pairs):
         if not isinstance(pair, Sequence) or not all(isinstance(matrix, Tensor) for matrix in pair):
@@ -162,13 +165,19 @@ def _starts(init: Any, width: int, blocks: int) -> Sequence[tuple[Tensor, Tensor
     return [(pair[0], pair[1]) for pair in pairs]
 
 
+def _bad_init(description: str, blocks: int) -> InvalidInputError:
+    return InvalidInputError(
+        f"whiten: init is {description}; pass 'identity', 'random', or a filter (L_inv, M) for each of {blocks} blocks."
+    )
+
+
 def _drop_values(view: ModelView) -> None:
-    """W_V = the identity, each head reading channels of its own, without bias and without gradient."""
+    """Set W_V to the identity, so that each head reads separate channels, without bias and without gradient."""
     for block in view.blocks:
         attn: Any = block.module.attn
         heads, width, d_head = attn.W_V.shape
-        own = attn._parameters.get("W_V")
-        if view.is_bridge or own is None or heads * d_head != width:
+        is_parameter = attn._parameters.get("W_V") is not None
+        if view.is_bridge or not is_parameter or heads * d_head != width:
             raise UnsupportedModelError(
                 f"whiten: values='dropped' needs a HookedTransformer whose heads share d_model evenly; blocks."
                 f"{block.layer} of this {view.description} has W_V {(heads, width, d_head)}."
@@ -184,9 +193,10 @@ def _drop_values(view: ModelView) -> None:
 
 
 def _register_on_bridge(model: Any, whitening: Whitening, reads: str) -> None:
-    """Tell a TransformerBridge about its new component: its state dict and hook points are made from a list of them."""
+    """Register the new component on a TransformerBridge, which builds its state dict and hook points from a list."""
     component = model.adapter.component_mapping["blocks"]
-    component = component if reads == "stream" else component.submodules["attn"]
+    if reads != "stream":
+        component = component.submodules["attn"]
     component.submodules["whitening"] = whitening
     model.clear_hook_registry()
     model._initialize_hook_registry()

@@ -33,15 +33,19 @@ class Whitening(nn.Module):
     """
 
     # what a TransformerBridge asks of a component
-    name, is_list_item = "whitening", False
+    name = "whitening"
+    is_list_item = False
 
     def __init__(self, width: int, layer: int, reads: str = "stream") -> None:
         super().__init__()
-        self.layer, self.reads = layer, reads
+        self.layer = layer
+        self.reads = reads
         self.submodules: dict[str, Any] = {}
         self.hook_aliases: dict[str, str] = {}
-        self.L_inv, self.M = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.hook_in, self.hook_out = HookPoint(), HookPoint()
+        self.L_inv = nn.Linear(width, width, bias=False)
+        self.M = nn.Linear(width, width, bias=False)
+        self.hook_in = HookPoint()
+        self.hook_out = HookPoint()
         nn.init.eye_(self.L_inv.weight)
         nn.init.zeros_(self.M.weight)
 
@@ -109,7 +113,8 @@ def _whitened(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if whitening is None or getattr(module, "_stop_at_layer_idx", None) == whitening.layer:
         return None
     _refuse_cache(whitening.layer, (*args, *kwargs.values()))
-    reads, mask = getattr(whitening, "reads", "stream"), _kept(args, kwargs)
+    reads = getattr(whitening, "reads", "stream")
+    mask = _real_positions(args, kwargs)
     config = getattr(module, "config", getattr(module, "cfg", None))
     if reads != "stream" and (getattr(config, "use_split_qkv_input", 0) or getattr(config, "use_attn_in", 0)):
         raise UnsupportedModelError(
@@ -120,16 +125,16 @@ def _whitened(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         module._start_residual = whitening(module._start_residual, mask)  # a Bridge puts it in place of the input
         return None
     names = {"attention": ("value_input", "key_input", "query_input"), "keys and values": ("value_input", "key_input")}
-    given = [name for name in names.get(reads, ()) if name in kwargs]
-    if given:  # HookedTransformer's attention gets its input three times over
-        whitened = whitening(kwargs[given[0]], mask)
-        return args, kwargs | dict.fromkeys(given, whitened)
+    input_names = [name for name in names.get(reads, ()) if name in kwargs]
+    if input_names:  # HookedTransformer's attention gets its input three times over
+        whitened = whitening(kwargs[input_names[0]], mask)
+        return args, kwargs | dict.fromkeys(input_names, whitened)
     if args:
         return (whitening(args[0], mask), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": whitening(kwargs["hidden_states"], mask)}
 
 
-def _kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bool[Tensor, "batch pos"] | None:
+def _real_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bool[Tensor, "batch pos"] | None:
     """Which positions are no padding, from the attention mask that a block is given; None for all.
 
     A mask of scores `[batch, 1, query, key]` lets every token see itself, and no padding.
@@ -138,10 +143,14 @@ def _kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bool[Tensor, "batch 
         UnsupportedModelError: a mask of another shape, or one that lets padding see everything, as fused attention's.
     """
     unnamed = [value for value in args[1:] if isinstance(value, Tensor) and value.ndim == 4]  # as GPT-2's
-    mask = next(iter([kwargs["attention_mask"]] if kwargs.get("attention_mask") is not None else unnamed), None)
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        mask = next(iter(unnamed), None)
     if not isinstance(mask, Tensor):
         return None
-    allowed = mask if mask.dtype == torch.bool else mask == 0 if mask.ndim == 4 else mask != 0
+    allowed = mask
+    if mask.dtype != torch.bool:  # a mask of scores is zero where a token may attend, a mask of positions is not
+        allowed = mask == 0 if mask.ndim == 4 else mask != 0
     if allowed.ndim == 4:
         if allowed.shape[2] == 1:
             allowed = allowed[:, 0, 0]
@@ -166,14 +175,14 @@ def _refuse_cache(layer: int, inputs: tuple[Any, ...]) -> None:
     Raises:
         UnsupportedModelError: the cache holds tokens.
     """
-    for given in inputs:
+    for value in inputs:
         held = 0
-        if hasattr(given, "get_seq_length"):  # transformers' caches
-            held = int(given.get_seq_length(layer))
-        elif hasattr(given, "past_keys"):  # HookedTransformer's
-            held = given.past_keys.shape[1]
-        elif isinstance(given, tuple) and len(given) == 2 and all(isinstance(t, Tensor) and t.ndim == 4 for t in given):
-            held = given[0].shape[-2]
+        if hasattr(value, "get_seq_length"):  # transformers' caches
+            held = int(value.get_seq_length(layer))
+        elif hasattr(value, "past_keys"):  # HookedTransformer's
+            held = value.past_keys.shape[1]
+        elif isinstance(value, tuple) and len(value) == 2 and all(isinstance(t, Tensor) and t.ndim == 4 for t in value):
+            held = value[0].shape[-2]
         if held:
             raise UnsupportedModelError(
                 f"a whitened model cannot continue from a key–value cache ({held} tokens at block {layer}): whitening "

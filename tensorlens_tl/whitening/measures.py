@@ -65,7 +65,8 @@ def whiteness(x: Any, *, memory: Memory = None) -> Whiteness:
     centred = _centred(x, "whiteness").flatten(1)
     spread = centred.norm(dim=0)
     varies = spread > SAME * x.detach().double().flatten(1).norm(dim=0)
-    centred, spread = centred[:, varies], spread[varies]
+    centred = centred[:, varies]
+    spread = spread[varies]
     floor = (2 / (torch.pi * (len(x) - 1))) ** 0.5
     return Whiteness(_off_diagonal(centred, memory), _off_diagonal(centred / spread, memory), floor)
 
@@ -106,8 +107,10 @@ def _root(squares: Float[Tensor, "step"]) -> Float[Tensor, ""]:
 def _centred(x: Any, what: str) -> Float[Tensor, "batch pos d"]:
     """Less the mean over sequences, in float64."""
     if not isinstance(x, Tensor) or x.ndim != 3 or len(x) < 2:
-        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise InvalidInputError(f"{what}: pass a tensor [batch, pos, d] of {LEAST} sequences or more, got {given}.")
+        description = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInputError(
+            f"{what}: pass a tensor [batch, pos, d] of {LEAST} sequences or more, got {description}."
+        )
     if not bool(torch.isfinite(x).all()):
         raise NumericalError("the sequences have values that are not finite.")
     wide = x.detach().double()

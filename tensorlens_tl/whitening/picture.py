@@ -30,7 +30,9 @@ def picture(
     Raises:
         InvalidInputError: a table of something else, of one hook point, or of other hook points than the first.
     """
-    tables = {"": measures} | ({} if filtered is None else {", filtered": filtered})
+    tables = {"": measures}
+    if filtered is not None:
+        tables[", filtered"] = filtered
     for table_ in tables.values():
         missing = [column for columns in CURVES.values() for column in columns if column not in table_]
         if missing or len(table_) < 2 or list(table_.index) != list(measures.index):
@@ -38,18 +40,18 @@ def picture(
                 "picture: pass tables of whitening.measure for the same hook points, 2 or more"
                 + (f"; one has no column {missing[0]!r}." if missing else f", not {len(table_)}.")
             )
-    drawn = []
+    panels = []
     for heading, columns in CURVES.items():
-        lines = {column + of: found[column] for of, found in tables.items() for column in columns}
+        lines = {column + of: values_table[column] for of, values_table in tables.items() for column in columns}
         lines.pop("floor, filtered", None)
         values = np.stack([line.to_numpy() for line in lines.values()])
         depth = np.arange(len(measures), dtype=float)
         chart = curves(list(lines), depth, values, values, values, metric=heading, axis_name="hook point")
-        drawn.append(panel(heading, chart))
+        panels.append(panel(heading, chart))
     rows = [
         (f"{number}: {name}{of}", *(f"{value:.4g}" for value in row))
-        for of, found in tables.items()
-        for number, (name, *row) in enumerate(found.itertuples())
+        for of, values_table in tables.items()
+        for number, (name, *row) in enumerate(values_table.itertuples())
     ]
-    drawn.append(panel("Values", table(["hook point", *measures.columns], rows)))
-    return Picture(title, "".join(drawn))
+    panels.append(panel("Values", table(["hook point", *measures.columns], rows)))
+    return Picture(title, "".join(panels))

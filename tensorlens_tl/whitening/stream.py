@@ -59,8 +59,11 @@ def measure(
         raise InvalidInputError(
             f"filters: pass what stream_filters gave, hook point → filter, not {type(filters).__name__}."
         )
-    points = list(filters) if points is None and filters is not None else points
-    skip = whole_number("skip", (0 if filters is None else SETTLING) if skip is None else skip, 0)
+    if points is None and filters is not None:
+        points = list(filters)
+    if skip is None:
+        skip = 0 if filters is None else SETTLING
+    skip = whole_number("skip", skip, 0)
     rows = {}
     for name, x in activations(model, prompts, points).items():
         if filters is not None and name not in filters:
@@ -71,8 +74,11 @@ def measure(
                 f"measure: prompts of {x.shape[1]} tokens leave {int(varies[skip:].sum())} positions that differ "
                 f"between prompts, after the first {skip}; 3 are needed."
             )
-        x = (x if filters is None else filters[name](x))[:, skip:][:, varies[skip:]]
-        white, steady = whiteness(x, memory=memory), stationarity(x)
+        if filters is not None:
+            x = filters[name](x)
+        x = x[:, skip:][:, varies[skip:]]
+        white = whiteness(x, memory=memory)
+        steady = stationarity(x)
         rows[name] = {
             "whiteness": white.covariance,
             "of correlations": white.correlation,
@@ -98,8 +104,8 @@ def stream_filters(
     Raises:
         InvalidInputError: what `measure` and `estimate` refuse.
     """
-    found = activations(model, prompts, points)
-    return {name: estimate(x, reach=reach, ridge=ridge) for name, x in found.items()}
+    sequences = activations(model, prompts, points)
+    return {name: estimate(x, reach=reach, ridge=ridge) for name, x in sequences.items()}
 
 
 def activations(model: ModelLike, prompts: Any, points: Any = None) -> dict[str, Float[Tensor, "batch pos d"]]:
@@ -128,11 +134,11 @@ def activations(model: ModelLike, prompts: Any, points: Any = None) -> dict[str,
     with own_run(view.model), torch.no_grad():
         for start in range(0, len(prompt.tokens), AT_ONCE):
             part = prepare(view, prompt.tokens[start : start + AT_ONCE])
-            kept, _ = capture(view.model, part.kwargs, list(points))
-            for name, activation in kept.items():
+            cache, _ = capture(view.model, part.kwargs, list(points))
+            for name, activation in cache.items():
                 parts[name].append(activation.detach())
-    found = {name: torch.cat(parts[name]) for name in points}
-    for name, x in found.items():
+    sequences = {name: torch.cat(parts[name]) for name in points}
+    for name, x in sequences.items():
         if x.ndim != 3 or x.shape[:2] != prompt.tokens.shape:
             raise InvalidInputError(f"points: {name} is {tuple(x.shape)}, not one vector for each position.")
-    return found
+    return sequences

@@ -78,21 +78,22 @@ def edge_scores(
     if positions and method == "patching":
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
     steps = whole_number("steps", steps, least=1)
-    asked = pair_target(clean, corrupted, target, minus, direction, query, activation)
-    layout, midpoints = edge_layout(asked.stream), [(step + 0.5) / steps for step in range(steps)]
+    readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
+    layout = edge_layout(readout.stream)
+    midpoints = [(step + 0.5) / steps for step in range(steps)]
     if method == "patching":
-        scores = Replay(asked, clean, corrupted, layout.exists).patched(memory)
+        scores = Replay(readout, clean, corrupted, layout.exists).patched(memory)
     elif method in ("gradient", "integrated"):
         shares = [1.0] if method == "gradient" else midpoints
-        scores = Replay(asked, clean, corrupted, layout.exists).along_gradients(shares, positions)
+        scores = Replay(readout, clean, corrupted, layout.exists).along_gradients(shares, positions)
     else:
-        other = corrupted_stream(asked, corrupted, activation)
+        other = corrupted_stream(readout, corrupted, activation)
         if method == "frozen":
-            scores = _frozen(asked, other, layout, asked.stream.pull(asked.seed), positions)
+            scores = _frozen(readout, other, layout, readout.stream.pull(readout.seed), positions)
         else:
-            replay = Replay(asked, clean, corrupted, layout.exists)
+            replay = Replay(readout, clean, corrupted, layout.exists)
             responses = replay.gradients(midpoints)
-            scores = _frozen(asked, other, layout, pull_with_patterns(asked, responses), positions)
+            scores = _frozen(readout, other, layout, pull_with_patterns(readout, responses), positions)
             matching = [name.endswith((".q", ".k")) for name in layout.destinations]
             scores[:, :, matching] = replay.products(responses, positions)[:, :, matching]
     return EdgeScores(
@@ -100,11 +101,11 @@ def edge_scores(
         destinations=layout.destinations,
         scores=scores.sum(-1) if positions else scores,
         exists=layout.exists,
-        clean=asked.total[:, 0],
-        corrupted=number_of(asked, corrupted)[:, 0],
-        target=asked.label,
+        clean=readout.total[:, 0],
+        corrupted=number_of(readout, corrupted)[:, 0],
+        target=readout.label,
         method=method,
-        config=_config(asked),
+        config=_config(readout),
         by_position=scores if positions else None,
     )
 
@@ -139,8 +140,9 @@ def run_circuits(
             f"circuits={circuits!r}: pass one or a list of circuits, such as edge_scores().circuit(100)."
         )
     circuits = [circuits] if isinstance(circuits, Circuit) else list(circuits)
-    asked = pair_target(clean, corrupted, target, minus, direction, query)
-    layout, config = edge_layout(asked.stream), _config(asked)
+    readout = pair_target(clean, corrupted, target, minus, direction, query)
+    layout = edge_layout(readout.stream)
+    config = _config(readout)
     for number, circuit in enumerate(circuits):
         if not isinstance(circuit, Circuit):
             raise InvalidInputError(
@@ -151,13 +153,13 @@ def run_circuits(
             raise InvalidInputError(
                 f"circuits: number {number} is of another model: {len(circuit.sources)} sources, "
                 f"{len(circuit.destinations)} destinations, {circuit.config}, and "
-                f"{asked.stream.frozen.view.description} has {len(layout.sources)}, {len(layout.destinations)}, "
+                f"{readout.stream.frozen.view.description} has {len(layout.sources)}, {len(layout.destinations)}, "
                 f"{config}."
             )
     if not circuits:
         raise InvalidInputError("circuits: none given.")
-    kept = torch.stack([circuit.kept.to(asked.total.device) for circuit in circuits])
-    return Replay(asked, clean, corrupted, layout.exists).numbers(kept, memory)
+    clean_edges = torch.stack([circuit.kept.to(readout.total.device) for circuit in circuits])
+    return Replay(readout, clean, corrupted, layout.exists).numbers(clean_edges, memory)
 
 
 class EdgeLayout(NamedTuple):
@@ -169,15 +171,15 @@ class EdgeLayout(NamedTuple):
 
 
 def edge_layout(stream: Stream) -> EdgeLayout:
-    """The edges of a stream: from everything written before a step to whatever its sublayers read."""
-    sources, destinations, known = ["embed"], list[str](), list[int]()
+    """The edges of a stream: from everything written before a step to everything that its sublayers read."""
+    sources = ["embed"]
+    destinations = list[str]()
+    known = list[int]()
     for step in stream.steps:
         for sublayer in step.sublayers:
-            read_at = (
-                [f"{node}.{letter}" for letter in "qkv" for node in sublayer.nodes]
-                if sublayer.is_attention
-                else list(sublayer.nodes)
-            )
+            read_at = list(sublayer.nodes)
+            if sublayer.is_attention:
+                read_at = [f"{node}.{letter}" for letter in "qkv" for node in sublayer.nodes]
             destinations += read_at
             known += [len(sources)] * len(read_at)
         sources += step.nodes
@@ -187,7 +189,7 @@ def edge_layout(stream: Stream) -> EdgeLayout:
     return EdgeLayout(sources, destinations, before < torch.tensor(known, device=before.device))
 
 
-def pull_with_patterns(asked: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> Pulled:
+def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> Pulled:
     """The target pulled through the frozen model, joined by gradients of the live one where queries and keys are read.
 
     So a frozen pull also follows what acts through patterns, to the order that the gradients do.
@@ -196,32 +198,37 @@ def pull_with_patterns(asked: StreamTarget, responses: Float[Tensor, "destinatio
         asked: the target.
         responses: its gradient by what every destination reads; only those of queries and keys join.
     """
-    joining, first = dict[int, Tensor](), 0
-    for number, step in enumerate(asked.stream.steps):
+    joining = dict[int, Tensor]()
+    first = 0
+    for number, step in enumerate(readout.stream.steps):
         for sublayer in step.sublayers:
             heads = len(sublayer.nodes) if sublayer.is_attention else 0
             if heads:
                 joining[number] = responses[first : first + 2 * heads].sum(0)
             first += 3 * heads or len(sublayer.nodes)
-    return asked.stream.pull(asked.seed, joining=joining)
+    return readout.stream.pull(readout.seed, joining=joining)
 
 
 def _frozen(
-    asked: StreamTarget, other: Stream, layout: EdgeLayout, pulled: Pulled, positions: bool
+    readout: StreamTarget, other: Stream, layout: EdgeLayout, pulled: Pulled, positions: bool
 ) -> Float[Tensor, "batch source destination *pos"]:
     """Each source's difference, carried past the sublayers to every destination, and dotted with the target there."""
-    stream = asked.stream
+    stream = readout.stream
     batch, pos = stream.x[0].shape[:2]
-    scores = upcast(stream.x[0]).new_zeros(batch, *layout.exists.shape, *(pos,) * positions)
-    carried, first = (stream.x[0] - other.x[0])[None], 0
+    shape = (batch, *layout.exists.shape, pos) if positions else (batch, *layout.exists.shape)
+    scores = upcast(stream.x[0]).new_zeros(shape)
+    carried = (stream.x[0] - other.x[0])[None]
+    first = 0
     for number, step in enumerate(stream.steps):
         written = list[Tensor]()
         for sublayer, hidden, others in zip(step.sublayers, stream.hidden[number], other.hidden[number], strict=True):
-            met = sublayer.write.pull(pulled.sums[number])
-            parts, nodes = sublayer.split(met), len(sublayer.nodes)
-            asked_at = torch.cat([sublayer.read_of(node).pull(parts[..., node, :]) for node in range(nodes)])
-            first += 2 * nodes if sublayer.is_attention else 0  # queries and keys stay zero
-            scores[:, : len(carried), first : first + nodes] = edge_products(carried, asked_at, positions)
+            cotangent = sublayer.write.pull(pulled.sums[number])
+            parts = sublayer.split(cotangent)
+            nodes = len(sublayer.nodes)
+            read_cotangents = torch.cat([sublayer.read_of(node).pull(parts[..., node, :]) for node in range(nodes)])
+            if sublayer.is_attention:
+                first += 2 * nodes  # queries and keys stay zero
+            scores[:, : len(carried), first : first + nodes] = edge_products(carried, read_cotangents, positions)
             first += nodes
             written.append(sublayer.outputs(hidden - others))
         carried = step.outer.push(torch.cat([carried, *written]))
@@ -229,13 +236,13 @@ def _frozen(
     return scores
 
 
-def _config(asked: StreamTarget) -> dict[str, Any]:
+def _config(readout: StreamTarget) -> dict[str, Any]:
     """What the benchmark's files say of a model."""
-    frozen = asked.stream.frozen
-    heads = [len(part.nodes) for step in asked.stream.steps for part in step.sublayers if part.is_attention]
+    frozen = readout.stream.frozen
+    heads = [len(part.nodes) for step in readout.stream.steps for part in step.sublayers if part.is_attention]
     return {
         "n_layers": frozen.n_layers,
         "n_heads": max(heads, default=0),
-        "d_model": asked.stream.x[0].shape[-1],
+        "d_model": readout.stream.x[0].shape[-1],
         "parallel_attn_mlp": any(layout.parallel for layout in frozen.layouts),
     }

@@ -37,7 +37,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.compare.edges import edge_layout, pull_with_patterns
 from tensorlens_tl.circuits.compare.pairs import METHODS, corrupted_stream, number_of, pair_target
 from tensorlens_tl.circuits.compare.weights_forward import Replay
-from tensorlens_tl.circuits.effects import LiveTarget
+from tensorlens_tl.circuits.effects import LiveTarget, hidden_point
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
@@ -104,28 +104,29 @@ def patch_scores(
         if value not in known:
             raise InvalidInputError(f"{name}={value!r}; use one of {', '.join(map(repr, known))}.")
     steps = whole_number("steps", steps, least=1)
-    asked = pair_target(clean, corrupted, target, minus, direction, query, activation)
+    readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
     midpoints = [(step + 0.5) / steps for step in range(steps)]
     if method in ("frozen", "frozen+qk"):
         if method == "frozen":
-            pulled = asked.stream.pull(asked.seed)
+            pulled = readout.stream.pull(readout.seed)
         else:
-            replay = Replay(asked, clean, corrupted, edge_layout(asked.stream).exists)
-            pulled = pull_with_patterns(asked, replay.gradients(midpoints))
-        names, by_position = _along(pulled, asked.stream, corrupted_stream(asked, corrupted, activation), by)
+            replay = Replay(readout, clean, corrupted, edge_layout(readout.stream).exists)
+            pulled = pull_with_patterns(readout, replay.gradients(midpoints))
+        names, by_position = _along(pulled, readout.stream, corrupted_stream(readout, corrupted, activation), by)
         scores = by_position.sum(-1)
     else:
-        live = LiveTarget(asked, f"patch_scores(method={method!r})")
-        nodes = _Nodes(live, corrupted, list(_sites(asked, by)))
+        live = LiveTarget(readout, f"patch_scores(method={method!r})")
+        nodes = _Nodes(live, corrupted, list(_sites(readout, by)))
         names = [site.name for site in nodes.sites]
         if method == "patching":
-            scores, by_position = nodes.patched(memory), nodes.patched_at_positions(memory) if positions else None
+            scores = nodes.patched(memory)
+            by_position = nodes.patched_at_positions(memory) if positions else None
         else:
             by_position = nodes.along_gradients([1.0] if method == "gradient" else midpoints)
             scores = by_position.sum(-1)
     keys = by_position[:, None] if positions and by_position is not None else None
-    made = Terms(names=names, scores=scores[:, None], keys=keys, **asked.fields())
-    return replace(made, target=f"{asked.label}, clean − patched")
+    terms = Terms(names=names, scores=scores[:, None], keys=keys, **readout.fields())
+    return replace(terms, target=f"{readout.label}, clean − patched")
 
 
 # ------------------------------------------------------------------ frozen
@@ -133,7 +134,8 @@ def patch_scores(
 
 def _along(pulled: Pulled, stream: Stream, other: Stream, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
     """What differs between two streams at every node, dotted with the target pulled back to it."""
-    names, scores = ["embed"], [_at_positions(pulled.stream[0], stream.x[0] - other.x[0])]
+    names = ["embed"]
+    scores = [_at_positions(pulled.stream[0], stream.x[0] - other.x[0])]
     for number, step in enumerate(stream.steps):
         if by == "stream":
             if step.layer >= 0 and (not number or stream.steps[number - 1].layer != step.layer):
@@ -141,8 +143,8 @@ def _along(pulled: Pulled, stream: Stream, other: Stream, by: str) -> tuple[list
                 scores.append(_at_positions(pulled.stream[number], stream.x[number] - other.x[number]))
             continue
         for sublayer, hidden, others in zip(step.sublayers, stream.hidden[number], other.hidden[number], strict=True):
-            met = sublayer.write.pull(pulled.sums[number])[0]
-            product = upcast(met) * (hidden - others)
+            cotangent = sublayer.write.pull(pulled.sums[number])[0]
+            product = upcast(cotangent) * (hidden - others)
             if by == "component":
                 names.append(sublayer.name)
                 scores.append(product.sum(-1)[:, None])
@@ -155,8 +157,8 @@ def _along(pulled: Pulled, stream: Stream, other: Stream, by: str) -> tuple[list
     return names, torch.cat(scores, dim=1)
 
 
-def _at_positions(met: Float[Tensor, "1 batch pos d"], x: Tensor) -> Float[Tensor, "batch 1 pos"]:
-    return (upcast(met[0]) * x).sum(-1)[:, None]
+def _at_positions(cotangent: Float[Tensor, "1 batch pos d"], x: Tensor) -> Float[Tensor, "batch 1 pos"]:
+    return (upcast(cotangent[0]) * x).sum(-1)[:, None]
 
 
 # ------------------------------------------------------------------ live
@@ -171,18 +173,17 @@ class _Site(NamedTuple):
     parts: int = 1
 
 
-def _sites(asked: StreamTarget, by: str) -> Iterator[_Site]:
-    frozen = asked.stream.frozen
+def _sites(readout: StreamTarget, by: str) -> Iterator[_Site]:
+    frozen = readout.stream.frozen
     yield _Site("embed", frozen.stream_names(0)[0])
     if by == "stream":
         for layer in range(frozen.n_layers):
             yield _Site(f"L{layer}.stream", frozen.stream_names(layer)[0])
         return
-    for step in asked.stream.steps:
+    for step in readout.stream.steps:
         for sublayer in step.sublayers:
             at = frozen.points.blocks[sublayer.layer]
-            inside = at.z if sublayer.is_attention else None if sublayer.is_mixer else at.post
-            inside = None if sublayer.is_attention and at.attention is not None else inside
+            inside = hidden_point(sublayer, at)
             if inside is None:
                 raise UnsupportedModelError(
                     f"patch_scores: nothing inside {sublayer.name} of this {frozen.view.description} can be patched by "
@@ -205,20 +206,25 @@ class _Nodes:
     """The nodes of a live model, with their values for both prompts."""
 
     def __init__(self, live: LiveTarget, corrupted: PassLike, sites: list[_Site]) -> None:
-        self.live, self.asked, self.sites = live, live.asked, sites
-        self.frozen, self.corrupted = live.frozen, corrupted
+        self.live = live
+        self.readout = live.asked
+        self.sites = sites
+        self.frozen = live.frozen
+        self.corrupted = corrupted
         self.points = list(dict.fromkeys(site.point for site in sites))
         self.clean, _ = self._values(self.frozen)
         self.other, number = self._values(corrupted)
-        live.check_other(number, number_of(self.asked, corrupted))
+        live.check_other(number, number_of(self.readout, corrupted))
 
     def _values(self, frozen: Record) -> tuple[dict[str, Tensor], Float[Tensor, "batch query"]]:
         """What the live model has at every node for some prompts, and the number that it gives."""
-        read_at = self.asked.read_at
-        seen, _ = capture(frozen.model, frozen.inputs, list(dict.fromkeys([*self.points, read_at])))
-        read = seen[read_at]
-        number = self.asked.number(read[:, None] if read.ndim == 2 else read)
-        return {point: self._rows(seen[point]) for point in self.points}, number
+        read_at = self.readout.read_at
+        activations, _ = capture(frozen.model, frozen.inputs, list(dict.fromkeys([*self.points, read_at])))
+        vectors = activations[read_at]
+        if vectors.ndim == 2:
+            vectors = vectors[:, None]
+        number = self.readout.number(vectors)
+        return {point: self._rows(activations[point]) for point in self.points}, number
 
     def _rows(self, value: Tensor, copies: int = 1) -> Float[Tensor, "rows pos width"]:
         """Values with heads side by side; some classes flatten batch and position."""
@@ -242,7 +248,9 @@ class _Nodes:
 
     def _gradients(self, share: float) -> dict[str, Float[Tensor, "batch pos width"]]:
         """Gradients of the target at every point, with the first block's input on the way between the prompts."""
-        asked, frozen, start = self.asked, self.frozen, self.frozen.stream_names(0)[0]
+        readout = self.readout
+        frozen = self.frozen
+        start = self.frozen.stream_names(0)[0]
         added: dict[str, Tensor] = {}
 
         def add(live: Tensor, *, hook: Any, name: str) -> Tensor:
@@ -251,43 +259,49 @@ class _Nodes:
             return live + added[name]
 
         def see(live: Tensor, *, hook: Any) -> None:
-            added[asked.read_at] = live
+            added[readout.read_at] = live
 
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.lerp(self.corrupted.resid_pre(0), frozen.resid_pre(0), share).clone().requires_grad_(True)
             hooks: list[FwdHook] = [(start, in_this_thread(lambda live, *, hook: x))]
             hooks += [(name, in_this_thread(partial(add, name=name))) for name in self.points if name != start]
-            run(frozen.model, frozen.inputs, [*hooks, (asked.read_at, in_this_thread(see))])
-            own = added[asked.read_at]
-            number = asked.number(own[:, None] if own.ndim == 2 else own).sum()
-            made = torch.autograd.grad(number, [x if point == start else added[point] for point in self.points])
-        return {point: self._rows(gradient) for point, gradient in zip(self.points, made, strict=True)}
+            run(frozen.model, frozen.inputs, [*hooks, (readout.read_at, in_this_thread(see))])
+            vectors = added[readout.read_at]
+            if vectors.ndim == 2:
+                vectors = vectors[:, None]
+            number = readout.number(vectors).sum()
+            inputs = [x if point == start else added[point] for point in self.points]
+            gradients = torch.autograd.grad(number, inputs)
+        return {point: self._rows(gradient) for point, gradient in zip(self.points, gradients, strict=True)}
 
     def patched(self, memory: Memory) -> Float[Tensor, "batch node"]:
         """What the target loses with each node patched, at all its positions."""
-        return self._lost([(site, None) for site in self.sites], memory)
+        return self._losses([(site, None) for site in self.sites], memory)
 
     def patched_at_positions(self, memory: Memory) -> Float[Tensor, "batch node pos"]:
         """The same with each node patched at one position at a time."""
         pos = self.frozen.tokens.shape[1]
-        return self._lost([(site, at) for site in self.sites for at in range(pos)], memory).unflatten(1, (-1, pos))
+        return self._losses([(site, at) for site in self.sites for at in range(pos)], memory).unflatten(1, (-1, pos))
 
-    def _lost(self, changes: list[tuple[_Site, int | None]], memory: Memory) -> Float[Tensor, "batch change"]:
+    def _losses(self, changes: list[tuple[_Site, int | None]], memory: Memory) -> Float[Tensor, "batch change"]:
         def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
             return self._run([None if number is None else changes[number] for number in copies])
 
-        left = [numbers[..., 0].T for _, numbers in self.live.changed(len(changes), run, memory, "patches")]
-        return self.asked.total - torch.cat(left, dim=1)
+        remaining = [numbers[..., 0].T for _, numbers in self.live.changed(len(changes), run, memory, "patches")]
+        return self.readout.total - torch.cat(remaining, dim=1)
 
     def _run(self, changes: Sequence[tuple[_Site, int | None] | None]) -> Float[Tensor, "copy batch query"]:
         """The number in copies of the prompts, with one node of each patched, or none."""
-        copies, pos = len(changes), self.frozen.tokens.shape[1]
+        copies = len(changes)
+        pos = self.frozen.tokens.shape[1]
         hooks: list[FwdHook] = []
         patches = [(copy, *change) for copy, change in enumerate(changes) if change is not None]
         for point in dict.fromkeys(site.point for _, site, _ in patches):
-            there = [patch for patch in patches if patch[1].point == point]
-            put = torch.zeros(copies, pos, there[0][1].parts, dtype=torch.bool, device=self.frozen.tokens.device)
-            for copy, site, at in there:
+            point_patches = [patch for patch in patches if patch[1].point == point]
+            put = torch.zeros(
+                copies, pos, point_patches[0][1].parts, dtype=torch.bool, device=self.frozen.tokens.device
+            )
+            for copy, site, at in point_patches:
                 positions = slice(None) if at is None else at
                 part = slice(None) if site.part is None else site.part
                 put[copy, positions, part] = True
@@ -297,6 +311,6 @@ class _Nodes:
     def _put(self, live: Tensor, *, hook: Any, point: str, put: Bool[Tensor, "copy pos part"]) -> Tensor:
         """Corrupted values in the copies, positions and parts that are marked."""
         copies, _, parts = put.shape
-        own = self._rows(live, copies).unflatten(-1, (parts, -1)).unflatten(0, (copies, -1))
+        values = self._rows(live, copies).unflatten(-1, (parts, -1)).unflatten(0, (copies, -1))
         other = self.other[point].to(live).unflatten(-1, (parts, -1))
-        return torch.where(put[:, None, ..., None], other, own).reshape(live.shape)
+        return torch.where(put[:, None, ..., None], other, values).reshape(live.shape)

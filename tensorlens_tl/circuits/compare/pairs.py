@@ -48,7 +48,8 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
                 "different ones, so no node of one prompt stands for a node of the other. Ask about each prompt by "
                 "itself, with circuits.total_effects."
             )
-    prompts, others = len(clean.tokens), len(corrupted.tokens)
+    prompts = len(clean.tokens)
+    others = len(corrupted.tokens)
     if prompts != others:
         raise InvalidInputError(
             f"{prompts} clean prompts and {others} corrupted ones; freeze as many, each beside its own."
@@ -108,6 +109,6 @@ def corrupted_stream(asked: StreamTarget, corrupted: PassLike, activation: str =
     return Stream.of(corrupted, activation, final_norm=asked.stream.final_norm, to_tokens=of_tokens)
 
 
-def number_of(asked: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batch query"]:
+def number_of(readout: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batch query"]:
     """The same number of the corrupted prompt, before any final soft cap."""
-    return asked.number(corrupted.captured(asked.read_at))
+    return readout.number(corrupted.captured(readout.read_at))

@@ -1,4 +1,4 @@
-"""The live model run from its weights, with every edge in hand.
+"""The live model run from its weights, with every edge under control.
 
 Nothing is frozen here: norms, patterns and activations follow from what they read. The run is batched over circuits
 and differentiable, and what a head's queries, keys and values read are apart, for every head. No hook points are
@@ -30,13 +30,15 @@ from tensorlens_tl.models.parameters import MLPWeights, NormWeights, QueryKeyWei
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.frozen import PassLike
 
-Enter = Callable[[slice, Float[Tensor, "source row batch pos d"], Tensor], Float[Tensor, "destination row batch pos d"]]
-"""What some destinations read, given what all sources so far wrote and the biases so far."""
+InputRule = Callable[
+    [slice, Float[Tensor, "source row batch pos d"], Tensor], Float[Tensor, "destination row batch pos d"]
+]
+"""What a range of destinations reads, given the outputs of all sources so far and the sum of the biases so far."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """One block of the live model; its parts read vectors `[head, row, batch, pos, d_model]` and write such."""
+    """One block of the live model; its parts read and write vectors `[head, row, batch, pos, d_model]`."""
 
     heads: int
     parallel: bool
@@ -51,11 +53,17 @@ class _Block:
     mlp_norm: NormWeights | None
     mlp: MLPWeights | None
 
-    def attend(self, q_in: Tensor, k_in: Tensor, v_in: Tensor) -> Tensor:
+    @property
+    def destinations(self) -> int:
+        """How many destinations it has: queries, keys and values of each head, and the MLP."""
+        return 3 * self.heads + (0 if self.mlp is None else 1)
+
+    def head_outputs(self, q_in: Tensor, k_in: Tensor, v_in: Tensor) -> Tensor:
         """What each head writes, b_O apart."""
-        reading, weights = self.reading, self.weights
-        q = self._matched(q_in, weights.W_Q, weights.b_Q, reading.heads, weights.q_norm)
-        k = self._matched(k_in, weights.W_K, weights.b_K, reading.kv_heads, weights.k_norm)
+        reading = self.reading
+        weights = self.weights
+        q = self._queries_or_keys(q_in, weights.W_Q, weights.b_Q, reading.heads, weights.q_norm)
+        k = self._queries_or_keys(k_in, weights.W_K, weights.b_K, reading.kv_heads, weights.k_norm)
         scores = reading.scale * (q @ k.mT)
         if reading.soft_cap is not None:
             scores = reading.soft_cap * torch.tanh(scores / reading.soft_cap)
@@ -63,35 +71,47 @@ class _Block:
             scores = scores + reading.alibi[:, None, None]
         scores = scores.masked_fill(~self.allowed, -torch.inf)
         v = _by_head(_normed(self.norm, v_in), self.W_V)
-        v = v if self.b_V is None else v + self.b_V[:, None, None, None].to(v)
+        if self.b_V is not None:
+            v = v + self.b_V[:, None, None, None].to(v)
         z = torch.softmax(upcast(scores), dim=-1).to(v) @ v
         return _by_head(z, self.W_O)
 
-    def _matched(self, x: Tensor, W: Tensor, b: Tensor | None, kept: int, norm: NormWeights | None) -> Tensor:
+    def _queries_or_keys(
+        self, x: Tensor, W: Tensor, b: Tensor | None, n_heads: int, norm: NormWeights | None
+    ) -> Tensor:
         """Queries or keys of every head, after their own norm and rotation."""
-        each = self.heads // kept
-        W = rearrange(W, "d (h e) -> h d e", h=kept).repeat_interleave(each, dim=0)
-        made = _by_head(_normed(self.norm, x), W)
+        group = self.heads // n_heads
+        W = rearrange(W, "d (h e) -> h d e", h=n_heads).repeat_interleave(group, dim=0)
+        vectors = _by_head(_normed(self.norm, x), W)
         if b is not None:
-            made = made + rearrange(b, "(h e) -> h 1 1 1 e", h=kept).repeat_interleave(each, dim=0).to(made)
+            bias = rearrange(b, "(h e) -> h 1 1 1 e", h=n_heads).repeat_interleave(group, dim=0)
+            vectors = vectors + bias.to(vectors)
         if norm is not None:
-            made = _normed(replace(norm, epsilon=self.weights.epsilon), made)
+            vectors = _normed(replace(norm, epsilon=self.weights.epsilon), vectors)
         rotation = self.reading.rotation
-        return made if rotation is None else torch.einsum("hrbpe,pef->hrbpf", made, rotation)
+        if rotation is None:
+            return vectors
+        return torch.einsum("hrbpe,pef->hrbpf", vectors, rotation)
 
-    def think(self, x: Tensor) -> Tensor:
+    def mlp_output(self, x: Tensor) -> Tensor:
         """What the MLP writes, b_out apart."""
-        mlp, x = self.mlp, _normed(self.mlp_norm, x)
+        mlp = self.mlp
         assert mlp is not None
+        x = _normed(self.mlp_norm, x)
         linear = Linear(mlp.W_in, mlp.b_in)(x)
         if mlp.W_gate is None:
-            made = mlp.activation(linear)
+            hidden = mlp.activation(linear)
         else:
             gate = Linear(mlp.W_gate, mlp.b_gate)(x)
-            made = mlp.activation(gate) * (linear if mlp.linear_activation is None else mlp.linear_activation(linear))
-        made = made if mlp.b_post is None else made + mlp.b_post
-        made = made if mlp.post_factor is None else made * mlp.post_factor(made)
-        return Linear(mlp.W_out)(made)
+            hidden = mlp.activation(gate)
+            if mlp.linear_activation is not None:
+                linear = mlp.linear_activation(linear)
+            hidden = hidden * linear
+        if mlp.b_post is not None:
+            hidden = hidden + mlp.b_post
+        if mlp.post_factor is not None:
+            hidden = hidden * mlp.post_factor(hidden)
+        return Linear(mlp.W_out)(hidden)
 
 
 def _by_head(x: Float[Tensor, "head row batch pos d"], W: Float[Tensor, "head d e"]) -> Tensor:
@@ -104,26 +124,29 @@ class Replay:
     """The live model with every edge apart, beside what it does for the corrupted prompt.
 
     Args:
-        asked: what is asked about the clean prompt.
+        readout: the target of the clean prompt.
         clean, corrupted: the two passes.
         exists: which pairs are edges.
 
     Raises:
-        UnsupportedModelError: a block is not read so, or the run is not the model's own.
-        FrozenModelError: hooks on the model make it another one than that of the passes.
+        UnsupportedModelError: a block cannot be run from its weights, or the run does not reproduce the model.
+        FrozenModelError: hooks on the model make it differ from the model of the passes.
     """
 
     def __init__(
         self,
-        asked: StreamTarget,
+        readout: StreamTarget,
         clean: PassLike,
         corrupted: PassLike,
         exists: Bool[Tensor, "source destination"],
     ) -> None:
         refuse_hooks(clean, corrupted)
-        self.asked, self.frozen, self.corrupted, self.exists = asked, clean, corrupted, exists
+        self.readout = readout
+        self.frozen = clean
+        self.corrupted = corrupted
+        self.exists = exists
         view = clean.view
-        if view.mlm_head is not None or view.class_head is not None or asked.stream.steps[-1].outer.mixes:
+        if view.mlm_head is not None or view.class_head is not None or readout.stream.steps[-1].outer.mixes:
             raise _refusal(view, "a prediction head or a classifier's stands after its final norm")
         self.blocks = [_block(clean, corrupted, layer) for layer in range(view.n_layers)]
         self.final = None
@@ -131,30 +154,30 @@ class Replay:
             module = view.model.get_submodule(view.final_norm_name)
             self.final = replace(view.final_norm, epsilon=norm_epsilon(module, view.cfg))
         with torch.no_grad():
-            self.clean_written, _ = self._proved(clean)
-            self.other_written, self.other_read = self._proved(corrupted)
+            self.clean_written, _ = self._source_outputs(clean)
+            self.other_written, self.other_read = self._source_outputs(corrupted)
 
     # ------------------------------------------------------------------ questions
 
     @torch.no_grad()
     def numbers(
-        self, kept: Bool[Tensor, "circuit source destination"], memory: Memory
+        self, clean_edges: Bool[Tensor, "circuit source destination"], memory: Memory
     ) -> Float[Tensor, "circuit batch"]:
         """The target's number with only these edges clean."""
-        return self._numbers(len(kept), lambda rows: kept[rows.start : rows.stop], memory)
+        return self._numbers(len(clean_edges), lambda rows: clean_edges[rows.start : rows.stop], memory)
 
     def _numbers(
-        self, circuits: int, kept: Callable[[range], Bool[Tensor, "row source destination"]], memory: Memory
+        self, circuits: int, clean_edges: Callable[[range], Bool[Tensor, "row source destination"]], memory: Memory
     ) -> Float[Tensor, "circuit batch"]:
-        """The same, the edges of some circuits made when they are run."""
+        """The same for edges that are computed for a range of circuits only when those run."""
         x = self.frozen.resid_pre(0)
         widest = max(3 * block.heads for block in self.blocks) + 4 * len(self.exists)
         per_row = 2 * widest * x.numel() * x.element_size() + (1 + x.element_size()) * self.exists.numel()
-        made = [
-            self._walk(x.expand(len(rows), *x.shape), self._mixing(kept(rows).to(x)))
+        numbers = [
+            self._run(x.expand(len(rows), *x.shape), self._mixed_inputs(clean_edges(rows).to(x)))
             for rows in chunks(circuits, per_row, memory, "circuits")
         ]
-        return torch.cat(made)
+        return torch.cat(numbers)
 
     def patched(self, memory: Memory) -> Float[Tensor, "batch source destination"]:
         """What the target loses with each edge corrupted by itself."""
@@ -162,13 +185,13 @@ class Replay:
 
         def all_but_one(rows: range) -> Bool[Tensor, "row source destination"]:
             source, destination = edges[rows.start : rows.stop].T
-            kept = self.exists.repeat(len(rows), 1, 1)
-            kept[torch.arange(len(rows), device=kept.device), source, destination] = False
-            return kept
+            clean_edges = self.exists.repeat(len(rows), 1, 1)
+            clean_edges[torch.arange(len(rows), device=clean_edges.device), source, destination] = False
+            return clean_edges
 
-        lost = self.asked.total[:, 0] - self._numbers(len(edges), all_but_one, memory)
-        scores = lost.new_zeros(lost.shape[1], *self.exists.shape)
-        scores[:, self.exists] = lost.T
+        losses = self.readout.total[:, 0] - self._numbers(len(edges), all_but_one, memory)
+        scores = losses.new_zeros(losses.shape[1], *self.exists.shape)
+        scores[:, self.exists] = losses.T
         return scores
 
     def along_gradients(
@@ -178,14 +201,16 @@ class Replay:
         return self.products(self.gradients(shares), positions)
 
     def products(
-        self, met: Float[Tensor, "destination batch pos d"], positions: bool
+        self, cotangents: Float[Tensor, "destination batch pos d"], positions: bool
     ) -> Float[Tensor, "batch source destination *pos"]:
-        """What differs in each source's output, dotted with a vector at each destination that reads it.
+        """The difference of each source's output, dotted with a vector at each destination that reads it.
 
-        Summed over positions unless they are asked for.
+        The products are summed over positions unless `positions` is set.
         """
-        made = edge_products(self.clean_written - self.other_written, met, positions)
-        return made * (self.exists[..., None] if positions else self.exists)
+        scores = edge_products(self.clean_written - self.other_written, cotangents, positions)
+        if positions:
+            return scores * self.exists[..., None]
+        return scores * self.exists
 
     def gradients(self, shares: Sequence[float]) -> Float[Tensor, "destination batch pos d"]:
         """Gradients of the target by what every destination reads, averaged over these shares of the way."""
@@ -195,93 +220,115 @@ class Replay:
         return mean
 
     def _gradients(self, share: float) -> Float[Tensor, "destination batch pos d"]:
-        read: list[Tensor] = []
+        inputs: list[Tensor] = []
 
-        def enter(places: slice, written: Tensor, biases: Tensor) -> Tensor:
+        def recorded_inputs(destinations: slice, written: Tensor, biases: Tensor) -> Tensor:
             stream = written.sum(0) + biases
-            read.append(stream.expand(places.stop - places.start, *stream.shape))
-            return read[-1]
+            inputs.append(stream.expand(destinations.stop - destinations.start, *stream.shape))
+            return inputs[-1]
 
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.lerp(self.corrupted.resid_pre(0), self.frozen.resid_pre(0), share).clone().requires_grad_(True)
-            made = torch.autograd.grad(self._walk(x[None], enter).sum(), read)
-        return torch.cat([gradient[:, 0] for gradient in made])
+            gradients = torch.autograd.grad(self._run(x[None], recorded_inputs).sum(), inputs)
+        return torch.cat([gradient[:, 0] for gradient in gradients])
 
     # ------------------------------------------------------------------ runs
 
-    def _walk(self, x: Float[Tensor, "row batch pos d"], enter: Enter) -> Float[Tensor, "row batch"]:
-        """One run from the first block's input, every destination reading what `enter` says."""
-        written, biases, first = x[None], torch.zeros_like(x), 0
+    def _run(self, x: Float[Tensor, "row batch pos d"], inputs_of: InputRule) -> Float[Tensor, "row batch"]:
+        """The target's number of one run from the first block's input; `inputs_of` gives what destinations read."""
+        written = x[None]
+        biases = torch.zeros_like(x)
+        first = 0
         for block in self.blocks:
-            places = slice(first, first + 3 * block.heads)
-            heads = block.attend(*enter(places, written, biases).chunk(3))
-            before, plain = (written, biases), biases if block.b_O is None else biases + block.b_O
-            written, biases, first = torch.cat([written, heads]), plain, places.stop
+            heads = slice(first, first + 3 * block.heads)
+            head_outputs = block.head_outputs(*inputs_of(heads, written, biases).chunk(3))
+            first = heads.stop
+            mlp = slice(first, first + 1)
+            mlp_inputs = None
+            if block.mlp is not None and block.parallel:
+                mlp_inputs = inputs_of(mlp, written, biases)
+            written = torch.cat([written, head_outputs])
+            if block.b_O is not None:
+                biases = biases + block.b_O
             if block.mlp is None:
                 continue
-            mlp = block.think(enter(slice(first, first + 1), *(before if block.parallel else (written, biases))))
-            biases = biases if block.mlp.b_out is None else biases + block.mlp.b_out
-            written, first = torch.cat([written, mlp]), first + 1
-        return self.asked.number(_normed(self.final, enter(slice(first, first + 1), written, biases)[0]))[..., 0]
+            if mlp_inputs is None:
+                mlp_inputs = inputs_of(mlp, written, biases)
+            if block.mlp.b_out is not None:
+                biases = biases + block.mlp.b_out
+            written = torch.cat([written, block.mlp_output(mlp_inputs)])
+            first = mlp.stop
+        final = inputs_of(slice(first, first + 1), written, biases)[0]
+        return self.readout.number(_normed(self.final, final))[..., 0]
 
-    def _mixing(self, kept: Float[Tensor, "row source destination"]) -> Enter:
-        """What each destination reads where only some edges are clean: the corrupted stream, and what differs there."""
+    def _mixed_inputs(self, clean_edges: Float[Tensor, "row source destination"]) -> InputRule:
+        """Inputs where only some edges are clean: the corrupted stream plus the differences along those edges."""
 
-        def enter(places: slice, written: Tensor, biases: Tensor) -> Tensor:
+        def mixed_inputs(destinations: slice, written: Tensor, biases: Tensor) -> Tensor:
             difference = written - self.other_written[: len(written), None]
-            chosen = kept[:, : len(written), places]
-            return self.other_read[places.start] + torch.einsum("rst,srbpd->trbpd", chosen, difference)
+            edges = clean_edges[:, : len(written), destinations]
+            return self.other_read[destinations.start] + torch.einsum("rst,srbpd->trbpd", edges, difference)
 
-        return enter
+        return mixed_inputs
 
-    def _proved(self, frozen: PassLike) -> tuple[Float[Tensor, "source batch pos d"], dict[int, Tensor]]:
+    def _source_outputs(self, frozen: PassLike) -> tuple[Float[Tensor, "source batch pos d"], dict[int, Tensor]]:
         """What every source writes for a prompt, and the stream where it is read; proved against the model's own."""
         streams: dict[int, Tensor] = {}
         last: list[Tensor] = []
 
-        def enter(places: slice, written: Tensor, biases: Tensor) -> Tensor:
+        def recorded_streams(destinations: slice, written: Tensor, biases: Tensor) -> Tensor:
             last[:] = [written]
-            streams[places.start] = (written.sum(0) + biases)[0]
-            return streams[places.start].expand(places.stop - places.start, 1, *streams[places.start].shape)
+            stream = (written.sum(0) + biases)[0]
+            streams[destinations.start] = stream
+            return stream.expand(destinations.stop - destinations.start, 1, *stream.shape)
 
-        made, first = self._walk(frozen.resid_pre(0)[None], enter)[0], 0
-        for layer, block in enumerate([*self.blocks, None]):
+        numbers = self._run(frozen.resid_pre(0)[None], recorded_streams)[0]
+        first = 0
+        for layer in range(len(self.blocks) + 1):
             error = relative_error(streams[first], frozen.resid_pre(layer))
             if not error <= frozen.tolerance:
                 where = f"blocks.{layer - 1}, run from its weights, differs from the model's own by {error:.1e}"
                 raise _refusal(frozen.view, where)
-            first += 0 if block is None else 3 * block.heads + (block.mlp is not None)
-        own = self.asked.number(frozen.captured(self.asked.read_at))[:, 0]
-        size = float(own.abs().max().clamp_min(torch.finfo(own.dtype).tiny))
-        if not float((made - own).abs().max()) <= frozen.tolerance * max(size, 1.0):
+            if layer < len(self.blocks):
+                first += self.blocks[layer].destinations
+        expected = self.readout.number(frozen.captured(self.readout.read_at))[:, 0]
+        size = float(expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
+        if not float((numbers - expected).abs().max()) <= frozen.tolerance * max(size, 1.0):
             raise _refusal(frozen.view, "ln_final, run from its weights, differs from the model's own")
         return last[0][:, 0], streams
 
 
 def edge_products(
-    written: Float[Tensor, "source batch pos d"], met: Float[Tensor, "destination batch pos d"], positions: bool
+    written: Float[Tensor, "source batch pos d"], cotangents: Float[Tensor, "destination batch pos d"], positions: bool
 ) -> Float[Tensor, "batch source destination *pos"]:
-    """What every source wrote dotted with what meets it at every destination, by position or summed over them."""
-    return torch.einsum("sbpd,tbpd->bstp" if positions else "sbpd,tbpd->bst", upcast(written), upcast(met))
+    """What every source wrote, dotted with a vector at every destination, by position or summed over positions."""
+    equation = "sbpd,tbpd->bstp" if positions else "sbpd,tbpd->bst"
+    return torch.einsum(equation, upcast(written), upcast(cotangents))
 
 
 def _normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
     """A norm as the live model computes it."""
     if norm is None:
         return x
-    scale = norm.scale_of(x)
-    made = (x - x.mean(-1, keepdim=True) if norm.centre else x) / scale.to(x)
-    made = made if norm.gain is None else made * norm.gain
-    made = made if norm.shift is None else made + norm.shift
-    return made.to(x)  # gains may be in float32 beside half precision
+    centred = x - x.mean(-1, keepdim=True) if norm.centre else x
+    y = centred / norm.scale_of(x).to(x)
+    if norm.gain is not None:
+        y = y * norm.gain
+    if norm.shift is not None:
+        y = y + norm.shift
+    return y.to(x)  # gains may be in float32 beside half precision
 
 
 def _block(clean: PassLike, corrupted: PassLike, layer: int) -> _Block:
-    block, layout, points = clean.view.blocks[layer], clean.layouts[layer], clean.points.blocks[layer]
-    attention, mlp = block.attention, block.dense_mlp  # both refuse what is neither
+    block = clean.view.blocks[layer]
+    layout = clean.layouts[layer]
+    points = clean.points.blocks[layer]
+    attention = block.attention
+    mlp = block.dense_mlp  # both refuse what is neither
+    sublayers = (layout.attn, layout.mlp) if block.has_mlp else (layout.attn,)
     odd = {
         f"its {layout.name} layout has norms between what a part writes and the stream": any(
-            place.after or place.outer for place in (layout.attn, layout.mlp)[: 1 + block.has_mlp]
+            place.after or place.outer for place in sublayers
         ),
         "its attention has a gate, a norm or a latent inside": not attention.hooked,
         "whitening stands before it": block.whitening is not None,
@@ -291,13 +338,14 @@ def _block(clean: PassLike, corrupted: PassLike, layer: int) -> _Block:
         )
         == "shortformer",
     }
-    for why, found in odd.items():
-        if found:
+    for why, is_so in odd.items():
+        if is_so:
             raise _refusal(clean.view, f"blocks.{layer}: {why}")
     patterns = torch.stack([frozen.pattern(layer) for frozen in (clean, corrupted)])
     if float((patterns.sum(-1) - 1).abs().max()) > clean.tolerance:
         raise _refusal(clean.view, f"blocks.{layer}: its attention has sinks, which take a share of every row")
-    heads, kv = attention.heads, attention.kv_heads
+    heads = attention.heads
+    kv = attention.kv_heads
     weights = block.query_key
     for norm in (weights.q_norm, weights.k_norm):
         if norm is not None and norm.gain is not None and norm.gain.numel() != weights.W_Q.shape[1] // heads:
@@ -333,9 +381,9 @@ def _allowed(
 ) -> Bool[Tensor, "query key"]:
     """The keys that a query may attend to, the same for every head and, without padding, for every prompt.
 
-    A probability of zero need not be a mask's: it may have underflowed, and a circuit may attend there again. So the
-    mask is the structure, causal or everything, where some head has a probability in each of its cells. Where none
-    has (a local window, or underflow in every head), the model's scores say which: a mask leaves -inf or the dtype's
+    A probability of zero does not prove a mask: it may have underflowed, and a circuit may attend there again. So the
+    mask is the full structure (causal, or all pairs) if some head has a probability above zero in each of its cells.
+    Otherwise (a local window, or underflow in every head) the model's scores decide: a mask leaves -inf or the dtype's
     lowest number there.
 
     Raises:
@@ -343,7 +391,8 @@ def _allowed(
     """
     weighted = (patterns > 0).flatten(0, 2).any(0)
     structure = torch.ones_like(weighted)
-    structure = structure.tril() if frozen.causal else structure
+    if frozen.causal:
+        structure = structure.tril()
     if bool((weighted & ~structure).any()):
         raise _refusal(frozen.view, f"blocks.{layer}: it attends to later tokens for the corrupted prompt only")
     if torch.equal(weighted, structure):
@@ -351,10 +400,10 @@ def _allowed(
     pattern = frozen.points.blocks[layer].pattern
     assert pattern is not None
     name = pattern.replace("hook_pattern", "hook_attn_scores")
-    kept, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=[name])
-    seen = kept.get(name)
-    if seen is not None and seen.shape == patterns.shape[1:]:
-        allowed = (seen > torch.finfo(seen.dtype).min / 2).flatten(0, 1).any(0).to(weighted.device)
+    activations, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=[name])
+    scores = activations.get(name)
+    if scores is not None and scores.shape == patterns.shape[1:]:
+        allowed = (scores > torch.finfo(scores.dtype).min / 2).flatten(0, 1).any(0).to(weighted.device)
         if not bool((allowed & ~structure | weighted & ~allowed).any()):
             return allowed
     raise _refusal(

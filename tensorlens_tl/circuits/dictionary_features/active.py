@@ -97,10 +97,10 @@ class Features:
         Raises:
             InvalidInputError: no such feature.
         """
-        found = self.values.new_zeros(self.frozen.tokens.shape)
+        values = self.values.new_zeros(self.frozen.tokens.shape)
         here = self.index[:, 2] == self.checked(feature)
-        found[self.index[here, 0], self.index[here, 1]] = self.values[here]
-        return found
+        values[self.index[here, 0], self.index[here, 1]] = self.values[here]
+        return values
 
     def checked(self, feature: Any) -> int:
         """A feature's number, which may be passed as its name, ``"F12"``.
@@ -198,19 +198,20 @@ def features(
             raise InvalidInputError(f"features: hook_out={hook_out!r} comes before hook={hook!r}.")
     mask = frozen.mask
     read = read.fitting(reads.x[mask])
-    made = read.encode(reads.x[mask], frozen.tolerance)
-    if not bool(torch.isfinite(made.values).all() and torch.isfinite(made.decoded).all()):
+    encoding = read.encode(reads.x[mask], frozen.tolerance)
+    if not bool(torch.isfinite(encoding.values).all() and torch.isfinite(encoding.decoded).all()):
         raise NumericalError(f"features: {read.name} overflows; use a wider dtype for model and dictionary.")
     reconstruction = torch.zeros_like(writes.x)
-    reconstruction[mask] = made.decoded
-    tokens = mask.nonzero()[made.where[:, 0]]
-    index = torch.cat([tokens, made.where[:, 1:]], dim=1)
-    return Features(frozen, read, hook, hook_out or hook, reads, writes, index, made.values, reconstruction)
+    reconstruction[mask] = encoding.decoded
+    tokens = mask.nonzero()[encoding.where[:, 0]]
+    index = torch.cat([tokens, encoding.where[:, 1:]], dim=1)
+    return Features(frozen, read, hook, hook_out or hook, reads, writes, index, encoding.values, reconstruction)
 
 
 def _check_fit(frozen: Record, read: DictionaryWeights, hook: str, any_model: bool) -> None:
     """Refuse a dictionary of another width, dtype, device or model."""
-    x, weight = frozen.resid_pre(0), read.W_enc
+    x = frozen.resid_pre(0)
+    weight = read.W_enc
     width = x.shape[-1]
     for name, of in (("reads", read.W_enc.shape[0]), ("writes", read.W_dec.shape[1])):
         if of != width:
@@ -223,12 +224,12 @@ def _check_fit(frozen: Record, read: DictionaryWeights, hook: str, any_model: bo
             f"dictionary: this {read.name} is {weight.dtype} on {weight.device}, the model's stream {x.dtype} on "
             f"{x.device}. Convert one of them, such as dictionary.to({x.dtype})."
         )
-    own = str(getattr(frozen.view.cfg, "model_name", "custom"))
-    if read.model_name is None or any_model or own in ("custom", "external", "native"):
+    model_name = str(getattr(frozen.view.cfg, "model_name", "custom"))
+    if read.model_name is None or any_model or model_name in ("custom", "external", "native"):
         return
-    if _plain_name(str(read.model_name)) != _plain_name(own):
+    if _plain_name(str(read.model_name)) != _plain_name(model_name):
         raise InvalidInputError(
-            f"dictionary: this {read.name} was trained on {read.model_name!r}, and this model is {own!r}. Pass "
+            f"dictionary: this {read.name} was trained on {read.model_name!r}, and this model is {model_name!r}. Pass "
             "any_model=True if the two belong together."
         )
 
@@ -238,10 +239,10 @@ def _check_place(frozen: Record, read: DictionaryWeights, hook: str, reads: Read
     if read.hook is None or read.hook == hook:
         return
     try:
-        own = read_at(frozen, str(read.hook), mlp=read.transcodes)
+        expected = read_at(frozen, str(read.hook), mlp=read.transcodes)
     except InvalidInputError:  # a name of another class of models
         return
-    if own.place != reads.place:
+    if expected.place != reads.place:
         raise InvalidInputError(
             f"hook={hook!r}: this {read.name} says that it belongs at {read.hook!r}. Leave hook out, or pass "
             "any_model=True to read it elsewhere."

@@ -73,29 +73,34 @@ def feature_attribution(
         InvalidInputError: no such feature, query or `by`.
         FrozenModelError: the weights were changed since the pass.
     """
-    frozen, number = _checked(found).frozen, found.checked(feature)
+    frozen = _checked(found).frozen
+    number = found.checked(feature)
     if by not in ("token", *DIRECT):
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(('token', *DIRECT))}.")
-    rule, positions = check_rule(activation), query_positions(frozen.prompt, query)
+    rule = check_rule(activation)
+    positions = query_positions(frozen.prompt, query)
     frozen.check_fresh()
     numbers = torch.full((positions.shape[1],), number, device=positions.device)
-    asked = _ask_features(found, numbers, positions.T)
+    readouts = _pre_activations(found, numbers, positions.T)
     label = f"pre-activation of F{number} at {found.hook}"
     if by != "token":
         stream = stream_to(frozen, found.reads.place, rule)
-        return direct_effects(asked.of_stream(stream, found.hook, label), by, memory)
+        return direct_effects(readouts.of_stream(stream, found.hook, label), by, memory)
     through = _chain(maps_between(frozen, Place(0, 0), found.reads.place, rule))
     x = frozen.resid_pre(0)
-    scores, bias = x.new_zeros(*positions.shape, x.shape[1]), x.new_zeros(positions.shape)
-    scores, bias = upcast(scores), upcast(bias)
-    for rows in chunks(len(asked.vectors), frozen.row_bytes, memory, "queries"):
-        part, terms = asked.part(rows), BiasTerms()
+    scores = x.new_zeros(*positions.shape, x.shape[1])
+    bias = x.new_zeros(positions.shape)
+    scores = upcast(scores)
+    bias = upcast(bias)
+    for rows in chunks(len(readouts.vectors), frozen.row_bytes, memory, "queries"):
+        part = readouts.part(rows)
+        terms = BiasTerms()
         pulled = _pulled(frozen, through, part, terms)
         scores[:, rows.start : rows.stop] = (upcast(pulled) * x).sum(-1).transpose(0, 1)
         bias[:, rows.start : rows.stop] = (in_total(terms, part.constant) + part.constant).T
     options = {"feature": number, "hook": found.hook, "query": query, "activation": activation}
     return Attribution.of(
-        frozen, scores * frozen.mask[:, None], method="tensorlens", query=query, bias=bias, total=asked.total.T,
+        frozen, scores * frozen.mask[:, None], method="tensorlens", query=query, bias=bias, total=readouts.total.T,
         additive=True, target=label, options=options,
     )  # fmt: skip
 
@@ -129,26 +134,27 @@ def feature_effects(
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
         FrozenModelError: the weights were changed since the pass.
     """
-    frozen, rule = _checked(found).frozen, check_rule(activation)
+    frozen = _checked(found).frozen
+    rule = check_rule(activation)
     positions = query_positions(frozen.prompt, query)
     resolved = resolve_target(frozen, target, minus, direction, positions)
     frozen.check_fresh()
-    own = frozen.unembedded() if resolved.of_tokens else frozen.output
-    own = upcast(torch.take_along_dim(own, positions[..., None], dim=1))
-    total = (own * resolved.vectors).sum(-1) + resolved.constant
-    asked = _Asked(resolved.vectors.transpose(0, 1), resolved.constant.T, total.T, positions.T).at_real(frozen)
+    output = frozen.unembedded() if resolved.of_tokens else frozen.output
+    output = upcast(torch.take_along_dim(output, positions[..., None], dim=1))
+    total = (output * resolved.vectors).sum(-1) + resolved.constant
+    readouts = _Readouts(resolved.vectors.transpose(0, 1), resolved.constant.T, total.T, positions.T).at_real(frozen)
     ends: Iterable[AffineMap | None] = (
         frozen.final_map(),
         frozen.prediction_head(rule) if resolved.of_tokens else None,
     )
     stages = maps_between(frozen, found.writes.place, Place(frozen.n_layers, 0), rule)
-    names, scores = _effects(found, _chain([*stages, *(end for end in ends if end is not None)]), asked, by, memory)
+    names, scores = _effects(found, _chain([*stages, *(end for end in ends if end is not None)]), readouts, by, memory)
     terms = Terms(
         names=names,
         scores=scores.transpose(0, 1),
-        remainder=torch.zeros_like(asked.total.T),
+        remainder=torch.zeros_like(readouts.total.T),
         soft_cap=frozen.view.soft_cap if resolved.of_tokens else None,
-        **asked.fields(frozen, resolved.label),
+        **readouts.fields(frozen, resolved.label),
     )
     return frozen.checked(terms)
 
@@ -179,7 +185,8 @@ def feature_edges(
         InvalidInputError: no such feature, query or `by`; features of two passes, or in the wrong order.
         FrozenModelError: the weights were changed since the pass.
     """
-    frozen, rule = _checked(early).frozen, check_rule(activation)
+    frozen = _checked(early).frozen
+    rule = check_rule(activation)
     if _checked(late).frozen is not frozen:
         raise InvalidInputError("feature_edges: early and late are of two passes; make both from the same frozen pass.")
     if late.reads.place < early.writes.place:
@@ -190,23 +197,23 @@ def feature_edges(
     positions = query_positions(frozen.prompt, query)
     frozen.check_fresh()
     columns, numbers = _late_features(late, features, positions)
-    asked = _ask_features(late, numbers, positions.T[columns])
+    readouts = _pre_activations(late, numbers, positions.T[columns])
     through = _chain(maps_between(frozen, early.writes.place, late.reads.place, rule))
-    names, scores = _effects(early, through, asked, by, memory)
+    names, scores = _effects(early, through, readouts, by, memory)
     return FeatureEdges(
         names=names,
         scores=scores.transpose(0, 1),
-        remainder=torch.zeros_like(asked.total.T),
+        remainder=torch.zeros_like(readouts.total.T),
         features=numbers.tolist(),
-        **asked.fields(frozen, f"pre-activations at {late.hook}"),
+        **readouts.fields(frozen, f"pre-activations at {late.hook}"),
     )
 
 
 # ---------------------------------------------------------------------- inside
 
 
-class _Asked(NamedTuple):
-    """Numbers that are asked about: ``vector · stream + constant`` at a position of each prompt, a row for each.
+class _Readouts(NamedTuple):
+    """Linear readouts of the stream, ``vector · stream + constant`` at a position of each prompt, one per row.
 
     Attributes:
         vectors: `[row, batch, d]`.
@@ -219,15 +226,15 @@ class _Asked(NamedTuple):
     total: Float[Tensor, "row batch"]
     positions: Int[Tensor, "row batch"]
 
-    def at_real(self, frozen: Record) -> "_Asked":
-        """The same, and nothing asked at padding."""
+    def at_real(self, frozen: Record) -> "_Readouts":
+        """The same, with zeros at padding."""
         real = torch.take_along_dim(frozen.mask, self.positions.T, dim=1).T
         return self._replace(
             vectors=self.vectors * real[..., None], constant=upcast(self.constant) * real, total=self.total * real
         )
 
-    def part(self, rows: range) -> "_Asked":
-        return _Asked(*(column[rows.start : rows.stop] for column in self))
+    def part(self, rows: range) -> "_Readouts":
+        return _Readouts(*(column[rows.start : rows.stop] for column in self))
 
     def fields(self, frozen: Record, label: str) -> dict[str, Any]:
         """What a result says about them."""
@@ -240,79 +247,87 @@ class _Asked(NamedTuple):
         }
 
     def of_stream(self, stream: Any, hook: str, label: str) -> StreamTarget:
-        """The same as direct effects are asked."""
+        """The same as a target of direct effects."""
         return StreamTarget.at(
             stream, hook, self.vectors.transpose(0, 1), self.constant.T, self.total.T, self.positions.T, label, "b_enc"
         )
 
 
-def _checked(found: Any) -> Features:
-    if not isinstance(found, Features):
+def _checked(features: Any) -> Features:
+    if not isinstance(features, Features):
         raise InvalidInputError(
-            f"features are needed, got {type(found).__name__}: make them with circuits.features(frozen, dictionary)."
+            f"features are needed, got {type(features).__name__}: make them with circuits.features(frozen, dictionary)."
         )
-    return found
+    return features
 
 
 def _chain(stages: list[AffineMap]) -> AffineMap:
     return Chain(tuple(stages)) if stages else Identity()
 
 
-def _ask_features(found: Features, features: Int[Tensor, "row"], positions: Int[Tensor, "row batch"]) -> _Asked:
-    """Pre-activations as what is asked about the stream that the dictionary reads."""
-    rows = found.dictionary.W_enc.T[features]
-    vectors = rows[:, None].expand(-1, len(found.frozen.tokens), -1)
-    reader = found.reader if isinstance(found.reader, Identity) else found.reader.at(RowPositions(positions))
+def _pre_activations(features: Features, numbers: Int[Tensor, "row"], positions: Int[Tensor, "row batch"]) -> _Readouts:
+    """Pre-activations as readouts of the stream that the dictionary reads."""
+    rows = features.dictionary.W_enc.T[numbers]
+    vectors = rows[:, None].expand(-1, len(features.frozen.tokens), -1)
+    reader = features.reader
+    if not isinstance(reader, Identity):
+        reader = reader.at(RowPositions(positions))
     pulled, bias = reader.pull_with_bias(vectors[:, :, None])
-    constant = bias + found.dictionary.b_enc[features, None]
-    return _Asked(pulled[:, :, 0], constant, found.pre_activation(features, positions), positions).at_real(found.frozen)
+    constant = bias + features.dictionary.b_enc[numbers, None]
+    return _Readouts(pulled[:, :, 0], constant, features.pre_activation(numbers, positions), positions).at_real(
+        features.frozen
+    )
 
 
 def _late_features(late: Features, features: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Which query and which feature each row is about."""
     queries = range(positions.shape[1])
     if features is not None:
-        given = plain(features)
-        given = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-        numbers = [late.checked(feature) for feature in given]
+        values = plain(features)
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            values = [values]
+        numbers = [late.checked(feature) for feature in values]
         if not numbers:
             raise InvalidInputError("features=[]: name at least one, or leave it out for those that are active.")
-        wanted = [(query, number) for query in queries for number in numbers]
+        pairs = [(query, number) for query in queries for number in numbers]
     else:
         at = positions[late.index[:, 0]] == late.index[:, 1, None]
-        wanted = [(query, int(number)) for query in queries for number in late.index[at[:, query], 2].unique()]
-        if not wanted:
+        pairs = [(query, int(number)) for query in queries for number in late.index[at[:, query], 2].unique()]
+        if not pairs:
             raise InvalidInputError("features: none is active there; name some, or ask about another query.")
-    columns, numbers = torch.tensor(wanted, device=positions.device).T
+    columns, numbers = torch.tensor(pairs, device=positions.device).T
     return columns, numbers
 
 
 def _pulled(
-    frozen: Record, through: AffineMap, asked: _Asked, biases: BiasTerms
+    frozen: Record, through: AffineMap, readouts: _Readouts, biases: BiasTerms
 ) -> Float[Tensor, "row batch pos d_model"]:
     """Vectors at their positions, pulled to every position of an earlier stream."""
     length = frozen.tokens.shape[1]
-    where = RowPositions(asked.positions)
-    vectors = asked.vectors.to(frozen.resid_pre(0).dtype)
+    where = RowPositions(readouts.positions)
+    vectors = readouts.vectors.to(frozen.resid_pre(0).dtype)
     pulled = through.pull_between(vectors, where, None, length, causal=frozen.causal, biases=biases)
     return pad(pulled, (0, 0, 0, length - pulled.shape[2]))
 
 
 def _effects(
-    found: Features, through: AffineMap, asked: _Asked, by: str, memory: Memory
+    features: Features, through: AffineMap, readouts: _Readouts, by: str, memory: Memory
 ) -> tuple[list[str], Float[Tensor, "row batch term"]]:
-    """Everything that adds to what is asked, `through` leading to it from where the features are written."""
+    """Everything that adds to the readouts, which `through` reads from where the features are written."""
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
-    frozen, writes = found.frozen, found.writes
-    through = through if isinstance(writes.outer, Identity) else Chain((writes.outer, through))
-    parts = _Parts.of(found, by)
-    per_row = frozen.row_bytes + found.values.element_size() * (
-        len(parts.names) * len(frozen.tokens) + len(found.values)
+    frozen = features.frozen
+    writes = features.writes
+    if not isinstance(writes.outer, Identity):
+        through = Chain((writes.outer, through))
+    parts = _Parts.of(features, by)
+    per_row = frozen.row_bytes + features.values.element_size() * (
+        len(parts.names) * len(frozen.tokens) + len(features.values)
     )
     scores = []
-    for rows in chunks(len(asked.vectors), per_row, memory, "rows"):
-        part, terms = asked.part(rows), BiasTerms()
+    for rows in chunks(len(readouts.vectors), per_row, memory, "rows"):
+        part = readouts.part(rows)
+        terms = BiasTerms()
         g = _pulled(frozen, through, part, terms)
         columns = [parts.scores(writes.after.pull(g))]
         if writes.beside is not None:
@@ -331,28 +346,29 @@ class _Parts(NamedTuple):
         others: vectors for the whole prompt by name, error first, `[batch, pos, d_out]` each.
     """
 
-    found: Features
+    features: Features
     names: list[str]
     column: Int[Tensor, "active"]
-    features: int
+    n_terms: int
     by_token: list[int]
     others: dict[str, Tensor]
 
     @classmethod
-    def of(cls, found: Features, by: str) -> "_Parts":
-        _, position, feature = found.index.T
-        pos, count = found.frozen.tokens.shape[1], found.dictionary.features
+    def of(cls, features: Features, by: str) -> "_Parts":
+        _, position, feature = features.index.T
+        pos = features.frozen.tokens.shape[1]
+        count = features.dictionary.features
         key = feature if by == "feature" else position * count + feature
-        kept, column = key.unique(return_inverse=True)
-        names = [f"F{k}" if by == "feature" else f"F{k % count}@{k // count}" for k in kept.tolist()]
-        tokens = [] if by == "feature" else [at for at in range(pos) if bool(found.frozen.mask[:, at].any())]
-        mask = found.frozen.mask[..., None]
-        b_dec = found.dictionary.b_dec.expand_as(found.error)
-        scaled = b_dec if found.writer is None else found.writer(b_dec)
-        beside = found.dictionary.beside(found.reads.x)
-        others = {"error": found.error} | {name: x * mask for name, x in ({"b_dec": scaled} | beside).items()}
+        unique_keys, column = key.unique(return_inverse=True)
+        names = [f"F{k}" if by == "feature" else f"F{k % count}@{k // count}" for k in unique_keys.tolist()]
+        tokens = [] if by == "feature" else [at for at in range(pos) if bool(features.frozen.mask[:, at].any())]
+        mask = features.frozen.mask[..., None]
+        b_dec = features.dictionary.b_dec.expand_as(features.error)
+        scaled = b_dec if features.writer is None else features.writer(b_dec)
+        beside = features.dictionary.beside(features.reads.x)
+        others = {"error": features.error} | {name: x * mask for name, x in ({"b_dec": scaled} | beside).items()}
         errors = [f"error@{at}" for at in tokens] if tokens else ["error"]
-        return cls(found, [*names, *errors, *list(others)[1:]], column, len(names), tokens, others)
+        return cls(features, [*names, *errors, *list(others)[1:]], column, len(names), tokens, others)
 
     def scores(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row batch term"]:
         """Each part's inner product with vectors pulled to the dictionary's output."""
@@ -362,14 +378,18 @@ class _Parts(NamedTuple):
         return torch.cat([self._of_features(g), error, *(part.sum(-1)[..., None] for part in at.values())], dim=-1)
 
     def _of_features(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row batch term"]:
-        found, (rows, batch) = self.found, g.shape[:2]
-        g = g if found.writer is None else found.writer.pull(g)
-        made = upcast(g[:0]).new_zeros(rows, batch * self.features)
-        column = found.index[:, 0] * self.features + self.column
-        per_one = (rows + 2) * g.shape[-1] * made.element_size()
-        for some in chunks(len(found.values), per_one, None, "features"):
+        features = self.features
+        rows, batch = g.shape[:2]
+        if features.writer is not None:
+            g = features.writer.pull(g)
+        scores = upcast(g[:0]).new_zeros(rows, batch * self.n_terms)
+        column = features.index[:, 0] * self.n_terms + self.column
+        per_one = (rows + 2) * g.shape[-1] * scores.element_size()
+        for some in chunks(len(features.values), per_one, None, "features"):
             part = slice(some.start, some.stop)
-            prompt, position, feature = found.index[part].T
-            met = torch.einsum("rad,ad->ra", upcast(g[:, prompt, position]), upcast(found.dictionary.W_dec[feature]))
-            made.index_add_(1, column[part], met * found.values[part])
-        return made.reshape(rows, batch, self.features)
+            prompt, position, feature = features.index[part].T
+            gains = torch.einsum(
+                "rad,ad->ra", upcast(g[:, prompt, position]), upcast(features.dictionary.W_dec[feature])
+            )
+            scores.index_add_(1, column[part], gains * features.values[part])
+        return scores.reshape(rows, batch, self.n_terms)

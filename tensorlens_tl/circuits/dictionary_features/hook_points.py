@@ -72,12 +72,13 @@ class WriteAt:
 
 def maps_between(frozen: Record, start: Place, stop: Place, rule: Rule) -> list[AffineMap]:
     """What the stream goes through from one place to another, which does not come before it."""
-    found: list[AffineMap] = []
+    maps: list[AffineMap] = []
     for layer in range(start.layer, min(stop.layer + 1, frozen.n_layers)):
         steps = block_steps(frozen, layer, rule)
         last = stop.step if layer == stop.layer else len(steps)
-        found += [step.map for step in steps[start.step if layer == start.layer else 0 : last]]
-    return found
+        first = start.step if layer == start.layer else 0
+        maps += [step.map for step in steps[first:last]]
+    return maps
 
 
 def stream_to(frozen: Record, place: Place, rule: Rule) -> Stream:
@@ -99,18 +100,20 @@ def read_at(frozen: Record, hook: str, *, mlp: bool) -> ReadAt:
     """
     layer, x = _held(frozen, hook, mlp)
     stream = _block(frozen, layer)
-    found = [(place, Identity(), at) for place, at in _places(frozen, stream)]
+    candidates = [(place, Identity(), at) for place, at in _places(frozen, stream)]
     if mlp:
         for number, step in enumerate(stream.steps):
             norm = next((s.read.stages[0] for s in _mlps(step)), None)
             if isinstance(norm, Norm):
                 plain = replace(norm, gain=None, shift=None)
-                place, at = Place(layer, number), stream.x[number]
-                found += [(place, norm, norm(at)), (place, plain, plain(at))]
-    for place, through, at in found:
+                place = Place(layer, number)
+                at = stream.x[number]
+                candidates += [(place, norm, norm(at)), (place, plain, plain(at))]
+    for place, through, at in candidates:
         if _same(frozen, at, x):
             return ReadAt(place, through, x)
-    raise _other(frozen, layer, hook, "the residual stream" + " or what the MLP reads" * mlp, mlp)
+    what = "the residual stream or what the MLP reads" if mlp else "the residual stream"
+    raise _other(frozen, layer, hook, what, mlp)
 
 
 def write_at(frozen: Record, hook: str) -> WriteAt:
@@ -126,13 +129,15 @@ def write_at(frozen: Record, hook: str) -> WriteAt:
             hidden = dict(zip(step.sublayers, stream.hidden[number], strict=True))
             *inside, last = sublayer.write.stages
             ends: list[tuple[Chain, AffineMap]] = [(sublayer.write, Identity())]
-            ends += [(Chain(tuple(inside)), last)] if isinstance(last, Norm) else []
+            if isinstance(last, Norm):
+                ends.append((Chain(tuple(inside)), last))
             for output, after in ends:
-                made = output(hidden[sublayer])
-                if _same(frozen, made, x):
+                candidate = output(hidden[sublayer])
+                if _same(frozen, candidate, x):
                     others = (s.write(h) for s, h in hidden.items() if s is not sublayer)
                     beside = sum(others, start=stream.x[number])
-                    beside = beside if after.bias is ZERO else beside + after.bias
+                    if after.bias is not ZERO:
+                        beside = beside + after.bias
                     place = _normal(Place(layer, number + 1), len(stream.steps))
                     return WriteAt(place, step.outer, after, x, beside, f"beside {sublayer.name}")
     raise _other(frozen, layer, hook, "what the MLP gives", True)
@@ -150,12 +155,13 @@ def _block(frozen: Record, layer: int) -> Stream:
     return Stream.of(frozen, layers=slice(layer, layer + 1), final_norm=False, to_tokens=False)
 
 
-def _same(frozen: Record, made: Tensor, own: Tensor) -> bool:
-    return made.shape == own.shape and relative_error(made, own, frozen.mask) <= frozen.tolerance
+def _same(frozen: Record, candidate: Tensor, expected: Tensor) -> bool:
+    return candidate.shape == expected.shape and relative_error(candidate, expected, frozen.mask) <= frozen.tolerance
 
 
 def _places(frozen: Record, stream: Stream) -> Iterator[tuple[Place, Tensor]]:
-    layer, count = stream.layers.start, len(stream.steps)
+    layer = stream.layers.start
+    count = len(stream.steps)
     yield from ((_normal(Place(layer, number), count), x) for number, x in enumerate(stream.x))
 
 
@@ -183,19 +189,23 @@ def _held(frozen: Record, hook: str, mlp: bool) -> tuple[int, Tensor]:
     if hook in frozen.cache:
         return layer, frozen.captured(hook)
     LiveModel(frozen, f"hook={hook!r}").check_hooks()
-    kept, _ = capture(frozen.model, frozen.inputs, [hook], last=hook, optional=[hook])
-    if hook not in kept:
+    activations, _ = capture(frozen.model, frozen.inputs, [hook], last=hook, optional=[hook])
+    if hook not in activations:
         raise _other(frozen, layer, hook, "anything (it does not fire)", mlp)
-    x = kept[hook].to(frozen.tokens.device)
-    return layer, x if x.ndim > 2 else x.reshape(*frozen.tokens.shape, x.shape[-1])
+    x = activations[hook].to(frozen.tokens.device)
+    if x.ndim <= 2:
+        x = x.reshape(*frozen.tokens.shape, x.shape[-1])
+    return layer, x
 
 
 def _names(frozen: Record, layer: int, mlp: bool) -> list[str]:
     """Hook points of a block that can be asked for."""
-    known, at = frozen.model.hook_dict, frozen.view.blocks[layer].name
-    names = [f"{at}.{name}" for name in (*RESIDUAL, *(MLP_IN + MLP_OUT) * mlp)]
-    own = [frozen.points.blocks[layer].resid_pre, frozen.output_name(layer)]
-    return list(dict.fromkeys(name for name in (*own, *names) if name in known))
+    known = frozen.model.hook_dict
+    at = frozen.view.blocks[layer].name
+    places = (*RESIDUAL, *MLP_IN, *MLP_OUT) if mlp else RESIDUAL
+    names = [f"{at}.{name}" for name in places]
+    stream_names = [frozen.points.blocks[layer].resid_pre, frozen.output_name(layer)]
+    return list(dict.fromkeys(name for name in (*stream_names, *names) if name in known))
 
 
 def _other(frozen: Record, layer: int, hook: str, what: str, mlp: bool) -> InvalidInputError:

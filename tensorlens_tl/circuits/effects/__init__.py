@@ -2,7 +2,7 @@
 
 from tensorlens_tl.circuits.effects.direct import BY, direct_effects, logit_attribution
 from tensorlens_tl.circuits.effects.heads import HeadMap, head_map
-from tensorlens_tl.circuits.effects.live_target import LiveTarget
+from tensorlens_tl.circuits.effects.live_target import LiveTarget, hidden_point
 from tensorlens_tl.circuits.effects.paths import paths, top_paths
 from tensorlens_tl.circuits.effects.total import total_effects
 
@@ -12,6 +12,7 @@ __all__ = [
     "LiveTarget",
     "direct_effects",
     "head_map",
+    "hidden_point",
     "logit_attribution",
     "paths",
     "top_paths",

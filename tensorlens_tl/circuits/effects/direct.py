@@ -62,22 +62,25 @@ def logit_attribution(
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
-    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
-    return direct_effects(asked, by, memory)
+    readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
+    return direct_effects(readout, by, memory)
 
 
 def direct_effects(asked: StreamTarget, by: str, memory: Memory = None) -> Terms:
     """The same of what is asked about any stream; `by` is one of `BY`."""
     stream = asked.stream
-    x, widest = stream.x[0], max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
+    x = stream.x[0]
+    widest = max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
     per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * widest) * x[..., 0].numel() * x.element_size()
     queries = len(asked.seed)
     names: list[str] = []
-    scores, keys = [], []
+    scores = []
+    keys = []
     for rows in chunks(queries, per_row, memory if queries > 1 else None, "queries"):
-        names, made, by_key = _effects(asked, slice(rows.start, rows.stop), by)
-        scores.append(made)
-        keys += [] if by_key is None else [by_key]
+        names, effects, by_key = _effects(asked, slice(rows.start, rows.stop), by)
+        scores.append(effects)
+        if by_key is not None:
+            keys.append(by_key)
     terms = Terms(
         names=names,
         scores=torch.cat(scores).transpose(0, 1),
@@ -88,16 +91,17 @@ def direct_effects(asked: StreamTarget, by: str, memory: Memory = None) -> Terms
     return stream.frozen.checked(terms)
 
 
-def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, Tensor | None]:
+def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, Tensor | None]:
     """Some queries' names, effects `[query, batch, term]` and, by head and token, keys `[query, batch, term, key]`."""
-    stream, positions = asked.stream, asked.positions[:, rows]
-    pulled = stream.pull(asked.seed[rows], sublayers=False)
+    stream = readout.stream
+    positions = readout.positions[:, rows]
+    pulled = stream.pull(readout.seed[rows], sublayers=False)
     names: list[str] = []
     scores: list[Tensor] = []
     keys: list[Tensor] = []
 
-    def add(found: list[str], values: Tensor, by_key: Callable[[], Tensor]) -> None:
-        names.extend(found)
+    def add(term_names: list[str], values: Tensor, by_key: Callable[[], Tensor]) -> None:
+        names.extend(term_names)
         scores.append(values)
         if by == "head_token":
             keys.append(by_key())
@@ -107,53 +111,53 @@ def _effects(asked: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tens
     biases = list(pulled.of_biases(stream.steps))
     for number, step in enumerate(stream.steps):
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
-            met = sublayer.write.pull(pulled.sums[number])
+            cotangent = sublayer.write.pull(pulled.sums[number])
             if by == "neuron" and not sublayer.is_attention and not sublayer.is_mixer:
                 _ = stream.frozen.view.blocks[sublayer.layer].dense_mlp  # refuses experts
                 neurons = [f"{sublayer.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
-                add(neurons, (met.to(asked.total) * hidden).sum(-2), partial(_by_position, met, hidden))
+                add(neurons, (cotangent.to(readout.total) * hidden).sum(-2), partial(_by_position, cotangent, hidden))
             elif by == "component":
-                add([sublayer.name], dot(met, hidden), partial(_by_position, met, hidden))
+                add([sublayer.name], dot(cotangent, hidden), partial(_by_position, cotangent, hidden))
             else:
-                by_key = partial(_by_node, sublayer, met, hidden)
+                by_key = partial(_by_node, sublayer, cotangent, hidden)
                 if sublayer.is_attention:
-                    by_key = partial(_by_source, sublayer, stream.x[number], met)
+                    by_key = partial(_by_source, sublayer, stream.x[number], cotangent)
                 elif sublayer.is_mixer:
-                    by_key = partial(_by_source_of_mixer, sublayer, stream.x[number], met)
-                add(list(sublayer.nodes), sublayer.shares(met, hidden), by_key)
+                    by_key = partial(_by_source_of_mixer, sublayer, stream.x[number], cotangent)
+                add(list(sublayer.nodes), sublayer.shares(cotangent, hidden), by_key)
         for at, name, bias, g in biases:
             if at == number:
                 add([name], dot(g, bias), partial(_by_position, g, bias))
-    if bool(asked.constant.any()):
-        constant = asked.constant[:, rows].T[..., None]
-        add([asked.constant_name], constant, partial(_at_query, constant, positions, stream.x[0].shape[1]))
+    if bool(readout.constant.any()):
+        constant = readout.constant[:, rows].T[..., None]
+        add([readout.constant_name], constant, partial(_at_query, constant, positions, stream.x[0].shape[1]))
     return names, torch.cat(scores, dim=-1), torch.cat(keys, dim=2) if keys else None
 
 
-def _by_position(met: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch 1 pos"]:
-    """⟨met, x⟩ where the vectors are: the query's own position, and on a whitened model those before it."""
-    return (upcast(met) * x).sum(-1)[:, :, None]
+def _by_position(cotangent: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch 1 pos"]:
+    """⟨cotangent, x⟩ where the vectors are: the query's own position, and on a whitened model those before it."""
+    return (upcast(cotangent) * x).sum(-1)[:, :, None]
 
 
-def _by_node(sublayer: Sublayer, met: Tensor, x: Tensor) -> Float[Tensor, "query batch node pos"]:
+def _by_node(sublayer: Sublayer, cotangent: Tensor, x: Tensor) -> Float[Tensor, "query batch node pos"]:
     """The same for each node of a sublayer."""
-    return sublayer.split(upcast(met) * x).sum(-1).mT
+    return sublayer.split(upcast(cotangent) * x).sum(-1).mT
 
 
-def _by_source(sublayer: Sublayer, x: Tensor, met: Tensor) -> Float[Tensor, "query batch head key"]:
+def _by_source(sublayer: Sublayer, x: Tensor, cotangent: Tensor) -> Float[Tensor, "query batch head key"]:
     """What each head moves from each source token, wherever it writes it."""
-    return token_pairs(sublayer, x, met).sum(-2)
+    return token_pairs(sublayer, x, cotangent).sum(-2)
 
 
-def _by_source_of_mixer(sublayer: Sublayer, x: Tensor, met: Tensor) -> Float[Tensor, "query batch 1 pos"]:
+def _by_source_of_mixer(sublayer: Sublayer, x: Tensor, cotangent: Tensor) -> Float[Tensor, "query batch 1 pos"]:
     """What a mixer moves from each source token; what it adds by itself counts where it comes out."""
-    moved = (upcast(sublayer.read.pull(met)) * x).sum(-1)
-    return (moved + (upcast(met) * sublayer.read.bias).sum(-1))[:, :, None]
+    moved = (upcast(sublayer.read.pull(cotangent)) * x).sum(-1)
+    return (moved + (upcast(cotangent) * sublayer.read.bias).sum(-1))[:, :, None]
 
 
 def _at_query(
     values: Float[Tensor, "query batch term"], positions: Int[Tensor, "batch query"], pos: int
 ) -> Float[Tensor, "query batch term key"]:
     """Effects as shares of source tokens, all at the query's own position."""
-    own = values.new_zeros(*values.shape, pos)
-    return own.scatter_(3, positions.T[:, :, None, None].expand(*values.shape, 1), values[..., None])
+    shares = values.new_zeros(*values.shape, pos)
+    return shares.scatter_(3, positions.T[:, :, None, None].expand(*values.shape, 1), values[..., None])

@@ -110,11 +110,11 @@ class HeadMap:
         """
         layers = self._stream.layers
         norm = self._stream.final_norm
-        asked = stream_target(self.frozen, target, minus, direction, query, self._activation, layers, norm)
-        pulled = asked.stream.pull(asked.seed, sublayers=not direct)
-        number, sublayer = asked.stream.at(self.layer)
-        met = sublayer.write.pull(pulled.sums[number][0])
-        return token_pairs(sublayer, asked.stream.x[number], met)[:, self.head]
+        readout = stream_target(self.frozen, target, minus, direction, query, self._activation, layers, norm)
+        pulled = readout.stream.pull(readout.seed, sublayers=not direct)
+        number, sublayer = readout.stream.at(self.layer)
+        cotangent = sublayer.write.pull(pulled.sums[number][0])
+        return token_pairs(sublayer, readout.stream.x[number], cotangent)[:, self.head]
 
 
 def head_map(

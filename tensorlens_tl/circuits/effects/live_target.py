@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.circuits.stream import StreamTarget
-from tensorlens_tl.hooks import FwdHook, capture
+from tensorlens_tl.circuits.stream import StreamTarget, Sublayer
+from tensorlens_tl.hooks import BlockPoints, FwdHook, capture
 from tensorlens_tl.passes.live import Copies, LiveModel, prove_obedience, repeated
 
 
@@ -23,12 +23,13 @@ class LiveTarget:
     """
 
     def __init__(self, asked: StreamTarget, what: str) -> None:
-        self.asked, self.frozen = asked, asked.stream.frozen
+        self.asked = asked
+        self.frozen = asked.stream.frozen
         self._model = LiveModel(self.frozen, what)
-        own = torch.take_along_dim(self.frozen.captured(asked.read_at), asked.positions[..., None], dim=1)
-        sizes = own.norm(dim=-1).to(asked.vectors) * asked.vectors.norm(dim=-1)
+        activations = torch.take_along_dim(self.frozen.captured(asked.read_at), asked.positions[..., None], dim=1)
+        sizes = activations.norm(dim=-1).to(asked.vectors) * asked.vectors.norm(dim=-1)
         # a difference of two logits may be small beside the rounding of what it is made from
-        rounding = 32 * torch.finfo(own.dtype).eps / own.shape[-1] ** 0.5
+        rounding = 32 * torch.finfo(activations.dtype).eps / activations.shape[-1] ** 0.5
         self._scale = max(float(asked.total.abs().max()), rounding / self._model.tolerance * float(sizes.max()))
         off = self._error(self.numbers(1, [])[0])
         self._model.refuse(off, f"they differ by {off:.1e}")
@@ -44,12 +45,15 @@ class LiveTarget:
             hooks: what changes them.
             inside: what the run takes place in, for changes where there is no hook point.
         """
-        asked, frozen = self.asked, self.frozen
+        readout = self.asked
+        frozen = self.frozen
         inputs = repeated(frozen.inputs, copies)
         with inside or nullcontext():
-            kept, _ = capture(frozen.model, inputs, [asked.read_at], hooks=hooks, last=asked.read_at)
-        own = kept[asked.read_at].unflatten(0, (copies, len(frozen.tokens)))
-        return asked.number(own[:, :, None] if own.ndim == 3 else own)  # a classifier's head is given one vector each
+            activations, _ = capture(frozen.model, inputs, [readout.read_at], hooks=hooks, last=readout.read_at)
+        vectors = activations[readout.read_at].unflatten(0, (copies, len(frozen.tokens)))
+        if vectors.ndim == 3:  # a classifier's head is given one vector per prompt
+            vectors = vectors[:, :, None]
+        return readout.number(vectors)
 
     def changed(
         self,
@@ -74,6 +78,14 @@ class LiveTarget:
     def _bytes_per_copy(self) -> int:
         """About what one copy of the prompts allocates in a run."""
         stream = self.asked.stream
-        x, heads = stream.x[0], max((len(step.nodes) for step in stream.steps), default=1)
+        x = stream.x[0]
+        heads = max((len(step.nodes) for step in stream.steps), default=1)
         widest = max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
         return 4 * x.shape[0] * x.shape[1] * (2 * x.shape[2] + widest + heads * x.shape[1]) * x.element_size()
+
+
+def hidden_point(sublayer: Sublayer, points: BlockPoints) -> str | None:
+    """The hook point of a sublayer's hidden vector; None where no hook reaches it."""
+    if sublayer.is_attention:
+        return points.z if points.attention is None else None
+    return None if sublayer.is_mixer else points.post

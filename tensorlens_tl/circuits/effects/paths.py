@@ -77,41 +77,45 @@ def paths(
         SizeError: more than `MOST_PATHS` paths.
     """
     max_order = whole_number("max_order", max_order, 0, why="0 is the direct path")
-    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
-    stream, max_order = asked.stream, min(max_order, len(asked.stream.steps))
+    readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
+    stream = readout.stream
+    max_order = min(max_order, len(readout.stream.steps))
     count = _count(stream, max_order)
     if count > MOST_PATHS:
         raise SizeError(
             f"paths: there are {count:,} paths of at most {max_order} nodes, more than {MOST_PATHS:,}. Lower "
             "max_order, use top_paths(), or raise tensorlens_tl.circuits.effects.paths.MOST_PATHS."
         )
-    orders = _by_order(stream, asked.seed, max_order)
+    orders = _by_order(stream, readout.seed, max_order)
     names: list[list[tuple[str, ...]]] = [[()], *([] for _ in range(max_order))]
-    scores = [[_direct_path(asked)], *([] for _ in range(max_order))]
+    scores = [[_direct_path(readout)], *([] for _ in range(max_order))]
 
     def visit(partial: _Partial, order: int) -> None:
         """Depth first, a few partial paths at a time, so that their vectors never pile up."""
-        found, _, alone = _candidates(stream, partial)
-        if not len(found):
+        candidates, _, alone = _candidates(stream, partial)
+        if not len(candidates):
             return
-        names[order] += _named(stream, partial, found)
+        names[order] += _named(stream, partial, candidates)
         scores[order].append(alone)
         if order < max_order:
-            for some in found.split(_rows_at_once(stream)):
+            for some in candidates.split(_rows_at_once(stream)):
                 visit(_extend(stream, partial, some), order + 1)
 
     if max_order:
-        visit(_Partial(asked.seed, torch.tensor([len(stream.steps)]), [()]), 1)
-    if bool(asked.constant.any()):
-        scores.append([asked.constant.T])
+        visit(_Partial(readout.seed, torch.tensor([len(stream.steps)]), [()]), 1)
+    if bool(readout.constant.any()):
+        scores.append([readout.constant.T])
     listed = [path for paths_of_order in names for path in paths_of_order]
+    labels = [_label(path) for path in listed]
+    if bool(readout.constant.any()):
+        labels.append("b_U")
     paths = Paths(
-        names=[*map(_label, listed), *(["b_U"] if bool(asked.constant.any()) else [])],
+        names=labels,
         scores=torch.cat([part for parts in scores for part in parts]).T[:, None],
         remainder=orders[:, -1:],
         nodes=tuple(listed),
         orders=orders,
-        **asked.fields(),
+        **readout.fields(),
     )
     return stream.frozen.checked(paths)
 
@@ -144,48 +148,49 @@ def top_paths(
     Raises:
         InvalidInputError: k or width below 1, several prompts, and what `paths` refuses.
     """
-    k, width = whole_number("k", k, 1), whole_number("width", width, 1)
-    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
+    k = whole_number("k", k, 1)
+    width = whole_number("width", width, 1)
+    readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(
             f"top_paths: the pass has {len(frozen.tokens)} prompts, each with its own paths; freeze one."
         )
-    stream = asked.stream
+    stream = readout.stream
     names: list[tuple[str, ...]] = [()]
-    scores = [_direct_path(asked)[:, 0]]
-    partial = _Partial(asked.seed, torch.tensor([len(stream.steps)]), [()])
+    scores = [_direct_path(readout)[:, 0]]
+    partial = _Partial(readout.seed, torch.tensor([len(stream.steps)]), [()])
     while partial.names:
-        found, through, alone = _candidates(stream, partial)
-        names += _named(stream, partial, found)
+        candidates, through, alone = _candidates(stream, partial)
+        names += _named(stream, partial, candidates)
         scores.append(alone[:, 0])
-        best = through[:, 0].abs().topk(min(width, len(found))).indices.cpu()
-        partial = _extend(stream, partial, found[best.sort().values])
+        best = through[:, 0].abs().topk(min(width, len(candidates))).indices.cpu()
+        partial = _extend(stream, partial, candidates[best.sort().values])
     everything = torch.cat(scores)
     order = everything.abs().topk(min(k, len(everything))).indices
-    kept = everything[order]
-    found_names = [names[i] for i in order.tolist()]
-    everything_else = _by_order(stream, asked.seed, 0).sum(-1, keepdim=True) + asked.constant - kept.sum()
+    top_scores = everything[order]
+    top_names = [names[i] for i in order.tolist()]
+    everything_else = _by_order(stream, readout.seed, 0).sum(-1, keepdim=True) + readout.constant - top_scores.sum()
     return Paths(
-        names=[*map(_label, found_names)],
-        scores=kept[None, None],
+        names=[*map(_label, top_names)],
+        scores=top_scores[None, None],
         remainder=everything_else,
-        nodes=tuple(found_names),
-        **asked.fields(),
+        nodes=tuple(top_names),
+        **readout.fields(),
     )
 
 
-def _direct_path(asked: StreamTarget) -> Float[Tensor, "1 batch"]:
+def _direct_path(readout: StreamTarget) -> Float[Tensor, "1 batch"]:
     """The direct path's score."""
-    return (upcast(asked.seed) * asked.stream.direct[-1]).sum((-2, -1))
+    return (upcast(readout.seed) * readout.stream.direct[-1]).sum((-2, -1))
 
 
 def _label(path: tuple[str, ...]) -> str:
     return " → ".join(path) if path else "direct"
 
 
-def _named(stream: Stream, partial: "_Partial", found: Int[Tensor, "path 3"]) -> list[tuple[str, ...]]:
+def _named(stream: Stream, partial: "_Partial", candidates: Int[Tensor, "path 3"]) -> list[tuple[str, ...]]:
     """The nodes of paths that are one longer, first to last."""
-    return [(stream.steps[step].nodes[node], *partial.names[row]) for row, step, node in found.tolist()]
+    return [(stream.steps[step].nodes[node], *partial.names[row]) for row, step, node in candidates.tolist()]
 
 
 def _rows_at_once(stream: Stream) -> int:
@@ -234,40 +239,46 @@ def _candidates(stream: Stream, partial: _Partial) -> tuple[Tensor, Tensor, Tens
 
     Shapes `[path, 3]`, `[path, batch]`, `[path, batch]`.
     """
-    found, through, alone = [], [], []
-    for number, rows, met in _sweep(stream, partial):
-        step, nodes = stream.steps[number], 0
+    candidates = []
+    through = []
+    alone = []
+    for number, rows, cotangent in _sweep(stream, partial):
+        step = stream.steps[number]
+        nodes = 0
         for sublayer, hidden, constant in zip(
             step.sublayers, stream.hidden[number], stream.direct_hidden[number], strict=True
         ):
-            pulled = sublayer.write.pull(met)
-            for values, kept in ((hidden, through), (constant, alone)):
+            pulled = sublayer.write.pull(cotangent)
+            for values, scores in ((hidden, through), (constant, alone)):
                 shares = torch.einsum("rbpnc,bpnc->rnb", upcast(sublayer.split(pulled)), upcast(sublayer.split(values)))
-                kept.append(shares.flatten(0, 1))
+                scores.append(shares.flatten(0, 1))
             node = torch.arange(nodes, nodes + len(sublayer.nodes))
             nodes += len(sublayer.nodes)
-            found.append(torch.cartesian_prod(rows, torch.tensor([number]), node))
-    if not found:
+            candidates.append(torch.cartesian_prod(rows, torch.tensor([number]), node))
+    if not candidates:
         empty = partial.pulled.new_zeros(0, partial.pulled.shape[1])
         return torch.zeros(0, 3, dtype=torch.long), empty, empty
-    return torch.cat(found), torch.cat(through), torch.cat(alone)
+    return torch.cat(candidates), torch.cat(through), torch.cat(alone)
 
 
 def _extend(stream: Stream, partial: _Partial, chosen: Int[Tensor, "path 3"]) -> _Partial:
     """The chosen longer paths, pulled back to the input of their new first node."""
-    pulled, steps, names = [], [], []
-    for number, rows, met in _sweep(stream, partial):
-        step, nodes = stream.steps[number], 0
+    pulled = []
+    steps = []
+    names = []
+    for number, rows, cotangent in _sweep(stream, partial):
+        step = stream.steps[number]
+        nodes = 0
         for sublayer in step.sublayers:
             for node, name in enumerate(sublayer.nodes):
-                own = chosen[(chosen[:, 1] == number) & (chosen[:, 2] == nodes + node), 0]
-                own = own[torch.isin(own, rows)]
-                if not len(own):
+                parents = chosen[(chosen[:, 1] == number) & (chosen[:, 2] == nodes + node), 0]
+                parents = parents[torch.isin(parents, rows)]
+                if not len(parents):
                     continue
-                hidden = sublayer.split(sublayer.write.pull(met[own - rows[0]]))[..., node, :]
+                hidden = sublayer.split(sublayer.write.pull(cotangent[parents - rows[0]]))[..., node, :]
                 pulled.append(sublayer.read_of(node).pull(hidden))
-                steps += [number] * len(own)
-                names += [(name, *partial.names[row]) for row in own.tolist()]
+                steps += [number] * len(parents)
+                names += [(name, *partial.names[row]) for row in parents.tolist()]
             nodes += len(sublayer.nodes)
     if not pulled:
         return _Partial(partial.pulled[:0], torch.zeros(0, dtype=torch.long), [])
@@ -278,12 +289,13 @@ def _extend(stream: Stream, partial: _Partial, chosen: Int[Tensor, "path 3"]) ->
 def _sweep(stream: Stream, partial: _Partial) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Move partial paths down the stream, some at a time: at each step, the rows that reach it and their vectors there.
 
-    Yields ``(step, rows, met)``, `met` `[row, batch, pos, d_model]` at the step's sum, where its sublayers write.
+    Yields ``(step, rows, cotangent)``; the last is `[row, batch, pos, d_model]` at the sum that sublayers write to.
     """
     at_once = _rows_at_once(stream)
     for start in range(0, len(partial.names), at_once):
         rows = torch.arange(start, min(start + at_once, len(partial.names)))
-        steps, pulled = partial.step[rows], partial.pulled[rows].clone()
+        steps = partial.step[rows]
+        pulled = partial.pulled[rows].clone()
         for number in range(len(stream.steps) - 1, -1, -1):
             live = int((steps > number).sum())  # sorted: they come first
             if not live:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import Beside
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.circuits.effects.live_target import LiveTarget
+from tensorlens_tl.circuits.effects.live_target import LiveTarget, hidden_point
 from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import BlockPoints, CallChange, CallPoint, FwdHook, changed_calls, in_this_thread
@@ -70,20 +70,25 @@ def total_effects(
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
-    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
-    names, scores = _live(asked, by, memory) if live else _frozen(asked, by)
-    return Terms(names=names, scores=scores.permute(1, 0, 2), **asked.fields())
+    readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
+    names, scores = _live(readout, by, memory) if live else _frozen(readout, by)
+    return Terms(names=names, scores=scores.permute(1, 0, 2), **readout.fields())
 
 
-def _frozen(asked: StreamTarget, by: str) -> tuple[list[str], Float[Tensor, "query batch term"]]:
-    stream, pulled = asked.stream, asked.stream.pull(asked.seed)
+def _frozen(readout: StreamTarget, by: str) -> tuple[list[str], Float[Tensor, "query batch term"]]:
+    stream = readout.stream
+    pulled = readout.stream.pull(readout.seed)
     names: list[str] = []
     scores: list[Tensor] = []
     for number, step in enumerate(stream.steps):
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
-            met = sublayer.write.pull(pulled.sums[number])
-            names += sublayer.nodes if by == "head" else [sublayer.name]
-            scores.append(sublayer.shares(met, hidden) if by == "head" else dot(met, hidden))
+            cotangent = sublayer.write.pull(pulled.sums[number])
+            if by == "head":
+                names += sublayer.nodes
+                scores.append(sublayer.shares(cotangent, hidden))
+            else:
+                names.append(sublayer.name)
+                scores.append(dot(cotangent, hidden))
     return names, torch.cat(scores, dim=-1)
 
 
@@ -105,26 +110,27 @@ class _Component(NamedTuple):
     expert: int | None = None
 
 
-def _live(asked: StreamTarget, by: str, memory: Memory) -> tuple[list[str], Float[Tensor, "query batch term"]]:
-    live, components = LiveTarget(asked, "total_effects"), list(_components(asked, by))
+def _live(readout: StreamTarget, by: str, memory: Memory) -> tuple[list[str], Float[Tensor, "query batch term"]]:
+    live = LiveTarget(readout, "total_effects")
+    components = list(_components(readout, by))
 
     def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
         return _without(live, [None if number is None else components[number] for number in copies])
 
-    left = [numbers.permute(2, 1, 0) for _, numbers in live.changed(len(components), run, memory, "ablations")]
-    return [component.name for component in components], asked.total.T[..., None] - torch.cat(left, dim=-1)
+    remaining = [numbers.permute(2, 1, 0) for _, numbers in live.changed(len(components), run, memory, "ablations")]
+    return [component.name for component in components], readout.total.T[..., None] - torch.cat(remaining, dim=-1)
 
 
-def _components(asked: StreamTarget, by: str) -> Iterator[_Component]:
-    frozen = asked.stream.frozen
-    for step in asked.stream.steps:
+def _components(readout: StreamTarget, by: str) -> Iterator[_Component]:
+    frozen = readout.stream.frozen
+    for step in readout.stream.steps:
         for sublayer in step.sublayers:
-            at, mlp = frozen.points.blocks[sublayer.layer], frozen.view.blocks[sublayer.layer].mlp
+            at = frozen.points.blocks[sublayer.layer]
+            mlp = frozen.view.blocks[sublayer.layer].mlp
             if isinstance(mlp, ExpertsWeights) and isinstance(sublayer.read.stages[-1], Beside):
                 yield from _experts(sublayer, at, mlp, by)
                 continue
-            inside = at.z if sublayer.is_attention else None if sublayer.is_mixer else at.post
-            inside = None if sublayer.is_attention and at.attention is not None else inside
+            inside = hidden_point(sublayer, at)
             if inside is None:
                 raise UnsupportedModelError(
                     f"total_effects(live=True): nothing inside {sublayer.name} of this {frozen.view.description} can "
@@ -168,27 +174,29 @@ def _experts(sublayer: Sublayer, at: BlockPoints, experts: ExpertsWeights, by: s
 
 def _without(live: LiveTarget, components: Sequence[_Component | None]) -> Float[Tensor, "copy batch query"]:
     """The number asked about, with one component taken away in each copy of the prompts, or none."""
-    tokens, copies = live.frozen.tokens, len(components)
-    taken = [(copy, component) for copy, component in enumerate(components) if component is not None]
+    tokens = live.frozen.tokens
+    copies = len(components)
+    ablations = [(copy, component) for copy, component in enumerate(components) if component is not None]
     hooks: list[FwdHook] = []
-    for point in dict.fromkeys(point for _, component in taken for point in component.points):
-        there = [(copy, component) for copy, component in taken if point in component.points]
-        keep = torch.ones(copies, there[0][1].heads, dtype=torch.bool, device=tokens.device)
-        for copy, component in there:
-            keep[copy, slice(None) if component.head is None else component.head] = False
+    for point in dict.fromkeys(point for _, component in ablations for point in component.points):
+        point_ablations = [(copy, component) for copy, component in ablations if point in component.points]
+        keep = torch.ones(copies, point_ablations[0][1].heads, dtype=torch.bool, device=tokens.device)
+        for copy, component in point_ablations:
+            heads = slice(None) if component.head is None else component.head
+            keep[copy, heads] = False
         hooks.append((point, in_this_thread(partial(_keep_only, keep=keep, positions=tokens.numel()))))
-    return live.numbers(copies, hooks, changed_calls(_calls(taken, copies, tokens)))
+    return live.numbers(copies, hooks, changed_calls(_calls(ablations, copies, tokens)))
 
 
-def _calls(taken: Sequence[tuple[int, _Component]], copies: int, tokens: Tensor) -> list[CallChange]:
+def _calls(ablations: Sequence[tuple[int, _Component]], copies: int, tokens: Tensor) -> list[CallChange]:
     """What takes experts away in some copies of the prompts: each counts nothing for the tokens that are sent there."""
     changes: list[CallChange] = []
-    mixtures = {id(component.experts): component.experts for _, component in taken if component.experts is not None}
+    mixtures = {id(component.experts): component.experts for _, component in ablations if component.experts is not None}
     for experts in mixtures.values():
-        there = [(copy, component.expert) for copy, component in taken if component.experts is experts]
+        expert_ablations = [(copy, component.expert) for copy, component in ablations if component.experts is experts]
         drop = torch.zeros(copies, experts.count, dtype=torch.bool, device=tokens.device)
         keep = torch.ones(copies, 1, dtype=torch.bool, device=tokens.device)
-        for copy, number in there:
+        for copy, number in expert_ablations:
             if number is None:
                 keep[copy] = False
             else:

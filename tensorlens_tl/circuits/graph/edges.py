@@ -33,7 +33,7 @@ class Edges:
     threshold: float
     most: int
     entering: dict[int, Tensor] = field(default_factory=dict)
-    kept: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    tables: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     largest: float = 0.0
 
     def into_positionwise(
@@ -41,7 +41,7 @@ class Edges:
         sublayer: Sublayer,
         nodes: list[Node],
         first: int,
-        met: Float[Tensor, "1 1 pos width"],
+        cotangent: Float[Tensor, "1 1 pos width"],
         outputs: Float[Tensor, "source pos d_model"],
         carried: Int[Tensor, "source"],
     ) -> None:
@@ -51,11 +51,11 @@ class Edges:
             sublayer: what the nodes belong to.
             nodes: its nodes.
             first: the first one's row.
-            met: what the target becomes at the hidden vector, pulled back.
+            cotangent: what the target becomes at the hidden vector, pulled back.
             outputs: what each source so far has written, carried to what the sublayer reads.
             carried: their rows.
         """
-        parts = sublayer.split(met[0, 0])
+        parts = sublayer.split(cotangent[0, 0])
         for number, node in enumerate(nodes):
             read = sublayer.read_of(number)
             for alone in rows_alone(parts[:, number], node.chosen):
@@ -94,7 +94,7 @@ class Edges:
         sublayer: Sublayer,
         nodes: list[Node],
         first: int,
-        met: Float[Tensor, "1 1 pos width"],
+        cotangent: Float[Tensor, "1 1 pos width"],
         outputs: Float[Tensor, "source pos d_model"],
         carried: Int[Tensor, "source"],
     ) -> None:
@@ -104,15 +104,18 @@ class Edges:
         pos = outputs.shape[1]
         at = torch.arange(pos, device=outputs.device)
         values = rearrange(Chain(tuple(before)).push(outputs[:, None])[:, 0], "m k (kv d) -> kv m k d", kv=mix.kv_heads)
-        asked, pattern = sublayer.split(met[0, 0]), mix.pattern
+        head_cotangents = sublayer.split(cotangent[0, 0])
+        pattern = mix.pattern
         chunk = max(1, EDGE_BYTES // (pos * pos * outputs.element_size()))
         for head, node in enumerate(nodes):
             rows = first + row_of(node.chosen, pos)  # which row a source token's share goes to, [query, key]
             ends = rows * pos + at[:, None]
             entering = torch.zeros(len(node.weights), pos).to(outputs)
-            own = values[head // (len(nodes) // mix.kv_heads)]
+            head_values = values[head // (len(nodes) // mix.kv_heads)]
             for start in range(0, len(outputs), chunk):
-                weights = pattern[0, head] * (asked[:, head] @ own[start : start + chunk].mT)  # [source, query, key]
+                weights = pattern[0, head] * (
+                    head_cotangents[:, head] @ head_values[start : start + chunk].mT
+                )  # [source, query, key]
                 entering.T.scatter_add_(1, rows - first, weights.abs().sum(0).to(entering))
                 source = carried[start : start + len(weights)] * pos
                 self.keep(source[:, None, None] + at, ends, weights)
@@ -123,18 +126,18 @@ class Edges:
         self,
         row: int,
         m: AffineMap,
-        met: Float[Tensor, "pos width"],
+        cotangent: Float[Tensor, "pos width"],
         outputs: Float[Tensor, "source pos d_model"],
         carried: Int[Tensor, "source"],
     ) -> None:
         """Edges from every position into what mixes positions without a pattern, a few queries at a time."""
-        pos, width = met.shape
+        pos, width = cotangent.shape
         self.entering[row] = torch.zeros(1, pos).to(outputs)
-        at = torch.arange(pos, device=met.device)
+        at = torch.arange(pos, device=cotangent.device)
         chunk = max(1, EDGE_BYTES // ((len(outputs) + 3 * width) * pos * outputs.element_size()))
         for start in range(0, pos, chunk):
             queries = at[start : start + chunk]
-            rows = place(met[queries][:, None], queries[:, None], met[None])
+            rows = place(cotangent[queries][:, None], queries[:, None], cotangent[None])
             weights = torch.einsum("qkd,mkd->mqk", m.pull(rows)[:, 0], outputs)
             self.entering[row][0, queries] = weights.abs().sum((0, 2))
             self.keep(carried[:, None, None] * pos + at, row * pos + queries[:, None], weights)
@@ -143,9 +146,9 @@ class Edges:
         """Note the edges that are worth it; numbers of nodes broadcast to `weights`."""
         sizes = weights.abs()
         self.largest = max(self.largest, float(sizes.max()))
-        kept = (sizes >= self.threshold * self.largest) & (sizes > 0)
-        self.kept.append((source.expand_as(weights)[kept], target.expand_as(weights)[kept], weights[kept]))
-        if sum(len(edge[2]) for edge in self.kept) > 4 * self.most:
+        large = (sizes >= self.threshold * self.largest) & (sizes > 0)
+        self.tables.append((source.expand_as(weights)[large], target.expand_as(weights)[large], weights[large]))
+        if sum(len(edge[2]) for edge in self.tables) > 4 * self.most:
             self._leave_small()  # the largest edge may come late, and with it what the threshold means
             self._check_count(4 * self.most)
 
@@ -157,11 +160,11 @@ class Edges:
         """
         self._leave_small()
         self._check_count(self.most)
-        source, target, weight = self.kept[0]
+        source, target, weight = self.tables[0]
         return source.cpu(), target.cpu(), upcast(weight).cpu()
 
     def _check_count(self, most: int) -> None:
-        if sum(len(edge[2]) for edge in self.kept) > most:
+        if sum(len(edge[2]) for edge in self.tables) > most:
             raise SizeError(
                 f"contribution_graph: more than {most:,} edges are at least {self.threshold:g} of the largest "
                 f"so far. Raise threshold={self.threshold:g}, shorten the prompt, or raise "
@@ -169,6 +172,6 @@ class Edges:
             )
 
     def _leave_small(self) -> None:
-        source, target, weights = (torch.cat(column) for column in zip(*self.kept, strict=True))
+        source, target, weights = (torch.cat(column) for column in zip(*self.tables, strict=True))
         large = weights.abs() >= self.threshold * self.largest
-        self.kept = [(source[large], target[large], weights[large])]
+        self.tables = [(source[large], target[large], weights[large])]

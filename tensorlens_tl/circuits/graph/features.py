@@ -52,40 +52,43 @@ class FeatureSplit:
     """A dictionary's nodes at its place in the stream of one prompt.
 
     Attributes:
-        found: its features.
+        features: its features.
         layer: the block after which, or inside which, it stands.
         prefix: what its nodes' names begin with, where there are several dictionaries.
-        met: the target, pulled back to the place.
+        cotangent: the target, pulled back to the place.
     """
 
-    found: Features
+    features: Features
     layer: int
     prefix: str
-    met: Float[Tensor, "pos d_model"]
+    cotangent: Float[Tensor, "pos d_model"]
 
     @cached_property
     def gains(self) -> Float[Tensor, "active"]:
         """What the target gains for each unit of an active feature."""
-        found, g = self.found, self._before_scale(self.met)
-        made = upcast(self.met).new_zeros(len(found.values))
-        for some in chunks(len(made), 3 * g.shape[-1] * made.element_size(), None, "features"):
+        features = self.features
+        g = self._before_scale(self.cotangent)
+        gains = upcast(self.cotangent).new_zeros(len(features.values))
+        for some in chunks(len(gains), 3 * g.shape[-1] * gains.element_size(), None, "features"):
             part = slice(some.start, some.stop)
-            _, position, feature = found.index[part].T
-            made[part] = (upcast(g[position]) * upcast(found.dictionary.W_dec[feature])).sum(-1)
-        return made
+            _, position, feature = features.index[part].T
+            gains[part] = (upcast(g[position]) * upcast(features.dictionary.W_dec[feature])).sum(-1)
+        return gains
 
     @cached_property
     def weights(self) -> Float[Tensor, "active"]:
         """What each active feature contributes to the target."""
-        return self.gains * self.found.values
+        return self.gains * self.features.values
 
     def chosen(self, choice: Choice | None) -> Int[Tensor, "slot pos"]:
-        """Which active feature each slot holds, by its row of ``found.index``; −1 where it holds none."""
-        position = self.found.index[:, 1]
-        counts = position.bincount(minlength=len(self.met))
+        """Which active feature each slot holds, by its row of ``features.index``; −1 where it holds none."""
+        position = self.features.index[:, 1]
+        counts = position.bincount(minlength=len(self.cotangent))
         active = torch.arange(len(position), device=position.device)
         widest = int(counts.max())
-        table = position.new_full((len(self.met), widest), -1)  # as wide as the position with most active features
+        table = position.new_full(
+            (len(self.cotangent), widest), -1
+        )  # as wide as the position with most active features
         table[position, active - (counts.cumsum(0) - counts)[position]] = active
         if choice is None:
             return table.T
@@ -96,58 +99,70 @@ class FeatureSplit:
 
     def rows(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> list[FeatureRow]:
         """All nodes: features by slot, with `rest` the others together, the mean, the error, and b_dec."""
-        found, name = self.found, f"{self.prefix}{{}}".format
-        there, at = chosen >= 0, chosen.clamp(min=0)
-        position, feature = found.index[:, 1:].T
-        own = self.gains * found.dictionary.b_enc[feature]
-        zero = self.weights.new_zeros(len(self.met))
-        made = [
+        features = self.features
+        name = f"{self.prefix}{{}}".format
+        filled = chosen >= 0
+        at = chosen.clamp(min=0)
+        position, feature = features.index[:, 1:].T
+        encoder_biases = self.gains * features.dictionary.b_enc[feature]
+        zero = self.weights.new_zeros(len(self.cotangent))
+        rows = [
             FeatureRow(
-                name("F"), "feature", self.weights[row] * held, own[row] * held, feature[row].masked_fill(~held, -1)
+                name("F"),
+                "feature",
+                self.weights[row] * held,
+                encoder_biases[row] * held,
+                feature[row].masked_fill(~held, -1),
             )
-            for row, held in zip(at, there, strict=True)
+            for row, held in zip(at, filled, strict=True)
         ]
         if rest:
             others = self._others(chosen)
-            weights, biases = (zero.index_add(0, position[others], part[others]) for part in (self.weights, own))
-            made.append(FeatureRow(name("F.rest"), "feature", weights, biases))
-        g = upcast(self.met)
-        made += [FeatureRow(name(of), "feature", (g * x).sum(-1), zero) for of, x in self._mean.items()]
+            weights, biases = (
+                zero.index_add(0, position[others], part[others]) for part in (self.weights, encoder_biases)
+            )
+            rows.append(FeatureRow(name("F.rest"), "feature", weights, biases))
+        g = upcast(self.cotangent)
+        rows += [FeatureRow(name(of), "feature", (g * x).sum(-1), zero) for of, x in self._mean.items()]
         constant = (g * self._b_dec).sum(-1)
-        biases = -zero.index_add(0, position, own) - constant
+        biases = -zero.index_add(0, position, encoder_biases) - constant
         return [
-            *made,
-            FeatureRow(name("error"), "error", (g * found.error[0]).sum(-1), biases),
+            *rows,
+            FeatureRow(name("error"), "error", (g * features.error[0]).sum(-1), biases),
             FeatureRow(name("b_dec"), "bias", constant, zero),
         ]
 
     def outputs(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> Float[Tensor, "row pos d_model"]:
         """What each node stands for in the stream."""
-        found = self.found
-        W_dec, (position, feature) = found.dictionary.W_dec, found.index[:, 1:].T
-        made = [self._spread(W_dec, found.values, part) for part in self._slots(chosen)]
+        features = self.features
+        W_dec = features.dictionary.W_dec
+        position, feature = features.index[:, 1:].T
+        outputs = [self._spread(W_dec, features.values, part) for part in self._slots(chosen)]
         if rest:
             others = self._others(chosen)
-            made.append(self._summed(W_dec, found.values, others, position, feature)[None])
-        scaled = [self._after_scale(part) for part in made]
-        return torch.cat([*scaled, *(x[None] for x in self._mean.values()), found.error, self._b_dec[None]])
+            outputs.append(self._summed(W_dec, features.values, others, position, feature)[None])
+        scaled = [self._after_scale(part) for part in outputs]
+        return torch.cat([*scaled, *(x[None] for x in self._mean.values()), features.error, self._b_dec[None]])
 
     def reads(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> Iterator[Float[Tensor, "row pos d_model"]]:
         """The vectors by which each node takes what was written before, some rows at a time; b_dec takes nothing."""
-        found = self.found
-        W_enc, (position, feature) = found.dictionary.W_enc.T, found.index[:, 1:].T
-        left = self.met
+        features = self.features
+        W_enc = features.dictionary.W_enc.T
+        position, feature = features.index[:, 1:].T
+        left = self.cotangent
         for part in self._slots(chosen):
-            pulled = found.reader.pull(self._spread(W_enc, self.gains, part)[:, None])[:, 0]
+            pulled = features.reader.pull(self._spread(W_enc, self.gains, part)[:, None])[:, 0]
             left = left - pulled.sum(0)
             yield pulled
         if rest:
             read = self._summed(W_enc, self.gains, self._others(chosen), position, feature)
-            pulled = found.reader.pull(read[None])
+            pulled = features.reader.pull(read[None])
             left = left - pulled[0]
             yield pulled
         for _ in self._mean:
-            pulled = (self.met.mean(-1, keepdim=True) * found.frozen.mask[0, :, None]).expand_as(self.met)
+            pulled = (self.cotangent.mean(-1, keepdim=True) * features.frozen.mask[0, :, None]).expand_as(
+                self.cotangent
+            )
             left = left - pulled
             yield pulled[None]
         yield left[None]
@@ -156,28 +171,28 @@ class FeatureSplit:
 
     @cached_property
     def _b_dec(self) -> Float[Tensor, "pos d_model"]:
-        b_dec = self.found.dictionary.b_dec.expand_as(self.met)
-        return self._after_scale(b_dec[None])[0] * self.found.frozen.mask[0, :, None]
+        b_dec = self.features.dictionary.b_dec.expand_as(self.cotangent)
+        return self._after_scale(b_dec[None])[0] * self.features.frozen.mask[0, :, None]
 
     @cached_property
     def _mean(self) -> dict[str, Float[Tensor, "pos d_model"]]:
         """What a dictionary that centres adds again, by name."""
-        mask = self.found.frozen.mask[0, :, None]
-        return {name: x[0] * mask for name, x in self.found.dictionary.beside(self.found.reads.x).items()}
+        mask = self.features.frozen.mask[0, :, None]
+        return {name: x[0] * mask for name, x in self.features.dictionary.beside(self.features.reads.x).items()}
 
     def _before_scale(self, g: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_model"]:
-        return g if self.found.writer is None else self.found.writer.pull(g[None])[0]
+        return g if self.features.writer is None else self.features.writer.pull(g[None])[0]
 
     def _after_scale(self, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos d_model"]:
-        return x if self.found.writer is None else self.found.writer.push(x[:, None])[:, 0]
+        return x if self.features.writer is None else self.features.writer.push(x[:, None])[:, 0]
 
     def _slots(self, chosen: Int[Tensor, "slot pos"]) -> Iterator[Int[Tensor, "some pos"]]:
-        size = max(1, ROW_BYTES // (self.met.numel() * self.met.element_size()))
+        size = max(1, ROW_BYTES // (self.cotangent.numel() * self.cotangent.element_size()))
         return (chosen[start : start + size] for start in range(0, len(chosen), size))
 
     def _others(self, chosen: Int[Tensor, "slot pos"]) -> Int[Tensor, "other"]:
         """The active features that are in no slot."""
-        alone = torch.ones_like(self.found.values, dtype=torch.bool)
+        alone = torch.ones_like(self.features.values, dtype=torch.bool)
         alone[chosen[chosen >= 0]] = False
         return alone.nonzero()[:, 0]
 
@@ -186,7 +201,7 @@ class FeatureSplit:
     ) -> Float[Tensor, "slot pos d"]:
         """Each slot's own vectors, times a factor; zero where it holds none."""
         at = part.clamp(min=0)
-        return vectors[self.found.index[:, 2][at]] * (factors[at] * (part >= 0)).to(vectors)[..., None]
+        return vectors[self.features.index[:, 2][at]] * (factors[at] * (part >= 0)).to(vectors)[..., None]
 
     def _summed(
         self,
@@ -197,11 +212,11 @@ class FeatureSplit:
         feature: Int[Tensor, "active"],
     ) -> Float[Tensor, "pos d"]:
         """The vectors of some active features, times a factor, summed at each position."""
-        made = upcast(vectors.new_zeros(len(self.met), vectors.shape[1]))
-        for rows in chunks(len(some), 3 * vectors.shape[1] * made.element_size(), None, "features"):
+        sums = upcast(vectors.new_zeros(len(self.cotangent), vectors.shape[1]))
+        for rows in chunks(len(some), 3 * vectors.shape[1] * sums.element_size(), None, "features"):
             at = some[rows.start : rows.stop]
-            made.index_add_(0, position[at], upcast(vectors[feature[at]]) * factors[at, None])
-        return made.to(vectors)
+            sums.index_add_(0, position[at], upcast(vectors[feature[at]]) * factors[at, None])
+        return sums.to(vectors)
 
 
 def feature_splits(dictionaries: Any, stream: Stream, pulled: Pulled) -> dict[int, FeatureSplit]:
@@ -216,46 +231,52 @@ def feature_splits(dictionaries: Any, stream: Stream, pulled: Pulled) -> dict[in
         InvalidInputError: what is no `Features` object or one of another pass, a transcoder, two dictionaries at one
             place, or one that stands outside the stream's layers.
     """
-    given = [] if dictionaries is None else [dictionaries] if isinstance(dictionaries, Features) else dictionaries
+    given = dictionaries
+    if dictionaries is None:
+        given = []
+    elif isinstance(dictionaries, Features):
+        given = [dictionaries]
     if not isinstance(given, (list, tuple)):
         raise _not_features(given)
-    made: dict[int, FeatureSplit] = {}
-    for found in given:
-        if not isinstance(found, Features):
-            raise _not_features(found)
-        number = _number(found, stream)
-        if number in made:
+    splits: dict[int, FeatureSplit] = {}
+    for features in given:
+        if not isinstance(features, Features):
+            raise _not_features(features)
+        number = _number(features, stream)
+        if number in splits:
             raise InvalidInputError(
-                f"contribution_graph: dictionaries= has two at one place, {made[number].found.hook} and {found.hook}. "
-                "What was written before can end in the features of one only; make a graph with each."
+                f"contribution_graph: dictionaries= has two at one place, {splits[number].features.hook} and "
+                f"{features.hook}. What was written before can end in the features of one only; make a graph with each."
             )
-        at = found.writes.place
+        at = features.writes.place
         after = at.step == 0 and at.layer > 0
         layer = at.layer - 1 if after else at.layer
         prefix = f"L{layer}." if after else f"L{layer}.{at.step}."
-        made[number] = FeatureSplit(found, layer, prefix if len(given) > 1 else "", pulled.stream[number][0, 0])
-    return made
+        splits[number] = FeatureSplit(features, layer, prefix if len(given) > 1 else "", pulled.stream[number][0, 0])
+    return splits
 
 
-def _number(found: Features, stream: Stream) -> int:
+def _number(features: Features, stream: Stream) -> int:
     """The step before which a dictionary stands."""
-    if found.frozen is not stream.frozen:
+    name = features.dictionary.name
+    if features.frozen is not stream.frozen:
         raise InvalidInputError(
-            f"contribution_graph: the features of {found.dictionary.name} at {found.hook} are of another pass. Make "
+            f"contribution_graph: the features of {name} at {features.hook} are of another pass. Make "
             "them with circuits.features(frozen, dictionary) from the pass that the graph is of."
         )
-    if found.dictionary.transcodes:
+    if features.dictionary.transcodes:
         raise InvalidInputError(
-            f"contribution_graph: {found.dictionary.name} is a transcoder, from {found.hook} to {found.hook_out}; only "
+            f"contribution_graph: {name} is a transcoder, from {features.hook} to {features.hook_out}; only "
             "dictionaries that reconstruct the residual stream become nodes. Use feature_effects for what its features "
             "do and feature_attribution for what makes them; neurons= splits the MLP itself."
         )
-    at, layers = found.writes.place, [step.layer for step in stream.steps]
+    at = features.writes.place
+    layers = [step.layer for step in stream.steps]
     if at.layer == stream.layers.stop and at.step == 0:
         return sum(layer >= 0 for layer in layers)
     if at.layer not in stream.layers:
         raise InvalidInputError(
-            f"contribution_graph: the features at {found.hook} are outside layers= {stream.layers.start} to "
+            f"contribution_graph: the features at {features.hook} are outside layers= {stream.layers.start} to "
             f"{stream.layers.stop - 1}. Leave out this dictionary, or ask for layers that hold its place."
         )
     return layers.index(at.layer) + at.step

@@ -100,21 +100,21 @@ def contribution_graph(
     check_options(threshold, neurons, sources, features)
     if features is not None and dictionaries in (None, [], ()):
         raise InvalidInputError(f"features={features!r}: there are none without dictionaries=.")
-    asked = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
+    readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
     if neurons is not None:
-        for layer in asked.stream.layers:
+        for layer in readout.stream.layers:
             _ = frozen.view.blocks[layer].dense_mlp  # refuses experts
-    pulled = asked.stream.pull(asked.seed)
+    pulled = readout.stream.pull(readout.seed)
     split = {"neurons": neurons, "sources": sources}
-    choices = {name: _choice(asked.stream, pulled, name, value) for name, value in split.items() if value is not None}
-    places = feature_splits(dictionaries, asked.stream, pulled)
+    choices = {name: _choice(readout.stream, pulled, name, value) for name, value in split.items() if value is not None}
+    places = feature_splits(dictionaries, readout.stream, pulled)
     if features is not None:
         shares = torch.cat([split.weights.abs() for split in places.values()])
         choices["features"] = _of_largest("features", features, float(shares.max()) if len(shares) else 0.0)
-    builder = _Builder(asked, pulled, Edges(float(threshold), MOST_EDGES), choices, places)
-    return builder.graph(_prediction(asked, target, minus, direction))
+    builder = _Builder(readout, pulled, Edges(float(threshold), MOST_EDGES), choices, places)
+    return builder.graph(_prediction(readout, target, minus, direction))
 
 
 def check_options(threshold: Any, neurons: Any, sources: Any, features: Any = None) -> None:
@@ -139,8 +139,8 @@ def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Ch
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             if _splits(sublayer) != name:
                 continue
-            met = sublayer.write.pull(pulled.sums[number])
-            shares = met[0] * hidden if name == "neurons" else token_pairs(sublayer, stream.x[number], met)
+            cotangent = sublayer.write.pull(pulled.sums[number])
+            shares = cotangent[0] * hidden if name == "neurons" else token_pairs(sublayer, stream.x[number], cotangent)
             largest = max(largest, float(shares.abs().max()))
     return _of_largest(name, value, largest)
 
@@ -154,12 +154,15 @@ def _of_largest(name: str, value: int | float, largest: float) -> Choice:
 
 def _splits(sublayer: Sublayer) -> str:
     """What a sublayer's nodes are split into: heads by source, MLPs by neuron."""
-    return "sources" if sublayer.is_attention else "" if sublayer.is_mixer else "neurons"
+    if sublayer.is_attention:
+        return "sources"
+    return "" if sublayer.is_mixer else "neurons"
 
 
-def _prediction(asked: StreamTarget, target: TokenLike, minus: TokenLike, direction: Any) -> dict[str, Any]:
+def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, direction: Any) -> dict[str, Any]:
     """What others' formats say about the model and its prediction besides the graph."""
-    frozen, (query,) = asked.stream.frozen, asked.positions[0].tolist()
+    frozen = readout.stream.frozen
+    (query,) = readout.positions[0].tolist()
     view = frozen.view
     facts: dict[str, Any] = {
         "tokens": list(frozen.str_tokens[0]),
@@ -170,9 +173,13 @@ def _prediction(asked: StreamTarget, target: TokenLike, minus: TokenLike, direct
     }
     if direction is None and minus is None and view.unembedding is not None:
         W_U, b_U = view.unembedding
-        logits = upcast(frozen.unembedded()[0, query].to(W_U) @ W_U + (0 if b_U is None else b_U)) * view.logit_factor
-        logits = logits if view.soft_cap is None else view.soft_cap * torch.tanh(logits / view.soft_cap)
-        token = int(target_ids(frozen, asked.positions, target)[0])
+        logits = frozen.unembedded()[0, query].to(W_U) @ W_U
+        if b_U is not None:
+            logits = logits + b_U
+        logits = upcast(logits) * view.logit_factor
+        if view.soft_cap is not None:
+            logits = view.soft_cap * torch.tanh(logits / view.soft_cap)
+        token = int(target_ids(frozen, readout.positions, target)[0])
         facts |= {"token_id": token, "probability": float(logits.softmax(-1)[token])}
     return facts
 
@@ -196,7 +203,7 @@ class _Builder:
     `carried` are the rows whose outputs the stream still carries, directly, to the stream before the current step.
     """
 
-    asked: StreamTarget
+    readout: StreamTarget
     pulled: Pulled
     edges: Edges
     choices: dict[str, Choice]
@@ -206,10 +213,10 @@ class _Builder:
 
     def graph(self, prediction: dict[str, Any]) -> ContributionGraph:
         """The whole graph."""
-        stream = self.asked.stream
-        found = stream.sources()
-        outputs = torch.stack([part[0] for part in found.values()])
-        for name, weights in zip(found, (outputs * self.pulled.stream[0][0, 0]).sum(-1), strict=True):
+        stream = self.readout.stream
+        sources = stream.sources()
+        outputs = torch.stack([part[0] for part in sources.values()])
+        for name, weights in zip(sources, (outputs * self.pulled.stream[0][0, 0]).sum(-1), strict=True):
             self.carried.append(self._add(name, "embedding", -1, weights))
         for number, step in enumerate(stream.steps):
             if number in self.places:
@@ -217,7 +224,8 @@ class _Builder:
             if step.outer.mixes:
                 outputs = self._through(number, outputs)
                 continue
-            written, before = list[Tensor](), len(self.rows)
+            written = list[Tensor]()
+            before = len(self.rows)
             for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
                 written += self._sublayer(sublayer, stream.x[number], hidden, self.pulled.sums[number], outputs)
             for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
@@ -226,8 +234,8 @@ class _Builder:
             outputs = step.outer.push(outputs[:, None])[:, 0]
             for name, bias, within in step.biases:
                 if not within:
-                    met = self.pulled.stream[number + 1]
-                    outputs = torch.cat([outputs, self._bias(name, step.layer, bias, met)])
+                    cotangent = self.pulled.stream[number + 1]
+                    outputs = torch.cat([outputs, self._bias(name, step.layer, bias, cotangent)])
             self.carried += range(before, len(self.rows))
         if len(stream.steps) in self.places:
             outputs = self._features(self.places[len(stream.steps)], outputs)
@@ -236,8 +244,12 @@ class _Builder:
     def _tables(self, final: Float[Tensor, "source pos"], prediction: dict[str, Any]) -> ContributionGraph:
         import pandas as pd
 
-        query, total, constant = int(self.asked.positions), self.asked.total[0, 0], self.asked.constant[0, 0]
-        pos, count, tokens = final.shape[1], len(self.rows), prediction["tokens"]
+        query = int(self.readout.positions)
+        total = self.readout.total[0, 0]
+        constant = self.readout.constant[0, 0]
+        pos = final.shape[1]
+        count = len(self.rows)
+        tokens = prediction["tokens"]
         final = final[:, query]
         carried = self._carried(final)
         self.edges.keep(carried * pos + query, torch.full_like(carried, count * pos), final)
@@ -252,14 +264,14 @@ class _Builder:
         size = float(final.abs().sum() + constant.abs())
         residual = max(abs(value - float(total)) for value in reached) / max(size, torch.finfo(weights.dtype).tiny)
         split = [row.numbers is not None for row in self.rows]
+        names = [
+            row.name if row.numbers is None else f"{row.name}{part}"
+            for row, parts in zip(self.rows, numbers.tolist(), strict=True)
+            for part in parts
+        ]
         nodes = pd.DataFrame(
             {
-                "name": [
-                    f"{row.name}{part}" if row.numbers is not None else row.name
-                    for row, own in zip(self.rows, numbers.tolist(), strict=True)
-                    for part in own
-                ]
-                + ["target"],
+                "name": [*names, "target"],
                 "kind": [*(row.kind for row in self.rows for _ in range(pos)), "target"],
                 "layer": [*(row.layer for row in self.rows for _ in range(pos)), -1],
                 "pos": [*list(range(pos)) * count, query],
@@ -270,17 +282,17 @@ class _Builder:
                 "entering": [*entering.flatten().tolist(), float(final.abs().sum())],
             }
         )
-        there = torch.cat([((numbers >= 0) | ~torch.tensor(split)[:, None]).flatten(), torch.tensor([True])])
+        exists = torch.cat([((numbers >= 0) | ~torch.tensor(split)[:, None]).flatten(), torch.tensor([True])])
         source, end, weight = self.edges.table()
-        renumbered = there.cumsum(0) - 1
+        renumbered = exists.cumsum(0) - 1
         edges = pd.DataFrame(
             {"source": renumbered[source].numpy(), "target": renumbered[end].numpy(), "weight": weight.numpy()}
         )
         graph = ContributionGraph(
-            nodes.loc[there.numpy()].reset_index(drop=True), edges, self.asked.label, float(total), float(constant),
-            residual, self.asked.soft_cap, **prediction,
+            nodes.loc[exists.numpy()].reset_index(drop=True), edges, self.readout.label, float(total), float(constant),
+            residual, self.readout.soft_cap, **prediction,
         )  # fmt: skip
-        return self.asked.stream.frozen.checked(graph)
+        return self.readout.stream.frozen.checked(graph)
 
     # ------------------------------------------------------------------ nodes
 
@@ -293,19 +305,22 @@ class _Builder:
         biases: Float[Tensor, "pos"] | None = None,
         numbers: Int[Tensor, "pos"] | None = None,
     ) -> int:
-        biases = torch.zeros_like(weights) if biases is None else biases
+        if biases is None:
+            biases = torch.zeros_like(weights)
         self.rows.append(_Row(name, kind, layer, weights, biases, numbers))
         return len(self.rows) - 1
 
     def _numbers(self, row: _Row, pos: int) -> Int[Tensor, "pos"]:
-        return torch.full((pos,), -1, device=row.weights.device) if row.numbers is None else row.numbers
+        if row.numbers is not None:
+            return row.numbers
+        return torch.full((pos,), -1, device=row.weights.device)
 
     def _carried(self, like: Tensor) -> Int[Tensor, "source"]:
         return torch.tensor(self.carried, device=like.device)
 
-    def _bias(self, name: str, layer: int, bias: Tensor, met: Tensor) -> Float[Tensor, "1 pos d_model"]:
-        bias = bias.expand_as(met[0])
-        self._add(name, "bias", layer, (bias * met[0])[0].sum(-1))
+    def _bias(self, name: str, layer: int, bias: Tensor, cotangent: Tensor) -> Float[Tensor, "1 pos d_model"]:
+        bias = bias.expand_as(cotangent[0])
+        self._add(name, "bias", layer, (bias * cotangent[0])[0].sum(-1))
         return bias
 
     def _sublayer(
@@ -317,13 +332,14 @@ class _Builder:
         outputs: Float[Tensor, "source pos d_model"],
     ) -> list[Float[Tensor, "row pos d_model"]]:
         """A sublayer's nodes with their edges, and what each of them wrote."""
-        met, choice = sublayer.write.pull(g), self.choices.get(_splits(sublayer))
+        cotangent = sublayer.write.pull(g)
+        choice = self.choices.get(_splits(sublayer))
         if choice is None:
-            nodes = graph_nodes.whole(sublayer, hidden, met)
+            nodes = graph_nodes.whole(sublayer, hidden, cotangent)
         elif sublayer.is_attention:
-            nodes = graph_nodes.sources(sublayer, x, met, choice)
+            nodes = graph_nodes.sources(sublayer, x, cotangent, choice)
         else:
-            nodes = graph_nodes.neurons(sublayer, hidden, met, choice)
+            nodes = graph_nodes.neurons(sublayer, hidden, cotangent, choice)
         first = len(self.rows)
         for node in nodes:
             for (name, kind, numbers), weights, biases in zip(node.rows, node.weights, node.biases, strict=True):
@@ -331,11 +347,11 @@ class _Builder:
         self._check_count(x.shape[1], sublayer.layer)
         carried = self._carried(outputs)
         if sublayer.is_mixer:
-            self.edges.into_mixing(first, sublayer.read, met[0, 0], outputs, carried)
+            self.edges.into_mixing(first, sublayer.read, cotangent[0, 0], outputs, carried)
         elif sublayer.is_attention:
-            self.edges.into_heads(sublayer, nodes, first, met, outputs, carried)
+            self.edges.into_heads(sublayer, nodes, first, cotangent, outputs, carried)
         else:
-            self.edges.into_positionwise(sublayer, nodes, first, met, outputs, carried)
+            self.edges.into_positionwise(sublayer, nodes, first, cotangent, outputs, carried)
         return [node.outputs for node in nodes]
 
     def _check_count(self, pos: int, layer: int) -> None:
@@ -349,12 +365,15 @@ class _Builder:
         self, split: FeatureSplit, outputs: Float[Tensor, "source pos d_model"]
     ) -> Float[Tensor, "row pos d_model"]:
         """A dictionary's nodes: all that was written before ends there."""
-        choice, first = self.choices.get("features"), len(self.rows)
-        chosen, rest = split.chosen(choice), choice is not None
+        choice = self.choices.get("features")
+        first = len(self.rows)
+        chosen = split.chosen(choice)
+        rest = choice is not None
         for row in split.rows(chosen, rest):
             self._add(row.name, row.kind, split.layer, row.weights, row.biases, row.numbers)
         self._check_count(outputs.shape[1], split.layer)
-        row, carried = first, self._carried(outputs)
+        row = first
+        carried = self._carried(outputs)
         for reads in split.reads(chosen, rest):
             self.edges.into_rows(row, reads, outputs, carried)
             row += len(reads)
@@ -366,9 +385,10 @@ class _Builder:
 
         Only so does an edge keep the position that it comes from.
         """
-        step, met = self.asked.stream.steps[number], self.pulled.stream[number + 1][0, 0]
-        made = self.asked.stream.x[number + 1][0]
-        row = self._add(step.outer_name, "whitening", step.layer, (met * made).sum(-1))
-        self.edges.into_mixing(row, step.outer, met, outputs, self._carried(outputs))
+        step = self.readout.stream.steps[number]
+        cotangent = self.pulled.stream[number + 1][0, 0]
+        output = self.readout.stream.x[number + 1][0]
+        row = self._add(step.outer_name, "whitening", step.layer, (cotangent * output).sum(-1))
+        self.edges.into_mixing(row, step.outer, cotangent, outputs, self._carried(outputs))
         self.carried = [row]
-        return made[None]
+        return output[None]

@@ -84,29 +84,35 @@ class Node:
         return [*slots, (f"{self.name}.rest" if slots else self.name, self.kind, None)]
 
 
-def whole(sublayer: Sublayer, hidden: Float[Tensor, "1 pos width"], met: Float[Tensor, "1 1 pos width"]) -> list[Node]:
+def whole(
+    sublayer: Sublayer, hidden: Float[Tensor, "1 pos width"], cotangent: Float[Tensor, "1 1 pos width"]
+) -> list[Node]:
     """The sublayer's nodes as they are.
 
     Args:
         sublayer: what reads the stream and writes to it.
         hidden: its hidden vector.
-        met: what the target becomes there, pulled back.
+        cotangent: what the target becomes there, pulled back.
     """
-    weights, biases = (sublayer.split(part).sum(-1).T for part in (met[0, 0] * hidden[0], met[0, 0] * _own(sublayer)))
-    kind = "head" if sublayer.is_attention else "mixer" if sublayer.is_mixer else "mlp"
+    shares = cotangent[0, 0] * hidden[0]
+    bias_shares = cotangent[0, 0] * _hidden_bias(sublayer)
+    weights, biases = (sublayer.split(part).sum(-1).T for part in (shares, bias_shares))
+    kind = "mixer" if sublayer.is_mixer else "mlp"
+    if sublayer.is_attention:
+        kind = "head"
     none = torch.zeros(0, hidden.shape[1], dtype=torch.long, device=hidden.device)
     rows = zip(sublayer.nodes, weights, biases, sublayer.outputs(hidden)[:, 0], strict=True)
     return [Node(name, kind, none, weight[None], bias[None], out[None]) for name, weight, bias, out in rows]
 
 
 def neurons(
-    sublayer: Sublayer, hidden: Float[Tensor, "1 pos width"], met: Float[Tensor, "1 1 pos width"], choice: Choice
+    sublayer: Sublayer, hidden: Float[Tensor, "1 pos width"], cotangent: Float[Tensor, "1 1 pos width"], choice: Choice
 ) -> list[Node]:
     """An MLP's largest neurons at each position, and the rest of it."""
-    shares = upcast(met[0, 0]) * hidden[0]
+    shares = upcast(cotangent[0, 0]) * hidden[0]
     chosen = choice.of(shares)
-    own = met[0, 0] * _own(sublayer)
-    weights, biases = (torch.cat([part.sum(-1) for part in rows_alone(part, chosen)]) for part in (shares, own))
+    bias_shares = cotangent[0, 0] * _hidden_bias(sublayer)
+    weights, biases = (torch.cat([part.sum(-1) for part in rows_alone(part, chosen)]) for part in (shares, bias_shares))
     outputs = torch.cat([sublayer.write.push(row[:, None])[:, 0] for row in rows_alone(hidden[0], chosen)])
     return [Node(sublayer.name, "mlp", chosen, weights, biases, outputs)]
 
@@ -128,32 +134,34 @@ def rows_alone(
 
 
 def sources(
-    sublayer: Sublayer, x: Float[Tensor, "1 pos d_model"], met: Float[Tensor, "1 1 pos width"], choice: Choice
+    sublayer: Sublayer, x: Float[Tensor, "1 pos d_model"], cotangent: Float[Tensor, "1 1 pos width"], choice: Choice
 ) -> list[Node]:
     """What each head moves to each query from the tokens that give most, and from all others together.
 
     Args:
         sublayer: heads.
         x: what it reads.
-        met: what the target becomes at its hidden vector, pulled back.
+        cotangent: what the target becomes at its hidden vector, pulled back.
         choice: which tokens become nodes.
     """
     pattern, values = head_values(sublayer, x)
-    shares = token_pairs(sublayer, x, met)[0, 0]
-    own = token_pairs(sublayer, torch.zeros_like(x), met)[0, 0]
-    nodes, width = list[Node](), values.shape[-1]
+    shares = token_pairs(sublayer, x, cotangent)[0, 0]
+    bias_shares = token_pairs(sublayer, torch.zeros_like(x), cotangent)[0, 0]
+    nodes = list[Node]()
+    width = values.shape[-1]
     for head, name in enumerate(sublayer.nodes):
         chosen = choice.of(shares[head])
-        at, there = chosen.clamp(min=0), chosen >= 0
+        at = chosen.clamp(min=0)
+        filled = chosen >= 0
         number = row_of(chosen, shares.shape[-1])
         rest = number == len(chosen)
         weights, biases = (
-            torch.cat([part.gather(1, at.T).T * there, (part * rest).sum(1)[None]])
-            for part in (shares[head], own[head])
+            torch.cat([part.gather(1, at.T).T * filled, (part * rest).sum(1)[None]])
+            for part in (shares[head], bias_shares[head])
         )
-        moved = pattern[head].gather(1, at.T).T[..., None] * values[head][at] * there[..., None]
+        moved = pattern[head].gather(1, at.T).T[..., None] * values[head][at] * filled[..., None]
         others = (pattern[head] * rest) @ values[head]
-        hidden = values.new_zeros(len(chosen) + 1, *met.shape[2:])
+        hidden = values.new_zeros(len(chosen) + 1, *cotangent.shape[2:])
         hidden[..., head * width : (head + 1) * width] = torch.cat([moved, others[None]])
         nodes.append(Node(name, "head", chosen, weights, biases, sublayer.write.push(hidden[:, None])[:, 0]))
     return nodes
@@ -177,7 +185,7 @@ def row_of(chosen: Int[Tensor, "slot query"], keys: int) -> Int[Tensor, "query k
     return rows.scatter_(1, at, torch.arange(len(chosen), device=chosen.device).expand_as(at))[:, :keys]
 
 
-def _own(sublayer: Sublayer) -> Float[Tensor, "..."]:
+def _hidden_bias(sublayer: Sublayer) -> Float[Tensor, "..."]:
     """What the sublayer's hidden vector holds of its own biases."""
-    own = sublayer.read.bias
-    return own if own.ndim < 3 else own[0]
+    bias = sublayer.read.bias
+    return bias if bias.ndim < 3 else bias[0]

@@ -88,7 +88,7 @@ def qk_attribution(
         query_sources=scale * torch.einsum("cbi,cb->bi", q.shares, k.bias),
         key_sources=scale * torch.einsum("cb,cbj->bj", q.bias, k.shares),
         bias=scale * (q.bias * k.bias).sum(0),
-        total=scale * (q.own * k.own).sum(-1),
+        total=scale * (q.vector * k.vector).sum(-1),
         by=by,
         alibi=alibi,
         soft_cap=reading.soft_cap,
@@ -157,12 +157,12 @@ class _Side(NamedTuple):
     Attributes:
         shares: by channel and source, `[channel, batch, source]`.
         bias: what no source gives, `[channel, batch]`.
-        own: the vector itself, `[batch, channel]`.
+        vector: the vector itself, `[batch, channel]`.
     """
 
     shares: Float[Tensor, "channel batch source"]
     bias: Float[Tensor, "channel batch"]
-    own: Float[Tensor, "batch channel"]
+    vector: Float[Tensor, "batch channel"]
 
 
 def _rotation(reading: ScoreReading, at: Tensor, like: Tensor, d_head: int) -> Float[Tensor, "batch d_head d_head"]:
@@ -171,9 +171,11 @@ def _rotation(reading: ScoreReading, at: Tensor, like: Tensor, d_head: int) -> F
     return reading.rotation[at]
 
 
-def _own(frozen: FrozenPass, layer: int, read: Chain, own: slice, at: Tensor, R: Tensor) -> Float[Tensor, "batch d"]:
+def _rotated_vector(
+    frozen: FrozenPass, layer: int, read: Chain, channels: slice, at: Tensor, R: Tensor
+) -> Float[Tensor, "batch d"]:
     """The head's rotated vector, from the captured stream."""
-    vector = torch.take_along_dim(read(frozen.resid_read(layer)), at[:, None, None], dim=1)[:, 0, own]
+    vector = torch.take_along_dim(read(frozen.resid_read(layer)), at[:, None, None], dim=1)[:, 0, channels]
     return torch.einsum("bd,bde->be", vector, R)
 
 
@@ -188,17 +190,21 @@ def _by_token(
     activation: str,
 ) -> _Side:
     """Each channel pulled back through everything before."""
-    x0, x, whitening = frozen.resid_pre(0), frozen.resid_read(layer), frozen.whitening(layer)
+    x0 = frozen.resid_pre(0)
+    x = frozen.resid_read(layer)
+    whitening = frozen.whitening(layer)
     d_head = read(x).shape[-1] // heads
-    own = slice(head * d_head, (head + 1) * d_head)
+    channels = slice(head * d_head, (head + 1) * d_head)
     earlier = (frozen.block_map(number, activation=activation) for number in range(layer))
     before = () if whitening is None else whitening.stages
-    whole, R = Chain((*earlier, *before, *read.stages)), _rotation(reading, at, x, d_head)
-    shares, constants = [], []
+    whole = Chain((*earlier, *before, *read.stages))
+    R = _rotation(reading, at, x, d_head)
+    shares = []
+    constants = []
     for rows in chunks(d_head, frozen.row_bytes, None, "score"):
         basis = x.new_zeros(len(rows), len(at), heads * d_head)
         # row c, pulled back, gives channel c of the rotated vector
-        basis[:, :, own] = R[..., rows.start : rows.stop].permute(2, 0, 1)
+        basis[:, :, channels] = R[..., rows.start : rows.stop].permute(2, 0, 1)
         biases = BiasTerms()
         where = RowPositions(at[None])
         reached = whole.pull_between(basis, where, None, x.shape[1], causal=frozen.causal, biases=biases)
@@ -206,15 +212,16 @@ def _by_token(
         share[:, :, : reached.shape[2]] = (reached * x0[:, : reached.shape[2]]).sum(-1)
         shares.append(share)
         constants.append(in_total(biases, x0.new_zeros(len(rows), len(at))))
-    return _Side(torch.cat(shares), torch.cat(constants), _own(frozen, layer, read, own, at, R))
+    return _Side(torch.cat(shares), torch.cat(constants), _rotated_vector(frozen, layer, read, channels, at, R))
 
 
 def _components(frozen: FrozenPass, layer: int, by: str, activation: str) -> dict[str, Tensor]:
     """What each component before a layer put into the stream that its attention reads, `[batch, pos, d_model]`."""
     stream = Stream.of(frozen, activation, layers=range(layer) if layer else [0])
-    whitening, found = frozen.whitening(layer), stream.sources()
+    whitening = frozen.whitening(layer)
+    parts = stream.sources()
     if layer == 0:
-        return found if whitening is None else {name: whitening.push(part) for name, part in found.items()}
+        return parts if whitening is None else {name: whitening.push(part) for name, part in parts.items()}
     for number, step in enumerate(stream.steps):
         written: dict[str, Tensor] = {}
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
@@ -223,10 +230,10 @@ def _components(frozen: FrozenPass, layer: int, by: str, activation: str) -> dic
             else:
                 written[sublayer.name] = sublayer.write.push(hidden)
         written |= {name: bias.expand_as(stream.x[0]) for name, bias, inside in step.biases if inside}
-        found |= written
-        found = {name: step.outer.push(output) for name, output in found.items()}
-        found |= {name: bias.expand_as(stream.x[0]) for name, bias, inside in step.biases if not inside}
-    return found if whitening is None else {name: whitening.push(part) for name, part in found.items()}
+        parts |= written
+        parts = {name: step.outer.push(output) for name, output in parts.items()}
+        parts |= {name: bias.expand_as(stream.x[0]) for name, bias, inside in step.biases if not inside}
+    return parts if whitening is None else {name: whitening.push(part) for name, part in parts.items()}
 
 
 def _by_component(
@@ -240,15 +247,15 @@ def _by_component(
     sources: Float[Tensor, "source batch pos d_model"],
 ) -> _Side:
     """Each source's part of the stream at the position, read by the head."""
-    there = torch.take_along_dim(sources, at[None, :, None, None], dim=2)
+    vectors = torch.take_along_dim(sources, at[None, :, None, None], dim=2)
     cut = read.at(RowPositions(at[None]))
-    read_there = cut.push(there)[:, :, 0]
-    d_head = read_there.shape[-1] // heads
-    own = slice(head * d_head, (head + 1) * d_head)
-    R = _rotation(reading, at, read_there, d_head)
-    bias = cut(torch.zeros_like(there[:1]))[0, :, 0, own]
+    projections = cut.push(vectors)[:, :, 0]
+    d_head = projections.shape[-1] // heads
+    channels = slice(head * d_head, (head + 1) * d_head)
+    R = _rotation(reading, at, projections, d_head)
+    bias = cut(torch.zeros_like(vectors[:1]))[0, :, 0, channels]
     return _Side(
-        torch.einsum("sbd,bde->ebs", read_there[..., own], R),
+        torch.einsum("sbd,bde->ebs", projections[..., channels], R),
         torch.einsum("bd,bde->eb", bias, R),
-        _own(frozen, layer, read, own, at, R),
+        _rotated_vector(frozen, layer, read, channels, at, R),
     )

@@ -26,13 +26,14 @@ def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
     """
     check_pass(frozen)
     frozen.view.refuse_encoder_decoder("attention scores")
-    x, pattern = frozen.resid_read(layer), frozen.pattern(layer)
+    x = frozen.resid_read(layer)
+    pattern = frozen.pattern(layer)
     before = frozen.layouts[layer].attn.before
-    found = [
+    candidates = [
         replace(candidate, error=_error(candidate, x, pattern.to(x.dtype), frozen.mask))
         for candidate in score_candidates(frozen, layer, before, added_positions(frozen))
     ]
-    best = min(found, key=lambda reading: reading.error, default=None)
+    best = min(candidates, key=lambda reading: reading.error, default=None)
     if best is None or not best.error <= frozen.tolerance:
         nearest = float("nan") if best is None else best.error
         raise UnsupportedModelError(
@@ -41,7 +42,7 @@ def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
             "Relative position biases and centred query norms are not supported."
         )
     # what the pattern cannot tell apart (one token; nothing but uniform attention) goes to what the model states
-    near = [reading for reading in found if reading.error <= 2 * best.error]
+    near = [reading for reading in candidates if reading.error <= 2 * best.error]
     scores = best.scores(x)
     unlike = [reading for reading in near if float((reading.scores(x) - scores).norm()) > 0.1 * float(scores.norm())]
     if unlike and x.shape[1] > 1:
@@ -57,6 +58,6 @@ def _error(reading: ScoreReading, x: Tensor, pattern: Tensor, mask: Tensor) -> f
     """The largest error of an attention probability. A row's own sum is kept: attention sinks take their share."""
     allowed = pattern > 0
     scores = reading.finished(reading.scores(x)).masked_fill(~allowed, -torch.inf)
-    made = torch.softmax(upcast(scores), dim=-1) * pattern.sum(-1, keepdim=True)
+    probabilities = torch.softmax(upcast(scores), dim=-1) * pattern.sum(-1, keepdim=True)
     real = mask[:, None, :, None] & allowed.any(-1, keepdim=True)
-    return float((made - pattern).masked_fill(~real, 0.0).abs().max())
+    return float((probabilities - pattern).masked_fill(~real, 0.0).abs().max())

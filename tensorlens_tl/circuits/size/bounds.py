@@ -74,16 +74,18 @@ def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, acti
     op, x = _other_input(frozen, x, activation)
     stages: list[AffineMap] = [frozen.block_map(layer, activation=activation) for layer in range(frozen.n_layers)]
     names = [frozen.output_name(layer) for layer in range(frozen.n_layers)]
-    final, end = frozen.final_norm(), frozen.points.output
+    final = frozen.final_norm()
+    end = frozen.points.output
     if final is not None and end is not None:
         stages.append(final)
         names.append(end)
-    kept = _live(frozen, x, names)
-    live = [x, *(kept[name].to(x) for name in names)]
+    activations = _live(frozen, x, names)
+    live = [x, *(activations[name].to(x) for name in names)]
     real = frozen.mask[..., None]
     steps = zip(stages, pairwise(live), strict=True)
     local = [float(upcast((after - stage(before)) * real).norm()) for stage, (before, after) in steps]
-    bounds, amplification = [norm_bound(stage) for stage in stages], [1.0]
+    bounds = [norm_bound(stage) for stage in stages]
+    amplification = [1.0]
     for bound in reversed(bounds[1:]):
         amplification.append(amplification[-1] * bound)
     amplification.reverse()
@@ -132,7 +134,8 @@ def proposition_1(
     end = frozen.output_name(frozen.n_layers - 1)
     if frozen.final_norm() is not None:
         end = frozen.points.output
-    live, real = _live(frozen, x, [end])[end].to(x), frozen.mask[..., None]
+    live = _live(frozen, x, [end])[end].to(x)
+    real = frozen.mask[..., None]
     error, change, step = (
         float(upcast(difference * real).norm()) for difference in (live - op(x), live - frozen.output, x - op.x)
     )
@@ -159,7 +162,8 @@ def appendix_e_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
     one_prompt(frozen.operator())
     bound = 1.0
     for layer, layout in enumerate(frozen.layouts):
-        attention, mlp = _attention_norm(frozen, layer), _mlp_norm(frozen, layer, as_printed)
+        attention = _attention_norm(frozen, layer)
+        mlp = _mlp_norm(frozen, layer, as_printed)
         around = [
             (part, *(_norm_factor(frozen, layer, name, as_printed) for name in (at.before, at.after, at.outer)))
             for part, at in ((attention, layout.attn), (mlp, layout.mlp if mlp is not None else Place()))
@@ -178,7 +182,8 @@ def appendix_e_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
 
 
 def _attention_norm(frozen: FrozenPass, layer: int) -> float:
-    weights, length = frozen.view.blocks[layer].plain_attention, int(frozen.mask.sum())
+    weights = frozen.view.blocks[layer].plain_attention
+    length = int(frozen.mask.sum())
     values = upcast(weights.W_V).unflatten(1, (weights.kv_heads, -1)).movedim(1, 0)
     values = values.repeat_interleave(weights.heads // weights.kv_heads, dim=0)
     heads = torch.linalg.matrix_norm(values @ upcast(weights.W_O).unflatten(0, (weights.heads, -1)), 2)
@@ -186,7 +191,8 @@ def _attention_norm(frozen: FrozenPass, layer: int) -> float:
 
 
 def _mlp_norm(frozen: FrozenPass, layer: int, as_printed: bool) -> float | None:
-    weights, held = frozen.view.blocks[layer].dense_mlp, frozen.mlp_coefficients(layer)
+    weights = frozen.view.blocks[layer].dense_mlp
+    held = frozen.mlp_coefficients(layer)
     if weights is None or held is None:
         return None
     largest = 1.0 if as_printed else float(held.through[frozen.mask].abs().max())

@@ -29,7 +29,9 @@ def as_scipy(op: Any) -> "LinearOperator":
     from scipy.sparse.linalg import LinearOperator
 
     one_prompt(op)
-    size, shape, real = op.x[0].numel(), op.x[0].shape, op.frozen.mask[..., None]
+    size = op.x[0].numel()
+    shape = op.x[0].shape
+    real = op.frozen.mask[..., None]
 
     def through(move: Any) -> Any:
         def columns(x: Any) -> Any:
@@ -39,7 +41,8 @@ def as_scipy(op: Any) -> "LinearOperator":
 
         return columns
 
-    push, pull = through(op.push), through(op.pull)
+    push = through(op.push)
+    pull = through(op.pull)
     dtype = upcast(op.x[:0]).cpu().numpy().dtype
     # each is written for one vector and for a matrix of columns alike, which scipy names apart
     return LinearOperator((size, size), dtype=dtype, matvec=push, rmatvec=pull, matmat=push, rmatmat=pull)  # pyright: ignore[reportCallIssue]

@@ -42,30 +42,33 @@ def embedding_parts(frozen: Record) -> dict[str, Float[Tensor, "batch pos d_mode
 
     An embedding norm is frozen as any other: its linear part is applied to each summand and its shift is one more.
     """
-    points, x = frozen.points.blocks[0], frozen.resid_pre(0)
+    points = frozen.points.blocks[0]
+    x = frozen.resid_pre(0)
     known = frozen.model.hook_dict
     scales = {norm: f"{norm}.hook_scale" for _, norm in PARTS if norm is not None}
-    wanted = {name for names, _ in PARTS for name in names.values()} | set(scales.values())
-    asked = sorted(wanted & set(known))
-    kept, _ = capture(frozen.model, frozen.inputs, asked, last=points.resid_pre, optional=asked)
+    candidates = {name for names, _ in PARTS for name in names.values()} | set(scales.values())
+    hook_names = sorted(candidates & set(known))
+    activations, _ = capture(frozen.model, frozen.inputs, hook_names, last=points.resid_pre, optional=hook_names)
     for names, norm in PARTS:
-        if not all(name in kept for name in names.values()) or (norm is not None and scales[norm] not in kept):
+        if not all(name in activations for name in names.values()) or (
+            norm is not None and scales[norm] not in activations
+        ):
             continue
-        parts = {part: _as_stream(kept[name], x) for part, name in names.items()}
+        parts = {part: _as_stream(activations[name], x) for part, name in names.items()}
         if any(part is None for part in parts.values()):
             continue
-        found = {part: tensor for part, tensor in parts.items() if tensor is not None}
+        summands = {part: tensor for part, tensor in parts.items() if tensor is not None}
         if norm is not None:
             module = frozen.view.model.get_submodule(norm)
             with loaded(module):
                 weights = norm_weights(module, frozen.view.cfg)
-            held = Norm(kept[scales[norm]], weights.gain, weights.shift, weights.centre)
-            found = {part: held.push(tensor) for part, tensor in found.items()}
+            held = Norm(activations[scales[norm]], weights.gain, weights.shift, weights.centre)
+            summands = {part: held.push(tensor) for part, tensor in summands.items()}
             if weights.shift is not None:
-                found[f"{norm}.b"] = weights.shift.expand_as(x)
-        made = sum(found.values(), start=torch.zeros_like(x))
-        if relative_error(made, x, frozen.mask) <= frozen.tolerance:
-            return found
+                summands[f"{norm}.b"] = weights.shift.expand_as(x)
+        total = sum(summands.values(), start=torch.zeros_like(x))
+        if relative_error(total, x, frozen.mask) <= frozen.tolerance:
+            return summands
     return {"embed": x}
 
 

@@ -103,7 +103,8 @@ class Stream:
             FrozenModelError: the weights were changed since the pass.
             UnsupportedModelError: an encoder–decoder.
         """
-        rule, chosen = check_rule(activation), chosen_layers(frozen.n_layers, layers)
+        rule = check_rule(activation)
+        chosen = chosen_layers(frozen.n_layers, layers)
         frozen.check_fresh()
         frozen.view.refuse_encoder_decoder("circuits")
         steps = [step for layer in chosen for step in block_steps(frozen, layer, rule)]
@@ -156,7 +157,8 @@ class Stream:
             sublayers: whether it goes through the sublayers.
             joining: vectors that join it on its way, at the stream before a step.
         """
-        stream, sums = [g], []
+        stream = [g]
+        sums = []
         for number, step in reversed(list(enumerate(self.steps))):
             g = step.outer.pull(g)
             sums.append(g)
@@ -232,8 +234,8 @@ class StreamTarget:
     def number(self, read: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch query"]:
         """What is asked, of another stream at `read_at`, before any final soft cap."""
         places = self.positions[..., None].expand(*read.shape[:-2], -1, 1)
-        own = torch.take_along_dim(upcast(read.to(self.vectors.device)), places, dim=-2)
-        return (own * self.vectors).sum(-1) + self.constant
+        activations = torch.take_along_dim(upcast(read.to(self.vectors.device)), places, dim=-2)
+        return (activations * self.vectors).sum(-1) + self.constant
 
     def fields(self) -> dict[str, Any]:
         """What a result of these queries says about them."""
@@ -284,27 +286,28 @@ def stream_target(
             "direction=, or all layers with their final norm."
         )
     positions = (one_query if one else query_positions)(frozen.prompt, query)
-    asked = resolve_target(frozen, target, minus, direction, positions)
-    stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=asked.of_tokens)
-    if asked.of_tokens:
+    resolved = resolve_target(frozen, target, minus, direction, positions)
+    stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=resolved.of_tokens)
+    if resolved.of_tokens:
         read_at = frozen.points.unembed_in
     elif chosen.stop < frozen.n_layers or not final_norm or frozen.view.final_norm is None:
         read_at = frozen.output_name(chosen.stop - 1)
     else:
         read_at = frozen.points.output
     assert read_at is not None  # a token needs an unembedding
-    own = upcast(torch.take_along_dim(frozen.captured(read_at), positions[..., None], dim=1))
+    activations = upcast(torch.take_along_dim(frozen.captured(read_at), positions[..., None], dim=1))
     real = torch.take_along_dim(frozen.mask, positions, dim=1)  # nothing is asked at padding
-    vectors, constant = asked.vectors * real[..., None], asked.constant.to(own) * real
+    vectors = resolved.vectors * real[..., None]
+    constant = resolved.constant.to(activations) * real
     return StreamTarget.at(
         stream,
         read_at,
         vectors,
         constant,
-        (own * vectors).sum(-1) + constant,
+        (activations * vectors).sum(-1) + constant,
         positions,
-        asked.label if asked.of_tokens else f"{asked.label} at {end_of(frozen, chosen.stop, normed)}",
-        soft_cap=frozen.view.soft_cap if asked.of_tokens else None,
+        resolved.label if resolved.of_tokens else f"{resolved.label} at {end_of(frozen, chosen.stop, normed)}",
+        soft_cap=frozen.view.soft_cap if resolved.of_tokens else None,
     )
 
 

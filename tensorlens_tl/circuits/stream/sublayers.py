@@ -78,24 +78,28 @@ class Sublayer:
         return self.write.push(rearrange(alone, "c b p n m -> m b p (n c)"))
 
     def read_of(self, node: int) -> Chain:
-        """What one node reads, as a map of its own: for a head its values and pattern only."""
+        """What one node reads, as a separate map: for a head, its values and its pattern only."""
         if not self.is_attention:
             *before, inside = self.read.stages
-            return Chain((*before, inside.terms[node])) if isinstance(inside, Beside) else self.read
+            if isinstance(inside, Beside):
+                return Chain((*before, inside.terms[node]))
+            return self.read
         *before, mix = self.read.stages
         factors: list[Diagonal] = []
         values = before.pop()
-        while isinstance(values, Diagonal):  # the scale of a norm of values
+        while isinstance(values, Diagonal):  # the scale of a norm on the values
             factors.insert(0, values)
             values = before.pop()
         assert isinstance(values, Linear)
         assert isinstance(mix, AnyAttention)
         group = mix.n_heads // mix.kv_heads
         width = values.weight.shape[1] // mix.kv_heads
-        kept = slice(node // group * width, (node // group + 1) * width)
-        own = Linear(values.weight[:, kept], None if values.offset is None else values.offset[kept])
-        scaled = (Diagonal(factor.factor[..., kept]) for factor in factors)
-        return Chain((*before, own, *scaled, mix.of_head(node)))
+        kv_head = node // group
+        channels = slice(kv_head * width, (kv_head + 1) * width)
+        offset = None if values.offset is None else values.offset[channels]
+        head_values = Linear(values.weight[:, channels], offset)
+        scales = (Diagonal(factor.factor[..., channels]) for factor in factors)
+        return Chain((*before, head_values, *scales, mix.of_head(node)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,15 +125,16 @@ class Step:
     def directly(self, x: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch pos d_model"]:
         """What the stream carries past the sublayers, the step's own biases included."""
         for sublayer in self.sublayers:
-            x = x if sublayer.write.bias is ZERO else x + sublayer.write.bias
+            if sublayer.write.bias is not ZERO:
+                x = x + sublayer.write.bias
         return self.outer(x)
 
     @property
     def biases(self) -> list[tuple[str, Tensor, bool]]:
         """What the step adds by itself: name, bias, and whether it still goes through `outer`."""
-        found = [(sublayer.bias_name, sublayer.write.bias, True) for sublayer in self.sublayers]
-        found.append((self.outer_name, self.outer.bias, False))
-        return [item for item in found if item[1] is not ZERO]
+        terms = [(sublayer.bias_name, sublayer.write.bias, True) for sublayer in self.sublayers]
+        terms.append((self.outer_name, self.outer.bias, False))
+        return [term for term in terms if term[1] is not ZERO]
 
 
 def block_steps(frozen: Record, layer: int, rule: str) -> list[Step]:
@@ -184,7 +189,8 @@ def _mlp_nodes(frozen: Record, layer: int, rule: str) -> tuple[AffineMap, Affine
 def _per_layer_node(frozen: Record, layer: int, per_layer: Chain) -> Sublayer:
     """What a block adds for an input of each token at this layer, as a node of its own."""
     *inside, output = per_layer.stages
-    write, name = Chain((output, frozen.norm(layer, PER_LAYER_NORM))), f"L{layer}.per_layer"
+    write = Chain((output, frozen.norm(layer, PER_LAYER_NORM)))
+    name = f"L{layer}.per_layer"
     return Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", False)
 
 

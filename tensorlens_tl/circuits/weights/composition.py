@@ -49,7 +49,8 @@ def composition_scores(
         raise InvalidInputError(f"kind={kind!r}; use one of {', '.join(KINDS)}.")
     if baseline not in (None, "random"):
         raise InvalidInputError(f"baseline={baseline!r}; use 'random' or None.")
-    view, scores = as_view(model), kind != "V"
+    view = as_view(model)
+    scores = kind != "V"
     refuse_whitened(view, "composition_scores")
     source = as_pass(model, offset) if scores or fold_norms else view  # once for all layers
     layers = [
@@ -62,13 +63,16 @@ def composition_scores(
         raise UnsupportedModelError(
             f"{view.description}: its layers differ in their heads, which do not fit one table."
         )
-    V, O = upcast(torch.stack([layer.V for layer in layers])), upcast(torch.stack([layer.O for layer in layers]))  # noqa: E741
-    reads, others = V, O.mT
+    V = upcast(torch.stack([layer.V for layer in layers]))
+    O = upcast(torch.stack([layer.O for layer in layers]))  # noqa: E741
+    reads = V
+    others = O.mT
     if scores:
         Q = upcast(torch.stack([layer.Q for layer in layers if layer.Q is not None]))
         K = upcast(torch.stack([layer.K for layer in layers if layer.K is not None]))
         reads, others = (Q, K) if kind == "Q" else (K, Q)
-    gram_v, gram_other = V.mT @ V, others.mT @ others
+    gram_v = V.mT @ V
+    gram_other = others.mT @ others
     norms = (gram_v * (O @ O.mT)).sum((-2, -1)).sqrt()
     later_norms = ((reads.mT @ reads) * gram_other).sum((-2, -1)).sqrt()
     n_layers, heads = norms.shape
@@ -79,8 +83,8 @@ def composition_scores(
         other = rearrange(gram_other[layer + 1 :], "l h a d -> (l h) a d")
         squares = ((gram_v[layer][:, None] @ C) * (C @ other)).sum((-2, -1)).clamp_min(0)
         sizes = norms[layer][:, None] * later_norms[layer + 1 :].flatten()
-        found = squares.sqrt() / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
+        ratios = squares.sqrt() / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
         if baseline == "random":
-            found = found - V.shape[-2] ** -0.5
-        result[layer, :, layer + 1 :] = rearrange(found, "e (l h) -> e l h", h=heads)
+            ratios = ratios - V.shape[-2] ** -0.5
+        result[layer, :, layer + 1 :] = rearrange(ratios, "e (l h) -> e l h", h=heads)
     return result

@@ -86,7 +86,8 @@ def full_ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "
         InvalidInputError: no such layer or head.
         UnsupportedModelError: no readable embedding or unembedding, or a prediction head between them.
     """
-    view, circuit = as_view(model), ov(model, layer, head, fold_norms=fold_norms)
+    view = as_view(model)
+    circuit = ov(model, layer, head, fold_norms=fold_norms)
     refuse_whitened(view, "full_ov")
     adapters = {*circuit_adapters(circuit), *view.end_adapters}
     return factored(
@@ -100,7 +101,8 @@ def full_qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms
     Raises:
         InvalidInputError, UnsupportedModelError: as `qk`; also no readable embedding.
     """
-    view, circuit = as_view(model), qk(model, layer, head, offset=offset, fold_norms=fold_norms)
+    view = as_view(model)
+    circuit = qk(model, layer, head, offset=offset, fold_norms=fold_norms)
     refuse_whitened(view, "full_qk")
     adapters = {*circuit_adapters(circuit), *view.end_adapters}
     return factored(product(view.embedding, circuit.A), product(circuit.B, view.embedding.T), sorted(adapters))
@@ -167,7 +169,8 @@ def svd_tokens(
 
     if circuit not in ("ov", "qk"):
         raise InvalidInputError(f"circuit={circuit!r}; use 'ov' or 'qk'.")
-    k, top = whole_number("k", k, 1), whole_number("top", top, 1)
+    k = whole_number("k", k, 1)
+    top = whole_number("top", top, 1)
     view = as_view(model)
     refuse_whitened(view, "svd_tokens")
     if circuit == "ov":
@@ -181,8 +184,10 @@ def svd_tokens(
         name: (vectors, upcast(table))
         for (name, table), vectors in zip(tables.items(), (matrix.U, matrix.V), strict=True)
     }
-    values, rank = matrix.S, min(matrix.A.shape[-1], matrix.S.shape[-1])
-    rows, start = [], 0
+    values = matrix.S
+    rank = min(matrix.A.shape[-1], matrix.S.shape[-1])
+    rows = []
+    start = 0
     while start < min(k, rank):
         stop = start + 1
         while stop < rank and float(values[stop - 1] - values[stop]) < gap * float(values[0]):
@@ -191,7 +196,8 @@ def svd_tokens(
         projected = {name: table @ vectors[:, start:stop] for name, (vectors, table) in sides.items()}
         if stop - start > 1:
             for name, tokens in projected.items():
-                row[name], row[f"{name}_negative"] = _tokens(view, tokens.norm(dim=-1), top), None
+                row[name] = _tokens(view, tokens.norm(dim=-1), top)
+                row[f"{name}_negative"] = None
         else:
             writes = list(projected.values())[-1]
             sign = 1.0 if float(writes.max()) >= -float(writes.min()) else -1.0  # the strongest token is a positive one
@@ -268,12 +274,14 @@ class LayerWeights:
     @classmethod
     def with_scores(cls, frozen: FrozenPass, layer: int, fold_norms: bool, offset: int | None) -> "LayerWeights":
         """The same with queries and keys."""
-        weights, reading = frozen.view.blocks[layer].query_key, score_reading(frozen, layer)
+        weights = frozen.view.blocks[layer].query_key
+        reading = score_reading(frozen, layer)
         Q = rearrange(weights.W_Q, "m (h d) -> h m d", h=reading.heads)
         K = rearrange(weights.W_K, "m (kv d) -> kv m d", kv=reading.kv_heads)
         before, _ = _norms_around(frozen, layer, fold_norms)
         if fold_norms:
-            Q, K = _own_gain(Q, weights.q_norm), _own_gain(K, weights.k_norm)
+            Q = _head_norm_gain(Q, weights.q_norm)
+            K = _head_norm_gain(K, weights.k_norm)
         K = _reading(K, before).repeat_interleave(reading.heads // reading.kv_heads, dim=0)
         return replace(cls.of(frozen, layer, fold_norms), Q=_rotated(_reading(Q, before), reading, offset), K=K)
 
@@ -284,7 +292,8 @@ def _norms_around(
     """The norms before and after attention that are to be folded."""
     if not fold_norms or not isinstance(source, FrozenPass):
         return None, None
-    norms, at = source.view.blocks[layer].norms, source.layouts[layer].attn
+    norms = source.view.blocks[layer].norms
+    at = source.layouts[layer].attn
     return (norms[at.before] if at.before else None), (norms[at.after] if at.after else None)
 
 
@@ -305,7 +314,8 @@ def _reading(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
     """Weights that read the stream, with the gain and centring of the norm before them inside."""
     if norm is None:
         return W
-    W = W if norm.gain is None else norm.gain[:, None] * W
+    if norm.gain is not None:
+        W = norm.gain[:, None] * W
     return W - W.mean(-2, keepdim=True) if norm.centre else W
 
 
@@ -313,11 +323,12 @@ def _writing(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
     """Weights that write to the stream, with the centring and gain of the norm after them inside."""
     if norm is None:
         return W
-    W = W - W.mean(-1, keepdim=True) if norm.centre else W
+    if norm.centre:
+        W = W - W.mean(-1, keepdim=True)
     return W if norm.gain is None else W * norm.gain
 
 
-def _own_gain(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
+def _head_norm_gain(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
     """Query or key weights with the gain of their own norm, per head or over all of them."""
     if norm is None or norm.gain is None:
         return W
@@ -340,7 +351,8 @@ def _unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_model d_
 def _square_vocabulary(view: ModelView, fold_norms: bool) -> tuple[Tensor, Tensor]:
     """Unembedding and embedding of the same tokens, wide enough for eigenvalues."""
     refuse_whitened(view, "copying")
-    W_U, W_E = _unembedding(view, fold_norms), view.embedding
+    W_U = _unembedding(view, fold_norms)
+    W_E = view.embedding
     if W_U.shape[1] != W_E.shape[0]:
         raise UnsupportedModelError(
             f"{view.description} reads {W_E.shape[0]} tokens and predicts {W_U.shape[1]}: copying is not defined "
@@ -367,7 +379,8 @@ def as_view(model: Any) -> ModelView:
     """The reading of a model, or of a pass's model."""
     if isinstance(model, FrozenPass):
         model.check_fresh()
-    view = model.view if isinstance(model, FrozenPass) else model if isinstance(model, ModelView) else ModelView(model)
+        model = model.view
+    view = model if isinstance(model, ModelView) else ModelView(model)
     view.refuse_encoder_decoder("the weights of heads")
     return view
 
