@@ -40,14 +40,16 @@ def run(args: argparse.Namespace) -> None:
         raise InvalidInputError("--points: a page draws curves over 2 hook points or more; save one as .csv.")
     model = loaded_model(args, logits=False)
     tokens = _tokens(args, model)
-    half, least = len(tokens) // 2, 8 if args.filters else 4
+    half = len(tokens) // 2
+    least = 8 if args.filters else 4
     if len(tokens) < least:
         raise InvalidInputError(
             f"{len(tokens)} prompts; at least {least} are needed{' with --filters' * args.filters}."
         )
     # filters are made from the first half of the text, and everything is measured on the second
     measured, skip = (tokens[half:], SETTLING) if args.filters else (tokens, 0)
-    table, filtered = whitening.measure(model, measured, args.points, skip=skip), None
+    table = whitening.measure(model, measured, args.points, skip=skip)
+    filtered = None
     print(f"{len(measured)} prompts of {measured.shape[1]} tokens" + f", the first {skip} left out" * bool(skip))
     print(table.round(4).to_string())
     if args.filters:

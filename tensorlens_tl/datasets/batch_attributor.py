@@ -49,7 +49,8 @@ class BatchAttributor:
     ) -> None:
         if not callable(load_model) or isinstance(load_model, torch.nn.Module):
             raise InvalidInputError("load_model: pass a function that loads the model, such as lambda: model.")
-        self.load_model, self.work = load_model, work_of(method, keep, options, columns)
+        self.load_model = load_model
+        self.work = work_of(method, keep, options, columns)
         self.reading = {
             "text": text, "id": id, "columns": columns, "truncate": truncate, "prepend_bos": prepend_bos,
         }  # fmt: skip

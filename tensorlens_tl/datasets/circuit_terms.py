@@ -104,7 +104,8 @@ def _of(name: str, values: Sequence[Any], batch: Sequence[int]) -> Any:
 
 def _packed(terms: Terms) -> list[Record]:
     """Each prompt's terms as a row; what is padding is left out."""
-    mask, queries = terms.mask.cpu(), terms.queries.cpu()
+    mask = terms.mask.cpu()
+    queries = terms.queries.cpu()
     numbers = {"rest": terms.remainder, "total": terms.total, "residual": terms.residual if terms.additive else None}
     rows = []
     for number, real in enumerate(mask):

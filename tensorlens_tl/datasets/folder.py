@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 FORMAT = "tensorlens_tl.dataset"
 VERSION = 2
 MANIFEST = "manifest.json"
-BATCHES_PER_SHARD, ROWS_PER_SHARD = 8, 512
+BATCHES_PER_SHARD = 8
+ROWS_PER_SHARD = 512
 """A shard ends with whichever comes first: what a crash may cost."""
 
 
@@ -67,13 +68,15 @@ def planned(
     lengths: Sequence[int], rejected: Sequence[int], tokens_per_batch: int
 ) -> tuple[list[list[int]], list[Any]]:
     """Batches of rows of like length, longest first, none of more tokens than asked (one row may be); and shards."""
-    refused, batches = set(rejected), list[list[int]]()
+    refused = set(rejected)
+    batches = list[list[int]]()
     for row in sorted((row for row in range(len(lengths)) if row not in refused), key=lambda row: -lengths[row]):
         # padded to the longest, which is the first
         if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch:
             batches.append([])
         batches[-1].append(row)
-    shards, start = [], 0
+    shards = []
+    start = 0
     for stop in range(1, len(batches) + 1):
         enough = stop - start == BATCHES_PER_SHARD or sum(map(len, batches[start:stop])) >= ROWS_PER_SHARD
         if enough or stop == len(batches):

@@ -24,7 +24,8 @@ def model_identity(model: Any) -> dict[str, Any]:
     Versions are those of whatever decides what is computed: this library, TransformerLens and transformers. Another
     PyTorch rounds otherwise, and is no other model. Of hooks only their places are known, not what they do.
     """
-    view, digest = ModelView(model), hashlib.sha256()
+    view = ModelView(model)
+    digest = hashlib.sha256()
     for name, numbers in (*sorted(view.model.state_dict().items()), *stored(view.model)):
         if isinstance(numbers, torch.Tensor) and not numbers.is_meta:
             digest.update(f"{name} {tuple(numbers.shape)} {numbers.dtype}".encode())

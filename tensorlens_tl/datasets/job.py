@@ -57,7 +57,8 @@ class Job:
             first = min(self.rows.errors)
             raise InvalidInputError(f"rows: none is a prompt. Row {first}: {self.rows.errors[first]}.")
         good.sort(key=lambda row: len(self.rows.tokens[row]))
-        said, tried = None, dict.fromkeys(good[share * (len(good) - 1) // (PROBED - 1)] for share in range(PROBED))
+        said = None
+        tried = dict.fromkeys(good[share * (len(good) - 1) // (PROBED - 1)] for share in range(PROBED))
         for row in tried:
             said = self._records([row])[0][0].get("error")
             if not said:
@@ -76,7 +77,8 @@ class Job:
         for at in range(first, after):
             batch = manifest.batches[at]
             if manifest.rejected and at == len(manifest.batches) - 1:
-                made, results = [{"error": self.rows.errors[row]} for row in batch], []
+                made = [{"error": self.rows.errors[row]} for row in batch]
+                results = []
             else:
                 made, results = self._records(batch)
             for place, result in results:

@@ -67,8 +67,10 @@ def packed(result: Attribution, keep: str) -> list[dict[str, Any]]:
     source tokens the scores belong to, and ``rest`` is the sum of the others, so that sums still hold.
     """
     most = kept_entries(keep)
-    scores, mask = result.scores.detach().cpu(), result.mask.cpu()
-    queries, starts = result.queries.cpu(), result.word_starts
+    scores = result.scores.detach().cpu()
+    mask = result.mask.cpu()
+    queries = result.queries.cpu()
+    starts = result.word_starts
     query, key = (result.axes.index(name) - 1 for name in ("query", "key"))
     if most is not None and key != len(result.axes) - 2:
         raise InvalidInputError(
@@ -80,7 +82,8 @@ def packed(result: Attribution, keep: str) -> list[dict[str, Any]]:
         places = real.nonzero()[:, 0]
         asked = real[queries[number]]  # a shorter prompt of the batch has fewer
         own = scores[number].index_select(key, places).index_select(query, asked.nonzero()[:, 0])
-        keys, rest = None, None
+        keys = None
+        rest = None
         if most is not None:
             own, keys, rest = _largest(own, most)
         positions = (real.long().cumsum(0) - 1)[queries[number][asked]]
@@ -113,7 +116,8 @@ def _largest(scores: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def unpacked(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Attribution:
     """One row as a result. Scores that were not kept are zero, and the result then does not claim to be additive."""
-    shape, dtype = list(row["shape"]), getattr(torch, facts["dtype"])
+    shape = list(row["shape"])
+    dtype = getattr(torch, facts["dtype"])
     scores = torch.tensor(row["scores"], dtype=dtype).reshape(shape)
     if row["keys"] is not None:
         keys = torch.tensor(row["keys"]).reshape(shape)

@@ -34,7 +34,8 @@ class DatasetResults:
         self.path, self.manifest = self._folder.path, self._folder.manifest()
 
     def __repr__(self) -> str:
-        identity, made = self.manifest.identity, len(self)
+        identity = self.manifest.identity
+        made = len(self)
         rows = f"{made} rows" if self.complete else f"{made} of {self.manifest.rows} rows"
         return f"DatasetResults({str(self.path)!r}, {identity['method']!r}, {rows})"
 

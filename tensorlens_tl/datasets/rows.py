@@ -111,7 +111,8 @@ def read_rows(
     Raises:
         InvalidInputError: no row, no such file or column, or two rows with one id.
     """
-    rows, known = Rows(options={option: [] for option in columns or {}}), dict[str, int]()
+    rows = Rows(options={option: [] for option in columns or {}})
+    known = dict[str, int]()
     numbered = False
     for number, row in enumerate(_tables(source, text)):
         if number == 0:
@@ -132,7 +133,8 @@ def read_rows(
         try:
             ids = _token_ids(view, row.get(text), text, prepend_bos)
         except TensorLensError as error:
-            rows.errors[number], ids = str(error), np.zeros(0, dtype=np.int64)
+            rows.errors[number] = str(error)
+            ids = np.zeros(0, dtype=np.int64)
         if len(ids) > view.n_ctx and truncate:
             ends = (
                 1 if isinstance(row.get(text), str) and _is_special(view, int(ids[-1])) else 0

@@ -31,8 +31,10 @@ def summary(tables: Tables, quantiles: Any, names: str, memory: Memory) -> "pd.D
     """
     import pandas as pd
 
-    asked, bound = _quantiles(quantiles), in_bytes(memory)
-    terms, count = list[str](), 0
+    asked = _quantiles(quantiles)
+    bound = in_bytes(memory)
+    terms = list[str]()
+    count = 0
     for table in tables(["shape"]):
         terms += [name for name in facts_in(table).get("names", ()) if name not in terms]
         count += sum(shape[0] for shape in table["shape"].to_pylist() if shape is not None)
@@ -55,7 +57,8 @@ def summary(tables: Tables, quantiles: Any, names: str, memory: Memory) -> "pd.D
 
 def _gathered(tables: Tables, terms: Sequence[str], count: int) -> np.ndarray:
     """Each term's value at every query of every row, `[term, value]`; zero where a batch had no such term."""
-    values, start = np.zeros((len(terms), count)), 0
+    values = np.zeros((len(terms), count))
+    start = 0
     for table in tables(["scores"]):
         held = {name: place for place, name in enumerate(facts_in(table).get("names", ()))}
         if not held:  # every row of the shard failed
@@ -82,7 +85,10 @@ def _quantiles(quantiles: Any) -> list[float]:
 
 def evaluation(tables: Tables) -> Evaluation:
     """See `tensorlens_tl.datasets.DatasetResults.evaluation`."""
-    names, found, facts, failed = list[str](), dict[int, np.ndarray](), dict[str, Any](), 0
+    names = list[str]()
+    found = dict[int, np.ndarray]()
+    facts = dict[str, Any]()
+    failed = 0
     units: dict[int, str] = {}
     for table in tables(["row", "id", "scores", "shape"]):
         facts = facts_in(table) if "methods" in facts_in(table) else facts

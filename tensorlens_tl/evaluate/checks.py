@@ -90,8 +90,10 @@ def randomisation(model: Any, prompts: Any, methods: Any = None, *, seed: int = 
     frozen.view.refuse_encoder_decoder("randomisation")
     scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
     before = torch.stack([scorer(frozen) for scorer in scorers])
-    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    layers, curve = frozen.n_layers, [spearman(before, before, frozen.mask)]
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    layers = frozen.n_layers
+    curve = [spearman(before, before, frozen.mask)]
     for layer in reversed(range(layers)):
         _scramble(other.blocks[layer], generator)
         again = freeze(other, **frozen.prompt.again(), verify=False)
@@ -151,7 +153,8 @@ def stability(
     frozen.view.refuse_encoder_decoder("stability")
     scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
     before = torch.stack([scorer(frozen) for scorer in scorers])
-    generator, total = torch.Generator().manual_seed(seed), torch.zeros(before.shape[:2], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(before.shape[:2], dtype=torch.float64)
     x = frozen.resid_pre(0)
     for _ in range(draws):
         added = torch.randn(x.shape, generator=generator).to(x) * x.norm(dim=-1, keepdim=True)

@@ -95,7 +95,8 @@ def compression(
     rows = {UNCOMPRESSED: [base] * steps}
     bar = tqdm(total=sum(map(len, candidates.values())), desc="compression", leave=False, delay=2.0)
     for label, by_ratio in candidates.items():
-        rows[label], names[label] = [], []
+        rows[label] = []
+        names[label] = []
         for found in by_ratio:
             plan = _best(view, asked, found, chosen_on, choose_by)
             if ratios:
@@ -195,12 +196,14 @@ class Questions:
                     f"both, with at least one answer in every prompt ({NOT_ASKED} where none is asked for)."
                 )
             positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-            asked, answers = answers != NOT_ASKED, _checked(view, answers)
+            asked = answers != NOT_ASKED
+            answers = _checked(view, answers)
             return cls("answers", _in_parts(view, tokens), positions, answers.clamp_min(0), asked)
         whole = prepare(view, task)
         if whole.tokens.shape[1] < 2 or not bool((whole.mask.sum(-1) > 1).all()):
             raise InvalidInputError("task: a prompt of one token has no next token to predict.")
-        tokens, mask = whole.tokens.cpu(), whole.mask.cpu()
+        tokens = whole.tokens.cpu()
+        mask = whole.mask.cpu()
         positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
         asked = mask[:, :-1] & mask[:, 1:]
         return cls("next tokens", _in_parts(view, tokens, mask), positions, tokens[:, 1:], asked)
@@ -237,7 +240,8 @@ def _measure(
     """Loss and accuracy of some prompts, by the model itself or compressed."""
     unembed_in = model_points(view).unembed_in
     assert unembed_in is not None  # it predicts tokens
-    found, start = [], 0
+    found = []
+    start = 0
     with own_run(view.model), torch.no_grad(), nullcontext() if plan is None else plan.applied():
         for part in asked.parts:
             rows = slice(start, start + len(part.tokens))
@@ -255,7 +259,8 @@ def _scores(logits: Any, answers: Tensor, asked: Tensor) -> Float[Tensor, "2 pro
     """−log p and whether it is the first choice, averaged over what is asked in each prompt."""
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise UnsupportedModelError("compression: this model's output is no tensor of logits [batch, pos, d_vocab].")
-    answers, asked = answers.to(logits.device), asked.to(logits.device)
+    answers = answers.to(logits.device)
+    asked = asked.to(logits.device)
     logits = upcast(logits)
     of_answer = torch.take_along_dim(logits, answers[..., None], dim=-1)[..., 0]
     loss = logits.logsumexp(-1) - of_answer
@@ -281,7 +286,8 @@ def _best(
     for candidate in others:  # one at a time: a plan may be a good part of the model
         plan = _plan(view, candidate)
         if (its := cost(plan)) < least:
-            best, least = plan, its
+            best = plan
+            least = its
     return best
 
 

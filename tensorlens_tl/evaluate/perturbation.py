@@ -160,7 +160,9 @@ class PerturbationTest:
         Raises:
             InvalidInputError: see `perturbation`.
         """
-        scorers, steps, wanted = scorers_of(methods, seed=seed), _fractions(fractions), _metrics(metrics, query)
+        scorers = scorers_of(methods, seed=seed)
+        steps = _fractions(fractions)
+        wanted = _metrics(metrics, query)
         if order not in ("descending", "ascending"):
             raise InvalidInputError(f"order={order!r}; use 'descending' (most relevant first) or 'ascending'.")
         if hidden not in HIDDEN:
@@ -192,11 +194,14 @@ class PerturbationTest:
         self, engine: "_Engine", scorers: Sequence[Scorer], progress: bool = True
     ) -> Float[Tensor, "metric method prompt step"]:
         """The damage done to each of the engine's prompts after each step."""
-        model, prompt, place = engine.model, engine.prompt, engine.place
+        model = engine.model
+        prompt = engine.prompt
+        place = engine.place
         allowed = perturbable(ModelView(model), prompt)
         counts = _counts(allowed, self.steps)
         shape = len(self.metrics), len(scorers), len(prompt.tokens), len(self.steps)
-        curves, ties_of = torch.zeros(shape, dtype=torch.float64), random_scores(self.seed)
+        curves = torch.zeros(shape, dtype=torch.float64)
+        ties_of = random_scores(self.seed)
         at_once = 1 if engine.alone else PROMPTS_AT_ONCE
         starts = range(0, len(prompt.tokens), at_once)
         for start in tqdm(starts, desc="perturbation", leave=False, delay=2.0, disable=not progress):
@@ -314,7 +319,8 @@ def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[
     counts = (tokens[:, None] * torch.tensor(steps, dtype=torch.float64) + 0.5).long()
     short = (counts[:, 1] == 0).nonzero()
     if len(short):
-        row, least = int(short[0]), -int(-0.5 // steps[1])
+        row = int(short[0])
+        least = -int(-0.5 // steps[1])
         raise InvalidInputError(
             f"prompt {row} has {int(tokens[row])} tokens that may be replaced, and the fraction {steps[1]} of them is "
             f"none: use prompts of {least} or more, or larger fractions."
@@ -344,12 +350,16 @@ class _Engine:
         of_output: bool,
         memory: int,
     ) -> None:
-        self.model, self.prompt, self.replacement, self.metrics = model, prompt, replacement, metrics
+        self.model = model
+        self.prompt = prompt
+        self.replacement = replacement
+        self.metrics = metrics
         # a mean over positions is one of the output; a classifier's head reads too few of them
         of_output = of_output or (place is None and view.class_head is not None)
         self.unembed_at = points.unembed_in or points.output
         self.hidden_at = points.output if of_output else self.unembed_at
-        self.place, self.predicts = place, bool(set(PREDICTED) & set(metrics))
+        self.place = place
+        self.predicts = bool(set(PREDICTED) & set(metrics))
         batch, pos = prompt.tokens.shape
         self.positions = None if place is None else query_positions(prompt, place)
         widest = max(block.mlp.hidden if block.mlp is not None else 0 for block in view.blocks)
@@ -374,10 +384,12 @@ class _Engine:
                 found.append((hidden - self.hidden[index]).square().mean(-1))
                 continue
             assert logits is not None
-            before, after = self.logits[index], logits
+            before = self.logits[index]
+            after = logits
             token = before.argmax(-1, keepdim=True)
             if metric != "logit":
-                before, after = before.softmax(-1), after.softmax(-1)
+                before = before.softmax(-1)
+                after = after.softmax(-1)
             fall = (before.gather(1, token) - after.gather(1, token))[:, 0]
             found.append(fall.abs() if metric == "aopc_abs" else fall)
         return torch.stack(found).unflatten(1, (prompts, steps))
@@ -386,7 +398,8 @@ class _Engine:
         self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"]
     ) -> tuple[Float[Tensor, "row d_model"], Float[Tensor, "row d_vocab"] | None]:
         """Final hidden state at the query, and logits there where a metric needs them."""
-        hidden, logits = [], []
+        hidden = []
+        logits = []
         for rows, where in zip(index.split(self.rows), replaced.split(self.rows), strict=True):
             h, z = self._between_whole(rows, where)
             hidden.append(h)
@@ -402,9 +415,11 @@ class _Engine:
         several = len(rows) > 1
         if several:
             whole = torch.zeros_like(where[:1])
-            rows, where = torch.cat([rows[:1], rows, rows[-1:]]), torch.cat([whole, where, whole])
+            rows = torch.cat([rows[:1], rows, rows[-1:]])
+            where = torch.cat([whole, where, whole])
         h, z = self._run(rows.to(self.prompt.tokens.device), where.to(self.prompt.tokens.device))
-        h, z = h.double().cpu(), None if z is None else z.double().cpu()
+        h = h.double().cpu()
+        z = None if z is None else z.double().cpu()
         if not several:
             return h, z
         made = [h] if z is None else [h, z]
@@ -421,7 +436,8 @@ class _Engine:
         return h[1:-1], None if z is None else z[1:-1]
 
     def _run(self, rows: Tensor, replaced: Tensor) -> tuple[Tensor, Tensor | None]:
-        inputs, mask = inputs_of(self.prompt, rows), self.prompt.mask[rows]
+        inputs = inputs_of(self.prompt, rows)
+        mask = self.prompt.mask[rows]
         inputs, hooks = self.replacement.put(inputs, replaced)
         if self.positions is None:
             kept, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)

@@ -245,7 +245,8 @@ def usable(
     Raises:
         UnsupportedModelError, InvalidInputError: of a method that does not work, unless skipped.
     """
-    works, refusals = [], {}
+    works = []
+    refusals = {}
     for scorer in scorers:
         try:
             if skip and scorer.needs_target and (query is None or frozen.view.unembedding is None):

@@ -66,7 +66,8 @@ def alti_logit(
     positions = query_positions(frozen.prompt, query)
     vectors, constant = unembedding_rows(frozen, positions, target, minus)
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
-    vectors, constant = upcast(vectors) * real[..., None], upcast(constant) * real
+    vectors = upcast(vectors) * real[..., None]
+    constant = upcast(constant) * real
     rolled = _rollouts(frozen, alti_map(frozen, distance))
     found = _Updates(Stream.of(frozen), vectors, positions)
     layers, rest = found.parts(rolled, everything=updates == "all")
@@ -110,7 +111,8 @@ class _Updates:
     def __init__(
         self, stream: Stream, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"]
     ) -> None:
-        self.stream, self.positions = stream, positions
+        self.stream = stream
+        self.positions = positions
         self.mixes = any(step.outer.mixes for step in stream.steps)
         same = positions[:, :, None] == positions[:, None]
         queries = torch.arange(positions.shape[1], device=positions.device)
@@ -135,7 +137,8 @@ class _Updates:
             rolled: ALTI's rollout before the first layer, and after each.
             everything: whether MLPs are among the scores.
         """
-        stream, pulled = self.stream, self.pulled
+        stream = self.stream
+        pulled = self.pulled
         biases = [_dot(g, bias) for _, _, bias, g in pulled.of_biases(stream.steps)]
         rest = sum(biases, start=torch.zeros_like(self.embedding))
         made: list[Tensor] = []

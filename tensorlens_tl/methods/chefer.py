@@ -114,7 +114,8 @@ class _Site:
     """
 
     def __init__(self, frozen: FrozenPass, layer: int) -> None:
-        block, points = frozen.view.blocks[layer], frozen.points.blocks[layer]
+        block = frozen.view.blocks[layer]
+        points = frozen.points.blocks[layer]
         if block.attention.output_factor is not None:  # refuses what is no attention, naming the block
             raise UnsupportedModelError(
                 f"chefer: blocks.{layer} of this {frozen.view.description} has a gate or a norm inside its attention, "
@@ -122,17 +123,22 @@ class _Site:
                 "decompx) and input-x-gradient work."
             )
         assert points.heads is not None
-        self.frozen, self.layer = frozen, layer
+        self.frozen = frozen
+        self.layer = layer
         length = frozen.tokens.shape[1]
         self.numbers = len(frozen.tokens) * block.attention.heads * length * length  # of its pattern
         self.values: Tensor | None = None
         self.output: Tensor | None = None
-        self.name, self.values_at, self.out = points.heads.z, points.heads.value, None
+        self.name = points.heads.z
+        self.values_at = points.heads.value
+        self.out = None
         if points.attention is not None:
             values, _, out = frozen.attention(layer).stages
-            self.name, self.values_at = points.attention.out, None
+            self.name = points.attention.out
+            self.values_at = None
             self.values = values(frozen.captured(points.attention.into))
-            self.out, self.factor = out, block.branch_factor
+            self.out = out
+            self.factor = block.branch_factor
 
     def hooks(self) -> list[FwdHook]:
         """What sees the output, and the values of source tokens."""

@@ -70,7 +70,8 @@ def top_pairs(
         raise InvalidInputError(f"top_pairs: k={k}; ask for at least one pair.")
     tokens = frozen.str_tokens[batch]
     live = _live(frozen)[batch].expand(amp[:, batch].shape)
-    places, scores = live.nonzero().tolist(), amp[:, batch][live]
+    places = live.nonzero().tolist()
+    scores = amp[:, batch][live]
     order = scores.argsort(descending=True)[:k].tolist()
     return [
         Entry(f"layer {layer}: {tokens[query]!r} from {tokens[key]!r}", float(scores[i]), (query, key))
@@ -103,7 +104,8 @@ def _ff_parts(frozen: FrozenPass) -> list[tuple[Tensor, Tensor]]:
     ff_scope(frozen, None)  # refuses blocks whose MLP does not read attention
     parts = []
     for local in locals_of(frozen):
-        mlp, bypass = frozen.mlp(local.layer), local.attended()
+        mlp = frozen.mlp(local.layer)
+        bypass = local.attended()
         stages = (*local.norms(local.mlp.before), *(stages_of(mlp) if mlp else ()), *local.norms(local.mlp.after))
         parts.append((bypass, Chain(stages)(bypass)))
     return parts

@@ -81,11 +81,15 @@ def decompx(
     asked = unembedding_rows(frozen, positions, target, minus) if aggregate == "target" else None
     vectors = _vectors_at(frozen, None if query is None else positions, rule, activation, aggregate, memory)
     if asked is not None:
-        vectors, direction, constant = upcast(vectors), upcast(asked[0]), upcast(asked[1])
+        vectors = upcast(vectors)
+        direction = upcast(asked[0])
+        constant = upcast(asked[1])
         scores = torch.einsum("kbqd,bqd->bqk", vectors, direction)
         own = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
-        total, real = (own * direction).sum(-1) + constant, torch.take_along_dim(frozen.mask, positions, dim=1)
-        bias_u, total = constant * real, total * real
+        total = (own * direction).sum(-1) + constant
+        real = torch.take_along_dim(frozen.mask, positions, dim=1)
+        bias_u = constant * real
+        total = total * real
         fields = {"bias": bias_u, "total": total, "residual": relative_residual(scores, bias_u, total)}
         fields |= {"additive": bias != "none", "target": logit_label(frozen.view, target, minus)}
         options |= {"target": target, "minus": minus}
@@ -148,7 +152,8 @@ def source_to_output(
     attention = frozen.view.blocks[0].attention if frozen.view.blocks[0].mixer is None else None
     plain = attention is not None and attention.output_factor is None
     if frozen.whitening(0) is None and frozen.sides is None and plain:
-        vectors, stages = _first_attention(frozen, spread, activation, width), stages[1:]
+        vectors = _first_attention(frozen, spread, activation, width)
+        stages = stages[1:]
     else:
         vectors = source_vectors(frozen.resid_pre(0), rule == "token")
     last = frozen.n_layers if layers is None else layers
@@ -164,7 +169,8 @@ def source_to_output(
 
 def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width: int) -> Tensor:
     """The first attention step, where sources are still apart: u_j by head, b_V included, not a push per source."""
-    local, extra = LocalLayer(frozen, 0), spread.rule == "token"
+    local = LocalLayer(frozen, 0)
+    extra = spread.rule == "token"
     vectors = source_vectors(local.x, extra)
     first = _stages(frozen.block_map(0, activation=activation))[0]
     parallel = [t for t in first.terms if not isinstance(t, Identity) and not t.mixes] if isinstance(first, Sum) else []
@@ -223,7 +229,8 @@ def _reach(frozen: FrozenPass) -> Tensor:
     mask = frozen.mask
     reach = mask.T[:, :, None] & mask[None]
     if frozen.sides is not None:
-        pos, encoder = mask.shape[1], frozen.sides[0]
+        pos = mask.shape[1]
+        encoder = frozen.sides[0]
         allowed = torch.ones(pos, pos, dtype=torch.bool, device=mask.device)
         allowed[encoder:, :encoder] = False
         decoder = range(frozen.view.encoder_layers, frozen.n_layers)

@@ -81,7 +81,8 @@ def ff_vectors(
     layer: LocalLayer, scope: str, as_printed: bool = False
 ) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
     """The vectors whose norms `ff_map` takes, a few source tokens at a time."""
-    place, mlp = layer.mlp, layer.frozen.mlp(layer.layer, "ig")
+    place = layer.mlp
+    mlp = layer.frozen.mlp(layer.layer, "ig")
     weights = layer.frozen.view.blocks[layer.layer].mlp
     if mlp is None or weights is None:
         raise UnsupportedModelError(f"ff-ig: blocks.{layer.layer} has no MLP.")

@@ -83,7 +83,8 @@ def integrated_gradients(
     steps = whole_number("steps", steps, least=1)
     asked = LiveLogits(frozen, target, minus, query, "integrated-gradients")
     logit = _Logit(asked, memory)
-    total, bias = logit.value(1.0) * asked.real, logit.value(0.0) * asked.real
+    total = logit.value(1.0) * asked.real
+    bias = logit.value(0.0) * asked.real
     mean = sum((logit.at((step + 0.5) / steps)[1] / steps for step in range(steps)), start=torch.zeros(()))
     scores = logit.scores(mean)
     return Attribution.of(
@@ -103,7 +104,9 @@ class _Logit:
     """Logits (or differences) of the live model as a function of the first block's input."""
 
     def __init__(self, asked: LiveLogits, memory: Memory) -> None:
-        self.asked, self.frozen, self.memory = asked, asked.frozen, memory
+        self.asked = asked
+        self.frozen = asked.frozen
+        self.memory = memory
 
     def scores(self, gradient: Float[Tensor, "batch query pos d"]) -> Float[Tensor, "batch query pos"]:
         """x · gradient, zero at padding."""

@@ -134,7 +134,9 @@ def _check_threshold(threshold: Any) -> None:
 
 def _edges(layer: LocalLayer, threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One layer's heads, stream, MLP and bypass, as in `FlowEdges`."""
-    y, mlp, parallel = layer.attention_sum(), _mlp(layer), layer.frozen.layouts[layer.layer].parallel
+    y = layer.attention_sum()
+    mlp = _mlp(layer)
+    parallel = layer.frozen.layouts[layer.layer].parallel
     real = layer.frozen.mask.to(upcast(y).dtype)
     summands = [layer.x]
     if mlp is not None and parallel:
@@ -144,7 +146,8 @@ def _edges(layer: LocalLayer, threshold: float) -> tuple[Tensor, Tensor, Tensor,
     nearer = rearrange(nearer * layer.pairs[:, None], "b h q k -> b q (h k)")
     shares = _shares(torch.cat([nearer, _proximities(summands, y) * real[..., None]], dim=-1), threshold)
     shares, own = shares.split([nearer.shape[-1], len(summands)], dim=-1)
-    heads, none = rearrange(shares, "b q (h k) -> b h q k", k=y.shape[1]), torch.zeros_like(real)
+    heads = rearrange(shares, "b q (h k) -> b h q k", k=y.shape[1])
+    none = torch.zeros_like(real)
     if mlp is None:
         return heads, own[..., 0], none, none if parallel else real
     if parallel:

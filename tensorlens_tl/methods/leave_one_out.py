@@ -37,9 +37,12 @@ NUMBERS = ("logit", "probability", "log_probability")
 
 DELETE = "delete"
 
-PARTS, LEAST = 8, 4
-"""In how many runs a causal model's tokens are replaced, each sharing the tokens before its first: so many, unless that
-leaves fewer tokens than this to a run (more where memory demands it)."""
+PARTS = 8
+"""In how many runs a causal model's tokens are replaced, each sharing the tokens before its first one. Where memory
+demands it, there are more."""
+
+LEAST = 4
+"""The fewest tokens of one such run; short prompts take fewer runs than `PARTS`."""
 
 
 @register_method("leave-one-out")
@@ -83,10 +86,12 @@ def leave_one_out(
     in_bytes(memory)
     if replacement == DELETE:
         _refuse_deletion(frozen)
-        runs, name = _Deleted(frozen, asked, of), DELETE
+        runs = _Deleted(frozen, asked, of)
+        name = DELETE
     else:
         chosen = _replacement(frozen, replacement)
-        runs, name = _Replaced(frozen, asked, of, chosen), chosen.name
+        runs = _Replaced(frozen, asked, of, chosen)
+        name = chosen.name
     batch, pos = frozen.tokens.shape
     lost = torch.zeros(pos, batch, asked.positions.shape[1], dtype=upcast(frozen.resid_pre(0)).dtype)
     # what follows the last query of a causal model changes nothing
@@ -152,7 +157,10 @@ class _Runs:
     """
 
     def __init__(self, frozen: FrozenPass, asked: LiveLogits, of: str) -> None:
-        self.frozen, self.asked, self.of, self.parts = frozen, asked, of, 1
+        self.frozen = frozen
+        self.asked = asked
+        self.of = of
+        self.parts = 1
         batch, pos = frozen.tokens.shape
         heads = max((block.attention.heads for block in frozen.view.blocks if block.mixer is None), default=0)
         unembedded = pos if asked.positions.shape[1] > 1 else 1
@@ -177,7 +185,8 @@ class _Runs:
 
     def _own(self) -> Float[Tensor, "batch query"]:
         """The numbers of the prompts as they are, from one run in the pass's own shape, which must repeat the pass."""
-        frozen, at = self.frozen, self.asked.in_logits
+        frozen = self.frozen
+        at = self.asked.in_logits
         name = frozen.points.unembed_in
         assert name is not None  # a model with an unembedding
         seen, made = capture(frozen.model, frozen.inputs, [name], hooks=logit_hooks(frozen.model, name, at))
@@ -237,7 +246,8 @@ class _Replaced(_Runs):
 
     def _with_replaced(self, tokens: Copies, start: int) -> Float[Tensor, "copy batch query"]:
         """One run, from the token at `start` on."""
-        frozen, copies = self.frozen, len(tokens)
+        frozen = self.frozen
+        copies = len(tokens)
         batch, pos = frozen.tokens.shape
         replaced = torch.zeros(copies, batch, pos, dtype=torch.bool, device=frozen.tokens.device)
         for copy, token in enumerate(tokens):
@@ -269,7 +279,8 @@ class _Deleted(_Runs):
         return torch.cat([self.own[None], numbers[:-1], last[None]])
 
     def _without(self, tokens: list[int]) -> Float[Tensor, "token batch query"]:
-        frozen, asked = self.frozen, self.asked
+        frozen = self.frozen
+        asked = self.asked
         batch, pos = frozen.tokens.shape
         number = torch.arange(pos - 1, device=frozen.tokens.device)
         deleted = torch.tensor(tokens, device=frozen.tokens.device)
@@ -286,7 +297,8 @@ class _Deleted(_Runs):
 
     def lost(self, tokens: range, numbers: Float[Tensor, "token batch query"]) -> Float[Tensor, "token batch query"]:
         """See `_Runs.lost`; 0 where a query's own token is deleted and no other stands for it."""
-        frozen, asked = self.frozen, self.asked
+        frozen = self.frozen
+        asked = self.asked
         deleted = torch.tensor(tokens, device=frozen.tokens.device)[:, None, None]
         before = torch.take_along_dim(frozen.mask, (asked.positions - 1).clamp_min(0), dim=1) & (asked.positions > 0)
         askable = (deleted != asked.positions) | (before & _looks_back(frozen))

@@ -44,7 +44,8 @@ class LiveLogits:
             raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
         if frozen.view.unembedding is None:
             raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens.")
-        self.live, self.frozen = LiveModel(frozen, what), frozen
+        self.live = LiveModel(frozen, what)
+        self.frozen = frozen
         self.positions = query_positions(frozen.prompt, query)
         self.in_logits = frozen.prompt.in_logits(self.positions)
         self.ids, self.others = target_ids(frozen, self.positions, target, minus)

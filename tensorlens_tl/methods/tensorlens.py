@@ -74,7 +74,8 @@ def tensorlens(
         result = operator.norm(query, probes=probes, tol=tol, rows=rows, seed=seed, memory=memory)
         what = "norm of T"
     elif collapse == "in_out":
-        result, what = operator.in_out(query, bias=bias, memory=memory), "squared norm of the output"
+        result = operator.in_out(query, bias=bias, memory=memory)
+        what = "squared norm of the output"
     else:
         result = operator.target(target, minus, query=query, direction=direction, bias=bias, memory=memory)
         what = "a direction" if direction is not None else logit_label(frozen.view, target, minus)

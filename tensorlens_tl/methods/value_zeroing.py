@@ -127,7 +127,8 @@ class _Run:
     """
 
     def __init__(self, frozen: FrozenPass, kept: Bool[Tensor, "copy pos"], first: Tensor | None = None) -> None:
-        self.frozen, self.kept = frozen, kept
+        self.frozen = frozen
+        self.kept = kept
         x = frozen.resid_pre(0)
         self.copies = len(kept), *frozen.tokens.shape
         self.changes = torch.zeros(frozen.n_layers, *self.copies, dtype=upcast(x).dtype, device=x.device)
@@ -136,7 +137,8 @@ class _Run:
         for layer in range(frozen.n_layers):
             hooks += self._attention(layer)
             hooks.append(self._measured(layer))
-        inputs, last = repeated(frozen.inputs, len(kept)), frozen.points.last_output
+        inputs = repeated(frozen.inputs, len(kept))
+        last = frozen.points.last_output
         capture(frozen.model, inputs, [], hooks=[(name, in_this_thread(hook)) for name, hook in hooks], last=last)
 
     def _put(self, name: str, x: Float[Tensor, "batch pos d"]) -> FwdHook:
@@ -147,7 +149,8 @@ class _Run:
 
     def _measured(self, layer: int) -> FwdHook:
         """Looks at a layer's output, and puts the pass's own in its place for the next layer."""
-        own, name = self.frozen.resid_pre(layer + 1), self.frozen.output_name(layer)
+        own = self.frozen.resid_pre(layer + 1)
+        name = self.frozen.output_name(layer)
         put = self._put(name, own)[1]
 
         def hook(live: Tensor, *, hook: Any) -> Tensor:
@@ -161,10 +164,13 @@ class _Run:
 
     def _attention(self, layer: int) -> list[FwdHook]:
         """What takes the zeroed tokens' values out of one layer's attention."""
-        points, pattern, kept = self.frozen.points.blocks[layer], self.frozen.pattern(layer), self.kept
+        points = self.frozen.points.blocks[layer]
+        pattern = self.frozen.pattern(layer)
+        kept = self.kept
         if points.attention is not None:
             held = self.frozen.attention(layer)
-            values, rest = held.stages[0], Chain(held.stages[1:])
+            values = held.stages[0]
+            rest = Chain(held.stages[1:])
             v = values(self.frozen.captured(points.attention.into))
             factor = self.frozen.view.blocks[layer].branch_factor
 
@@ -173,7 +179,8 @@ class _Run:
                 return made.reshape(live.shape).to(live)
 
             return [(points.attention.out, put)]
-        heads, recorded = points.heads, list[Tensor]()
+        heads = points.heads
+        recorded = list[Tensor]()
         assert heads is not None
 
         def record(v: Tensor, *, hook: Any) -> None:

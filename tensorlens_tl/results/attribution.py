@@ -123,7 +123,8 @@ class Attribution(Shown, Stored):
         Raises:
             InvalidInputError: k below 1, or no such query.
         """
-        row, tokens = self._row(query, batch), self.tokens[batch]
+        row = self._row(query, batch)
+        tokens = self.tokens[batch]
         real = self.mask[batch].nonzero()[:, 0].to(row.device)
         positions = real.tolist()
         return largest(row[real], [tokens[i] for i in positions], k, positions)
@@ -150,7 +151,8 @@ class Attribution(Shown, Stored):
         Raises:
             InvalidInputError: the text does not occur, or a position out of range.
         """
-        row, tokens = self._row(query, batch), self.tokens[batch]
+        row = self._row(query, batch)
+        tokens = self.tokens[batch]
         mask = self.mask[batch].tolist()
         if isinstance(where, str):
             spans = find_real(tokens, mask, where)
@@ -208,7 +210,10 @@ class Attribution(Shown, Stored):
         join[torch.arange(len(words))[:, None], torch.arange(pos)[None], torch.tensor(words) % (count + 1)] = 1
         join = join[..., :count]
         scores = self.scores @ join
-        bias, total, residual, queries = self.bias, self.total, self.residual, self.queries
+        bias = self.bias
+        total = self.total
+        residual = self.residual
+        queries = self.queries
         asked = queries.shape[1]
         if asked > 1 and torch.equal(queries.cpu(), torch.arange(asked).expand_as(queries)):
             # every query, or the first of them (a key may be no token, such as a bias)
@@ -218,7 +223,8 @@ class Attribution(Shown, Stored):
             mean = mean[:, : int(mean.any(2).sum(1).max())]
             scores = mean @ scores
             bias, total = (None if t is None else (mean @ t[..., None])[..., 0] for t in (bias, total))
-            residual, queries = None, torch.arange(mean.shape[1]).expand(len(words), -1)
+            residual = None
+            queries = torch.arange(mean.shape[1]).expand(len(words), -1)
         else:
             queries = torch.take_along_dim(torch.tensor(words), queries.cpu(), dim=1)
         tokens = [
@@ -242,7 +248,8 @@ class Attribution(Shown, Stored):
 
         index = torch.cartesian_prod(*(torch.arange(size) for size in self.scores.shape)).reshape(-1, self.scores.ndim)
         frame = pd.DataFrame({name: index[:, axis].numpy() for axis, name in enumerate(self.axes)})
-        rows, keys = frame["batch"].to_numpy(), frame["key"].to_numpy()
+        rows = frame["batch"].to_numpy()
+        keys = frame["key"].to_numpy()
         frame["query"] = self.queries.cpu().numpy()[rows, frame["query"].to_numpy()]
         frame["query_token"] = [self.tokens[b][q] for b, q in zip(rows, frame["query"], strict=True)]
         frame["key_token"] = [self.tokens[b][k] for b, k in zip(rows, keys, strict=True)]
@@ -276,7 +283,8 @@ class Attribution(Shown, Stored):
                 raise InvalidInputError(f"difference: the two differ in {name}{shown}; compare like with like.")
 
         def difference(name: str) -> Tensor | None:
-            a, b = getattr(self, name), getattr(other, name)
+            a = getattr(self, name)
+            b = getattr(other, name)
             return a - b if a is not None and b is not None else None
 
         additive = self.additive and other.additive

@@ -212,7 +212,8 @@ class Circuit:
         nodes = {name: {"in_graph": own in used} for name, own in zip(sources, self.sources, strict=True)}
         if bool(self.scores[self.exists].isinf().any()):
             raise InvalidInputError("save: some scores are infinite, which JSON has no number for.")
-        scores, kept = self.scores.tolist(), self.kept.tolist()
+        scores = self.scores.tolist()
+        kept = self.kept.tolist()
         edges = {
             f"{sources[s]}->{destinations[d]}": {
                 "score": None if isnan(scores[s][d]) else scores[s][d],
@@ -235,13 +236,15 @@ class Circuit:
         text = Path(path).read_text(encoding="utf-8")
         try:
             content = json.loads(text)
-            config, edges = dict(content["cfg"]), dict(content["edges"])
+            config = dict(content["cfg"])
+            edges = dict(content["edges"])
             sources = ["embed", *(_own_name(n) for n in content["nodes"] if n not in ("input", "logits"))]
             pairs = [tuple(map(_own_name, name.split("->"))) for name in edges]
             destinations = sorted({end for _, end in pairs}, key=_place)
             sources.sort(key=_place)
             exists = torch.zeros(len(sources), len(destinations), dtype=torch.bool)
-            kept, scores = exists.clone(), torch.zeros(exists.shape, dtype=torch.float64)
+            kept = exists.clone()
+            scores = torch.zeros(exists.shape, dtype=torch.float64)
             for (source, destination), edge in zip(pairs, edges.values(), strict=True):
                 place = sources.index(source), destinations.index(destination)
                 exists[place] = True
@@ -309,14 +312,16 @@ def edge_order(
     by_size = places[size.flatten()[places].argsort(descending=True, stable=True)]
     if choice == "top":
         return by_size
-    width, node_of = len(destinations), [node_read_at(name) for name in destinations]
+    width = len(destinations)
+    node_of = [node_read_at(name) for name in destinations]
     into: dict[str, list[int]] = {}
     for place in by_size.tolist():
         into.setdefault(node_of[place % width], []).append(place)
     flat = size.flatten().tolist()
     waiting = [(-flat[place], place) for place in into[TARGET]]
     heapq.heapify(waiting)
-    reached, order = {TARGET}, list[int]()
+    reached = {TARGET}
+    order = list[int]()
     while waiting:
         _, place = heapq.heappop(waiting)
         order.append(place)
@@ -397,7 +402,8 @@ def _benchmark_name(name: str) -> str:
     """``"L0H3.q"`` as ``"a0.h3<q>"``, ``"MLP1"`` as ``"m1"``, the first block's input as ``"input"``."""
     if name in ("embed", TARGET):
         return "input" if name == "embed" else "logits"
-    head, mlp = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?", name), re.fullmatch(r"MLP(\d+)", name)
+    head = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?", name)
+    mlp = re.fullmatch(r"MLP(\d+)", name)
     if mlp is not None:
         return f"m{mlp[1]}"
     if head is None:

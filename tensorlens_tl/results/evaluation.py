@@ -121,7 +121,8 @@ class Evaluation(Stored):
         columns = {}
         for number, name in enumerate(names):
             columns[name, "mean"] = self.values[number].nanmean(-1).tolist()
-            columns[name, "low"], columns[name, "high"] = low[number].tolist(), high[number].tolist()
+            columns[name, "low"] = low[number].tolist()
+            columns[name, "high"] = high[number].tolist()
         frame = pd.DataFrame(columns, index=pd.Index(self.methods, name="method"))
         return frame.sort_values((by, "mean"), ascending=self.metrics[by] is False, kind="stable")
 

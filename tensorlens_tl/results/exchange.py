@@ -121,7 +121,8 @@ def _tokens(graph: Graph) -> list[str]:
 
 def _nodes(graph: Graph) -> list[dict[str, Any]]:
     """Every node in circuit-tracer's fields, the target last."""
-    nodes, taken = list[dict[str, Any]](), set[str]()
+    nodes = list[dict[str, Any]]()
+    taken = set[str]()
     first: dict[int, str] = {}  # whose features a layer's numbers are
     numbers: dict[tuple[str, str], int] = {}  # of nodes that are no features, by layer and name; never a feature's own
     columns = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias"]
@@ -175,7 +176,8 @@ def _node(
 
 def _logit(graph: Graph, pos: int, bias: float) -> dict[str, Any]:
     """The target. What is no single token has the number behind the vocabulary's last, and no probability."""
-    layer, chance = str(graph.n_layers + 1), graph.probability or 0.0
+    layer = str(graph.n_layers + 1)
+    chance = graph.probability or 0.0
     number = graph.d_vocab if graph.token_id is None else graph.token_id
     said = graph.target.removeprefix("logit of ")
     with suppress(ValueError, SyntaxError):  # a single token stands there as Python writes it
@@ -221,7 +223,8 @@ def _as_json(graph: Graph, options: Mapping[str, Any]) -> bytes:
 def _as_graphml(graph: Graph, options: Mapping[str, Any]) -> bytes:
     import networkx
 
-    made, file = graph.to_networkx(**options), io.BytesIO()
+    made = graph.to_networkx(**options)
+    file = io.BytesIO()
     for _, node in made.nodes(data=True):  # XML has no control characters
         node["token"] = visible(node["token"])
     made.graph["target"] = visible(made.graph["target"])

@@ -89,7 +89,8 @@ class ContributionGraph(Stored):
         sizes = np.abs(self.edges["weight"].to_numpy(float))
         kept = np.bincount(self.edges["target"].to_numpy(int), weights=sizes, minlength=len(entering))
         inner = entering > 0
-        share, weight = np.minimum(kept[inner] / entering[inner], 1.0), np.abs(weight[inner])
+        share = np.minimum(kept[inner] / entering[inner], 1.0)
+        weight = np.abs(weight[inner])
         return float((share * weight).sum() / weight.sum()) if weight.any() else 1.0
 
     def prune(self, keep: Any = 0.8) -> "ContributionGraph":
@@ -113,7 +114,8 @@ class ContributionGraph(Stored):
         while count != reached.sum():  # one step backwards from all that is reached, as often as there is news
             count = reached.sum()
             reached[source[large & reached[target]]] = True
-        kept, number = large & reached[target], reached.cumsum() - 1
+        kept = large & reached[target]
+        number = reached.cumsum() - 1
         edges = self.edges[kept].assign(source=number[source[kept]], target=number[target[kept]])
         return replace(self, nodes=self.nodes[reached].reset_index(drop=True), edges=edges.reset_index(drop=True))
 
@@ -153,7 +155,8 @@ class ContributionGraph(Stored):
         return self._ends(name, position, k, "source", "target")
 
     def _ends(self, name: str, position: int | None, k: int, here: str, there: str) -> list[Entry]:
-        names, places = self.nodes["name"].to_numpy(), self.nodes["pos"].to_numpy(int)
+        names = self.nodes["name"].to_numpy()
+        places = self.nodes["pos"].to_numpy(int)
         found = np.flatnonzero((names == name) & ((places == position) | (position is None)))
         if len(found) != 1:
             at = places[names == name].tolist()
@@ -261,7 +264,8 @@ class ContributionGraph(Stored):
         small = self._small(most)
         shown = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
         shown += f", which carry {small.completeness:.0%} of what enters the nodes shown"
-        nodes, edges = small.nodes, small.edges
+        nodes = small.nodes
+        edges = small.edges
         picture = graphs.GraphPicture(
             names=nodes["name"].tolist(),
             kinds=nodes["kind"].tolist(),
@@ -286,7 +290,8 @@ class ContributionGraph(Stored):
 
         if fits(self):
             return self
-        low, high = 0.0, 1.0
+        low = 0.0
+        high = 1.0
         small = self.prune(1e-9)  # the largest edge alone
         for _ in range(12):
             keep = (low + high) / 2

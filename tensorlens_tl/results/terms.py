@@ -135,7 +135,8 @@ class Terms(Stored):
             raise InvalidInputError("keys: no source tokens' shares here; logit_attribution(by='head_token') has them.")
         values = self.scores if not keys or self.keys is None else self.keys
         index = np.indices(values.shape).reshape(values.ndim, -1)
-        batch, positions = index[0], self.queries.cpu().numpy()[index[0], index[1]]
+        batch = index[0]
+        positions = self.queries.cpu().numpy()[index[0], index[1]]
         frame = pd.DataFrame({"batch": batch, "query": positions})
         frame["query_token"] = [self.tokens[b][q] for b, q in zip(batch, positions, strict=True)]
         frame["term"] = [self.names[i] for i in index[2]]
@@ -147,7 +148,8 @@ class Terms(Stored):
         frame["score"] = values.detach().double().cpu().reshape(-1).numpy()
         frame = frame.loc[real]
         if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum
-            whole, alone = self.to_dataframe(), frame.loc[frame["score"].isna(), "term"].unique()
+            whole = self.to_dataframe()
+            alone = frame.loc[frame["score"].isna(), "term"].unique()
             frame = pd.concat([frame.dropna(subset="score"), whole.loc[whole["term"].isin(alone)]])
         return frame.reset_index(drop=True)
 

@@ -58,7 +58,8 @@ class Shown(ABC):
     def plane(self, batch: int = 0) -> Float[Tensor, "query key"]:
         """Scores of one prompt as they are shown: other axes (heads, say) averaged, vectors by their norm."""
         check_batch(batch, self.tokens)
-        scores, axes = self.scores[batch].detach(), list(self.axes[1:])
+        scores = self.scores[batch].detach()
+        axes = list(self.axes[1:])
         for name in [axis for axis in axes if axis not in AXES]:
             axis = axes.index(name)
             scores = scores.norm(dim=axis) if name == "d_model" else scores.mean(dim=axis)
@@ -172,7 +173,8 @@ class Shown(ABC):
             labels = list(keys.values()) if whole else [token for _, token in queries]
             stacks.append(heat_maps.Stack(name, planes[:, chosen][:, :, list(keys)], labels))
         plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
-        tokens, label = list(keys.values()), self.describe()
+        tokens = list(keys.values())
+        label = self.describe()
         sides = [] if self.sides is None else [self.sides[batch][position] for position in keys]
         if sides and len(rows) > 1:
             notes.append(f"the first {sides.count('encoder')} keys are the encoder's tokens, then come the decoder's")
@@ -187,7 +189,8 @@ class Shown(ABC):
         """Generated text: each of its tokens can be asked; the matrix of all pairs below, to be opened."""
         keys, rows = self._shown(batch)
         places = {position: number for number, position in enumerate(keys)}
-        tokens, plane = list(keys.values()), array(self.plane(batch))[np.ix_(rows, list(keys))]
+        tokens = list(keys.values())
+        plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
         asked = [places[position] for position in self.options["asked"][batch]]
         together = len(rows) == 1
         facts = []

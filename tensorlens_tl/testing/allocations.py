@@ -23,7 +23,8 @@ class Allocations(TorchDispatchMode):
             if not isinstance(tensor, torch.Tensor):
                 continue
             storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
+            key = storage._cdata
+            size = storage.nbytes()
             if key in given or key in self.live:
                 continue
             self.live[key] = size

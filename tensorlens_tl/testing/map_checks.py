@@ -64,7 +64,10 @@ class MapCase:
     """A map, and the vectors it is tried on."""
 
     def __init__(self, m: AffineMap, x: Tensor, tolerance: float, seed: int) -> None:
-        self.m, self.like, self.tolerance, self.name = m, x, tolerance, type(m).__name__
+        self.m = m
+        self.like = x
+        self.tolerance = tolerance
+        self.name = type(m).__name__
         self.generator = torch.Generator().manual_seed(seed)
 
     @cached_property
@@ -119,7 +122,8 @@ def check_shapes(case: MapCase) -> None:
 
 def check_repeatable(case: MapCase) -> None:
     """The same result twice, to the last bit."""
-    x, g = case.draw(), case.draw(out=True)
+    x = case.draw()
+    g = case.draw(out=True)
     case.require(torch.equal(case.m.push(x), case.m.push(x)), "push gives another result the second time.")
     case.require(torch.equal(case.m.pull(g), case.m.pull(g)), "pull gives another result the second time.")
 
@@ -153,7 +157,8 @@ def check_batch(case: MapCase) -> None:
 def check_linear(case: MapCase) -> None:
     """Push and pull are linear."""
     for direction, out in ((case.m.push, False), (case.m.pull, True)):
-        x, y = case.draw(out=out), case.draw(out=out)
+        x = case.draw(out=out)
+        y = case.draw(out=out)
         combined = direction(2 * x - 3 * y)
         case.same(combined, 2 * direction(x) - 3 * direction(y), f"{direction.__name__} is not linear")
         nothing = direction(torch.zeros_like(x))
@@ -183,8 +188,10 @@ def check_bias_by_the_adjoint(case: MapCase) -> None:
 def check_adjoint(case: MapCase) -> None:
     """The dot test."""
     for rows in ((), (3, 2)):
-        x, g = case.draw(*rows), case.draw(*rows, out=True)
-        forward, backward = case.m.push(x) * g, x * case.m.pull(g)
+        x = case.draw(*rows)
+        g = case.draw(*rows, out=True)
+        forward = case.m.push(x) * g
+        backward = x * case.m.pull(g)
         size = forward.abs().sum((-3, -2, -1)).clamp_min(torch.finfo(x.dtype).tiny)
         off = float(((forward.sum((-3, -2, -1)) - backward.sum((-3, -2, -1))).abs() / size).max())
         case.require(off <= case.tolerance, f"pull is not the adjoint of push (dot test off by {off:.1e}).")
@@ -192,7 +199,8 @@ def check_adjoint(case: MapCase) -> None:
 
 def check_transpose(case: MapCase) -> None:
     """The transpose is the adjoint, without a bias."""
-    x, g = case.draw(2), case.draw(2, out=True)
+    x = case.draw(2)
+    g = case.draw(2, out=True)
     case.same(case.m.T.push(g), case.m.pull(g), "T.push is not pull")
     case.same(case.m.T.pull(x), case.m.push(x), "T.pull is not push")
     case.require(not bool(case.m.T.bias.any()), "the transpose has a bias.")
@@ -213,7 +221,8 @@ def check_mixes(case: MapCase) -> None:
 
 def check_cut(case: MapCase) -> None:
     """Cut to some positions, the map does there what it does among all."""
-    x, pos = case.draw(2), case.like.shape[1]
+    x = case.draw(2)
+    pos = case.like.shape[1]
     if case.m.mixes and not case.causal:
         return  # it is never cut
     for start, stop in ((0, pos - 1), (1, pos), (0, 1)):

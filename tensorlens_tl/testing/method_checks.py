@@ -44,7 +44,8 @@ from tensorlens_tl.testing.requirements import (
     same,
 )
 
-LENGTH, SHORT = 6, 4
+LENGTH = 6
+SHORT = 4
 EVERY_LAYOUT = [f"bridge/{family}" for family in ("gpt2", "llama", "neox", "bert", "opt", "gemma2", "olmo2")]
 """Pre, parallel, post, sandwich and post-only blocks; LayerNorm and RMSNorm; plain, gated, grouped-query."""
 
@@ -113,7 +114,8 @@ class _Guarded:
     """A check that leaves the model as it was."""
 
     def __init__(self, check: Any) -> None:
-        self.check, self.__name__ = check, check.__name__
+        self.check = check
+        self.__name__ = check.__name__
 
     def __call__(self, case: "MethodCase") -> None:
         _on(self.check, case)
@@ -145,7 +147,10 @@ class MethodCase:
     def __init__(
         self, name: str, model: Any, label: str, options: dict[str, Any], tolerance: float | None, seed: int
     ) -> None:
-        self.name, self.options, self.who, self._tolerance = name, options, f"{name} on {label}", tolerance
+        self.name = name
+        self.options = options
+        self.who = f"{name} on {label}"
+        self._tolerance = tolerance
         self.model = tiny_model(model) if isinstance(model, str) else model
         generator = torch.Generator().manual_seed(seed)
         self.tokens = random_input(self.model, LENGTH, generator)
@@ -251,7 +256,8 @@ def check_every_query(case: MethodCase) -> None:
     """Queries beside the default one: each asked alone is what it is among all, and none knows a later token."""
     if "query" not in get_method(case.name).options or "query" in case.options:
         return
-    frozen, last = case.frozen, case.length - 1
+    frozen = case.frozen
+    last = case.length - 1
     try:
         whole = case.made(frozen, query=None)
     except InvalidInputError:  # one query at a time, or the one that a classifier reads its classes at
@@ -291,7 +297,8 @@ def check_padding(case: MethodCase) -> None:
     for side in ("right", "left"):
         real = kept_places(sizes, kept, side)
         tokens, mask = case.tokens.clone(), torch.ones_like(case.tokens)
-        tokens[1], mask[1] = 0, real.to(mask)
+        tokens[1] = 0
+        mask[1] = real.to(mask)
         tokens[1, real] = cut
         try:
             frozen = case.freeze(tokens, mask)
@@ -305,7 +312,8 @@ def check_padding(case: MethodCase) -> None:
         except (UnsupportedModelError, NumericalError):
             continue  # refused is not wrong
         check_attribution(padded, frozen, tolerance=case.tolerance)
-        mine, theirs = _pairs_first(padded)[1], _pairs_first(alone)[0]
+        mine = _pairs_first(padded)[1]
+        theirs = _pairs_first(alone)[0]
         mine = mine[real] if len(mine) == LENGTH else mine
         mine = torch.cat(
             [mine[:, :LENGTH][:, real], mine[:, LENGTH:]], dim=1
@@ -315,7 +323,8 @@ def check_padding(case: MethodCase) -> None:
 
 def check_refusals(case: MethodCase) -> None:
     """What is wrong is said in the library's own errors."""
-    method, frozen = get_method(case.name), case.frozen
+    method = get_method(case.name)
+    frozen = case.frozen
     if not method.takes_any_option:
         case.refused(InvalidInputError, "an option it does not have", lambda: case.made(frozen, no_such_option=1))
     if "query" in method.options:

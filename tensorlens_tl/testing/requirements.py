@@ -125,7 +125,8 @@ class Untouched:
     """
 
     def __init__(self, model: Any, who: str) -> None:
-        self.model, self.who = model, who
+        self.model = model
+        self.who = who
 
     def __enter__(self) -> None:
         self.before = self._state()

@@ -3,7 +3,8 @@
 import importlib
 from typing import Any
 
-VOCABULARY, WIDTH = 48, 16
+VOCABULARY = 48
+WIDTH = 16
 
 _SMALL = {
     "hidden_size": WIDTH,

@@ -98,7 +98,8 @@ class Design:
     def model(self, kind: str | None, *, norm: bool, dtype: torch.dtype) -> Any:
         """The TransformerLens model; arguments as of `Program.model`."""
         width = self.tokens.shape[1]
-        held, constant = torch.eye(width).double(), torch.zeros(width).double()
+        held = torch.eye(width).double()
+        constant = torch.zeros(width).double()
         if norm:
             held = torch.cat([held, -held, torch.zeros(width, 2).double()], dim=1) / math.sqrt(2)
             constant = torch.tensor([0.0] * 2 * width + [1.0, -1.0]).double() * CONSTANT / math.sqrt(2)

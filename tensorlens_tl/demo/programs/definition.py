@@ -164,7 +164,9 @@ class Program:
             raise InvalidInputError(
                 f"change={change!r}: {self.name} has {known}; what attends by position alone is chosen by no token."
             )
-        made, rng, query = self.changes[change], random.Random(seed), self.queries[-1]
+        made = self.changes[change]
+        rng = random.Random(seed)
+        query = self.queries[-1]
         clean = self.prompts(prompts, seed=seed)[:, : query + 1]
         corrupted = [made.corrupt(list(row), rng) for row in clean.tolist()]
         truths = [self.explain(row, query) for row in clean.tolist()]

@@ -68,14 +68,16 @@ def known_answer(
     parts = [slice(start, start + PROMPTS_AT_ONCE) for start in range(0, len(task), PROMPTS_AT_ONCE)]
     passes = (freeze(model, task.tokens[part], verify=part.start == 0) for part in parts)
     generator = torch.Generator().manual_seed(seed)
-    found, right = [], []
+    found = []
+    right = []
     for part, frozen in zip(parts, passes, strict=True):
         sources = task.sources[part]
         ties = torch.rand(sources.shape, generator=generator, dtype=torch.float64)
         right.append(predictions(frozen)[0].cpu() == task.answers[part])
         scores = torch.stack([scorer(frozen).cpu() for scorer in scorers])
         found.append(torch.stack([ranking(s.abs() if absolute else s, sources, ties, k) for s in scores], dim=1))
-    values, correct = torch.cat(found, dim=2), torch.cat(right)
+    values = torch.cat(found, dim=2)
+    correct = torch.cat(right)
     accuracy = float(correct.double().mean())
     if only_correct and not bool(correct.any()):
         raise InvalidInputError(
@@ -134,7 +136,9 @@ def expected_mrr(tokens: Any, sources: Any = 1) -> float:
         InvalidInputError: more sources than tokens.
     """
     tokens = whole_number("tokens", tokens, least=1)
-    left, total, sources = 1.0, 0.0, whole_number("sources", sources, 1, tokens)
+    left = 1.0
+    total = 0.0
+    sources = whole_number("sources", sources, 1, tokens)
     for place in range(1, tokens - sources + 2):
         hit = sources / (tokens - place + 1)  # given that none came before
         total += left * hit / place

@@ -61,7 +61,10 @@ def known_attention(model: Any, task: Any, methods: Any = None, *, seed: int = 0
     ModelView(model).refuse_encoder_decoder("known_attention")
     frozen = freeze(model, task.tokens)
     generator = torch.Generator().manual_seed(seed)
-    found, units, residuals, attention = list[Tensor](), list[str](), list[float](), list[float]()
+    found = list[Tensor]()
+    units = list[str]()
+    residuals = list[float]()
+    attention = list[float]()
     for choice in task.choices:
         columns = list[Tensor]()
         for by in ("token", "head"):

@@ -86,7 +86,8 @@ def known_components(
         raise InvalidInputError(f"threshold={threshold!r}: a share of the largest score, above 0 and at most 1.")
     chosen = checked_methods(methods, METHODS)
     work = PairWork(model, task.pairs, only_correct)
-    kept, skipped = [int(unit.removeprefix("prompt ")) for unit in work.units], dict[str, str]()
+    kept = [int(unit.removeprefix("prompt ")) for unit in work.units]
+    skipped = dict[str, str]()
     values = torch.full((len(METRICS), len(chosen), len(kept)), torch.nan, dtype=torch.float64)
     for row, method in enumerate(chosen):
         try:

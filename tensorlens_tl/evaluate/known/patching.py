@@ -75,14 +75,16 @@ def patching_agreement(
     """
     known = [name for name in METHODS if name != "patching"]
     chosen = checked_methods(methods, known)
-    work, skipped = PairWork(model, pairs, only_correct), dict[str, str]()
+    work = PairWork(model, pairs, only_correct)
+    skipped = dict[str, str]()
     if methods is None:
         chosen, skipped = work.usable(chosen, by)
     found: list[Tensor] = []
     for part in work.parts():
         options: dict[str, Any] = {"target": part.answers, "minus": part.others, "steps": steps, "memory": memory}
         made = [_scores(part, by, name, options) for name in (*chosen, "patching")]
-        truth, scores = made[-1].double().cpu(), torch.stack(made[:-1]).double().cpu()
+        truth = made[-1].double().cpu()
+        scores = torch.stack(made[:-1]).double().cpu()
         everything = torch.ones(truth.shape, dtype=torch.bool)
         found.append(torch.stack([_pearson(scores, truth), spearman(scores, truth.expand_as(scores), everything)]))
     return Evaluation(
@@ -160,7 +162,8 @@ def circuit_faithfulness(
         [run_circuits(p.clean, p.corrupted, circuits, p.answers, p.others, memory=memory) for p in parts], dim=1
     )
     first = next(iter(scores.values()))
-    clean, corrupted = first.clean.double().cpu(), first.corrupted.double().cpu()
+    clean = first.clean.double().cpu()
+    corrupted = first.corrupted.double().cpu()
     lost = (clean - corrupted).mean()
     if not float(lost.abs()) > 1e-6 * float((clean.abs() + corrupted.abs()).mean()):
         raise InvalidInputError(
@@ -170,7 +173,8 @@ def circuit_faithfulness(
     # [metric, method, prompt, step]
     by_size = numbers.double().cpu().unflatten(0, (-1, len(chosen), len(axis))).mT
     by_size = by_size[[0, -1]]
-    faithfulness, away = (by_size[0] - corrupted[:, None]) / lost, (clean[:, None] - by_size[1]) / lost
+    faithfulness = (by_size[0] - corrupted[:, None]) / lost
+    away = (clean[:, None] - by_size[1]) / lost
     curves = torch.stack([faithfulness, away * away.mean(1, keepdim=True).sign()])
     return Evaluation(
         kind=f"circuits: {work.pairs.name}",
@@ -195,7 +199,8 @@ class FrozenPairs:
     def __init__(self, model: Any, pairs: PromptPairs, verify: bool) -> None:
         self.clean: FrozenPass = freeze(model, pairs.clean, verify=verify)
         self.corrupted: FrozenPass = freeze(model, pairs.corrupted, verify=verify)
-        self.answers, self.others = pairs.answers.tolist(), pairs.others.tolist()
+        self.answers = pairs.answers.tolist()
+        self.others = pairs.others.tolist()
 
 
 class PairWork:
@@ -213,7 +218,8 @@ class PairWork:
                 "nothing to explain. Use a model trained on the task, or only_correct=False."
             )
         kept = right.nonzero()[:, 0] if only_correct else torch.arange(len(pairs))
-        self.model, self.pairs = model, pairs.only(kept)
+        self.model = model
+        self.pairs = pairs.only(kept)
         self.units = [f"prompt {number}" for number in kept.tolist()]
         self.settings: dict[str, Any] = {
             **freeze(model, pairs.clean[:1]).view.provenance(),
@@ -235,7 +241,9 @@ class PairWork:
 
     def usable(self, methods: Sequence[str], by: str) -> tuple[list[str], dict[str, str]]:
         """The methods that this model allows, and why not the others, tried on one pair."""
-        part, works, refused = FrozenPairs(self.model, self.pairs.only(torch.arange(1)), verify=True), list[str](), {}
+        part = FrozenPairs(self.model, self.pairs.only(torch.arange(1)), verify=True)
+        works = list[str]()
+        refused = {}
         for name in methods:
             try:
                 _scores(part, by, name, {"target": part.answers, "minus": part.others, "steps": 1})

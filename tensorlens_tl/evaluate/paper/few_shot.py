@@ -144,7 +144,8 @@ def leave_one_out(
 
 def object_tokens(model: Any, template: str, samples: Sequence[Sample]) -> dict[Sample, int]:
     """The first token of each object, where it stands in a prompt."""
-    view, found = ModelView(model), {}
+    view = ModelView(model)
+    found = {}
     for sample in samples:
         asked = few_shot_text(template, [], sample.subject)
         place = prepare(view, asked).tokens.shape[1]

@@ -131,7 +131,8 @@ class RelationDecoder:
         if isinstance(prompts, Prompts):
             prompts = prompts.tokens
         frozen = prompts if isinstance(prompts, FrozenPass) else freeze(self.frozen.model, prompts, verify=False)
-        mine, theirs = self.frozen.tokens.shape[1], frozen.tokens.shape[1]
+        mine = self.frozen.tokens.shape[1]
+        theirs = frozen.tokens.shape[1]
         if mine != theirs or not bool(frozen.mask.all()):
             raise InvalidInputError(
                 f"the decoder was made from prompts of {mine} tokens, these have {theirs}: an operator fits one "
@@ -222,7 +223,8 @@ def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tenso
 
     One run of the prompt, and one backward pass for all coordinates of the output.
     """
-    x, at = frozen.resid_pre(layer)[row], frozen.points.unembed_in or frozen.points.output
+    x = frozen.resid_pre(layer)[row]
+    at = frozen.points.unembed_in or frozen.points.output
     output: list[Tensor] = []
     with torch.enable_grad():
         leaf = x[None].clone().requires_grad_(True)
@@ -302,7 +304,8 @@ def relation_decoding(
         if protocol not in PROTOCOLS:
             raise InvalidInputError(f"protocol={protocol!r}; use one of {', '.join(map(repr, PROTOCOLS))}.")
         return relation_decoding(model, relations, activation=activation, seed=seed, **PROTOCOLS[protocol])
-    m, splits = whole_number("m", m, least=1), whole_number("splits", splits, least=1)
+    m = whole_number("m", m, least=1)
+    splits = whole_number("splits", splits, least=1)
     top_k = None if top_k is None else whole_number("top_k", top_k, least=1)
     shots = m - 1 if shots is None else whole_number("shots", shots, 0, m - 1)
     view = ModelView(model)
@@ -311,7 +314,10 @@ def relation_decoding(
     layers = range(view.n_layers) if layers is None else layers
     lres = {f"LRE layer {layer}, β={beta:g}": (layer, beta) for layer in layers for beta in betas}
     labels = ["tensorlens mean operator", *lres, RANDOM]
-    rng, values, units, skipped = random.Random(seed), [], [], {}
+    rng = random.Random(seed)
+    values = []
+    units = []
+    skipped = {}
     for relation in chosen:
         template = relation.prompt_templates[0]
         samples = of_common_length(model, template, relation.samples)
@@ -368,7 +374,8 @@ def _one_split(
     """Shares of held-out subjects answered as the model does, and truly, by each method; None where it knows none."""
     m, shots, top_k = options
     drawn = rng.sample(list(samples), len(samples))
-    fitted, rest = drawn[:m], drawn[m:]
+    fitted = drawn[:m]
+    rest = drawn[m:]
     asked = few_shot_prompts(model, template, rest, fitted[:shots])
     own, logits = predictions(freeze(model, asked.tokens, verify=False))
     true = object_tokens(model, template, drawn)
@@ -382,7 +389,8 @@ def _one_split(
             asked.subject_ends[known],
             tuple(s for s, kept in zip(asked.samples, known.tolist(), strict=True) if kept),
         )
-        own, objects = own.cpu()[known], objects[known]
+        own = own.cpu()[known]
+        objects = objects[known]
     prompts = leave_one_out(model, template, fitted, m, shots)
     answers = [RelationDecoder.fit(model, prompts, m, activation=activation).decode(asked)]
     fits = {layer: LinearRelation.fit(model, prompts, layer=layer) for layer in {layer for layer, _ in lres.values()}}

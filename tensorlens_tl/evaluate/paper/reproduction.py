@@ -173,7 +173,8 @@ class Reproduction:
 
     def _relations(self) -> tuple[list[str], list[list[str]]]:
         """Figure 5: a row for each relation, by category, mean ± standard deviation over splits."""
-        frame, methods = by_relation(self.evaluation), self.evaluation.methods
+        frame = by_relation(self.evaluation)
+        methods = self.evaluation.methods
         categories: dict[str, str] = self.evaluation.settings["categories"]
         rows = []
         for name in sorted(self.evaluation.units, key=lambda name: (categories[name], name)):
@@ -284,7 +285,8 @@ def _perturbed(model: Any, inputs: Tensor, experiment: Experiment, options: dict
 
 def _inputs(view: ModelView, data: Any, experiment: Experiment, length: Any, n: Any) -> tuple[Tensor, dict[str, Any]]:
     """Token ids `[text, pos]` or images, and what is said about them in the settings."""
-    name, images = experiment.name, experiment.reads == "images"
+    name = experiment.name
+    images = experiment.reads == "images"
     wanted = "images [image, channel, height, width]" if images else "a list of texts, or token ids [text, pos]"
     n = None if n is None else whole_number("n", n, least=1)
     if not hasattr(data, "__len__") or isinstance(data, str) or not len(data):
@@ -323,7 +325,8 @@ def _cut(view: ModelView, texts: Sequence[str], pos: int, n: int | None) -> tupl
     A special token that ends a text, as an encoder's separator, ends what is left of it too.
     """
     special = set(getattr(view.tokenizer, "all_special_ids", None) or [])
-    rows, short = [], 0
+    rows = []
+    short = 0
     for text in texts:
         if n is not None and len(rows) == n:
             break
