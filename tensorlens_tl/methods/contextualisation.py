@@ -91,12 +91,12 @@ def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
     Negative where the norm damps the channels in which the feed-forward layer writes outliers; NaN where no norm with a
     gain follows.
     """
-    found = []
+    correlations = []
     for local, (_, written) in zip(locals_of(frozen), _ff_parts(frozen), strict=True):
         gain = gain_after(local)
         size = written[frozen.mask].abs().mean(0)
-        found.append(size.new_tensor(float("nan")) if gain is None else _correlation(gain, size))
-    return torch.stack(found)
+        correlations.append(size.new_tensor(float("nan")) if gain is None else _correlation(gain, size))
+    return torch.stack(correlations)
 
 
 def _ff_parts(frozen: FrozenPass) -> list[tuple[Tensor, Tensor]]:

@@ -50,8 +50,8 @@ class SharedPrefix:
             if self._bridge:
                 inputs |= {"use_cache": True, "return_type": "logits_and_cache"}
                 inputs |= {} if self._cache is None else {"past_key_values": self._cache}
-                made = run(self.frozen.model, inputs, [])
-                self._cache = made[1] if isinstance(made, tuple) else None
+                output = run(self.frozen.model, inputs, [])
+                self._cache = output[1] if isinstance(output, tuple) else None
             else:
                 run(self.frozen.model, inputs | self._masked(self._cache, inputs["input"]), [])
             self.length = stop

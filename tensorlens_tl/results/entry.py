@@ -47,9 +47,10 @@ def with_others(entries: Sequence[Entry], everything: float, count: int) -> list
     """Lines of a table that sum to everything: the entries shown, and all others in one."""
     lines = [(entry.name, entry.score) for entry in entries]
     left = count - len(entries)
-    return (
-        [*lines, (f"{left} other{'s' * (left > 1)}", everything - sum(score for _, score in lines))] if left else lines
-    )
+    if not left:
+        return lines
+    others = "1 other" if left == 1 else f"{left} others"
+    return [*lines, (others, everything - sum(score for _, score in lines))]
 
 
 def query_row(
@@ -85,7 +86,8 @@ def check_batch(batch: int, prompts: Sequence[Any]) -> None:
 
 def shown_query(queries: Int[Tensor, "batch query"], tokens: Sequence[Sequence[str]], row: int, batch: int) -> str:
     """Which query and which prompt are shown, where a result holds several."""
-    prompts, count, position = *queries.shape, int(queries[batch, row])
+    prompts, count = queries.shape
+    position = int(queries[batch, row])
     parts = [f"prompt {batch % prompts} of {prompts}"] if prompts > 1 else []
     if count > 1:
         parts.append(f"query {position} {tokens[batch][position]!r}, one of {count}")

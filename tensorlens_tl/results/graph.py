@@ -87,9 +87,9 @@ class ContributionGraph(Stored):
         """
         entering, weight = (self.nodes[column].to_numpy(float) for column in ("entering", "weight"))
         sizes = np.abs(self.edges["weight"].to_numpy(float))
-        kept = np.bincount(self.edges["target"].to_numpy(int), weights=sizes, minlength=len(entering))
+        inflow = np.bincount(self.edges["target"].to_numpy(int), weights=sizes, minlength=len(entering))
         inner = entering > 0
-        share = np.minimum(kept[inner] / entering[inner], 1.0)
+        share = np.minimum(inflow[inner] / entering[inner], 1.0)
         weight = np.abs(weight[inner])
         return float((share * weight).sum() / weight.sum()) if weight.any() else 1.0
 
@@ -114,9 +114,9 @@ class ContributionGraph(Stored):
         while count != reached.sum():  # one step backwards from all that is reached, as often as there is news
             count = reached.sum()
             reached[source[large & reached[target]]] = True
-        kept = large & reached[target]
-        number = reached.cumsum() - 1
-        edges = self.edges[kept].assign(source=number[source[kept]], target=number[target[kept]])
+        selection = large & reached[target]
+        new_number = reached.cumsum() - 1
+        edges = self.edges[selection].assign(source=new_number[source[selection]], target=new_number[target[selection]])
         return replace(self, nodes=self.nodes[reached].reset_index(drop=True), edges=edges.reset_index(drop=True))
 
     def top(self, k: int = 10, *, kind: str | None = None) -> list[Entry]:
@@ -154,20 +154,18 @@ class ContributionGraph(Stored):
         """The k largest edges out of a node: where each leads; see `inputs`."""
         return self._ends(name, position, k, "source", "target")
 
-    def _ends(self, name: str, position: int | None, k: int, here: str, there: str) -> list[Entry]:
+    def _ends(self, name: str, position: int | None, k: int, near_end: str, far_end: str) -> list[Entry]:
         names = self.nodes["name"].to_numpy()
         places = self.nodes["pos"].to_numpy(int)
-        found = np.flatnonzero((names == name) & ((places == position) | (position is None)))
-        if len(found) != 1:
+        matches = np.flatnonzero((names == name) & ((places == position) | (position is None)))
+        if len(matches) != 1:
             at = places[names == name].tolist()
-            where = (
-                f"stands at positions {at}; pass one"
-                if at
-                else "is none of this graph's nodes; top() names the largest"
-            )
+            where = "is none of this graph's nodes; top() names the largest"
+            if at:
+                where = f"stands at positions {at}; pass one"
             raise InvalidInputError(f"node {name!r}{'' if position is None else f' at {position}'}: it {where}.")
-        chosen = self.edges[here].to_numpy(int) == found[0]
-        ends = self.edges[there].to_numpy(int)[chosen]
+        chosen = self.edges[near_end].to_numpy(int) == matches[0]
+        ends = self.edges[far_end].to_numpy(int)[chosen]
         weights = torch.tensor(self.edges["weight"].to_numpy(float)[chosen])
         return largest(weights, names[ends].tolist(), k, places[ends].tolist())
 
@@ -285,8 +283,8 @@ class ContributionGraph(Stored):
     def _small(self, most: int) -> "ContributionGraph":
         """The largest share of the edges, to a four-thousandth, that a picture can bear."""
 
-        def fits(found: "ContributionGraph") -> bool:
-            return len(found.edges) <= most and len(found.nodes) <= MOST_SHOWN
+        def fits(graph: "ContributionGraph") -> bool:
+            return len(graph.edges) <= most and len(graph.nodes) <= MOST_SHOWN
 
         if fits(self):
             return self
@@ -295,8 +293,12 @@ class ContributionGraph(Stored):
         small = self.prune(1e-9)  # the largest edge alone
         for _ in range(12):
             keep = (low + high) / 2
-            found = self.prune(keep)
-            low, high, small = (keep, high, found) if fits(found) else (low, keep, small)
+            candidate = self.prune(keep)
+            if fits(candidate):
+                low = keep
+                small = candidate
+            else:
+                high = keep
         return small
 
     def _repr_html_(self) -> str:
@@ -323,6 +325,6 @@ class ContributionGraph(Stored):
         nodes |= {column: tensors[f"nodes.{column}"].numpy() for column in NUMBERS["nodes"]}
         edges = {column: tensors[f"edges.{column}"].numpy() for column in NUMBERS["edges"]}
         order = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias", "entering"]
-        kept = {name: facts[name] for name in cls.FACTS}
-        kept |= {name: facts[name] for name in cls.LATER_FACTS if name in facts}
-        return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **kept)
+        values = {name: facts[name] for name in cls.FACTS}
+        values |= {name: facts[name] for name in cls.LATER_FACTS if name in facts}
+        return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **values)

@@ -117,9 +117,9 @@ class Terms(Stored):
         Raises:
             InvalidInputError: k below 1, or no such query.
         """
-        kept = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
+        indices = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
         row = self.scores[batch, self.query_row(query, batch)]
-        return largest(row[kept], [self.names[i] for i in kept], k)
+        return largest(row[indices], [self.names[i] for i in indices], k)
 
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, term, score; with `keys`, one per source token's share.

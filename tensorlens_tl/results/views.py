@@ -191,11 +191,11 @@ class Shown(ABC):
         places = {position: number for number, position in enumerate(keys)}
         tokens = list(keys.values())
         plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
-        asked = [places[position] for position in self.options["asked"][batch]]
+        targets = [places[position] for position in self.options["asked"][batch]]
         together = len(rows) == 1
         facts = []
         for row, number_of in enumerate(rows):
-            what = "".join(tokens[place] for place in asked) if together else tokens[asked[row]]
+            what = "".join(tokens[place] for place in targets) if together else tokens[targets[row]]
             sums = ""
             if self.bias is not None and self.total is not None:
                 bias, total = (float(t[batch, number_of]) for t in (self.bias, self.total))
@@ -206,12 +206,12 @@ class Shown(ABC):
             list(keys),
             plane,
             places[self.options["generated"][batch][0]],
-            [asked] if together else [[place] for place in asked],
+            [targets] if together else [[place] for place in targets],
             facts,
         )
         if together:
             return drawn
-        labels = [tokens[place] for place in asked]
+        labels = [tokens[place] for place in targets]
         whole = heat_maps.matrix(labels, tokens, plane, label=self.describe(), corner="generated ↓ source →")
         return f"{drawn}<details><summary>All of them as a matrix</summary>{whole}</details>"
 
