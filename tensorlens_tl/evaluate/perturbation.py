@@ -162,14 +162,14 @@ class PerturbationTest:
         """
         scorers = scorers_of(methods, seed=seed)
         steps = _fractions(fractions)
-        wanted = _metrics(metrics, query)
+        metric_names = _metrics(metrics, query)
         if order not in ("descending", "ascending"):
             raise InvalidInputError(f"order={order!r}; use 'descending' (most relevant first) or 'ascending'.")
         if hidden not in HIDDEN:
             raise InvalidInputError(
                 f"hidden={hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give)."
             )
-        return cls(scorers, query, steps, wanted, order, absolute, hidden, seed, in_bytes(memory))
+        return cls(scorers, query, steps, metric_names, order, absolute, hidden, seed, in_bytes(memory))
 
     def engine(self, model: Any, view: ModelView, prompt: Prompt, replacement: Callable[[], Replacement]) -> "_Engine":
         """What runs the live model on some prompts, which are checked before.
@@ -285,16 +285,16 @@ def _fractions(fractions: Any) -> list[float]:
 
 
 def _metrics(metrics: Any, query: Any) -> list[str]:
-    wanted = [metrics] if isinstance(metrics, str) else list(metrics)
+    names = [metrics] if isinstance(metrics, str) else list(metrics)
     known = ("hs_mse", *PREDICTED)
-    unknown = [metric for metric in wanted if metric not in known]
-    if unknown or not wanted:
-        raise InvalidInputError(f"metrics={wanted!r}; use some of {', '.join(map(repr, known))}.")
+    unknown = [metric for metric in names if metric not in known]
+    if unknown or not names:
+        raise InvalidInputError(f"metrics={names!r}; use some of {', '.join(map(repr, known))}.")
     if query == "mean":
-        wanted = ["hs_mse"] if tuple(wanted) == METRICS else wanted
-        if wanted != ["hs_mse"]:
+        names = ["hs_mse"] if tuple(names) == METRICS else names
+        if names != ["hs_mse"]:
             raise InvalidInputError("query='mean' has no single prediction; use metrics=['hs_mse'], or one query.")
-    return wanted
+    return names
 
 
 def _query(query: Any, prompt: Prompt) -> int | None:
@@ -366,7 +366,9 @@ class _Engine:
         heads = max((block.attention.heads for block in view.blocks if block.mixer is None), default=0)
         per_row = pos * (8 * view.cfg.d_model + 2 * widest + 2 * pos * heads)
         self.alone = bool(foreign_hooks(model))
-        self.rows = 1 if self.alone else max(1, memory // (4 * (per_row + (view.d_vocab if self.predicts else 0))))
+        if self.predicts:
+            per_row += view.d_vocab
+        self.rows = 1 if self.alone else max(1, memory // (4 * per_row))
         self.tolerance = TOLERANCE.get(next(view.model.parameters()).dtype, 1e-4)
         self._whole: list[Tensor] = []  # hidden states and logits of whole prompts, once they are known
         self.hidden, logits = self._measure(torch.arange(batch), torch.zeros_like(prompt.mask).cpu())
@@ -378,10 +380,10 @@ class _Engine:
         prompts, steps, _ = replaced.shape
         index = torch.arange(part.start, part.start + prompts).repeat_interleave(steps)
         hidden, logits = self._measure(index, replaced.flatten(0, 1))
-        found = []
+        damages = []
         for metric in self.metrics:
             if metric == "hs_mse":
-                found.append((hidden - self.hidden[index]).square().mean(-1))
+                damages.append((hidden - self.hidden[index]).square().mean(-1))
                 continue
             assert logits is not None
             before = self.logits[index]
@@ -391,8 +393,8 @@ class _Engine:
                 before = before.softmax(-1)
                 after = after.softmax(-1)
             fall = (before.gather(1, token) - after.gather(1, token))[:, 0]
-            found.append(fall.abs() if metric == "aopc_abs" else fall)
-        return torch.stack(found).unflatten(1, (prompts, steps))
+            damages.append(fall.abs() if metric == "aopc_abs" else fall)
+        return torch.stack(damages).unflatten(1, (prompts, steps))
 
     def _measure(
         self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"]
@@ -422,10 +424,10 @@ class _Engine:
         z = None if z is None else z.double().cpu()
         if not several:
             return h, z
-        made = [h] if z is None else [h, z]
-        for number, each in enumerate(made):
-            whole = self._whole[number][rows[[0, -1]].cpu()] if self._whole else each[[1, -2]]
-            error = relative_error(each[[0, -1]], whole)
+        outputs = [h] if z is None else [h, z]
+        for number, output in enumerate(outputs):
+            whole = self._whole[number][rows[[0, -1]].cpu()] if self._whole else output[[1, -2]]
+            error = relative_error(output[[0, -1]], whole)
             if not error <= self.tolerance:
                 raise FrozenModelError(
                     f"perturbation: a prompt gives another number in the first or the last row of a batch than "
@@ -440,16 +442,16 @@ class _Engine:
         mask = self.prompt.mask[rows]
         inputs, hooks = self.replacement.put(inputs, replaced)
         if self.positions is None:
-            kept, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
-            found = kept[self.hidden_at] * mask[..., None]
-            return found.sum(1) / mask.sum(1, keepdim=True), None
+            activations, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
+            hidden = activations[self.hidden_at] * mask[..., None]
+            return hidden.sum(1) / mask.sum(1, keepdim=True), None
         at = self.positions[rows]
         if not self.predicts:
-            kept, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
-            return _vectors(kept[self.hidden_at], at), None
+            activations, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
+            return _vectors(activations[self.hidden_at], at), None
         hooks += logit_hooks(self.model, self.unembed_at, at)
-        kept, logits = capture(self.model, inputs, [self.hidden_at], hooks=hooks)
-        return _vectors(kept[self.hidden_at], at), logits_at(logits, at)[:, 0]
+        activations, logits = capture(self.model, inputs, [self.hidden_at], hooks=hooks)
+        return _vectors(activations[self.hidden_at], at), logits_at(logits, at)[:, 0]
 
 
 def _vectors(hidden: Tensor, at: Int[Tensor, "row 1"]) -> Tensor:

@@ -89,18 +89,18 @@ def token_ids(what: str, value: Any, axes: int) -> Int[Tensor, "..."]:
         InvalidInputError: texts, which only a model's tokenizer turns into tokens, or anything else.
     """
     plural = "rows of one length" if axes == 2 else "one for each prompt"
-    wanted = f"pass token ids, {plural}, such as model.to_tokens(texts, padding_side='right')"
+    hint = f"pass token ids, {plural}, such as model.to_tokens(texts, padding_side='right')"
     first = value
     while isinstance(first, Sequence) and not isinstance(first, str) and first:
         first = first[0]
     if isinstance(first, str):
-        raise InvalidInputError(f"{what}: {first!r} is a text, and a task has no tokenizer; {wanted}.")
+        raise InvalidInputError(f"{what}: {first!r} is a text, and a task has no tokenizer; {hint}.")
     try:
         ids = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(f"{what}: cannot read {type(value).__name__} ({error}); {wanted}.") from error
+        raise InvalidInputError(f"{what}: cannot read {type(value).__name__} ({error}); {hint}.") from error
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.ndim != axes:
-        raise InvalidInputError(f"{what} are {ids.dtype} {tuple(ids.shape)}; {wanted}.")
+        raise InvalidInputError(f"{what} are {ids.dtype} {tuple(ids.shape)}; {hint}.")
     return ids
 
 
@@ -151,10 +151,10 @@ def recall_row(rng: random.Random, pairs: int, distractors: int, questions: int 
         words += [rng.choice(FILLERS) for _ in range(gaps.count(number))] + [key, value]
         place[key] = len(words) - 1
     words += [rng.choice(FILLERS) for _ in range(gaps.count(pairs))]
-    asked = rng.sample(keys, questions)
-    for key in asked:
+    question_keys = rng.sample(keys, questions)
+    for key in question_keys:
         words += ["?", key, words[place[key]]]
-    return words, [place[key] for key in asked]
+    return words, [place[key] for key in question_keys]
 
 
 def brackets(prompts: Any = 200, *, seed: int = 0, length: Any = 24) -> KnownAnswers:
@@ -188,7 +188,11 @@ def bracket_row(rng: random.Random, length: int) -> tuple[list[str], list[int | 
     matches: list[int | None] = [None]
     open_at: list[int] = []
     while len(words) < length:
-        kinds = ["filler"] + ["open"] * (len(open_at) < DEEPEST) * 3 + ["close"] * bool(open_at) * 2
+        kinds = ["filler"]
+        if len(open_at) < DEEPEST:
+            kinds += ["open"] * 3
+        if open_at:
+            kinds += ["close"] * 2
         kind = rng.choice(kinds)
         match = None
         if kind == "open":

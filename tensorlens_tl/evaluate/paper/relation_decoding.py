@@ -108,11 +108,11 @@ class RelationDecoder:
             InvalidInputError: prompts of another length.
         """
         x = self._embeddings(prompts)
-        made = torch.empty(len(x), x.shape[-1], dtype=x.dtype, device=x.device)
+        states = torch.empty(len(x), x.shape[-1], dtype=x.dtype, device=x.device)
         for part in chunks(len(x), self.frozen.row_bytes, None, "relation decoding"):
             rows = x[part.start : part.stop, None].expand(-1, *self.operator.x.shape)
-            made[part.start : part.stop] = self.operator(rows)[:, :, -1].mean(1)
-        return made
+            states[part.start : part.stop] = self.operator(rows)[:, :, -1].mean(1)
+        return states
 
     def logits(self, prompts: Any) -> Float[Tensor, "prompt d_vocab"]:
         """The predicted states, unembedded (before any soft cap, which changes no rank).
@@ -131,12 +131,12 @@ class RelationDecoder:
         if isinstance(prompts, Prompts):
             prompts = prompts.tokens
         frozen = prompts if isinstance(prompts, FrozenPass) else freeze(self.frozen.model, prompts, verify=False)
-        mine = self.frozen.tokens.shape[1]
-        theirs = frozen.tokens.shape[1]
-        if mine != theirs or not bool(frozen.mask.all()):
+        length = self.frozen.tokens.shape[1]
+        other_length = frozen.tokens.shape[1]
+        if length != other_length or not bool(frozen.mask.all()):
             raise InvalidInputError(
-                f"the decoder was made from prompts of {mine} tokens, these have {theirs}: an operator fits one "
-                "length. Choose prompts with few_shot_prompts(..., length=...)."
+                f"the decoder was made from prompts of {length} tokens, these have {other_length}: an operator fits "
+                "one length. Choose prompts with few_shot_prompts(..., length=...)."
             )
         return frozen.resid_pre(0)
 
@@ -197,9 +197,9 @@ class LinearRelation:
         ModelView(model).refuse_encoder_decoder("relation decoding")
         frozen = freeze(model, prompts.tokens, verify=False)
         layer = frozen.n_layers // 2 if layer is None else whole_number("layer", layer, 0, frozen.n_layers - 1)
-        found = [_jacobian(frozen, row, layer, int(end)) for row, end in enumerate(prompts.subject_ends)]
-        W = torch.stack([J for J, _, _ in found]).mean(0)
-        b = torch.stack([o - J @ s for J, s, o in found]).mean(0)
+        jacobians = [_jacobian(frozen, row, layer, int(end)) for row, end in enumerate(prompts.subject_ends)]
+        W = torch.stack([J for J, _, _ in jacobians]).mean(0)
+        b = torch.stack([o - J @ s for J, s, o in jacobians]).mean(0)
         return cls(frozen, layer, W, b, beta)
 
     def states(self, prompts: Prompts) -> Float[Tensor, "prompt d_model"]:
@@ -324,12 +324,12 @@ def relation_decoding(
         if len(samples) <= m:
             skipped[relation.name] = f"fewer than {m} samples to fit on and one to ask about ({len(samples)})"
             continue
-        found = [_one_split(model, template, samples, (m, shots, top_k), lres, activation, rng) for _ in range(splits)]
+        shares = [_one_split(model, template, samples, (m, shots, top_k), lres, activation, rng) for _ in range(splits)]
         none = torch.full((2, len(labels)), torch.nan, dtype=torch.float64)
-        if all(split is None for split in found):
+        if all(split is None for split in shares):
             skipped[relation.name] = f"no held-out subject whose object is among the model's {top_k} highest tokens"
             continue
-        values.append(torch.stack([none if split is None else split for split in found], dim=-1))
+        values.append(torch.stack([none if split is None else split for split in shares], dim=-1))
         units.append(relation.name)
     if not values:
         raise InvalidInputError(f"relation_decoding: nothing to evaluate: {skipped}.")
@@ -376,26 +376,28 @@ def _one_split(
     drawn = rng.sample(list(samples), len(samples))
     fitted = drawn[:m]
     rest = drawn[m:]
-    asked = few_shot_prompts(model, template, rest, fitted[:shots])
-    own, logits = predictions(freeze(model, asked.tokens, verify=False))
+    questions = few_shot_prompts(model, template, rest, fitted[:shots])
+    model_answers, logits = predictions(freeze(model, questions.tokens, verify=False))
     true = object_tokens(model, template, drawn)
-    objects = torch.tensor([true[sample] for sample in asked.samples])
+    objects = torch.tensor([true[sample] for sample in questions.samples])
     if top_k is not None:
         known = (logits.topk(min(top_k, logits.shape[-1])).indices.cpu() == objects[:, None]).any(1)
         if not bool(known.any()):
             return None
-        asked = Prompts(
-            asked.tokens[known],
-            asked.subject_ends[known],
-            tuple(s for s, kept in zip(asked.samples, known.tolist(), strict=True) if kept),
+        questions = Prompts(
+            questions.tokens[known],
+            questions.subject_ends[known],
+            tuple(s for s, is_known in zip(questions.samples, known.tolist(), strict=True) if is_known),
         )
-        own = own.cpu()[known]
+        model_answers = model_answers.cpu()[known]
         objects = objects[known]
     prompts = leave_one_out(model, template, fitted, m, shots)
-    answers = [RelationDecoder.fit(model, prompts, m, activation=activation).decode(asked)]
+    answers = [RelationDecoder.fit(model, prompts, m, activation=activation).decode(questions)]
     fits = {layer: LinearRelation.fit(model, prompts, layer=layer) for layer in {layer for layer, _ in lres.values()}}
-    answers += [replace(fits[layer], beta=beta).decode(asked) for layer, beta in lres.values()]
-    answers.append(torch.tensor([rng.choice(list(true.values())) for _ in asked.samples]))
-    return torch.stack([
-        torch.stack([(answer.cpu() == wanted.cpu()).double().mean() for answer in answers]) for wanted in (own, objects)
-    ])  # fmt: skip
+    answers += [replace(fits[layer], beta=beta).decode(questions) for layer, beta in lres.values()]
+    answers.append(torch.tensor([rng.choice(list(true.values())) for _ in questions.samples]))
+    shares = [
+        torch.stack([(answer.cpu() == expected.cpu()).double().mean() for answer in answers])
+        for expected in (model_answers, objects)
+    ]
+    return torch.stack(shares)
