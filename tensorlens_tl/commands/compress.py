@@ -63,16 +63,16 @@ def run(args: argparse.Namespace) -> None:
     named = args.methods or list(METHODS)
     if args.save is not None and (args.save.suffix == ".html" or len(named) > 1 or len(args.ratio) > 1):
         raise InvalidInputError("--save: a file holds one plan (no page); pass one of --methods and one --ratio.")
-    given = {name: value for name in TUCKER if (value := getattr(args, name)) is not None}
-    if given and "tucker" not in named:
-        raise InvalidInputError(f"--{next(iter(given))}: it is for tucker, which is not among --methods.")
+    tucker_options = {name: value for name in TUCKER if (value := getattr(args, name)) is not None}
+    if tucker_options and "tucker" not in named:
+        raise InvalidInputError(f"--{next(iter(tucker_options))}: it is for tucker, which is not among --methods.")
     model = loaded_model(args)
     task = _task(args, model)
     common: dict[str, Any] = {"mlp": args.mlp} | ({"matrices": args.matrices} if args.matrices else {})
     ratios = sorted(set(args.ratio))
     plans: dict[str, dict[float, Any]] = {}
     for method in named:  # all of them before anything is measured
-        options = {**common, **(given if method == "tucker" else {})}
+        options = {**common, **(tucker_options if method == "tucker" else {})}
         try:
             plans[method] = {r: compress.plan(model, args.layers, method=method, ratio=r, **options) for r in ratios}
         except TensorLensError as error:
@@ -91,7 +91,10 @@ def run(args: argparse.Namespace) -> None:
     for metric in ("added loss", "accuracy change"):
         print(f"\n{metric} by compression ratio, with 95 % intervals")
         print(evaluate.compression_table(result, metric).drop(index="uncompressed").round(4).to_string())
-    reached = {method: ", ".join(f"{plan.ratio:.3g}" for plan in made.values()) for method, made in plans.items()}
+    reached = {
+        method: ", ".join(f"{plan.ratio:.3g}" for plan in method_plans.values())
+        for method, method_plans in plans.items()
+    }
     print("\nratios reached: " + "; ".join(f"{method} {text}" for method, text in reached.items()))
     write_result(result, "Compression", args.output)
 

@@ -27,8 +27,10 @@ FORMAT = "tensorlens_tl.dataset"
 VERSION = 2
 MANIFEST = "manifest.json"
 BATCHES_PER_SHARD = 8
+"""A shard ends after so many batches at most, which is what a crash may cost."""
+
 ROWS_PER_SHARD = 512
-"""A shard ends with whichever comes first: what a crash may cost."""
+"""A shard ends with the batch that brings it to so many rows."""
 
 
 @dataclass(frozen=True)
@@ -126,22 +128,22 @@ class Folder:
                 return manifest
             if not resume:
                 raise InvalidInputError(f"out={self.path}: a run was begun there; name another folder, or resume it.")
-            there = self.manifest()
+            earlier = self.manifest()
             for name, value in manifest.identity.items():
-                if json.dumps(there.identity.get(name), sort_keys=True) != json.dumps(value, sort_keys=True):
+                if json.dumps(earlier.identity.get(name), sort_keys=True) != json.dumps(value, sort_keys=True):
                     raise InvalidInputError(
                         f"out={self.path}: that run was begun with another {name} "
-                        f"({differing(there.identity.get(name), value)}). Pass the same to resume it, or name another "
-                        "folder."
+                        f"({differing(earlier.identity.get(name), value)}). Pass the same to resume it, or name "
+                        "another folder."
                     )
-            return there
+            return earlier
         finally:
             lock.release()
 
     def _check_ours(self) -> None:
         """Raise InvalidInputError where the folder holds files and no run."""
-        there = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
-        strange = sorted(name for name in there if name != "locks" and not name.startswith(f".{MANIFEST}."))
+        names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+        strange = sorted(name for name in names if name != "locks" and not name.startswith(f".{MANIFEST}."))
         if strange and not self.begun():
             raise InvalidInputError(
                 f"out={self.path}: the folder holds {strange[0]!r} and no {MANIFEST}; name a new or an empty folder."
@@ -155,17 +157,17 @@ class Folder:
         """
         path = self.path / MANIFEST
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            if said["format"] != FORMAT:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
                 raise FileFormatError(f"{path}: no manifest of this library.")
-            if said["version"] > VERSION:
-                raise FileFormatError(f"{path}: format {said['version']} is newer than this library's; update it.")
-            if said["version"] < VERSION:
+            if content["version"] > VERSION:
+                raise FileFormatError(f"{path}: format {content['version']} is newer than this library's; update it.")
+            if content["version"] < VERSION:
                 raise FileFormatError(
-                    f"{path}: format {said['version']} is an older one; run it anew, in a new folder."
+                    f"{path}: format {content['version']} is an older one; run it anew, in a new folder."
                 )
-            facts = said["facts"]
-            if said["digest"] != _digest(facts):
+            facts = content["facts"]
+            if content["digest"] != _digest(facts):
                 raise FileFormatError(f"{path}: damaged, or changed after it was written (its digest does not fit).")
             return Manifest(**facts)
         except FileNotFoundError as error:
@@ -177,9 +179,9 @@ class Folder:
 
     def _write_manifest(self, manifest: Manifest) -> None:
         facts = asdict(manifest)
-        said = {"format": FORMAT, "version": VERSION, "digest": manifest.digest, "facts": facts}
+        content = {"format": FORMAT, "version": VERSION, "digest": manifest.digest, "facts": facts}
         with self._whole(self.path / MANIFEST) as temporary:
-            temporary.write_text(json.dumps(said), encoding="utf-8")
+            temporary.write_text(json.dumps(content), encoding="utf-8")
 
     # ------------------------------------------------------------------ shards
 
@@ -236,9 +238,9 @@ class Folder:
 
         path = self.shard(number)
         try:
-            asked = None if columns is None else [*dict.fromkeys([*columns, "row"])]
+            names = None if columns is None else [*dict.fromkeys([*columns, "row"])]
             file = pq.ParquetFile(path, page_checksum_verification=True)
-            table = file.read(columns=asked)
+            table = file.read(columns=names)
         except (pa.ArrowException, OSError, ValueError) as error:
             why = " ".join(str(error).split())
             raise FileFormatError(f"{path}: damaged ({why}). Delete it and run again to write it anew.") from error
@@ -251,8 +253,8 @@ class Folder:
 
     def done(self, manifest: Manifest) -> int:
         """How many rows are in shards that are there."""
-        there = [number for number in range(len(manifest.shards)) if self.shard(number).exists()]
-        return sum(len(manifest.rows_of(number)) for number in there)
+        shards = [number for number in range(len(manifest.shards)) if self.shard(number).exists()]
+        return sum(len(manifest.rows_of(number)) for number in shards)
 
     @contextlib.contextmanager
     def _whole(self, path: Path) -> Generator[Path, None, None]:

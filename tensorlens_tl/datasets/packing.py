@@ -80,25 +80,25 @@ def packed(result: Attribution, keep: str) -> list[dict[str, Any]]:
     rows = []
     for number, real in enumerate(mask):
         places = real.nonzero()[:, 0]
-        asked = real[queries[number]]  # a shorter prompt of the batch has fewer
-        own = scores[number].index_select(key, places).index_select(query, asked.nonzero()[:, 0])
+        is_real = real[queries[number]]  # a shorter prompt of the batch has fewer
+        row_scores = scores[number].index_select(key, places).index_select(query, is_real.nonzero()[:, 0])
         keys = None
         rest = None
         if most is not None:
-            own, keys, rest = _largest(own, most)
-        positions = (real.long().cumsum(0) - 1)[queries[number][asked]]
-        kept = places.tolist()
+            row_scores, keys, rest = _largest(row_scores, most)
+        positions = (real.long().cumsum(0) - 1)[queries[number][is_real]]
+        real_places = places.tolist()
         rows.append(
             {
-                "tokens": [result.tokens[number][place] for place in kept],
-                "word_starts": None if starts is None else [starts[number][place] for place in kept],
+                "tokens": [result.tokens[number][place] for place in real_places],
+                "word_starts": None if starts is None else [starts[number][place] for place in real_places],
                 "queries": positions.numpy(),
-                "shape": list(own.shape),
+                "shape": list(row_scores.shape),
                 "keys": None if keys is None else keys.flatten().numpy(),
-                "scores": own.flatten().numpy(),
+                "scores": row_scores.flatten().numpy(),
                 "rest": None if rest is None else rest.flatten().numpy(),
                 **{
-                    name: None if value is None else value[number].detach().cpu()[asked].numpy()
+                    name: None if value is None else value[number].detach().cpu()[is_real].numpy()
                     for name, value in numbers.items()
                 },
                 "target": result.target or None,
@@ -143,10 +143,10 @@ def unpacked(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Attribution:
 
 def facts_of(result: Attribution, options: Mapping[str, Any]) -> dict[str, Any]:
     """What all rows of a result have in common; its options as they were given for one row."""
-    given = {name: options.get(name, value) for name, value in result.options.items()}
+    row_options = {name: options.get(name, value) for name, value in result.options.items()}
     dtype = "float64" if result.scores.dtype == torch.float64 else "float32"
     return {
-        "method": result.method, "options": tagged(given), "axes": list(result.axes),
+        "method": result.method, "options": tagged(row_options), "axes": list(result.axes),
         "additive": result.additive, "dtype": dtype, "provenance": result.provenance,
     }  # fmt: skip
 

@@ -54,16 +54,16 @@ class Rows:
         """All that a run depends on: how many rows there are, and digests of ids, token ids and each column."""
         numbers = range(len(self))
         parts = {
-            "ids": map(_said, self.ids),
+            "ids": map(_as_json, self.ids),
             "tokens": (
-                _said([self.errors.get(row), len(self.tokens[row])]) + _bytes(self.tokens[row]) for row in numbers
+                _as_json([self.errors.get(row), len(self.tokens[row])]) + _bytes(self.tokens[row]) for row in numbers
             ),
         }
-        parts |= {option: (_said(repr(value)) for value in self.options[option]) for option in sorted(self.options)}
+        parts |= {option: (_as_json(repr(value)) for value in self.options[option]) for option in sorted(self.options)}
         return {"rows": len(self)} | {name: _digest(values) for name, values in parts.items()}
 
 
-def _said(value: Any) -> bytes:
+def _as_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
@@ -228,8 +228,8 @@ def _of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         raise InvalidInputError(f"rows: {path} is no Parquet file, or damaged ({error}).") from error
 
 
-def _check_present(row: Mapping[str, Any], wanted: Sequence[str]) -> None:
-    missing = [name for name in wanted if name not in row]
+def _check_present(row: Mapping[str, Any], columns: Sequence[str]) -> None:
+    missing = [name for name in columns if name not in row]
     if missing:
         raise InvalidInputError(f"rows: there is no column {missing[0]!r}, only {', '.join(map(repr, row))}.")
 

@@ -31,7 +31,7 @@ def summary(tables: Tables, quantiles: Any, names: str, memory: Memory) -> "pd.D
     """
     import pandas as pd
 
-    asked = _quantiles(quantiles)
+    shares = _quantiles(quantiles)
     bound = in_bytes(memory)
     terms = list[str]()
     count = 0
@@ -46,10 +46,10 @@ def summary(tables: Tables, quantiles: Any, names: str, memory: Memory) -> "pd.D
     for start in range(0, len(chosen), at_once):
         values = _gathered(tables, chosen[start : start + at_once], count)
         spread = values.var(axis=1, ddof=1) if count > 1 else np.full(len(values), np.nan)
-        places = np.quantile(values, asked, axis=1, overwrite_input=True) if asked else np.zeros((0, len(values)))
+        places = np.quantile(values, shares, axis=1, overwrite_input=True) if shares else np.zeros((0, len(values)))
         means = values.mean(axis=1)
         lines += np.column_stack([means, spread, np.sqrt(spread), places.T]).tolist()
-    columns = ["mean", "variance", "std", *(f"{100 * share:g}%" for share in asked)]
+    columns = ["mean", "variance", "std", *(f"{100 * share:g}%" for share in shares)]
     frame = pd.DataFrame(lines, columns=pd.Index(columns), index=pd.Index(chosen, name="term"))
     frame.insert(0, "count", count)
     return frame
@@ -73,35 +73,36 @@ def _gathered(tables: Tables, terms: Sequence[str], count: int) -> np.ndarray:
 
 
 def _quantiles(quantiles: Any) -> list[float]:
-    given = plain(quantiles)
+    value = plain(quantiles)
     try:
-        asked = [float(share) for share in ([given] if isinstance(given, int | float) else given)]
+        shares = [float(share) for share in ([value] if isinstance(value, int | float) else value)]
     except (TypeError, ValueError):
-        asked = [-1.0]
-    if not all(0 <= share <= 1 for share in asked):
+        shares = [-1.0]
+    if not all(0 <= share <= 1 for share in shares):
         raise InvalidInputError(f"quantiles={quantiles!r}: pass shares of the rows, such as (0.05, 0.5, 0.95).")
-    return asked
+    return shares
 
 
 def evaluation(tables: Tables) -> Evaluation:
     """See `tensorlens_tl.datasets.DatasetResults.evaluation`."""
     names = list[str]()
-    found = dict[int, np.ndarray]()
+    curves_of = dict[int, np.ndarray]()
     facts = dict[str, Any]()
     failed = 0
     units: dict[int, str] = {}
     for table in tables(["row", "id", "scores", "shape"]):
         facts = facts_in(table) if "methods" in facts_in(table) else facts
         for row in table.to_pylist():
-            failed += row["scores"] is None
-            if row["scores"] is not None:
-                found[row["row"]] = np.array(row["scores"]).reshape(row["shape"])
-                units[row["row"]] = row["id"]
-    if not found:
+            if row["scores"] is None:
+                failed += 1
+                continue
+            curves_of[row["row"]] = np.array(row["scores"]).reshape(row["shape"])
+            units[row["row"]] = row["id"]
+    if not curves_of:
         raise InvalidInputError("evaluation: no row of this run is done, or all failed.")
-    order = sorted(found)
+    order = sorted(curves_of)
     names = [units[row] for row in order]
-    curves = torch.from_numpy(np.stack([found[row] for row in order], axis=2))
+    curves = torch.from_numpy(np.stack([curves_of[row] for row in order], axis=2))
     return evaluation_of(curves, names, facts, failed)
 
 

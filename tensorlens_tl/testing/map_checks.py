@@ -51,7 +51,8 @@ def map_checks(map: Any, x: Any = None, *, tolerance: float | None = None, seed:
         InvalidInputError: not a map, or no vectors to try it on.
     """
     if isinstance(map, FrozenOperator):
-        map, x = map.map, map.x if x is None else x
+        x = map.x if x is None else x
+        map = map.map
     if not isinstance(map, AffineMap):
         raise InvalidInputError(f"check_map: {type(map).__name__} is no AffineMap or FrozenOperator.")
     if not isinstance(x, Tensor) or x.ndim != 3 or not x.is_floating_point():
@@ -104,16 +105,16 @@ class MapCase:
 def check_shapes(case: MapCase) -> None:
     """Only the width changes; dtype stays; inputs are left alone."""
     x = case.draw(3)
-    kept = x.clone()
+    before = x.clone()
     y = case.m.push(x)
-    case.require(torch.equal(x, kept), "push writes to its input.")
+    case.require(torch.equal(x, before), "push writes to its input.")
     case.require(y.shape[:-1] == x.shape[:-1], f"push maps {list(x.shape)} to {list(y.shape)}; only d may change.")
     case.require(y.dtype == x.dtype, f"push turns {x.dtype} into {y.dtype}.")
     case.require(bool(torch.isfinite(y).all()), "push gives values that are not finite.")
     g = case.draw(3, out=True)
-    kept = g.clone()
+    before = g.clone()
     back = case.m.pull(g)
-    case.require(torch.equal(g, kept), "pull writes to its input.")
+    case.require(torch.equal(g, before), "pull writes to its input.")
     case.require(back.shape == x.shape, f"pull maps {list(g.shape)} to {list(back.shape)}, not {list(x.shape)}.")
     case.require(back.dtype == g.dtype, f"pull turns {g.dtype} into {back.dtype}.")
     whole = case.m(x)
@@ -249,10 +250,10 @@ def check_pull_between(case: MapCase) -> None:
     whole, share = case.m.pull_with_bias(placed)
     for keys in (None, [0], [pos - 1], [0, pos - 1] if pos > 1 else [0]):
         terms: list[Any] = []
-        made = case.m.pull_between(vectors, RowPositions(queries), keys, pos, causal=case.causal, biases=terms)
+        pulled = case.m.pull_between(vectors, RowPositions(queries), keys, pos, causal=case.causal, biases=terms)
         expected = whole if keys is None else whole[:, :, keys]
         padded = torch.zeros_like(expected)
-        padded[:, :, : made.shape[2]] = made
+        padded[:, :, : pulled.shape[2]] = pulled
         case.same(padded, expected, f"pull_between (keys={keys}) is not pull")
         if keys is not None:
             continue  # biases are met at these positions alone
@@ -272,10 +273,10 @@ def _check_stretch(case: MapCase) -> None:
     whole, share = case.m.pull_with_bias(placed)
     for keys in (None, [0, pos - 1] if pos > 1 else [0]):
         terms: list[Any] = []
-        made = case.m.pull_between(placed[:, :, stretch], stretch, keys, pos, causal=case.causal, biases=terms)
+        pulled = case.m.pull_between(placed[:, :, stretch], stretch, keys, pos, causal=case.causal, biases=terms)
         expected = whole if keys is None else whole[:, :, keys]
         padded = torch.zeros_like(expected)
-        padded[:, :, : made.shape[2]] = made
+        padded[:, :, : pulled.shape[2]] = pulled
         case.same(padded, expected, f"pull_between (a stretch of queries, keys={keys}) is not pull")
         if keys is None:
             total = sum((term.sum(-1) for term, _ in terms), start=torch.zeros_like(share))
@@ -289,10 +290,10 @@ def check_norm_bound(case: MapCase) -> None:
     for _ in range(12):
         x = (x / x.norm()).to(case.like)
         y = case.m.push(x)
-        found = float(y.double().norm())
+        growth = float(y.double().norm())
         case.require(
-            found <= bound * (1 + 10 * max(case.tolerance, 1e-12)),
-            f"norm_bound is {bound:.6g}, a vector grows {found:.6g}.",
+            growth <= bound * (1 + 10 * max(case.tolerance, 1e-12)),
+            f"norm_bound is {bound:.6g}, a vector grows {growth:.6g}.",
         )
         x = case.m.pull(y).double()
         if not bool(x.any()):

@@ -29,12 +29,12 @@ from tensorlens_tl.testing.requirements import (
     ROUNDING,
     Check,
     Untouched,
+    activation_change,
     checks_of,
     difference,
     frozen_rows,
-    kept_places,
-    own_change,
     precision,
+    real_positions,
     require,
     same,
 )
@@ -164,14 +164,15 @@ def check_completeness(case: ModelCase) -> None:
     """Contributions and bias are the model's output."""
     op = case.frozen.operator()
     real = case.frozen.mask
-    made = op.contributions().sum(2) + op.bias
-    case.same("contributions and bias are the model's output", made[real], op.output[real])
+    output = op.contributions().sum(2) + op.bias
+    case.same("contributions and bias are the model's output", output[real], op.output[real])
 
 
 def check_adjoint(case: ModelCase) -> None:
     """Pull is the adjoint of push."""
     op = case.frozen.operator()
-    x, g = case.draw(op.x), case.draw(op.x)
+    x = case.draw(op.x)
+    g = case.draw(op.x)
     pushed = op.push(x) * g
     forward = pushed.sum((-2, -1))
     backward = (x * op.pull(g)).sum((-2, -1))
@@ -241,26 +242,26 @@ def _padding(case: ModelCase, side: str) -> None:
     halves = [size // 2 for size in sizes]
     if not all(halves) or frozen.view.reads != "tokens" or set(frozen.inputs) - PLAIN:
         return
-    short = whole[kept_places(sizes, halves, "right")]
-    kept = kept_places(sizes, halves, side)
+    short = whole[real_positions(sizes, halves, "right")]
+    real_places = real_positions(sizes, halves, side)
     tokens = torch.stack([whole, torch.zeros_like(whole)])
-    tokens[1, kept] = short
-    mask = torch.stack([torch.ones_like(whole), kept.to(whole)])
+    tokens[1, real_places] = short
+    mask = torch.stack([torch.ones_like(whole), real_places.to(whole)])
     try:
         padded = frozen_rows(frozen.model, tokens, encoder, mask, tolerance=frozen.tolerance)
     except (UnsupportedModelError, NumericalError) as refusal:
         case.refused[f"padding on the {side}"] = str(refusal)
         return
     alone = frozen_rows(frozen.model, short[None], halves[0] if encoder else 0, tolerance=frozen.tolerance)
-    if difference(padded.resid_pre(0)[1, kept], alone.resid_pre(0)[0]) > 1e-3:
+    if difference(padded.resid_pre(0)[1, real_places], alone.resid_pre(0)[0]) > 1e-3:
         case.refused[f"padding on the {side}"] = "positions are counted from the first column: another input"
         return
-    own = own_change(padded, 1, kept, alone)
+    change = activation_change(padded, 1, real_places, alone)
     who = frozen.view.description
-    require(own <= frozen.tolerance, f"{who}: {claim} (the model's own activations change by {own:.1e}).")
-    mine = padded.operator().contributions()[1, kept][:, kept]
+    require(change <= frozen.tolerance, f"{who}: {claim} (the model's own activations change by {change:.1e}).")
+    mine = padded.operator().contributions()[1, real_places][:, real_places]
     theirs = alone.operator().contributions()[0]
-    case.same(claim, mine, theirs, at_least=ROUNDING * own)
+    case.same(claim, mine, theirs, at_least=ROUNDING * change)
 
 
 MODEL_CHECKS: Sequence[Callable[[ModelCase], None]] = (
@@ -284,9 +285,9 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
         x: `[batch, pos, d_model]`.
         options: of `FrozenPass.fwd_hooks`.
     """
-    seen: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     points = frozen.points
-    (_, stop) = frozen.side(0)
+    _, stop = frozen.side(0)
     sides = [x] if frozen.sides is None else [x[:, :stop], x[:, stop:]]
     ends = [name for name in (points.encoder_output, points.output) if name is not None]
 
@@ -294,8 +295,8 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
         return lambda live, *, hook: value
 
     def see(name: str) -> Callable[..., None]:
-        return lambda live, *, hook: seen.update({name: live})
+        return lambda live, *, hook: outputs.update({name: live})
 
     placed = [(name, put(value)) for name, value in zip(frozen.stream_names(0), sides, strict=True)]
     run(frozen.model, frozen.inputs, [*placed, *frozen.fwd_hooks(**options), *((name, see(name)) for name in ends)])
-    return torch.cat([seen[name] for name in ends], dim=1)
+    return torch.cat([outputs[name] for name in ends], dim=1)

@@ -86,18 +86,18 @@ def frozen_rows(model: Any, tokens: Tensor, encoder: int = 0, mask: Tensor | Non
     both = {"": tokens} if mask is None else {"": tokens, "attention_mask": mask}
     if not encoder:
         return freeze(model, both.pop(""), **both, **options)
-    given = {name: ids[:, :encoder] for name, ids in both.items()}
+    encoder_inputs = {name: ids[:, :encoder] for name, ids in both.items()}
     options |= {f"decoder_{name or 'input_ids'}": ids[:, encoder:] for name, ids in both.items()}
-    return freeze(model, given.pop(""), **given, **options)
+    return freeze(model, encoder_inputs.pop(""), **encoder_inputs, **options)
 
 
-def kept_places(sizes: Sequence[int], kept: Sequence[int], side: str) -> Tensor:
+def real_positions(sizes: Sequence[int], counts: Sequence[int], side: str) -> Tensor:
     """True at so many positions of each part of a prompt, `[pos]`: where a short prompt lies, padded on one side."""
     places = [torch.arange(size) if side == "right" else torch.arange(size).flip(0) for size in sizes]
-    return torch.cat([place < keep for place, keep in zip(places, kept, strict=True)])
+    return torch.cat([place < count for place, count in zip(places, counts, strict=True)])
 
 
-def own_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenPass) -> float:
+def activation_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenPass) -> float:
     """How much the model's own activations of one prompt change when it is padded, on this machine.
 
     A softmax in float32, say, rounds otherwise over a longer row; nothing computed from it can change less.

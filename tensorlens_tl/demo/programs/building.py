@@ -45,9 +45,9 @@ class Spaces:
         """The map from the stream to a space's channels, times a matrix."""
         place = self._places[name]
         matrix = torch.eye(place.stop - place.start).double() if matrix is None else matrix.double()
-        made = torch.zeros(self.width, matrix.shape[1], dtype=torch.float64)
-        made[place] = matrix
-        return made
+        projection = torch.zeros(self.width, matrix.shape[1], dtype=torch.float64)
+        projection[place] = matrix
+        return projection
 
     def write(self, name: str, matrix: Float[Tensor, "values space"] | None = None) -> Float[Tensor, "values width"]:
         """A matrix, times the map from a space's channels to the stream."""

@@ -89,12 +89,12 @@ def two_hop() -> Program:
     )
     first, second = (
         Head(
-            spaces.read(asked, SHARP * torch.eye(len(words))),
+            spaces.read(query_space, SHARP * torch.eye(len(words))),
             spaces.read("previous"),
             spaces.read("token"),
-            spaces.write(found),
+            spaces.write(answer_space),
         )
-        for asked, found in (("token", "hop"), ("hop", "answer"))
+        for query_space, answer_space in (("token", "hop"), ("hop", "answer"))
     )
 
     def sample(rng: random.Random) -> Row:
@@ -142,8 +142,8 @@ def counting() -> Program:
     which is largest where f_k is nearest to f.
     """
     digits = tuple("0123456")
-    asked = tuple(f"?{letter}" for letter in "abcd")
-    words = (BOS, ".", *"abcd", *asked, *digits)
+    question_words = tuple(f"?{letter}" for letter in "abcd")
+    words = (BOS, ".", *"abcd", *question_words, *digits)
     dot = 1
     letters = [2, 3, 4, 5]
     questions = 6

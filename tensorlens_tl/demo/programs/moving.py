@@ -149,10 +149,10 @@ def sort() -> Program:
     positions = 12
     last = len(words)
     spaces = Spaces(token=len(words), position=positions, answer=len(words), idle=len(words))
-    asked = torch.arange(len(words))[:, None]
-    there = torch.arange(len(words))
-    later = (there > asked) & (asked >= 1)  # the separator asks for the first of all
-    table = torch.where(later, SHARP * (last - (there - asked)), 0)
+    query_word = torch.arange(len(words))[:, None]
+    key_word = torch.arange(len(words))
+    later = (key_word > query_word) & (query_word >= 1)  # the separator asks for the first of all
+    table = torch.where(later, SHARP * (last - (key_word - query_word)), 0)
     token = spaces.read("token")
     copy = Head(spaces.read("token", table), token, token, spaces.write("answer"))
 
@@ -164,8 +164,8 @@ def sort() -> Program:
         end = row.index(1)
         answer = min(letter for letter in row[1:end] if letter > row[query])
         source = row.index(answer)
-        own = frozenset({"embed"})
-        why = Why(0, 0, query, source, places(query), places(source), own, own)
+        parts = frozenset({"embed"})
+        why = Why(0, 0, query, source, places(query), places(source), parts, parts)
         return Truth(answer, ((("embed", source), ("L0H0", query)),), (why,))
 
     def other_source(row: Row, rng: random.Random) -> Row:
