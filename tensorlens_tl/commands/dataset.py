@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
     if args.summary is not None and args.method not in CIRCUITS:
         raise InvalidInputError(f"--summary: it is of --method {' or '.join(CIRCUITS)}, not {args.method}.")
     options: dict[str, Any] = dict(_option(option) for option in args.options)
-    named = {"target": args.target, "query": args.query, "memory": args.memory}
-    options |= {name: value for name, value in named.items() if value is not None}
+    flags = {"target": args.target, "query": args.query, "memory": args.memory}
+    options |= {name: value for name, value in flags.items() if value is not None}
     logits = args.method in CIRCUITS or tlens.get_method(args.method).explains_prediction(options)
     results = tlens.attribute_dataset(
         loaded_model(args, logits=logits),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorlens_tl._arguments import plain
-from tensorlens_tl.datasets.packing import facts_of, kept_entries, packed
+from tensorlens_tl.datasets.packing import entry_limit, facts_of, packed
 from tensorlens_tl.datasets.work import Record, Work
 from tensorlens_tl.registry import PER_PROMPT, attribute, get_method, split_options
 from tensorlens_tl.results.attribution import Attribution
@@ -32,7 +32,7 @@ class Attributions(Work):
 
     def __post_init__(self) -> None:
         split_options(get_method(self.name), dict(self.options) | dict.fromkeys(self.of_rows))
-        kept_entries(self.keep)
+        entry_limit(self.keep)
 
     @property
     def save_whole(self) -> bool:

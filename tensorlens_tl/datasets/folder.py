@@ -143,10 +143,10 @@ class Folder:
     def _check_ours(self) -> None:
         """Raise InvalidInputError where the folder holds files and no run."""
         names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
-        strange = sorted(name for name in names if name != "locks" and not name.startswith(f".{MANIFEST}."))
-        if strange and not self.begun():
+        foreign = sorted(name for name in names if name != "locks" and not name.startswith(f".{MANIFEST}."))
+        if foreign and not self.begun():
             raise InvalidInputError(
-                f"out={self.path}: the folder holds {strange[0]!r} and no {MANIFEST}; name a new or an empty folder."
+                f"out={self.path}: the folder holds {foreign[0]!r} and no {MANIFEST}; name a new or an empty folder."
             )
 
     def manifest(self) -> Manifest:
@@ -244,11 +244,11 @@ class Folder:
         except (pa.ArrowException, OSError, ValueError) as error:
             why = " ".join(str(error).split())
             raise FileFormatError(f"{path}: damaged ({why}). Delete it and run again to write it anew.") from error
-        wrong = broken(table, file.schema_arrow.names, manifest.digest, number)
-        if wrong is None and table["row"].to_pylist() != manifest.rows_of(number):
-            wrong = "its rows are not those of the manifest"
-        if wrong is not None:
-            raise FileFormatError(f"{path}: {wrong}. Delete it and run again to write it anew.")
+        problem = broken(table, file.schema_arrow.names, manifest.digest, number)
+        if problem is None and table["row"].to_pylist() != manifest.rows_of(number):
+            problem = "its rows are not those of the manifest"
+        if problem is not None:
+            raise FileFormatError(f"{path}: {problem}. Delete it and run again to write it anew.")
         return table
 
     def done(self, manifest: Manifest) -> int:

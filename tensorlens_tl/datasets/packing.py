@@ -21,7 +21,7 @@ PER_QUERY = ("bias", "total", "residual")
 """Numbers of each query."""
 
 
-def kept_entries(keep: Any) -> int | None:
+def entry_limit(keep: Any) -> int | None:
     """How many scores of each query are kept: None for all of them.
 
     Raises:
@@ -66,13 +66,13 @@ def packed(result: Attribution, keep: str) -> list[dict[str, Any]]:
     ``shape`` is that of the prompt's scores, the axes of the result but the batch. Of ``"top:N"``, ``keys`` says which
     source tokens the scores belong to, and ``rest`` is the sum of the others, so that sums still hold.
     """
-    most = kept_entries(keep)
+    limit = entry_limit(keep)
     scores = result.scores.detach().cpu()
     mask = result.mask.cpu()
     queries = result.queries.cpu()
     starts = result.word_starts
     query, key = (result.axes.index(name) - 1 for name in ("query", "key"))
-    if most is not None and key != len(result.axes) - 2:
+    if limit is not None and key != len(result.axes) - 2:
         raise InvalidInputError(
             f"keep={keep!r}: these results are {result.axes}, not one number for each source token."
         )
@@ -84,8 +84,8 @@ def packed(result: Attribution, keep: str) -> list[dict[str, Any]]:
         row_scores = scores[number].index_select(key, places).index_select(query, is_real.nonzero()[:, 0])
         keys = None
         rest = None
-        if most is not None:
-            row_scores, keys, rest = _largest(row_scores, most)
+        if limit is not None:
+            row_scores, keys, rest = _largest(row_scores, limit)
         positions = (real.long().cumsum(0) - 1)[queries[number][is_real]]
         real_places = places.tolist()
         rows.append(

@@ -60,14 +60,14 @@ def _gathered(tables: Tables, terms: Sequence[str], count: int) -> np.ndarray:
     values = np.zeros((len(terms), count))
     start = 0
     for table in tables(["scores"]):
-        held = {name: place for place, name in enumerate(facts_in(table).get("names", ()))}
-        if not held:  # every row of the shard failed
+        columns = {name: place for place, name in enumerate(facts_in(table).get("names", ()))}
+        if not columns:  # every row of the shard failed
             continue
         parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["scores"].chunks]
-        scores = np.concatenate(parts).reshape(-1, len(held))
+        scores = np.concatenate(parts).reshape(-1, len(columns))
         for number, name in enumerate(terms):
-            if name in held:
-                values[number, start : start + len(scores)] = scores[:, held[name]]
+            if name in columns:
+                values[number, start : start + len(scores)] = scores[:, columns[name]]
         start += len(scores)
     return values
 

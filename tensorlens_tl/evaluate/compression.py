@@ -214,9 +214,9 @@ def _checked(view: ModelView, answers: Tensor) -> Tensor:
     """Answers that the model can give."""
     assert view.unembedding is not None
     tokens = view.unembedding[0].shape[1]
-    strange = answers[(answers != NOT_ASKED) & ((answers < 0) | (answers >= tokens))]
-    if len(strange):
-        raise InvalidInputError(f"task: the answer {int(strange[0])} is outside the vocabulary of {tokens} tokens.")
+    invalid = answers[(answers != NOT_ASKED) & ((answers < 0) | (answers >= tokens))]
+    if len(invalid):
+        raise InvalidInputError(f"task: the answer {int(invalid[0])} is outside the vocabulary of {tokens} tokens.")
     return answers
 
 

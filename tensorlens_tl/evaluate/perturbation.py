@@ -402,13 +402,13 @@ class _Engine:
         """Final hidden state at the query, and logits there where a metric needs them."""
         hidden = []
         logits = []
-        for rows, where in zip(index.split(self.rows), replaced.split(self.rows), strict=True):
-            h, z = self._between_whole(rows, where)
+        for rows, part in zip(index.split(self.rows), replaced.split(self.rows), strict=True):
+            h, z = self._between_whole(rows, part)
             hidden.append(h)
             logits += [] if z is None else [z]
         return torch.cat(hidden), torch.cat(logits) if logits else None
 
-    def _between_whole(self, rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _between_whole(self, rows: Tensor, replaced: Tensor) -> tuple[Tensor, Tensor | None]:
         """One run: a row by itself, or several between the first and the last of their prompts, whole.
 
         Raises:
@@ -416,10 +416,10 @@ class _Engine:
         """
         several = len(rows) > 1
         if several:
-            whole = torch.zeros_like(where[:1])
+            whole = torch.zeros_like(replaced[:1])
             rows = torch.cat([rows[:1], rows, rows[-1:]])
-            where = torch.cat([whole, where, whole])
-        h, z = self._run(rows.to(self.prompt.tokens.device), where.to(self.prompt.tokens.device))
+            replaced = torch.cat([whole, replaced, whole])
+        h, z = self._run(rows.to(self.prompt.tokens.device), replaced.to(self.prompt.tokens.device))
         h = h.double().cpu()
         z = None if z is None else z.double().cpu()
         if not several:

@@ -245,21 +245,21 @@ def usable(
     Raises:
         UnsupportedModelError, InvalidInputError: of a method that does not work, unless skipped.
     """
-    works = []
+    fitting = []
     refusals = {}
     for scorer in scorers:
         try:
             if skip and scorer.needs_target and (query is None or frozen.view.unembedding is None):
                 raise UnsupportedModelError("needs one predicted token.")
             scorer(frozen, query)
-            works.append(scorer)
+            fitting.append(scorer)
         except UnsupportedModelError as error:
             if not skip:
                 raise UnsupportedModelError(f"{scorer.label}: {error}") from error
             refusals[scorer.label] = str(error)
-    if not works:
+    if not fitting:
         raise UnsupportedModelError(f"no method fits this model: {refusals}")
-    return works, refusals
+    return fitting, refusals
 
 
 def predictions(frozen: FrozenPass, query: int = -1) -> tuple[Int[Tensor, "batch"], Float[Tensor, "batch d_vocab"]]:

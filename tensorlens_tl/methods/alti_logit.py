@@ -68,12 +68,12 @@ def alti_logit(
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
     vectors = upcast(vectors) * real[..., None]
     constant = upcast(constant) * real
-    rolled = _rollouts(frozen, alti_map(frozen, distance))
+    rollouts = _rollouts(frozen, alti_map(frozen, distance))
     stream_updates = _Updates(Stream.of(frozen), vectors, positions)
-    layers, rest = stream_updates.parts(rolled, everything=updates == "all")
+    layers, rest = stream_updates.parts(rollouts, everything=updates == "all")
     scores = sum(layers, start=torch.zeros_like(layers[0]))
     if updates == "all":
-        scores = scores + stream_updates.at_queries(stream_updates.embedding[..., None] * rolled[0])
+        scores = scores + stream_updates.at_queries(stream_updates.embedding[..., None] * rollouts[0])
     else:
         rest = rest + stream_updates.embedding
     states = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
@@ -129,12 +129,12 @@ class _Updates:
         return _dot(self.pulled.stream[0], self.stream.x[0])
 
     def parts(
-        self, rolled: Float[Tensor, "depth batch pos key"], *, everything: bool
+        self, rollouts: Float[Tensor, "depth batch pos key"], *, everything: bool
     ) -> tuple[list[Float[Tensor, "batch query key"]], Float[Tensor, "row batch pos"]]:
         """Each layer's part of the scores; and what biases add, and the MLPs that are not among the scores.
 
         Args:
-            rolled: ALTI's rollout before the first layer, and after each.
+            rollouts: ALTI's rollout before the first layer, and after each.
             everything: whether MLPs are among the scores.
         """
         stream = self.stream
@@ -146,7 +146,7 @@ class _Updates:
             attends = any(sublayer.is_attention for sublayer in step.sublayers)
             for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
                 cotangent = sublayer.write.pull(pulled.sums[number])
-                reach = rolled[sublayer.layer if attends else sublayer.layer + 1]  # of the stream that it reads
+                reach = rollouts[sublayer.layer if attends else sublayer.layer + 1]  # of the stream that it reads
                 if sublayer.is_attention:
                     pairs = upcast(token_pairs(sublayer, stream.x[number], cotangent).sum(-3))
                     scores.append(self.at_queries(pairs @ reach))

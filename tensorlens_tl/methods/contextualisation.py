@@ -81,8 +81,8 @@ def top_pairs(
 
 def ff_against_bypass(frozen: FrozenPass) -> Float[Tensor, "layer batch pos"]:
     """‖FF output‖ / ‖bypass‖: the feed-forward layer's own output beside the stream it is added to, biases included."""
-    sizes = [(written.norm(dim=-1), bypass.norm(dim=-1)) for bypass, written in _ff_parts(frozen)]
-    return torch.stack([written / bypass for written, bypass in sizes]) * frozen.mask
+    sizes = [(output.norm(dim=-1), bypass.norm(dim=-1)) for bypass, output in _ff_parts(frozen)]
+    return torch.stack([output / bypass for output, bypass in sizes]) * frozen.mask
 
 
 def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
@@ -92,9 +92,9 @@ def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
     gain follows.
     """
     correlations = []
-    for local, (_, written) in zip(locals_of(frozen), _ff_parts(frozen), strict=True):
+    for local, (_, output) in zip(locals_of(frozen), _ff_parts(frozen), strict=True):
         gain = gain_after(local)
-        size = written[frozen.mask].abs().mean(0)
+        size = output[frozen.mask].abs().mean(0)
         correlations.append(size.new_tensor(float("nan")) if gain is None else _correlation(gain, size))
     return torch.stack(correlations)
 

@@ -153,8 +153,8 @@ def _edges(layer: LocalLayer, threshold: float) -> tuple[Tensor, Tensor, Tensor,
     if parallel:
         return heads, others[..., 0], others[..., 1], zero
     x = layer.attended()
-    written = mlp(x)
-    through, bypass = _shares(_proximities([written, x], x + written) * real[..., None], threshold).unbind(-1)
+    update = mlp(x)
+    through, bypass = _shares(_proximities([update, x], x + update) * real[..., None], threshold).unbind(-1)
     return heads, others[..., 0], through, bypass
 
 

@@ -77,10 +77,10 @@ class LiveLogits:
         assert name is not None  # a model with an unembedding
         self.live.check({name: states})
         # the weights' logits are the pass's own where they were compared
-        held = frozen.view.logits(torch.take_along_dim(frozen.unembedded(), self.positions[..., None], dim=1))
+        expected = frozen.view.logits(torch.take_along_dim(frozen.unembedded(), self.positions[..., None], dim=1))
         known = self.real if not self.live.same_hooks else self.real & self._compared
-        off = (logits.detach().to(held) - held).abs().amax(-1) / held.abs().amax(-1)
-        error = float(off[known].max()) if bool(known.any()) else 0.0
+        errors = (logits.detach().to(expected) - expected).abs().amax(-1) / expected.abs().amax(-1)
+        error = float(errors[known].max()) if bool(known.any()) else 0.0
         self.live.refuse(error, f"the logits differ by {error:.1e}")
 
     @property
@@ -158,8 +158,8 @@ def _batched_gradients(
 ) -> list[Tensor | None]:
     """Gradients by each tensor for every row of seeds, in one batched backward pass where there are several."""
     if len(seeds) == 1:
-        alone = torch.autograd.grad(numbers, tensors, seeds[0], retain_graph=True, allow_unused=True)
-        return [None if gradient is None else gradient[None] for gradient in alone]
+        gradients = torch.autograd.grad(numbers, tensors, seeds[0], retain_graph=True, allow_unused=True)
+        return [None if gradient is None else gradient[None] for gradient in gradients]
     return list(
         torch.autograd.grad(numbers, tensors, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True)
     )

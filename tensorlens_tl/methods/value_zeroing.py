@@ -169,9 +169,9 @@ class _Run:
         pattern = self.frozen.pattern(layer)
         value_mask = self.value_mask
         if points.attention is not None:
-            held = self.frozen.attention(layer)
-            values = held.stages[0]
-            rest = Chain(held.stages[1:])
+            attention = self.frozen.attention(layer)
+            values = attention.stages[0]
+            rest = Chain(attention.stages[1:])
             v = values(self.frozen.captured(points.attention.into))
             factor = self.frozen.view.blocks[layer].branch_factor
 
@@ -212,9 +212,9 @@ def _prove_inputs_held(frozen: FrozenPass) -> None:
     value_mask = torch.ones(1, x.shape[1], dtype=torch.bool, device=x.device)
     run = _Run(frozen, value_mask, first=x.flip(-1) + x.roll(1, -1))
     for layer in range(1, frozen.n_layers):
-        off = float((2 * run.changes[layer, 0][frozen.mask]).sqrt().max())
-        if not off <= frozen.tolerance:
+        change = float((2 * run.changes[layer, 0][frozen.mask]).sqrt().max())
+        if not change <= frozen.tolerance:
             raise UnsupportedModelError(
                 f"value-zeroing: blocks.{layer} of this {frozen.view.description} does not read what a hook puts at "
-                f"its input (its output changes by {off:.1e}): the hook point only observes."
+                f"its input (its output changes by {change:.1e}): the hook point only observes."
             )

@@ -277,15 +277,15 @@ class Attribution(Shown, Stored):
         """
         if not isinstance(other, Attribution):
             return NotImplemented
-        for name, mine, theirs in (
+        for name, left, right in (
             ("tokens", self.tokens, other.tokens),
             ("axes", self.axes, other.axes),
             ("queries", self.queries.tolist(), other.queries.tolist()),
             ("weight processing", *(a.provenance.get("weight_processing") for a in (self, other))),
         ):
-            if mine != theirs:
-                shown = f" ({mine!r} and {theirs!r})" if name == "weight processing" else ""
-                raise InvalidInputError(f"difference: the two differ in {name}{shown}; compare like with like.")
+            if left != right:
+                values = f" ({left!r} and {right!r})" if name == "weight processing" else ""
+                raise InvalidInputError(f"difference: the two differ in {name}{values}; compare like with like.")
 
         def difference(name: str) -> Tensor | None:
             a = getattr(self, name)

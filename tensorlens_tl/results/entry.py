@@ -63,17 +63,17 @@ def query_row(
         InvalidInputError: no such prompt, or not among the held queries.
     """
     check_batch(batch, tokens)
-    held = queries[batch].tolist()
-    real = [number for number, position in enumerate(held) if mask[batch, position]]
+    positions = queries[batch].tolist()
+    real = [number for number, position in enumerate(positions) if mask[batch, position]]
     if isinstance(query, str):
         last = find_real(tokens[batch], mask[batch].tolist(), query)[-1][-1]
-        if last in held:
-            return held.index(last)
+        if last in positions:
+            return positions.index(last)
     elif -len(real) <= whole_number("query", query, why="one of the queries, or a text") < len(real):
         return real[query]
     raise InvalidInputError(
         f"query={query!r} is an index into the queries of prompt {batch}, or their text; this result holds those at "
-        f"positions {[held[number] for number in real]}. Ask for others where it is made, query=None for all."
+        f"positions {[positions[number] for number in real]}. Ask for others where it is made, query=None for all."
     )
 
 

@@ -241,9 +241,9 @@ class ContributionGraph(Stored):
         if path.is_dir() or not path.parent.is_dir():
             why = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise InvalidInputError(f"export: cannot write {path}, {why}.")
-        written = exchange.WRITERS[chosen](self, options)  # before an older file is emptied
+        content = exchange.WRITERS[chosen](self, options)  # before an older file is emptied
         try:
-            path.write_bytes(written)
+            path.write_bytes(content)
         except OSError as error:
             raise InvalidInputError(f"export: cannot write {path}: {error.strerror}.") from error
         return path
@@ -260,8 +260,8 @@ class ContributionGraph(Stored):
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise InvalidInputError(f"most={most!r}: the number of edges to show, at least 1.")
         small = self._small(most)
-        shown = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
-        shown += f", which carry {small.completeness:.0%} of what enters the nodes shown"
+        caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
+        caption += f", which carry {small.completeness:.0%} of what enters the nodes shown"
         nodes = small.nodes
         edges = small.edges
         picture = graphs.GraphPicture(
@@ -276,9 +276,9 @@ class ContributionGraph(Stored):
             targets=edges["target"].to_numpy(int).tolist(),
             strengths=edges["weight"].tolist(),
         )
-        notes = f"{shown} · the graph with every edge sums to the logit to {self.residual:.1e}"
-        drawn = page.panel(title or f"How the {self.target} comes about", graphs.graph(picture), notes=notes)
-        return (page.head(drawn) if style else "") + drawn
+        notes = f"{caption} · the graph with every edge sums to the logit to {self.residual:.1e}"
+        panel = page.panel(title or f"How the {self.target} comes about", graphs.graph(picture), notes=notes)
+        return (page.head(panel) if style else "") + panel
 
     def _small(self, most: int) -> "ContributionGraph":
         """The largest share of the edges, to a four-thousandth, that a picture can bear."""

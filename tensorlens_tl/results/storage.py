@@ -141,9 +141,9 @@ def read(
         if isinstance(error, FileFormatError):
             raise
         raise FileFormatError(f"{path}: not a readable {kind} ({type(error).__name__}: {error}).") from error
-    strange = [] if names is None else sorted(set(tensors) - set(names))
-    if strange:
-        raise FileFormatError(f"{path}: holds a tensor {strange[0]!r} that no {kind} has.")
+    unknown = [] if names is None else sorted(set(tensors) - set(names))
+    if unknown:
+        raise FileFormatError(f"{path}: holds a tensor {unknown[0]!r} that no {kind} has.")
     return tensors, facts
 
 

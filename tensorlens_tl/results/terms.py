@@ -149,8 +149,8 @@ class Terms(Stored):
         frame = frame.loc[real]
         if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum
             whole = self.to_dataframe()
-            alone = frame.loc[frame["score"].isna(), "term"].unique()
-            frame = pd.concat([frame.dropna(subset="score"), whole.loc[whole["term"].isin(alone)]])
+            keyless = frame.loc[frame["score"].isna(), "term"].unique()
+            frame = pd.concat([frame.dropna(subset="score"), whole.loc[whole["term"].isin(keyless)]])
         return frame.reset_index(drop=True)
 
     # ------------------------------------------------------------------ showing
@@ -161,17 +161,17 @@ class Terms(Stored):
         """Which query is shown, the k largest parts and all others, and what they sum to."""
         check_batch(batch, self.tokens)
         row = self.query_row(query, batch)
-        shown = self.top(k, query, batch)
+        entries = self.top(k, query, batch)
         everything = float(self.scores[batch, row].double().sum())
-        lines = with_others(shown, everything, len(self)) if self.additive else [(e.name, e.score) for e in shown]
+        lines = with_others(entries, everything, len(self)) if self.additive else [(e.name, e.score) for e in entries]
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
         which = shown_query(self.queries, self.tokens, row, batch)
         total = float(self.total[batch, row])
         if not self.additive:  # a rule with a total below would look like a sum
-            left = len(self) - len(shown)
-            apart = f"effects on {number(total)}, which do not add up" + (f"; {left} more" if left else "")
-            return " · ".join(filter(None, (which, apart))), lines, []
+            left = len(self) - len(entries)
+            note = f"effects on {number(total)}, which do not add up" + (f"; {left} more" if left else "")
+            return " · ".join(filter(None, (which, note))), lines, []
         return which, lines, [("total", total)]
 
     def to_html(

@@ -157,7 +157,7 @@ class _Guarded:
 
 def check_proofs(case: ModelCase) -> None:
     """Every block, what follows the last, and the unembedding are what the weights say."""
-    _ = case.frozen.unembedding_error  # measured only where somebody asks
+    _ = case.frozen.unembedding_error  # measured when it is first read
 
 
 def check_completeness(case: ModelCase) -> None:

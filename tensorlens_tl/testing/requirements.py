@@ -106,9 +106,9 @@ def activation_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenP
     keys = {name: padded.span(name) for name in patterns}
     keys |= {block.cross.pattern: padded.span("encoder") for block in alone.points.blocks if block.cross is not None}
     worst = 0.0
-    apart = {block.index for block in alone.points.blocks}  # numbers of experts are no vectors
+    expert_numbers = {block.index for block in alone.points.blocks}  # not vectors
     for name in alone.points.captured:
-        if name in apart:
+        if name in expert_numbers:
             continue
         mine = padded.captured(name)[row]
         if name in keys:
@@ -153,12 +153,12 @@ def named(function: Callable[..., Any]) -> str:
 
 def checks_of(functions: Sequence[Callable[[Any], Any]], case: Callable[[], Any], label: str = "") -> list[Check]:
     """Functions of a case as checks; the case is made when the first of them runs."""
-    held: list[Any] = []
+    cases: list[Any] = []
 
     def run(function: Callable[[Any], Any]) -> Any:
-        if not held:
-            held.append(case())
-        return function(held[0])
+        if not cases:
+            cases.append(case())
+        return function(cases[0])
 
     prefix = f"{label}: " if label else ""
     return [Check(f"{prefix}{named(f)}", lambda f=f: run(f), of=label) for f in functions]

@@ -178,10 +178,10 @@ def counting() -> Program:
 
     def explain(row: Row, query: int) -> Truth:
         letter = letters[row[query] - questions]
-        counted = [place for place in range(1, slots + 1) if row[place] == letter]
-        why = Why(0, 0, query, counted[0], places(query), places(counted[0]), EMBED, EMBED)
-        paths = tuple((("embed", place), ("L0H0", query)) for place in counted)
-        return Truth(numbers + len(counted), paths, (why,), (("pos_embed", query),))
+        matches = [place for place in range(1, slots + 1) if row[place] == letter]
+        why = Why(0, 0, query, matches[0], places(query), places(matches[0]), EMBED, EMBED)
+        paths = tuple((("embed", place), ("L0H0", query)) for place in matches)
+        return Truth(numbers + len(matches), paths, (why,), (("pos_embed", query),))
 
     def other_source(row: Row, rng: random.Random) -> Row:
         row[rng.choice(sorted(explain(row, len(row) - 1).sources))] = dot

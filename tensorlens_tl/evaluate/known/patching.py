@@ -245,17 +245,17 @@ class PairWork:
     def usable(self, methods: Sequence[str], by: str) -> tuple[list[str], dict[str, str]]:
         """The methods that this model allows, and why not the others, tried on one pair."""
         part = FrozenPairs(self.model, self.pairs.only(torch.arange(1)), verify=True)
-        works = list[str]()
+        names = list[str]()
         refused = {}
         for name in methods:
             try:
                 _scores(part, by, name, {"target": part.answers, "minus": part.others, "steps": 1})
-                works.append(name)
+                names.append(name)
             except UnsupportedModelError as error:
                 refused[name] = str(error)
-        if not works:
+        if not names:
             raise UnsupportedModelError(f"no method fits this model: {refused}")
-        return works, refused
+        return names, refused
 
     def parts(self) -> "list[FrozenPairs]":
         """The pairs, some at a time, frozen."""

@@ -237,8 +237,8 @@ def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tenso
 
         hooks = [(frozen.points.blocks[layer].resid_pre, in_this_thread(put)), (at, in_this_thread(keep))]
         run(frozen.model, {"input": frozen.tokens[row : row + 1]}, hooks)
-        each = torch.eye(len(output[0]), dtype=output[0].dtype, device=output[0].device)
-        (gradient,) = torch.autograd.grad(output[0], leaf, each, is_grads_batched=True)
+        identity = torch.eye(len(output[0]), dtype=output[0].dtype, device=output[0].device)
+        (gradient,) = torch.autograd.grad(output[0], leaf, identity, is_grads_batched=True)
     error = relative_error(output[0].detach(), frozen.captured(at)[row, -1])
     LiveModel(frozen, "relation decoding").refuse(error, f"prompt {row} differs by {error:.1e} at {at}")
     return gradient[:, 0, end], x[end], output[0].detach()
@@ -373,12 +373,12 @@ def _one_split(
 ) -> Float[Tensor, "2 method"] | None:
     """Shares of held-out subjects answered as the model does, and truly, by each method; None where it knows none."""
     m, shots, top_k = options
-    drawn = rng.sample(list(samples), len(samples))
-    fitted = drawn[:m]
-    rest = drawn[m:]
+    shuffled = rng.sample(list(samples), len(samples))
+    fitted = shuffled[:m]
+    rest = shuffled[m:]
     questions = few_shot_prompts(model, template, rest, fitted[:shots])
     model_answers, logits = predictions(freeze(model, questions.tokens, verify=False))
-    true = object_tokens(model, template, drawn)
+    true = object_tokens(model, template, shuffled)
     objects = torch.tensor([true[sample] for sample in questions.samples])
     if top_k is not None:
         known = (logits.topk(min(top_k, logits.shape[-1])).indices.cpu() == objects[:, None]).any(1)

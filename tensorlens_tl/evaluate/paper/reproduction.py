@@ -84,8 +84,8 @@ class Reproduction:
                 known = method in frame.index
                 ours = [float(frame.loc[method, (metric, end)]) if known else torch.nan for end in ENDS]
                 numbers = [n for n in self.published if (n.metric, n.method) == (metric, method)]
-                theirs = [(n.model, n.bound, torch.nan if n.value is None else n.value) for n in numbers]
-                rows += [(metric, method, *ours, *each) for each in theirs or [("", "", torch.nan)]]
+                paper_rows = [(n.model, n.bound, torch.nan if n.value is None else n.value) for n in numbers]
+                rows += [(metric, method, *ours, *row) for row in paper_rows or [("", "", torch.nan)]]
         names = ["metric", "method", "mean", "low", "high", "published model", "bound", "published"]
         return pd.DataFrame(rows, columns=names)
 
@@ -276,10 +276,10 @@ def _perturbed(model: Any, inputs: Tensor, experiment: Experiment, options: dict
         )
     if "Tensor, In+Class" in experiment.methods and not first.causal:
         raise InvalidInputError(f"{experiment.name} is about the next token; use a causal language model.")
-    named = {method: STANDARD[PAPER_METHODS[method]] for method in experiment.methods}
-    scorers, skipped = usable(scorers_of(named), first, place, skip=True)
-    works = {scorer.label: (scorer.method, scorer.options) for scorer in scorers}
-    return replace(perturbation(model, inputs, works, **experiment.protocol, **options), skipped=skipped)
+    candidates = {method: STANDARD[PAPER_METHODS[method]] for method in experiment.methods}
+    scorers, skipped = usable(scorers_of(candidates), first, place, skip=True)
+    methods = {scorer.label: (scorer.method, scorer.options) for scorer in scorers}
+    return replace(perturbation(model, inputs, methods, **experiment.protocol, **options), skipped=skipped)
 
 
 # ------------------------------------------------------------------------------------------- data
