@@ -176,8 +176,8 @@ def test_precision_and_recall_by_hand():
     """Two of the named nodes are true, one of which is under the threshold; one is found wrongly."""
     module = importlib.import_module("tensorlens_tl.evaluate.known.components")
     scores = {"a": -4.0, "b": 0.1, "c": 1.0, "d": 0.0}
-    assert module._found(scores, frozenset("ab"), 0.05) == (3 / 4, 1 / 2, 1 / 2)
-    assert module._found(scores, frozenset("ab"), 0.025) == (3 / 4, 2 / 3, 1)
+    assert module._ranking_metrics(scores, frozenset("ab"), 0.05) == (3 / 4, 1 / 2, 1 / 2)
+    assert module._ranking_metrics(scores, frozenset("ab"), 0.025) == (3 / 4, 2 / 3, 1)
 
 
 def test_a_program_by_name_from_the_shell(capsys):

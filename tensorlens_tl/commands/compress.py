@@ -60,27 +60,27 @@ def run(args: argparse.Namespace) -> None:
 
     check_output(args.output)
     check_output(args.save, "--save")
-    named = args.methods or list(METHODS)
-    if args.save is not None and (args.save.suffix == ".html" or len(named) > 1 or len(args.ratio) > 1):
+    methods = args.methods or list(METHODS)
+    if args.save is not None and (args.save.suffix == ".html" or len(methods) > 1 or len(args.ratio) > 1):
         raise InvalidInputError("--save: a file holds one plan (no page); pass one of --methods and one --ratio.")
-    given = {name: value for name in TUCKER if (value := getattr(args, name)) is not None}
-    if given and "tucker" not in named:
-        raise InvalidInputError(f"--{next(iter(given))}: it is for tucker, which is not among --methods.")
+    tucker_options = {name: value for name in TUCKER if (value := getattr(args, name)) is not None}
+    if tucker_options and "tucker" not in methods:
+        raise InvalidInputError(f"--{next(iter(tucker_options))}: it is for tucker, which is not among --methods.")
     model = loaded_model(args)
     task = _task(args, model)
     common: dict[str, Any] = {"mlp": args.mlp} | ({"matrices": args.matrices} if args.matrices else {})
     ratios = sorted(set(args.ratio))
     plans: dict[str, dict[float, Any]] = {}
-    for method in named:  # all of them before anything is measured
-        options = {**common, **(given if method == "tucker" else {})}
+    for method in methods:  # all of them before anything is measured
+        options = {**common, **(tucker_options if method == "tucker" else {})}
         try:
             plans[method] = {r: compress.plan(model, args.layers, method=method, ratio=r, **options) for r in ratios}
         except TensorLensError as error:
-            if args.methods or (method == named[-1] and not plans):
+            if args.methods or (method == methods[-1] and not plans):
                 raise
             print(f"{method} is left out: {error}")
     if args.save is not None:
-        plan = plans[named[0]][ratios[0]]
+        plan = plans[methods[0]][ratios[0]]
         print(f"{plan}: saved to {plan.save(args.save)}")
     result = evaluate.compression(model, task, plans, seed=args.seed)
     settings = result.settings
@@ -91,8 +91,11 @@ def run(args: argparse.Namespace) -> None:
     for metric in ("added loss", "accuracy change"):
         print(f"\n{metric} by compression ratio, with 95 % intervals")
         print(evaluate.compression_table(result, metric).drop(index="uncompressed").round(4).to_string())
-    reached = {method: ", ".join(f"{plan.ratio:.3g}" for plan in made.values()) for method, made in plans.items()}
-    print("\nratios reached: " + "; ".join(f"{method} {text}" for method, text in reached.items()))
+    ratios_reached = {
+        method: ", ".join(f"{plan.ratio:.3g}" for plan in method_plans.values())
+        for method, method_plans in plans.items()
+    }
+    print("\nratios reached: " + "; ".join(f"{method} {text}" for method, text in ratios_reached.items()))
     write_result(result, "Compression", args.output)
 
 

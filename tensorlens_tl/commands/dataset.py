@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> None:
     check_output(args.summary, "--summary")
     if args.summary is not None and args.method not in CIRCUITS:
         raise InvalidInputError(f"--summary: it is of --method {' or '.join(CIRCUITS)}, not {args.method}.")
-    options: dict[str, Any] = dict(_option(given) for given in args.options)
-    named = {"target": args.target, "query": args.query, "memory": args.memory}
-    options |= {name: value for name, value in named.items() if value is not None}
+    options: dict[str, Any] = dict(_option(option) for option in args.options)
+    flags = {"target": args.target, "query": args.query, "memory": args.memory}
+    options |= {name: value for name, value in flags.items() if value is not None}
     logits = args.method in CIRCUITS or tlens.get_method(args.method).explains_prediction(options)
     results = tlens.attribute_dataset(
         loaded_model(args, logits=logits),
@@ -85,12 +85,12 @@ def run(args: argparse.Namespace) -> None:
     print(f"{len(results)} rows in {results.path}, {len(results.errors())} of them with an error")
 
 
-def _option(given: str) -> tuple[str, Any]:
+def _option(option: str) -> tuple[str, Any]:
     import json
 
-    name, equals, value = given.partition("=")
+    name, equals, value = option.partition("=")
     if not equals or not name.isidentifier():
-        raise InvalidInputError(f"--option {given}: write NAME=VALUE, such as collapse=norm.")
+        raise InvalidInputError(f"--option {option}: write NAME=VALUE, such as collapse=norm.")
     try:
         return name, json.loads(value)
     except ValueError:

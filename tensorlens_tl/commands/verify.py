@@ -22,7 +22,8 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl.testing import check_model
 
     model = named_model(args)  # proofs hold of any weights; which of them are random is said at the end
-    text, view = args.text, ModelView(model)
+    text = args.text
+    view = ModelView(model)
     if text is None and view.tokenizer is not None and not view.is_encoder_decoder:
         text = TEXT
     if text is None:

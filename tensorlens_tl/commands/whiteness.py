@@ -40,21 +40,23 @@ def run(args: argparse.Namespace) -> None:
         raise InvalidInputError("--points: a page draws curves over 2 hook points or more; save one as .csv.")
     model = loaded_model(args, logits=False)
     tokens = _tokens(args, model)
-    half, least = len(tokens) // 2, 8 if args.filters else 4
+    half = len(tokens) // 2
+    least = 8 if args.filters else 4
     if len(tokens) < least:
-        raise InvalidInputError(
-            f"{len(tokens)} prompts; at least {least} are needed{' with --filters' * args.filters}."
-        )
+        reason = " with --filters" if args.filters else ""
+        raise InvalidInputError(f"{len(tokens)} prompts; at least {least} are needed{reason}.")
     # filters are made from the first half of the text, and everything is measured on the second
     measured, skip = (tokens[half:], SETTLING) if args.filters else (tokens, 0)
-    table, filtered = whitening.measure(model, measured, args.points, skip=skip), None
-    print(f"{len(measured)} prompts of {measured.shape[1]} tokens" + f", the first {skip} left out" * bool(skip))
+    table = whitening.measure(model, measured, args.points, skip=skip)
+    filtered = None
+    left_out = f", the first {skip} left out" if skip else ""
+    print(f"{len(measured)} prompts of {measured.shape[1]} tokens{left_out}")
     print(table.round(4).to_string())
     if args.filters:
         filters = whitening.stream_filters(model, tokens[:half], args.points)
         filtered = whitening.measure(model, measured, filters=filters, skip=skip)
         print(f"\nafter filters made from the {half} prompts before them:")
-        print("\n".join(f"{name}: {made}" for name, made in filters.items()))
+        print("\n".join(f"{name}: {stream_filter}" for name, stream_filter in filters.items()))
         print(filtered.round(4).to_string())
     if args.output is None:
         return

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorlens_tl._arguments import plain
-from tensorlens_tl.datasets.packing import facts_of, kept_entries, packed
+from tensorlens_tl.datasets.packing import entry_limit, facts_of, packed
 from tensorlens_tl.datasets.work import Record, Work
 from tensorlens_tl.registry import PER_PROMPT, attribute, get_method, split_options
 from tensorlens_tl.results.attribution import Attribution
@@ -32,7 +32,7 @@ class Attributions(Work):
 
     def __post_init__(self) -> None:
         split_options(get_method(self.name), dict(self.options) | dict.fromkeys(self.of_rows))
-        kept_entries(self.keep)
+        entry_limit(self.keep)
 
     @property
     def save_whole(self) -> bool:
@@ -45,8 +45,8 @@ class Attributions(Work):
 
     def together(self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]) -> Attribution:
         """The result of some rows."""
-        asked: dict[str, Any] = given(self.options, len(tokens)) | dict(per_row)
-        return attribute(model, list(tokens), method=self.name, **asked)
+        options: dict[str, Any] = repeated_options(self.options, len(tokens)) | dict(per_row)
+        return attribute(model, list(tokens), method=self.name, **options)
 
     def packed(self, result: Attribution) -> list[Record]:
         """Such a result as one record for each row."""
@@ -57,7 +57,7 @@ class Attributions(Work):
         return facts_of(result, self.options)
 
 
-def given(options: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def repeated_options(options: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Options as some rows take them: a list asks for one token at each query, whatever the number of rows."""
     several = {name for name in PER_PROMPT[:2] if isinstance(plain(options.get(name)), list | tuple)}
     return dict(options) | {name: [options[name]] * rows for name in several}

@@ -49,7 +49,8 @@ class BatchAttributor:
     ) -> None:
         if not callable(load_model) or isinstance(load_model, torch.nn.Module):
             raise InvalidInputError("load_model: pass a function that loads the model, such as lambda: model.")
-        self.load_model, self.work = load_model, work_of(method, keep, options, columns)
+        self.load_model = load_model
+        self.work = work_of(method, keep, options, columns)
         self.reading = {
             "text": text, "id": id, "columns": columns, "truncate": truncate, "prepend_bos": prepend_bos,
         }  # fmt: skip
@@ -75,7 +76,7 @@ class BatchAttributor:
         per_row = {name: [values[row] for row in good] for name, values in rows.options.items()}
         tokens = [rows.tokens[row] for row in good]
         records, results = run_rows(self.work, self._model, tokens, per_row) if good else ([], [])
-        made = dict(zip(good, records, strict=True)) | {row: {"error": error} for row, error in rows.errors.items()}
+        by_row = dict(zip(good, records, strict=True)) | {row: {"error": error} for row, error in rows.errors.items()}
         double = next(self._model.parameters()).dtype == torch.float64
-        said = [rows.record(row) | made[row] for row in range(len(rows))]
-        return self.work.table(said, self.work.facts(results[-1][1]) if results else {}, double)
+        whole_records = [rows.record(row) | by_row[row] for row in range(len(rows))]
+        return self.work.table(whole_records, self.work.facts(results[-1][1]) if results else {}, double)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tensorlens_tl.circuits.effects import logit_attribution, total_effects
-from tensorlens_tl.datasets.attributions import given
+from tensorlens_tl.datasets.attributions import repeated_options
 from tensorlens_tl.datasets.work import Record, Work
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.view import ModelView
@@ -64,18 +64,18 @@ class CircuitTerms(Work):
         self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
     ) -> list[tuple[list[int], Terms]]:
         """The result of some rows."""
-        for_freeze, asked = split_options(self._function, self.options)
+        freeze_options, options = split_options(self._function, self.options)
         parts = []
         for batch in memory_batches(ModelView(model), list(map(len, tokens)), self.options.get("memory")):
-            frozen = freeze(model, [tokens[row] for row in batch], **for_freeze)
-            own = {name: _of(name, values, batch) for name, values in per_row.items()}
-            parts.append((batch, CIRCUITS[self.name](frozen, **given(asked, len(batch)) | own)))
+            frozen = freeze(model, [tokens[row] for row in batch], **freeze_options)
+            batch_options = {name: _of(name, values, batch) for name, values in per_row.items()}
+            parts.append((batch, CIRCUITS[self.name](frozen, **repeated_options(options, len(batch)) | batch_options)))
         return parts
 
     def packed(self, result: list[tuple[list[int], Terms]]) -> list[Record]:
         """Such a result as one record for each row."""
-        found = {row: record for batch, terms in result for row, record in zip(batch, _packed(terms), strict=True)}
-        return [found[row] for row in range(len(found))]
+        records = {row: record for batch, terms in result for row, record in zip(batch, _packed(terms), strict=True)}
+        return [records[row] for row in range(len(records))]
 
     def facts(self, result: list[tuple[list[int], Terms]]) -> dict[str, Any]:
         """What the rows of such a result have in common."""
@@ -89,36 +89,37 @@ class CircuitTerms(Work):
         names = list(dict.fromkeys(chain.from_iterable(record.get("names", ()) for record in records)))
         places = {name: place for place, name in enumerate(names)}
         for record in records:
-            own = record.pop("names", names)
-            if own != names:
+            record_names = record.pop("names", names)
+            if record_names != names:
                 wide = np.zeros((record["shape"][0], len(names)), dtype=record["scores"].dtype)
-                wide[:, [places[name] for name in own]] = record["scores"].reshape(record["shape"])
+                wide[:, [places[name] for name in record_names]] = record["scores"].reshape(record["shape"])
                 record |= {"scores": wide.flatten(), "shape": list(wide.shape)}
         return records, facts | ({"names": names} if names else {})
 
 
 def _of(name: str, values: Sequence[Any], batch: Sequence[int]) -> Any:
-    own = [values[row] for row in batch]
-    return torch.as_tensor(np.asarray(own)) if name == "direction" else own
+    chosen = [values[row] for row in batch]
+    return torch.as_tensor(np.asarray(chosen)) if name == "direction" else chosen
 
 
 def _packed(terms: Terms) -> list[Record]:
     """Each prompt's terms as a row; what is padding is left out."""
-    mask, queries = terms.mask.cpu(), terms.queries.cpu()
+    mask = terms.mask.cpu()
+    queries = terms.queries.cpu()
     numbers = {"rest": terms.remainder, "total": terms.total, "residual": terms.residual if terms.additive else None}
     rows = []
     for number, real in enumerate(mask):
-        asked = real[queries[number]]  # a shorter prompt of the batch has fewer
-        scores = terms.scores[number].detach().cpu()[asked]
+        is_real = real[queries[number]]  # a shorter prompt of the batch has fewer
+        scores = terms.scores[number].detach().cpu()[is_real]
         rows.append(
             {
                 "tokens": [terms.tokens[number][place] for place in real.nonzero()[:, 0].tolist()],
-                "queries": (real.long().cumsum(0) - 1)[queries[number][asked]].numpy(),
+                "queries": (real.long().cumsum(0) - 1)[queries[number][is_real]].numpy(),
                 "names": terms.names,
                 "shape": list(scores.shape),
                 "scores": scores.flatten().numpy(),
                 **{
-                    name: None if value is None else value[number].detach().cpu()[asked].numpy()
+                    name: None if value is None else value[number].detach().cpu()[is_real].numpy()
                     for name, value in numbers.items()
                 },
                 "target": terms.target or None,

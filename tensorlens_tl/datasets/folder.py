@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 FORMAT = "tensorlens_tl.dataset"
 VERSION = 2
 MANIFEST = "manifest.json"
-BATCHES_PER_SHARD, ROWS_PER_SHARD = 8, 512
-"""A shard ends with whichever comes first: what a crash may cost."""
+BATCHES_PER_SHARD = 8
+"""A shard ends after so many batches at most, which is what a crash may cost."""
+
+ROWS_PER_SHARD = 512
+"""A shard ends with the batch that brings it to so many rows."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,15 @@ def planned(
     lengths: Sequence[int], rejected: Sequence[int], tokens_per_batch: int
 ) -> tuple[list[list[int]], list[Any]]:
     """Batches of rows of like length, longest first, none of more tokens than asked (one row may be); and shards."""
-    refused, batches = set(rejected), list[list[int]]()
+    refused = set(rejected)
+    batches = list[list[int]]()
     for row in sorted((row for row in range(len(lengths)) if row not in refused), key=lambda row: -lengths[row]):
         # padded to the longest, which is the first
         if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch:
             batches.append([])
         batches[-1].append(row)
-    shards, start = [], 0
+    shards = []
+    start = 0
     for stop in range(1, len(batches) + 1):
         enough = stop - start == BATCHES_PER_SHARD or sum(map(len, batches[start:stop])) >= ROWS_PER_SHARD
         if enough or stop == len(batches):
@@ -123,25 +128,25 @@ class Folder:
                 return manifest
             if not resume:
                 raise InvalidInputError(f"out={self.path}: a run was begun there; name another folder, or resume it.")
-            there = self.manifest()
+            earlier = self.manifest()
             for name, value in manifest.identity.items():
-                if json.dumps(there.identity.get(name), sort_keys=True) != json.dumps(value, sort_keys=True):
+                if json.dumps(earlier.identity.get(name), sort_keys=True) != json.dumps(value, sort_keys=True):
                     raise InvalidInputError(
                         f"out={self.path}: that run was begun with another {name} "
-                        f"({differing(there.identity.get(name), value)}). Pass the same to resume it, or name another "
-                        "folder."
+                        f"({differing(earlier.identity.get(name), value)}). Pass the same to resume it, or name "
+                        "another folder."
                     )
-            return there
+            return earlier
         finally:
             lock.release()
 
     def _check_ours(self) -> None:
         """Raise InvalidInputError where the folder holds files and no run."""
-        there = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
-        strange = sorted(name for name in there if name != "locks" and not name.startswith(f".{MANIFEST}."))
-        if strange and not self.begun():
+        names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+        foreign = sorted(name for name in names if name != "locks" and not name.startswith(f".{MANIFEST}."))
+        if foreign and not self.begun():
             raise InvalidInputError(
-                f"out={self.path}: the folder holds {strange[0]!r} and no {MANIFEST}; name a new or an empty folder."
+                f"out={self.path}: the folder holds {foreign[0]!r} and no {MANIFEST}; name a new or an empty folder."
             )
 
     def manifest(self) -> Manifest:
@@ -152,17 +157,17 @@ class Folder:
         """
         path = self.path / MANIFEST
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            if said["format"] != FORMAT:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
                 raise FileFormatError(f"{path}: no manifest of this library.")
-            if said["version"] > VERSION:
-                raise FileFormatError(f"{path}: format {said['version']} is newer than this library's; update it.")
-            if said["version"] < VERSION:
+            if content["version"] > VERSION:
+                raise FileFormatError(f"{path}: format {content['version']} is newer than this library's; update it.")
+            if content["version"] < VERSION:
                 raise FileFormatError(
-                    f"{path}: format {said['version']} is an older one; run it anew, in a new folder."
+                    f"{path}: format {content['version']} is an older one; run it anew, in a new folder."
                 )
-            facts = said["facts"]
-            if said["digest"] != _digest(facts):
+            facts = content["facts"]
+            if content["digest"] != _digest(facts):
                 raise FileFormatError(f"{path}: damaged, or changed after it was written (its digest does not fit).")
             return Manifest(**facts)
         except FileNotFoundError as error:
@@ -174,9 +179,9 @@ class Folder:
 
     def _write_manifest(self, manifest: Manifest) -> None:
         facts = asdict(manifest)
-        said = {"format": FORMAT, "version": VERSION, "digest": manifest.digest, "facts": facts}
+        content = {"format": FORMAT, "version": VERSION, "digest": manifest.digest, "facts": facts}
         with self._whole(self.path / MANIFEST) as temporary:
-            temporary.write_text(json.dumps(said), encoding="utf-8")
+            temporary.write_text(json.dumps(content), encoding="utf-8")
 
     # ------------------------------------------------------------------ shards
 
@@ -233,23 +238,23 @@ class Folder:
 
         path = self.shard(number)
         try:
-            asked = None if columns is None else [*dict.fromkeys([*columns, "row"])]
+            names = None if columns is None else [*dict.fromkeys([*columns, "row"])]
             file = pq.ParquetFile(path, page_checksum_verification=True)
-            table = file.read(columns=asked)
+            table = file.read(columns=names)
         except (pa.ArrowException, OSError, ValueError) as error:
             why = " ".join(str(error).split())
             raise FileFormatError(f"{path}: damaged ({why}). Delete it and run again to write it anew.") from error
-        wrong = broken(table, file.schema_arrow.names, manifest.digest, number)
-        if wrong is None and table["row"].to_pylist() != manifest.rows_of(number):
-            wrong = "its rows are not those of the manifest"
-        if wrong is not None:
-            raise FileFormatError(f"{path}: {wrong}. Delete it and run again to write it anew.")
+        problem = broken(table, file.schema_arrow.names, manifest.digest, number)
+        if problem is None and table["row"].to_pylist() != manifest.rows_of(number):
+            problem = "its rows are not those of the manifest"
+        if problem is not None:
+            raise FileFormatError(f"{path}: {problem}. Delete it and run again to write it anew.")
         return table
 
     def done(self, manifest: Manifest) -> int:
         """How many rows are in shards that are there."""
-        there = [number for number in range(len(manifest.shards)) if self.shard(number).exists()]
-        return sum(len(manifest.rows_of(number)) for number in there)
+        shards = [number for number in range(len(manifest.shards)) if self.shard(number).exists()]
+        return sum(len(manifest.rows_of(number)) for number in shards)
 
     @contextlib.contextmanager
     def _whole(self, path: Path) -> Generator[Path, None, None]:

@@ -24,7 +24,8 @@ def model_identity(model: Any) -> dict[str, Any]:
     Versions are those of whatever decides what is computed: this library, TransformerLens and transformers. Another
     PyTorch rounds otherwise, and is no other model. Of hooks only their places are known, not what they do.
     """
-    view, digest = ModelView(model), hashlib.sha256()
+    view = ModelView(model)
+    digest = hashlib.sha256()
     for name, numbers in (*sorted(view.model.state_dict().items()), *stored(view.model)):
         if isinstance(numbers, torch.Tensor) and not numbers.is_meta:
             digest.update(f"{name} {tuple(numbers.shape)} {numbers.dtype}".encode())
@@ -39,18 +40,18 @@ def differing(before: Any, now: Any) -> str:
     if not isinstance(before, Mapping) or not isinstance(now, Mapping):
         return f"{before!r}, now {now!r}"
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    said = [_difference(name, before.get(name), now.get(name)) for name in names]
+    differences = [_difference(name, before.get(name), now.get(name)) for name in names]
     same = [name for name in before if name not in names and _is_digest(before[name])]
     if same and any(_is_digest(now.get(name)) for name in names):
-        said.append(f"the same {' and '.join(same)}")
-    return ", ".join(said)
+        differences.append(f"the same {' and '.join(same)}")
+    return ", ".join(differences)
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
     if name == CONFIGURATION and before and now:
-        said = changed(before, now)
-        more = len(said) - LISTED
-        return f"{name}: {'; '.join(said[:LISTED])}" + (f"; and {more} more" if more > 0 else "")
+        changes = changed(before, now)
+        more = len(changes) - LISTED
+        return f"{name}: {'; '.join(changes[:LISTED])}" + (f"; and {more} more" if more > 0 else "")
     if _is_digest(before) and _is_digest(now):
         return f"{name}: not the same"
     if _is_digest(before) or _is_digest(now):

@@ -35,12 +35,12 @@ class Job:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same when the run is resumed, as JSON holds it."""
-        said = {
+        identity = {
             "model": model_identity(self.model),
             "data": self.rows.identity(),
             **self.work.identity(),
         }
-        return tagged(said)
+        return tagged(identity)
 
     def with_model(self, model: Any) -> "Job":
         """The same run by another copy of its model."""
@@ -57,12 +57,13 @@ class Job:
             first = min(self.rows.errors)
             raise InvalidInputError(f"rows: none is a prompt. Row {first}: {self.rows.errors[first]}.")
         good.sort(key=lambda row: len(self.rows.tokens[row]))
-        said, tried = None, dict.fromkeys(good[share * (len(good) - 1) // (PROBED - 1)] for share in range(PROBED))
+        error = None
+        tried = dict.fromkeys(good[share * (len(good) - 1) // (PROBED - 1)] for share in range(PROBED))
         for row in tried:
-            said = self._records([row])[0][0].get("error")
-            if not said:
+            error = self._records([row])[0][0].get("error")
+            if not error:
                 return
-        raise InvalidInputError(f"{self.work.name}: no row works of those that were tried ({len(tried)}). {said}")
+        raise InvalidInputError(f"{self.work.name}: no row works of those that were tried ({len(tried)}). {error}")
 
     def write(self, manifest: Manifest, shard: int) -> None:
         """Make and write one shard.
@@ -76,16 +77,17 @@ class Job:
         for at in range(first, after):
             batch = manifest.batches[at]
             if manifest.rejected and at == len(manifest.batches) - 1:
-                made, results = [{"error": self.rows.errors[row]} for row in batch], []
+                batch_records = [{"error": self.rows.errors[row]} for row in batch]
+                results = []
             else:
-                made, results = self._records(batch)
+                batch_records, results = self._records(batch)
             for place, result in results:
                 facts = self.work.facts(result)
                 if self.work.save_whole:
                     path = self.folder.results(at, None if place is None else batch[place])
                     with disk_of(path):
                         result.save(path)
-            records += [self.rows.record(row) | record for row, record in zip(batch, made, strict=True)]
+            records += [self.rows.record(row) | record for row, record in zip(batch, batch_records, strict=True)]
         facts["version"] = __version__
         self.folder.write_shard(manifest, shard, self.work.table(records, facts, manifest.double))
 

@@ -21,7 +21,7 @@ PER_QUERY = ("bias", "total", "residual")
 """Numbers of each query."""
 
 
-def kept_entries(keep: Any) -> int | None:
+def entry_limit(keep: Any) -> int | None:
     """How many scores of each query are kept: None for all of them.
 
     Raises:
@@ -66,11 +66,13 @@ def packed(result: Attribution, keep: str) -> list[dict[str, Any]]:
     ``shape`` is that of the prompt's scores, the axes of the result but the batch. Of ``"top:N"``, ``keys`` says which
     source tokens the scores belong to, and ``rest`` is the sum of the others, so that sums still hold.
     """
-    most = kept_entries(keep)
-    scores, mask = result.scores.detach().cpu(), result.mask.cpu()
-    queries, starts = result.queries.cpu(), result.word_starts
+    limit = entry_limit(keep)
+    scores = result.scores.detach().cpu()
+    mask = result.mask.cpu()
+    queries = result.queries.cpu()
+    starts = result.word_starts
     query, key = (result.axes.index(name) - 1 for name in ("query", "key"))
-    if most is not None and key != len(result.axes) - 2:
+    if limit is not None and key != len(result.axes) - 2:
         raise InvalidInputError(
             f"keep={keep!r}: these results are {result.axes}, not one number for each source token."
         )
@@ -78,24 +80,25 @@ def packed(result: Attribution, keep: str) -> list[dict[str, Any]]:
     rows = []
     for number, real in enumerate(mask):
         places = real.nonzero()[:, 0]
-        asked = real[queries[number]]  # a shorter prompt of the batch has fewer
-        own = scores[number].index_select(key, places).index_select(query, asked.nonzero()[:, 0])
-        keys, rest = None, None
-        if most is not None:
-            own, keys, rest = _largest(own, most)
-        positions = (real.long().cumsum(0) - 1)[queries[number][asked]]
-        kept = places.tolist()
+        is_real = real[queries[number]]  # a shorter prompt of the batch has fewer
+        row_scores = scores[number].index_select(key, places).index_select(query, is_real.nonzero()[:, 0])
+        keys = None
+        rest = None
+        if limit is not None:
+            row_scores, keys, rest = _largest(row_scores, limit)
+        positions = (real.long().cumsum(0) - 1)[queries[number][is_real]]
+        real_places = places.tolist()
         rows.append(
             {
-                "tokens": [result.tokens[number][place] for place in kept],
-                "word_starts": None if starts is None else [starts[number][place] for place in kept],
+                "tokens": [result.tokens[number][place] for place in real_places],
+                "word_starts": None if starts is None else [starts[number][place] for place in real_places],
                 "queries": positions.numpy(),
-                "shape": list(own.shape),
+                "shape": list(row_scores.shape),
                 "keys": None if keys is None else keys.flatten().numpy(),
-                "scores": own.flatten().numpy(),
+                "scores": row_scores.flatten().numpy(),
                 "rest": None if rest is None else rest.flatten().numpy(),
                 **{
-                    name: None if value is None else value[number].detach().cpu()[asked].numpy()
+                    name: None if value is None else value[number].detach().cpu()[is_real].numpy()
                     for name, value in numbers.items()
                 },
                 "target": result.target or None,
@@ -113,7 +116,8 @@ def _largest(scores: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def unpacked(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Attribution:
     """One row as a result. Scores that were not kept are zero, and the result then does not claim to be additive."""
-    shape, dtype = list(row["shape"]), getattr(torch, facts["dtype"])
+    shape = list(row["shape"])
+    dtype = getattr(torch, facts["dtype"])
     scores = torch.tensor(row["scores"], dtype=dtype).reshape(shape)
     if row["keys"] is not None:
         keys = torch.tensor(row["keys"]).reshape(shape)
@@ -139,10 +143,10 @@ def unpacked(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Attribution:
 
 def facts_of(result: Attribution, options: Mapping[str, Any]) -> dict[str, Any]:
     """What all rows of a result have in common; its options as they were given for one row."""
-    given = {name: options.get(name, value) for name, value in result.options.items()}
+    row_options = {name: options.get(name, value) for name, value in result.options.items()}
     dtype = "float64" if result.scores.dtype == torch.float64 else "float32"
     return {
-        "method": result.method, "options": tagged(given), "axes": list(result.axes),
+        "method": result.method, "options": tagged(row_options), "axes": list(result.axes),
         "additive": result.additive, "dtype": dtype, "provenance": result.provenance,
     }  # fmt: skip
 

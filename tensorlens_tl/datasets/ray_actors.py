@@ -37,16 +37,16 @@ def run_on_ray(
             left.append({"shard": number})
     if not left:
         return
-    sent = ray.put((job if load_model is None else job.with_model(None), manifest, load_model))
+    reference = ray.put((job if load_model is None else job.with_model(None), manifest, load_model))
     shards = ray.data.from_items(left, override_num_blocks=len(left))
-    written = shards.map_batches(
+    batches = shards.map_batches(
         ShardWriter,
-        fn_constructor_args=([sent],),  # in a list: Ray would open it before it calls
+        fn_constructor_args=([reference],),  # in a list: Ray would open it before it calls
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=num_actors),
         num_gpus=num_gpus or None,
     )
-    for batch in written.iter_batches(batch_size=1, prefetch_batches=0):
+    for batch in batches.iter_batches(batch_size=1, prefetch_batches=0):
         number = int(cast(Any, batch)["shard"][0])
         if not job.folder.shard(number).exists():
             raise InvalidInputError(f"out={job.folder.path}: an actor wrote to another folder of that name; share one.")

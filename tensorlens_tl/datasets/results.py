@@ -31,11 +31,13 @@ class DatasetResults:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._folder = Folder(path)
-        self.path, self.manifest = self._folder.path, self._folder.manifest()
+        self.path = self._folder.path
+        self.manifest = self._folder.manifest()
 
     def __repr__(self) -> str:
-        identity, made = self.manifest.identity, len(self)
-        rows = f"{made} rows" if self.complete else f"{made} of {self.manifest.rows} rows"
+        identity = self.manifest.identity
+        done = len(self)
+        rows = f"{done} rows" if self.complete else f"{done} of {self.manifest.rows} rows"
         return f"DatasetResults({str(self.path)!r}, {identity['method']!r}, {rows})"
 
     @property

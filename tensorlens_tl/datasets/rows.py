@@ -54,16 +54,16 @@ class Rows:
         """All that a run depends on: how many rows there are, and digests of ids, token ids and each column."""
         numbers = range(len(self))
         parts = {
-            "ids": map(_said, self.ids),
+            "ids": map(_as_json, self.ids),
             "tokens": (
-                _said([self.errors.get(row), len(self.tokens[row])]) + _bytes(self.tokens[row]) for row in numbers
+                _as_json([self.errors.get(row), len(self.tokens[row])]) + _bytes(self.tokens[row]) for row in numbers
             ),
         }
-        parts |= {option: (_said(repr(value)) for value in self.options[option]) for option in sorted(self.options)}
+        parts |= {option: (_as_json(repr(value)) for value in self.options[option]) for option in sorted(self.options)}
         return {"rows": len(self)} | {name: _digest(values) for name, values in parts.items()}
 
 
-def _said(value: Any) -> bytes:
+def _as_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
@@ -111,7 +111,8 @@ def read_rows(
     Raises:
         InvalidInputError: no row, no such file or column, or two rows with one id.
     """
-    rows, known = Rows(options={option: [] for option in columns or {}}), dict[str, int]()
+    rows = Rows(options={option: [] for option in columns or {}})
+    known = dict[str, int]()
     numbered = False
     for number, row in enumerate(_tables(source, text)):
         if number == 0:
@@ -132,7 +133,8 @@ def read_rows(
         try:
             ids = _token_ids(view, row.get(text), text, prepend_bos)
         except TensorLensError as error:
-            rows.errors[number], ids = str(error), np.zeros(0, dtype=np.int64)
+            rows.errors[number] = str(error)
+            ids = np.zeros(0, dtype=np.int64)
         if len(ids) > view.n_ctx and truncate:
             ends = (
                 1 if isinstance(row.get(text), str) and _is_special(view, int(ids[-1])) else 0
@@ -226,8 +228,8 @@ def _of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         raise InvalidInputError(f"rows: {path} is no Parquet file, or damaged ({error}).") from error
 
 
-def _check_present(row: Mapping[str, Any], wanted: Sequence[str]) -> None:
-    missing = [name for name in wanted if name not in row]
+def _check_present(row: Mapping[str, Any], columns: Sequence[str]) -> None:
+    missing = [name for name in columns if name not in row]
     if missing:
         raise InvalidInputError(f"rows: there is no column {missing[0]!r}, only {', '.join(map(repr, row))}.")
 

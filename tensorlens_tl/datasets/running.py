@@ -46,7 +46,8 @@ def run_work(
         model, rows, out: see `attribute_dataset`, as all that is not named here.
         work_of: what is to be done, from the rows that were read.
     """
-    view, columns = ModelView(model), dict(columns or {})
+    view = ModelView(model)
+    columns = dict(columns or {})
     tokens_per_batch = whole_number("tokens_per_batch", tokens_per_batch, 1)
     if engine not in (None, "ray"):
         raise InvalidInputError(f"engine={engine!r}; use None for this process, or 'ray'.")

@@ -83,15 +83,15 @@ def _feed(array: "pa.Array", streams: Mapping[tuple[int, str], Any], depth: int)
 
     compute: Any = importlib.import_module("pyarrow.compute")  # its functions come to be when it is imported
     streams[depth, "there"].update(array.is_valid().to_numpy(zero_copy_only=False).tobytes())
-    there = array.drop_null()
+    present = array.drop_null()
     if pa.types.is_list(array.type):
-        streams[depth, "lengths"].update(compute.list_value_length(there).to_numpy(zero_copy_only=False).tobytes())
-        _feed(there.flatten(), streams, depth + 1)
+        streams[depth, "lengths"].update(compute.list_value_length(present).to_numpy(zero_copy_only=False).tobytes())
+        _feed(present.flatten(), streams, depth + 1)
     elif pa.types.is_string(array.type):
-        streams[depth, "lengths"].update(compute.binary_length(there).to_numpy(zero_copy_only=False).tobytes())
-        streams[depth, "values"].update("".join(there.to_pylist()).encode())
+        streams[depth, "lengths"].update(compute.binary_length(present).to_numpy(zero_copy_only=False).tobytes())
+        streams[depth, "values"].update("".join(present.to_pylist()).encode())
     else:
-        streams[depth, "values"].update(there.to_numpy(zero_copy_only=False).tobytes())
+        streams[depth, "values"].update(present.to_numpy(zero_copy_only=False).tobytes())
 
 
 def _digest(seal: Mapping[str, Any], facts: bytes) -> str:

@@ -31,8 +31,10 @@ def summary(tables: Tables, quantiles: Any, names: str, memory: Memory) -> "pd.D
     """
     import pandas as pd
 
-    asked, bound = _quantiles(quantiles), in_bytes(memory)
-    terms, count = list[str](), 0
+    shares = _quantiles(quantiles)
+    bound = in_bytes(memory)
+    terms = list[str]()
+    count = 0
     for table in tables(["shape"]):
         terms += [name for name in facts_in(table).get("names", ()) if name not in terms]
         count += sum(shape[0] for shape in table["shape"].to_pylist() if shape is not None)
@@ -44,10 +46,10 @@ def summary(tables: Tables, quantiles: Any, names: str, memory: Memory) -> "pd.D
     for start in range(0, len(chosen), at_once):
         values = _gathered(tables, chosen[start : start + at_once], count)
         spread = values.var(axis=1, ddof=1) if count > 1 else np.full(len(values), np.nan)
-        places = np.quantile(values, asked, axis=1, overwrite_input=True) if asked else np.zeros((0, len(values)))
+        places = np.quantile(values, shares, axis=1, overwrite_input=True) if shares else np.zeros((0, len(values)))
         means = values.mean(axis=1)
         lines += np.column_stack([means, spread, np.sqrt(spread), places.T]).tolist()
-    columns = ["mean", "variance", "std", *(f"{100 * share:g}%" for share in asked)]
+    columns = ["mean", "variance", "std", *(f"{100 * share:g}%" for share in shares)]
     frame = pd.DataFrame(lines, columns=pd.Index(columns), index=pd.Index(chosen, name="term"))
     frame.insert(0, "count", count)
     return frame
@@ -55,47 +57,52 @@ def summary(tables: Tables, quantiles: Any, names: str, memory: Memory) -> "pd.D
 
 def _gathered(tables: Tables, terms: Sequence[str], count: int) -> np.ndarray:
     """Each term's value at every query of every row, `[term, value]`; zero where a batch had no such term."""
-    values, start = np.zeros((len(terms), count)), 0
+    values = np.zeros((len(terms), count))
+    start = 0
     for table in tables(["scores"]):
-        held = {name: place for place, name in enumerate(facts_in(table).get("names", ()))}
-        if not held:  # every row of the shard failed
+        columns = {name: place for place, name in enumerate(facts_in(table).get("names", ()))}
+        if not columns:  # every row of the shard failed
             continue
         parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["scores"].chunks]
-        scores = np.concatenate(parts).reshape(-1, len(held))
+        scores = np.concatenate(parts).reshape(-1, len(columns))
         for number, name in enumerate(terms):
-            if name in held:
-                values[number, start : start + len(scores)] = scores[:, held[name]]
+            if name in columns:
+                values[number, start : start + len(scores)] = scores[:, columns[name]]
         start += len(scores)
     return values
 
 
 def _quantiles(quantiles: Any) -> list[float]:
-    given = plain(quantiles)
+    value = plain(quantiles)
     try:
-        asked = [float(share) for share in ([given] if isinstance(given, int | float) else given)]
+        shares = [float(share) for share in ([value] if isinstance(value, int | float) else value)]
     except (TypeError, ValueError):
-        asked = [-1.0]
-    if not all(0 <= share <= 1 for share in asked):
+        shares = [-1.0]
+    if not all(0 <= share <= 1 for share in shares):
         raise InvalidInputError(f"quantiles={quantiles!r}: pass shares of the rows, such as (0.05, 0.5, 0.95).")
-    return asked
+    return shares
 
 
 def evaluation(tables: Tables) -> Evaluation:
     """See `tensorlens_tl.datasets.DatasetResults.evaluation`."""
-    names, found, facts, failed = list[str](), dict[int, np.ndarray](), dict[str, Any](), 0
+    names = list[str]()
+    curves_of = dict[int, np.ndarray]()
+    facts = dict[str, Any]()
+    failed = 0
     units: dict[int, str] = {}
     for table in tables(["row", "id", "scores", "shape"]):
         facts = facts_in(table) if "methods" in facts_in(table) else facts
         for row in table.to_pylist():
-            failed += row["scores"] is None
-            if row["scores"] is not None:
-                found[row["row"]] = np.array(row["scores"]).reshape(row["shape"])
-                units[row["row"]] = row["id"]
-    if not found:
+            if row["scores"] is None:
+                failed += 1
+                continue
+            curves_of[row["row"]] = np.array(row["scores"]).reshape(row["shape"])
+            units[row["row"]] = row["id"]
+    if not curves_of:
         raise InvalidInputError("evaluation: no row of this run is done, or all failed.")
-    order = sorted(found)
+    order = sorted(curves_of)
     names = [units[row] for row in order]
-    curves = torch.from_numpy(np.stack([found[row] for row in order], axis=2))
+    curves = torch.from_numpy(np.stack([curves_of[row] for row in order], axis=2))
     return evaluation_of(curves, names, facts, failed)
 
 

@@ -77,8 +77,8 @@ def run_rows(
     """
 
     def run(rows: Sequence[int]) -> tuple[list[Record], Any]:
-        own = {name: [values[row] for row in rows] for name, values in per_row.items()}
-        result = work.together(model, [tokens[row].tolist() for row in rows], own)
+        row_options = {name: [values[row] for row in rows] for name, values in per_row.items()}
+        result = work.together(model, [tokens[row].tolist() for row in rows], row_options)
         return work.packed(result), result
 
     records: list[Record] = []
@@ -89,19 +89,19 @@ def run_rows(
     except TensorLensError:
         for row in range(len(tokens)):
             try:
-                made, alone = run([row])
-                records += made
-                results.append((row, alone))
+                row_records, result = run([row])
+                records += row_records
+                results.append((row, result))
             except TensorLensError as error:
-                said = re.sub(r"\b(?:row|prompt) 0\b", "this row", str(error))  # it was alone
-                records.append({"error": f"{type(error).__name__}: {said}"})
+                message = re.sub(r"\b(?:row|prompt) 0\b", "this row", str(error))  # it was alone
+                records.append({"error": f"{type(error).__name__}: {message}"})
     listed = any(isinstance(plain(work.options.get(name)), list | tuple) for name in ("target", "minus"))
     for row, record in enumerate(records if per_row or listed else ()):
-        own = {name: values[row] for name, values in per_row.items()}
+        row_options = {name: values[row] for name, values in per_row.items()}
         if per_row:
-            record["options"] = json.dumps(tagged(own))
+            record["options"] = json.dumps(tagged(row_options))
         # what is explained, in words for this row alone
-        if (record.get("target") or "").startswith(("logit of", SEVERAL_TARGETS)) and "direction" not in own:
-            asked = {"target": None, "minus": None} | dict(work.options) | own
-            record["target"] = logit_label(ModelView(model), asked["target"], asked["minus"])
+        if (record.get("target") or "").startswith(("logit of", SEVERAL_TARGETS)) and "direction" not in row_options:
+            options = {"target": None, "minus": None} | dict(work.options) | row_options
+            record["target"] = logit_label(ModelView(model), options["target"], options["minus"])
     return records, results

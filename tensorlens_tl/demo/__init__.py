@@ -77,7 +77,8 @@ def held_out_prompts(
     rows = tokenizer(held_out_text(), add_special_tokens=False, verbose=False)["input_ids"]
     stream = torch.tensor([token for row in rows for token in row])
     starts = torch.linspace(0, len(stream) - length, prompts).long()
-    start, end = tokenizer.cls_token_id or tokenizer.bos_token_id, tokenizer.sep_token_id
+    start = tokenizer.cls_token_id or tokenizer.bos_token_id
+    end = tokenizer.sep_token_id
     before, after = (torch.full((prompts, int(t is not None)), t or 0) for t in (start, end))
     windows = torch.cat([before, stream[starts[:, None] + torch.arange(length)], after], dim=1)
     if mask_at is not None:

@@ -45,14 +45,14 @@ def completeness(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)
     scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
-    found = {scorer.label: _completeness(scorer, frozen) for scorer in scorers}
+    values = {scorer.label: _completeness(scorer, frozen) for scorer in scorers}
     if methods is None:
-        found = {label: values for label, values in found.items() if bool(torch.isfinite(values).any())}
+        values = {label: row for label, row in values.items() if bool(torch.isfinite(row).any())}
     return Evaluation(
         kind="completeness",
-        values=torch.stack(list(found.values()), dim=1),
+        values=torch.stack(list(values.values()), dim=1),
         metrics={"residual": False, "unexplained": False},
-        methods=list(found),
+        methods=list(values),
         units=_units(frozen),
         settings=frozen.provenance(),
         skipped=skipped,
@@ -61,14 +61,14 @@ def completeness(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0
 
 def _completeness(scorer: Scorer, frozen: FrozenPass) -> Float[Tensor, "2 batch"]:
     nothing = torch.full((2, len(frozen.tokens)), float("nan"), dtype=torch.float64)
-    made = scorer.result(frozen)
-    if not isinstance(made, Attribution) or made.residual is None or made.bias is None:
+    attribution = scorer.result(frozen)
+    if not isinstance(attribution, Attribution) or attribution.residual is None or attribution.bias is None:
         return nothing
-    size = made.scores.abs().sum(-1) + made.bias.abs()
-    unexplained = made.bias.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
-    rows = query_rows(made, frozen, -1)
-    found = [torch.take_along_dim(t, rows.to(t.device), dim=1)[:, 0] for t in (made.residual, unexplained)]
-    return torch.stack(found).double().cpu()
+    size = attribution.scores.abs().sum(-1) + attribution.bias.abs()
+    unexplained = attribution.bias.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
+    rows = query_rows(attribution, frozen, -1)
+    numbers = [torch.take_along_dim(t, rows.to(t.device), dim=1)[:, 0] for t in (attribution.residual, unexplained)]
+    return torch.stack(numbers).double().cpu()
 
 
 def randomisation(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, **freezing: Any) -> Evaluation:
@@ -90,8 +90,10 @@ def randomisation(model: Any, prompts: Any, methods: Any = None, *, seed: int = 
     frozen.view.refuse_encoder_decoder("randomisation")
     scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
     before = torch.stack([scorer(frozen) for scorer in scorers])
-    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    layers, curve = frozen.n_layers, [spearman(before, before, frozen.mask)]
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    layers = frozen.n_layers
+    curve = [spearman(before, before, frozen.mask)]
     for layer in reversed(range(layers)):
         _scramble(other.blocks[layer], generator)
         again = freeze(other, **frozen.prompt.again(), verify=False)
@@ -151,7 +153,8 @@ def stability(
     frozen.view.refuse_encoder_decoder("stability")
     scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
     before = torch.stack([scorer(frozen) for scorer in scorers])
-    generator, total = torch.Generator().manual_seed(seed), torch.zeros(before.shape[:2], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(before.shape[:2], dtype=torch.float64)
     x = frozen.resid_pre(0)
     for _ in range(draws):
         added = torch.randn(x.shape, generator=generator).to(x) * x.norm(dim=-1, keepdim=True)

@@ -86,27 +86,28 @@ def compression(
     refuse_dropout(view.model)
     refuse_attached(view.model)
     candidates, ratios = _candidates(plans)
-    asked = Questions.of(view, task)
-    several = any(len(found) > 1 for by_ratio in candidates.values() for found in by_ratio)
-    chosen_on, reported = _split(len(asked), validation, several, seed)
-    base = _measure(view, asked, reported)
+    questions = Questions.of(view, task)
+    several = any(len(plans_at_ratio) > 1 for by_ratio in candidates.values() for plans_at_ratio in by_ratio)
+    chosen_on, reported = _split(len(questions), validation, several, seed)
+    base = _measure(view, questions, reported)
     steps = len(ratios) if ratios else 1
     names: dict[str, list[str]] = {}
     rows = {UNCOMPRESSED: [base] * steps}
     bar = tqdm(total=sum(map(len, candidates.values())), desc="compression", leave=False, delay=2.0)
     for label, by_ratio in candidates.items():
-        rows[label], names[label] = [], []
-        for found in by_ratio:
-            plan = _best(view, asked, found, chosen_on, choose_by)
+        rows[label] = []
+        names[label] = []
+        for plans_at_ratio in by_ratio:
+            plan = _best(view, questions, plans_at_ratio, chosen_on, choose_by)
             if ratios:
                 _check_label(label, ratios[len(rows[label])], plan)
-            rows[label].append(_measure(view, asked, reported, plan))
+            rows[label].append(_measure(view, questions, reported, plan))
             names[label].append(f"{plan.label}, layers {list(plan.layers)}, ratio {plan.ratio:.3g}")
             bar.update()
     bar.close()
     # [loss and accuracy, label, prompt, step]
-    own = torch.stack([torch.stack(row, dim=-1) for row in rows.values()], dim=1)
-    curves = torch.cat([own - base[:, None, :, None], own])
+    scores = torch.stack([torch.stack(row, dim=-1) for row in rows.values()], dim=1)
+    curves = torch.cat([scores - base[:, None, :, None], scores])
     units = [f"prompt {number}" for number in reported.tolist()]
     return Evaluation(
         kind="compression",
@@ -119,7 +120,7 @@ def compression(
         axis_name="compression ratio" if ratios else "",
         settings={
             **view.provenance(),
-            "task": asked.name,
+            "task": questions.name,
             "prompts": len(reported),
             "validation": len(chosen_on),
             "base_loss": float(base[0].mean()),
@@ -151,25 +152,26 @@ def compression_table(result: Evaluation, metric: str = "added loss", *, level: 
     return pd.DataFrame(columns, index=pd.Index(result.methods, name="method"))
 
 
-# ------------------------------------------------------------------ what is asked
+# ------------------------------------------------------------------ questions
 
 
 @dataclass(frozen=True, eq=False)
 class Questions:
-    """Prompts, and which token is asked for where.
+    """Prompts with the right tokens at some of their positions.
 
     Attributes:
         name: of the task.
         parts: the prompts, some at once.
-        positions: where the logits are read, `[prompt, asked]`.
-        answers: the tokens asked for there, and `asked` which of them count.
+        positions: where the logits are read, `[prompt, answer]`.
+        answers: the right token at each position.
+        counts: True at the answers that count.
     """
 
     name: str
     parts: list[Prompt]
-    positions: Int[Tensor, "prompt asked"]
-    answers: Int[Tensor, "prompt asked"]
-    asked: Bool[Tensor, "prompt asked"]
+    positions: Int[Tensor, "prompt answer"]
+    answers: Int[Tensor, "prompt answer"]
+    counts: Bool[Tensor, "prompt answer"]
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -195,24 +197,26 @@ class Questions:
                     f"both, with at least one answer in every prompt ({NOT_ASKED} where none is asked for)."
                 )
             positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-            asked, answers = answers != NOT_ASKED, _checked(view, answers)
-            return cls("answers", _in_parts(view, tokens), positions, answers.clamp_min(0), asked)
+            counts = answers != NOT_ASKED
+            answers = _checked(view, answers)
+            return cls("answers", _in_parts(view, tokens), positions, answers.clamp_min(0), counts)
         whole = prepare(view, task)
         if whole.tokens.shape[1] < 2 or not bool((whole.mask.sum(-1) > 1).all()):
             raise InvalidInputError("task: a prompt of one token has no next token to predict.")
-        tokens, mask = whole.tokens.cpu(), whole.mask.cpu()
+        tokens = whole.tokens.cpu()
+        mask = whole.mask.cpu()
         positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
-        asked = mask[:, :-1] & mask[:, 1:]
-        return cls("next tokens", _in_parts(view, tokens, mask), positions, tokens[:, 1:], asked)
+        counts = mask[:, :-1] & mask[:, 1:]
+        return cls("next tokens", _in_parts(view, tokens, mask), positions, tokens[:, 1:], counts)
 
 
 def _checked(view: ModelView, answers: Tensor) -> Tensor:
     """Answers that the model can give."""
     assert view.unembedding is not None
     tokens = view.unembedding[0].shape[1]
-    strange = answers[(answers != NOT_ASKED) & ((answers < 0) | (answers >= tokens))]
-    if len(strange):
-        raise InvalidInputError(f"task: the answer {int(strange[0])} is outside the vocabulary of {tokens} tokens.")
+    invalid = answers[(answers != NOT_ASKED) & ((answers < 0) | (answers >= tokens))]
+    if len(invalid):
+        raise InvalidInputError(f"task: the answer {int(invalid[0])} is outside the vocabulary of {tokens} tokens.")
     return answers
 
 
@@ -220,68 +224,71 @@ def _in_parts(view: ModelView, tokens: Tensor, mask: Tensor | None = None) -> li
     """Prompts for the model, as many at once as their logits fit into the working memory."""
     per_prompt = 3 * tokens.shape[1] * view.d_vocab * 4
     step = max(1, min(PROMPTS_AT_ONCE, in_bytes(None) // per_prompt))
-    made = []
+    parts = []
     for start in range(0, len(tokens), step):
         rows = slice(start, start + step)
         real = None if mask is None or bool(mask.all()) else mask[rows]
-        made.append(prepare(view, tokens[rows], attention_mask=real))
-    return made
+        parts.append(prepare(view, tokens[rows], attention_mask=real))
+    return parts
 
 
 # ------------------------------------------------------------------ what is measured
 
 
 def _measure(
-    view: ModelView, asked: Questions, prompts: Int[Tensor, "chosen"], plan: Plan | None = None
+    view: ModelView, questions: Questions, prompts: Int[Tensor, "chosen"], plan: Plan | None = None
 ) -> Float[Tensor, "2 chosen"]:
     """Loss and accuracy of some prompts, by the model itself or compressed."""
     unembed_in = model_points(view).unembed_in
     assert unembed_in is not None  # it predicts tokens
-    found, start = [], 0
+    scores = []
+    start = 0
     with own_run(view.model), torch.no_grad(), nullcontext() if plan is None else plan.applied():
-        for part in asked.parts:
+        for part in questions.parts:
             rows = slice(start, start + len(part.tokens))
             start = rows.stop
-            wanted = prompts[(prompts >= rows.start) & (prompts < rows.stop)] - rows.start
-            if len(wanted):
-                positions = asked.positions[rows].to(part.tokens.device)
+            selection = prompts[(prompts >= rows.start) & (prompts < rows.stop)] - rows.start
+            if len(selection):
+                positions = questions.positions[rows].to(part.tokens.device)
                 _, logits = own_logits(view.model, part.kwargs, unembed_in, positions)
-                scores = _scores(logits, asked.answers[rows], asked.asked[rows])
-                found.append(scores[:, wanted])
-    return torch.cat(found, dim=1)
+                part_scores = _scores(logits, questions.answers[rows], questions.counts[rows])
+                scores.append(part_scores[:, selection])
+    return torch.cat(scores, dim=1)
 
 
-def _scores(logits: Any, answers: Tensor, asked: Tensor) -> Float[Tensor, "2 prompt"]:
-    """−log p and whether it is the first choice, averaged over what is asked in each prompt."""
+def _scores(logits: Any, answers: Tensor, counts: Tensor) -> Float[Tensor, "2 prompt"]:
+    """−log p of the answer and whether it is the first choice, averaged over each prompt's answers that count."""
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise UnsupportedModelError("compression: this model's output is no tensor of logits [batch, pos, d_vocab].")
-    answers, asked = answers.to(logits.device), asked.to(logits.device)
+    answers = answers.to(logits.device)
+    counts = counts.to(logits.device)
     logits = upcast(logits)
     of_answer = torch.take_along_dim(logits, answers[..., None], dim=-1)[..., 0]
     loss = logits.logsumexp(-1) - of_answer
     right = logits.argmax(-1) == answers
     both = torch.stack([loss.double(), right.double()])
-    return (torch.where(asked, both, 0).sum(-1) / asked.sum(-1)).cpu()
+    return (torch.where(counts, both, 0).sum(-1) / counts.sum(-1)).cpu()
 
 
 def _best(
-    view: ModelView, asked: Questions, found: Sequence[Any], prompts: Int[Tensor, "chosen"], choose_by: str
+    view: ModelView, questions: Questions, candidates: Sequence[Any], prompts: Int[Tensor, "chosen"], choose_by: str
 ) -> Plan:
     """The candidate that does best on the validation prompts."""
 
     def cost(plan: Plan) -> float:
-        loss, accuracy = _measure(view, asked, prompts, plan).mean(-1).tolist()
+        loss, accuracy = _measure(view, questions, prompts, plan).mean(-1).tolist()
         return loss if choose_by == "loss" else -accuracy
 
-    first, *others = found
+    first, *others = candidates
     best = _plan(view, first)
     if not others:
         return best
     least = cost(best)
     for candidate in others:  # one at a time: a plan may be a good part of the model
         plan = _plan(view, candidate)
-        if (its := cost(plan)) < least:
-            best, least = plan, its
+        if (plan_cost := cost(plan)) < least:
+            best = plan
+            least = plan_cost
     return best
 
 
@@ -292,12 +299,12 @@ def _check_label(label: str, ratio: float, plan: Plan) -> None:
 
 
 def _plan(view: ModelView, candidate: Any) -> Plan:
-    made = candidate() if callable(candidate) and not isinstance(candidate, Plan) else candidate
-    if not isinstance(made, Plan):
-        raise InvalidInputError(f"plans: pass what compress.plan made, got {type(made).__name__}.")
-    if made.model is not view.model:
-        raise InvalidInputError(f"plans: {made.label!r} was made for another model, {made.description}.")
-    return made
+    plan = candidate() if callable(candidate) and not isinstance(candidate, Plan) else candidate
+    if not isinstance(plan, Plan):
+        raise InvalidInputError(f"plans: pass what compress.plan made, got {type(plan).__name__}.")
+    if plan.model is not view.model:
+        raise InvalidInputError(f"plans: {plan.label!r} was made for another model, {plan.description}.")
+    return plan
 
 
 def _candidates(plans: Any) -> tuple[dict[str, list[Sequence[Any]]], list[float]]:
@@ -306,21 +313,21 @@ def _candidates(plans: Any) -> tuple[dict[str, list[Sequence[Any]]], list[float]
         raise InvalidInputError("plans: pass a table of them by label, such as {'laser': compress.plan(...)}.")
     if UNCOMPRESSED in plans:
         raise InvalidInputError(f"plans: {UNCOMPRESSED!r} is the model itself; use another label.")
-    tables = {label: found for label, found in plans.items() if isinstance(found, Mapping)}
+    tables = {label: entry for label, entry in plans.items() if isinstance(entry, Mapping)}
     if not tables:
-        return {str(label): [_several(found)] for label, found in plans.items()}, []
+        return {str(label): [_as_list(entry)] for label, entry in plans.items()}, []
     ratios = sorted(next(iter(tables.values())))
     if len(tables) < len(plans) or not ratios or any(sorted(table) != ratios for table in tables.values()):
         raise InvalidInputError("plans: pass the same ratios under every label, or none.")
-    by_ratio = {str(label): [_several(table[ratio]) for ratio in ratios] for label, table in tables.items()}
+    by_ratio = {str(label): [_as_list(table[ratio]) for ratio in ratios] for label, table in tables.items()}
     return by_ratio, [float(ratio) for ratio in ratios]
 
 
-def _several(found: Any) -> Sequence[Any]:
-    several = list(found) if isinstance(found, list | tuple) else [found]
-    if not several:
+def _as_list(entry: Any) -> Sequence[Any]:
+    candidates = list(entry) if isinstance(entry, list | tuple) else [entry]
+    if not candidates:
         raise InvalidInputError("plans: a label without any.")
-    return several
+    return candidates
 
 
 def _split(prompts: int, share: Any, several: bool, seed: int) -> tuple[Int[Tensor, "chosen"], Int[Tensor, "reported"]]:

@@ -142,7 +142,7 @@ class _Perturbing(Work):
         prompt, curves = result
         return [
             {
-                "tokens": [token for token, own in zip(prompt.str_tokens[row], real, strict=True) if own],
+                "tokens": [token for token, is_real in zip(prompt.str_tokens[row], real, strict=True) if is_real],
                 "shape": list(curves[:, :, row].shape),
                 "scores": curves[:, :, row].flatten().numpy(),
             }
@@ -171,7 +171,7 @@ def _work(view: ModelView, test: PerturbationTest, replacement: Any, skip: bool,
     except InvalidInputError as error:
         raise InvalidInputError(f"perturbation: the longest row cannot be tested. {error}") from error
     scorers, skipped = usable(test.scorers, freeze(view.model, [longest]), place, skip)
-    asked = {
+    options = {
         "methods": {scorer.label: [_name(scorer.method), repr(dict(scorer.options))] for scorer in scorers},
         "skipped": sorted(skipped),
         "fractions": test.steps,
@@ -179,7 +179,7 @@ def _work(view: ModelView, test: PerturbationTest, replacement: Any, skip: bool,
         **{name: getattr(test, name) for name in ("query", "metrics", "order", "absolute", "hidden", "seed")},
     }
     described = test.described(view, by, scorers, len(good))
-    return _Perturbing(test, by, scorers, skipped, described, asked)
+    return _Perturbing(test, by, scorers, skipped, described, options)
 
 
 def _name(method: Any) -> str:

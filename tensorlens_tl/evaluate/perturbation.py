@@ -160,14 +160,16 @@ class PerturbationTest:
         Raises:
             InvalidInputError: see `perturbation`.
         """
-        scorers, steps, wanted = scorers_of(methods, seed=seed), _fractions(fractions), _metrics(metrics, query)
+        scorers = scorers_of(methods, seed=seed)
+        steps = _fractions(fractions)
+        metric_names = _metrics(metrics, query)
         if order not in ("descending", "ascending"):
             raise InvalidInputError(f"order={order!r}; use 'descending' (most relevant first) or 'ascending'.")
         if hidden not in HIDDEN:
             raise InvalidInputError(
                 f"hidden={hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give)."
             )
-        return cls(scorers, query, steps, wanted, order, absolute, hidden, seed, in_bytes(memory))
+        return cls(scorers, query, steps, metric_names, order, absolute, hidden, seed, in_bytes(memory))
 
     def engine(self, model: Any, view: ModelView, prompt: Prompt, replacement: Callable[[], Replacement]) -> "_Engine":
         """What runs the live model on some prompts, which are checked before.
@@ -192,11 +194,14 @@ class PerturbationTest:
         self, engine: "_Engine", scorers: Sequence[Scorer], progress: bool = True
     ) -> Float[Tensor, "metric method prompt step"]:
         """The damage done to each of the engine's prompts after each step."""
-        model, prompt, place = engine.model, engine.prompt, engine.place
+        model = engine.model
+        prompt = engine.prompt
+        place = engine.place
         allowed = perturbable(ModelView(model), prompt)
         counts = _counts(allowed, self.steps)
         shape = len(self.metrics), len(scorers), len(prompt.tokens), len(self.steps)
-        curves, ties_of = torch.zeros(shape, dtype=torch.float64), random_scores(self.seed)
+        curves = torch.zeros(shape, dtype=torch.float64)
+        ties_of = random_scores(self.seed)
         at_once = 1 if engine.alone else PROMPTS_AT_ONCE
         starts = range(0, len(prompt.tokens), at_once)
         for start in tqdm(starts, desc="perturbation", leave=False, delay=2.0, disable=not progress):
@@ -280,16 +285,16 @@ def _fractions(fractions: Any) -> list[float]:
 
 
 def _metrics(metrics: Any, query: Any) -> list[str]:
-    wanted = [metrics] if isinstance(metrics, str) else list(metrics)
+    names = [metrics] if isinstance(metrics, str) else list(metrics)
     known = ("hs_mse", *PREDICTED)
-    unknown = [metric for metric in wanted if metric not in known]
-    if unknown or not wanted:
-        raise InvalidInputError(f"metrics={wanted!r}; use some of {', '.join(map(repr, known))}.")
+    unknown = [metric for metric in names if metric not in known]
+    if unknown or not names:
+        raise InvalidInputError(f"metrics={names!r}; use some of {', '.join(map(repr, known))}.")
     if query == "mean":
-        wanted = ["hs_mse"] if tuple(wanted) == METRICS else wanted
-        if wanted != ["hs_mse"]:
+        names = ["hs_mse"] if tuple(names) == METRICS else names
+        if names != ["hs_mse"]:
             raise InvalidInputError("query='mean' has no single prediction; use metrics=['hs_mse'], or one query.")
-    return wanted
+    return names
 
 
 def _query(query: Any, prompt: Prompt) -> int | None:
@@ -314,7 +319,8 @@ def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[
     counts = (tokens[:, None] * torch.tensor(steps, dtype=torch.float64) + 0.5).long()
     short = (counts[:, 1] == 0).nonzero()
     if len(short):
-        row, least = int(short[0]), -int(-0.5 // steps[1])
+        row = int(short[0])
+        least = -int(-0.5 // steps[1])
         raise InvalidInputError(
             f"prompt {row} has {int(tokens[row])} tokens that may be replaced, and the fraction {steps[1]} of them is "
             f"none: use prompts of {least} or more, or larger fractions."
@@ -344,19 +350,25 @@ class _Engine:
         of_output: bool,
         memory: int,
     ) -> None:
-        self.model, self.prompt, self.replacement, self.metrics = model, prompt, replacement, metrics
+        self.model = model
+        self.prompt = prompt
+        self.replacement = replacement
+        self.metrics = metrics
         # a mean over positions is one of the output; a classifier's head reads too few of them
         of_output = of_output or (place is None and view.class_head is not None)
         self.unembed_at = points.unembed_in or points.output
         self.hidden_at = points.output if of_output else self.unembed_at
-        self.place, self.predicts = place, bool(set(PREDICTED) & set(metrics))
+        self.place = place
+        self.predicts = bool(set(PREDICTED) & set(metrics))
         batch, pos = prompt.tokens.shape
         self.positions = None if place is None else query_positions(prompt, place)
         widest = max(block.mlp.hidden if block.mlp is not None else 0 for block in view.blocks)
         heads = max((block.attention.heads for block in view.blocks if block.mixer is None), default=0)
         per_row = pos * (8 * view.cfg.d_model + 2 * widest + 2 * pos * heads)
         self.alone = bool(foreign_hooks(model))
-        self.rows = 1 if self.alone else max(1, memory // (4 * (per_row + (view.d_vocab if self.predicts else 0))))
+        if self.predicts:
+            per_row += view.d_vocab
+        self.rows = 1 if self.alone else max(1, memory // (4 * per_row))
         self.tolerance = TOLERANCE.get(next(view.model.parameters()).dtype, 1e-4)
         self._whole: list[Tensor] = []  # hidden states and logits of whole prompts, once they are known
         self.hidden, logits = self._measure(torch.arange(batch), torch.zeros_like(prompt.mask).cpu())
@@ -368,32 +380,35 @@ class _Engine:
         prompts, steps, _ = replaced.shape
         index = torch.arange(part.start, part.start + prompts).repeat_interleave(steps)
         hidden, logits = self._measure(index, replaced.flatten(0, 1))
-        found = []
+        damages = []
         for metric in self.metrics:
             if metric == "hs_mse":
-                found.append((hidden - self.hidden[index]).square().mean(-1))
+                damages.append((hidden - self.hidden[index]).square().mean(-1))
                 continue
             assert logits is not None
-            before, after = self.logits[index], logits
+            before = self.logits[index]
+            after = logits
             token = before.argmax(-1, keepdim=True)
             if metric != "logit":
-                before, after = before.softmax(-1), after.softmax(-1)
+                before = before.softmax(-1)
+                after = after.softmax(-1)
             fall = (before.gather(1, token) - after.gather(1, token))[:, 0]
-            found.append(fall.abs() if metric == "aopc_abs" else fall)
-        return torch.stack(found).unflatten(1, (prompts, steps))
+            damages.append(fall.abs() if metric == "aopc_abs" else fall)
+        return torch.stack(damages).unflatten(1, (prompts, steps))
 
     def _measure(
         self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"]
     ) -> tuple[Float[Tensor, "row d_model"], Float[Tensor, "row d_vocab"] | None]:
         """Final hidden state at the query, and logits there where a metric needs them."""
-        hidden, logits = [], []
-        for rows, where in zip(index.split(self.rows), replaced.split(self.rows), strict=True):
-            h, z = self._between_whole(rows, where)
+        hidden = []
+        logits = []
+        for rows, part in zip(index.split(self.rows), replaced.split(self.rows), strict=True):
+            h, z = self._between_whole(rows, part)
             hidden.append(h)
             logits += [] if z is None else [z]
         return torch.cat(hidden), torch.cat(logits) if logits else None
 
-    def _between_whole(self, rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _between_whole(self, rows: Tensor, replaced: Tensor) -> tuple[Tensor, Tensor | None]:
         """One run: a row by itself, or several between the first and the last of their prompts, whole.
 
         Raises:
@@ -401,16 +416,18 @@ class _Engine:
         """
         several = len(rows) > 1
         if several:
-            whole = torch.zeros_like(where[:1])
-            rows, where = torch.cat([rows[:1], rows, rows[-1:]]), torch.cat([whole, where, whole])
-        h, z = self._run(rows.to(self.prompt.tokens.device), where.to(self.prompt.tokens.device))
-        h, z = h.double().cpu(), None if z is None else z.double().cpu()
+            whole = torch.zeros_like(replaced[:1])
+            rows = torch.cat([rows[:1], rows, rows[-1:]])
+            replaced = torch.cat([whole, replaced, whole])
+        h, z = self._run(rows.to(self.prompt.tokens.device), replaced.to(self.prompt.tokens.device))
+        h = h.double().cpu()
+        z = None if z is None else z.double().cpu()
         if not several:
             return h, z
-        made = [h] if z is None else [h, z]
-        for number, each in enumerate(made):
-            whole = self._whole[number][rows[[0, -1]].cpu()] if self._whole else each[[1, -2]]
-            error = relative_error(each[[0, -1]], whole)
+        outputs = [h] if z is None else [h, z]
+        for number, output in enumerate(outputs):
+            whole = self._whole[number][rows[[0, -1]].cpu()] if self._whole else output[[1, -2]]
+            error = relative_error(output[[0, -1]], whole)
             if not error <= self.tolerance:
                 raise FrozenModelError(
                     f"perturbation: a prompt gives another number in the first or the last row of a batch than "
@@ -421,19 +438,20 @@ class _Engine:
         return h[1:-1], None if z is None else z[1:-1]
 
     def _run(self, rows: Tensor, replaced: Tensor) -> tuple[Tensor, Tensor | None]:
-        inputs, mask = inputs_of(self.prompt, rows), self.prompt.mask[rows]
+        inputs = inputs_of(self.prompt, rows)
+        mask = self.prompt.mask[rows]
         inputs, hooks = self.replacement.put(inputs, replaced)
         if self.positions is None:
-            kept, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
-            found = kept[self.hidden_at] * mask[..., None]
-            return found.sum(1) / mask.sum(1, keepdim=True), None
+            activations, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
+            hidden = activations[self.hidden_at] * mask[..., None]
+            return hidden.sum(1) / mask.sum(1, keepdim=True), None
         at = self.positions[rows]
         if not self.predicts:
-            kept, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
-            return _vectors(kept[self.hidden_at], at), None
+            activations, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
+            return _vectors(activations[self.hidden_at], at), None
         hooks += logit_hooks(self.model, self.unembed_at, at)
-        kept, logits = capture(self.model, inputs, [self.hidden_at], hooks=hooks)
-        return _vectors(kept[self.hidden_at], at), logits_at(logits, at)[:, 0]
+        activations, logits = capture(self.model, inputs, [self.hidden_at], hooks=hooks)
+        return _vectors(activations[self.hidden_at], at), logits_at(logits, at)[:, 0]
 
 
 def _vectors(hidden: Tensor, at: Int[Tensor, "row 1"]) -> Tensor:

@@ -136,12 +136,12 @@ class Scorer:
             InvalidInputError: the method's own, with the label in front; also scores of another shape.
             UnsupportedModelError: the method does not fit this model.
         """
-        made = self.result(frozen, query)
-        scores = _one_query(made, frozen, query) if isinstance(made, Attribution) else made
-        wanted = tuple(frozen.mask.shape)
-        if not isinstance(scores, Tensor) or tuple(scores.shape) != wanted:
+        result = self.result(frozen, query)
+        scores = _one_query(result, frozen, query) if isinstance(result, Attribution) else result
+        expected = tuple(frozen.mask.shape)
+        if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
             shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise InvalidInputError(f"{self.label}: gives {shape}; an evaluation needs [batch, key] = {wanted}.")
+            raise InvalidInputError(f"{self.label}: gives {shape}; an evaluation needs [batch, key] = {expected}.")
         scores = scores.detach().to(torch.float64) * frozen.mask
         if not bool(torch.isfinite(scores).all()):
             raise InvalidInputError(f"{self.label}: gives scores that are not finite.")
@@ -166,14 +166,14 @@ def query_rows(result: Attribution, frozen: FrozenPass, query: int) -> Int[Tenso
     Raises:
         InvalidInputError: the result holds other queries.
     """
-    wanted = query_positions(frozen.prompt, query)
-    found = result.queries.to(wanted.device) == wanted
-    if not bool(found.any(1).all()):
+    positions = query_positions(frozen.prompt, query)
+    matches = result.queries.to(positions.device) == positions
+    if not bool(matches.any(1).all()):
         raise InvalidInputError(
-            f"{result.method}: asked for position {wanted[:, 0].tolist()}, it holds {result.queries.tolist()}; a "
+            f"{result.method}: asked for position {positions[:, 0].tolist()}, it holds {result.queries.tolist()}; a "
             "function must attribute the query that the evaluation asks about."
         )
-    return found.long().argmax(1, keepdim=True)
+    return matches.long().argmax(1, keepdim=True)
 
 
 def scorers_of(methods: Any = None, *, seed: int = 0) -> list[Scorer]:
@@ -189,12 +189,12 @@ def scorers_of(methods: Any = None, *, seed: int = 0) -> list[Scorer]:
         methods = [methods]
     if not isinstance(methods, Mapping | Sequence) or not methods:
         raise InvalidInputError(f"methods={methods!r}: pass a list of names, or a mapping from labels to methods.")
-    given = methods.items() if isinstance(methods, Mapping) else [(name, name) for name in methods]
-    labels = [label for label, _ in given]
+    items = methods.items() if isinstance(methods, Mapping) else [(name, name) for name in methods]
+    labels = [label for label, _ in items]
     twice = {label for label in labels if labels.count(label) > 1}
     if twice:
         raise InvalidInputError(f"methods: {sorted(map(str, twice))[0]!r} is there twice; give each its own label.")
-    return [_scorer(label, what, seed) for label, what in given]
+    return [_scorer(label, what, seed) for label, what in items]
 
 
 def _scorer(label: Any, what: Any, seed: int) -> Scorer:
@@ -224,10 +224,10 @@ def random_scores(seed: int = 0) -> Callable[[FrozenPass], Float[Tensor, "batch 
 
     def draw(frozen: FrozenPass) -> Tensor:
         rows = []
-        given = frozen.inputs["input"]  # of images and sound, their values: they all have the same positions
-        prompts = frozen.tokens.tolist() if not given.is_floating_point() else given.flatten(1).tolist()
+        inputs = frozen.inputs["input"]  # of images and sound, their values: they all have the same positions
+        prompts = frozen.tokens.tolist() if not inputs.is_floating_point() else inputs.flatten(1).tolist()
         for tokens, mask in zip(prompts, frozen.mask.tolist(), strict=True):
-            rng = random.Random(hash((seed, *(tokens if given.is_floating_point() else compress(tokens, mask)))))
+            rng = random.Random(hash((seed, *(tokens if inputs.is_floating_point() else compress(tokens, mask)))))
             rows.append([rng.random() if real else 0.0 for real in mask])
         return torch.tensor(rows, dtype=torch.float64, device=frozen.tokens.device)
 
@@ -245,20 +245,21 @@ def usable(
     Raises:
         UnsupportedModelError, InvalidInputError: of a method that does not work, unless skipped.
     """
-    works, refusals = [], {}
+    fitting = []
+    refusals = {}
     for scorer in scorers:
         try:
             if skip and scorer.needs_target and (query is None or frozen.view.unembedding is None):
                 raise UnsupportedModelError("needs one predicted token.")
             scorer(frozen, query)
-            works.append(scorer)
+            fitting.append(scorer)
         except UnsupportedModelError as error:
             if not skip:
                 raise UnsupportedModelError(f"{scorer.label}: {error}") from error
             refusals[scorer.label] = str(error)
-    if not works:
+    if not fitting:
         raise UnsupportedModelError(f"no method fits this model: {refusals}")
-    return works, refusals
+    return fitting, refusals
 
 
 def predictions(frozen: FrozenPass, query: int = -1) -> tuple[Int[Tensor, "batch"], Float[Tensor, "batch d_vocab"]]:

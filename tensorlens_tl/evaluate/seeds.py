@@ -47,24 +47,24 @@ def over_seeds(
             )
     names = first.units
     if units == "drawn":
-        names = [f"seed {seed}, {unit}" for seed, made in zip(chosen, runs, strict=True) for unit in made.units]
+        names = [f"seed {seed}, {unit}" for seed, result in zip(chosen, runs, strict=True) for unit in result.units]
     return replace(
         first,
-        values=_together([made.values for made in runs], units),
-        curves=None if first.curves is None else _together([_curves(made) for made in runs], units),
+        values=_together([result.values for result in runs], units),
+        curves=None if first.curves is None else _together([_curves(result) for result in runs], units),
         units=names,
         settings=first.settings | {"seed": chosen} | (_counts(runs) if units == "drawn" else {}),
     )
 
 
-def _shape(made: Evaluation, units: str) -> tuple[Any, ...]:
-    axis = None if made.axis is None else made.axis.tolist()
-    return made.kind, made.metrics, made.methods, axis, made.units if units == "same" else None
+def _shape(result: Evaluation, units: str) -> tuple[Any, ...]:
+    axis = None if result.axis is None else result.axis.tolist()
+    return result.kind, result.metrics, result.methods, axis, result.units if units == "same" else None
 
 
-def _curves(made: Evaluation) -> Tensor:
-    assert made.curves is not None  # `_shape`
-    return made.curves
+def _curves(result: Evaluation) -> Tensor:
+    assert result.curves is not None  # `_shape`
+    return result.curves
 
 
 def _together(parts: list[Tensor], units: str) -> Tensor:
@@ -73,11 +73,11 @@ def _together(parts: list[Tensor], units: str) -> Tensor:
 
 def _counts(runs: list[Evaluation]) -> dict[str, Any]:
     """Counts summed over the seeds, and the accuracy over all of their prompts."""
-    given = [made.settings for made in runs]
+    settings = [result.settings for result in runs]
     counts: dict[str, Any] = {
-        name: sum(facts[name] for facts in given) for name in SUMMED if all(name in facts for facts in given)
+        name: sum(facts[name] for facts in settings) for name in SUMMED if all(name in facts for facts in settings)
     }
-    if "prompts" in counts and all("accuracy" in facts for facts in given):
-        right = sum(facts["accuracy"] * facts["prompts"] for facts in given)
+    if "prompts" in counts and all("accuracy" in facts for facts in settings):
+        right = sum(facts["accuracy"] * facts["prompts"] for facts in settings)
         counts["accuracy"] = right / counts["prompts"]
     return counts

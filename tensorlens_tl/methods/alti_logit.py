@@ -66,24 +66,25 @@ def alti_logit(
     positions = query_positions(frozen.prompt, query)
     vectors, constant = unembedding_rows(frozen, positions, target, minus)
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
-    vectors, constant = upcast(vectors) * real[..., None], upcast(constant) * real
-    rolled = _rollouts(frozen, alti_map(frozen, distance))
-    found = _Updates(Stream.of(frozen), vectors, positions)
-    layers, rest = found.parts(rolled, everything=updates == "all")
+    vectors = upcast(vectors) * real[..., None]
+    constant = upcast(constant) * real
+    rollouts = _rollouts(frozen, alti_map(frozen, distance))
+    stream_updates = _Updates(Stream.of(frozen), vectors, positions)
+    layers, rest = stream_updates.parts(rollouts, everything=updates == "all")
     scores = sum(layers, start=torch.zeros_like(layers[0]))
     if updates == "all":
-        scores = scores + found.at_queries(found.embedding[..., None] * rolled[0])
+        scores = scores + stream_updates.at_queries(stream_updates.embedding[..., None] * rollouts[0])
     else:
-        rest = rest + found.embedding
-    own = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
+        rest = rest + stream_updates.embedding
+    states = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
     return Attribution.of(
         frozen,
         scores,
         method="alti-logit",
         query=query,
         layers=torch.stack(layers),
-        bias=found.at_queries(rest[..., None])[..., 0] + constant,
-        total=(own * vectors).sum(-1) + constant,
+        bias=stream_updates.at_queries(rest[..., None])[..., 0] + constant,
+        total=(states * vectors).sum(-1) + constant,
         additive=True,
         target=logit_label(frozen.view, target, minus),
         options={"target": target, "minus": minus, "updates": updates, "distance": distance, "query": query},
@@ -94,10 +95,10 @@ def _rollouts(frozen: FrozenPass, maps: Maps) -> Float[Tensor, "depth batch pos 
     """R before the first layer, and after each."""
     maps = normalize_rows(upcast(maps))  # again: in half precision they have not summed to 1 exactly
     identity = torch.diag_embed(frozen.mask.to(maps.dtype))
-    made = [identity]
+    rollouts = [identity]
     for rows in torch.where((maps.sum(-1) == 0)[..., None], identity, maps):
-        made.append(rows @ made[-1])
-    return torch.stack(made)
+        rollouts.append(rows @ rollouts[-1])
+    return torch.stack(rollouts)
 
 
 class _Updates:
@@ -110,7 +111,8 @@ class _Updates:
     def __init__(
         self, stream: Stream, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"]
     ) -> None:
-        self.stream, self.positions = stream, positions
+        self.stream = stream
+        self.positions = positions
         self.mixes = any(step.outer.mixes for step in stream.steps)
         same = positions[:, :, None] == positions[:, None]
         queries = torch.arange(positions.shape[1], device=positions.device)
@@ -127,31 +129,32 @@ class _Updates:
         return _dot(self.pulled.stream[0], self.stream.x[0])
 
     def parts(
-        self, rolled: Float[Tensor, "depth batch pos key"], *, everything: bool
+        self, rollouts: Float[Tensor, "depth batch pos key"], *, everything: bool
     ) -> tuple[list[Float[Tensor, "batch query key"]], Float[Tensor, "row batch pos"]]:
         """Each layer's part of the scores; and what biases add, and the MLPs that are not among the scores.
 
         Args:
-            rolled: ALTI's rollout before the first layer, and after each.
+            rollouts: ALTI's rollout before the first layer, and after each.
             everything: whether MLPs are among the scores.
         """
-        stream, pulled = self.stream, self.pulled
+        stream = self.stream
+        pulled = self.pulled
         biases = [_dot(g, bias) for _, _, bias, g in pulled.of_biases(stream.steps)]
         rest = sum(biases, start=torch.zeros_like(self.embedding))
-        made: list[Tensor] = []
+        scores: list[Tensor] = []
         for number, step in enumerate(stream.steps):
             attends = any(sublayer.is_attention for sublayer in step.sublayers)
             for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
-                met = sublayer.write.pull(pulled.sums[number])
-                reach = rolled[sublayer.layer if attends else sublayer.layer + 1]  # of the stream that it reads
+                cotangent = sublayer.write.pull(pulled.sums[number])
+                reach = rollouts[sublayer.layer if attends else sublayer.layer + 1]  # of the stream that it reads
                 if sublayer.is_attention:
-                    given = upcast(token_pairs(sublayer, stream.x[number], met).sum(-3))
-                    made.append(self.at_queries(given @ reach))
+                    pairs = upcast(token_pairs(sublayer, stream.x[number], cotangent).sum(-3))
+                    scores.append(self.at_queries(pairs @ reach))
                 elif everything:
-                    made[-1] = made[-1] + self.at_queries(_dot(met, hidden)[..., None] * reach)
+                    scores[-1] = scores[-1] + self.at_queries(_dot(cotangent, hidden)[..., None] * reach)
                 else:
-                    rest = rest + _dot(met, hidden)
-        return made, rest
+                    rest = rest + _dot(cotangent, hidden)
+        return scores, rest
 
     def at_queries(self, values: Float[Tensor, "row batch pos last"]) -> Float[Tensor, "batch query last"]:
         """What belongs to each query, of values by row and position."""

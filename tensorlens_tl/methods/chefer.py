@@ -56,7 +56,7 @@ def chefer(
     frozen.view.refuse_encoder_decoder("chefer (self-attention only: cross-attention joins two streams)")
     refuse_whitened(frozen, "chefer")
     sites = [_Site(frozen, layer) for layer in range(frozen.n_layers)]
-    asked = LiveLogits(frozen, target, minus, query, "chefer")
+    live_logits = LiveLogits(frozen, target, minus, query, "chefer")
     in_bytes(memory)
     x = frozen.resid_pre(0)
     patterns = len(sites) * max(site.numbers for site in sites)
@@ -65,19 +65,19 @@ def chefer(
     hooks = [hook for site in sites for hook in site.hooks()]
     # what autograd keeps must not have been made in somebody's inference mode
     with torch.inference_mode(False), torch.enable_grad():
-        _, numbers = asked.graph(x, hooks)
+        _, numbers = live_logits.graph(x, hooks)
         outputs = [site.output for site in sites if site.output is not None]  # each was seen, as in the pass
-        made = [
-            _relevance(frozen, sites, gradients, asked.positions[:, some])
-            for some, gradients in asked.gradients(numbers, outputs, per_query, memory)
+        relevances = [
+            _relevance(frozen, sites, gradients, live_logits.positions[:, rows])
+            for rows, gradients in live_logits.gradients(numbers, outputs, per_query, memory)
         ]
-    scores = torch.cat(made, dim=1) * (asked.real[:, :, None] & frozen.mask[:, None])
+    scores = torch.cat(relevances, dim=1) * (live_logits.real[:, :, None] & frozen.mask[:, None])
     return Attribution.of(
         frozen,
         scores.to(x),
         method="chefer",
         query=query,
-        target=asked.label,
+        target=live_logits.label,
         options={"target": target, "minus": minus, "query": query},
     )
 
@@ -106,15 +106,16 @@ def _relevance(
 class _Site:
     """One layer's attention, where the logits are differentiated.
 
-    `output` is what was seen there in the last run: the heads' mixed values, or of attention that is held as a whole
-    what it gives.
+    `output` is what the last run gave there: the heads' mixed values, or the output of attention that is held as a
+    whole.
 
     Raises:
         UnsupportedModelError: no softmax attention there, or one with a gate or a norm inside.
     """
 
     def __init__(self, frozen: FrozenPass, layer: int) -> None:
-        block, points = frozen.view.blocks[layer], frozen.points.blocks[layer]
+        block = frozen.view.blocks[layer]
+        points = frozen.points.blocks[layer]
         if block.attention.output_factor is not None:  # refuses what is no attention, naming the block
             raise UnsupportedModelError(
                 f"chefer: blocks.{layer} of this {frozen.view.description} has a gate or a norm inside its attention, "
@@ -122,20 +123,25 @@ class _Site:
                 "decompx) and input-x-gradient work."
             )
         assert points.heads is not None
-        self.frozen, self.layer = frozen, layer
+        self.frozen = frozen
+        self.layer = layer
         length = frozen.tokens.shape[1]
         self.numbers = len(frozen.tokens) * block.attention.heads * length * length  # of its pattern
         self.values: Tensor | None = None
         self.output: Tensor | None = None
-        self.name, self.values_at, self.out = points.heads.z, points.heads.value, None
+        self.name = points.heads.z
+        self.values_at = points.heads.value
+        self.out = None
         if points.attention is not None:
             values, _, out = frozen.attention(layer).stages
-            self.name, self.values_at = points.attention.out, None
+            self.name = points.attention.out
+            self.values_at = None
             self.values = values(frozen.captured(points.attention.into))
-            self.out, self.factor = out, block.branch_factor
+            self.out = out
+            self.factor = block.branch_factor
 
     def hooks(self) -> list[FwdHook]:
-        """What sees the output, and the values of source tokens."""
+        """Hooks that record the output, and the values of source tokens."""
 
         def see(output: Tensor, *, hook: Any) -> Tensor:
             self.output = output
@@ -144,8 +150,10 @@ class _Site:
         def record(values: Tensor, *, hook: Any) -> None:
             self.values = values.detach()
 
-        seen = [(self.name, in_this_thread(see))]
-        return seen if self.values_at is None else [(self.values_at, in_this_thread(record)), *seen]
+        hooks: list[FwdHook] = [(self.name, in_this_thread(see))]
+        if self.values_at is not None:
+            hooks.insert(0, (self.values_at, in_this_thread(record)))
+        return hooks
 
     def weighted(self, gradient: Float[Tensor, "batch copy pos *width"]) -> Float[Tensor, "batch copy query key"]:
         """E_h[(∇A ⊙ A)⁺] from the gradient by the output."""
@@ -156,6 +164,6 @@ class _Site:
         batch, heads = A.shape[:2]
         v = self.values.to(A).reshape(-1, A.shape[-1], self.values.shape[2:].numel())[:batch]
         by_z = rearrange(gradient.to(A).flatten(3), "b c q (h d) -> b c h q d", h=heads)
-        kept = v.shape[-1] // by_z.shape[-1]
-        v = rearrange(v, "b k (kv d) -> b kv k d", kv=kept).repeat_interleave(heads // kept, dim=1)
+        kv_heads = v.shape[-1] // by_z.shape[-1]
+        v = rearrange(v, "b k (kv d) -> b kv k d", kv=kv_heads).repeat_interleave(heads // kv_heads, dim=1)
         return (A[:, None] * (by_z @ v[:, None].mT)).clamp_min(0).mean(2)

@@ -70,7 +70,8 @@ def top_pairs(
         raise InvalidInputError(f"top_pairs: k={k}; ask for at least one pair.")
     tokens = frozen.str_tokens[batch]
     live = _live(frozen)[batch].expand(amp[:, batch].shape)
-    places, scores = live.nonzero().tolist(), amp[:, batch][live]
+    places = live.nonzero().tolist()
+    scores = amp[:, batch][live]
     order = scores.argsort(descending=True)[:k].tolist()
     return [
         Entry(f"layer {layer}: {tokens[query]!r} from {tokens[key]!r}", float(scores[i]), (query, key))
@@ -80,8 +81,8 @@ def top_pairs(
 
 def ff_against_bypass(frozen: FrozenPass) -> Float[Tensor, "layer batch pos"]:
     """‖FF output‖ / ‖bypass‖: the feed-forward layer's own output beside the stream it is added to, biases included."""
-    sizes = [(written.norm(dim=-1), bypass.norm(dim=-1)) for bypass, written in _ff_parts(frozen)]
-    return torch.stack([written / bypass for written, bypass in sizes]) * frozen.mask
+    sizes = [(output.norm(dim=-1), bypass.norm(dim=-1)) for bypass, output in _ff_parts(frozen)]
+    return torch.stack([output / bypass for output, bypass in sizes]) * frozen.mask
 
 
 def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
@@ -90,12 +91,12 @@ def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
     Negative where the norm damps the channels in which the feed-forward layer writes outliers; NaN where no norm with a
     gain follows.
     """
-    found = []
-    for local, (_, written) in zip(locals_of(frozen), _ff_parts(frozen), strict=True):
+    correlations = []
+    for local, (_, output) in zip(locals_of(frozen), _ff_parts(frozen), strict=True):
         gain = gain_after(local)
-        size = written[frozen.mask].abs().mean(0)
-        found.append(size.new_tensor(float("nan")) if gain is None else _correlation(gain, size))
-    return torch.stack(found)
+        size = output[frozen.mask].abs().mean(0)
+        correlations.append(size.new_tensor(float("nan")) if gain is None else _correlation(gain, size))
+    return torch.stack(correlations)
 
 
 def _ff_parts(frozen: FrozenPass) -> list[tuple[Tensor, Tensor]]:
@@ -103,7 +104,8 @@ def _ff_parts(frozen: FrozenPass) -> list[tuple[Tensor, Tensor]]:
     ff_scope(frozen, None)  # refuses blocks whose MLP does not read attention
     parts = []
     for local in locals_of(frozen):
-        mlp, bypass = frozen.mlp(local.layer), local.attended()
+        mlp = frozen.mlp(local.layer)
+        bypass = local.attended()
         stages = (*local.norms(local.mlp.before), *(stages_of(mlp) if mlp else ()), *local.norms(local.mlp.after))
         parts.append((bypass, Chain(stages)(bypass)))
     return parts

@@ -68,7 +68,8 @@ def decompx(
     rule = check_bias_rule(bias)
     if activation not in ("ratio", "tangent"):
         raise InvalidInputError(f"activation={activation!r}; DecompX has 'ratio' and 'tangent'.")
-    aggregate = ("norm" if target is None else "target") if aggregate is None else aggregate
+    if aggregate is None:
+        aggregate = "norm" if target is None else "target"
     if aggregate not in ("norm", "target", "vector"):
         raise InvalidInputError(f"aggregate={aggregate!r}; use 'norm', 'target' or 'vector'.")
     if (aggregate == "target") != (target is not None):
@@ -78,14 +79,18 @@ def decompx(
     options = {"bias": bias, "activation": activation, "aggregate": aggregate, "query": query}
     fields: dict[str, Any] = {}
     positions = query_positions(frozen.prompt, query)
-    asked = unembedding_rows(frozen, positions, target, minus) if aggregate == "target" else None
+    unembedding = unembedding_rows(frozen, positions, target, minus) if aggregate == "target" else None
     vectors = _vectors_at(frozen, None if query is None else positions, rule, activation, aggregate, memory)
-    if asked is not None:
-        vectors, direction, constant = upcast(vectors), upcast(asked[0]), upcast(asked[1])
+    if unembedding is not None:
+        vectors = upcast(vectors)
+        direction = upcast(unembedding[0])
+        constant = upcast(unembedding[1])
         scores = torch.einsum("kbqd,bqd->bqk", vectors, direction)
-        own = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
-        total, real = (own * direction).sum(-1) + constant, torch.take_along_dim(frozen.mask, positions, dim=1)
-        bias_u, total = constant * real, total * real
+        states = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
+        total = (states * direction).sum(-1) + constant
+        real = torch.take_along_dim(frozen.mask, positions, dim=1)
+        bias_u = constant * real
+        total = total * real
         fields = {"bias": bias_u, "total": total, "residual": relative_residual(scores, bias_u, total)}
         fields |= {"additive": bias != "none", "target": logit_label(frozen.view, target, minus)}
         options |= {"target": target, "minus": minus}
@@ -109,18 +114,19 @@ def _vectors_at(
 ) -> Tensor:
     """Source vectors at some positions, `[key, batch, query, d_model]`; nothing that cannot reach them is carried."""
     length = frozen.tokens.shape[1]
-    asked = length if positions is None or not frozen.causal else int(positions.max()) + 1
-    begun = frozen if asked == length else frozen.cut(asked)
-    made = source_to_output(begun, rule, activation, through_head=aggregate == "target", memory=memory)
+    end = length if positions is None or not frozen.causal else int(positions.max()) + 1
+    prefix = frozen if end == length else frozen.cut(end)
+    vectors = source_to_output(prefix, rule, activation, through_head=aggregate == "target", memory=memory)
     if positions is not None:
-        made = torch.take_along_dim(made, positions[None, ..., None], dim=2)
-    if asked == length:
-        return made
-    vectors = made.new_zeros(length + (rule == "token"), *made.shape[1:])
-    vectors[:asked] = made[:asked]
+        vectors = torch.take_along_dim(vectors, positions[None, ..., None], dim=2)
+    if end == length:
+        return vectors
+    keys = length + 1 if rule == "token" else length
+    padded = vectors.new_zeros(keys, *vectors.shape[1:])
+    padded[:end] = vectors[:end]
     if rule == "token":
-        vectors[-1] = made[-1]
-    return vectors
+        padded[-1] = vectors[-1]
+    return padded
 
 
 def source_to_output(
@@ -148,7 +154,8 @@ def source_to_output(
     attention = frozen.view.blocks[0].attention if frozen.view.blocks[0].mixer is None else None
     plain = attention is not None and attention.output_factor is None
     if frozen.whitening(0) is None and frozen.sides is None and plain:
-        vectors, stages = _first_attention(frozen, spread, activation, width), stages[1:]
+        vectors = _first_attention(frozen, spread, activation, width)
+        stages = stages[1:]
     else:
         vectors = source_vectors(frozen.resid_pre(0), rule == "token")
     last = frozen.n_layers if layers is None else layers
@@ -164,21 +171,22 @@ def source_to_output(
 
 def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width: int) -> Tensor:
     """The first attention step, where sources are still apart: u_j by head, b_V included, not a push per source."""
-    local, extra = LocalLayer(frozen, 0), spread.rule == "token"
+    local = LocalLayer(frozen, 0)
+    extra = spread.rule == "token"
     vectors = source_vectors(local.x, extra)
     first = _stages(frozen.block_map(0, activation=activation))[0]
     parallel = [t for t in first.terms if not isinstance(t, Identity) and not t.mixes] if isinstance(first, Sum) else []
     beside = [walk(term, vectors.clone(), spread, causal=frozen.causal, width=width) for term in parallel]
-    for keys, given in local.vectors(width=width, budget=spread.budget):
-        vectors[keys] += given
+    for keys, contribution in local.vectors(width=width, budget=spread.budget):
+        vectors[keys] += contribution
     constant = frozen.view.blocks[0].attention.b_O
     after = local.norms(local.attn.after)
     constant = local.x.new_zeros(local.x.shape[-1]) if constant is None else constant
     constant = constant.expand(local.x.shape)
     for norm in after:
         constant = norm(constant)
-    for given in beside:
-        vectors += given
+    for contribution in beside:
+        vectors += contribution
     return spread.add_everywhere(vectors, constant)
 
 
@@ -187,7 +195,7 @@ def _budget(frozen: FrozenPass, rule: str, width: int, memory: Memory) -> int:
     if memory is None:
         return CHUNK_BUDGET
     x = frozen.resid_pre(0)
-    keys = x.shape[1] + (rule == "token")
+    keys = x.shape[1] + 1 if rule == "token" else x.shape[1]
     vectors = keys * x.numel() * x.element_size() * (2 if any(layout.parallel for layout in frozen.layouts) else 1)
     least = max(keys, x.shape[1]) * len(x) * width * x.element_size()
     left = in_bytes(memory) - vectors
@@ -223,7 +231,8 @@ def _reach(frozen: FrozenPass) -> Tensor:
     mask = frozen.mask
     reach = mask.T[:, :, None] & mask[None]
     if frozen.sides is not None:
-        pos, encoder = mask.shape[1], frozen.sides[0]
+        pos = mask.shape[1]
+        encoder = frozen.sides[0]
         allowed = torch.ones(pos, pos, dtype=torch.bool, device=mask.device)
         allowed[encoder:, :encoder] = False
         decoder = range(frozen.view.encoder_layers, frozen.n_layers)

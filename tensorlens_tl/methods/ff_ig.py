@@ -70,9 +70,9 @@ def ff_map(
         layer = LocalLayer(frozen, number, with_biases=not as_printed)
         scores = layer.x.new_empty(*layer.pairs.shape)
         gain = gain_after(layer) if without_low_gain else None
-        kept = slice(None) if gain is None else gain.argsort()[max(1, int(without_low_gain * len(gain))) :]
+        channels = slice(None) if gain is None else gain.argsort()[max(1, int(without_low_gain * len(gain))) :]
         for keys, vectors in ff_vectors(layer, scope, as_printed):
-            scores[..., keys] = vectors[..., kept].norm(dim=-1).permute(1, 2, 0)
+            scores[..., keys] = vectors[..., channels].norm(dim=-1).permute(1, 2, 0)
         maps.append(scores * layer.pairs)
     return torch.stack(maps)
 
@@ -81,30 +81,31 @@ def ff_vectors(
     layer: LocalLayer, scope: str, as_printed: bool = False
 ) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
     """The vectors whose norms `ff_map` takes, a few source tokens at a time."""
-    place, mlp = layer.mlp, layer.frozen.mlp(layer.layer, "ig")
+    place = layer.mlp
+    mlp = layer.frozen.mlp(layer.layer, "ig")
     weights = layer.frozen.view.blocks[layer.layer].mlp
     if mlp is None or weights is None:
         raise UnsupportedModelError(f"ff-ig: blocks.{layer.layer} has no MLP.")
     width = weights.hidden if "ff" in scope else 0
     for keys, atb in layer.vectors(layer.norms(layer.attn.outer), residual=True, width=width):
-        made = atb if scope == "atb" else through(layer.norms(place.before), atb)
+        vectors = atb if scope == "atb" else through(layer.norms(place.before), atb)
         if "ff" in scope:
-            made = through(layer.norms(place.after), mlp.push(made))
+            vectors = through(layer.norms(place.after), mlp.push(vectors))
         if "res" in scope:
-            made = made + (_own(atb, keys) if as_printed else atb)
+            vectors = vectors + (_diagonal(atb, keys) if as_printed else atb)
         if scope == "atb_ff_res_ln":
-            made = through(layer.norms(place.outer), made)
+            vectors = through(layer.norms(place.outer), vectors)
         if scope == "atb_ln_ff_res_nextln":
-            made = through(_next_norm(layer.frozen, layer.layer), made)
-        yield keys, made
+            vectors = through(_next_norm(layer.frozen, layer.layer), vectors)
+        yield keys, vectors
 
 
-def _own(vectors: Float[Tensor, "rows batch query d_model"], keys: slice) -> Tensor:
+def _diagonal(vectors: Float[Tensor, "rows batch query d_model"], keys: slice) -> Tensor:
     """What each source token gives to itself, and zero elsewhere."""
     rows = torch.arange(len(vectors), device=vectors.device)
-    own = torch.zeros_like(vectors)
-    own[rows, :, rows + keys.start] = vectors[rows, :, rows + keys.start]
-    return own
+    diagonal = torch.zeros_like(vectors)
+    diagonal[rows, :, rows + keys.start] = vectors[rows, :, rows + keys.start]
+    return diagonal
 
 
 def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:

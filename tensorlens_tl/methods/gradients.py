@@ -49,7 +49,7 @@ def input_x_gradient(
         logit.scores(gradient),
         method="input-x-gradient",
         query=query,
-        target=logit.asked.label,
+        target=logit.live_logits.label,
         options={"target": target, "minus": minus, "query": query},
     )
 
@@ -81,9 +81,10 @@ def integrated_gradients(
         NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
     """
     steps = whole_number("steps", steps, least=1)
-    asked = LiveLogits(frozen, target, minus, query, "integrated-gradients")
-    logit = _Logit(asked, memory)
-    total, bias = logit.value(1.0) * asked.real, logit.value(0.0) * asked.real
+    live_logits = LiveLogits(frozen, target, minus, query, "integrated-gradients")
+    logit = _Logit(live_logits, memory)
+    total = logit.value(1.0) * live_logits.real
+    bias = logit.value(0.0) * live_logits.real
     mean = sum((logit.at((step + 0.5) / steps)[1] / steps for step in range(steps)), start=torch.zeros(()))
     scores = logit.scores(mean)
     return Attribution.of(
@@ -94,7 +95,7 @@ def integrated_gradients(
         bias=bias,
         total=total,
         residual=relative_residual(scores, bias, total),
-        target=asked.label,
+        target=live_logits.label,
         options={"target": target, "minus": minus, "query": query, "steps": steps},
     )
 
@@ -102,18 +103,20 @@ def integrated_gradients(
 class _Logit:
     """Logits (or differences) of the live model as a function of the first block's input."""
 
-    def __init__(self, asked: LiveLogits, memory: Memory) -> None:
-        self.asked, self.frozen, self.memory = asked, asked.frozen, memory
+    def __init__(self, live_logits: LiveLogits, memory: Memory) -> None:
+        self.live_logits = live_logits
+        self.frozen = live_logits.frozen
+        self.memory = memory
 
     def scores(self, gradient: Float[Tensor, "batch query pos d"]) -> Float[Tensor, "batch query pos"]:
         """x · gradient, zero at padding."""
-        pairs = self.asked.real[:, :, None] & self.frozen.mask[:, None]
+        pairs = self.live_logits.real[:, :, None] & self.frozen.mask[:, None]
         return (self.frozen.resid_pre(0)[:, None] * gradient).sum(-1) * pairs
 
     def value(self, share: float) -> Float[Tensor, "batch query"]:
         """Logits with the first block's input at a share of its own."""
         with torch.inference_mode(False), torch.no_grad():
-            _, numbers = self.asked.graph(self.frozen.resid_pre(0) * share, own=share == 1)
+            _, numbers = self.live_logits.graph(self.frozen.resid_pre(0) * share, is_pass_input=share == 1)
         return numbers
 
     def at(self, share: float) -> tuple[Float[Tensor, "batch query"], Float[Tensor, "batch query pos d"]]:
@@ -122,6 +125,6 @@ class _Logit:
         per_query = 16 * self.frozen.n_layers * x.numel() * x.element_size()
         # what autograd keeps must not have been made in somebody's inference mode
         with torch.inference_mode(False), torch.enable_grad():
-            leaf, numbers = self.asked.graph(x * share, own=share == 1)
-            rows = [found for _, (found,) in self.asked.gradients(numbers, [leaf], per_query, self.memory)]
+            leaf, numbers = self.live_logits.graph(x * share, is_pass_input=share == 1)
+            rows = [gradient for _, (gradient,) in self.live_logits.gradients(numbers, [leaf], per_query, self.memory)]
         return numbers.detach(), torch.cat([row for row in rows if row is not None]).transpose(0, 1)

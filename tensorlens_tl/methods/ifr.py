@@ -134,7 +134,9 @@ def _check_threshold(threshold: Any) -> None:
 
 def _edges(layer: LocalLayer, threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One layer's heads, stream, MLP and bypass, as in `FlowEdges`."""
-    y, mlp, parallel = layer.attention_sum(), _mlp(layer), layer.frozen.layouts[layer.layer].parallel
+    y = layer.attention_sum()
+    mlp = _mlp(layer)
+    parallel = layer.frozen.layouts[layer.layer].parallel
     real = layer.frozen.mask.to(upcast(y).dtype)
     summands = [layer.x]
     if mlp is not None and parallel:
@@ -143,22 +145,24 @@ def _edges(layer: LocalLayer, threshold: float) -> tuple[Tensor, Tensor, Tensor,
     nearer = (upcast(y).norm(p=1, dim=-1)[:, None, :, None] - layer.head_distances(y)).clamp_min(0)
     nearer = rearrange(nearer * layer.pairs[:, None], "b h q k -> b q (h k)")
     shares = _shares(torch.cat([nearer, _proximities(summands, y) * real[..., None]], dim=-1), threshold)
-    shares, own = shares.split([nearer.shape[-1], len(summands)], dim=-1)
-    heads, none = rearrange(shares, "b q (h k) -> b h q k", k=y.shape[1]), torch.zeros_like(real)
+    shares, others = shares.split([nearer.shape[-1], len(summands)], dim=-1)
+    heads = rearrange(shares, "b q (h k) -> b h q k", k=y.shape[1])
+    zero = torch.zeros_like(real)
     if mlp is None:
-        return heads, own[..., 0], none, none if parallel else real
+        return heads, others[..., 0], zero, zero if parallel else real
     if parallel:
-        return heads, own[..., 0], own[..., 1], none
+        return heads, others[..., 0], others[..., 1], zero
     x = layer.attended()
-    written = mlp(x)
-    through, bypass = _shares(_proximities([written, x], x + written) * real[..., None], threshold).unbind(-1)
-    return heads, own[..., 0], through, bypass
+    update = mlp(x)
+    through, bypass = _shares(_proximities([update, x], x + update) * real[..., None], threshold).unbind(-1)
+    return heads, others[..., 0], through, bypass
 
 
 def _mlp(layer: LocalLayer) -> AffineMap | None:
     """What the MLP adds to the stream, norms before and after it included; None without one."""
-    mlp, at = layer.frozen.mlp(layer.layer), layer.mlp
-    return None if mlp is None else Chain((*layer.norms(at.before), mlp, *layer.norms(at.after)))
+    mlp = layer.frozen.mlp(layer.layer)
+    layout = layer.mlp
+    return None if mlp is None else Chain((*layer.norms(layout.before), mlp, *layer.norms(layout.after)))
 
 
 def _proximities(summands: list[Tensor], y: Float[Tensor, "batch query d"]) -> Float[Tensor, "batch query summand"]:

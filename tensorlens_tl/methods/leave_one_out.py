@@ -37,9 +37,12 @@ NUMBERS = ("logit", "probability", "log_probability")
 
 DELETE = "delete"
 
-PARTS, LEAST = 8, 4
-"""In how many runs a causal model's tokens are replaced, each sharing the tokens before its first: so many, unless that
-leaves fewer tokens than this to a run (more where memory demands it)."""
+PARTS = 8
+"""In how many runs a causal model's tokens are replaced, each sharing the tokens before its first one. Where memory
+demands it, there are more."""
+
+LEAST = 4
+"""The fewest tokens of one such run; short prompts take fewer runs than `PARTS`."""
 
 
 @register_method("leave-one-out")
@@ -65,9 +68,8 @@ def leave_one_out(
             as `evaluate.perturbation` has it (its mean is that of the prompts, where this one depends on no other
             token). Of images and sound ``"zero"``, or the mean patch of all the images of the pass; None is zero.
         query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
-            Where the
-            query's own token is deleted, a causal model is asked at the token before it; a model that sees both ways
-            cannot be asked, nor can any at its first token, and the score is 0.
+            Where the query's own token is deleted, a causal model is read at the token before it; a model that sees
+            both ways cannot be read, nor can any at its first token, and the score is 0.
         memory: what the runs may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
@@ -79,30 +81,32 @@ def leave_one_out(
     if of not in NUMBERS:
         raise InvalidInputError(f"of={of!r}; use one of {', '.join(map(repr, NUMBERS))}.")
     frozen.view.refuse_encoder_decoder("leave-one-out")
-    asked = LiveLogits(frozen, target, minus, query, "leave-one-out")
+    live_logits = LiveLogits(frozen, target, minus, query, "leave-one-out")
     in_bytes(memory)
     if replacement == DELETE:
         _refuse_deletion(frozen)
-        runs, name = _Deleted(frozen, asked, of), DELETE
+        runs = _Deleted(frozen, live_logits, of)
+        name = DELETE
     else:
         chosen = _replacement(frozen, replacement)
-        runs, name = _Replaced(frozen, asked, of, chosen), chosen.name
+        runs = _Replaced(frozen, live_logits, of, chosen)
+        name = chosen.name
     batch, pos = frozen.tokens.shape
-    lost = torch.zeros(pos, batch, asked.positions.shape[1], dtype=upcast(frozen.resid_pre(0)).dtype)
+    losses = torch.zeros(pos, batch, live_logits.positions.shape[1], dtype=upcast(frozen.resid_pre(0)).dtype)
     # what follows the last query of a causal model changes nothing
-    stop = int(asked.positions.max()) + 1 if frozen.causal else pos
-    changed = asked.live.changed(
+    stop = int(live_logits.positions.max()) + 1 if frozen.causal else pos
+    changed = live_logits.live.changed(
         stop, runs.numbers, runs.error, runs.bytes_per_copy, memory, "leave one out", parts=runs.parts
     )
     for tokens, numbers in changed:
-        lost[tokens.start : tokens.stop] = runs.lost(tokens, numbers).cpu()
-    scores = lost.permute(1, 2, 0).to(frozen.resid_pre(0)).where(_scored(frozen, asked), 0)
+        losses[tokens.start : tokens.stop] = runs.losses(tokens, numbers).cpu()
+    scores = losses.permute(1, 2, 0).to(frozen.resid_pre(0)).where(_scored(frozen, live_logits), 0)
     return Attribution.of(
         frozen,
         scores,
         method="leave-one-out",
         query=query,
-        target=asked.label if of == "logit" else asked.label.replace("logit", of.replace("_", "-"), 1),
+        target=live_logits.label if of == "logit" else live_logits.label.replace("logit", of.replace("_", "-"), 1),
         options={"target": target, "minus": minus, "of": of, "replacement": name, "query": query},
     )
 
@@ -129,11 +133,11 @@ def _refuse_deletion(frozen: FrozenPass) -> None:
         )
 
 
-def _scored(frozen: FrozenPass, asked: LiveLogits) -> Bool[Tensor, "batch query key"]:
+def _scored(frozen: FrozenPass, live_logits: LiveLogits) -> Bool[Tensor, "batch query key"]:
     """Which tokens can matter to which query."""
     number = torch.arange(frozen.tokens.shape[1], device=frozen.mask.device)
-    scored = asked.real[:, :, None] & frozen.mask[:, None] & (number >= frozen.prompt.special)
-    return scored & (number <= asked.positions[..., None]) if frozen.causal else scored
+    scored = live_logits.real[:, :, None] & frozen.mask[:, None] & (number >= frozen.prompt.special)
+    return scored & (number <= live_logits.positions[..., None]) if frozen.causal else scored
 
 
 def _looks_back(frozen: FrozenPass) -> bool:
@@ -143,46 +147,50 @@ def _looks_back(frozen: FrozenPass) -> bool:
 
 
 class _Runs:
-    """Runs of copies of the prompts, in each of them something taken away, or nothing.
+    """Runs on copies of the prompts, each of which has one token taken away, or none.
 
     Attributes:
-        own: the numbers of the prompts as they are, `[batch, query]`, from a run that was compared with the pass.
+        unchanged: the numbers of the prompts as they are, `[batch, query]`, from a run that was compared with the pass.
         bytes_per_copy: what one copy allocates.
         parts: in how many runs at least.
     """
 
-    def __init__(self, frozen: FrozenPass, asked: LiveLogits, of: str) -> None:
-        self.frozen, self.asked, self.of, self.parts = frozen, asked, of, 1
+    def __init__(self, frozen: FrozenPass, live_logits: LiveLogits, of: str) -> None:
+        self.frozen = frozen
+        self.live_logits = live_logits
+        self.of = of
+        self.parts = 1
         batch, pos = frozen.tokens.shape
         heads = max((block.attention.heads for block in frozen.view.blocks if block.mixer is None), default=0)
-        unembedded = pos if asked.positions.shape[1] > 1 else 1
+        unembedded = pos if live_logits.positions.shape[1] > 1 else 1
         size = frozen.resid_pre(0).element_size()
         per_prompt = 4 * pos * heads * pos + 2 * unembedded * frozen.view.d_vocab
         self.bytes_per_copy = 2 * frozen.row_bytes + batch * per_prompt * size
-        self.own = self._own()
+        self.unchanged = self._unchanged()
 
     def numbers(self, copies: Copies) -> Float[Tensor, "copy batch query"]:
-        """The numbers that are asked about, with a token taken away in each copy, or none."""
+        """The target's numbers of each copy, which has one token taken away or none."""
         raise NotImplementedError
 
-    def lost(self, tokens: range, numbers: Float[Tensor, "token batch query"]) -> Float[Tensor, "token batch query"]:
+    def losses(self, tokens: range, numbers: Float[Tensor, "token batch query"]) -> Float[Tensor, "token batch query"]:
         """What each query's number loses without each of these tokens."""
-        return self.own - numbers
+        return self.unchanged - numbers
 
     def error(self, numbers: Float[Tensor, "batch query"]) -> float:
         """How far the numbers of unchanged prompts are from the first ones."""
         least = 0.0 if self.of == "probability" else 1.0  # logits, and logarithms, are of the size of 1
-        size = max(least, float(self.own.abs().max()))
-        return float((numbers - self.own).abs().max()) / size
+        size = max(least, float(self.unchanged.abs().max()))
+        return float((numbers - self.unchanged).abs().max()) / size
 
-    def _own(self) -> Float[Tensor, "batch query"]:
+    def _unchanged(self) -> Float[Tensor, "batch query"]:
         """The numbers of the prompts as they are, from one run in the pass's own shape, which must repeat the pass."""
-        frozen, at = self.frozen, self.asked.in_logits
+        frozen = self.frozen
+        at = self.live_logits.in_logits
         name = frozen.points.unembed_in
         assert name is not None  # a model with an unembedding
-        seen, made = capture(frozen.model, frozen.inputs, [name], hooks=logit_hooks(frozen.model, name, at))
-        logits = logits_at(made, at)
-        self.asked.check(seen[name], logits)
+        activations, output = capture(frozen.model, frozen.inputs, [name], hooks=logit_hooks(frozen.model, name, at))
+        logits = logits_at(output, at)
+        self.live_logits.check(activations[name], logits)
         return self._read(logits)
 
     def _run(
@@ -199,16 +207,16 @@ class _Runs:
         logits = upcast(logits)
         if self.of != "logit":
             logits = logits.softmax(-1) if self.of == "probability" else logits.log_softmax(-1)
-        return self.asked.read(logits)
+        return self.live_logits.read(logits)
 
 
 class _Replaced(_Runs):
     """Something else stands in the token's place."""
 
-    def __init__(self, frozen: FrozenPass, asked: LiveLogits, of: str, replacement: Replacement) -> None:
-        super().__init__(frozen, asked, of)
+    def __init__(self, frozen: FrozenPass, live_logits: LiveLogits, of: str, replacement: Replacement) -> None:
+        super().__init__(frozen, live_logits, of)
         self.replacement = replacement
-        self.prefix = SharedPrefix(frozen) if SharedPrefix.applies(frozen) and not asked.live.alone else None
+        self.prefix = SharedPrefix(frozen) if SharedPrefix.applies(frozen) and not live_logits.live.alone else None
         self.parts = 1 if self.prefix is None else max(1, min(PARTS, frozen.tokens.shape[1] // LEAST))
 
     def numbers(self, copies: Copies) -> Float[Tensor, "copy batch query"]:
@@ -227,17 +235,18 @@ class _Replaced(_Runs):
         except Exception:  # whatever a model does with a cache that is not for it: whole prompts are run instead
             numbers = None
         if numbers is not None:
-            after = self.asked.positions >= start
-            numbers = numbers.where(after.to(numbers.device), self.own)  # what lies before is as it was
-            unchanged = [self.error(made) for made, token in zip(numbers, copies, strict=True) if token is None]
-            if max(unchanged, default=float("inf")) <= self.frozen.tolerance:
+            after = self.live_logits.positions >= start
+            numbers = numbers.where(after.to(numbers.device), self.unchanged)  # what lies before is as it was
+            errors = [self.error(row) for row, token in zip(numbers, copies, strict=True) if token is None]
+            if max(errors, default=float("inf")) <= self.frozen.tolerance:
                 return numbers
         self.prefix = None
         return None
 
     def _with_replaced(self, tokens: Copies, start: int) -> Float[Tensor, "copy batch query"]:
         """One run, from the token at `start` on."""
-        frozen, copies = self.frozen, len(tokens)
+        frozen = self.frozen
+        copies = len(tokens)
         batch, pos = frozen.tokens.shape
         replaced = torch.zeros(copies, batch, pos, dtype=torch.bool, device=frozen.tokens.device)
         for copy, token in enumerate(tokens):
@@ -247,7 +256,7 @@ class _Replaced(_Runs):
         if start and self.prefix is not None:
             inputs = self.prefix.before({"input": inputs["input"][:, start:]}, copies)
         inputs, hooks = self.replacement.put(inputs, replaced.flatten(0, 1)[:, start:])
-        at = (self.asked.in_logits - start).clamp_min(0)
+        at = (self.live_logits.in_logits - start).clamp_min(0)
         return self._run(inputs, hooks, at.expand(copies, *at.shape))
 
 
@@ -257,38 +266,38 @@ class _Deleted(_Runs):
     def numbers(self, copies: Copies) -> Float[Tensor, "copy batch query"]:
         """See `_Runs.numbers`; unchanged prompts are a token longer than the others, and run by themselves."""
         if self.frozen.tokens.shape[1] == 1:
-            return self.own.expand(len(copies), *self.own.shape)
+            return self.unchanged.expand(len(copies), *self.unchanged.shape)
         tokens = [token for token in copies if token is not None]
         if len(tokens) == len(copies) == 1:
             return self._without(tokens)
         if not tokens:
-            return self._own()[None]
+            return self._unchanged()[None]
         # instead of unchanged copies, the first and the last have the same token deleted
         numbers = self._without([*tokens, tokens[0]])
-        last = self.own + (numbers[-1] - numbers[0])
-        return torch.cat([self.own[None], numbers[:-1], last[None]])
+        last = self.unchanged + (numbers[-1] - numbers[0])
+        return torch.cat([self.unchanged[None], numbers[:-1], last[None]])
 
     def _without(self, tokens: list[int]) -> Float[Tensor, "token batch query"]:
-        frozen, asked = self.frozen, self.asked
+        frozen = self.frozen
+        live_logits = self.live_logits
         batch, pos = frozen.tokens.shape
         number = torch.arange(pos - 1, device=frozen.tokens.device)
         deleted = torch.tensor(tokens, device=frozen.tokens.device)
-        left = number + (number >= deleted[:, None])  # [copy, pos - 1]
+        left = number + (number >= deleted[:, None]).long()  # [copy, pos - 1]
         index = left.repeat_interleave(batch, dim=0)
-        inputs = {
-            name: value.gather(1, index.to(value.device))
-            if isinstance(value, Tensor) and value.shape[:2] == (batch * len(tokens), pos)
-            else value
-            for name, value in repeated(frozen.inputs, len(tokens)).items()
-        }
-        at = asked.positions - (deleted[:, None, None] <= asked.positions).long()
+        inputs = repeated(frozen.inputs, len(tokens))
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and value.shape[:2] == (batch * len(tokens), pos):
+                inputs[name] = value.gather(1, index.to(value.device))
+        at = live_logits.positions - (deleted[:, None, None] <= live_logits.positions).long()
         return self._run(inputs, [], at.clamp_min(0))
 
-    def lost(self, tokens: range, numbers: Float[Tensor, "token batch query"]) -> Float[Tensor, "token batch query"]:
+    def losses(self, tokens: range, numbers: Float[Tensor, "token batch query"]) -> Float[Tensor, "token batch query"]:
         """See `_Runs.lost`; 0 where a query's own token is deleted and no other stands for it."""
-        frozen, asked = self.frozen, self.asked
+        frozen = self.frozen
+        positions = self.live_logits.positions
         deleted = torch.tensor(tokens, device=frozen.tokens.device)[:, None, None]
-        before = torch.take_along_dim(frozen.mask, (asked.positions - 1).clamp_min(0), dim=1) & (asked.positions > 0)
-        askable = (deleted != asked.positions) | (before & _looks_back(frozen))
-        lost = self.own - numbers
-        return torch.where(askable, lost, torch.zeros_like(lost))
+        has_predecessor = torch.take_along_dim(frozen.mask, (positions - 1).clamp_min(0), dim=1) & (positions > 0)
+        askable = (deleted != positions) | (has_predecessor & _looks_back(frozen))
+        losses = self.unchanged - numbers
+        return torch.where(askable, losses, torch.zeros_like(losses))

@@ -1,4 +1,4 @@
-"""What is asked of the live model's logits, a token's or the difference of two, and its gradients."""
+"""Logits of the live model, a token's or the difference of two, and their gradients."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +23,7 @@ class LiveLogits:
         frozen: the pass.
         target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
         query: see `tensorlens_tl.passes.inputs.prompts.query_positions`.
-        what: what is asked, for messages.
+        what: the name of the method, for messages.
 
     Attributes:
         live: the model, which is still that of the pass.
@@ -44,7 +44,8 @@ class LiveLogits:
             raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
         if frozen.view.unembedding is None:
             raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens.")
-        self.live, self.frozen = LiveModel(frozen, what), frozen
+        self.live = LiveModel(frozen, what)
+        self.frozen = frozen
         self.positions = query_positions(frozen.prompt, query)
         self.in_logits = frozen.prompt.in_logits(self.positions)
         self.ids, self.others = target_ids(frozen, self.positions, target, minus)
@@ -52,14 +53,14 @@ class LiveLogits:
         self.label = logit_label(frozen.view, target, minus)
 
     def read(self, logits: Float[Tensor, "*any batch query d_vocab"]) -> Float[Tensor, "*any batch query"]:
-        """The number that is asked about, from what the model gives (or any function of it)."""
+        """The target's number at each query, from the model's logits or any function of them."""
 
-        def taken(ids: Tensor) -> Tensor:
+        def at_ids(ids: Tensor) -> Tensor:
             # autograd keeps no index that was made in somebody's inference mode
             index = ids[..., None].clone().to(logits.device).expand(*logits.shape[:-1], 1)
             return logits.gather(-1, index)[..., 0]
 
-        return taken(self.ids) if self.others is None else taken(self.ids) - taken(self.others)
+        return at_ids(self.ids) if self.others is None else at_ids(self.ids) - at_ids(self.others)
 
     def check(self, states: Tensor, logits: Float[Tensor, "batch query d_vocab"]) -> None:
         """Refuse a run of the pass's prompts that unembeds something else than the pass did, or in another way.
@@ -71,14 +72,15 @@ class LiveLogits:
         Raises:
             FrozenModelError: the live model is no longer that of the pass.
         """
-        frozen, name = self.frozen, self.frozen.points.unembed_in
+        frozen = self.frozen
+        name = frozen.points.unembed_in
         assert name is not None  # a model with an unembedding
         self.live.check({name: states})
         # the weights' logits are the pass's own where they were compared
-        held = frozen.view.logits(torch.take_along_dim(frozen.unembedded(), self.positions[..., None], dim=1))
+        expected = frozen.view.logits(torch.take_along_dim(frozen.unembedded(), self.positions[..., None], dim=1))
         known = self.real if not self.live.same_hooks else self.real & self._compared
-        off = (logits.detach().to(held) - held).abs().amax(-1) / held.abs().amax(-1)
-        error = float(off[known].max()) if bool(known.any()) else 0.0
+        errors = (logits.detach().to(expected) - expected).abs().amax(-1) / expected.abs().amax(-1)
+        error = float(errors[known].max()) if bool(known.any()) else 0.0
         self.live.refuse(error, f"the logits differ by {error:.1e}")
 
     @property
@@ -90,7 +92,7 @@ class LiveLogits:
         return torch.take_along_dim(frozen.logits_compared, self.positions, dim=1)
 
     def graph(
-        self, x: Float[Tensor, "batch pos d_model"], hooks: Sequence[FwdHook] = (), own: bool = True
+        self, x: Float[Tensor, "batch pos d_model"], hooks: Sequence[FwdHook] = (), is_pass_input: bool = True
     ) -> tuple[Tensor, Float[Tensor, "batch query"]]:
         """One run with gradients, in a batch of the pass's own shape: its input, and the numbers that it gives.
 
@@ -99,13 +101,14 @@ class LiveLogits:
         Args:
             x: what enters the first block.
             hooks: further hooks of the run.
-            own: whether this is the pass's own input, so that the run must repeat the pass.
+            is_pass_input: whether this is the pass's own input, so that the run must repeat the pass.
         """
-        frozen, unembed_in = self.frozen, self.frozen.points.unembed_in
-        seen: list[Tensor] = []
+        frozen = self.frozen
+        unembed_in = frozen.points.unembed_in
+        streams: list[Tensor] = []
 
         def see(stream: Tensor, *, hook: object) -> None:
-            seen[:] = [stream]
+            streams[:] = [stream]
 
         leaf = x.detach().clone().requires_grad_(True)  # weights may need no gradient
         parts = leaf.split([leaf.shape[1]] if frozen.sides is None else list(frozen.sides), dim=1)
@@ -113,10 +116,10 @@ class LiveLogits:
             (name, in_this_thread(lambda stream, *, hook, part=part: part))
             for name, part in zip(frozen.stream_names(0), parts, strict=True)
         ]
-        made = run(frozen.model, frozen.inputs, [*entry, *hooks, (unembed_in, in_this_thread(see))])
-        logits = logits_at(made, self.in_logits.clone())
-        if own:
-            self.check(seen[0], logits)
+        output = run(frozen.model, frozen.inputs, [*entry, *hooks, (unembed_in, in_this_thread(see))])
+        logits = logits_at(output, self.in_logits.clone())
+        if is_pass_input:
+            self.check(streams[0], logits)
         return leaf, self.read(logits)
 
     def gradients(
@@ -136,10 +139,10 @@ class LiveLogits:
             seeds = numbers.new_zeros(len(rows), *numbers.shape)
             for row, query in enumerate(rows):
                 seeds[row, :, query] = 1
-            found = _pulled(numbers, tensors, seeds)
-            for gradient in found:
+            gradients = _batched_gradients(numbers, tensors, seeds)
+            for gradient in gradients:
                 self._check_finite(gradient)
-            yield slice(rows.start, rows.stop), found
+            yield slice(rows.start, rows.stop), gradients
 
     def _check_finite(self, gradient: Tensor | None) -> None:
         if gradient is None or bool(torch.isfinite(gradient).all()):
@@ -150,11 +153,13 @@ class LiveLogits:
         raise NumericalError(f"{self.frozen.view.description}: gradients are not finite; {hint}.")
 
 
-def _pulled(numbers: Tensor, tensors: Sequence[Tensor], seeds: Float[Tensor, "row batch query"]) -> list[Tensor | None]:
+def _batched_gradients(
+    numbers: Tensor, tensors: Sequence[Tensor], seeds: Float[Tensor, "row batch query"]
+) -> list[Tensor | None]:
     """Gradients by each tensor for every row of seeds, in one batched backward pass where there are several."""
     if len(seeds) == 1:
-        alone = torch.autograd.grad(numbers, tensors, seeds[0], retain_graph=True, allow_unused=True)
-        return [None if gradient is None else gradient[None] for gradient in alone]
+        gradients = torch.autograd.grad(numbers, tensors, seeds[0], retain_graph=True, allow_unused=True)
+        return [None if gradient is None else gradient[None] for gradient in gradients]
     return list(
         torch.autograd.grad(numbers, tensors, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True)
     )

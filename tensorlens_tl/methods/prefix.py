@@ -24,8 +24,10 @@ class SharedPrefix:
     """
 
     def __init__(self, frozen: FrozenPass) -> None:
-        self.frozen, self.length = frozen, 0
-        self._bridge, self._cache = frozen.view.is_bridge, None
+        self.frozen = frozen
+        self.length = 0
+        self._bridge = frozen.view.is_bridge
+        self._cache = None
         if not self._bridge:
             device = frozen.inputs["input"].device
             self._cache: Any = TransformerLensKeyValueCache.init_cache(frozen.view.cfg, device, len(frozen.tokens))
@@ -48,8 +50,8 @@ class SharedPrefix:
             if self._bridge:
                 inputs |= {"use_cache": True, "return_type": "logits_and_cache"}
                 inputs |= {} if self._cache is None else {"past_key_values": self._cache}
-                made = run(self.frozen.model, inputs, [])
-                self._cache = made[1] if isinstance(made, tuple) else None
+                output = run(self.frozen.model, inputs, [])
+                self._cache = output[1] if isinstance(output, tuple) else None
             else:
                 run(self.frozen.model, inputs | self._masked(self._cache, inputs["input"]), [])
             self.length = stop
@@ -63,7 +65,8 @@ class SharedPrefix:
             cache.batch_select_indices(rows)
             return inputs | {"past_key_values": cache, "use_cache": True}
         for entry in cache.entries:
-            entry.past_keys, entry.past_values = entry.past_keys[rows], entry.past_values[rows]
+            entry.past_keys = entry.past_keys[rows]
+            entry.past_values = entry.past_values[rows]
         cache.previous_attention_mask = cache.previous_attention_mask[rows]
         return inputs | self._masked(cache, inputs["input"])
 

@@ -37,7 +37,8 @@ def rollout(
         UnsupportedModelError: the map is undefined for this model, or the model is whitened.
     """
     refuse_whitened(frozen, "rollout")
-    chosen, share = get_layer_map(layer_map), residual
+    chosen = get_layer_map(layer_map)
+    share = residual
     if share == "auto":
         share = None if chosen.holds_residual else 0.5
     if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):

@@ -59,11 +59,12 @@ def tensorlens(
         InvalidInputError: an unknown collapse, a target without ``collapse="target"`` or the reverse, and what
             `FrozenPass.operator` and the collapses raise.
     """
-    asked = any(option is not None for option in (target, minus, direction))
-    collapse = ("target" if asked else "in_out") if collapse is None else collapse
+    has_target = any(option is not None for option in (target, minus, direction))
+    if collapse is None:
+        collapse = "target" if has_target else "in_out"
     if collapse not in get_args(CollapseName):
         raise InvalidInputError(f"collapse={collapse!r}; use one of {', '.join(map(repr, get_args(CollapseName)))}.")
-    if collapse != "target" and asked:
+    if collapse != "target" and has_target:
         raise InvalidInputError(f"target, minus and direction belong to collapse='target'; leave {collapse!r} out.")
     if collapse == "norm" and bias != "apart":
         raise InvalidInputError(f"bias={bias!r}: the norm of T has no biases; use collapse='in_out' or 'target'.")
@@ -74,18 +75,24 @@ def tensorlens(
         result = operator.norm(query, probes=probes, tol=tol, rows=rows, seed=seed, memory=memory)
         what = "norm of T"
     elif collapse == "in_out":
-        result, what = operator.in_out(query, bias=bias, memory=memory), "squared norm of the output"
+        result = operator.in_out(query, bias=bias, memory=memory)
+        what = "squared norm of the output"
     else:
         result = operator.target(target, minus, query=query, direction=direction, bias=bias, memory=memory)
         what = "a direction" if direction is not None else logit_label(frozen.view, target, minus)
-    what += "" if operator.reaches_end and direction is None else f" at {operator.end}"
-    what += f", from blocks.{operator.first} input" if operator.first else ""
-    what += "" if operator.whole else ", heads or MLPs left out"
-    options = {"collapse": collapse, "query": query, "target": target, "minus": minus, "direction": direction} | {
+    if direction is not None or not operator.reaches_end:
+        what += f" at {operator.end}"
+    if operator.first:
+        what += f", from blocks.{operator.first} input"
+    if not operator.whole:
+        what += ", heads or MLPs left out"
+    options = {
+        "collapse": collapse, "query": query, "target": target, "minus": minus, "direction": direction,
         "layers": layers, "heads": heads, "mlp": mlp, "final_norm": None if final_norm else False,
         "activation": activation, "bias": bias, "probes": probes, "tol": tol,
-        "rows": rows if probes or tol else None, "seed": seed if probes or tol else None,
     }  # fmt: skip
+    if probes or tol:
+        options |= {"rows": rows, "seed": seed}
     return Attribution.of(
         frozen,
         result.scores,

@@ -50,18 +50,18 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     per_token = 2 * frozen.row_bytes + 4 * batch * heads * pos * pos * x.element_size()
 
     def run(tokens: Copies) -> Float[Tensor, "copy layer batch pos"]:
-        kept = torch.ones(len(tokens), pos, dtype=torch.bool, device=x.device)
+        value_mask = torch.ones(len(tokens), pos, dtype=torch.bool, device=x.device)
         for copy, token in enumerate(tokens):
             if token is not None:
-                kept[copy, token] = False
-        return _Run(frozen, kept).changes.transpose(0, 1)
+                value_mask[copy, token] = False
+        return _Run(frozen, value_mask).changes.transpose(0, 1)
 
     def turned(changes: Float[Tensor, "layer batch pos"]) -> float:
         return float((2 * changes[:, frozen.mask]).sqrt().max())
 
     changes = torch.zeros(frozen.n_layers, batch, pos, pos, dtype=upcast(x).dtype, device=x.device)
-    for tokens, made in live.changed(pos, run, turned, per_token, memory, "value zeroing"):
-        changes[..., tokens.start : tokens.stop] = made.permute(1, 2, 3, 0)
+    for tokens, values in live.changed(pos, run, turned, per_token, memory, "value zeroing"):
+        changes[..., tokens.start : tokens.stop] = values.permute(1, 2, 3, 0)
     pairs = frozen.mask[:, :, None] & frozen.mask[:, None]
     pairs = pairs.tril() if frozen.causal else pairs  # what rounding leaves ahead of a query is no change
     return normalize_rows(changes * pairs).to(x)
@@ -122,58 +122,66 @@ class _Run:
 
     Args:
         frozen: the pass.
-        kept: which source tokens keep their values, for each copy.
+        value_mask: which source tokens keep their values, for each copy.
         first: what the first layer reads, if it is to be another input than its own.
     """
 
-    def __init__(self, frozen: FrozenPass, kept: Bool[Tensor, "copy pos"], first: Tensor | None = None) -> None:
-        self.frozen, self.kept = frozen, kept
+    def __init__(self, frozen: FrozenPass, value_mask: Bool[Tensor, "copy pos"], first: Tensor | None = None) -> None:
+        self.frozen = frozen
+        self.value_mask = value_mask
         x = frozen.resid_pre(0)
-        self.copies = len(kept), *frozen.tokens.shape
+        self.copies = len(value_mask), *frozen.tokens.shape
         self.changes = torch.zeros(frozen.n_layers, *self.copies, dtype=upcast(x).dtype, device=x.device)
-        self._seen = set[int]()
+        self._measured_layers = set[int]()
         hooks = [self._put(frozen.points.blocks[0].resid_pre, x if first is None else first)]
         for layer in range(frozen.n_layers):
             hooks += self._attention(layer)
             hooks.append(self._measured(layer))
-        inputs, last = repeated(frozen.inputs, len(kept)), frozen.points.last_output
+        inputs = repeated(frozen.inputs, len(value_mask))
+        last = frozen.points.last_output
         capture(frozen.model, inputs, [], hooks=[(name, in_this_thread(hook)) for name, hook in hooks], last=last)
 
     def _put(self, name: str, x: Float[Tensor, "batch pos d"]) -> FwdHook:
         def hook(live: Tensor, *, hook: Any) -> Tensor:
-            return x.repeat(len(self.kept), 1, 1).to(live).reshape(live.shape)
+            return x.repeat(len(self.value_mask), 1, 1).to(live).reshape(live.shape)
 
         return name, hook
 
     def _measured(self, layer: int) -> FwdHook:
         """Looks at a layer's output, and puts the pass's own in its place for the next layer."""
-        own, name = self.frozen.resid_pre(layer + 1), self.frozen.output_name(layer)
-        put = self._put(name, own)[1]
+        expected = self.frozen.resid_pre(layer + 1)
+        name = self.frozen.output_name(layer)
+        put = self._put(name, expected)[1]
 
         def hook(live: Tensor, *, hook: Any) -> Tensor:
-            if layer not in self._seen:  # a Bridge in compatibility mode calls it once for each of its point's names
-                self._seen.add(layer)
-                made = live.to(own.device).unflatten(0, self.copies[:2])
-                self.changes[layer] = (_directions(made) - _directions(own)).square().sum(-1) / 2
+            # a Bridge in compatibility mode calls it once for each of its point's names
+            if layer not in self._measured_layers:
+                self._measured_layers.add(layer)
+                output = live.to(expected.device).unflatten(0, self.copies[:2])
+                self.changes[layer] = (_directions(output) - _directions(expected)).square().sum(-1) / 2
             return put(live, hook=hook)
 
         return name, hook
 
     def _attention(self, layer: int) -> list[FwdHook]:
         """What takes the zeroed tokens' values out of one layer's attention."""
-        points, pattern, kept = self.frozen.points.blocks[layer], self.frozen.pattern(layer), self.kept
+        points = self.frozen.points.blocks[layer]
+        pattern = self.frozen.pattern(layer)
+        value_mask = self.value_mask
         if points.attention is not None:
-            held = self.frozen.attention(layer)
-            values, rest = held.stages[0], Chain(held.stages[1:])
+            attention = self.frozen.attention(layer)
+            values = attention.stages[0]
+            rest = Chain(attention.stages[1:])
             v = values(self.frozen.captured(points.attention.into))
             factor = self.frozen.view.blocks[layer].branch_factor
 
             def put(live: Tensor, *, hook: Any) -> Tensor:
-                made = (rest.push(v * kept[:, None, :, None]) + rest.bias) / factor
-                return made.reshape(live.shape).to(live)
+                output = (rest.push(v * value_mask[:, None, :, None]) + rest.bias) / factor
+                return output.reshape(live.shape).to(live)
 
             return [(points.attention.out, put)]
-        heads, recorded = points.heads, list[Tensor]()
+        heads = points.heads
+        recorded = list[Tensor]()
         assert heads is not None
 
         def record(v: Tensor, *, hook: Any) -> None:
@@ -182,7 +190,7 @@ class _Run:
         def mix(z: Tensor, *, hook: Any) -> Tensor | None:
             if not recorded:
                 return None
-            v = recorded.pop().unflatten(0, self.copies[:2]) * kept[:, None, :, None, None]
+            v = recorded.pop().unflatten(0, self.copies[:2]) * value_mask[:, None, :, None, None]
             grouped = rearrange(pattern.to(v), "b (kv group) q k -> b kv group q k", kv=v.shape[3])
             return torch.einsum("bcgqk,rbkcd->rbqcgd", grouped, v).reshape(z.shape)
 
@@ -201,12 +209,12 @@ def _prove_inputs_held(frozen: FrozenPass) -> None:
         UnsupportedModelError: naming the layer that ignores it.
     """
     x = frozen.resid_pre(0)
-    kept = torch.ones(1, x.shape[1], dtype=torch.bool, device=x.device)
-    run = _Run(frozen, kept, first=x.flip(-1) + x.roll(1, -1))
+    value_mask = torch.ones(1, x.shape[1], dtype=torch.bool, device=x.device)
+    run = _Run(frozen, value_mask, first=x.flip(-1) + x.roll(1, -1))
     for layer in range(1, frozen.n_layers):
-        off = float((2 * run.changes[layer, 0][frozen.mask]).sqrt().max())
-        if not off <= frozen.tolerance:
+        change = float((2 * run.changes[layer, 0][frozen.mask]).sqrt().max())
+        if not change <= frozen.tolerance:
             raise UnsupportedModelError(
                 f"value-zeroing: blocks.{layer} of this {frozen.view.description} does not read what a hook puts at "
-                f"its input (its output changes by {off:.1e}): the hook point only observes."
+                f"its input (its output changes by {change:.1e}): the hook point only observes."
             )

@@ -83,7 +83,7 @@ class Attribution(Shown, Stored):
             query: the queries that the second axis holds, as the method was asked for them.
             fields: any other field of Attribution.
         """
-        known = {
+        of_pass = {
             "tokens": [list(row) for row in frozen.str_tokens],
             "word_starts": frozen.prompt.word_starts,
             "sides": frozen.prompt.sides,
@@ -92,10 +92,10 @@ class Attribution(Shown, Stored):
             "image": frozen.prompt.image,
             "provenance": frozen.provenance(),
         }
-        made = known | fields
-        if made.get("bias") is not None and made.get("total") is not None and made.get("residual") is None:
-            made["residual"] = relative_residual(scores, made["bias"], made["total"])
-        return cls(scores=scores, method=method, **made)
+        values = of_pass | fields
+        if values.get("bias") is not None and values.get("total") is not None and values.get("residual") is None:
+            values["residual"] = relative_residual(scores, values["bias"], values["total"])
+        return cls(scores=scores, method=method, **values)
 
     def __post_init__(self) -> None:
         try:
@@ -123,7 +123,8 @@ class Attribution(Shown, Stored):
         Raises:
             InvalidInputError: k below 1, or no such query.
         """
-        row, tokens = self._row(query, batch), self.tokens[batch]
+        row = self._row(query, batch)
+        tokens = self.tokens[batch]
         real = self.mask[batch].nonzero()[:, 0].to(row.device)
         positions = real.tolist()
         return largest(row[real], [tokens[i] for i in positions], k, positions)
@@ -150,7 +151,8 @@ class Attribution(Shown, Stored):
         Raises:
             InvalidInputError: the text does not occur, or a position out of range.
         """
-        row, tokens = self._row(query, batch), self.tokens[batch]
+        row = self._row(query, batch)
+        tokens = self.tokens[batch]
         mask = self.mask[batch].tolist()
         if isinstance(where, str):
             spans = find_real(tokens, mask, where)
@@ -165,7 +167,8 @@ class Attribution(Shown, Stored):
     def _position(where: Any, mask: list[bool]) -> int:
         """A real token's position; a negative one counts from the last real token."""
         place = whole_number("position", where, -sum(mask), len(mask) - 1)
-        place = [i for i, real in enumerate(mask) if real][place] if place < 0 else place
+        if place < 0:
+            place = [i for i, real in enumerate(mask) if real][place]
         if not mask[place]:
             raise InvalidInputError(f"position={place} is padding in this prompt, which has {sum(mask)} real tokens.")
         return place
@@ -203,38 +206,46 @@ class Attribution(Shown, Stored):
         starts = self.word_starts or [word_starts(row) for row in self.tokens]
         words = [word_ids(row, mask) for row, mask in zip(starts, self.mask.tolist(), strict=True)]
         count = max(max(row) for row in words) + 1
-        pos = self.mask.shape[1]
-        join = self.scores.new_zeros(len(words), pos, count + 1)  # padding goes to the extra column
-        join[torch.arange(len(words))[:, None], torch.arange(pos)[None], torch.tensor(words) % (count + 1)] = 1
-        join = join[..., :count]
-        scores = self.scores @ join
-        bias, total, residual, queries = self.bias, self.total, self.residual, self.queries
-        asked = queries.shape[1]
-        if asked > 1 and torch.equal(queries.cpu(), torch.arange(asked).expand_as(queries)):
-            # every query, or the first of them (a key may be no token, such as a bias)
-            if asked < pos and len({max(row) for row in words}) > 1:
+        length = self.mask.shape[1]
+        membership = self.scores.new_zeros(len(words), length, count + 1)  # padding goes to the extra column
+        prompts = torch.arange(len(words))[:, None]
+        membership[prompts, torch.arange(length)[None], torch.tensor(words) % (count + 1)] = 1
+        membership = membership[..., :count]
+        scores = self.scores @ membership
+        bias = self.bias
+        total = self.total
+        residual = self.residual
+        n_queries = self.queries.shape[1]
+        first_queries = torch.arange(n_queries).expand_as(self.queries)
+        if n_queries > 1 and torch.equal(self.queries.cpu(), first_queries):
+            # every query, or the first of them: the last key may be a bias instead of a token
+            if n_queries < length and len({max(row) for row in words}) > 1:
                 raise InvalidInputError("merge_words: one source is no token (a bias); merge one prompt at a time.")
-            mean = (join / join.sum(1, keepdim=True).clamp_min(1)).transpose(1, 2)[:, :, :asked]
+            mean = (membership / membership.sum(1, keepdim=True).clamp_min(1)).transpose(1, 2)[:, :, :n_queries]
             mean = mean[:, : int(mean.any(2).sum(1).max())]
             scores = mean @ scores
-            bias, total = (None if t is None else (mean @ t[..., None])[..., 0] for t in (bias, total))
-            residual, queries = None, torch.arange(mean.shape[1]).expand(len(words), -1)
+            bias = None if bias is None else (mean @ bias[..., None])[..., 0]
+            total = None if total is None else (mean @ total[..., None])[..., 0]
+            residual = None
+            queries = torch.arange(mean.shape[1]).expand(len(words), -1)
         else:
-            queries = torch.take_along_dim(torch.tensor(words), queries.cpu(), dim=1)
-        tokens = [
-            ["".join(without_mark(t) for t, w in zip(row, ids, strict=True) if w == word) for word in range(count)]
-            for row, ids in zip(self.tokens, words, strict=True)
-        ]
-        mask = join.any(1)
-        sides = self.sides and [
-            [dict(zip(ids[::-1], row[::-1], strict=True)).get(word, "") for word in range(count)]
-            for row, ids in zip(self.sides, words, strict=True)
-        ]
+            queries = torch.take_along_dim(torch.tensor(words), self.queries.cpu(), dim=1)
         return replace(
-            self, scores=scores, tokens=tokens, mask=mask, queries=queries, bias=bias, total=total, residual=residual,
-            sides=sides, layers=None, stderr=None, word_starts=[[True] * count for _ in words],
-            options={name: value for name, value in self.options.items() if name not in OF_GENERATED},  # count tokens
-        )  # fmt: skip
+            self,
+            scores=scores,
+            tokens=[_word_texts(row, ids, count) for row, ids in zip(self.tokens, words, strict=True)],
+            mask=membership.any(1),
+            queries=queries,
+            bias=bias,
+            total=total,
+            residual=residual,
+            sides=self.sides and [_word_sides(row, ids, count) for row, ids in zip(self.sides, words, strict=True)],
+            layers=None,
+            stderr=None,
+            word_starts=[[True] * count for _ in words],
+            # options of generated text hold token positions, which no longer apply
+            options={name: value for name, value in self.options.items() if name not in OF_GENERATED},
+        )
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per score of real tokens: the axes, the two tokens, of an encoder–decoder their sides, the score."""
@@ -242,7 +253,8 @@ class Attribution(Shown, Stored):
 
         index = torch.cartesian_prod(*(torch.arange(size) for size in self.scores.shape)).reshape(-1, self.scores.ndim)
         frame = pd.DataFrame({name: index[:, axis].numpy() for axis, name in enumerate(self.axes)})
-        rows, keys = frame["batch"].to_numpy(), frame["key"].to_numpy()
+        rows = frame["batch"].to_numpy()
+        keys = frame["key"].to_numpy()
         frame["query"] = self.queries.cpu().numpy()[rows, frame["query"].to_numpy()]
         frame["query_token"] = [self.tokens[b][q] for b, q in zip(rows, frame["query"], strict=True)]
         frame["key_token"] = [self.tokens[b][k] for b, k in zip(rows, keys, strict=True)]
@@ -265,18 +277,19 @@ class Attribution(Shown, Stored):
         """
         if not isinstance(other, Attribution):
             return NotImplemented
-        for name, mine, theirs in (
+        for name, left, right in (
             ("tokens", self.tokens, other.tokens),
             ("axes", self.axes, other.axes),
             ("queries", self.queries.tolist(), other.queries.tolist()),
             ("weight processing", *(a.provenance.get("weight_processing") for a in (self, other))),
         ):
-            if mine != theirs:
-                shown = f" ({mine!r} and {theirs!r})" if name == "weight processing" else ""
-                raise InvalidInputError(f"difference: the two differ in {name}{shown}; compare like with like.")
+            if left != right:
+                values = f" ({left!r} and {right!r})" if name == "weight processing" else ""
+                raise InvalidInputError(f"difference: the two differ in {name}{values}; compare like with like.")
 
         def difference(name: str) -> Tensor | None:
-            a, b = getattr(self, name), getattr(other, name)
+            a = getattr(self, name)
+            b = getattr(other, name)
             return a - b if a is not None and b is not None else None
 
         additive = self.additive and other.additive
@@ -295,10 +308,32 @@ class Attribution(Shown, Stored):
         )
 
 
+def _word_texts(tokens: list[str], words: list[int], count: int) -> list[str]:
+    """The text of each word of a prompt: its tokens joined, without their marks of a word's start."""
+    texts = [""] * count
+    for token, word in zip(tokens, words, strict=True):
+        if word >= 0:
+            texts[word] += without_mark(token)
+    return texts
+
+
+def _word_sides(sides: list[str], words: list[int], count: int) -> list[str]:
+    """The side of each word of a prompt, that of its first token; empty where the prompt has fewer words."""
+    side_of = dict(zip(words[::-1], sides[::-1], strict=True))
+    return [side_of.get(word, "") for word in range(count)]
+
+
 def _check_fit(result: Attribution) -> None:
-    """Raise ValueError unless the parts of a result, made or read from a file, fit together."""
+    """Raise ValueError unless the parts of a result fit together, whether it was computed or read from a file."""
     if not isinstance(result.scores, Tensor):
         raise ValueError(f"scores are {type(result.scores).__name__}, not a tensor")
+    _check_axes(result)
+    _check_shapes(result)
+    _check_numbers(result)
+    _check_prompts(result)
+
+
+def _check_axes(result: Attribution) -> None:
     shape = tuple(result.scores.shape)
     sizes = dict(zip(result.axes, shape, strict=False))
     if len(result.axes) != len(shape):
@@ -307,31 +342,46 @@ def _check_fit(result: Attribution) -> None:
         raise ValueError(f"axes are {result.axes}; they must hold {', '.join(AXES)} once each, in this order")
     if result.axes[0] != "batch":
         raise ValueError(f"axes are {result.axes}; the first must be 'batch'")
-    batch, query, key = (sizes[axis] for axis in AXES)
+
+
+def _check_shapes(result: Attribution) -> None:
+    shape = tuple(result.scores.shape)
+    batch, query, key = (shape[result.axes.index(axis)] for axis in AXES)
     if result.queries.shape == (batch, 1) and query == key > 1:
         raise ValueError(
             f"scores {shape} are of every query, but one query was named; name query=None, or pass that query's scores"
         )
-    wanted = dict.fromkeys(("queries", "bias", "total", "residual"), (batch, query)) | {
-        "mask": (batch, key),
-        "stderr": tuple(result.scores.shape),
-    }
-    for name, shape in wanted.items():
+    expected = dict.fromkeys(("queries", "bias", "total", "residual"), (batch, query))
+    expected |= {"mask": (batch, key), "stderr": shape}
+    for name, expected_shape in expected.items():
         tensor = getattr(result, name)
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shape}")
+        if tensor is not None and tuple(tensor.shape) != expected_shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {expected_shape}")
     if result.layers is not None and (*result.layers.shape[1:2], result.layers.shape[-1]) != (batch, key):
         raise ValueError(f"layers is {tuple(result.layers.shape)}, not [layer, {batch}, …, {key}]")
-    counted = result.queries.dtype in (torch.int64, torch.int32)
-    numbers = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    if result.mask.dtype != torch.bool or not counted or result.scores.dtype not in numbers:
+
+
+def _check_numbers(result: Attribution) -> None:
+    floating = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    kinds_fit = (
+        result.mask.dtype == torch.bool,
+        result.queries.dtype in (torch.int64, torch.int32),
+        result.scores.dtype in floating,
+    )
+    if not all(kinds_fit):
         raise ValueError("mask, queries or scores are not of their kind")
-    if bool(((result.queries < 0) | (result.queries >= key)).any()):
+    if bool(((result.queries < 0) | (result.queries >= result.mask.shape[1])).any()):
         raise ValueError("queries lie outside the prompt")
+
+
+def _check_prompts(result: Attribution) -> None:
+    """What is known of the prompts besides numbers: images, tokens, words and sides."""
+    batch, key = result.mask.shape
     if result.image is not None and (result.image.ndim != 4 or len(result.image) != batch):
         raise ValueError(f"image is {tuple(result.image.shape)}, not [{batch}, channel, height, width]")
-    named = [lines for lines in (result.word_starts, result.sides) if lines is not None]
-    for lines in (result.tokens, *named):
+    for lines in (result.tokens, result.word_starts, result.sides):
+        if lines is None:
+            continue
         if len(lines) != batch or any(not isinstance(line, list | tuple) or len(line) != key for line in lines):
             raise ValueError(f"tokens are not {key} for each of {batch} prompts")
     if not all(isinstance(token, str) for line in result.tokens for token in line):

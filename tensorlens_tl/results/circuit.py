@@ -114,10 +114,10 @@ class EdgeScores(Stored):
         edges = whole_number("edges", edges, 0, len(self), why=f"this model has {len(self)} edges")
         scores = self._row(batch)
         order = edge_order(scores, self.exists, self.sources, self.destinations, absolute=absolute, choice=choice)
-        kept = torch.zeros_like(self.exists)
-        kept.view(-1)[order[:edges]] = True
-        kept = pruned(kept, self.sources, self.destinations)
-        return Circuit(self.sources, self.destinations, scores, self.exists, kept, self.config)
+        selection = torch.zeros_like(self.exists)
+        selection.view(-1)[order[:edges]] = True
+        selection = pruned(selection, self.sources, self.destinations)
+        return Circuit(self.sources, self.destinations, scores, self.exists, selection, self.config)
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per prompt and edge: batch, source, destination, score."""
@@ -209,14 +209,18 @@ class Circuit:
         sources = [_benchmark_name(name) for name in self.sources]
         destinations = [_benchmark_name(name) for name in self.destinations]
         used = set(self.nodes)
-        nodes = {name: {"in_graph": own in used} for name, own in zip(sources, self.sources, strict=True)}
+        nodes = {
+            benchmark_name: {"in_graph": name in used}
+            for benchmark_name, name in zip(sources, self.sources, strict=True)
+        }
         if bool(self.scores[self.exists].isinf().any()):
             raise InvalidInputError("save: some scores are infinite, which JSON has no number for.")
-        scores, kept = self.scores.tolist(), self.kept.tolist()
+        scores = self.scores.tolist()
+        selection = self.kept.tolist()
         edges = {
             f"{sources[s]}->{destinations[d]}": {
                 "score": None if isnan(scores[s][d]) else scores[s][d],
-                "in_graph": kept[s][d],
+                "in_graph": selection[s][d],
             }
             for s, d in self.exists.nonzero().tolist()
         }
@@ -235,17 +239,19 @@ class Circuit:
         text = Path(path).read_text(encoding="utf-8")
         try:
             content = json.loads(text)
-            config, edges = dict(content["cfg"]), dict(content["edges"])
-            sources = ["embed", *(_own_name(n) for n in content["nodes"] if n not in ("input", "logits"))]
-            pairs = [tuple(map(_own_name, name.split("->"))) for name in edges]
+            config = dict(content["cfg"])
+            edges = dict(content["edges"])
+            sources = ["embed", *(_library_name(n) for n in content["nodes"] if n not in ("input", "logits"))]
+            pairs = [tuple(map(_library_name, name.split("->"))) for name in edges]
             destinations = sorted({end for _, end in pairs}, key=_place)
             sources.sort(key=_place)
             exists = torch.zeros(len(sources), len(destinations), dtype=torch.bool)
-            kept, scores = exists.clone(), torch.zeros(exists.shape, dtype=torch.float64)
+            selection = exists.clone()
+            scores = torch.zeros(exists.shape, dtype=torch.float64)
             for (source, destination), edge in zip(pairs, edges.values(), strict=True):
                 place = sources.index(source), destinations.index(destination)
                 exists[place] = True
-                kept[place] = _truth(edge["in_graph"], "in_graph")
+                selection[place] = _truth(edge["in_graph"], "in_graph")
                 scores[place] = _score(edge["score"])
             parallel = "parallel_attn_mlp" in config and _truth(config["parallel_attn_mlp"], "parallel_attn_mlp")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -253,7 +259,7 @@ class Circuit:
                 f"{path}: not a circuit in the benchmark's JSON ({type(error).__name__}: {error})."
             ) from error
         _check_all_edges(path, sources, pairs, parallel)
-        return cls(sources, destinations, scores, exists, kept, config)
+        return cls(sources, destinations, scores, exists, selection, config)
 
 
 def _truth(value: Any, name: str) -> bool:
@@ -309,14 +315,16 @@ def edge_order(
     by_size = places[size.flatten()[places].argsort(descending=True, stable=True)]
     if choice == "top":
         return by_size
-    width, node_of = len(destinations), [node_read_at(name) for name in destinations]
+    width = len(destinations)
+    node_of = [node_read_at(name) for name in destinations]
     into: dict[str, list[int]] = {}
     for place in by_size.tolist():
         into.setdefault(node_of[place % width], []).append(place)
     flat = size.flatten().tolist()
     waiting = [(-flat[place], place) for place in into[TARGET]]
     heapq.heapify(waiting)
-    reached, order = {TARGET}, list[int]()
+    reached = {TARGET}
+    order = list[int]()
     while waiting:
         _, place = heapq.heappop(waiting)
         order.append(place)
@@ -329,24 +337,24 @@ def edge_order(
 
 
 def pruned(
-    kept: Bool[Tensor, "*row source destination"], sources: Sequence[str], destinations: Sequence[str]
+    selection: Bool[Tensor, "*row source destination"], sources: Sequence[str], destinations: Sequence[str]
 ) -> Bool[Tensor, "*row source destination"]:
-    """Without the edges that no path from the input to the target goes through; for many circuits at once."""
+    """A selection of edges without those that no path from the input to the target uses; for many circuits at once."""
     node_of = [node_read_at(name) for name in destinations]
     entries = torch.tensor(
-        [[own == name for own in node_of] for name in sources], device=kept.device
+        [[node == name for node in node_of] for name in sources], device=selection.device
     )  # [source, destination]: what the node reads at
-    fed = torch.zeros(kept.shape[:-1], dtype=torch.bool, device=kept.device)
+    fed = torch.zeros(selection.shape[:-1], dtype=torch.bool, device=selection.device)
     fed[..., 0] = True
     for place in range(1, len(sources)):  # in the order of the forward pass: what feeds a node is known before it
-        fed[..., place] = (kept[..., entries[place]] & fed[..., None]).flatten(-2).any(-1)
+        fed[..., place] = (selection[..., entries[place]] & fed[..., None]).flatten(-2).any(-1)
     used = torch.zeros_like(fed)
-    to_target = torch.tensor([name == TARGET for name in node_of], device=kept.device)
+    to_target = torch.tensor([name == TARGET for name in node_of], device=selection.device)
     for place in reversed(range(len(sources))):
         goes_on = (used[..., None, :] & entries.T).any(-1) | to_target  # destinations whose node is used
-        used[..., place] = (kept[..., place, :] & goes_on).any(-1)
+        used[..., place] = (selection[..., place, :] & goes_on).any(-1)
     ends = (used[..., None, :] & fed[..., None, :] & entries.T).any(-1) | to_target
-    return kept & (fed & used)[..., None] & ends[..., None, :]
+    return selection & (fed & used)[..., None] & ends[..., None, :]
 
 
 # ------------------------------------------------------------------ names
@@ -397,7 +405,8 @@ def _benchmark_name(name: str) -> str:
     """``"L0H3.q"`` as ``"a0.h3<q>"``, ``"MLP1"`` as ``"m1"``, the first block's input as ``"input"``."""
     if name in ("embed", TARGET):
         return "input" if name == "embed" else "logits"
-    head, mlp = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?", name), re.fullmatch(r"MLP(\d+)", name)
+    head = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?", name)
+    mlp = re.fullmatch(r"MLP(\d+)", name)
     if mlp is not None:
         return f"m{mlp[1]}"
     if head is None:
@@ -405,28 +414,30 @@ def _benchmark_name(name: str) -> str:
     return f"a{head[1]}.h{head[2]}" + (f"<{head[3]}>" if head[3] else "")
 
 
-def _own_name(name: str) -> str:
-    """The other way round.
+def _library_name(name: str) -> str:
+    """The library's name of one of the benchmark's nodes: the inverse of `_benchmark_name`.
 
     Raises:
         ValueError: no such name.
     """
     if name in ("input", "logits"):
         return "embed" if name == "input" else TARGET
-    found = re.fullmatch(r"a(\d+)\.h(\d+)(?:<([qkv])>)?|m(\d+)", name)
-    if found is None:
+    match = re.fullmatch(r"a(\d+)\.h(\d+)(?:<([qkv])>)?|m(\d+)", name)
+    if match is None:
         raise ValueError(f"no node {name!r}")
-    layer, head, letter, mlp = found.groups()
-    return f"MLP{mlp}" if mlp is not None else f"L{layer}H{head}" + (f".{letter}" if letter else "")
+    layer, head, letter, mlp = match.groups()
+    if mlp is not None:
+        return f"MLP{mlp}"
+    return f"L{layer}H{head}" + (f".{letter}" if letter else "")
 
 
 def _place(name: str) -> tuple[int, int, str, int]:
     """Where a name comes in the order of the forward pass: queries of a layer, keys, values, its MLP."""
     if name in ("embed", TARGET):
         return (-1, 0, "", 0) if name == "embed" else (1 << 30, 0, "", 0)
-    found = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?|MLP(\d+)", name)
-    assert found is not None
-    layer, head, letter, mlp = found.groups()
+    match = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?|MLP(\d+)", name)
+    assert match is not None
+    layer, head, letter, mlp = match.groups()
     if mlp is not None:
         return int(mlp), 1, "", 0
     return int(layer), 0, "" if letter is None else str("qkv".index(letter)), int(head)

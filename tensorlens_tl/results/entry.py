@@ -47,9 +47,10 @@ def with_others(entries: Sequence[Entry], everything: float, count: int) -> list
     """Lines of a table that sum to everything: the entries shown, and all others in one."""
     lines = [(entry.name, entry.score) for entry in entries]
     left = count - len(entries)
-    return (
-        [*lines, (f"{left} other{'s' * (left > 1)}", everything - sum(score for _, score in lines))] if left else lines
-    )
+    if not left:
+        return lines
+    others = "1 other" if left == 1 else f"{left} others"
+    return [*lines, (others, everything - sum(score for _, score in lines))]
 
 
 def query_row(
@@ -62,17 +63,17 @@ def query_row(
         InvalidInputError: no such prompt, or not among the held queries.
     """
     check_batch(batch, tokens)
-    held = queries[batch].tolist()
-    real = [number for number, position in enumerate(held) if mask[batch, position]]
+    positions = queries[batch].tolist()
+    real = [number for number, position in enumerate(positions) if mask[batch, position]]
     if isinstance(query, str):
         last = find_real(tokens[batch], mask[batch].tolist(), query)[-1][-1]
-        if last in held:
-            return held.index(last)
+        if last in positions:
+            return positions.index(last)
     elif -len(real) <= whole_number("query", query, why="one of the queries, or a text") < len(real):
         return real[query]
     raise InvalidInputError(
         f"query={query!r} is an index into the queries of prompt {batch}, or their text; this result holds those at "
-        f"positions {[held[number] for number in real]}. Ask for others where it is made, query=None for all."
+        f"positions {[positions[number] for number in real]}. Ask for others where it is made, query=None for all."
     )
 
 
@@ -85,7 +86,8 @@ def check_batch(batch: int, prompts: Sequence[Any]) -> None:
 
 def shown_query(queries: Int[Tensor, "batch query"], tokens: Sequence[Sequence[str]], row: int, batch: int) -> str:
     """Which query and which prompt are shown, where a result holds several."""
-    prompts, count, position = *queries.shape, int(queries[batch, row])
+    prompts, count = queries.shape
+    position = int(queries[batch, row])
     parts = [f"prompt {batch % prompts} of {prompts}"] if prompts > 1 else []
     if count > 1:
         parts.append(f"query {position} {tokens[batch][position]!r}, one of {count}")

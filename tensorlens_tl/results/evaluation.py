@@ -121,7 +121,8 @@ class Evaluation(Stored):
         columns = {}
         for number, name in enumerate(names):
             columns[name, "mean"] = self.values[number].nanmean(-1).tolist()
-            columns[name, "low"], columns[name, "high"] = low[number].tolist(), high[number].tolist()
+            columns[name, "low"] = low[number].tolist()
+            columns[name, "high"] = high[number].tolist()
         frame = pd.DataFrame(columns, index=pd.Index(self.methods, name="method"))
         return frame.sort_values((by, "mean"), ascending=self.metrics[by] is False, kind="stable")
 
@@ -245,10 +246,10 @@ class Evaluation(Stored):
             better = {True: "higher is better", False: "lower is better", None: "neither is better"}[higher]
             frame = self.table(metric)
             names = [str(method) for method in frame.index]
-            drawn = charts.intervals(names, *(frame[metric, end].to_numpy() for end in _ENDS))
-            drawn = self._curves_html(metric, names) + drawn
+            chart = charts.intervals(names, *(frame[metric, end].to_numpy() for end in _ENDS))
+            chart = self._curves_html(metric, names) + chart
             opened = " open" if place == 0 else ""
-            parts.append(f"<details{opened}><summary><b>{escape(metric)}</b>, {better}</summary>{drawn}</details>")
+            parts.append(f"<details{opened}><summary><b>{escape(metric)}</b>, {better}</summary>{chart}</details>")
         if self.skipped:
             reasons = page.table(("method", "why"), self.skipped.items(), "words")
             parts.append(f"<details><summary>{len(self.skipped)} methods left out</summary>{reasons}</details>")

@@ -51,18 +51,18 @@ FEATURE_TYPES = {
 }
 
 
-def format_of(path: Path, asked: str | None) -> str:
-    """The format that is asked for, or that the end of the name says.
+def format_of(path: Path, name: str | None) -> str:
+    """The format of this name, or, where none is given, that of the file's suffix.
 
     Raises:
         InvalidInputError: no such format, or none is said.
     """
     known = f"use one of {', '.join(FORMATS)}"
-    if asked is None and path.suffix not in SUFFIXES:
+    if name is None and path.suffix not in SUFFIXES:
         raise InvalidInputError(f"format: {path.name!r} does not end in {', '.join(SUFFIXES)}; {known}.")
-    if asked is not None and asked not in FORMATS:
-        raise InvalidInputError(f"format={asked!r}: there is no such format; {known}.")
-    return SUFFIXES[path.suffix] if asked is None else asked
+    if name is not None and name not in FORMATS:
+        raise InvalidInputError(f"format={name!r}: there is no such format; {known}.")
+    return SUFFIXES[path.suffix] if name is None else name
 
 
 def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
@@ -115,21 +115,23 @@ def _tokens(graph: Graph) -> list[str]:
     """The prompt's tokens; of a graph from an earlier file, those of its nodes."""
     if graph.tokens:
         return list(graph.tokens)
-    found = dict(zip(graph.nodes["pos"].tolist(), graph.nodes["token"].tolist(), strict=True))
-    return [found.get(pos, "") for pos in range(max(found) + 1)]
+    tokens = dict(zip(graph.nodes["pos"].tolist(), graph.nodes["token"].tolist(), strict=True))
+    return [tokens.get(pos, "") for pos in range(max(tokens) + 1)]
 
 
 def _nodes(graph: Graph) -> list[dict[str, Any]]:
     """Every node in circuit-tracer's fields, the target last."""
-    nodes, taken = list[dict[str, Any]](), set[str]()
-    first: dict[int, str] = {}  # whose features a layer's numbers are
+    nodes = list[dict[str, Any]]()
+    node_ids = set[str]()
+    first: dict[int, str] = {}  # the dictionary whose feature numbers a layer uses
     numbers: dict[tuple[str, str], int] = {}  # of nodes that are no features, by layer and name; never a feature's own
     columns = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias"]
     for name, kind, layer, pos, token, part, weight, bias in graph.nodes[columns].itertuples(index=False, name=None):
         if kind == "target":
             nodes.append(_logit(graph, pos, bias))
             continue
-        level = "E" if kind == "embedding" else str(graph.n_layers if layer < 0 else layer)
+        depth = graph.n_layers if layer < 0 else layer
+        level = "E" if kind == "embedding" else str(depth)
         number = numbers.setdefault((level, name), -2 - len(numbers))
         type_ = FEATURE_TYPES[kind]
         if kind == "embedding" and name != "embed" and not name.endswith(" input"):
@@ -139,15 +141,17 @@ def _nodes(graph: Graph) -> list[dict[str, Any]]:
             vocabulary = graph.token_ids[pos] if len(graph.token_ids) else pos
             node |= {"node_id": f"E_{vocabulary}_{pos}", "jsNodeId": f"E_{vocabulary}-{pos}", "feature": pos}
         elif kind in ("feature", "error"):
-            own = first.setdefault(layer, name.rpartition(".")[0]) == name.rpartition(".")[0]
-            if kind == "error" and own and f"0_{layer}_{pos}" not in taken:  # or a feature of layer 0 is called so
+            dictionary = name.rpartition(".")[0]
+            in_first = first.setdefault(layer, dictionary) == dictionary
+            # an error keeps its long name where a feature of layer 0 has the short one
+            if kind == "error" and in_first and f"0_{layer}_{pos}" not in node_ids:
                 node |= {"node_id": f"0_{layer}_{pos}", "jsNodeId": f"{layer}_{pos}-0", "feature": -1}
-            elif kind == "feature" and own and part >= 0:  # numbered by layer and feature, as circuit-tracer does
+            elif kind == "feature" and in_first and part >= 0:  # numbered by layer and feature, as circuit-tracer does
                 node |= {"node_id": f"{layer}_{part}_{pos}", "jsNodeId": f"{layer}_{part}-0"}
                 node["feature"] = (layer + part) * (layer + part + 1) // 2 + part
             elif kind == "feature":
                 node["feature_type"] = "other features"
-        taken.add(node["node_id"])
+        node_ids.add(node["node_id"])
         nodes.append(node)
     return nodes
 
@@ -175,18 +179,19 @@ def _node(
 
 def _logit(graph: Graph, pos: int, bias: float) -> dict[str, Any]:
     """The target. What is no single token has the number behind the vocabulary's last, and no probability."""
-    layer, chance = str(graph.n_layers + 1), graph.probability or 0.0
+    layer = str(graph.n_layers + 1)
+    chance = graph.probability or 0.0
     number = graph.d_vocab if graph.token_id is None else graph.token_id
-    said = graph.target.removeprefix("logit of ")
+    token = graph.target.removeprefix("logit of ")
     with suppress(ValueError, SyntaxError):  # a single token stands there as Python writes it
-        said = str(ast.literal_eval(said))
+        token = str(ast.literal_eval(token))
     return _node("target", "logit", layer, pos, number, graph.total, "", bias) | {
         "node_id": f"{layer}_{number}_{pos}",
         "jsNodeId": f"L_{number}-{pos}",
         "token_prob": chance,
         "is_target_logit": True,
         # circuit-tracer's page reads the token between the quotes, and p, from these words
-        "clerp": 'Output "{}" (p={:.3f})'.format(said.replace('"', "”"), chance),
+        "clerp": 'Output "{}" (p={:.3f})'.format(token.replace('"', "”"), chance),
     }
 
 
@@ -207,37 +212,38 @@ def _as_html(graph: Graph, options: Mapping[str, Any]) -> bytes:
 
 
 def _as_json(graph: Graph, options: Mapping[str, Any]) -> bytes:
-    made = graph.to_networkx(**options)
+    digraph = graph.to_networkx(**options)
     linked = {
         "directed": True,
         "multigraph": False,
-        "graph": made.graph,
-        "nodes": [{"id": number, **node} for number, node in made.nodes(data=True)],
-        "links": [{"source": source, "target": target, **edge} for source, target, edge in made.edges(data=True)],
+        "graph": digraph.graph,
+        "nodes": [{"id": number, **node} for number, node in digraph.nodes(data=True)],
+        "links": [{"source": source, "target": target, **edge} for source, target, edge in digraph.edges(data=True)],
     }
-    return _written(linked)
+    return _json_bytes(linked)
 
 
 def _as_graphml(graph: Graph, options: Mapping[str, Any]) -> bytes:
     import networkx
 
-    made, file = graph.to_networkx(**options), io.BytesIO()
-    for _, node in made.nodes(data=True):  # XML has no control characters
+    digraph = graph.to_networkx(**options)
+    file = io.BytesIO()
+    for _, node in digraph.nodes(data=True):  # XML has no control characters
         node["token"] = visible(node["token"])
-    made.graph["target"] = visible(made.graph["target"])
-    networkx.write_graphml(made, file)
+    digraph.graph["target"] = visible(digraph.graph["target"])
+    networkx.write_graphml(digraph, file)
     return file.getvalue()
 
 
 def _as_circuit_tracer(graph: Graph, options: Mapping[str, Any]) -> bytes:
-    return _written(graph.to_circuit_tracer(**options))
+    return _json_bytes(graph.to_circuit_tracer(**options))
 
 
 def _as_csv(graph: Graph, options: Mapping[str, Any]) -> bytes:
     return graph.to_dataframe(**options).to_csv(index=False).encode()
 
 
-def _written(value: Mapping[str, Any]) -> bytes:
+def _json_bytes(value: Mapping[str, Any]) -> bytes:
     """As JSON; numpy's numbers as Python's, and none that JSON lacks."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=lambda number: number.item()).encode()
 

@@ -32,9 +32,9 @@ class FeatureEdges(Terms):
         rows = [row for row, number in enumerate(self.features) if number == feature]
         if not rows:
             raise InvalidInputError(f"no edges into feature {feature}; there are {list(dict.fromkeys(self.features))}.")
-        kept = {name: getattr(self, name)[:, rows] for name in ("scores", "total", "queries", "remainder")}
-        named = self.target.replace("pre-activations", f"pre-activation of F{feature}", 1)
-        return Terms(names=self.names, mask=self.mask, tokens=self.tokens, target=named, **kept)
+        fields = {name: getattr(self, name)[:, rows] for name in ("scores", "total", "queries", "remainder")}
+        target = self.target.replace("pre-activations", f"pre-activation of F{feature}", 1)
+        return Terms(names=self.names, mask=self.mask, tokens=self.tokens, target=target, **fields)
 
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
         """One line per edge: batch, query, query_token, feature (the late one), term, score."""

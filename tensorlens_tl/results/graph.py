@@ -87,9 +87,10 @@ class ContributionGraph(Stored):
         """
         entering, weight = (self.nodes[column].to_numpy(float) for column in ("entering", "weight"))
         sizes = np.abs(self.edges["weight"].to_numpy(float))
-        kept = np.bincount(self.edges["target"].to_numpy(int), weights=sizes, minlength=len(entering))
+        inflow = np.bincount(self.edges["target"].to_numpy(int), weights=sizes, minlength=len(entering))
         inner = entering > 0
-        share, weight = np.minimum(kept[inner] / entering[inner], 1.0), np.abs(weight[inner])
+        share = np.minimum(inflow[inner] / entering[inner], 1.0)
+        weight = np.abs(weight[inner])
         return float((share * weight).sum() / weight.sum()) if weight.any() else 1.0
 
     def prune(self, keep: Any = 0.8) -> "ContributionGraph":
@@ -113,8 +114,9 @@ class ContributionGraph(Stored):
         while count != reached.sum():  # one step backwards from all that is reached, as often as there is news
             count = reached.sum()
             reached[source[large & reached[target]]] = True
-        kept, number = large & reached[target], reached.cumsum() - 1
-        edges = self.edges[kept].assign(source=number[source[kept]], target=number[target[kept]])
+        selection = large & reached[target]
+        new_number = reached.cumsum() - 1
+        edges = self.edges[selection].assign(source=new_number[source[selection]], target=new_number[target[selection]])
         return replace(self, nodes=self.nodes[reached].reset_index(drop=True), edges=edges.reset_index(drop=True))
 
     def top(self, k: int = 10, *, kind: str | None = None) -> list[Entry]:
@@ -152,19 +154,18 @@ class ContributionGraph(Stored):
         """The k largest edges out of a node: where each leads; see `inputs`."""
         return self._ends(name, position, k, "source", "target")
 
-    def _ends(self, name: str, position: int | None, k: int, here: str, there: str) -> list[Entry]:
-        names, places = self.nodes["name"].to_numpy(), self.nodes["pos"].to_numpy(int)
-        found = np.flatnonzero((names == name) & ((places == position) | (position is None)))
-        if len(found) != 1:
+    def _ends(self, name: str, position: int | None, k: int, near_end: str, far_end: str) -> list[Entry]:
+        names = self.nodes["name"].to_numpy()
+        places = self.nodes["pos"].to_numpy(int)
+        matches = np.flatnonzero((names == name) & ((places == position) | (position is None)))
+        if len(matches) != 1:
             at = places[names == name].tolist()
-            where = (
-                f"stands at positions {at}; pass one"
-                if at
-                else "is none of this graph's nodes; top() names the largest"
-            )
+            where = "is none of this graph's nodes; top() names the largest"
+            if at:
+                where = f"stands at positions {at}; pass one"
             raise InvalidInputError(f"node {name!r}{'' if position is None else f' at {position}'}: it {where}.")
-        chosen = self.edges[here].to_numpy(int) == found[0]
-        ends = self.edges[there].to_numpy(int)[chosen]
+        chosen = self.edges[near_end].to_numpy(int) == matches[0]
+        ends = self.edges[far_end].to_numpy(int)[chosen]
         weights = torch.tensor(self.edges["weight"].to_numpy(float)[chosen])
         return largest(weights, names[ends].tolist(), k, places[ends].tolist())
 
@@ -240,9 +241,9 @@ class ContributionGraph(Stored):
         if path.is_dir() or not path.parent.is_dir():
             why = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise InvalidInputError(f"export: cannot write {path}, {why}.")
-        written = exchange.WRITERS[chosen](self, options)  # before an older file is emptied
+        content = exchange.WRITERS[chosen](self, options)  # before an older file is emptied
         try:
-            path.write_bytes(written)
+            path.write_bytes(content)
         except OSError as error:
             raise InvalidInputError(f"export: cannot write {path}: {error.strerror}.") from error
         return path
@@ -259,9 +260,10 @@ class ContributionGraph(Stored):
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise InvalidInputError(f"most={most!r}: the number of edges to show, at least 1.")
         small = self._small(most)
-        shown = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
-        shown += f", which carry {small.completeness:.0%} of what enters the nodes shown"
-        nodes, edges = small.nodes, small.edges
+        caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
+        caption += f", which carry {small.completeness:.0%} of what enters the nodes shown"
+        nodes = small.nodes
+        edges = small.edges
         picture = graphs.GraphPicture(
             names=nodes["name"].tolist(),
             kinds=nodes["kind"].tolist(),
@@ -274,24 +276,29 @@ class ContributionGraph(Stored):
             targets=edges["target"].to_numpy(int).tolist(),
             strengths=edges["weight"].tolist(),
         )
-        notes = f"{shown} · the graph with every edge sums to the logit to {self.residual:.1e}"
-        drawn = page.panel(title or f"How the {self.target} comes about", graphs.graph(picture), notes=notes)
-        return (page.head(drawn) if style else "") + drawn
+        notes = f"{caption} · the graph with every edge sums to the logit to {self.residual:.1e}"
+        panel = page.panel(title or f"How the {self.target} comes about", graphs.graph(picture), notes=notes)
+        return (page.head(panel) if style else "") + panel
 
     def _small(self, most: int) -> "ContributionGraph":
         """The largest share of the edges, to a four-thousandth, that a picture can bear."""
 
-        def fits(found: "ContributionGraph") -> bool:
-            return len(found.edges) <= most and len(found.nodes) <= MOST_SHOWN
+        def fits(graph: "ContributionGraph") -> bool:
+            return len(graph.edges) <= most and len(graph.nodes) <= MOST_SHOWN
 
         if fits(self):
             return self
-        low, high = 0.0, 1.0
+        low = 0.0
+        high = 1.0
         small = self.prune(1e-9)  # the largest edge alone
         for _ in range(12):
             keep = (low + high) / 2
-            found = self.prune(keep)
-            low, high, small = (keep, high, found) if fits(found) else (low, keep, small)
+            candidate = self.prune(keep)
+            if fits(candidate):
+                low = keep
+                small = candidate
+            else:
+                high = keep
         return small
 
     def _repr_html_(self) -> str:
@@ -318,6 +325,6 @@ class ContributionGraph(Stored):
         nodes |= {column: tensors[f"nodes.{column}"].numpy() for column in NUMBERS["nodes"]}
         edges = {column: tensors[f"edges.{column}"].numpy() for column in NUMBERS["edges"]}
         order = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias", "entering"]
-        kept = {name: facts[name] for name in cls.FACTS}
-        kept |= {name: facts[name] for name in cls.LATER_FACTS if name in facts}
-        return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **kept)
+        values = {name: facts[name] for name in cls.FACTS}
+        values |= {name: facts[name] for name in cls.LATER_FACTS if name in facts}
+        return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **values)

@@ -78,6 +78,7 @@ def auroc(scores: Float[Tensor, "item"], true: Bool[Tensor, "item"]) -> float:
     """
     if bool(scores.isnan().any()):
         return float("nan")
-    above, below = scores[true].double(), scores[~true].double().sort().values
+    above = scores[true].double()
+    below = scores[~true].double().sort().values
     lower, upper = (torch.searchsorted(below, above, right=right) for right in (False, True))
     return float((lower + upper).double().mean() / (2 * len(below))) if len(above) and len(below) else float("nan")

@@ -82,15 +82,16 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
         hint = "that is a page: use to_html()" if path.suffix == ".html" else f"there is no folder {path.parent}"
         raise InvalidInputError(f"save: cannot write {path}, {hint}.")
     # clones: safetensors refuses tensors that share memory
-    kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     text = json.dumps(tagged(facts))
     metadata = {
-        "format": f"tensorlens_tl.{kind}", "version": str(FORMAT_VERSION), "facts": text, "digest": _digest(kept, text),
+        "format": f"tensorlens_tl.{kind}", "version": str(FORMAT_VERSION), "facts": text,
+        "digest": _digest(copies, text),
     }  # fmt: skip
     place = path.resolve()  # a link stays one: what it points to is replaced
     temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
-        save_file(kept, temporary, metadata=metadata)
+        save_file(copies, temporary, metadata=metadata)
         os.replace(temporary, place)
     except SafetensorError as error:
         temporary.unlink(missing_ok=True)
@@ -103,8 +104,8 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
 
 def _system_error(error: Exception, path: Path) -> OSError:
     """What the system said when safetensors wrote a file, which tells it in its own words."""
-    said = re.search(r"os error (\d+)", str(error))
-    number = int(said[1]) if said else errno.EIO
+    match = re.search(r"os error (\d+)", str(error))
+    number = int(match[1]) if match else errno.EIO
     return OSError(number, os.strerror(number), str(path))
 
 
@@ -140,9 +141,9 @@ def read(
         if isinstance(error, FileFormatError):
             raise
         raise FileFormatError(f"{path}: not a readable {kind} ({type(error).__name__}: {error}).") from error
-    strange = [] if names is None else sorted(set(tensors) - set(names))
-    if strange:
-        raise FileFormatError(f"{path}: holds a tensor {strange[0]!r} that no {kind} has.")
+    unknown = [] if names is None else sorted(set(tensors) - set(names))
+    if unknown:
+        raise FileFormatError(f"{path}: holds a tensor {unknown[0]!r} that no {kind} has.")
     return tensors, facts
 
 

@@ -117,9 +117,9 @@ class Terms(Stored):
         Raises:
             InvalidInputError: k below 1, or no such query.
         """
-        kept = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
+        indices = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
         row = self.scores[batch, self.query_row(query, batch)]
-        return largest(row[kept], [self.names[i] for i in kept], k)
+        return largest(row[indices], [self.names[i] for i in indices], k)
 
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, term, score; with `keys`, one per source token's share.
@@ -135,7 +135,8 @@ class Terms(Stored):
             raise InvalidInputError("keys: no source tokens' shares here; logit_attribution(by='head_token') has them.")
         values = self.scores if not keys or self.keys is None else self.keys
         index = np.indices(values.shape).reshape(values.ndim, -1)
-        batch, positions = index[0], self.queries.cpu().numpy()[index[0], index[1]]
+        batch = index[0]
+        positions = self.queries.cpu().numpy()[index[0], index[1]]
         frame = pd.DataFrame({"batch": batch, "query": positions})
         frame["query_token"] = [self.tokens[b][q] for b, q in zip(batch, positions, strict=True)]
         frame["term"] = [self.names[i] for i in index[2]]
@@ -147,8 +148,9 @@ class Terms(Stored):
         frame["score"] = values.detach().double().cpu().reshape(-1).numpy()
         frame = frame.loc[real]
         if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum
-            whole, alone = self.to_dataframe(), frame.loc[frame["score"].isna(), "term"].unique()
-            frame = pd.concat([frame.dropna(subset="score"), whole.loc[whole["term"].isin(alone)]])
+            whole = self.to_dataframe()
+            keyless = frame.loc[frame["score"].isna(), "term"].unique()
+            frame = pd.concat([frame.dropna(subset="score"), whole.loc[whole["term"].isin(keyless)]])
         return frame.reset_index(drop=True)
 
     # ------------------------------------------------------------------ showing
@@ -159,17 +161,17 @@ class Terms(Stored):
         """Which query is shown, the k largest parts and all others, and what they sum to."""
         check_batch(batch, self.tokens)
         row = self.query_row(query, batch)
-        shown = self.top(k, query, batch)
+        entries = self.top(k, query, batch)
         everything = float(self.scores[batch, row].double().sum())
-        lines = with_others(shown, everything, len(self)) if self.additive else [(e.name, e.score) for e in shown]
+        lines = with_others(entries, everything, len(self)) if self.additive else [(e.name, e.score) for e in entries]
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
         which = shown_query(self.queries, self.tokens, row, batch)
         total = float(self.total[batch, row])
         if not self.additive:  # a rule with a total below would look like a sum
-            left = len(self) - len(shown)
-            apart = f"effects on {number(total)}, which do not add up" + (f"; {left} more" if left else "")
-            return " · ".join(filter(None, (which, apart))), lines, []
+            left = len(self) - len(entries)
+            note = f"effects on {number(total)}, which do not add up" + (f"; {left} more" if left else "")
+            return " · ".join(filter(None, (which, note))), lines, []
         return which, lines, [("total", total)]
 
     def to_html(

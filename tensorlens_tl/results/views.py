@@ -58,7 +58,8 @@ class Shown(ABC):
     def plane(self, batch: int = 0) -> Float[Tensor, "query key"]:
         """Scores of one prompt as they are shown: other axes (heads, say) averaged, vectors by their norm."""
         check_batch(batch, self.tokens)
-        scores, axes = self.scores[batch].detach(), list(self.axes[1:])
+        scores = self.scores[batch].detach()
+        axes = list(self.axes[1:])
         for name in [axis for axis in axes if axis not in AXES]:
             axis = axes.index(name)
             scores = scores.norm(dim=axis) if name == "d_model" else scores.mean(dim=axis)
@@ -80,8 +81,8 @@ class Shown(ABC):
         if batch is None and count > MOST_PROMPTS:
             parts.append(f'<div class="n">{count - MOST_PROMPTS} more prompts: to_html(batch={MOST_PROMPTS}) …</div>')
         facts = " · ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in self.provenance.items())
-        drawn = page.panel(self.describe(), *parts, notes=facts)
-        return (page.head(drawn) if style else "") + drawn
+        panel = page.panel(self.describe(), *parts, notes=facts)
+        return (page.head(panel) if style else "") + panel
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -119,8 +120,8 @@ class Shown(ABC):
             sums.append(("", "total", number(float(self.total[batch, row]))))
         if self.sides is not None:  # a column more, between the token and its score
             headings.insert(2, "side")
-            named = [self.sides[batch][int(row[0])] if row[0] else "" for row in rows]
-            rows = [(*row[:2], side, row[2]) for row, side in zip(rows, named, strict=True)]
+            sides = [self.sides[batch][int(row[0])] if row[0] else "" for row in rows]
+            rows = [(*row[:2], side, row[2]) for row, side in zip(rows, sides, strict=True)]
             sums = [(*line[:2], "", line[2]) for line in sums]
         which = shown_query(self.queries, self.tokens, row, batch)
         hint = "; show(query=...) shows another" if self.queries.shape[1] > 1 else ""
@@ -172,45 +173,47 @@ class Shown(ABC):
             labels = list(keys.values()) if whole else [token for _, token in queries]
             stacks.append(heat_maps.Stack(name, planes[:, chosen][:, :, list(keys)], labels))
         plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
-        tokens, label = list(keys.values()), self.describe()
+        tokens = list(keys.values())
+        label = self.describe()
         sides = [] if self.sides is None else [self.sides[batch][position] for position in keys]
         if sides and len(rows) > 1:
             notes.append(f"the first {sides.count('encoder')} keys are the encoder's tokens, then come the decoder's")
-        shown = heat_maps.prompt(
+        prompt_html = heat_maps.prompt(
             tokens, list(keys), plane, queries, label=label, stacks=stacks, note=" · ".join(notes), parts=sides
         )
         if self.image is None or len(rows) != 1:
-            return shown
-        return self._image_html(batch, plane[0], tokens) + shown
+            return prompt_html
+        return self._image_html(batch, plane[0], tokens) + prompt_html
 
     def _generated_html(self, batch: int) -> str:
         """Generated text: each of its tokens can be asked; the matrix of all pairs below, to be opened."""
         keys, rows = self._shown(batch)
         places = {position: number for number, position in enumerate(keys)}
-        tokens, plane = list(keys.values()), array(self.plane(batch))[np.ix_(rows, list(keys))]
-        asked = [places[position] for position in self.options["asked"][batch]]
-        together = len(rows) == 1
+        tokens = list(keys.values())
+        plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
+        targets = [places[position] for position in self.options["asked"][batch]]
+        is_single = len(rows) == 1
         facts = []
         for row, number_of in enumerate(rows):
-            what = "".join(tokens[place] for place in asked) if together else tokens[asked[row]]
+            what = "".join(tokens[place] for place in targets) if is_single else tokens[targets[row]]
             sums = ""
             if self.bias is not None and self.total is not None:
                 bias, total = (float(t[batch, number_of]) for t in (self.bias, self.total))
                 sums = f" · bias, from no token: {number(bias)} · total: {number(total)}"
             facts.append(f"what made {what!r}{sums}")
-        drawn = generated.generated_text(
+        picture = generated.generated_text(
             tokens,
             list(keys),
             plane,
             places[self.options["generated"][batch][0]],
-            [asked] if together else [[place] for place in asked],
+            [targets] if is_single else [[place] for place in targets],
             facts,
         )
-        if together:
-            return drawn
-        labels = [tokens[place] for place in asked]
+        if is_single:
+            return picture
+        labels = [tokens[place] for place in targets]
         whole = heat_maps.matrix(labels, tokens, plane, label=self.describe(), corner="generated ↓ source →")
-        return f"{drawn}<details><summary>All of them as a matrix</summary>{whole}</details>"
+        return f"{picture}<details><summary>All of them as a matrix</summary>{whole}</details>"
 
     def _image_html(self, batch: int, scores: np.ndarray, tokens: list[str]) -> str:
         """One query's scores over the image, beside those of tokens that are no patch."""

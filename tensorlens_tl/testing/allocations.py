@@ -17,14 +17,15 @@ class Allocations(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor):
                 continue
             storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key in given or key in self.live:
+            key = storage._cdata
+            size = storage.nbytes()
+            if key in inputs or key in self.live:
                 continue
             self.live[key] = size
             self.now += size

@@ -51,7 +51,8 @@ def map_checks(map: Any, x: Any = None, *, tolerance: float | None = None, seed:
         InvalidInputError: not a map, or no vectors to try it on.
     """
     if isinstance(map, FrozenOperator):
-        map, x = map.map, map.x if x is None else x
+        x = map.x if x is None else x
+        map = map.map
     if not isinstance(map, AffineMap):
         raise InvalidInputError(f"check_map: {type(map).__name__} is no AffineMap or FrozenOperator.")
     if not isinstance(x, Tensor) or x.ndim != 3 or not x.is_floating_point():
@@ -64,7 +65,10 @@ class MapCase:
     """A map, and the vectors it is tried on."""
 
     def __init__(self, m: AffineMap, x: Tensor, tolerance: float, seed: int) -> None:
-        self.m, self.like, self.tolerance, self.name = m, x, tolerance, type(m).__name__
+        self.m = m
+        self.like = x
+        self.tolerance = tolerance
+        self.name = type(m).__name__
         self.generator = torch.Generator().manual_seed(seed)
 
     @cached_property
@@ -101,16 +105,16 @@ class MapCase:
 def check_shapes(case: MapCase) -> None:
     """Only the width changes; dtype stays; inputs are left alone."""
     x = case.draw(3)
-    kept = x.clone()
+    before = x.clone()
     y = case.m.push(x)
-    case.require(torch.equal(x, kept), "push writes to its input.")
+    case.require(torch.equal(x, before), "push writes to its input.")
     case.require(y.shape[:-1] == x.shape[:-1], f"push maps {list(x.shape)} to {list(y.shape)}; only d may change.")
     case.require(y.dtype == x.dtype, f"push turns {x.dtype} into {y.dtype}.")
     case.require(bool(torch.isfinite(y).all()), "push gives values that are not finite.")
     g = case.draw(3, out=True)
-    kept = g.clone()
+    before = g.clone()
     back = case.m.pull(g)
-    case.require(torch.equal(g, kept), "pull writes to its input.")
+    case.require(torch.equal(g, before), "pull writes to its input.")
     case.require(back.shape == x.shape, f"pull maps {list(g.shape)} to {list(back.shape)}, not {list(x.shape)}.")
     case.require(back.dtype == g.dtype, f"pull turns {g.dtype} into {back.dtype}.")
     whole = case.m(x)
@@ -119,7 +123,8 @@ def check_shapes(case: MapCase) -> None:
 
 def check_repeatable(case: MapCase) -> None:
     """The same result twice, to the last bit."""
-    x, g = case.draw(), case.draw(out=True)
+    x = case.draw()
+    g = case.draw(out=True)
     case.require(torch.equal(case.m.push(x), case.m.push(x)), "push gives another result the second time.")
     case.require(torch.equal(case.m.pull(g), case.m.pull(g)), "pull gives another result the second time.")
 
@@ -153,7 +158,8 @@ def check_batch(case: MapCase) -> None:
 def check_linear(case: MapCase) -> None:
     """Push and pull are linear."""
     for direction, out in ((case.m.push, False), (case.m.pull, True)):
-        x, y = case.draw(out=out), case.draw(out=out)
+        x = case.draw(out=out)
+        y = case.draw(out=out)
         combined = direction(2 * x - 3 * y)
         case.same(combined, 2 * direction(x) - 3 * direction(y), f"{direction.__name__} is not linear")
         nothing = direction(torch.zeros_like(x))
@@ -183,8 +189,10 @@ def check_bias_by_the_adjoint(case: MapCase) -> None:
 def check_adjoint(case: MapCase) -> None:
     """The dot test."""
     for rows in ((), (3, 2)):
-        x, g = case.draw(*rows), case.draw(*rows, out=True)
-        forward, backward = case.m.push(x) * g, x * case.m.pull(g)
+        x = case.draw(*rows)
+        g = case.draw(*rows, out=True)
+        forward = case.m.push(x) * g
+        backward = x * case.m.pull(g)
         size = forward.abs().sum((-3, -2, -1)).clamp_min(torch.finfo(x.dtype).tiny)
         off = float(((forward.sum((-3, -2, -1)) - backward.sum((-3, -2, -1))).abs() / size).max())
         case.require(off <= case.tolerance, f"pull is not the adjoint of push (dot test off by {off:.1e}).")
@@ -192,7 +200,8 @@ def check_adjoint(case: MapCase) -> None:
 
 def check_transpose(case: MapCase) -> None:
     """The transpose is the adjoint, without a bias."""
-    x, g = case.draw(2), case.draw(2, out=True)
+    x = case.draw(2)
+    g = case.draw(2, out=True)
     case.same(case.m.T.push(g), case.m.pull(g), "T.push is not pull")
     case.same(case.m.T.pull(x), case.m.push(x), "T.pull is not push")
     case.require(not bool(case.m.T.bias.any()), "the transpose has a bias.")
@@ -213,7 +222,8 @@ def check_mixes(case: MapCase) -> None:
 
 def check_cut(case: MapCase) -> None:
     """Cut to some positions, the map does there what it does among all."""
-    x, pos = case.draw(2), case.like.shape[1]
+    x = case.draw(2)
+    pos = case.like.shape[1]
     if case.m.mixes and not case.causal:
         return  # it is never cut
     for start, stop in ((0, pos - 1), (1, pos), (0, 1)):
@@ -240,10 +250,10 @@ def check_pull_between(case: MapCase) -> None:
     whole, share = case.m.pull_with_bias(placed)
     for keys in (None, [0], [pos - 1], [0, pos - 1] if pos > 1 else [0]):
         terms: list[Any] = []
-        made = case.m.pull_between(vectors, RowPositions(queries), keys, pos, causal=case.causal, biases=terms)
+        pulled = case.m.pull_between(vectors, RowPositions(queries), keys, pos, causal=case.causal, biases=terms)
         expected = whole if keys is None else whole[:, :, keys]
         padded = torch.zeros_like(expected)
-        padded[:, :, : made.shape[2]] = made
+        padded[:, :, : pulled.shape[2]] = pulled
         case.same(padded, expected, f"pull_between (keys={keys}) is not pull")
         if keys is not None:
             continue  # biases are met at these positions alone
@@ -263,10 +273,10 @@ def _check_stretch(case: MapCase) -> None:
     whole, share = case.m.pull_with_bias(placed)
     for keys in (None, [0, pos - 1] if pos > 1 else [0]):
         terms: list[Any] = []
-        made = case.m.pull_between(placed[:, :, stretch], stretch, keys, pos, causal=case.causal, biases=terms)
+        pulled = case.m.pull_between(placed[:, :, stretch], stretch, keys, pos, causal=case.causal, biases=terms)
         expected = whole if keys is None else whole[:, :, keys]
         padded = torch.zeros_like(expected)
-        padded[:, :, : made.shape[2]] = made
+        padded[:, :, : pulled.shape[2]] = pulled
         case.same(padded, expected, f"pull_between (a stretch of queries, keys={keys}) is not pull")
         if keys is None:
             total = sum((term.sum(-1) for term, _ in terms), start=torch.zeros_like(share))
@@ -280,10 +290,10 @@ def check_norm_bound(case: MapCase) -> None:
     for _ in range(12):
         x = (x / x.norm()).to(case.like)
         y = case.m.push(x)
-        found = float(y.double().norm())
+        growth = float(y.double().norm())
         case.require(
-            found <= bound * (1 + 10 * max(case.tolerance, 1e-12)),
-            f"norm_bound is {bound:.6g}, a vector grows {found:.6g}.",
+            growth <= bound * (1 + 10 * max(case.tolerance, 1e-12)),
+            f"norm_bound is {bound:.6g}, a vector grows {growth:.6g}.",
         )
         x = case.m.pull(y).double()
         if not bool(x.any()):

@@ -35,16 +35,17 @@ from tensorlens_tl.testing.requirements import (
     ROUNDING,
     Check,
     Untouched,
+    activation_change,
     checks_of,
     frozen_rows,
-    kept_places,
-    own_change,
     precision,
+    real_positions,
     require,
     same,
 )
 
-LENGTH, SHORT = 6, 4
+LENGTH = 6
+SHORT = 4
 EVERY_LAYOUT = [f"bridge/{family}" for family in ("gpt2", "llama", "neox", "bert", "opt", "gemma2", "olmo2")]
 """Pre, parallel, post, sandwich and post-only blocks; LayerNorm and RMSNorm; plain, gated, grouped-query."""
 
@@ -113,7 +114,8 @@ class _Guarded:
     """A check that leaves the model as it was."""
 
     def __init__(self, check: Any) -> None:
-        self.check, self.__name__ = check, check.__name__
+        self.check = check
+        self.__name__ = check.__name__
 
     def __call__(self, case: "MethodCase") -> None:
         _on(self.check, case)
@@ -145,7 +147,10 @@ class MethodCase:
     def __init__(
         self, name: str, model: Any, label: str, options: dict[str, Any], tolerance: float | None, seed: int
     ) -> None:
-        self.name, self.options, self.who, self._tolerance = name, options, f"{name} on {label}", tolerance
+        self.name = name
+        self.options = options
+        self.who = f"{name} on {label}"
+        self._tolerance = tolerance
         self.model = tiny_model(model) if isinstance(model, str) else model
         generator = torch.Generator().manual_seed(seed)
         self.tokens = random_input(self.model, LENGTH, generator)
@@ -182,9 +187,9 @@ class MethodCase:
     @cached_property
     def result(self) -> Attribution:
         """What the method gives by default."""
-        return self.made(self.frozen)
+        return self.attribution(self.frozen)
 
-    def made(self, frozen: FrozenPass, **more: Any) -> Attribution:
+    def attribution(self, frozen: FrozenPass, **more: Any) -> Attribution:
         """What the method gives for a pass."""
         return attribute(frozen, method=self.name, **{**self.options, **more})
 
@@ -216,16 +221,16 @@ def check_result(case: MethodCase) -> None:
 
 def check_repeatable(case: MethodCase) -> None:
     """Twice on one pass, and on a pass made again: to the last bit."""
-    again = case.made(case.frozen)
+    again = case.attribution(case.frozen)
     case.require(torch.equal(case.result.scores, again.scores), "two runs on one pass differ.")
-    anew = case.made(case.freeze(case.tokens))
+    anew = case.attribution(case.freeze(case.tokens))
     case.require(torch.equal(case.result.scores, anew.scores), "two passes over one prompt differ.")
 
 
 def check_one_by_one(case: MethodCase) -> None:
     """A batch is its prompts one by one."""
     for row in range(2):
-        alone = case.made(case.freeze(case.tokens[row : row + 1]), **_per_prompt(case.options, row))
+        alone = case.attribution(case.freeze(case.tokens[row : row + 1]), **_per_prompt(case.options, row))
         case.same(case.result.scores[row], alone.scores[0], "a batch differs from its prompts one by one")
 
 
@@ -239,10 +244,10 @@ def _causality(case: MethodCase, result: Attribution, **more: Any) -> None:
         return
     tokens = case.tokens.clone()
     tokens[:, -1] = (tokens[:, -1] + 1) % case.model.cfg.d_vocab
-    other = case.made(case.freeze(tokens), **more)
+    other = case.attribution(case.freeze(tokens), **more)
     for row in range(2):
         before = result.queries[row] < case.length - 1
-        mine, theirs = (_pairs_first(made)[row][before.to(made.scores.device)] for made in (result, other))
+        mine, theirs = (_pairs_first(r)[row][before.to(r.scores.device)] for r in (result, other))
         if len(mine):
             case.same(mine, theirs, "a query's scores change with a token after it")
 
@@ -251,26 +256,30 @@ def check_every_query(case: MethodCase) -> None:
     """Queries beside the default one: each asked alone is what it is among all, and none knows a later token."""
     if "query" not in get_method(case.name).options or "query" in case.options:
         return
-    frozen, last = case.frozen, case.length - 1
+    frozen = case.frozen
+    last = case.length - 1
     try:
-        whole = case.made(frozen, query=None)
+        whole = case.attribution(frozen, query=None)
     except InvalidInputError:  # one query at a time, or the one that a classifier reads its classes at
-        at, first = frozen.prompt.class_at, case.encoder  # what an encoder's positions predict cannot be asked
-        asked = (first, max(first + 1, last // 2)) if at is None else (at,)
-        rows = {query: case.made(frozen, query=query) for query in asked}
+        at = frozen.prompt.class_at
+        first = case.encoder  # the encoder's own positions predict nothing
+        queries = (first, max(first + 1, last // 2)) if at is None else (at,)
+        rows = {query: case.attribution(frozen, query=query) for query in queries}
     else:
         check_attribution(whole, frozen, tolerance=case.tolerance)
         _causality(case, whole, query=None)
         rows = {}
         at = case.result.queries[..., None].expand(-1, -1, _pairs_first(whole).shape[2])
         if _pairs_first(whole).ndim == 3:
-            there = torch.take_along_dim(_pairs_first(whole), at.to(whole.scores.device), dim=1)
-            case.same(_pairs_first(case.result), there, "what it gives by default is not what query=None gives there")
+            expected = torch.take_along_dim(_pairs_first(whole), at.to(whole.scores.device), dim=1)
+            case.same(
+                _pairs_first(case.result), expected, "what it gives by default is not what query=None gives there"
+            )
         for query in (0, last // 2, last):
-            rows[query] = alone = case.made(frozen, query=query)
+            rows[query] = alone = case.attribution(frozen, query=query)
             mine = _pairs_first(alone)[:, 0]
             case.same(mine, _pairs_first(whole)[:, query], f"query={query} is not what query=None gives there")
-        some = case.made(frozen, query=[last, 0])
+        some = case.attribution(frozen, query=[last, 0])
         case.require(some.queries.tolist() == [[last, 0]] * 2, "query=[…] gives other queries.")
         case.same(_pairs_first(some), _pairs_first(whole)[:, [last, 0]], "query=[…] is not what query=None gives")
     for query, alone in rows.items():
@@ -284,44 +293,49 @@ def check_padding(case: MethodCase) -> None:
     if case.frozen.view.reads != "tokens":  # images and sounds of one batch are equally large
         return
     sizes = [case.encoder, LENGTH - case.encoder] if case.encoder else [LENGTH]
-    kept = [SHORT // len(sizes)] * len(sizes)
-    cut = case.tokens[1, kept_places(sizes, kept, "right")]
-    short = case.freeze(cut[None], encoder=kept[0] if case.encoder else 0)
-    alone = case.made(short, **_per_prompt(case.options, 1))
+    counts = [SHORT // len(sizes)] * len(sizes)
+    cut = case.tokens[1, real_positions(sizes, counts, "right")]
+    short = case.freeze(cut[None], encoder=counts[0] if case.encoder else 0)
+    alone = case.attribution(short, **_per_prompt(case.options, 1))
     for side in ("right", "left"):
-        real = kept_places(sizes, kept, side)
-        tokens, mask = case.tokens.clone(), torch.ones_like(case.tokens)
-        tokens[1], mask[1] = 0, real.to(mask)
+        real = real_positions(sizes, counts, side)
+        tokens = case.tokens.clone()
+        mask = torch.ones_like(case.tokens)
+        tokens[1] = 0
+        mask[1] = real.to(mask)
         tokens[1, real] = cut
         try:
             frozen = case.freeze(tokens, mask)
         except (UnsupportedModelError, NumericalError):
             continue  # the model itself does not handle such padding
-        own = own_change(frozen, 1, real, short)
-        if own > frozen.tolerance:
+        change = activation_change(frozen, 1, real, short)
+        if change > frozen.tolerance:
             continue  # another input to the model, as where positions are counted from the first column
         try:
-            padded = case.made(frozen)
+            padded = case.attribution(frozen)
         except (UnsupportedModelError, NumericalError):
             continue  # refused is not wrong
         check_attribution(padded, frozen, tolerance=case.tolerance)
-        mine, theirs = _pairs_first(padded)[1], _pairs_first(alone)[0]
+        mine = _pairs_first(padded)[1]
+        theirs = _pairs_first(alone)[0]
         mine = mine[real] if len(mine) == LENGTH else mine
-        mine = torch.cat(
-            [mine[:, :LENGTH][:, real], mine[:, LENGTH:]], dim=1
-        )  # a source may be no token, such as a bias
-        case.same(mine, theirs, f"padding on the {side} changes the scores", at_least=ROUNDING * own)
+        # sources after the prompt's positions are no tokens, such as a bias
+        mine = torch.cat([mine[:, :LENGTH][:, real], mine[:, LENGTH:]], dim=1)
+        case.same(mine, theirs, f"padding on the {side} changes the scores", at_least=ROUNDING * change)
 
 
 def check_refusals(case: MethodCase) -> None:
     """What is wrong is said in the library's own errors."""
-    method, frozen = get_method(case.name), case.frozen
+    method = get_method(case.name)
+    frozen = case.frozen
     if not method.takes_any_option:
-        case.refused(InvalidInputError, "an option it does not have", lambda: case.made(frozen, no_such_option=1))
+        case.refused(
+            InvalidInputError, "an option it does not have", lambda: case.attribution(frozen, no_such_option=1)
+        )
     if "query" in method.options:
-        case.refused(InvalidInputError, "a query out of range", lambda: case.made(frozen, query=case.length))
+        case.refused(InvalidInputError, "a query out of range", lambda: case.attribution(frozen, query=case.length))
     stale = replace(frozen, weights=WeightState(frozen.weights.versions, frozen.weights.sample + 1))
-    case.refused(FrozenModelError, "a pass older than the model's weights", lambda: case.made(stale))
+    case.refused(FrozenModelError, "a pass older than the model's weights", lambda: case.attribution(stale))
 
 
 METHOD_CHECKS = (
@@ -344,7 +358,8 @@ def check_attribution(result: Any, frozen: FrozenPass, *, tolerance: float = 1e-
     """
     require(isinstance(result, Attribution), f"the result is {type(result).__name__}, not an Attribution.")
     name = result.method
-    batch, prompts = len(result.mask), len(frozen.tokens)  # that its parts fit each other it has checked itself
+    batch = len(result.mask)  # an Attribution checks that its own parts fit together
+    prompts = len(frozen.tokens)
     require(batch == prompts, f"{name}: a batch axis of {batch} for {prompts} prompts.")
     require(bool(torch.isfinite(result.scores).all()), f"{name}: scores that are not finite.")
 

@@ -29,12 +29,12 @@ from tensorlens_tl.testing.requirements import (
     ROUNDING,
     Check,
     Untouched,
+    activation_change,
     checks_of,
     difference,
     frozen_rows,
-    kept_places,
-    own_change,
     precision,
+    real_positions,
     require,
     same,
 )
@@ -106,7 +106,8 @@ class ModelCase:
     """A model and a pass of it; what is measured is collected."""
 
     def __init__(self, model: Any, input: Any, tolerance: float | None, seed: int, options: dict[str, Any]) -> None:
-        self.model, self._tolerance = model, tolerance
+        self.model = model
+        self._tolerance = tolerance
         self.options: dict[str, Any] = dict(options)
         self.generator = torch.Generator().manual_seed(seed)
         if input is None:
@@ -131,7 +132,8 @@ class ModelCase:
 
     def same(self, claim: str, mine: Tensor, theirs: Tensor, at_least: float = 0.0) -> None:
         """Raise unless both agree; note by how much they do not."""
-        allowed, what = max(self.tolerance, at_least), f"{self.frozen.view.description}: {claim}"
+        allowed = max(self.tolerance, at_least)
+        what = f"{self.frozen.view.description}: {claim}"
         self.errors[claim] = same(mine.detach(), theirs.detach(), allowed, what)
 
     def draw(self, like: Tensor) -> Tensor:
@@ -145,7 +147,8 @@ class _Guarded:
     """A check that leaves the model as it was."""
 
     def __init__(self, check: Any) -> None:
-        self.check, self.__name__ = check, check.__name__
+        self.check = check
+        self.__name__ = check.__name__
 
     def __call__(self, case: ModelCase) -> None:
         with Untouched(case.model, type(case.model).__name__):
@@ -154,22 +157,25 @@ class _Guarded:
 
 def check_proofs(case: ModelCase) -> None:
     """Every block, what follows the last, and the unembedding are what the weights say."""
-    _ = case.frozen.unembedding_error  # measured only where somebody asks
+    _ = case.frozen.unembedding_error  # measured when it is first read
 
 
 def check_completeness(case: ModelCase) -> None:
     """Contributions and bias are the model's output."""
-    op, real = case.frozen.operator(), case.frozen.mask
-    made = op.contributions().sum(2) + op.bias
-    case.same("contributions and bias are the model's output", made[real], op.output[real])
+    op = case.frozen.operator()
+    real = case.frozen.mask
+    output = op.contributions().sum(2) + op.bias
+    case.same("contributions and bias are the model's output", output[real], op.output[real])
 
 
 def check_adjoint(case: ModelCase) -> None:
     """Pull is the adjoint of push."""
     op = case.frozen.operator()
-    x, g = case.draw(op.x), case.draw(op.x)
+    x = case.draw(op.x)
+    g = case.draw(op.x)
     pushed = op.push(x) * g
-    forward, backward = pushed.sum((-2, -1)), (x * op.pull(g)).sum((-2, -1))
+    forward = pushed.sum((-2, -1))
+    backward = (x * op.pull(g)).sum((-2, -1))
     size = pushed.abs().sum()
     case.same("pull is the adjoint of push", forward / size, backward / size)
 
@@ -177,7 +183,8 @@ def check_adjoint(case: ModelCase) -> None:
 def _held(case: ModelCase, rule: str) -> None:
     """The model, live and held by hooks, away from the input: it must be the operator."""
     op = case.frozen.operator(activation=rule)
-    x, real = op.x + case.draw(op.x), case.frozen.mask
+    x = op.x + case.draw(op.x)
+    real = case.frozen.mask
     with torch.no_grad():
         live = held_output(case.frozen, x, activation=rule)
     case.same(f"the model held by hooks is the operator ({rule})", live[real], op(x)[real])
@@ -191,7 +198,8 @@ def _held_by(rule: str) -> Callable[[ModelCase], None]:
 
 def check_autograd(case: ModelCase) -> None:
     """Autograd through the model held by hooks is pull."""
-    op, real = case.frozen.operator(), case.frozen.mask
+    op = case.frozen.operator()
+    real = case.frozen.mask
     with torch.enable_grad():
         x = op.x.clone().requires_grad_(True)
         output = held_output(case.frozen, x)
@@ -225,32 +233,35 @@ def check_padding_on_the_left(case: ModelCase) -> None:
 
 
 def _padding(case: ModelCase, side: str) -> None:
-    frozen, claim = case.frozen, f"padding on the {side} changes nothing"
+    frozen = case.frozen
+    claim = f"padding on the {side} changes nothing"
     real = frozen.mask[0].cpu()
-    whole, encoder = frozen.tokens[0][real], int(real[: frozen.prompt.encoder_length].sum())
+    whole = frozen.tokens[0][real]
+    encoder = int(real[: frozen.prompt.encoder_length].sum())
     sizes = [len(whole)] if not encoder else [encoder, len(whole) - encoder]
     halves = [size // 2 for size in sizes]
     if not all(halves) or frozen.view.reads != "tokens" or set(frozen.inputs) - PLAIN:
         return
-    short = whole[kept_places(sizes, halves, "right")]
-    kept = kept_places(sizes, halves, side)
+    short = whole[real_positions(sizes, halves, "right")]
+    real_places = real_positions(sizes, halves, side)
     tokens = torch.stack([whole, torch.zeros_like(whole)])
-    tokens[1, kept] = short
-    mask = torch.stack([torch.ones_like(whole), kept.to(whole)])
+    tokens[1, real_places] = short
+    mask = torch.stack([torch.ones_like(whole), real_places.to(whole)])
     try:
         padded = frozen_rows(frozen.model, tokens, encoder, mask, tolerance=frozen.tolerance)
     except (UnsupportedModelError, NumericalError) as refusal:
         case.refused[f"padding on the {side}"] = str(refusal)
         return
     alone = frozen_rows(frozen.model, short[None], halves[0] if encoder else 0, tolerance=frozen.tolerance)
-    if difference(padded.resid_pre(0)[1, kept], alone.resid_pre(0)[0]) > 1e-3:
+    if difference(padded.resid_pre(0)[1, real_places], alone.resid_pre(0)[0]) > 1e-3:
         case.refused[f"padding on the {side}"] = "positions are counted from the first column: another input"
         return
-    own = own_change(padded, 1, kept, alone)
+    change = activation_change(padded, 1, real_places, alone)
     who = frozen.view.description
-    require(own <= frozen.tolerance, f"{who}: {claim} (the model's own activations change by {own:.1e}).")
-    mine, theirs = padded.operator().contributions()[1, kept][:, kept], alone.operator().contributions()[0]
-    case.same(claim, mine, theirs, at_least=ROUNDING * own)
+    require(change <= frozen.tolerance, f"{who}: {claim} (the model's own activations change by {change:.1e}).")
+    mine = padded.operator().contributions()[1, real_places][:, real_places]
+    theirs = alone.operator().contributions()[0]
+    case.same(claim, mine, theirs, at_least=ROUNDING * change)
 
 
 MODEL_CHECKS: Sequence[Callable[[ModelCase], None]] = (
@@ -274,8 +285,9 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
         x: `[batch, pos, d_model]`.
         options: of `FrozenPass.fwd_hooks`.
     """
-    seen: dict[str, Tensor] = {}
-    points, (_, stop) = frozen.points, frozen.side(0)
+    outputs: dict[str, Tensor] = {}
+    points = frozen.points
+    _, stop = frozen.side(0)
     sides = [x] if frozen.sides is None else [x[:, :stop], x[:, stop:]]
     ends = [name for name in (points.encoder_output, points.output) if name is not None]
 
@@ -283,8 +295,8 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
         return lambda live, *, hook: value
 
     def see(name: str) -> Callable[..., None]:
-        return lambda live, *, hook: seen.update({name: live})
+        return lambda live, *, hook: outputs.update({name: live})
 
     placed = [(name, put(value)) for name, value in zip(frozen.stream_names(0), sides, strict=True)]
     run(frozen.model, frozen.inputs, [*placed, *frozen.fwd_hooks(**options), *((name, see(name)) for name in ends)])
-    return torch.cat([seen[name] for name in ends], dim=1)
+    return torch.cat([outputs[name] for name in ends], dim=1)

@@ -23,7 +23,11 @@ from tensorlens_tl.testing.families import whole_families
 from tensorlens_tl.testing.signals import SIGNALS, seeing_module, signal_module
 from tensorlens_tl.whitening.insertion import whiten
 
-VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 48, 24, 16, 4, 2
+VOCABULARY = 48
+CONTEXT = 24
+WIDTH = 16
+HEADS = 4
+LAYERS = 2
 
 HookedEncoder: Any = None
 HookedTransformer: Any = None
@@ -394,7 +398,8 @@ def tiny_input(model: Any, prompts: int = 2, length: int = 6, *, seed: int = 0) 
     Returns:
         Token ids `[prompt, pos]`, and of an encoder–decoder ``{"decoder_input_ids": …}``.
     """
-    generator, view = torch.Generator().manual_seed(seed), ModelView(model)
+    generator = torch.Generator().manual_seed(seed)
+    view = ModelView(model)
 
     def draw(pos: int) -> Tensor:
         return torch.randint(3, view.d_vocab, (prompts, pos), generator=generator)

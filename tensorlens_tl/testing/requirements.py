@@ -86,18 +86,18 @@ def frozen_rows(model: Any, tokens: Tensor, encoder: int = 0, mask: Tensor | Non
     both = {"": tokens} if mask is None else {"": tokens, "attention_mask": mask}
     if not encoder:
         return freeze(model, both.pop(""), **both, **options)
-    given = {name: ids[:, :encoder] for name, ids in both.items()}
+    encoder_inputs = {name: ids[:, :encoder] for name, ids in both.items()}
     options |= {f"decoder_{name or 'input_ids'}": ids[:, encoder:] for name, ids in both.items()}
-    return freeze(model, given.pop(""), **given, **options)
+    return freeze(model, encoder_inputs.pop(""), **encoder_inputs, **options)
 
 
-def kept_places(sizes: Sequence[int], kept: Sequence[int], side: str) -> Tensor:
+def real_positions(sizes: Sequence[int], counts: Sequence[int], side: str) -> Tensor:
     """True at so many positions of each part of a prompt, `[pos]`: where a short prompt lies, padded on one side."""
     places = [torch.arange(size) if side == "right" else torch.arange(size).flip(0) for size in sizes]
-    return torch.cat([place < keep for place, keep in zip(places, kept, strict=True)])
+    return torch.cat([place < count for place, count in zip(places, counts, strict=True)])
 
 
-def own_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenPass) -> float:
+def activation_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenPass) -> float:
     """How much the model's own activations of one prompt change when it is padded, on this machine.
 
     A softmax in float32, say, rounds otherwise over a longer row; nothing computed from it can change less.
@@ -106,9 +106,9 @@ def own_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenPass) ->
     keys = {name: padded.span(name) for name in patterns}
     keys |= {block.cross.pattern: padded.span("encoder") for block in alone.points.blocks if block.cross is not None}
     worst = 0.0
-    apart = {block.index for block in alone.points.blocks}  # numbers of experts are no vectors
+    expert_numbers = {block.index for block in alone.points.blocks}  # not vectors
     for name in alone.points.captured:
-        if name in apart:
+        if name in expert_numbers:
             continue
         mine = padded.captured(name)[row]
         if name in keys:
@@ -125,7 +125,8 @@ class Untouched:
     """
 
     def __init__(self, model: Any, who: str) -> None:
-        self.model, self.who = model, who
+        self.model = model
+        self.who = who
 
     def __enter__(self) -> None:
         self.before = self._state()
@@ -152,12 +153,12 @@ def named(function: Callable[..., Any]) -> str:
 
 def checks_of(functions: Sequence[Callable[[Any], Any]], case: Callable[[], Any], label: str = "") -> list[Check]:
     """Functions of a case as checks; the case is made when the first of them runs."""
-    held: list[Any] = []
+    cases: list[Any] = []
 
     def run(function: Callable[[Any], Any]) -> Any:
-        if not held:
-            held.append(case())
-        return function(held[0])
+        if not cases:
+            cases.append(case())
+        return function(cases[0])
 
     prefix = f"{label}: " if label else ""
     return [Check(f"{prefix}{named(f)}", lambda f=f: run(f), of=label) for f in functions]

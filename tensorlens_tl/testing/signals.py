@@ -3,7 +3,8 @@
 import importlib
 from typing import Any
 
-VOCABULARY, WIDTH = 48, 16
+VOCABULARY = 48
+WIDTH = 16
 
 _SMALL = {
     "hidden_size": WIDTH,
@@ -48,9 +49,9 @@ def signal_module(family: str) -> Any:
     """One of `SIGNALS` with its usual initial weights."""
     transformers: Any = importlib.import_module("transformers")
     config, architecture, options = SIGNALS[family]
-    made = getattr(transformers, config)(**options)
-    made._attn_implementation = "eager"
-    return getattr(transformers, architecture)(made)
+    configuration = getattr(transformers, config)(**options)
+    configuration._attn_implementation = "eager"
+    return getattr(transformers, architecture)(configuration)
 
 
 def seeing_module(family: str) -> Any:

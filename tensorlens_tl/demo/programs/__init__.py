@@ -34,7 +34,7 @@ from tensorlens_tl.errors import InvalidInputError
 
 __all__ = ["PROGRAMS", "Program", "Truth", "Why", "program"]
 
-_MADE_BY = {
+_BUILDERS = {
     "previous-token": previous_token,
     "two-back": two_back,
     "reverse": reverse,
@@ -44,7 +44,7 @@ _MADE_BY = {
     "counting": counting,
 }
 
-PROGRAMS = tuple(_MADE_BY)
+PROGRAMS = tuple(_BUILDERS)
 """The names of the programs."""
 
 
@@ -59,9 +59,9 @@ def program(name: Any) -> Program:
     """
     if name not in PROGRAMS:
         raise InvalidInputError(f"program={name!r}; use one of {', '.join(map(repr, PROGRAMS))}.")
-    return _made(name)
+    return _program(name)
 
 
 @cache
-def _made(name: str) -> Program:
-    return _MADE_BY[name]()
+def _program(name: str) -> Program:
+    return _BUILDERS[name]()

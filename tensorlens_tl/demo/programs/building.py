@@ -45,9 +45,9 @@ class Spaces:
         """The map from the stream to a space's channels, times a matrix."""
         place = self._places[name]
         matrix = torch.eye(place.stop - place.start).double() if matrix is None else matrix.double()
-        made = torch.zeros(self.width, matrix.shape[1], dtype=torch.float64)
-        made[place] = matrix
-        return made
+        projection = torch.zeros(self.width, matrix.shape[1], dtype=torch.float64)
+        projection[place] = matrix
+        return projection
 
     def write(self, name: str, matrix: Float[Tensor, "values space"] | None = None) -> Float[Tensor, "values width"]:
         """A matrix, times the map from a space's channels to the stream."""
@@ -98,9 +98,10 @@ class Design:
     def model(self, kind: str | None, *, norm: bool, dtype: torch.dtype) -> Any:
         """The TransformerLens model; arguments as of `Program.model`."""
         width = self.tokens.shape[1]
-        held, constant = torch.eye(width).double(), torch.zeros(width).double()
+        basis = torch.eye(width).double()
+        constant = torch.zeros(width).double()
         if norm:
-            held = torch.cat([held, -held, torch.zeros(width, 2).double()], dim=1) / math.sqrt(2)
+            basis = torch.cat([basis, -basis, torch.zeros(width, 2).double()], dim=1) / math.sqrt(2)
             constant = torch.tensor([0.0] * 2 * width + [1.0, -1.0]).double() * CONSTANT / math.sqrt(2)
         heads = [head for layer in self.layers for head in layer]
         sizes = {
@@ -108,7 +109,7 @@ class Design:
             "n_heads": max(len(layer) for layer in self.layers),
             "d_head": max(max(head.query.shape[1], head.value.shape[1]) for head in heads),
             "d_mlp": max([1, *(len(neurons.bias) for neurons in self.neurons.values())]),
-            "d_model": held.shape[1],
+            "d_model": basis.shape[1],
             "d_vocab": len(self.words),
             "n_ctx": len(self.positions),
             "attn_only": not self.neurons,
@@ -119,18 +120,18 @@ class Design:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-            _write(model.embed.W_E, self.tokens @ held)
-            _write(model.pos_embed.W_pos, self.positions @ held + constant)
-            _write(model.unembed.W_U, held.T @ self.unembed)
+            _write(model.embed.W_E, self.tokens @ basis)
+            _write(model.pos_embed.W_pos, self.positions @ basis + constant)
+            _write(model.unembed.W_U, basis.T @ self.unembed)
             for number, block in enumerate(model.blocks):
-                _write_heads(block.attn, self.layers[number], held)
+                _write_heads(block.attn, self.layers[number], basis)
                 neurons = self.neurons.get(number)
                 if neurons is not None:
-                    _write(block.mlp.W_in, held.T @ neurons.read)
+                    _write(block.mlp.W_in, basis.T @ neurons.read)
                     _write(block.mlp.b_in, neurons.bias)
-                    _write(block.mlp.W_out, neurons.write @ held)
+                    _write(block.mlp.W_out, neurons.write @ basis)
             for gain in _gains(model) if norm else []:
-                gain.fill_(CONSTANT / math.sqrt(held.shape[1]))
+                gain.fill_(CONSTANT / math.sqrt(basis.shape[1]))
         return model.eval()
 
 

@@ -164,16 +164,18 @@ class Program:
             raise InvalidInputError(
                 f"change={change!r}: {self.name} has {known}; what attends by position alone is chosen by no token."
             )
-        made, rng, query = self.changes[change], random.Random(seed), self.queries[-1]
+        replacement = self.changes[change]
+        rng = random.Random(seed)
+        query = self.queries[-1]
         clean = self.prompts(prompts, seed=seed)[:, : query + 1]
-        corrupted = [made.corrupt(list(row), rng) for row in clean.tolist()]
+        corrupted = [replacement.corrupt(list(row), rng) for row in clean.tolist()]
         truths = [self.explain(row, query) for row in clean.tolist()]
         others = [self.explain(row, query).answer for row in corrupted]
         answers = [truth.answer for truth in truths]
         tensors = (clean, *(torch.tensor(part) for part in (corrupted, answers, others)))
         pairs = PromptPairs(f"{self.name}, {change} changed", *tensors)
         paths = tuple((*truth.paths, *((place,) for place in truth.constants)) for truth in truths)
-        return KnownComponents(pairs.name, pairs, paths, made.nodes, made.edges)
+        return KnownComponents(pairs.name, pairs, paths, replacement.nodes, replacement.edges)
 
     def attention(self, prompts: Any = 20, *, seed: int = 0, query: Any = -1) -> KnownAttention:
         """The task for `evaluate.known_attention`; arguments as in `answers`."""

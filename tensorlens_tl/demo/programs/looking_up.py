@@ -10,7 +10,8 @@ from tensorlens_tl.demo.programs.definition import Change, Program, Row, Truth, 
 from tensorlens_tl.demo.programs.parts import before, by_position, design, places, replaced, swapped, vocabulary
 from tensorlens_tl.results.circuit import ARROW
 
-EMBED, PREVIOUS = frozenset({"embed"}), frozenset({"L0H0"})
+EMBED = frozenset({"embed"})
+PREVIOUS = frozenset({"L0H0"})
 
 RARE = 0.1
 """In `counting`: the attention that a counted letter gets, as a share of the first token's."""
@@ -24,7 +25,8 @@ def induction() -> Program:
 
     L0H0 notes at each token which one came before; L1H0 attends to where that is the query's own token, and copies.
     """
-    positions, (words, letters) = 16, vocabulary(letters=16)
+    positions = 16
+    words, letters = vocabulary(letters=16)
     spaces = Spaces(token=len(words), position=positions, previous=len(words), answer=len(words), idle=len(words))
     match = Head(
         spaces.read("token", SHARP * torch.eye(len(words))),
@@ -67,8 +69,10 @@ def two_hop() -> Program:
 
     L0H0 notes at the second of each pair which one is the first; L1H0 finds the question's partner, L2H0 that one's.
     """
-    pairs, (words, letters) = 4, vocabulary(letters=12)
-    positions, ends = 12, range(2, 2 * pairs + 1, 2)
+    pairs = 4
+    words, letters = vocabulary(letters=12)
+    positions = 12
+    ends = range(2, 2 * pairs + 1, 2)
     spaces = Spaces(
         token=len(words), position=positions, previous=len(words), hop=len(words), answer=len(words), idle=len(words)
     )
@@ -85,12 +89,12 @@ def two_hop() -> Program:
     )
     first, second = (
         Head(
-            spaces.read(asked, SHARP * torch.eye(len(words))),
+            spaces.read(query_space, SHARP * torch.eye(len(words))),
             spaces.read("previous"),
             spaces.read("token"),
-            spaces.write(found),
+            spaces.write(answer_space),
         )
-        for asked, found in (("token", "hop"), ("hop", "answer"))
+        for query_space, answer_space in (("token", "hop"), ("hop", "answer"))
     )
 
     def sample(rng: random.Random) -> Row:
@@ -137,12 +141,18 @@ def counting() -> Program:
     f_n = n·RARE / (1 + n·RARE) that they get together. The logit of the digit k is 2·f·f_k − f_k² (times `LOGITS`),
     which is largest where f_k is nearest to f.
     """
-    digits, asked = tuple("0123456"), tuple(f"?{letter}" for letter in "abcd")
-    words = (BOS, ".", *"abcd", *asked, *digits)
-    dot, letters, questions, numbers = 1, [2, 3, 4, 5], 6, 10
-    positions, slots = 12, 9
+    digits = tuple("0123456")
+    question_words = tuple(f"?{letter}" for letter in "abcd")
+    words = (BOS, ".", *"abcd", *question_words, *digits)
+    dot = 1
+    letters = [2, 3, 4, 5]
+    questions = 6
+    numbers = 10
+    positions = 12
+    slots = 9
     spaces = Spaces(token=len(words), position=positions, count=1, idle=len(words))
-    table, is_letter = torch.zeros(len(words), len(words)), torch.zeros(len(words), 1)
+    table = torch.zeros(len(words), len(words))
+    is_letter = torch.zeros(len(words), 1)
     table[questions:numbers, letters] = SHARP * torch.eye(len(letters))
     table[questions:numbers, 0] = SHARP - math.log(RARE)
     is_letter[letters] = 1
@@ -150,8 +160,10 @@ def counting() -> Program:
     count = Head(spaces.read("token", table), token, spaces.read("token", is_letter), spaces.write("count"))
     shares = RARE * torch.arange(len(digits)).double()
     shares = shares / (1 + shares)
-    slope, offset = torch.zeros(len(words)).double(), torch.full((len(words),), -1.0).double()
-    slope[numbers:], offset[numbers:] = 2 * shares, -(shares**2)
+    slope = torch.zeros(len(words)).double()
+    offset = torch.full((len(words),), -1.0).double()
+    slope[numbers:] = 2 * shares
+    offset[numbers:] = -(shares**2)
     unembed = spaces.read("count", slope[None]) + spaces.read("position", offset.expand(positions, -1))
 
     def sample(rng: random.Random) -> Row:
@@ -166,10 +178,10 @@ def counting() -> Program:
 
     def explain(row: Row, query: int) -> Truth:
         letter = letters[row[query] - questions]
-        counted = [place for place in range(1, slots + 1) if row[place] == letter]
-        why = Why(0, 0, query, counted[0], places(query), places(counted[0]), EMBED, EMBED)
-        paths = tuple((("embed", place), ("L0H0", query)) for place in counted)
-        return Truth(numbers + len(counted), paths, (why,), (("pos_embed", query),))
+        matches = [place for place in range(1, slots + 1) if row[place] == letter]
+        why = Why(0, 0, query, matches[0], places(query), places(matches[0]), EMBED, EMBED)
+        paths = tuple((("embed", place), ("L0H0", query)) for place in matches)
+        return Truth(numbers + len(matches), paths, (why,), (("pos_embed", query),))
 
     def other_source(row: Row, rng: random.Random) -> Row:
         row[rng.choice(sorted(explain(row, len(row) - 1).sources))] = dot

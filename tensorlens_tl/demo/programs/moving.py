@@ -20,7 +20,8 @@ from tensorlens_tl.demo.programs.parts import (
 
 def previous_token() -> Program:
     """L0H0 attends to the token before, and copies it."""
-    positions, (words, letters) = 12, vocabulary(letters=12)
+    positions = 12
+    words, letters = vocabulary(letters=12)
     spaces = Spaces(token=len(words), position=positions, answer=len(words), idle=len(words))
 
     def sample(rng: random.Random) -> Row:
@@ -46,7 +47,8 @@ def previous_token() -> Program:
 
 def two_back() -> Program:
     """L0H0 copies the token before; L1H0 copies what L0H0 has put there, one position before."""
-    positions, (words, letters) = 12, vocabulary(letters=12)
+    positions = 12
+    words, letters = vocabulary(letters=12)
     spaces = Spaces(token=len(words), position=positions, previous=len(words), answer=len(words), idle=len(words))
     heads = [before(spaces, positions, "token", "previous"), before(spaces, positions, "previous", "answer")]
 
@@ -77,7 +79,8 @@ def reverse() -> Program:
     L0H0 finds the separator and copies its position s. At query p, a neuron of MLP0 for each pair (s, p) writes where
     to look, 2s − 1 − p; L1H0 looks there and copies the token.
     """
-    positions, (words, letters) = 12, vocabulary(SEPARATOR, letters=12)
+    positions = 12
+    words, letters = vocabulary(SEPARATOR, letters=12)
     spaces = Spaces(
         token=len(words), position=positions, separator=positions, aim=positions, answer=len(words), idle=len(words)
     )
@@ -143,11 +146,13 @@ def sort() -> Program:
     L0H0 scores each letter by how soon it comes after the query's own token in the alphabet, and copies the first.
     """
     words, letters = vocabulary(SEPARATOR, letters=26)
-    positions, last = 12, len(words)
+    positions = 12
+    last = len(words)
     spaces = Spaces(token=len(words), position=positions, answer=len(words), idle=len(words))
-    asked, there = torch.arange(len(words))[:, None], torch.arange(len(words))
-    later = (there > asked) & (asked >= 1)  # the separator asks for the first of all
-    table = torch.where(later, SHARP * (last - (there - asked)), 0)
+    query_word = torch.arange(len(words))[:, None]
+    key_word = torch.arange(len(words))
+    later = (key_word > query_word) & (query_word >= 1)  # the separator asks for the first of all
+    table = torch.where(later, SHARP * (last - (key_word - query_word)), 0)
     token = spaces.read("token")
     copy = Head(spaces.read("token", table), token, token, spaces.write("answer"))
 
@@ -159,8 +164,8 @@ def sort() -> Program:
         end = row.index(1)
         answer = min(letter for letter in row[1:end] if letter > row[query])
         source = row.index(answer)
-        own = frozenset({"embed"})
-        why = Why(0, 0, query, source, places(query), places(source), own, own)
+        parts = frozenset({"embed"})
+        why = Why(0, 0, query, source, places(query), places(source), parts, parts)
         return Truth(answer, ((("embed", source), ("L0H0", query)),), (why,))
 
     def other_source(row: Row, rng: random.Random) -> Row:

@@ -28,7 +28,8 @@ def shift(positions: int) -> Float[Tensor, "pos pos"]:
 
 def idle(spaces: Spaces, positions: int) -> Head:
     """A head that attends to all tokens, to later ones a little more, and writes what nothing reads."""
-    always, later = torch.ones(positions, 1), torch.arange(positions)[:, None] / 4
+    always = torch.ones(positions, 1)
+    later = torch.arange(positions)[:, None] / 4
     return Head(
         spaces.read("position", always), spaces.read("position", later), spaces.read("token"), spaces.write("idle")
     )

@@ -68,36 +68,38 @@ def known_answer(
     parts = [slice(start, start + PROMPTS_AT_ONCE) for start in range(0, len(task), PROMPTS_AT_ONCE)]
     passes = (freeze(model, task.tokens[part], verify=part.start == 0) for part in parts)
     generator = torch.Generator().manual_seed(seed)
-    found, right = [], []
+    rankings = []
+    is_answered = []
     for part, frozen in zip(parts, passes, strict=True):
         sources = task.sources[part]
         ties = torch.rand(sources.shape, generator=generator, dtype=torch.float64)
-        right.append(predictions(frozen)[0].cpu() == task.answers[part])
+        is_answered.append(predictions(frozen)[0].cpu() == task.answers[part])
         scores = torch.stack([scorer(frozen).cpu() for scorer in scorers])
-        found.append(torch.stack([ranking(s.abs() if absolute else s, sources, ties, k) for s in scores], dim=1))
-    values, correct = torch.cat(found, dim=2), torch.cat(right)
+        rankings.append(torch.stack([ranking(s.abs() if absolute else s, sources, ties, k) for s in scores], dim=1))
+    values = torch.cat(rankings, dim=2)
+    correct = torch.cat(is_answered)
     accuracy = float(correct.double().mean())
     if only_correct and not bool(correct.any()):
         raise InvalidInputError(
             f"known_answer: the model answers none of these {len(task)} {task.name} prompts, so the true sources say "
             "nothing about it. Use a model trained on the task, or only_correct=False."
         )
-    kept = correct.nonzero()[:, 0] if only_correct else torch.arange(len(task))
+    numbers = correct.nonzero()[:, 0] if only_correct else torch.arange(len(task))
     pos = task.tokens.shape[1]
     return Evaluation(
         kind=f"known answers: {task.name}",
-        values=values[:, :, kept],
+        values=values[:, :, numbers],
         metrics=dict.fromkeys(METRICS, True),
         methods=[scorer.label for scorer in scorers],
-        units=[f"prompt {int(number)}" for number in kept],
+        units=[f"prompt {int(number)}" for number in numbers],
         settings={
             **first.view.provenance(),
             "task": task.name,
             "prompts": len(task),
-            "dropped": len(task) - len(kept),
+            "dropped": len(task) - len(numbers),
             "tokens": pos,
             "accuracy": accuracy,
-            "random_mrr": _random_mrr(task.sources[kept]),
+            "random_mrr": _random_mrr(task.sources[numbers]),
             "absolute": absolute,
             "seed": seed,
         },
@@ -134,9 +136,11 @@ def expected_mrr(tokens: Any, sources: Any = 1) -> float:
         InvalidInputError: more sources than tokens.
     """
     tokens = whole_number("tokens", tokens, least=1)
-    left, total, sources = 1.0, 0.0, whole_number("sources", sources, 1, tokens)
+    miss = 1.0  # the probability that no source has come yet
+    total = 0.0
+    sources = whole_number("sources", sources, 1, tokens)
     for place in range(1, tokens - sources + 2):
-        hit = sources / (tokens - place + 1)  # given that none came before
-        total += left * hit / place
-        left *= 1 - hit
+        hit = sources / (tokens - place + 1)  # the probability of a source here, given that none came before
+        total += miss * hit / place
+        miss *= 1 - hit
     return total

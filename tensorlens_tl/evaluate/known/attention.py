@@ -61,21 +61,26 @@ def known_attention(model: Any, task: Any, methods: Any = None, *, seed: int = 0
     ModelView(model).refuse_encoder_decoder("known_attention")
     frozen = freeze(model, task.tokens)
     generator = torch.Generator().manual_seed(seed)
-    found, units, residuals, attention = list[Tensor](), list[str](), list[float](), list[float]()
+    values = list[Tensor]()
+    units = list[str]()
+    residuals = list[float]()
+    attention = list[float]()
     for choice in task.choices:
         columns = list[Tensor]()
         for by in ("token", "head"):
-            made = qk_attribution(frozen, choice.layer, choice.head, choice.query[:, None], choice.key[:, None], by=by)
-            residuals.append(float(made.residual.max()))
-            for scores, true in _questions(made, choice):
+            attribution = qk_attribution(
+                frozen, choice.layer, choice.head, choice.query[:, None], choice.key[:, None], by=by
+            )
+            residuals.append(float(attribution.residual.max()))
+            for scores, true in _questions(attribution, choice):
                 ties = torch.rand(scores.shape, generator=generator, dtype=torch.float64)
                 columns.append(torch.stack([_reciprocal(_of(method, scores, ties), true, ties) for method in chosen]))
-        found.append(torch.stack(columns))
+        values.append(torch.stack(columns))
         units += [f"prompt {number}, L{choice.layer}H{choice.head}" for number in range(len(task))]
         attention += _attention(frozen, choice).tolist()
     return Evaluation(
         kind=f"known attention: {task.name}",
-        values=torch.cat(found, dim=-1),
+        values=torch.cat(values, dim=-1),
         metrics=dict.fromkeys(METRICS, True),
         methods=chosen,
         units=units,
@@ -91,15 +96,18 @@ def known_attention(model: Any, task: Any, methods: Any = None, *, seed: int = 0
 
 
 def _questions(
-    made: ScoreAttribution, choice: KnownChoice
+    attribution: ScoreAttribution, choice: KnownChoice
 ) -> Iterator[tuple[Float[Tensor, "batch source"], Bool[Tensor, "batch source"]]]:
     """Scores and truth of the sources of the query, of the key, and of pairs of them."""
-    pairs = made.pairs.detach().double().cpu()
-    sides = (made.query_sources.double().cpu() + pairs.sum(2), made.key_sources.double().cpu() + pairs.sum(1))
-    if made.by == "token":
+    pairs = attribution.pairs.detach().double().cpu()
+    sides = (
+        attribution.query_sources.double().cpu() + pairs.sum(2),
+        attribution.key_sources.double().cpu() + pairs.sum(1),
+    )
+    if attribution.by == "token":
         true = [_marked(tokens, pairs.shape[1]) for tokens in (choice.query_tokens, choice.key_tokens)]
     else:
-        true = [_named(parts, made.names[0], choice).expand(len(pairs), -1) for parts in _parts(choice)]
+        true = [_named(parts, attribution.names[0], choice).expand(len(pairs), -1) for parts in _parts(choice)]
     yield from zip(sides, true, strict=True)
     yield pairs.flatten(1), (true[0][:, :, None] & true[1][:, None]).flatten(1)
 
@@ -110,7 +118,7 @@ def _parts(choice: KnownChoice) -> tuple[frozenset[str], frozenset[str]]:
 
 def _marked(places: tuple[frozenset[int], ...], pos: int) -> Bool[Tensor, "batch pos"]:
     """True at the positions of each prompt."""
-    return torch.tensor([[position in own for position in range(pos)] for own in places])
+    return torch.tensor([[position in prompt_places for position in range(pos)] for prompt_places in places])
 
 
 def _named(parts: frozenset[str], names: list[str], choice: KnownChoice) -> Bool[Tensor, "part"]:

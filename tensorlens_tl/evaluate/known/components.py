@@ -86,19 +86,20 @@ def known_components(
         raise InvalidInputError(f"threshold={threshold!r}: a share of the largest score, above 0 and at most 1.")
     chosen = checked_methods(methods, METHODS)
     work = PairWork(model, task.pairs, only_correct)
-    kept, skipped = [int(unit.removeprefix("prompt ")) for unit in work.units], dict[str, str]()
-    values = torch.full((len(METRICS), len(chosen), len(kept)), torch.nan, dtype=torch.float64)
+    numbers = [int(unit.removeprefix("prompt ")) for unit in work.units]
+    skipped = dict[str, str]()
+    values = torch.full((len(METRICS), len(chosen), len(numbers)), torch.nan, dtype=torch.float64)
     for row, method in enumerate(chosen):
         try:
-            scored = _scored(work, [task.paths[number] for number in kept], task, method, steps, memory)
+            scored = _scored(work, [task.paths[number] for number in numbers], task, method, steps, memory)
         except UnsupportedModelError as error:
             if methods is not None:
                 raise UnsupportedModelError(f"{method}: {error}") from error
             skipped[method] = str(error)
             continue
         for column, parts in enumerate(scored):
-            found = [number for scores, true in parts for number in _found(scores, true, threshold)]
-            values[: len(found), row, column] = torch.tensor(found, dtype=torch.float64)
+            metrics = [number for scores, true in parts for number in _ranking_metrics(scores, true, threshold)]
+            values[: len(metrics), row, column] = torch.tensor(metrics, dtype=torch.float64)
     used = [row for row, method in enumerate(chosen) if method not in skipped]
     if not used:
         raise UnsupportedModelError(f"no method fits this model: {skipped}")
@@ -121,14 +122,14 @@ def _scored(
         pairs = work.pairs
         rows = zip(pairs.clean, pairs.answers.tolist(), pairs.others.tolist(), paths, strict=True)
         return [
-            _of_graph(freeze(work.model, tokens[None], verify=False), answer, other, own)
-            for tokens, answer, other, own in rows
+            _of_graph(freeze(work.model, tokens[None], verify=False), answer, other, prompt_paths)
+            for tokens, answer, other, prompt_paths in rows
         ]
     parts = [part for frozen in work.parts() for part in _of_pairs(frozen, method, steps, memory)]
     if method == "logit_attribution":
         return [
-            [(scores, _known(frozenset(path[-1][0] for path in own), scores, "node"))]
-            for (scores,), own in zip(parts, paths, strict=True)
+            [(scores, _known(frozenset(path[-1][0] for path in prompt_paths), scores, "node"))]
+            for (scores,), prompt_paths in zip(parts, paths, strict=True)
         ]
     return [
         [(nodes, _known(task.nodes, nodes, "node")), (edges, _known(task.edges, edges, "edge"))]
@@ -144,8 +145,8 @@ def _of_pairs(part: FrozenPairs, method: str, steps: int, memory: Memory) -> lis
     options: dict[str, Any] = {"method": method, "steps": steps, "memory": memory}
     nodes = patch_scores(part.clean, part.corrupted, part.answers, part.others, **options)
     edges = edge_scores(part.clean, part.corrupted, part.answers, part.others, **options)
-    there = edges.exists.nonzero().tolist()
-    names = [ARROW.join((edges.sources[source], edges.destinations[end])) for source, end in there]
+    pairs = edges.exists.nonzero().tolist()
+    names = [ARROW.join((edges.sources[source], edges.destinations[end])) for source, end in pairs]
     rows = zip(nodes.scores[:, 0].tolist(), edges.scores[:, edges.exists].tolist(), strict=True)
     return [(dict(zip(nodes.names, a, strict=True)), dict(zip(names, b, strict=True))) for a, b in rows]
 
@@ -188,10 +189,11 @@ def _known(true: frozenset[Any], scores: Scored, what: str) -> frozenset[Any]:
     return true
 
 
-def _found(scores: Scored, true: frozenset[Any], threshold: float) -> tuple[float, float, float]:
+def _ranking_metrics(scores: Scored, true: frozenset[Any], threshold: float) -> tuple[float, float, float]:
     """AUROC, precision and recall."""
     size = torch.tensor(list(scores.values()), dtype=torch.float64).abs()
     is_true = torch.tensor([name in true for name in scores])
-    found = (size >= threshold * size.max()) & (size > 0)
-    hits = float((found & is_true).sum())
-    return auroc(size, is_true), hits / float(found.sum()) if bool(found.any()) else torch.nan, hits / len(true)
+    predicted = (size >= threshold * size.max()) & (size > 0)
+    hits = float((predicted & is_true).sum())
+    precision = hits / float(predicted.sum()) if bool(predicted.any()) else torch.nan
+    return auroc(size, is_true), precision, hits / len(true)

@@ -83,7 +83,9 @@ def prompt_pairs(task: Any, change: str = "source", *, seed: int = 0) -> PromptP
     if not isinstance(task, KnownAnswers) or task.name not in ("recall", "induction"):
         got = repr(task.name) if isinstance(task, KnownAnswers) else type(task).__name__
         raise InvalidInputError(f"task={got}: pass evaluate.recall() or evaluate.induction(), or make PromptPairs.")
-    rng, corrupted, others = random.Random(seed), task.tokens.clone(), list[int]()
+    rng = random.Random(seed)
+    corrupted = task.tokens.clone()
+    others = list[int]()
     of_recall = task.name == "recall"
     ids = {word: number for number, word in enumerate(RECALL_WORDS)}
     keys = {ids[key] for key in KEYS} if of_recall else set[int]()

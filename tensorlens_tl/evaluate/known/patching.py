@@ -75,19 +75,23 @@ def patching_agreement(
     """
     known = [name for name in METHODS if name != "patching"]
     chosen = checked_methods(methods, known)
-    work, skipped = PairWork(model, pairs, only_correct), dict[str, str]()
+    work = PairWork(model, pairs, only_correct)
+    skipped = dict[str, str]()
     if methods is None:
         chosen, skipped = work.usable(chosen, by)
-    found: list[Tensor] = []
+    correlations: list[Tensor] = []
     for part in work.parts():
         options: dict[str, Any] = {"target": part.answers, "minus": part.others, "steps": steps, "memory": memory}
-        made = [_scores(part, by, name, options) for name in (*chosen, "patching")]
-        truth, scores = made[-1].double().cpu(), torch.stack(made[:-1]).double().cpu()
+        by_method = [_scores(part, by, name, options) for name in (*chosen, "patching")]
+        truth = by_method[-1].double().cpu()
+        scores = torch.stack(by_method[:-1]).double().cpu()
         everything = torch.ones(truth.shape, dtype=torch.bool)
-        found.append(torch.stack([_pearson(scores, truth), spearman(scores, truth.expand_as(scores), everything)]))
+        correlations.append(
+            torch.stack([_pearson(scores, truth), spearman(scores, truth.expand_as(scores), everything)])
+        )
     return Evaluation(
         kind=f"agreement with patching: {work.pairs.name}, by {by}",
-        values=torch.cat(found, dim=-1),
+        values=torch.cat(correlations, dim=-1),
         metrics={"pearson": True, "spearman": True},
         methods=chosen,
         units=work.units,
@@ -147,31 +151,33 @@ def circuit_faithfulness(
     parts = list(work.parts())
     scores = {name: _mean_scores(parts, name, steps, seed, memory) for name in chosen}
     if folder is not None:
-        for name, made in scores.items():
-            made.circuit(int(SAVED_AT * len(made))).save(Path(folder) / f"{name}.json")
+        for name, method_scores in scores.items():
+            method_scores.circuit(int(SAVED_AT * len(method_scores))).save(Path(folder) / f"{name}.json")
     sizes = (False, True) if absolute is None else (absolute, absolute)
     circuits = [
-        made.circuit(int(share * len(made)), absolute=size, choice=choice)
+        method_scores.circuit(int(share * len(method_scores)), absolute=size, choice=choice)
         for size in dict.fromkeys(sizes)
-        for made in scores.values()
+        for method_scores in scores.values()
         for share in axis.tolist()
     ]
     numbers = torch.cat(
         [run_circuits(p.clean, p.corrupted, circuits, p.answers, p.others, memory=memory) for p in parts], dim=1
     )
     first = next(iter(scores.values()))
-    clean, corrupted = first.clean.double().cpu(), first.corrupted.double().cpu()
-    lost = (clean - corrupted).mean()
-    if not float(lost.abs()) > 1e-6 * float((clean.abs() + corrupted.abs()).mean()):
+    clean = first.clean.double().cpu()
+    corrupted = first.corrupted.double().cpu()
+    gap = (clean - corrupted).mean()
+    if not float(gap.abs()) > 1e-6 * float((clean.abs() + corrupted.abs()).mean()):
         raise InvalidInputError(
-            f"circuit_faithfulness: clean and corrupted prompts give the same mean logit difference ({float(lost):.1e} "
+            f"circuit_faithfulness: clean and corrupted prompts give the same mean logit difference ({float(gap):.1e} "
             "apart), so that faithfulness has no unit. Corrupt the prompts so that the answer changes."
         )
     # [metric, method, prompt, step]
     by_size = numbers.double().cpu().unflatten(0, (-1, len(chosen), len(axis))).mT
     by_size = by_size[[0, -1]]
-    faithfulness, away = (by_size[0] - corrupted[:, None]) / lost, (clean[:, None] - by_size[1]) / lost
-    curves = torch.stack([faithfulness, away * away.mean(1, keepdim=True).sign()])
+    faithfulness = (by_size[0] - corrupted[:, None]) / gap
+    distance = (clean[:, None] - by_size[1]) / gap
+    curves = torch.stack([faithfulness, distance * distance.mean(1, keepdim=True).sign()])
     return Evaluation(
         kind=f"circuits: {work.pairs.name}",
         values=torch.trapezoid(curves, axis, dim=-1),
@@ -195,56 +201,61 @@ class FrozenPairs:
     def __init__(self, model: Any, pairs: PromptPairs, verify: bool) -> None:
         self.clean: FrozenPass = freeze(model, pairs.clean, verify=verify)
         self.corrupted: FrozenPass = freeze(model, pairs.corrupted, verify=verify)
-        self.answers, self.others = pairs.answers.tolist(), pairs.others.tolist()
+        self.answers = pairs.answers.tolist()
+        self.others = pairs.others.tolist()
 
 
 class PairWork:
-    """The pairs that are measured, and what is said of them."""
+    """The pairs that are measured, and their settings in an Evaluation."""
 
     def __init__(self, model: Any, pairs: Any, only_correct: bool) -> None:
         if not isinstance(pairs, PromptPairs):
             raise InvalidInputError(
                 f"pairs={type(pairs).__name__}: pass PromptPairs, such as evaluate.prompt_pairs(evaluate.recall())."
             )
-        right = self._right(model, pairs)
-        if only_correct and not bool(right.any()):
+        answered = self._answered(model, pairs)
+        if only_correct and not bool(answered.any()):
             raise InvalidInputError(
                 f"{pairs.name}: the model answers both prompts of none of these {len(pairs)} pairs, so there is "
                 "nothing to explain. Use a model trained on the task, or only_correct=False."
             )
-        kept = right.nonzero()[:, 0] if only_correct else torch.arange(len(pairs))
-        self.model, self.pairs = model, pairs.only(kept)
-        self.units = [f"prompt {number}" for number in kept.tolist()]
+        numbers = answered.nonzero()[:, 0] if only_correct else torch.arange(len(pairs))
+        self.model = model
+        self.pairs = pairs.only(numbers)
+        self.units = [f"prompt {number}" for number in numbers.tolist()]
         self.settings: dict[str, Any] = {
             **freeze(model, pairs.clean[:1]).view.provenance(),
             "pairs": pairs.name,
             "prompts": len(pairs),
-            "dropped": len(pairs) - len(kept),
-            "accuracy": float(right.double().mean()),
+            "dropped": len(pairs) - len(numbers),
+            "accuracy": float(answered.double().mean()),
         }
 
     @staticmethod
-    def _right(model: Any, pairs: PromptPairs) -> Bool[Tensor, "prompt"]:
+    def _answered(model: Any, pairs: PromptPairs) -> Bool[Tensor, "prompt"]:
         """Whether the model answers both prompts of each pair."""
-        right = []
+        answered = []
         for start in range(0, len(pairs), PROMPTS_AT_ONCE):
             part = slice(start, start + PROMPTS_AT_ONCE)
-            for tokens, answers in ((pairs.clean, pairs.answers), (pairs.corrupted, pairs.others)):
-                right.append(predictions(freeze(model, tokens[part], verify=False))[0].cpu() == answers[part])
-        return torch.cat([torch.cat(right[::2])[None], torch.cat(right[1::2])[None]]).all(0)
+            clean, _ = predictions(freeze(model, pairs.clean[part], verify=False))
+            corrupted, _ = predictions(freeze(model, pairs.corrupted[part], verify=False))
+            answered.append((clean.cpu() == pairs.answers[part]) & (corrupted.cpu() == pairs.others[part]))
+        return torch.cat(answered)
 
     def usable(self, methods: Sequence[str], by: str) -> tuple[list[str], dict[str, str]]:
         """The methods that this model allows, and why not the others, tried on one pair."""
-        part, works, refused = FrozenPairs(self.model, self.pairs.only(torch.arange(1)), verify=True), list[str](), {}
+        part = FrozenPairs(self.model, self.pairs.only(torch.arange(1)), verify=True)
+        names = list[str]()
+        refused = {}
         for name in methods:
             try:
                 _scores(part, by, name, {"target": part.answers, "minus": part.others, "steps": 1})
-                works.append(name)
+                names.append(name)
             except UnsupportedModelError as error:
                 refused[name] = str(error)
-        if not works:
+        if not names:
             raise UnsupportedModelError(f"no method fits this model: {refused}")
-        return works, refused
+        return names, refused
 
     def parts(self) -> "list[FrozenPairs]":
         """The pairs, some at a time, frozen."""
@@ -261,7 +272,9 @@ class PairWork:
 
 def checked_methods(methods: Any, known: Sequence[str], default: Sequence[str] | None = None) -> list[str]:
     """The methods that are asked for, all known and none twice; None is `default`, or all that are known."""
-    chosen = list(known if default is None else default) if methods is None else methods
+    chosen = methods
+    if methods is None:
+        chosen = known if default is None else default
     chosen = [chosen] if isinstance(chosen, str) else list(chosen)
     for name in chosen:
         if name not in known:
@@ -281,14 +294,14 @@ def _axis(proportions: Sequence[float]) -> Float[Tensor, "step"]:
 def _scores(part: FrozenPairs, by: str, method: str, options: dict[str, Any]) -> Float[Tensor, "batch part"]:
     """One method's scores of every node or edge."""
     if by == "edge":
-        made = edge_scores(part.clean, part.corrupted, method=method, **options)
-        return made.scores[:, made.exists]
+        edges = edge_scores(part.clean, part.corrupted, method=method, **options)
+        return edges.scores[:, edges.exists]
     return patch_scores(part.clean, part.corrupted, by=by, method=method, **options).scores[:, 0, 1:]
 
 
 def _mean_scores(parts: Sequence[FrozenPairs], method: str, steps: int, seed: int, memory: Memory) -> EdgeScores:
     """One method's edge scores of all prompts."""
-    made = [
+    results = [
         edge_scores(
             part.clean,
             part.corrupted,
@@ -300,8 +313,8 @@ def _mean_scores(parts: Sequence[FrozenPairs], method: str, steps: int, seed: in
         )
         for part in parts
     ]
-    first = made[0]
-    scores = torch.cat([some.scores for some in made])
+    first = results[0]
+    scores = torch.cat([result.scores for result in results])
     if method == RANDOM:
         noise = torch.randn(first.exists.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         scores = (noise.to(scores) * first.exists).expand_as(scores)
@@ -310,8 +323,8 @@ def _mean_scores(parts: Sequence[FrozenPairs], method: str, steps: int, seed: in
         first.destinations,
         scores,
         first.exists,
-        torch.cat([some.clean for some in made]),
-        torch.cat([some.corrupted for some in made]),
+        torch.cat([result.clean for result in results]),
+        torch.cat([result.corrupted for result in results]),
         first.target,
         method,
         first.config,

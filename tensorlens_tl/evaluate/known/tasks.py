@@ -26,7 +26,8 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 
-BOS, PAD = "<|bos|>", "<|pad|>"
+BOS = "<|bos|>"
+PAD = "<|pad|>"
 FILLERS = ("the", "of", "and", "to", "in", "is", "it", "on")
 KEYS = tuple("abcdefghijklmnopqrstuvwx")
 VALUES = tuple(str(number) for number in range(24))
@@ -88,18 +89,18 @@ def token_ids(what: str, value: Any, axes: int) -> Int[Tensor, "..."]:
         InvalidInputError: texts, which only a model's tokenizer turns into tokens, or anything else.
     """
     plural = "rows of one length" if axes == 2 else "one for each prompt"
-    wanted = f"pass token ids, {plural}, such as model.to_tokens(texts, padding_side='right')"
+    hint = f"pass token ids, {plural}, such as model.to_tokens(texts, padding_side='right')"
     first = value
     while isinstance(first, Sequence) and not isinstance(first, str) and first:
         first = first[0]
     if isinstance(first, str):
-        raise InvalidInputError(f"{what}: {first!r} is a text, and a task has no tokenizer; {wanted}.")
+        raise InvalidInputError(f"{what}: {first!r} is a text, and a task has no tokenizer; {hint}.")
     try:
         ids = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(f"{what}: cannot read {type(value).__name__} ({error}); {wanted}.") from error
+        raise InvalidInputError(f"{what}: cannot read {type(value).__name__} ({error}); {hint}.") from error
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.ndim != axes:
-        raise InvalidInputError(f"{what} are {ids.dtype} {tuple(ids.shape)}; {wanted}.")
+        raise InvalidInputError(f"{what} are {ids.dtype} {tuple(ids.shape)}; {hint}.")
     return ids
 
 
@@ -129,8 +130,10 @@ def recall(prompts: Any = 200, *, seed: int = 0, pairs: Any = 8, distractors: An
         InvalidInputError: a number out of range.
     """
     prompts = whole_number("prompts", prompts, least=1)
-    pairs, distractors = whole_number("pairs", pairs, 1, len(KEYS)), whole_number("distractors", distractors, 0)
-    rng, ids = random.Random(seed), {word: number for number, word in enumerate(RECALL_WORDS)}
+    pairs = whole_number("pairs", pairs, 1, len(KEYS))
+    distractors = whole_number("distractors", distractors, 0)
+    rng = random.Random(seed)
+    ids = {word: number for number, word in enumerate(RECALL_WORDS)}
     rows = [recall_row(rng, pairs, distractors) for _ in range(prompts)]
     tokens = torch.tensor([[ids[word] for word in words] for words, _ in rows])
     places = [places[0] for _, places in rows]
@@ -139,17 +142,19 @@ def recall(prompts: Any = 200, *, seed: int = 0, pairs: Any = 8, distractors: An
 
 def recall_row(rng: random.Random, pairs: int, distractors: int, questions: int = 1) -> tuple[list[str], list[int]]:
     """The words of one prompt, questions answered, and where the value asked for stood, per question."""
-    keys, values = rng.sample(KEYS, pairs), rng.choices(VALUES, k=pairs)
+    keys = rng.sample(KEYS, pairs)
+    values = rng.choices(VALUES, k=pairs)
     gaps = sorted(rng.choices(range(pairs + 1), k=distractors))
-    words, place = [BOS], {}
+    words = [BOS]
+    place = {}
     for number, (key, value) in enumerate(zip(keys, values, strict=True)):
         words += [rng.choice(FILLERS) for _ in range(gaps.count(number))] + [key, value]
         place[key] = len(words) - 1
     words += [rng.choice(FILLERS) for _ in range(gaps.count(pairs))]
-    asked = rng.sample(keys, questions)
-    for key in asked:
+    question_keys = rng.sample(keys, questions)
+    for key in question_keys:
         words += ["?", key, words[place[key]]]
-    return words, [place[key] for key in asked]
+    return words, [place[key] for key in question_keys]
 
 
 def brackets(prompts: Any = 200, *, seed: int = 0, length: Any = 24) -> KnownAnswers:
@@ -163,8 +168,10 @@ def brackets(prompts: Any = 200, *, seed: int = 0, length: Any = 24) -> KnownAns
     Raises:
         InvalidInputError: a number out of range.
     """
-    prompts, length = whole_number("prompts", prompts, least=1), whole_number("length", length, least=4)
-    rng, ids = random.Random(seed), {word: number for number, word in enumerate(BRACKET_WORDS)}
+    prompts = whole_number("prompts", prompts, least=1)
+    length = whole_number("length", length, least=4)
+    rng = random.Random(seed)
+    ids = {word: number for number, word in enumerate(BRACKET_WORDS)}
     rows: list[tuple[list[int], int]] = []
     while len(rows) < prompts:
         words, matches = bracket_row(rng, length + 1)
@@ -181,8 +188,13 @@ def bracket_row(rng: random.Random, length: int) -> tuple[list[str], list[int | 
     matches: list[int | None] = [None]
     open_at: list[int] = []
     while len(words) < length:
-        kinds = ["filler"] + ["open"] * (len(open_at) < DEEPEST) * 3 + ["close"] * bool(open_at) * 2
-        kind, match = rng.choice(kinds), None
+        kinds = ["filler"]
+        if len(open_at) < DEEPEST:
+            kinds += ["open"] * 3
+        if open_at:
+            kinds += ["close"] * 2
+        kind = rng.choice(kinds)
+        match = None
         if kind == "open":
             open_at.append(len(words))
             words.append(rng.choice(BRACKETS)[0])
@@ -211,10 +223,12 @@ def induction(
     Raises:
         InvalidInputError: a number out of range.
     """
-    prompts, segment = whole_number("prompts", prompts, least=1), whole_number("segment", segment, least=4)
+    prompts = whole_number("prompts", prompts, least=1)
+    segment = whole_number("segment", segment, least=4)
     d_vocab = whole_number("d_vocab", d_vocab, least=least_token + segment, why="there must be a segment of tokens")
     rng = random.Random(seed)
-    repeated, before = segment // 2, [] if start is None else [start]
+    repeated = segment // 2
+    before = [] if start is None else [start]
     rows = [rng.sample(range(least_token, d_vocab), segment) for _ in range(prompts)]
     tokens = torch.tensor([[*before, *row, *row[:repeated]] for row in rows])
     return _task("induction", tokens, torch.tensor([row[repeated] for row in rows]), [len(before) + repeated] * prompts)

@@ -55,7 +55,8 @@ def few_shot_prompts(
         for number in range(len(subjects))
     ]
     texts = [
-        few_shot_text(template, told, sample.subject, separator) for told, sample in zip(shown, subjects, strict=True)
+        few_shot_text(template, sample_examples, sample.subject, separator)
+        for sample_examples, sample in zip(shown, subjects, strict=True)
     ]
     rows = token_rows(model, texts)
     keep = of_one_length(rows, [sample.subject for sample in subjects], length)
@@ -82,8 +83,8 @@ def of_one_length(rows: Sequence[Sequence[int]], names: Sequence[str], length: A
     """
     lengths = Counter(map(len, rows))
     common = lengths.most_common(1)[0][0]
-    wanted = common if length in (None, "most common") else whole_number("length", length, least=1)
-    keep = [number for number, row in enumerate(rows) if len(row) == wanted]
+    target_length = common if length in (None, "most common") else whole_number("length", length, least=1)
+    keep = [number for number, row in enumerate(rows) if len(row) == target_length]
     if length is None and len(keep) < len(rows):
         odd = [f"{name!r} ({len(row)})" for name, row in zip(names, rows, strict=True) if len(row) != common]
         raise InvalidInputError(
@@ -91,7 +92,9 @@ def of_one_length(rows: Sequence[Sequence[int]], names: Sequence[str], length: A
             "Leave them out, or pass length='most common'."
         )
     if not keep:
-        raise InvalidInputError(f"length={wanted}: no prompt has it; there are {dict(lengths)} (length: prompts).")
+        raise InvalidInputError(
+            f"length={target_length}: no prompt has it; there are {dict(lengths)} (length: prompts)."
+        )
     return keep
 
 
@@ -116,13 +119,13 @@ def of_common_length(model: Any, template: str, samples: Sequence[Sample]) -> li
     view = ModelView(model)
 
     def lengths(sample: Sample) -> tuple[int, int]:
-        asked = few_shot_text(template, [], sample.subject)
-        whole = f"{asked} {sample.object}"
-        return prepare(view, asked).tokens.shape[1], prepare(view, whole).tokens.shape[1]
+        question = few_shot_text(template, [], sample.subject)
+        whole = f"{question} {sample.object}"
+        return prepare(view, question).tokens.shape[1], prepare(view, whole).tokens.shape[1]
 
-    found = [lengths(sample) for sample in samples]
-    common = Counter(found).most_common(1)[0][0]
-    return [sample for sample, length in zip(samples, found, strict=True) if length == common]
+    token_lengths = [lengths(sample) for sample in samples]
+    common = Counter(token_lengths).most_common(1)[0][0]
+    return [sample for sample, length in zip(samples, token_lengths, strict=True) if length == common]
 
 
 def require_enough(have: int, m: int) -> None:
@@ -144,9 +147,10 @@ def leave_one_out(
 
 def object_tokens(model: Any, template: str, samples: Sequence[Sample]) -> dict[Sample, int]:
     """The first token of each object, where it stands in a prompt."""
-    view, found = ModelView(model), {}
+    view = ModelView(model)
+    tokens = {}
     for sample in samples:
-        asked = few_shot_text(template, [], sample.subject)
-        place = prepare(view, asked).tokens.shape[1]
-        found[sample] = int(prepare(view, f"{asked} {sample.object}").tokens[0, place])
-    return found
+        question = few_shot_text(template, [], sample.subject)
+        place = prepare(view, question).tokens.shape[1]
+        tokens[sample] = int(prepare(view, f"{question} {sample.object}").tokens[0, place])
+    return tokens

@@ -135,14 +135,14 @@ class PublishedNumber:
 
 @lru_cache
 def _all() -> tuple[PublishedNumber, ...]:
-    found: list[PublishedNumber] = []
+    numbers: list[PublishedNumber] = []
     for name, table in json.loads(FILE.read_text(encoding="utf-8")).items():
         for row in table["rows"]:
             bounds = row.get("bounds", ["="] * len(table["methods"]))
             where = (name, table["source"], row["model"], row["hub"], table["data"], row["metric"])
             cells = zip(table["methods"], row["values"], bounds, strict=True)
-            found += [PublishedNumber(*where, *cell) for cell in cells]
-    return tuple(found)
+            numbers += [PublishedNumber(*where, *cell) for cell in cells]
+    return tuple(numbers)
 
 
 def published(name: str | None = None, model: str | None = None) -> list[PublishedNumber]:

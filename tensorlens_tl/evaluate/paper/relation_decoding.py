@@ -108,11 +108,11 @@ class RelationDecoder:
             InvalidInputError: prompts of another length.
         """
         x = self._embeddings(prompts)
-        made = torch.empty(len(x), x.shape[-1], dtype=x.dtype, device=x.device)
+        states = torch.empty(len(x), x.shape[-1], dtype=x.dtype, device=x.device)
         for part in chunks(len(x), self.frozen.row_bytes, None, "relation decoding"):
             rows = x[part.start : part.stop, None].expand(-1, *self.operator.x.shape)
-            made[part.start : part.stop] = self.operator(rows)[:, :, -1].mean(1)
-        return made
+            states[part.start : part.stop] = self.operator(rows)[:, :, -1].mean(1)
+        return states
 
     def logits(self, prompts: Any) -> Float[Tensor, "prompt d_vocab"]:
         """The predicted states, unembedded (before any soft cap, which changes no rank).
@@ -131,11 +131,12 @@ class RelationDecoder:
         if isinstance(prompts, Prompts):
             prompts = prompts.tokens
         frozen = prompts if isinstance(prompts, FrozenPass) else freeze(self.frozen.model, prompts, verify=False)
-        mine, theirs = self.frozen.tokens.shape[1], frozen.tokens.shape[1]
-        if mine != theirs or not bool(frozen.mask.all()):
+        length = self.frozen.tokens.shape[1]
+        other_length = frozen.tokens.shape[1]
+        if length != other_length or not bool(frozen.mask.all()):
             raise InvalidInputError(
-                f"the decoder was made from prompts of {mine} tokens, these have {theirs}: an operator fits one "
-                "length. Choose prompts with few_shot_prompts(..., length=...)."
+                f"the decoder was made from prompts of {length} tokens, these have {other_length}: an operator fits "
+                "one length. Choose prompts with few_shot_prompts(..., length=...)."
             )
         return frozen.resid_pre(0)
 
@@ -196,9 +197,9 @@ class LinearRelation:
         ModelView(model).refuse_encoder_decoder("relation decoding")
         frozen = freeze(model, prompts.tokens, verify=False)
         layer = frozen.n_layers // 2 if layer is None else whole_number("layer", layer, 0, frozen.n_layers - 1)
-        found = [_jacobian(frozen, row, layer, int(end)) for row, end in enumerate(prompts.subject_ends)]
-        W = torch.stack([J for J, _, _ in found]).mean(0)
-        b = torch.stack([o - J @ s for J, s, o in found]).mean(0)
+        jacobians = [_jacobian(frozen, row, layer, int(end)) for row, end in enumerate(prompts.subject_ends)]
+        W = torch.stack([J for J, _, _ in jacobians]).mean(0)
+        b = torch.stack([o - J @ s for J, s, o in jacobians]).mean(0)
         return cls(frozen, layer, W, b, beta)
 
     def states(self, prompts: Prompts) -> Float[Tensor, "prompt d_model"]:
@@ -222,7 +223,8 @@ def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tenso
 
     One run of the prompt, and one backward pass for all coordinates of the output.
     """
-    x, at = frozen.resid_pre(layer)[row], frozen.points.unembed_in or frozen.points.output
+    x = frozen.resid_pre(layer)[row]
+    at = frozen.points.unembed_in or frozen.points.output
     output: list[Tensor] = []
     with torch.enable_grad():
         leaf = x[None].clone().requires_grad_(True)
@@ -235,8 +237,8 @@ def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tenso
 
         hooks = [(frozen.points.blocks[layer].resid_pre, in_this_thread(put)), (at, in_this_thread(keep))]
         run(frozen.model, {"input": frozen.tokens[row : row + 1]}, hooks)
-        each = torch.eye(len(output[0]), dtype=output[0].dtype, device=output[0].device)
-        (gradient,) = torch.autograd.grad(output[0], leaf, each, is_grads_batched=True)
+        identity = torch.eye(len(output[0]), dtype=output[0].dtype, device=output[0].device)
+        (gradient,) = torch.autograd.grad(output[0], leaf, identity, is_grads_batched=True)
     error = relative_error(output[0].detach(), frozen.captured(at)[row, -1])
     LiveModel(frozen, "relation decoding").refuse(error, f"prompt {row} differs by {error:.1e} at {at}")
     return gradient[:, 0, end], x[end], output[0].detach()
@@ -302,7 +304,8 @@ def relation_decoding(
         if protocol not in PROTOCOLS:
             raise InvalidInputError(f"protocol={protocol!r}; use one of {', '.join(map(repr, PROTOCOLS))}.")
         return relation_decoding(model, relations, activation=activation, seed=seed, **PROTOCOLS[protocol])
-    m, splits = whole_number("m", m, least=1), whole_number("splits", splits, least=1)
+    m = whole_number("m", m, least=1)
+    splits = whole_number("splits", splits, least=1)
     top_k = None if top_k is None else whole_number("top_k", top_k, least=1)
     shots = m - 1 if shots is None else whole_number("shots", shots, 0, m - 1)
     view = ModelView(model)
@@ -311,19 +314,22 @@ def relation_decoding(
     layers = range(view.n_layers) if layers is None else layers
     lres = {f"LRE layer {layer}, β={beta:g}": (layer, beta) for layer in layers for beta in betas}
     labels = ["tensorlens mean operator", *lres, RANDOM]
-    rng, values, units, skipped = random.Random(seed), [], [], {}
+    rng = random.Random(seed)
+    values = []
+    units = []
+    skipped = {}
     for relation in chosen:
         template = relation.prompt_templates[0]
         samples = of_common_length(model, template, relation.samples)
         if len(samples) <= m:
             skipped[relation.name] = f"fewer than {m} samples to fit on and one to ask about ({len(samples)})"
             continue
-        found = [_one_split(model, template, samples, (m, shots, top_k), lres, activation, rng) for _ in range(splits)]
+        shares = [_one_split(model, template, samples, (m, shots, top_k), lres, activation, rng) for _ in range(splits)]
         none = torch.full((2, len(labels)), torch.nan, dtype=torch.float64)
-        if all(split is None for split in found):
+        if all(split is None for split in shares):
             skipped[relation.name] = f"no held-out subject whose object is among the model's {top_k} highest tokens"
             continue
-        values.append(torch.stack([none if split is None else split for split in found], dim=-1))
+        values.append(torch.stack([none if split is None else split for split in shares], dim=-1))
         units.append(relation.name)
     if not values:
         raise InvalidInputError(f"relation_decoding: nothing to evaluate: {skipped}.")
@@ -367,27 +373,31 @@ def _one_split(
 ) -> Float[Tensor, "2 method"] | None:
     """Shares of held-out subjects answered as the model does, and truly, by each method; None where it knows none."""
     m, shots, top_k = options
-    drawn = rng.sample(list(samples), len(samples))
-    fitted, rest = drawn[:m], drawn[m:]
-    asked = few_shot_prompts(model, template, rest, fitted[:shots])
-    own, logits = predictions(freeze(model, asked.tokens, verify=False))
-    true = object_tokens(model, template, drawn)
-    objects = torch.tensor([true[sample] for sample in asked.samples])
+    shuffled = rng.sample(list(samples), len(samples))
+    fitted = shuffled[:m]
+    rest = shuffled[m:]
+    questions = few_shot_prompts(model, template, rest, fitted[:shots])
+    model_answers, logits = predictions(freeze(model, questions.tokens, verify=False))
+    true = object_tokens(model, template, shuffled)
+    objects = torch.tensor([true[sample] for sample in questions.samples])
     if top_k is not None:
         known = (logits.topk(min(top_k, logits.shape[-1])).indices.cpu() == objects[:, None]).any(1)
         if not bool(known.any()):
             return None
-        asked = Prompts(
-            asked.tokens[known],
-            asked.subject_ends[known],
-            tuple(s for s, kept in zip(asked.samples, known.tolist(), strict=True) if kept),
+        questions = Prompts(
+            questions.tokens[known],
+            questions.subject_ends[known],
+            tuple(s for s, is_known in zip(questions.samples, known.tolist(), strict=True) if is_known),
         )
-        own, objects = own.cpu()[known], objects[known]
+        model_answers = model_answers.cpu()[known]
+        objects = objects[known]
     prompts = leave_one_out(model, template, fitted, m, shots)
-    answers = [RelationDecoder.fit(model, prompts, m, activation=activation).decode(asked)]
+    answers = [RelationDecoder.fit(model, prompts, m, activation=activation).decode(questions)]
     fits = {layer: LinearRelation.fit(model, prompts, layer=layer) for layer in {layer for layer, _ in lres.values()}}
-    answers += [replace(fits[layer], beta=beta).decode(asked) for layer, beta in lres.values()]
-    answers.append(torch.tensor([rng.choice(list(true.values())) for _ in asked.samples]))
-    return torch.stack([
-        torch.stack([(answer.cpu() == wanted.cpu()).double().mean() for answer in answers]) for wanted in (own, objects)
-    ])  # fmt: skip
+    answers += [replace(fits[layer], beta=beta).decode(questions) for layer, beta in lres.values()]
+    answers.append(torch.tensor([rng.choice(list(true.values())) for _ in questions.samples]))
+    shares = [
+        torch.stack([(answer.cpu() == expected.cpu()).double().mean() for answer in answers])
+        for expected in (model_answers, objects)
+    ]
+    return torch.stack(shares)

@@ -68,8 +68,8 @@ class Relation:
 @lru_cache
 def shipped_relations() -> dict[str, Relation]:
     """The relations that come with the library, by name; the embedded relations model was trained on them."""
-    found = [Relation.load(path) for path in sorted(SHIPPED.glob("*.json"))]
-    return {relation.name: relation for relation in found}
+    relations = [Relation.load(path) for path in sorted(SHIPPED.glob("*.json"))]
+    return {relation.name: relation for relation in relations}
 
 
 def few_shot_text(template: str, examples: Sequence[Sample], subject: str, separator: str = "\n") -> str:
@@ -80,5 +80,5 @@ def few_shot_text(template: str, examples: Sequence[Sample], subject: str, separ
     """
     if template.count("{}") != 1:
         raise InvalidInputError(f"template={template!r}: it needs one {{}} for the subject.")
-    told = [f"{template.replace('{}', example.subject)} {example.object}" for example in examples]
-    return separator.join([*told, template.replace("{}", subject)])
+    statements = [f"{template.replace('{}', example.subject)} {example.object}" for example in examples]
+    return separator.join([*statements, template.replace("{}", subject)])

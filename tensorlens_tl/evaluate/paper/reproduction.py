@@ -84,8 +84,8 @@ class Reproduction:
                 known = method in frame.index
                 ours = [float(frame.loc[method, (metric, end)]) if known else torch.nan for end in ENDS]
                 numbers = [n for n in self.published if (n.metric, n.method) == (metric, method)]
-                theirs = [(n.model, n.bound, torch.nan if n.value is None else n.value) for n in numbers]
-                rows += [(metric, method, *ours, *each) for each in theirs or [("", "", torch.nan)]]
+                paper_rows = [(n.model, n.bound, torch.nan if n.value is None else n.value) for n in numbers]
+                rows += [(metric, method, *ours, *row) for row in paper_rows or [("", "", torch.nan)]]
         names = ["metric", "method", "mean", "low", "high", "published model", "bound", "published"]
         return pd.DataFrame(rows, columns=names)
 
@@ -95,7 +95,7 @@ class Reproduction:
         The scale of the paper's areas is not stated, their order does not depend on it. Bounds are no order, and
         methods that either side lacks are left out.
         """
-        found = {}
+        correlations = {}
         for metric, model in dict.fromkeys((number.metric, number.model) for number in self.published):
             known = {
                 n.method: n.value
@@ -106,8 +106,8 @@ class Reproduction:
             if len(methods) >= RANKED:
                 ours = torch.tensor([[self.evaluation.mean(metric, method) for method in methods]])
                 theirs = torch.tensor([[known[method] for method in methods]])
-                found[metric, model] = float(spearman(ours, theirs, torch.ones_like(ours).bool()))
-        return found
+                correlations[metric, model] = float(spearman(ours, theirs, torch.ones_like(ours).bool()))
+        return correlations
 
     def show(self) -> None:
         """Print what was measured beside what was published, a table for each metric, and what was left out."""
@@ -119,8 +119,8 @@ class Reproduction:
         """The same tables, and the evaluation's own curves and intervals."""
         parts = [f"<h4>{escape(title)}</h4>{page.table(headings, rows)}" for title, headings, rows in self._tables()]
         parts += [f"<div>{escape(note)}</div>" for note in self._notes()]
-        own = self.evaluation.to_html(style=False)
-        return (page.head() if style else "") + page.panel(self.experiment.name, *parts) + own
+        curves = self.evaluation.to_html(style=False)
+        return (page.head() if style else "") + page.panel(self.experiment.name, *parts) + curves
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -154,15 +154,15 @@ class Reproduction:
             return [(f"{self.experiment.name}, {self.experiment.what}", *self._relations())]
         theirs = {(n.metric, n.model, n.method): str(n) for n in self.published}
         models = list(dict.fromkeys(n.model for n in self.published))
-        made = []
+        tables = []
         for metric in self.evaluation.metrics:
             rows = [
                 [method, self._measured(metric, method), *(theirs.get((metric, m, method), "–") for m in models)]
                 for method in self._methods()
             ]
             title = f"{self.experiment.name}, {self.experiment.what}: {metric}"
-            made.append((title, ["method", f"here: {model}", *(f"paper: {m}" for m in models)], rows))
-        return made
+            tables.append((title, ["method", f"here: {model}", *(f"paper: {m}" for m in models)], rows))
+        return tables
 
     def _measured(self, metric: str, method: str) -> str:
         if method not in self.evaluation.methods:
@@ -173,7 +173,8 @@ class Reproduction:
 
     def _relations(self) -> tuple[list[str], list[list[str]]]:
         """Figure 5: a row for each relation, by category, mean ± standard deviation over splits."""
-        frame, methods = by_relation(self.evaluation), self.evaluation.methods
+        frame = by_relation(self.evaluation)
+        methods = self.evaluation.methods
         categories: dict[str, str] = self.evaluation.settings["categories"]
         rows = []
         for name in sorted(self.evaluation.units, key=lambda name: (categories[name], name)):
@@ -201,7 +202,9 @@ class Reproduction:
 
 
 def _spread(mean: float, std: float) -> str:
-    return "–" if mean != mean else f"{mean:.2f}" + (f" ± {std:.2f}" if std == std else "")
+    if mean != mean:
+        return "–"
+    return f"{mean:.2f}" + (f" ± {std:.2f}" if std == std else "")
 
 
 def reproduce(
@@ -273,10 +276,10 @@ def _perturbed(model: Any, inputs: Tensor, experiment: Experiment, options: dict
         )
     if "Tensor, In+Class" in experiment.methods and not first.causal:
         raise InvalidInputError(f"{experiment.name} is about the next token; use a causal language model.")
-    named = {method: STANDARD[PAPER_METHODS[method]] for method in experiment.methods}
-    scorers, skipped = usable(scorers_of(named), first, place, skip=True)
-    works = {scorer.label: (scorer.method, scorer.options) for scorer in scorers}
-    return replace(perturbation(model, inputs, works, **experiment.protocol, **options), skipped=skipped)
+    candidates = {method: STANDARD[PAPER_METHODS[method]] for method in experiment.methods}
+    scorers, skipped = usable(scorers_of(candidates), first, place, skip=True)
+    methods = {scorer.label: (scorer.method, scorer.options) for scorer in scorers}
+    return replace(perturbation(model, inputs, methods, **experiment.protocol, **options), skipped=skipped)
 
 
 # ------------------------------------------------------------------------------------------- data
@@ -284,12 +287,17 @@ def _perturbed(model: Any, inputs: Tensor, experiment: Experiment, options: dict
 
 def _inputs(view: ModelView, data: Any, experiment: Experiment, length: Any, n: Any) -> tuple[Tensor, dict[str, Any]]:
     """Token ids `[text, pos]` or images, and what is said about them in the settings."""
-    name, images = experiment.name, experiment.reads == "images"
-    wanted = "images [image, channel, height, width]" if images else "a list of texts, or token ids [text, pos]"
+    name = experiment.name
+    images = experiment.reads == "images"
+    expected = "images [image, channel, height, width]" if images else "a list of texts, or token ids [text, pos]"
     n = None if n is None else whole_number("n", n, least=1)
     if not hasattr(data, "__len__") or isinstance(data, str) or not len(data):
-        what = "missing" if data is None else "one text" if isinstance(data, str) and data else "empty or no list"
-        raise InvalidInputError(f"{name}: data is {what}; pass {wanted} (the paper's are of {experiment.data}).")
+        what = "empty or no list"
+        if data is None:
+            what = "missing"
+        elif isinstance(data, str) and data:
+            what = "one text"
+        raise InvalidInputError(f"{name}: data is {what}; pass {expected} (the paper's are of {experiment.data}).")
     texts = [] if isinstance(data, Tensor) else [each for each in data if isinstance(each, str)]
     if not images and len(texts) == len(data):
         pos = _length(view, length)
@@ -300,14 +308,14 @@ def _inputs(view: ModelView, data: Any, experiment: Experiment, length: Any, n: 
             )
         return tokens, {"data": f"{len(tokens)} texts of {pos} tokens, {short} too short", "length": pos}
     try:
-        given = torch.as_tensor(data)[:n]
+        values = torch.as_tensor(data)[:n]
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(f"{name}: data is neither texts nor one array ({error}); pass {wanted}.") from error
-    if given.is_floating_point() != images or given.ndim != (4 if images else 2):
-        raise InvalidInputError(f"{name}: data is {tuple(given.shape)} of {given.dtype}; pass {wanted}.")
+        raise InvalidInputError(f"{name}: data is neither texts nor one array ({error}); pass {expected}.") from error
+    if values.is_floating_point() != images or values.ndim != (4 if images else 2):
+        raise InvalidInputError(f"{name}: data is {tuple(values.shape)} of {values.dtype}; pass {expected}.")
     if not images:
         _refuse_options(f"{name} on token ids", length=length)
-    return given, {"data": f"{len(given)} {'images' if images else f'rows of {given.shape[1]} token ids'}"}
+    return values, {"data": f"{len(values)} {'images' if images else f'rows of {values.shape[1]} token ids'}"}
 
 
 def _length(view: ModelView, length: Any) -> int:
@@ -323,7 +331,8 @@ def _cut(view: ModelView, texts: Sequence[str], pos: int, n: int | None) -> tupl
     A special token that ends a text, as an encoder's separator, ends what is left of it too.
     """
     special = set(getattr(view.tokenizer, "all_special_ids", None) or [])
-    rows, short = [], 0
+    rows = []
+    short = 0
     for text in texts:
         if n is not None and len(rows) == n:
             break
@@ -338,14 +347,14 @@ def _cut(view: ModelView, texts: Sequence[str], pos: int, n: int | None) -> tupl
 
 def _relations(model: Any, data: Any, experiment: Experiment, seed: int) -> Evaluation:
     """Figure 5: relations of the paper's categories; those without a category are taken too."""
-    given = list(shipped_relations().values()) if data is None else data
-    if not isinstance(given, Sequence) or not given or not all(isinstance(each, Relation) for each in given):
+    relations = list(shipped_relations().values()) if data is None else data
+    if not isinstance(relations, Sequence) or not relations or not all(isinstance(r, Relation) for r in relations):
         raise InvalidInputError(f"{experiment.name}: data is a list of Relation objects (Relation.load reads a file).")
-    chosen = [relation for relation in given if relation.category in ("", *CATEGORIES)]
+    chosen = [relation for relation in relations if relation.category in ("", *CATEGORIES)]
     if not chosen:
         raise InvalidInputError(f"{experiment.name}: no relation of the categories {', '.join(CATEGORIES)}.")
     result = relation_decoding(model, chosen, seed=seed, **experiment.protocol)
-    others = {r.name: f"category {r.category!r}, not in the paper" for r in given if r not in chosen}
+    others = {r.name: f"category {r.category!r}, not in the paper" for r in relations if r not in chosen}
     facts = {
         "data": f"{len(result.units)} relations" + (" that come with the library" if data is None else ""),
         "categories": {relation.name: relation.category for relation in chosen},
