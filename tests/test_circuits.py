@@ -13,7 +13,7 @@ from conftest import NAMES, close, hooks_left, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits.effects import paths as expansion
+from tensorlens_tl.circuits.effects import node_paths
 from tensorlens_tl.circuits.graph import graph
 from tensorlens_tl.circuits.scores import reading as scores
 from tensorlens_tl.circuits.weights import composition, ov_qk as weights
@@ -671,7 +671,7 @@ def test_bad_input_is_refused_with_its_reason(model_named, monkeypatch):
             call()
     with pytest.raises(tlens.UnsupportedModelError, match="prediction head"):
         circuits.copying_scores(model_named("bridge/bert"))
-    monkeypatch.setattr(expansion, "MOST_PATHS", 20)
+    monkeypatch.setattr(node_paths, "MOST_PATHS", 20)
     with pytest.raises(tlens.SizeError, match="top_paths"):
         circuits.paths(frozen, 5, max_order=2)
     monkeypatch.setattr(graph, "MOST_EDGES", 100)

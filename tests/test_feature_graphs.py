@@ -189,8 +189,8 @@ def test_features_go_in_pieces(model_named, monkeypatch):
     one = tlens.freeze(model_named("bridge/llama"), some_tokens(batch=1))
     found = two(one, normalise="layer_norm")
     whole = circuits.contribution_graph(one, 5, threshold=0, dictionaries=found, features=4)
-    monkeypatch.setattr(circuits.graph_features, "ROW_BYTES", 1)
-    monkeypatch.setattr(circuits.graph_edges, "EDGE_BYTES", 1)
+    monkeypatch.setattr(circuits.graph.features, "ROW_BYTES", 1)
+    monkeypatch.setattr(circuits.graph.edges, "EDGE_BYTES", 1)
     again = circuits.contribution_graph(one, 5, threshold=0, dictionaries=found, features=4)
     assert list(again.nodes["name"]) == list(whole.nodes["name"])
     pairs = [made.edges.set_index(["source", "target"])["weight"] for made in (whole, again)]
