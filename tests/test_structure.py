@@ -1,6 +1,7 @@
 """A package's folders have faces: other modules import what a folder's `__init__` names, and nothing past it."""
 
 import ast
+import importlib
 from functools import cache
 from pathlib import Path
 
@@ -33,3 +34,11 @@ def test_nobody_imports_past_a_folders_face(folder):
         if module.startswith(folder + ".")
     }
     assert not past
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_module_is_called_as_a_name_of_its_folders_face(folder):
+    """`from folder import name` would give the one or the other, as they were imported."""
+    face = importlib.import_module(folder)
+    modules = {path.stem for path in Path(face.__file__).parent.glob("*.py")}
+    assert not modules & set(face.__all__)

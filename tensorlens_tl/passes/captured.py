@@ -54,7 +54,7 @@ class Captured:
         other_hooks: the hook points and modules where other people's hooks were during the pass.
         hook_numbers: which hooks those were.
         configuration: what decided the model's numbers besides its weights
-            (`tensorlens_tl.models.lifecycle.configuration`).
+            (`tensorlens_tl.models.lifecycle.settings`).
         layouts: how each block is put together.
         errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
             ``"head"``, and ``"unembed"`` (of the tokens whose logits were compared: the last ones, and those asked

@@ -1,7 +1,7 @@
 """The experiments of TensorLens (2026), and the published numbers beside them."""
 
 from tensorlens_tl.evaluate.paper.few_shot import few_shot_prompts
-from tensorlens_tl.evaluate.paper.published import (
+from tensorlens_tl.evaluate.paper.published_numbers import (
     EXPERIMENTS,
     LENGTH,
     PAPER_METHODS,
@@ -10,7 +10,7 @@ from tensorlens_tl.evaluate.paper.published import (
     experiment_named,
     published,
 )
-from tensorlens_tl.evaluate.paper.relation_decoding import (
+from tensorlens_tl.evaluate.paper.relation_decoders import (
     LinearRelation,
     RelationDecoder,
     by_relation,

@@ -22,7 +22,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.drawing import page, terminal
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.evaluate.checks import spearman
-from tensorlens_tl.evaluate.paper.published import (
+from tensorlens_tl.evaluate.paper.published_numbers import (
     CATEGORIES,
     EXPERIMENTS,
     LENGTH,
@@ -32,7 +32,7 @@ from tensorlens_tl.evaluate.paper.published import (
     experiment_named,
     published,
 )
-from tensorlens_tl.evaluate.paper.relation_decoding import by_relation, relation_decoding
+from tensorlens_tl.evaluate.paper.relation_decoders import by_relation, relation_decoding
 from tensorlens_tl.evaluate.paper.relations import Relation, shipped_relations
 from tensorlens_tl.evaluate.perturbation import perturbation
 from tensorlens_tl.evaluate.scorers import STANDARD, scorers_of, usable

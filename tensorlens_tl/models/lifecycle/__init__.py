@@ -1,7 +1,7 @@
 """What state a model is in: its weights, its configuration, and what its checkpoint left out."""
 
 from tensorlens_tl.models.lifecycle.checkpoint import newly_initialised
-from tensorlens_tl.models.lifecycle.configuration import changed, compact, configuration
+from tensorlens_tl.models.lifecycle.settings import changed, compact, configuration
 from tensorlens_tl.models.lifecycle.weight_state import (
     WeightState,
     fingerprint,
