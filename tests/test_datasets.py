@@ -746,7 +746,8 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(gpt2, tmp_path, many_shards
     ) as raised:
         run(gpt2, tmp_path / "run")
     assert raised.value.__suppress_context__
-    assert len(raised.traceback) < 6  # not the frames of what was computed
+    ours = [entry for entry in raised.traceback if "jaxtyping" not in str(entry.path)]  # which may check signatures
+    assert len(ours) < 6  # not the frames of what was computed
     done = len(tlens.load_results(tmp_path / "run"))
     assert 0 < done < 6
     assert str(raised.value).startswith(f"{done} of 6 rows")
