@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorlens_tl.models.lifecycle import changed, compact, configuration, settings as module
+from tensorlens_tl.models.lifecycle import changed, compact, configuration, settings
 from tensorlens_tl.testing import model_names, tiny_input, tiny_model
 
 HOOKED = pytest.mark.skipif("hooked/ln" not in model_names(), reason="HookedTransformer is gone in TransformerLens 4")
@@ -18,7 +18,7 @@ HOOKED = pytest.mark.skipif("hooked/ln" not in model_names(), reason="HookedTran
 
 def fresh(model):
     """A configuration that is read anew, with nothing remembered."""
-    module._readings.pop(model, None)
+    settings._readings.pop(model, None)
     return dict(configuration(model))
 
 

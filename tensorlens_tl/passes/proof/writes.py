@@ -205,20 +205,22 @@ class _Comparison:
         return WriteError(point, float(best.max()) if len(best) else 0.0)
 
     def _added(self, output: Tensor) -> WriteError:
-        """The block's output relative to what the block adds to the stream, where it may differ from what is shown."""
-        ours, own, before = map(self._real, (output[:, self.side], self._own_output(), self.stream))
-        rounding = self.rounding * (before.abs() + own.abs())
-        errors = self._beyond(ours - own, rounding, own - before)
+        """The error of the block's output, relative to what the block adds to the stream.
+
+        It may differ from what hook points show, where something stands between them and the stream.
+        """
+        before = self._real(self.stream)
+        after = self._real(self.record.resid_pre(self.layer + 1)[:, self.side])
+        composed = self._real(output[:, self.side])
+        rounding = self.rounding * (before.abs() + after.abs())
+        errors = self._beyond(composed - after, rounding, after - before)
         return WriteError(f"what blocks.{self.layer} adds to the stream", float(errors.max()) if len(errors) else 0.0)
 
-    def _own_output(self) -> Tensor:
-        return self.record.resid_pre(self.layer + 1)[:, self.side]
-
     def _beyond(
-        self, difference: Float[Tensor, "token d"], rounding: Float[Tensor, "token d"], own: Float[Tensor, "token d"]
+        self, difference: Float[Tensor, "token d"], rounding: Float[Tensor, "token d"], write: Float[Tensor, "token d"]
     ) -> Float[Tensor, "token"]:
-        """How much of a difference is not rounding, relative to each token's own."""
-        sizes = own.norm(dim=-1)
+        """How much of a difference is not rounding, relative to the size of each token's write."""
+        sizes = write.norm(dim=-1)
         if self.block.mixer is not None and len(sizes):
             sizes = sizes + sizes.median()  # what a scan has gathered may cancel at a token; its rounding does not
         return difference.abs().sub_(rounding).clamp_min_(0).norm(dim=-1) / _positive(sizes)
