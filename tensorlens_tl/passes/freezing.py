@@ -4,22 +4,19 @@ Arguments are checked first, then the model's structure, then the pass is run (o
 numbers; at the end come the proofs (`tensorlens_tl.passes.proof.blocks`).
 """
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from tensorlens_tl.algebra.numerics import relative_error, upcast
-from tensorlens_tl.algebra.recursion import spectral_radius
-from tensorlens_tl.errors import InvalidInputError, NumericalError, TensorLensError, UnsupportedModelError
+from tensorlens_tl.algebra.held_scores import HeldScores
+from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import (
-    FwdHook,
     ModelPoints,
-    capture,
     check_finite,
     from_cache,
     hook_numbers,
@@ -33,14 +30,22 @@ from tensorlens_tl.hooks import (
     refuse_attached,
 )
 from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
-from tensorlens_tl.models.protocol import HookedModel, ModelLike
-from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.captured import HeldConfiguration
+from tensorlens_tl.passes.attention_scores import PatternReader, refuse_unreadable
+from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.capture import Capture, HeldConfiguration
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import Prompt, prepare, query_positions
-from tensorlens_tl.passes.proof import SeenWrites, check_pattern, compare_logits, looks_ahead, prove, sampled_positions
-from tensorlens_tl.passes.recompute import PatternReader, refuse_unreadable
+from tensorlens_tl.passes.preflight import (
+    check_dtype,
+    check_growth,
+    check_padding,
+    check_repeats,
+    check_width,
+    warn_of_ties,
+)
+from tensorlens_tl.passes.proof import SeenWrites, logits_error, prove, sampled_positions
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -113,19 +118,9 @@ def freeze(
             run in a loop.
         NumericalError: NaN or Inf in an activation.
     """
-    if store not in ("model", "cpu"):
-        raise InvalidInputError(f"store={store!r}; use 'model' or 'cpu'.")
-    if patterns not in ("keep", "recompute"):
-        raise InvalidInputError(f"patterns={patterns!r}; use 'keep' or 'recompute'.")
+    options = FreezeOptions(store, patterns, verify, tolerance, bool(strict))
     if patterns == "recompute" and cache is not None:
         raise InvalidInputError("cache: patterns='recompute' sees patterns while the model runs; leave one out.")
-    if tolerance is not None and (not isinstance(tolerance, int | float) or not tolerance > 0):
-        raise InvalidInputError(f"tolerance={tolerance!r}; pass a positive number, or None for the dtype's own.")
-    if not (isinstance(verify, bool) or (isinstance(verify, str) and verify == "sample")):
-        raise InvalidInputError(
-            f"verify={verify!r}; use True (every block at every token), 'sample' (every block at a few tokens) or "
-            "False (the first block of each kind)."
-        )
     # what is kept must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         view = ModelView(model)
@@ -144,109 +139,201 @@ def freeze(
                 padding_side=padding_side,
                 model_inputs=model_inputs,
             )
-            if patterns == "recompute":
-                refuse_unreadable(view)
-            allowed = partial(_tolerance, tolerance, view)
-            points = model_points(view)
-            last = query_positions(prompt, -1)
-            hooks = logit_hooks(view.model, points.unembed_in, prompt.in_logits(last))
-            reader: PatternReader | None = None
-            writes: SeenWrites | None = None
-            sampled = sampled_positions(prompt.mask) if verify == "sample" else None
-            if verify:
-                writes = SeenWrites.of(view, points, len(prompt.tokens), sampled, store)
-            if patterns == "recompute":
-                reader = PatternReader(view, points, prompt, store, allowed)
-            logits: Any = None
-            if cache is None:
-                activations, logits = _activations(view, prompt, points, store, hooks, reader, writes)
-            else:
-                hooked = [name for name in points.captured if name not in points.calls]
-                activations = from_cache(cache, hooked, len(prompt.tokens), _lengths(view, prompt, points))
-            frozen = FrozenPass(view, points, prompt, activations, WeightState.of(view.model), other_hooks(view.model))
-            frozen.hook_numbers = hook_numbers(view.model)
-            frozen.configuration = HeldConfiguration(configuration(view.model))
-            _check_width(frozen)
-            _check_dtype(frozen)
-            frozen.tolerance = allowed(frozen.resid_pre(0).dtype)
-            frozen.held_scores = {} if reader is None else reader.scores
-            frozen.strict = bool(strict)
-            if cache is not None:
-                logits = _compare_with_model_run(frozen, hooks, writes)
-            _check_padding(view.model, prompt, points, frozen)
-            _check_growth(frozen)
-            check_finite({name: activations[name] for name in points.captured if name in activations})
-            frozen.proved_positions = sampled
-            prove(frozen, bool(verify), writes)
-            _warn_of_ties(frozen, {name: activations.pop(name) for name in points.routers if name in activations})
-            if points.unembed_in is not None:
-                compare_logits(frozen, frozen.unembedded(), logits_at(logits, prompt.in_logits(last)), last)
-            if cache is None:
-                _check_repeats(frozen)
+            return _freeze(view, prompt, options, cache)
+
+
+@dataclass(frozen=True)
+class FreezeOptions:
+    """What `freeze` takes besides the model and its input; see there.
+
+    Raises:
+        InvalidInputError: an option that there is not.
+    """
+
+    store: str = "model"
+    patterns: str = "keep"
+    verify: bool | str = True
+    tolerance: float | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.store not in ("model", "cpu"):
+            raise InvalidInputError(f"store={self.store!r}; use 'model' or 'cpu'.")
+        if self.patterns not in ("keep", "recompute"):
+            raise InvalidInputError(f"patterns={self.patterns!r}; use 'keep' or 'recompute'.")
+        tolerance = self.tolerance
+        if tolerance is not None and (not isinstance(tolerance, int | float) or not tolerance > 0):
+            raise InvalidInputError(f"tolerance={tolerance!r}; pass a positive number, or None for the dtype's own.")
+        if not isinstance(self.verify, bool) and self.verify != "sample":
+            raise InvalidInputError(
+                f"verify={self.verify!r}; use True (every block at every token), 'sample' (every block at a few "
+                "tokens) or False (the first block of each kind)."
+            )
+
+    def tolerance_of(self, view: ModelView, dtype: torch.dtype) -> float:
+        """The given tolerance, or the default of the narrowest dtype that a model with this stream computes in."""
+        if self.tolerance is not None:
+            return self.tolerance
+        return TOLERANCE.get(torch.float32 if view.norms_in_float32 else dtype, 1e-4)
+
+
+def _freeze(view: ModelView, prompt: Prompt, options: FreezeOptions, cache: Any) -> FrozenPass:
+    """Capture, check and prove one pass, in this order."""
+    allowed = partial(options.tolerance_of, view)
+    points = model_points(view)
+    last = query_positions(prompt, -1)
+    run = _Run(view, prompt, points, options, last)
+    if cache is None:
+        logits = run.observe()
+    else:
+        names = [name for name in points.captured if name not in points.calls]
+        run.activations = from_cache(cache, names, len(prompt.tokens), _lengths(view, prompt, points))
+    capture = Capture(
+        view,
+        points,
+        prompt,
+        run.activations,
+        WeightState.of(view.model),
+        held_scores=run.held_scores,
+        configuration=HeldConfiguration(configuration(view.model)),
+        other_hooks=tuple(other_hooks(view.model)),
+        hook_numbers=hook_numbers(view.model),
+    )
+    check_width(capture)
+    check_dtype(capture)
+    tolerance = allowed(capture.resid_pre(0).dtype)
+    if cache is not None:
+        logits = run.compare_with(capture, tolerance)
+    check_padding(capture)
+    check_growth(capture, tolerance)
+    check_finite({name: run.activations[name] for name in points.captured if name in run.activations})
+    maps = BlockMaps(capture, tolerance)
+    proof = prove(maps, bool(options.verify), run.writes, run.sampled)
+    warn_of_ties(capture, {name: run.activations.pop(name) for name in points.routers if name in run.activations})
+    frozen = FrozenPass(replace(maps, layouts=proof.layouts), proof, options.strict)
+    if points.unembed_in is not None:
+        error = logits_error(capture, frozen.unembedded(), logits_at(logits, prompt.in_logits(last)), last)
+        frozen.logits_check.add(error, last)
+    if cache is None:
+        check_repeats(capture, tolerance)
     return frozen
 
 
-def _tolerance(given: float | None, view: ModelView, dtype: torch.dtype) -> float:
-    """The given tolerance, or the default of the narrowest dtype that a model with this stream computes in."""
-    if given is not None:
-        return given
-    return TOLERANCE.get(torch.float32 if view.norms_in_float32 else dtype, 1e-4)
+class _Run:
+    """The model's run on a prompt, and what is read while it runs.
 
-
-def _activations(
-    view: ModelView,
-    prompt: Prompt,
-    points: ModelPoints,
-    store: str,
-    hooks: list[FwdHook],
-    reader: PatternReader | None,
-    writes: SeenWrites | None,
-) -> tuple[dict[str, Tensor], Any]:
-    """The activations that the pass keeps, and the model's logits; `writes` receives what the proof compares.
-
-    Raises:
-        UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers; some
-            models whose weights are offloaded).
+    Attributes:
+        activations: by hook-point name.
+        sampled: the positions that blocks are proved at, of a sampled proof.
+        writes: what the proof compares.
+        reader: reads patterns where they are recomputed.
     """
-    try:
-        proved = [] if writes is None else points.proved
-        names = [*points.captured, *points.routers, *proved]
-        calls = {**points.calls, **points.routers}
-        if reader is None:
-            activations: dict[str, Tensor] = {}
-            keep = partial(keep_in, activations, store)
-        else:
-            activations = reader.kept
-            keep = reader.see
-            hooks = [*hooks, *reader.hooks()]
 
-        def see(name: str, activation: Tensor) -> None:
-            if writes is not None and name in writes.names:
-                writes.see(name, activation)
+    def __init__(
+        self, view: ModelView, prompt: Prompt, points: ModelPoints, options: FreezeOptions, last: Tensor
+    ) -> None:
+        self.view = view
+        self.prompt = prompt
+        self.points = points
+        self.store = options.store
+        self.activations: dict[str, Tensor] = {}
+        self.sampled = sampled_positions(prompt.mask) if options.verify == "sample" else None
+        self.writes: SeenWrites | None = None
+        if options.verify:
+            self.writes = SeenWrites.of(view, points, len(prompt.tokens), self.sampled, options.store)
+        self.reader: PatternReader | None = None
+        self.hooks = logit_hooks(view.model, points.unembed_in, prompt.in_logits(last))
+        if options.patterns == "recompute":
+            refuse_unreadable(view)
+            self.reader = PatternReader(view, points, prompt, options.store, partial(options.tolerance_of, view))
+            self.activations = self.reader.activations
+            self.hooks = [*self.hooks, *self.reader.hooks()]
+
+    @property
+    def held_scores(self) -> Mapping[str, HeldScores]:
+        """What each pattern is recomputed from."""
+        return {} if self.reader is None else self.reader.scores
+
+    def observe(self) -> Any:
+        """Run the model once, read what the pass keeps and what the proof compares, and return its logits.
+
+        Raises:
+            UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers; some
+                models whose weights are offloaded).
+        """
+        keep = partial(keep_in, self.activations, self.store) if self.reader is None else self.reader.see
+        try:
+            return self._observe(keep)
+        except TensorLensError:
+            raise
+        except (KeyError, RuntimeError, ValueError) as error:
+            refusal = self._refusal(error)
+            if refusal is None:
+                raise
+            raise refusal from error
+
+    def _observe(self, see: Callable[[str, Tensor], None]) -> Any:
+        proved: list[str] = [] if self.writes is None else self.points.proved
+        names = [*self.points.captured, *self.points.routers, *proved]
+        calls = {**self.points.calls, **self.points.routers}
+
+        def see_all(name: str, activation: Tensor) -> None:
+            if self.writes is not None and name in self.writes.names:
+                self.writes.see(name, activation)
             else:
-                keep(name, activation)
+                see(name, activation)
 
-        logits = observe(view.model, prompt.kwargs, names, see, hooks=hooks, calls=calls, optional=proved)
-        return activations, logits
-    except (KeyError, RuntimeError, ValueError) as error:
-        if not isinstance(error, TensorLensError) and view.any_offloaded:
-            raise UnsupportedModelError(
-                f"{view.description} cannot run with its weights offloaded: {type(error).__name__}: {error}. "
+        return observe(
+            self.view.model, self.prompt.kwargs, names, see_all, hooks=self.hooks, calls=calls, optional=proved
+        )
+
+    def _refusal(self, error: Exception) -> TensorLensError | None:
+        """Why the model cannot run, where that is known."""
+        description = self.view.description
+        if self.view.any_offloaded:
+            return UnsupportedModelError(
+                f"{description} cannot run with its weights offloaded: {type(error).__name__}: {error}. "
                 "TransformerLens runs more of them from 4.3 on, and some where accelerate offloads the model after it "
                 "was wrapped (accelerate.disk_offload(bridge.original_model, folder)); or load it into memory."
-            ) from error
-        if prompt.extra and not isinstance(error, TensorLensError):
-            raise InvalidInputError(
-                f"model_inputs: {view.description} does not run on {', '.join(prompt.extra)} with these tokens "
+            )
+        if self.prompt.extra:
+            return InvalidInputError(
+                f"model_inputs: {description} does not run on {', '.join(self.prompt.extra)} with these tokens "
                 f"({type(error).__name__}: {error}). Pass token ids and values that one call of the model's processor "
                 "made: each image or sound has its number of tokens."
-            ) from error
-        if not isinstance(error, ValueError) or isinstance(error, TensorLensError) or not view.is_encoder_decoder:
-            raise
-        raise UnsupportedModelError(
-            f"{view.description} cannot run on the TransformerLens and transformers that are installed: {error}. "
-            "TransformerLens 4 may run it."
-        ) from error
+            )
+        if isinstance(error, ValueError) and self.view.is_encoder_decoder:
+            return UnsupportedModelError(
+                f"{description} cannot run on the TransformerLens and transformers that are installed: {error}. "
+                "TransformerLens 4 may run it."
+            )
+        return None
+
+    def compare_with(self, capture: Capture, tolerance: float) -> Any:
+        """Refuse a cache with an activation that the model itself does not have on this prompt; returns its logits."""
+        errors: dict[str, float] = {}
+        calls = {**self.points.calls, **self.points.routers}
+
+        def see(name: str, activation: Tensor) -> None:
+            if name in calls:  # no cache has them
+                self.activations[name] = activation
+                return
+            cached = capture.activation(name)
+            expected = activation.to(cached).reshape(cached.shape)
+            if cached.ndim == 4:  # a pattern: its queries are compared one by one
+                cached = cached.transpose(1, 2)
+                expected = expected.transpose(1, 2)
+            errors[name] = relative_error(cached, expected, capture.mask[:, capture.span(name)])
+
+        logits = self._observe(see)
+        for name, error in errors.items():
+            if not error <= tolerance:
+                raise InvalidInputError(
+                    f"cache: it was made from another input, under other hooks, or with other weights: {name} differs "
+                    f"from the model's own run of this prompt by {error:.1e}. Pass the same tokens, in the same order "
+                    "and padding, that made the cache, or leave `cache` out."
+                )
+        return logits
 
 
 def _lengths(view: ModelView, prompt: Prompt, points: ModelPoints) -> dict[str, int]:
@@ -256,166 +343,3 @@ def _lengths(view: ModelView, prompt: Prompt, points: ModelPoints) -> dict[str, 
     if not encoder:
         return {points.blocks[0].resid_pre: length}
     return {points.blocks[0].resid_pre: encoder, points.blocks[view.encoder_layers].resid_pre: length - encoder}
-
-
-def _check_growth(frozen: FrozenPass) -> None:
-    """Refuse whitening that grows so much over a prompt that a proof would see nothing but the recursion.
-
-    Raises:
-        NumericalError: what a block adds to its later tokens is lost beside what they have of the earlier ones.
-    """
-    for layer, block in enumerate(frozen.view.blocks):
-        if block.whitening is None:
-            continue
-        sizes = [
-            torch.linalg.vector_norm(upcast(x[frozen.mask]), dim=-1).max()
-            for x in (frozen.resid_pre(layer) @ block.whitening.entry, frozen.resid_read(layer))
-        ]
-        growth = float(sizes[1] / sizes[0])
-        most = max(1 / frozen.tolerance, 1e3)
-        if growth <= most**0.5 or not bool(torch.isfinite(sizes[0])):  # what is not finite before it is named elsewhere
-            continue
-        radius = spectral_radius(block.whitening.step)
-        what = (
-            f"blocks.{layer}.whitening of this {frozen.view.description} (spectral radius {radius:.3g}) makes vectors "
-            f"{growth:.1e} times larger over this prompt"
-        )
-        if not growth <= most:
-            raise NumericalError(
-                f"{what}; what blocks add to them is lost beside that, and no proof could see it. Freeze a shorter "
-                "prompt, or train L⁻¹M towards a radius below 1."
-            )
-        warnings.warn(f"{what}; longer prompts will be refused.", stacklevel=3)
-
-
-def _warn_of_ties(frozen: FrozenPass, logits: Mapping[str, Tensor]) -> None:
-    """Say where a token's choice of experts is arbitrary: one that is chosen and one that is not count the same."""
-    for block, points in zip(frozen.view.blocks, frozen.points.blocks, strict=True):
-        if block.name not in logits or points.index is None or not isinstance(block.mlp, ExpertsWeights):
-            continue
-        index = frozen.captured(points.index).flatten(0, 1)
-        count = block.mlp.count
-        numbers = logits[block.name].to(index.device).flatten(0, -2)
-        if numbers.shape != (len(index), count):
-            continue
-        chosen = torch.zeros(len(index), count + 1, dtype=torch.bool, device=index.device)
-        chosen = chosen.scatter(1, index.clamp_max(count), True)[:, :count]  # some have a place that is no expert
-        least = torch.where(chosen, numbers, torch.inf).amin(1, keepdim=True)
-        tied = ((numbers == least) & ~chosen).any(1).unflatten(0, frozen.tokens.shape) & frozen.mask
-        if bool(tied.any()):
-            row, pos = tied.nonzero()[0].tolist()
-            warnings.warn(
-                f"{block.name}.mlp of this {frozen.view.description}: {int(tied.sum())} tokens (first: prompt {row}, "
-                f"position {pos}) are sent to an expert whose router logit another expert equals that is left out. "
-                "Which of the two it is is arbitrary, and may differ on another machine or in another batch.",
-                stacklevel=3,
-            )
-
-
-def _compare_with_model_run(frozen: FrozenPass, hooks: list[FwdHook], writes: SeenWrites | None) -> Any:
-    """Refuse a cache with an activation that the model itself does not have on this prompt; returns its logits."""
-    errors: dict[str, float] = {}
-    proved = [] if writes is None else frozen.points.proved
-
-    def see(name: str, activation: Tensor) -> None:
-        if writes is not None and name in writes.names:
-            writes.see(name, activation)
-            return
-        if name in calls:  # no cache has them
-            frozen.cache[name] = activation
-            return
-        cached = frozen.captured(name)
-        expected = activation.to(cached).reshape(cached.shape)
-        if cached.ndim == 4:  # a pattern: its queries are compared one by one
-            cached = cached.transpose(1, 2)
-            expected = expected.transpose(1, 2)
-        errors[name] = relative_error(cached, expected, frozen.mask[:, frozen.span(name)])
-
-    names = [*frozen.points.captured, *frozen.points.routers, *proved]
-    calls = {**frozen.points.calls, **frozen.points.routers}
-    logits = observe(frozen.model, frozen.inputs, names, see, hooks=hooks, calls=calls, optional=proved)
-    for name, error in errors.items():
-        if not error <= frozen.tolerance:
-            raise InvalidInputError(
-                f"cache: it was made from another input, under other hooks, or with other weights: {name} differs from "
-                f"the model's own run of this prompt by {error:.1e}. Pass the same tokens, in the same order and "
-                "padding, that made the cache, or leave `cache` out."
-            )
-    return logits
-
-
-_repeats: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by model, the versions its weights had
-
-
-def _check_repeats(frozen: FrozenPass) -> None:
-    """Refuse a model that gives another output on the same prompt when it runs again; checked once per model."""
-    versions = frozen.weights.versions
-    if frozen.other_hooks or _repeats.get(frozen.model) == versions:
-        return
-    name = frozen.points.last_output
-    again, _ = capture(frozen.model, frozen.inputs, [name], last=name)
-    output = frozen.captured(name)
-    repeated = again[name].to(output).reshape(output.shape)
-    error = relative_error(repeated, output, frozen.mask[:, -output.shape[1] :])
-    if not error <= frozen.tolerance:
-        raise UnsupportedModelError(
-            f"two runs of this {frozen.view.description} on the same prompt differ by {error:.1e} in the last block's "
-            "output: something in it is random (dropout that is on in eval mode?). Switch it off."
-        )
-    _repeats[frozen.model] = versions
-
-
-def _check_dtype(frozen: FrozenPass) -> None:
-    """Refuse a state-space model that keeps its stream in float32 beside narrower weights."""
-    for layer, block in enumerate(frozen.view.blocks):
-        stream = frozen.resid_pre(layer).dtype
-        weights = next(block.module.parameters()).dtype
-        if stream != weights and weights in (torch.float16, torch.bfloat16) and block.mixer is not None:
-            raise UnsupportedModelError(
-                f"{block.name} of this {frozen.view.description} reads a residual stream in {stream} with weights in "
-                f"{weights} (residual_in_fp32). Load the model in float32."
-            )
-
-
-def _check_width(frozen: FrozenPass) -> None:
-    """Refuse a model whose number of positions differs from the number of tokens."""
-    stream = frozen.resid_pre(0).shape[:2]
-    tokens = frozen.tokens.shape
-    if stream != tokens:
-        raise UnsupportedModelError(
-            f"{frozen.view.description} makes {stream[1]} positions of {tokens[1]} tokens (virtual tokens of a "
-            "prompt or prefix adapter, or a hook?); only models with one position for each token can be frozen."
-        )
-
-
-def _check_padding(model: HookedModel, prompt: Prompt, points: ModelPoints, frozen: FrozenPass) -> None:
-    """Refuse padding that the model does not handle: weight on padded tokens, or NaN that padding brought."""
-    if bool(prompt.mask.all()):
-        return
-    encoder_layers = sum(block.cross is None for block in points.blocks) if prompt.encoder_length else 0
-    for number, block in enumerate(points.blocks):
-        start = prompt.encoder_length if number >= encoder_layers and encoder_layers else 0
-        queries = slice(start, None) if start or not encoder_layers else slice(0, prompt.encoder_length)
-        spans: dict[str, slice] = {}
-        if block.pattern is not None:
-            spans[block.pattern] = queries
-        if block.cross is not None:
-            spans[block.cross.pattern] = slice(0, start)
-        for name, keys in spans.items():
-            if name in frozen.cache:  # a pattern that is recomputed was checked while the model ran
-                check_pattern(name, frozen.captured(name), prompt.mask[:, queries], prompt.mask[:, keys])
-    first = points.blocks[0].pattern
-    if first is None or encoder_layers:
-        return
-    ahead = looks_ahead(frozen.captured(first), prompt.mask) if first in frozen.cache else not frozen.causal
-    if not ahead:
-        return
-    # GPT-1's Bridge is bidirectional when it is given a mask, and only then
-    short = {name: value for name, value in prompt.kwargs.items() if "attention_mask" not in name}
-    short = {name: value[:1, :2] if isinstance(value, Tensor) else value for name, value in short.items()}
-    alone, _ = capture(model, short, [first], last=first)
-    if prompt.tokens.shape[1] > 1 and not bool(alone[first].triu(1).any()):
-        raise UnsupportedModelError(
-            f"{first} puts weight on later tokens when the model is given an attention mask, and on none without one: "
-            "this model does not handle padding. Freeze the prompts one by one."
-        )

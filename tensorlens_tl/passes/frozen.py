@@ -4,59 +4,240 @@ From it come the `FrozenOperator` (the algebra, which reads weights) and `fwd_ho
 independent ways to the same numbers.
 """
 
+import warnings
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap
-from tensorlens_tl.errors import FrozenModelError
-from tensorlens_tl.hooks import (
-    FwdHook,
-    is_attached,
-    lock_of,
-    own_logits,
-    refuse_attached,
-)
+from tensorlens_tl.algebra import AffineMap, Chain
+from tensorlens_tl.errors import FrozenModelError, NumericalError, ResidualWarning, UnsupportedModelError
+from tensorlens_tl.hooks import FwdHook, ModelPoints, is_attached, lock_of, own_logits, refuse_attached
 from tensorlens_tl.models.activations import check_rule
 from tensorlens_tl.models.layouts import Layout
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.models.protocol import LayerRange
-from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.models.protocol import HookedModel, LayerRange, Query
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.capture import Capture
+from tensorlens_tl.passes.inputs import Prompt, query_positions
+from tensorlens_tl.passes.linearisation import Linearisation, SumType
 from tensorlens_tl.passes.live import LiveModel, holding_hooks
+from tensorlens_tl.passes.mlps import Routes
 from tensorlens_tl.passes.operator import FrozenOperator
-from tensorlens_tl.passes.proof import logits_error, unembedding_error
-from tensorlens_tl.passes.record import Record
+from tensorlens_tl.passes.proof import LogitsCheck, Proof, logits_error
 
 
-@dataclass(eq=False)
-class FrozenPass(Record):
+@dataclass(frozen=True, eq=False, repr=False)
+class FrozenPass(Linearisation):
     """One forward pass, held fixed. Made by `freeze`.
 
-    What was captured, and the maps of the model's parts, are those of a `Record`, whose attributes these are; here are
-    the operator, and the hooks that hold the live model.
+    A value: it is composed of what was captured, of the maps made from that, and of their proof. Asking it writes
+    nothing but caches.
+
+    Attributes:
+        maps: the parts of every block as maps; ``maps.capture`` has the activations.
+        proof: how each block is put together, and how far its map is from the model.
+        strict: whether a sum that is further from its total than `allowed_residual` is an error instead of a warning.
+
+    >>> frozen.operator().target(" value").residual.max() < 1e-4
+    tensor(True)
     """
+
+    maps: BlockMaps
+    proof: Proof
+    strict: bool = False
+    logits_check: LogitsCheck = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logits_check", LogitsCheck(self.mask))
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
         worst = f"{max(self.errors.values()):.1e}" if self.errors else "not verified"
-        worst += "" if self.proved_positions is None else f" at {self.proof_scope}"
+        if self.proof.positions is not None:
+            worst += f" at {self.proof.scope}"
         hooks = f", other_hooks={len(self.other_hooks)}" if self.other_hooks else ""
         return (
             f"FrozenPass({self.view.description}, batch={batch}, pos={pos}, layers={self.n_layers}, "
             f"residual={worst}{hooks})"
         )
 
+    # ------------------------------------------------------------------ what was captured
+
+    @property
+    def capture(self) -> Capture:
+        """Activations by hook point, and the streams that they make up."""
+        return self.maps.capture
+
+    @property
+    def view(self) -> ModelView:
+        """The reading of the model's weights."""
+        return self.capture.view
+
+    @property
+    def points(self) -> ModelPoints:
+        """The hook points whose activations were captured."""
+        return self.capture.points
+
+    @property
+    def model(self) -> HookedModel:
+        """The model that the pass was taken from; no hook is left on it."""
+        return self.capture.model
+
+    @property
+    def prompt(self) -> Prompt:
+        """Tokens, mask, keyword arguments and readable tokens."""
+        return self.capture.prompt
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The keyword arguments that reproduce this pass: ``model.run_with_hooks(**frozen.inputs, fwd_hooks=...)``."""
+        return self.capture.inputs
+
+    @property
+    def tokens(self) -> Int[Tensor, "batch pos"]:
+        """Token ids; of images and sound, position numbers."""
+        return self.capture.tokens
+
+    @property
+    def mask(self) -> Bool[Tensor, "batch pos"]:
+        """True at real tokens."""
+        return self.capture.mask
+
+    @property
+    def str_tokens(self) -> list[list[str]]:
+        """Readable tokens, one list per prompt."""
+        return self.capture.str_tokens
+
+    @property
+    def n_layers(self) -> int:
+        """The number of blocks."""
+        return self.capture.n_layers
+
+    @property
+    def other_hooks(self) -> tuple[str, ...]:
+        """The hook points and modules where other people's hooks were during the pass."""
+        return self.capture.other_hooks
+
+    @property
+    def causal(self) -> bool:
+        """Whether no layer attends forwards."""
+        return self.capture.causal
+
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        """How many positions are an encoder's and a decoder's, in this order; None where there is one stack."""
+        return self.capture.sides
+
+    def activation(self, name: str) -> Tensor:
+        """The activation at one hook point, with batch and position apart."""
+        return self.capture.activation(name)
+
+    def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream entering a block; ``layer == n_layers`` is the last block's output.
+
+        Raises:
+            InvalidInputError: no such layer.
+        """
+        return self.capture.resid_pre(layer)
+
+    @property
+    def output(self) -> Float[Tensor, "batch pos d_model"]:
+        """The model's own output that the operator reproduces: after the final norm, or the last block's output."""
+        return self.capture.output
+
+    def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
+        """The stream that the model itself unembeds: after the final norm, or a masked model's prediction head.
+
+        Raises:
+            UnsupportedModelError: the model predicts no tokens.
+        """
+        return self.capture.unembedded()
+
+    def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """The attention probabilities of one layer; of an encoder–decoder's, between the positions of its own side.
+
+        Raises:
+            InvalidInputError: no such layer.
+            UnsupportedModelError: a layer without attention.
+        """
+        return self.capture.pattern(layer)
+
+    def check_fresh(self) -> None:
+        """Raise `FrozenModelError` if the model's weights or its configuration are no longer those of this pass."""
+        self.capture.check_fresh()
+
+    def provenance(self) -> dict[str, str]:
+        """What results depend on besides the prompt: the model's provenance, other people's hooks where any are, and
+        that the proof was of sampled positions where it was."""
+        sampled = {} if self.proof.positions is None else {"proof": self.proof.scope}
+        return self.capture.provenance() | sampled
+
+    # ------------------------------------------------------------------ what was proved
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """How each block is put together."""
+        return self.proof.layouts
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error that a proof may show."""
+        return self.maps.tolerance
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """The errors of the proof, and ``"unembed"``: of the tokens whose logits were compared (the last ones, and
+        those that somebody asked about since)."""
+        unembed = {} if self.logits_check.error is None else {"unembed": self.logits_check.error}
+        return {**self.proof.errors, **unembed}
+
+    @property
+    def allowed_residual(self) -> float:
+        """The largest residual that a sum may show: the tolerance of a block, or what all blocks together miss by."""
+        outputs = [error for name, error in self.errors.items() if not name.endswith(".writes")]
+        return max(self.tolerance, sum(outputs))
+
+    def checked(self, result: SumType) -> SumType:
+        """A sum made from this pass, after a look at its residual.
+
+        Warns (`ResidualWarning`) where that is above `allowed_residual`.
+
+        Raises:
+            NumericalError: instead of the warning, if the pass was frozen with ``strict=True``.
+        """
+        residual = float(torch.as_tensor(result.residual).max())
+        if residual <= self.allowed_residual:
+            return result
+        message = (
+            f"{type(result).__name__}: its parts miss the model's own number by {residual:.1e} of their size, and the "
+            f"proof of this pass allows {self.allowed_residual:.1e}. They are not what the model does: load the model "
+            "in a wider dtype, or look for what was changed on it (frozen.other_hooks)."
+        )
+        if self.strict:
+            raise NumericalError(message)
+        warnings.warn(message, ResidualWarning, stacklevel=3)
+        return result
+
+    # ------------------------------------------------------------------ maps
+
+    @property
+    def row_bytes(self) -> int:
+        """What one vector allocates at most on its way through the blocks."""
+        return self.maps.row_bytes
+
     def operator(
         self,
         *,
         layers: LayerRange = None,
-        heads: Mapping[int, Collection[int]] | Any = None,
-        mlp: bool | Collection[int] | Any = True,
+        heads: Mapping[int, Collection[int]] | None = None,
+        mlp: bool | Collection[int] = True,
         final_norm: bool = True,
         activation: str = "ratio",
     ) -> FrozenOperator:
@@ -94,7 +275,34 @@ class FrozenPass(Record):
         """
         check_rule(activation)
         self.check_fresh()
-        return self.block_map(layer, activation=activation, heads=heads, mlp=mlp, layout=layout)
+        return self.maps.block_map(layer, activation=activation, heads=heads, mlp=mlp, layout=layout)
+
+    def stage(
+        self, layer: int, *, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
+    ) -> AffineMap:
+        """`block` without its checks; where weights are offloaded, the map is made each time it is used."""
+        return self.maps.stage(layer, activation=activation, heads=heads, mlp=mlp)
+
+    def final_map(self) -> AffineMap | None:
+        """The final norm, its scale frozen, or None; of an encoder–decoder it acts on the decoder's positions."""
+        return self.maps.final_map()
+
+    def prediction_head(self, activation: str = "ratio") -> Chain | None:
+        """What lies between the model's output and its unembedding, frozen; None where nothing does."""
+        return self.maps.prediction_head(activation)
+
+    def routing(self, layer: int) -> Routes:
+        """Which experts each token of a layer is sent to, and what each of them counts: `[batch, pos, choice]` each.
+
+        Raises:
+            InvalidInputError: no such layer.
+            UnsupportedModelError: the layer has no experts.
+        """
+        return self.maps.routing(layer)
+
+    def cut(self, length: int) -> "FrozenPass":
+        """The first tokens of a causal pass."""
+        return replace(self, maps=self.maps.with_capture(self.capture.cut(length)))
 
     # ------------------------------------------------------------------ the live model, held
 
@@ -120,10 +328,10 @@ class FrozenPass(Record):
         """
         check_rule(activation)
         self.check_fresh()
-        refuse_dropout(self.view.model)
+        refuse_dropout(self.model)
         refuse_attached(self.model)
         with lock_of(self.model):
-            return holding_hooks(self, patterns, activations, norms, activation)
+            return holding_hooks(self.maps, patterns, activations, norms, activation)
 
     @contextmanager
     def attached(self, **options: Any) -> Generator[Any, None, None]:
@@ -145,15 +353,26 @@ class FrozenPass(Record):
 
     # ------------------------------------------------------------------ logits
 
+    def live(self, question: str) -> LiveModel:
+        """The model, to be run once more.
+
+        Args:
+            question: what is asked, for messages.
+
+        Raises:
+            InvalidInputError: the model was put in train mode since, and drops activations there.
+            FrozenModelError: its weights or its configuration were changed since the pass, or a frozen pass is
+                attached.
+        """
+        return LiveModel(self.capture, self.tolerance, question)
+
     @cached_property
     def last_logits(self) -> Float[Tensor, "batch d_vocab"] | None:
         """The model's own logits at each row's last real token, by running it once more; None where it gives none."""
-        if self.view.unembedding is None or self.points.unembed_in is None:
-            return None
         logits = self.logits(-1)
         return None if logits is None else logits[:, 0]
 
-    def logits(self, query: Any = -1) -> Float[Tensor, "batch query d_vocab"] | None:
+    def logits(self, query: Query = -1) -> Float[Tensor, "batch query d_vocab"] | None:
         """The model's own logits at some positions, by running it once more; None where it gives none.
 
         Args:
@@ -162,15 +381,13 @@ class FrozenPass(Record):
         Raises:
             FrozenModelError: the model is no longer that of the pass.
         """
-        live = LiveModel(self, "logits")
+        live = self.live("logits")
         if self.view.unembedding is None or self.points.unembed_in is None:
             return None
         positions = query_positions(self.prompt, query)
-        own = self.prompt.in_logits(positions)
-        states, logits = own_logits(self.model, self.inputs, self.points.unembed_in, own)
-        live.check({self.points.unembed_in: states})
+        states, logits = self._run_for_logits(live, positions)
         if not live.same_hooks:  # one of them may act after the unembedding
-            error = logits_error(self, self.beside_encoder(states), logits, positions)
+            error = logits_error(self.capture, states, logits, positions)
             if not error <= self.tolerance:
                 raise FrozenModelError(
                     f"logits: hooks were put on the model or taken off since this pass, and its logits are not "
@@ -178,14 +395,67 @@ class FrozenPass(Record):
                 )
         return logits.detach() if isinstance(logits, Tensor) and logits.ndim == 3 else None
 
-    @property
-    def unembedding_error(self) -> float | None:
-        """How far the logits that were compared are from the weights'; see `proof.unembedding_error`."""
-        return unembedding_error(self)
+    def unembedding_error(self, query: Query = -1) -> float | None:
+        """How far ``cap(W_U·x + b_U)`` is from the model's own logits.
+
+        Each prompt's last real token was compared when the pass was frozen. Others are compared, by one more run of the
+        model, when they are first asked about.
+
+        Args:
+            query: the positions to compare.
+
+        Returns:
+            The largest ``max abs(ours − logits) / max abs(logits)`` of all the tokens compared so far, padding left
+            out; None for a model that predicts no tokens.
+        """
+        return self._unembedding_error(query_positions(self.prompt, query))
+
+    def _unembedding_error(self, positions: Int[Tensor, "batch query"]) -> float | None:
+        if self.view.unembedding is None or self.points.unembed_in is None:
+            return None
+        if not self.logits_check.covers(positions):
+            live = self.live("the logits at positions that were not compared before")
+            states, logits = self._run_for_logits(live, positions)
+            self.logits_check.add(logits_error(self.capture, states, logits, positions), positions)
+        return self.logits_check.error
+
+    def _run_for_logits(
+        self, live: LiveModel, positions: Int[Tensor, "batch query"]
+    ) -> tuple[Float[Tensor, "batch pos d_model"], Any]:
+        """What the model unembeds, the same as in the pass, and the logits it gives at some positions."""
+        name = self.points.unembed_in
+        assert name is not None  # a model with an unembedding
+        states, logits = own_logits(self.model, self.inputs, name, self.prompt.in_logits(positions))
+        live.check({name: states})
+        return self.capture.beside_encoder(states), logits
+
+    def logit_vectors(
+        self, ids: Int[Tensor, "batch query"], positions: Int[Tensor, "batch query"]
+    ) -> tuple[Float[Tensor, "batch query d_model"], Float[Tensor, "batch query"]]:
+        """The directions of some tokens' logits in what is unembedded, and their constants b_U.
+
+        Raises:
+            UnsupportedModelError: the model predicts no tokens, or its logits at one of the positions are not
+                ``cap(W_U·x + b_U)``, measured.
+        """
+        if self.view.unembedding is None:
+            raise UnsupportedModelError(f"target: {self.view.description} predicts no tokens; use direction=.")
+        error = self._unembedding_error(positions)
+        if error is None or not error <= self.tolerance:
+            raise UnsupportedModelError(
+                f"target: the logits of {self.view.description} are not cap(W_U·x + b_U) as read from its weights "
+                f"(relative error {error:.1e}; scaled logits, or a hook after the unembedding?). Use direction=."
+            )
+        W_U, b_U = self.view.unembedding
+        vectors = W_U[:, ids.to(W_U.device)].permute(1, 2, 0) * self.view.logit_factor
+        constant = vectors.new_zeros(ids.shape)
+        if b_U is not None:
+            constant = b_U[ids.to(b_U.device)] * self.view.logit_factor
+        return vectors.to(self.tokens.device), constant.to(self.tokens.device)
 
 
 if TYPE_CHECKING:
     PassLike = FrozenPass
     """A pass, as a user passes it."""
 else:
-    PassLike = Any  # what is none is refused by `check_pass`, in our own words
+    PassLike = Any  # anything else is refused by `check_pass`, in our own words

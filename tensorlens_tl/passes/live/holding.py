@@ -31,7 +31,7 @@ from tensorlens_tl.hooks import (
     replace,
     whole_hooks,
 )
-from tensorlens_tl.passes.record import Record
+from tensorlens_tl.passes.block_maps import BlockMaps
 
 
 class _Proved(NamedTuple):
@@ -44,27 +44,27 @@ class _Proved(NamedTuple):
 _proved: "WeakKeyDictionary[Any, _Proved]" = WeakKeyDictionary()  # by model
 
 
-def prove_obedience(record: Record) -> frozenset[str]:
+def prove_obedience(maps: BlockMaps) -> frozenset[str]:
     """Try, once per model, whether it obeys hooks; tells at which patterns' hook points.
 
     Raises:
         UnsupportedModelError: it ignores what a hook returns at `hook_z`, `mlp.hook_post` or a norm's `hook_scale`; or
             its weights are offloaded.
     """
-    if record.view.any_offloaded:
+    if maps.view.any_offloaded:
         raise UnsupportedModelError(
-            f"the weights of this {record.view.description} are offloaded: a Bridge whose norms are held reads their "
+            f"the weights of this {maps.view.description} are offloaded: a Bridge whose norms are held reads their "
             "weights where no hook of accelerate brings them in, so that fwd_hooks, attached and what runs the held "
             "model do not work. The operator and what is made from it do; or load the model into memory."
         )
-    known = _proved.get(record.model)
-    if known is None or known.versions != record.weights.versions or other_hooks(record.model):
-        known = _prove(record)
+    known = _proved.get(maps.capture.model)
+    if known is None or known.versions != maps.capture.weights.versions or other_hooks(maps.capture.model):
+        known = _prove(maps)
     return known.patterns
 
 
 def holding_hooks(
-    record: Record,
+    maps: BlockMaps,
     patterns: bool = True,
     activations: bool = True,
     norms: bool = True,
@@ -75,11 +75,11 @@ def holding_hooks(
     Raises:
         UnsupportedModelError: the model ignores what a hook returns.
     """
-    return _hooks(record, prove_obedience(record), patterns, activations, norms, activation)
+    return _hooks(maps, prove_obedience(maps), patterns, activations, norms, activation)
 
 
 def _hooks(
-    record: Record,
+    maps: BlockMaps,
     taken: frozenset[str],
     patterns: bool = True,
     activations: bool = True,
@@ -87,113 +87,117 @@ def _hooks(
     activation: str = "ratio",
 ) -> list[FwdHook]:
     hooks: list[FwdHook] = []
-    batch = record.tokens.shape[0]
-    for layer, points in enumerate(record.points.blocks):
-        start, stop = record.side(layer)
+    batch = maps.capture.tokens.shape[0]
+    for layer, points in enumerate(maps.points.blocks):
+        start, stop = maps.capture.side(layer)
         shape = batch, stop - start
-        if points.whitened is not None and not bool(record.mask.all()):
-            hooks.append(leave_out(points.resid_pre, ~record.mask))
+        if points.whitened is not None and not bool(maps.mask.all()):
+            hooks.append(leave_out(points.resid_pre, ~maps.mask))
         if patterns and points.attention is None and points.heads is not None:
-            hooks += attention_hooks(points.heads, _held_pattern(record, layer), points.pattern in taken)
+            hooks += attention_hooks(points.heads, _held_pattern(maps, layer), points.pattern in taken)
         elif patterns and points.attention is not None:
-            hooks += whole_hooks(points.attention, record.attention_alone(layer), shape)
+            hooks += whole_hooks(points.attention, maps.attention_alone(layer), shape)
         if patterns and points.cross is not None:
-            held = record.captured(points.cross.pattern)
+            held = maps.capture.activation(points.cross.pattern)
             hooks += attention_hooks(points.cross, held, points.cross.pattern in taken)
         if norms:
             hooks += [
-                replace(at, record.captured(at)) for name, at in points.scales.items() if name not in points.norms
+                replace(at, maps.capture.activation(at))
+                for name, at in points.scales.items()
+                if name not in points.norms
             ]
             for name, ends in points.norms.items():
-                hooks += whole_hooks(ends, record.norm(layer, name), shape)
-        per_layer = record.per_layer(layer, activation) if activations else None
+                hooks += whole_hooks(ends, maps.norm(layer, name), shape)
+        per_layer = maps.per_layer(layer, activation) if activations else None
         if per_layer is not None and points.per_layer is not None:
             hooks += whole_hooks(points.per_layer, per_layer, shape)
         if activations:
-            hooks += _mlp_hooks(record, layer, activation, shape)
+            hooks += _mlp_hooks(maps, layer, activation, shape)
     if norms:
-        hooks += _end_hooks(record, record.encoder_norm(), record.points.encoder_scale, record.points.encoder_norm, 0)
-        last = record.n_layers - 1
-        hooks += _end_hooks(record, record.final_norm(), record.points.final_scale, record.points.final_norm, last)
-        hooks += _class_hooks(record)
+        hooks += _end_hooks(maps, maps.encoder_norm(), maps.points.encoder_scale, maps.points.encoder_norm, 0)
+        last = maps.capture.n_layers - 1
+        hooks += _end_hooks(maps, maps.final_norm(), maps.points.final_scale, maps.points.final_norm, last)
+        hooks += _class_hooks(maps)
     return hooks
 
 
-def _held_pattern(record: Record, layer: int) -> Tensor | Callable[[], Tensor]:
+def _held_pattern(maps: BlockMaps, layer: int) -> Tensor | Callable[[], Tensor]:
     """One layer's pattern; where it is not kept, what recomputes it when the hook runs."""
-    if record.points.blocks[layer].pattern in record.held_scores:
-        return partial(record.pattern, layer)
-    return record.pattern(layer)
+    if maps.points.blocks[layer].pattern in maps.capture.held_scores:
+        return partial(maps.capture.pattern, layer)
+    return maps.capture.pattern(layer)
 
 
-def _end_hooks(record: Record, norm: Norm | None, scale: str | None, whole: Ends | None, layer: int) -> list[FwdHook]:
+def _end_hooks(maps: BlockMaps, norm: Norm | None, scale: str | None, whole: Ends | None, layer: int) -> list[FwdHook]:
     """What holds the norm after the last block of a stack."""
     if norm is None or scale is None:
         return []
     if whole is None:
-        return [replace(scale, record.captured(scale))]
-    start, stop = record.side(layer)
-    return whole_hooks(whole, norm, (record.tokens.shape[0], stop - start), again=True)
+        return [replace(scale, maps.capture.activation(scale))]
+    start, stop = maps.capture.side(layer)
+    return whole_hooks(whole, norm, (maps.capture.tokens.shape[0], stop - start), again=True)
 
 
-def _class_hooks(record: Record) -> list[FwdHook]:
+def _class_hooks(maps: BlockMaps) -> list[FwdHook]:
     """What holds the norm of the mean that a classifier of sound reads its classes from."""
-    classes = record.view.class_head
-    scale = record.points.head_scale
+    classes = maps.view.class_head
+    scale = maps.points.head_scale
     if classes is None or classes.norm is None or classes.norm.epsilon is not None or scale is None:
         return []
-    return [replace(scale, record.captured(scale)[:, 0])]
+    return [replace(scale, maps.capture.activation(scale)[:, 0])]
 
 
-def _mlp_hooks(record: Record, layer: int, activation: str, shape: tuple[int, int]) -> list[FwdHook]:
+def _mlp_hooks(maps: BlockMaps, layer: int, activation: str, shape: tuple[int, int]) -> list[FwdHook]:
     """What holds one layer's MLP: its activation, or all of it where nothing inside can be held."""
-    points = record.points.blocks[layer]
-    weights = record.view.blocks[layer].mlp
+    points = maps.points.blocks[layer]
+    weights = maps.view.blocks[layer].mlp
     if weights is None:
         return []
     if points.mlp is None:
-        held = record.mlp_coefficients(layer, activation)
-        dense = record.view.blocks[layer].dense_mlp
+        held = maps.mlp_coefficients(layer, activation)
+        dense = maps.view.blocks[layer].dense_mlp
         return [] if held is None or dense is None else mlp_hooks(points, held, dense.b_post)
     if points.shared is not None:
-        parts = record.experts_alone(layer, activation)
+        parts = maps.experts_alone(layer, activation)
         return [
             *whole_hooks(points.mlp, parts["experts"], shape),
             *whole_hooks(points.shared, parts["shared"], shape),
         ]
-    whole = record.mlp_alone(layer, activation)
+    whole = maps.mlp_alone(layer, activation)
     return [] if whole is None else whole_hooks(points.mlp, whole, shape)
 
 
-def _prove(record: Record) -> _Proved:
+def _prove(maps: BlockMaps) -> _Proved:
     """Run the model, held, with another stream at its first block, and compare every block with its map there."""
-    model = record.model
-    points = record.points
+    model = maps.capture.model
+    points = maps.points
     with own_run(model):
         sites = [site for block in points.blocks for site in (block.heads, block.cross) if site is not None]
-        reached = patterns_take_effect(model, record.inputs, sites)
+        reached = patterns_take_effect(model, maps.capture.inputs, sites)
         taken = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
-        proved = _Proved(record.weights.versions, taken)
+        proved = _Proved(maps.capture.weights.versions, taken)
     # another stream and not another prompt: a model of images and tokens checks that both fit together
-    others = [replace(name, _other(record.captured(name))) for name in record.stream_names(0)]
-    names = list(dict.fromkeys(name for layer in range(record.n_layers + 1) for name in record.stream_names(layer)))
-    after = record.final_map() or Identity()
-    ends = [] if record.final_map() is None else [points.output]
+    others = [replace(name, _other(maps.capture.activation(name))) for name in maps.capture.stream_names(0)]
+    names = list(
+        dict.fromkeys(name for layer in range(maps.capture.n_layers + 1) for name in maps.capture.stream_names(layer))
+    )
+    after = maps.final_map() or Identity()
+    ends = [] if maps.final_map() is None else [points.output]
     # patterns by way of hook_z: live ablations take heads away there, and hook_pattern was tried above
-    hooks = [*others, *_hooks(record, frozenset())]
+    hooks = [*others, *_hooks(maps, frozenset())]
     last = points.output if ends else points.last_output
-    seen, _ = capture(model, record.inputs, [*dict.fromkeys(names + ends)], hooks=hooks, last=last, changed=True)
-    live = dataclasses.replace(record, cache=seen, _ratios={}, _experts={}, _gates=set())
-    streams = [live.resid_pre(layer) for layer in range(record.n_layers + 1)]
+    seen, _ = capture(model, maps.capture.inputs, [*dict.fromkeys(names + ends)], hooks=hooks, last=last, changed=True)
+    live = dataclasses.replace(maps.capture, activations=seen)
+    streams = [live.resid_pre(layer) for layer in range(maps.capture.n_layers + 1)]
     streams += [live.output] if ends else []
-    maps = [*map(record.block_map, range(record.n_layers)), after]
-    for layer, (step, before, own) in enumerate(zip(maps, streams, streams[1:], strict=False)):
-        error = relative_error(step(before), own, record.mask)
-        if not error <= record.tolerance:
-            where = f"blocks.{layer}" if layer < record.n_layers else "ln_final"
+    steps = [*map(maps.block_map, range(maps.capture.n_layers)), after]
+    for layer, (step, before, own) in enumerate(zip(steps, streams, streams[1:], strict=False)):
+        error = relative_error(step(before), own, maps.mask)
+        if not error <= maps.tolerance:
+            where = f"blocks.{layer}" if layer < maps.capture.n_layers else "ln_final"
             raise UnsupportedModelError(
-                f"{where} of this {record.view.description} does not obey the hooks that should hold it fixed: held, "
-                f"and with another stream, it differs from its map by {error:.1e} (allowed {record.tolerance:.0e}). "
+                f"{where} of this {maps.view.description} does not obey the hooks that should hold it fixed: held, "
+                f"and with another stream, it differs from its map by {error:.1e} (allowed {maps.tolerance:.0e}). "
                 "One of its hook points only observes, or another hook undoes it. What reads the weights works "
                 "(operator, most methods and circuits); fwd_hooks, attached and live ablations do not."
             )

@@ -23,7 +23,7 @@ from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks import capture, foreign_hooks, hook_numbers, refuse_attached
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.passes.record import Record
+from tensorlens_tl.passes.capture import Capture
 
 Copies = Sequence[int | None]
 """What is changed in each copy of the prompts: the number of a change, or None for a copy that is left as it is."""
@@ -36,8 +36,8 @@ class LiveModel:
     """The model of a pass, to be run once more.
 
     Attributes:
-        frozen: the pass.
-        what: what is asked, for messages.
+        capture: the pass.
+        question: what is asked, for messages.
         alone: whether somebody's hooks are on the model, so that every copy of the prompts is run by itself.
         tolerance: how far the model may be from the pass, relative to the pass's own vectors. Where hooks were put on
             or taken off since, a run of the same batch must repeat the pass but for rounding.
@@ -47,17 +47,16 @@ class LiveModel:
         FrozenModelError: its weights or its configuration were changed since the pass, or a frozen pass is attached.
     """
 
-    def __init__(self, frozen: Record, what: str) -> None:
-        frozen.check_fresh()
-        refuse_attached(frozen.model)
-        refuse_dropout(frozen.view.model)
-        self.frozen = frozen
-        self.what = what
-        self.alone = bool(foreign_hooks(frozen.model))
-        self.same_hooks = frozen.hook_numbers == hook_numbers(frozen.model)
-        self.tolerance = frozen.tolerance
-        if not self.same_hooks:
-            self.tolerance = min(frozen.tolerance, SAME_SHAPE)
+    def __init__(self, capture: Capture, tolerance: float, question: str) -> None:
+        capture.check_fresh()
+        refuse_attached(capture.model)
+        refuse_dropout(capture.model)
+        self.capture = capture
+        self.question = question
+        self.alone = bool(foreign_hooks(capture.model))
+        self.same_hooks = capture.hook_numbers == hook_numbers(capture.model)
+        self.copies_tolerance = tolerance
+        self.tolerance = tolerance if self.same_hooks else min(tolerance, SAME_SHAPE)
 
     def check(self, seen: Mapping[str, Tensor]) -> None:
         """Refuse activations of a run of the pass's own prompts that are not those of the pass.
@@ -69,17 +68,18 @@ class LiveModel:
             FrozenModelError: naming the first that differs.
         """
         for name, tensor in seen.items():
-            own = self.frozen.captured(name)
-            mask = self.frozen.mask[:, self.frozen.span(name)]
-            counted = mask if mask.shape == own.shape[:2] else None  # a classifier's head reads one vector
-            error = relative_error(upcast(tensor.detach().to(own.device).reshape(own.shape)), upcast(own), counted)
+            expected = self.capture.activation(name)
+            mask = self.capture.mask[:, self.capture.span(name)]
+            real = mask if mask.shape == expected.shape[:2] else None  # a classifier's head reads one vector
+            live = tensor.detach().to(expected.device).reshape(expected.shape)
+            error = relative_error(upcast(live), upcast(expected), real)
             self.refuse(error, f"{name} differs by {error:.1e}")
 
     def check_hooks(self) -> None:
         """Where hooks were put on or taken off since the pass, run its prompts once and `check` what they give."""
         if not self.same_hooks:
-            name = self.frozen.points.last_output
-            self.check(capture(self.frozen.model, self.frozen.inputs, [name], last=name)[0])
+            name = self.capture.points.last_output
+            self.check(capture(self.capture.model, self.capture.inputs, [name], last=name)[0])
 
     def refuse(self, error: float, where: str) -> None:
         """Raise `FrozenModelError` for a run that is further from the pass than allowed; NaN is."""
@@ -89,7 +89,7 @@ class LiveModel:
     def _other_model(self, where: str) -> FrozenModelError:
         changed = "" if self.same_hooks else " (hooks were put on it or taken off since)"
         return FrozenModelError(
-            f"{self.what}: the live model gives another number than this pass holds{changed}: {where}. Freeze again."
+            f"{self.question}: the live model gives another number than this pass holds{changed}: {where}. Freeze again."
         )
 
     def changed(
@@ -131,9 +131,9 @@ class LiveModel:
                 yield rows, run(list(rows))
             return
         for rows in chunks(changes, bytes_per_copy, room, title, parts=parts):
-            made = run([None, *rows, None])
-            self._check_controls(error(made[0]), error(made[-1]))
-            yield rows, made[1:-1]
+            outputs = run([None, *rows, None])
+            self._check_controls(error(outputs[0]), error(outputs[-1]))
+            yield rows, outputs[1:-1]
 
     def _check_controls(self, first: float, last: float) -> None:
         """Refuse a model that does something else in some rows of a batch.
@@ -141,11 +141,11 @@ class LiveModel:
         Raises:
             FrozenModelError: a copy that is left as it is gives another number than the pass.
         """
-        if not first <= self.frozen.tolerance:
+        if not first <= self.copies_tolerance:
             raise self._other_model(f"they differ by {first:.1e}")
-        if not last <= self.frozen.tolerance:
+        if not last <= self.copies_tolerance:
             raise FrozenModelError(
-                f"{self.what}: the prompts give another number in the last rows of a batch than in the first (they "
+                f"{self.question}: the prompts give another number in the last rows of a batch than in the first (they "
                 f"differ by {last:.1e}): something acts on some rows only, and it is no hook that could be found. Let "
                 "it act on every row; or put it on the model as a hook, and prompts are run one by one."
             )

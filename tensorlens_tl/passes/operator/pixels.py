@@ -6,7 +6,7 @@ through the patch embedding; where patches overlap, a pixel has a share of each.
 24, with one more linear map before it.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -18,9 +18,9 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.patches import PatchWeights
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.linearisation import Linearisation, check_pass
 from tensorlens_tl.passes.operator.operator import FrozenOperator
 from tensorlens_tl.passes.operator.target import resolve_target
-from tensorlens_tl.passes.record import Record, check_pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class PatchEmbedding:
         return self.weights.onto_input(g[..., self.special :, :] @ self.weight, self.x)
 
 
-def patch_embedding(frozen: Record) -> PatchEmbedding:
+def patch_embedding(frozen: Linearisation) -> PatchEmbedding:
     """The patch embedding of a vision transformer or an audio spectrogram transformer, read from its convolution.
 
     Args:
@@ -88,16 +88,17 @@ def patch_embedding(frozen: Record) -> PatchEmbedding:
             "position embeddings)."
         )
     frozen.check_fresh()
-    x = frozen.inputs["input"]
-    made = PatchEmbedding(weights, x, frozen.prompt.special, 0.0)
-    fits = weights.constant.shape == frozen.resid_pre(0).shape[1:]
-    error = relative_error(made(x), frozen.resid_pre(0), frozen.mask) if fits else float("inf")
+    x = frozen.prompt.kwargs["input"]
+    embedding = PatchEmbedding(weights, x, frozen.prompt.special, 0.0)
+    error = float("inf")
+    if weights.constant.shape == frozen.resid_pre(0).shape[1:]:
+        error = relative_error(embedding(x), frozen.resid_pre(0), frozen.mask)
     if not error <= frozen.tolerance:
         raise UnsupportedModelError(
             f"patch_embedding: what enters the first block of this {frozen.view.description} is not its patches times "
             f"the convolution's weights plus constants (relative error {error:.1e}, allowed {frozen.tolerance:.0e})."
         )
-    return PatchEmbedding(weights, x, frozen.prompt.special, error)
+    return replace(embedding, error=error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +110,7 @@ class PixelScores:
         bias: what no pixel brings, `[batch, query]`.
         total: what scores and bias sum to.
         residual: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)).
-        queries: the positions that were asked about.
+        queries: the positions of the predictions.
         target: what the scores explain, in words.
     """
 
@@ -126,7 +127,7 @@ class PixelScores:
 
 
 def pixel_scores(
-    frozen: Record,
+    frozen: Linearisation,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
@@ -148,24 +149,18 @@ def pixel_scores(
     """
     embedding = patch_embedding(frozen)
     operator = FrozenOperator.of(frozen, activation=activation)
-    positions = query_positions(frozen.prompt, query)
-    collapse = operator.target(target, minus, query=query, direction=direction, memory=memory)
-    asked = resolve_target(frozen, target, minus, direction, positions)
-    head = frozen.prediction_head(activation) if asked.of_tokens else None
-    through = operator.map if head is None else head @ operator.map
+    question = {"query": query, "direction": direction, "memory": memory}
+    collapse = operator.target(target, minus, **question)
+    gradient = operator.gradient(target, minus, **question)
     assert collapse.bias is not None
     assert collapse.total is not None
     x = embedding.x
-    batch, queries = positions.shape
-    scores = x.new_zeros(batch, queries, *x.shape[1:])
-    bias = upcast(collapse.bias).clone()
-    for rows in chunks(queries, frozen.row_bytes, memory, "queries"):
-        part = slice(rows.start, rows.stop)
-        vectors = operator.x.new_zeros(len(rows), *operator.x.shape)
-        at = positions[:, part].T[..., None, None].expand(-1, -1, 1, vectors.shape[-1])
-        vectors.scatter_(2, at, asked.vectors[:, part].transpose(0, 1)[:, :, None].to(vectors))
-        pulled = through.pull(vectors)
-        scores[:, part] = (embedding.pull(pulled) * x).transpose(0, 1)
-        bias[:, part] += (upcast(pulled) * embedding.bias).sum((-2, -1)).T
+    scores = x.new_zeros(*gradient.shape[:2], *x.shape[1:])
+    for rows in chunks(gradient.shape[1], frozen.row_bytes, memory, "queries"):
+        chunk = slice(rows.start, rows.stop)
+        scores[:, chunk] = (embedding.pull(gradient[:, chunk].transpose(0, 1)) * x).transpose(0, 1)
+    bias = upcast(collapse.bias) + (upcast(gradient) * embedding.bias).sum((-2, -1))
     residual = relative_residual(scores.flatten(2), bias, collapse.total)
-    return PixelScores(scores, bias, collapse.total, residual, positions, asked.label)
+    positions = query_positions(frozen.prompt, query)
+    label = resolve_target(frozen, target, minus, direction, positions).label
+    return PixelScores(scores, bias, collapse.total, residual, positions, label)

@@ -13,7 +13,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import LayerRange, Query
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import Prompt, span_positions
-from tensorlens_tl.passes.record import Record
+from tensorlens_tl.passes.linearisation import Linearisation
 
 
 def chosen_layers(n_layers: int, layers: LayerRange) -> range:
@@ -41,14 +41,14 @@ def chosen_layers(n_layers: int, layers: LayerRange) -> range:
     return range(chosen[0], chosen[-1] + 1)
 
 
-def end_of(frozen: Record, last: int, final_norm: bool) -> str:
+def end_of(frozen: Linearisation, last: int, final_norm: bool) -> str:
     """Where some layers end, in words; `last` is the first layer after them."""
     if last < frozen.n_layers:
         return f"{frozen.view.blocks[last].name} input"
     return "the final norm's output" if final_norm and frozen.view.final_norm is not None else "the last block's output"
 
 
-def chosen_heads(frozen: Record, layer: int, chosen: range, ids: Any) -> list[int]:
+def chosen_heads(frozen: Linearisation, layer: int, chosen: range, ids: Any) -> list[int]:
     """The heads of one layer to keep."""
     if layer not in chosen:
         raise InvalidInputError(f"heads: layer {layer} is not among the operator's layers {list(chosen)}.")

@@ -13,8 +13,7 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.protocol import NEXT, TokenLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import Prompt, query_positions
-from tensorlens_tl.passes.proof import unembedding_error
-from tensorlens_tl.passes.record import Record, check_pass
+from tensorlens_tl.passes.linearisation import Linearisation, check_pass
 
 
 def token_ids(
@@ -32,18 +31,20 @@ def token_ids(
     Raises:
         InvalidInputError: several tokens, none, out of the vocabulary, or not one per prompt or query.
     """
-    asked = plain(tokens)
-    given: Sequence[Any] = asked if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked] * batch
-    if len(given) == queries != batch == 1:
-        given = [given]
-    if len(given) != batch:
+    plain_tokens = plain(tokens)
+    by_prompt: Sequence[Any] = [plain_tokens] * batch
+    if isinstance(plain_tokens, Sequence) and not isinstance(plain_tokens, str):
+        by_prompt = plain_tokens
+    if len(by_prompt) == queries != batch == 1:
+        by_prompt = [by_prompt]
+    if len(by_prompt) != batch:
         of_queries = f" (or one for each of its {queries} queries)" if batch == 1 < queries else ""
         raise InvalidInputError(
-            f"{name}: {len(given)} tokens for {batch} prompts; pass one, or one for each prompt{of_queries}. A "
+            f"{name}: {len(by_prompt)} tokens for {batch} prompts; pass one, or one for each prompt{of_queries}. A "
             "difference of two tokens takes the second as minus=, a vector goes in direction=."
         )
     rows: list[list[int]] = []
-    for row in given:
+    for row in by_prompt:
         if isinstance(row, str) or not isinstance(row, Sequence):
             rows.append([_token_id(view, row, name)] * queries)
         elif len(row) == queries:
@@ -187,8 +188,8 @@ def resolve_target(
     return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
 
 
-def _directions(frozen: Record, direction: Any, queries: int) -> Float[Tensor, "batch query d"]:
-    batch = len(frozen.tokens)
+def _directions(frozen: Linearisation, direction: Any, queries: int) -> Float[Tensor, "batch query d"]:
+    batch = len(frozen.mask)
     width = frozen.output.shape[-1]
     try:
         direction = torch.as_tensor(direction).detach().to(frozen.output)
@@ -207,7 +208,7 @@ def _directions(frozen: Record, direction: Any, queries: int) -> Float[Tensor, "
 
 
 def target_ids(
-    frozen: Record, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
+    frozen: Linearisation, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
 ) -> tuple[Int[Tensor, "batch query"], Int[Tensor, "batch query"] | None]:
     """The ids of a token target, and of what it is held against, on the pass's device.
 
@@ -234,7 +235,7 @@ def target_ids(
 
 
 def unembedding_rows(
-    frozen: Record, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
+    frozen: Linearisation, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
 ) -> tuple[Float[Tensor, "batch query d"], Float[Tensor, "batch query"]]:
     """Per prompt and query: the direction of a token's logit (or a difference of two), and its constant b_U.
 
@@ -244,22 +245,9 @@ def unembedding_rows(
     """
     if frozen.view.unembedding is None:
         raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens; use direction=.")
-    W_U, b_U = frozen.view.unembedding
     ids, others = target_ids(frozen, positions, target, minus)
-    error = unembedding_error(frozen, positions)
-    if error is None or not error <= frozen.tolerance:
-        raise UnsupportedModelError(
-            f"target: the logits of {frozen.view.description} are not cap(W_U·x + b_U) as read from its weights "
-            f"(relative error {error:.1e}; scaled logits, or a hook after the unembedding?). Use direction=."
-        )
-
-    def rows(tokens: Int[Tensor, "batch query"]) -> tuple[Tensor, Tensor]:
-        vectors = W_U[:, tokens.to(W_U.device)].permute(1, 2, 0) * frozen.view.logit_factor
-        constant = vectors.new_zeros(tokens.shape) if b_U is None else b_U[tokens.to(b_U.device)]
-        return vectors, constant * frozen.view.logit_factor
-
-    vectors, constant = rows(ids)
-    if others is not None:
-        vectors, constant = (mine - theirs for mine, theirs in zip((vectors, constant), rows(others), strict=True))
-    device = frozen.tokens.device
-    return vectors.to(device), constant.to(device)
+    vectors, constant = frozen.logit_vectors(ids, positions)
+    if others is None:
+        return vectors, constant
+    other_vectors, other_constant = frozen.logit_vectors(others, positions)
+    return vectors - other_vectors, constant - other_constant

@@ -20,8 +20,8 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.activations import Rule, check_rule
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.inputs import one_query, query_positions
+from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.operator.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps, end_of
-from tensorlens_tl.passes.record import Record
 
 OperatorType = TypeVar("OperatorType", bound="FrozenTensor")
 
@@ -39,7 +39,7 @@ class FrozenTensor:
         reaches_end: whether it ends at the model's own output, the final norm included where there is one.
     """
 
-    frozen: Record
+    frozen: Linearisation
     map: AffineMap
     first: int
     last: int
@@ -50,7 +50,7 @@ class FrozenTensor:
     @classmethod
     def of(
         cls: type[OperatorType],
-        frozen: Record,
+        frozen: Linearisation,
         *,
         layers: Any = None,
         heads: Any = None,
@@ -83,7 +83,7 @@ class FrozenTensor:
         return cls(frozen, Chain(tuple(stages)), chosen.start, chosen.stop, whole, ends, rule)
 
     def __repr__(self) -> str:
-        batch, pos = self.frozen.tokens.shape
+        batch, pos = self.frozen.mask.shape
         parts = "" if self.whole else ", with parts left out"
         return (
             f"{type(self).__name__}(blocks.{self.first} input -> {self.end}{parts}, activation={self.activation!r}, "

@@ -1,67 +1,134 @@
 """Proofs: do the weights, as they are read, reproduce what the model does?
 
-Every block is composed from its weights in each way its norms allow; the one that reproduces the block's own output on
-its own input is its layout. A block that none reproduces is refused, with the first component that differs. A proof may
-be made at a few positions of each prompt instead of all (`tensorlens_tl.passes.proof.sampled`), and compares besides
-what heads, neurons and sublayers hold and write (`tensorlens_tl.passes.proof.writes`). What follows the last block is
-proved the same way, and the unembedding at every token whose logit is asked about.
+Every block is composed from its weights in each way that its norms allow; the one that reproduces the block's own
+output on its own input is its layout (`tensorlens_tl.passes.proof.layouts`). A block that no layout reproduces is
+refused, with the first component that differs. A proof may look at a few positions of each prompt instead of all
+(`tensorlens_tl.passes.proof.sampled`), and also compares what heads, neurons and sublayers hold and write
+(`tensorlens_tl.passes.proof.writes`). What follows the last block is proved the same way.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Chain
+from tensorlens_tl.algebra import Chain
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import observe, own_logits
-from tensorlens_tl.models.layouts import Layout, candidates
-from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.live import LiveModel
-from tensorlens_tl.passes.proof.sampled import attention_at, can_be_sampled, cut_to
+from tensorlens_tl.hooks import observe
+from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.layouts import Layout
+from tensorlens_tl.passes.block_maps import BlockMaps, BlockParts
+from tensorlens_tl.passes.proof.layouts import LayoutSearch
+from tensorlens_tl.passes.proof.sampled import attention_at, can_be_sampled
 from tensorlens_tl.passes.proof.writes import SeenWrites, WriteError, tapped, write_errors
-from tensorlens_tl.passes.record import Record
 
 
-def prove(record: Record, every_block: bool = True, seen: SeenWrites | None = None) -> None:
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """How each block is put together, and how far its map is from the model.
+
+    Attributes:
+        layouts: of each block.
+        errors: largest relative error of any real token by ``"blocks.0"`` …, ``"blocks.0.writes"`` … (what heads,
+            neurons and sublayers hold and write, each against its own size) and ``"head"``.
+        positions: where blocks were proved, `[batch, query]`, if the proof was sampled; None for every position.
+    """
+
+    layouts: tuple[Layout, ...]
+    errors: Mapping[str, float]
+    positions: Int[Tensor, "batch query"] | None = None
+
+    @property
+    def scope(self) -> str:
+        """The positions that blocks were proved at, in words."""
+        return scope_of(self.positions)
+
+
+def scope_of(positions: Int[Tensor, "batch query"] | None) -> str:
+    """The positions that a proof looks at, in words."""
+    return "every position" if positions is None else "sampled positions of each prompt"
+
+
+def prove(
+    maps: BlockMaps,
+    every_block: bool = True,
+    seen: SeenWrites | None = None,
+    positions: Int[Tensor, "batch query"] | None = None,
+) -> Proof:
     """Find every block's layout, measure its error, and refuse a block that no layout reproduces.
 
-    This fills in the record's `layouts` and `errors`. Without `every_block` only the first block of each kind is
-    proved, and what follows the last block is not. Where the record has `proved_positions`, blocks are proved there
-    alone, if they can be evaluated at some positions (`passes.sampling`), and elsewhere as a whole.
-
     Args:
-        record: the pass.
-        every_block: whether each block is proved.
-        seen: what the model showed of its sublayers, compared as well and dropped block by block (`passes.writes`).
+        maps: the parts of the blocks.
+        every_block: whether each block is proved; else only the first of each kind is, and what follows the last
+            block is not.
+        seen: what the model showed of its sublayers, compared as well and dropped block by block.
+        positions: look at these positions alone, in blocks that can be evaluated at some positions.
 
     Raises:
         UnsupportedModelError: a part that no known map reproduces; names it, and what was measured.
     """
-    kinds = set[tuple[object, ...]]()
     writes = {} if seen is None else seen.tensors
-    for layer in range(record.n_layers):
-        block = record.view.blocks[layer]
+    layouts: list[Layout] = []
+    errors: dict[str, float] = {}
+    kinds = set[tuple[object, ...]]()
+    for layer, block in enumerate(maps.view.blocks):
+        previous = layouts[-1] if layouts else None
         with block.loaded():
-            _prove_block(record, layer, kinds, every_block, writes)
+            kind = _kind(block)
+            proof = _BlockProof(maps, layer, positions, writes)
+            if previous is not None and not every_block and kind in kinds and previous in proof.search.candidates:
+                layouts.append(previous)
+                continue
+            layout, measured = proof.find(previous)
             if block.offloaded:
                 _ = block.widest  # read while the weights are loaded, and cached: it decides how rows are cut
-        for name in record.points.blocks[layer].proved:
+        kinds.add(kind)
+        layouts.append(layout)
+        errors[f"blocks.{layer}"] = measured.output
+        if measured.writes:
+            errors[f"blocks.{layer}.writes"] = max(write.error for write in measured.writes)
+        for name in maps.points.blocks[layer].proved:
             writes.pop(name, None)
-    if not every_block:
-        return
-    head = head_error(record)
-    if head is not None:
-        record.errors["head"] = head
-        if not head <= record.tolerance:
-            raise UnsupportedModelError(
-                f"what stands between the last block and the unembedding of this {record.view.description} is not a "
-                f"norm or prediction head as we read it: relative error {head:.1e}, allowed {record.tolerance:.0e}."
-            )
+    if every_block:
+        errors |= _prove_head(maps)
+    return Proof(tuple(layouts), errors, positions)
+
+
+def _kind(block: BlockView) -> tuple[object, ...]:
+    """What blocks of one kind share."""
+    hooked = block.mixer is None and block.attention.hooked
+    return frozenset(block.norms), type(block.mlp), block.mixer is None, hooked
+
+
+def _prove_head(maps: BlockMaps) -> dict[str, float]:
+    """The error of what stands between the last block and the unembedding; nothing where nothing does.
+
+    Raises:
+        UnsupportedModelError: it is not a norm or prediction head as its weights are read.
+    """
+    error = head_error(maps)
+    if error is None:
+        return {}
+    if not error <= maps.tolerance:
+        raise UnsupportedModelError(
+            f"what stands between the last block and the unembedding of this {maps.view.description} is not a "
+            f"norm or prediction head as we read it: relative error {error:.1e}, allowed {maps.tolerance:.0e}."
+        )
+    return {"head": error}
+
+
+def head_error(maps: BlockMaps) -> float | None:
+    """The relative error of what follows the last block: the final norm, or a masked language model's transform."""
+    capture = maps.capture
+    after = [part for part in (maps.final_map(), maps.prediction_head()) if part is not None]
+    predicts = maps.points.unembed_in is not None
+    if not after and not predicts:
+        return None
+    expected = capture.unembedded() if predicts else capture.output
+    return relative_error(Chain(tuple(after))(capture.resid_pre(capture.n_layers)), expected, capture.mask)
 
 
 class BlockErrors(NamedTuple):
@@ -75,229 +142,105 @@ class BlockErrors(NamedTuple):
         return next((write for write in self.writes if not write.error <= tolerance), None)
 
 
-def _errors(record: Record, layer: int, layout: Layout, seen: Mapping[str, Tensor]) -> BlockErrors:
-    """What a proof measures of a block, at every position or at the record's `proved_positions`."""
-    activations: dict[str, Tensor] = {}
-    at = record
-    parts = None
-    if record.proved_positions is not None and can_be_sampled(record.view, layer):
-        at = cut_to(record, layer, record.proved_positions)
-        activations["heads"], attention = attention_at(record, layer, layout, record.proved_positions)
-        norms = {name: at.norm(layer, name) for name in record.view.blocks[layer].norms}
-        parts = (attention, at.mlp(layer), norms)
-    if parts is None:
-        parts = at.parts(layer)
-    block = at.composed(layer, layout, tapped(parts, activations))
-    activations["output"] = block(at.resid_pre(layer))
-    output = relative_error(activations["output"], at.resid_pre(layer + 1), at.mask)
-    return BlockErrors(output, write_errors(at, layer, layout, seen, activations))
+class _BlockProof:
+    """One block beside what the model did there."""
 
+    def __init__(
+        self,
+        maps: BlockMaps,
+        layer: int,
+        positions: Int[Tensor, "batch query"] | None,
+        seen: Mapping[str, Tensor],
+    ) -> None:
+        self.maps = maps
+        self.layer = layer
+        self.positions = positions if can_be_sampled(maps.view, layer) else None
+        self.seen = seen
+        self.search = LayoutSearch(maps, layer)
 
-def _prove_block(
-    record: Record, layer: int, kinds: set[tuple[object, ...]], every_block: bool, seen: Mapping[str, Tensor]
-) -> None:
-    """Prove one block; `kinds` are those proved before it."""
-    tolerance = record.tolerance
-    block = record.view.blocks[layer]
-    options = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
-    expected = record.layouts[-1] if record.layouts and record.layouts[-1] in options else None
-    hooked = block.mixer is None and block.attention.hooked
-    kind = (frozenset(block.norms), type(block.mlp), block.mixer is None, hooked)
-    if expected is not None and kind in kinds and not every_block:
-        record.layouts.append(expected)
-        return
-    # blocks of a model mostly share one layout: the one before, or that of an earlier pass, is tried first
-    expected = expected or _earlier_layout(record, layer, options)
-    layout = expected or _best_layout(record, layer, options)
-    errors = None if layout is None else _errors(record, layer, layout, seen)
-    if layout is expected and (errors is None or not errors.output <= tolerance):
-        layout = _best_layout(record, layer, options)
-        errors = None if layout is None else _errors(record, layer, layout, seen)
-    if layout is None or errors is None or not errors.output <= tolerance:
-        raise UnsupportedModelError(_refusal(record, layer, options, seen))
-    write = errors.first_above(tolerance)
-    if write is not None:
-        raise UnsupportedModelError(_refusal_of_write(record, write, errors.output))
-    kinds.add(kind)
-    record.layouts.append(layout)
-    record.errors[f"blocks.{layer}"] = errors.output
-    if errors.writes:
-        record.errors[f"blocks.{layer}.writes"] = max(write.error for write in errors.writes)
+    def find(self, previous: Layout | None) -> tuple[Layout, BlockErrors]:
+        """The block's layout and its errors.
 
+        Raises:
+            UnsupportedModelError: no layout reproduces the block, or a part of it is not what its weights give.
+        """
+        # blocks of a model mostly share one layout
+        layout = self.search.expected(previous)
+        errors = None if layout is None else self.errors(layout)
+        if errors is None or not errors.output <= self.maps.tolerance:
+            layout = self.search.best()
+            errors = None if layout is None else self.errors(layout)
+        if layout is None or errors is None or not errors.output <= self.maps.tolerance:
+            raise UnsupportedModelError(self._refusal())
+        write = errors.first_above(self.maps.tolerance)
+        if write is not None:
+            raise UnsupportedModelError(self._refusal_of_write(write, errors.output))
+        return layout, errors
 
-def block_error(record: Record, layer: int, block: AffineMap) -> float:
-    """The relative error of a block's output when a map stands for the block."""
-    return relative_error(block(record.resid_pre(layer)), record.resid_pre(layer + 1), record.mask)
+    def errors(self, layout: Layout) -> BlockErrors:
+        """What a proof measures of the block, at every position or at some."""
+        activations: dict[str, Tensor] = {}
+        maps = self.maps
+        if self.positions is None:
+            parts = maps.parts(self.layer)
+        else:
+            maps = maps.with_capture(maps.capture.block_at(self.layer, self.positions))
+            activations["heads"], attention = attention_at(self.maps, self.layer, layout, self.positions)
+            norms = {name: maps.norm(self.layer, name) for name in maps.view.blocks[self.layer].norms}
+            parts = BlockParts(attention, maps.mlp(self.layer), norms)
+        block = maps.composed(self.layer, layout, tapped(parts, activations))
+        capture = maps.capture
+        activations["output"] = block(capture.resid_pre(self.layer))
+        error = relative_error(activations["output"], capture.resid_pre(self.layer + 1), capture.mask)
+        return BlockErrors(error, write_errors(maps, self.layer, layout, self.seen, activations))
 
-
-def head_error(record: Record) -> float | None:
-    """The relative error of what follows the last block: the final norm, or a masked language model's transform."""
-    after = [part for part in (record.final_map(), record.prediction_head()) if part is not None]
-    predicts = record.points.unembed_in is not None
-    if not after and not predicts:
-        return None
-    expected = record.unembedded() if predicts else record.output
-    return relative_error(Chain(tuple(after))(record.resid_pre(record.n_layers)), expected, record.mask)
-
-
-def unembedding_error(record: Record, positions: Int[Tensor, "batch query"] | None = None) -> float | None:
-    """How far ``cap(W_U·x + b_U)`` is from the model's own logits, at some positions.
-
-    Each prompt's last real token was compared when the pass was frozen. Others are compared, by one more run of the
-    model, when they are first asked about.
-
-    Args:
-        record: the pass.
-        positions: which; None for each prompt's last real token.
-
-    Returns:
-        The largest ``max abs(ours − logits) / max abs(logits)`` of all the tokens compared so far, padding left out;
-        None for a model that predicts no tokens.
-    """
-    if record.view.unembedding is None or record.points.unembed_in is None:
-        return None
-    positions = query_positions(record.prompt, -1) if positions is None else positions
-    compared = record.logits_compared
-    if compared is None or not bool(torch.take_along_dim(compared, positions, dim=1).all()):
-        live = LiveModel(record, "the logits at positions that were not compared before")
-        places = record.prompt.in_logits(positions)
-        states, logits = own_logits(record.model, record.inputs, record.points.unembed_in, places)
-        live.check({record.points.unembed_in: states})
-        compare_logits(record, record.beside_encoder(states), logits, positions)
-    return record.errors["unembed"]
-
-
-def compare_logits(record: Record, states: Tensor, logits: Any, positions: Int[Tensor, "batch query"]) -> None:
-    """Note in the record how far the weights' logits of `states` are from the model's own, at some positions."""
-    error = logits_error(record, states, logits, positions)
-    compared = torch.zeros_like(record.mask) if record.logits_compared is None else record.logits_compared
-    record.logits_compared = compared.scatter(1, positions, True)
-    record.errors["unembed"] = max(error, record.errors.get("unembed", 0.0))
-
-
-def logits_error(record: Record, states: Tensor, logits: Any, positions: Int[Tensor, "batch query"]) -> float:
-    """The largest ``max abs(ours − logits) / max abs(logits)`` of real tokens, infinite where shapes differ."""
-    ours = record.view.logits(torch.take_along_dim(states, positions[..., None], dim=1))
-    if not isinstance(logits, Tensor) or logits.shape != ours.shape:
-        return float("inf")
-    expected = logits.to(ours)
-    scale = expected.abs().amax(-1).clamp_min(torch.finfo(expected.dtype).tiny)
-    real = torch.take_along_dim(record.mask, positions, dim=1)
-    errors = ((ours - expected).abs().amax(-1) / scale)[real]
-    return float(errors.max()) if errors.numel() else 0.0
-
-
-_earlier: "WeakKeyDictionary[Any, tuple[Any, dict[int, Layout]]]" = WeakKeyDictionary()
-# by model: the versions of its weights, and the layouts of blocks where an input excluded all other layouts
-
-
-def _earlier_layout(record: Record, layer: int, options: Sequence[Layout]) -> Layout | None:
-    """The only layout that fitted in an earlier pass of the same weights, or None; it is proved on this pass too."""
-    versions, layouts = _earlier.get(record.model, (None, {}))
-    layout = layouts.get(layer)
-    if record.other_hooks or versions != record.weights.versions or layout not in options:
-        return None
-    return layout
-
-
-def _remember(record: Record, layer: int, layout: Layout) -> None:
-    if record.other_hooks or record.weights.versions is None:
-        return
-    versions, layouts = _earlier.get(record.model, (None, {}))
-    if versions != record.weights.versions:
-        layouts = {}
-    _earlier[record.model] = (record.weights.versions, layouts | {layer: layout})
-
-
-def _best_layout(record: Record, layer: int, options: Sequence[Layout]) -> Layout | None:
-    """The one layout that reproduces a block (on its first tokens, where the block is causal), or None.
-
-    Raises:
-        UnsupportedModelError: two of them do.
-    """
-    tolerance = record.tolerance
-    short = record.first_tokens(layer)
-    parts = short.parts(layer)
-    errors = {option: block_error(short, layer, short.composed(layer, option, parts)) for option in options}
-    passing = sorted((option for option in options if errors[option] <= tolerance), key=lambda option: errors[option])
-    if len(passing) == 1:
-        _remember(record, layer, passing[0])
-    if len(passing) > 1:
-        # Folded norms commute with sublayers that have no bias, and at a single token with attention too. A rule with
-        # a constant of its own still shows on which side the norm is; with the other layout it would be wrong.
-        tangent = short.parts(layer, "tangent")
-        passing = [
-            option
-            for option in passing
-            if block_error(short, layer, short.composed(layer, option, tangent, "tangent")) <= tolerance
-        ] or passing
-    rounding = torch.finfo(record.resid_pre(layer).dtype).eps
-    if len(passing) > 1 and errors[passing[1]] < 10 * max(errors[passing[0]], rounding):
-        if _same_map(short, layer, passing):
-            return min(passing[:2], key=options.index)
-        raise UnsupportedModelError(
-            f"blocks.{layer} of this {record.view.description}: two layouts reproduce it equally well "
-            f"({errors[passing[0]]:.1e} and {errors[passing[1]]:.1e}), so this input cannot tell its structure; "
-            "freeze a longer prompt, or in float64."
+    def _refusal(self) -> str:
+        maps = self.maps
+        block = maps.view.blocks[self.layer]
+        start = f"blocks.{self.layer} of this {maps.view.description} cannot be frozen: "
+        if not self.search.candidates:
+            return start + f"no known layout has the norms it has ({', '.join(block.norms) or 'none'})."
+        if not self.seen:
+            self.seen = self._writes_again()
+        errors = {layout: self.errors(layout) for layout in self.search.candidates}
+        best = min(errors.values(), key=lambda error: error.output)
+        tried = ", ".join(f"{layout.name} {error.output:.1e}" for layout, error in errors.items())
+        where = "" if self.positions is None else f" at {scope_of(self.positions)}"
+        first = best.first_above(maps.tolerance)
+        part = (
+            "Attention and MLP agree where they can be seen; the difference is in the norms or in "
+            f"blocks.{self.layer}.mlp."
         )
-    return passing[0] if passing else None
+        if first is not None:
+            part = f"The first part that differs is {_named(first)}."
+        return (
+            start + f"composed from its weights it misses its own output{where} (relative error: {tried}; allowed "
+            f"{maps.tolerance:.0e}). {part} {self._explanation()}"
+        )
 
+    def _refusal_of_write(self, write: WriteError, output: float) -> str:
+        name = ".".join(write.point.split(".")[:2])
+        return (
+            f"{name} of this {self.maps.view.description} cannot be frozen: its output is reproduced to {output:.1e} "
+            f"of the whole stream, but {_named(write)} is not what its weights give (allowed {self.maps.tolerance:.0e} "
+            f"of its own size). {self._explanation()}"
+        )
 
-def _same_map(record: Record, layer: int, options: Sequence[Layout]) -> bool:
-    """Whether layouts agree on random vectors too (a sublayer that writes nothing): then any of them is right."""
-    x = record.resid_pre(layer)
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) * x.std()
-    first, second = (record.block_map(layer, layout=option)(noise) for option in options[:2])
-    return relative_error(first, second, record.mask) <= record.tolerance
+    def _explanation(self) -> str:
+        if self.maps.view.wrapped_twice:
+            return "This Hugging Face model was wrapped by a Bridge before: load it anew, and wrap it once."
+        return "Other hooks on the model, or a part that is not attention, norm or MLP, would explain it."
 
-
-def _refusal(record: Record, layer: int, options: Sequence[Layout], seen: Mapping[str, Tensor]) -> str:
-    start = f"blocks.{layer} of this {record.view.description} cannot be frozen: "
-    if not options:
-        norms = ", ".join(record.view.blocks[layer].norms) or "none"
-        return start + f"no known layout has the norms it has ({norms})."
-    if not seen:
-        seen = _writes_again(record, layer)
-    errors = {layout: _errors(record, layer, layout, seen) for layout in options}
-    best = min(options, key=lambda layout: errors[layout].output)
-    tried = ", ".join(f"{layout.name} {error.output:.1e}" for layout, error in errors.items())
-    where = ""
-    if record.proved_positions is not None and can_be_sampled(record.view, layer):
-        where = f" at {record.proof_scope}"
-    first = errors[best].first_above(record.tolerance)
-    part = f"Attention and MLP agree where they can be seen; the difference is in the norms or in blocks.{layer}.mlp."
-    if first is not None:
-        part = f"The first part that differs is {_named(first)}."
-    return (
-        start + f"composed from its weights it misses its own output{where} (relative error: {tried}; allowed "
-        f"{record.tolerance:.0e}). {part} {_explanation(record)}"
-    )
-
-
-def _refusal_of_write(record: Record, write: WriteError, output: float) -> str:
-    layer = ".".join(write.point.split(".")[:2])
-    return (
-        f"{layer} of this {record.view.description} cannot be frozen: its output is reproduced to {output:.1e} of the "
-        f"whole stream, but {_named(write)} is not what its weights give (allowed {record.tolerance:.0e} of its own "
-        f"size). {_explanation(record)}"
-    )
+    def _writes_again(self) -> dict[str, Tensor]:
+        """What the block's sublayers write, by one more run of the model, where the pass did not look at it."""
+        capture = self.maps.capture
+        names = capture.points.blocks[self.layer].proved
+        seen = SeenWrites.of(capture.view, capture.points, len(capture.tokens), self.positions, "model")
+        observe(capture.model, capture.inputs, names, seen.see, optional=names)
+        return seen.tensors
 
 
 def _named(write: WriteError) -> str:
     """A hook point that differs, and by how much."""
-    unit = "" if not write.unit else f"{write.unit}: "
+    unit = f"{write.unit}: " if write.unit else ""
     return f"{write.point} ({unit}{write.error:.1e})"
-
-
-def _explanation(record: Record) -> str:
-    if record.view.wrapped_twice:
-        return "This Hugging Face model was wrapped by a Bridge before: load it anew, and wrap it once."
-    return "Other hooks on the model, or a part that is not attention, norm or MLP, would explain it."
-
-
-def _writes_again(record: Record, layer: int) -> dict[str, Tensor]:
-    """What a block's sublayers write, by one more run of the model, where the pass did not look at it."""
-    names = record.points.blocks[layer].proved
-    seen = SeenWrites.of(record.view, record.points, len(record.tokens), record.proved_positions, "model")
-    observe(record.model, record.inputs, names, seen.see, optional=names)
-    return seen.tensors

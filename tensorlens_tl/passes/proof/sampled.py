@@ -13,8 +13,7 @@ from tensorlens_tl.algebra import AnyAttention, Diagonal
 from tensorlens_tl.algebra.positions import RowPositions
 from tensorlens_tl.models.layouts import Layout
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.inputs import Prompt
-from tensorlens_tl.passes.record import Record
+from tensorlens_tl.passes.block_maps import BlockMaps
 
 POSITIONS = 8
 """Queries of each prompt at which a sampled proof looks."""
@@ -42,36 +41,22 @@ def can_be_sampled(view: ModelView, layer: int) -> bool:
 
 
 def attention_at(
-    record: Record, layer: int, layout: Layout, positions: Int[Tensor, "batch query"]
+    maps: BlockMaps, layer: int, layout: Layout, positions: Int[Tensor, "batch query"]
 ) -> tuple[Float[Tensor, "batch query width"], Diagonal]:
     """What the heads of a block gather at some positions, and the map that gives what its attention writes there.
 
     Args:
-        record: the pass.
+        maps: the parts of the blocks.
         layer: of a block that `can_be_sampled`.
         layout: how it is put together.
         positions: real tokens.
     """
-    x = record.resid_pre(layer)
+    x = maps.capture.resid_pre(layer)
     if layout.attn.before is not None:
-        x = record.norm(layer, layout.attn.before)(x)
-    values, mixing, out = record.attention(layer).stages
+        x = maps.norm(layer, layout.attn.before)(x)
+    values, mixing, out = maps.attention(layer).stages
     assert isinstance(mixing, AnyAttention)
     mixed = mixing.at_queries(values(x), positions)
     # one position per row, as what follows the mixing may hold a factor for each position
     attended = out.at(RowPositions(positions.T))(mixed.transpose(0, 1)[:, :, None])[:, :, 0].transpose(0, 1)
     return mixed, Diagonal(torch.zeros_like(attended), attended)  # whatever it reads, this is what it gives
-
-
-def cut_to(record: Record, layer: int, positions: Int[Tensor, "batch query"]) -> Record:
-    """One block of a record at some positions, without its pattern."""
-    points = record.points.blocks[layer]
-    index = torch.arange(len(positions), device=positions.device)[:, None], positions
-
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor.expand(*record.tokens.shape, *tensor.shape[2:])[index]
-
-    names = {*points.captured, record.output_name(layer)} - {points.pattern}
-    cache = {name: cut(record.captured(name)) for name in names}
-    prompt = Prompt(record.tokens[index], record.mask[index], {}, [])
-    return Record(record.view, record.points, prompt, cache, record.weights, tolerance=record.tolerance)

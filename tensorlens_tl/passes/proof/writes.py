@@ -17,10 +17,10 @@ from torch import Tensor
 from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Diagonal, Tap
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.hooks import ModelPoints
-from tensorlens_tl.models.layouts import Layout, Place, Within
+from tensorlens_tl.models.layouts import Layout, Place
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.block_maps import BlockMaps, BlockParts
 from tensorlens_tl.passes.proof.sampled import can_be_sampled
-from tensorlens_tl.passes.record import Record
 
 
 @dataclass
@@ -77,24 +77,20 @@ class WriteError(NamedTuple):
     unit: str = ""
 
 
-def tapped(parts: tuple[Any, ...], seen: dict[str, Tensor]) -> tuple[Any, ...]:
-    """The `Record.parts` of a block, noting in `seen` what its map computes on its way.
+def tapped(parts: BlockParts, seen: dict[str, Tensor]) -> BlockParts:
+    """The parts of a block, noting in `seen` what its map computes on its way.
 
     ``"heads"`` is what the heads gather, ``"hidden"`` an MLP's hidden vector, ``"crossing"`` what cross-attention
     gathers, ``"attention"`` and ``"mlp"`` what the sublayers write.
     """
-    attention, mlp, norms, *rest = parts
-    attention = _tapped_after(attention, AnyAttention, Tap(seen, "heads"), Tap(seen, "attention"))
+    attention = _tapped_after(parts.attention, AnyAttention, Tap(seen, "heads"), Tap(seen, "attention"))
+    mlp = parts.mlp
     if mlp is not None:
         mlp = _tapped_after(mlp, Diagonal, Tap(seen, "hidden"), Tap(seen, "mlp"))
-    return attention, mlp, norms, *(_tapped_crossing(part, seen) for part in rest)
-
-
-def _tapped_crossing(part: Any, seen: dict[str, Tensor]) -> Any:
-    """Where an encoder–decoder's block acts, with a tap after what cross-attention gathers; anything else as it is."""
-    if not isinstance(part, Within) or part.read is None:
-        return part
-    return replace(part, read=Chain((part.read, Tap(seen, "crossing"))))
+    within = parts.within
+    if within is not None and within.read is not None:
+        within = replace(within, read=Chain((within.read, Tap(seen, "crossing"))))
+    return parts._replace(attention=attention, mlp=mlp, within=within)
 
 
 def _tapped_after(sublayer: AffineMap, kind: Any, inside: Tap, end: Tap) -> Chain:
@@ -107,35 +103,35 @@ def _tapped_after(sublayer: AffineMap, kind: Any, inside: Tap, end: Tap) -> Chai
 
 
 def write_errors(
-    record: Record, layer: int, layout: Layout, seen: Mapping[str, Tensor], noted: Mapping[str, Tensor]
+    maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[str, Tensor], noted: Mapping[str, Tensor]
 ) -> list[WriteError]:
     """How far each hook point of a block is from what the block's map computes there, in the order of the pass.
 
     Args:
-        record: the pass, cut to the positions that the block is proved at.
+        maps: the parts of the blocks, at the positions that the block is proved at.
         layer, layout: the block, and how it is put together.
         seen: what the model showed (`SeenWrites.tensors`).
         noted: what the map noted (`tapped`), and ``"output"``, what it gives.
     """
-    return list(_Comparison(record, layer, layout, seen, noted).errors())
+    return list(_Comparison(maps, layer, layout, seen, noted).errors())
 
 
 class _Comparison:
     """One block's hook points beside what its map computes there."""
 
     def __init__(
-        self, record: Record, layer: int, layout: Layout, seen: Mapping[str, Tensor], noted: Mapping[str, Tensor]
+        self, maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[str, Tensor], noted: Mapping[str, Tensor]
     ) -> None:
-        self.record = record
+        self.maps = maps
         self.layer = layer
         self.layout = layout
         self.seen = seen
         self.noted = noted
-        self.block = record.view.blocks[layer]
-        self.points = record.points.blocks[layer]
-        self.side = slice(*record.side(layer))
-        self.mask = record.mask[:, self.side]
-        self.stream = record.resid_pre(layer)[:, self.side]
+        self.block = maps.view.blocks[layer]
+        self.points = maps.points.blocks[layer]
+        self.side = slice(*maps.capture.side(layer))
+        self.mask = maps.mask[:, self.side]
+        self.stream = maps.capture.resid_pre(layer)[:, self.side]
         self.rounding = torch.finfo(self.stream.dtype).eps
 
     def errors(self) -> Iterator[WriteError]:
@@ -185,11 +181,11 @@ class _Comparison:
         """
         own = self._real(self.seen[post])
         hidden = self._real(self.noted["hidden"])
-        held = self.record.mlp_coefficients(self.layer)
+        held = self.maps.mlp_coefficients(self.layer)
         assert held is not None  # it has neurons
-        linear = self._real(self.record.captured(self.points.pre_linear or self.points.pre or ""))
+        linear = self._real(self.maps.capture.activation(self.points.pre_linear or self.points.pre or ""))
         typical = torch.linalg.vector_norm(linear, dim=-1, keepdim=True) / linear.shape[-1] ** 0.5
-        lost = torch.clamp(self.rounding * typical, min=torch.finfo(typical.dtype).tiny) / self.record.tolerance
+        lost = torch.clamp(self.rounding * typical, min=torch.finfo(typical.dtype).tiny) / self.maps.tolerance
         sizes = torch.addcmul(lost, self._real(held.through).abs(), typical).add_(own.abs())
         return _worst(post, "neuron", (hidden - own).abs_().div_(sizes))
 
@@ -210,7 +206,7 @@ class _Comparison:
         It may differ from what hook points show, where something stands between them and the stream.
         """
         before = self._real(self.stream)
-        after = self._real(self.record.resid_pre(self.layer + 1)[:, self.side])
+        after = self._real(self.maps.capture.resid_pre(self.layer + 1)[:, self.side])
         composed = self._real(output[:, self.side])
         rounding = self.rounding * (before.abs() + after.abs())
         errors = self._beyond(composed - after, rounding, after - before)
@@ -231,9 +227,9 @@ class _Comparison:
         if self.block.branch_factor != 1:
             yield write / self.block.branch_factor
         if place.after is not None:
-            yield self.record.norm(self.layer, place.after)(write)
+            yield self.maps.norm(self.layer, place.after)(write)
         if place.outer is not None:
-            yield self.record.norm(self.layer, place.outer)(self.stream + write)
+            yield self.maps.norm(self.layer, place.outer)(self.stream + write)
 
 
 def _furthest(point: str, what: str, differences: Float[Tensor, "token unit"], sizes: Tensor) -> WriteError:

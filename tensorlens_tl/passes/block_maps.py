@@ -1,18 +1,17 @@
-"""What one forward pass leaves behind, and the maps that its parts become.
+"""The maps that the parts of a pass become, composed of its captured activations and the model's weights.
 
-A record holds captured activations and the reading of the model's weights, and hands out the parts of the model as
-maps composed of both. It runs nothing and proves nothing: `tensorlens_tl.passes.freezing` makes it,
-`tensorlens_tl.passes.proof.blocks` proves it, and `FrozenPass` is the record that users hold.
+Nothing here runs the model or proves anything: `tensorlens_tl.passes.freezing` makes the capture, and
+`tensorlens_tl.passes.proof` finds out how each block is put together, and whether its map is right.
 """
 
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
@@ -31,46 +30,107 @@ from tensorlens_tl.algebra import (
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.recursion import Recursion
 from tensorlens_tl.algebra.segments import CrossAttention, Segment
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models.activations import Coefficients, coefficients
 from tensorlens_tl.models.block import PER_LAYER_NORM
 from tensorlens_tl.models.layouts import Layout, Place, Within, compose
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.captured import Captured
-from tensorlens_tl.passes.inputs import Prompt
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 
-RecordType = TypeVar("RecordType", bound="Record")
 Result = TypeVar("Result")
 
 
-def _read(method: Callable[..., Result]) -> Callable[..., Result]:
-    """A method of a record that reads one layer's weights: they are brought in for it where they are offloaded."""
+def _reads_weights(method: Callable[..., Result]) -> Callable[..., Result]:
+    """A method that reads one layer's weights: they are brought in for it where they are offloaded."""
 
     @wraps(method)
-    def reading(self: Any, layer: int, *given: Any, **options: Any) -> Result:
+    def reading(self: Any, layer: int, *arguments: Any, **options: Any) -> Result:
         blocks = self.view.blocks
         if not isinstance(layer, int) or not 0 <= layer < len(blocks) or not blocks[layer].offloaded:
-            return method(self, layer, *given, **options)
+            return method(self, layer, *arguments, **options)
         with blocks[layer].loaded():
-            result = method(self, layer, *given, **options)
-        for cached in (self._ratios, self._experts):  # they grow with the model as the weights do
-            cached.pop(layer, None)
+            result = method(self, layer, *arguments, **options)
+        self.cache.forget(layer)  # what it holds grows with the model, as the weights do
         return result
 
     return reading
 
 
+class BlockParts(NamedTuple):
+    """What a block is composed of, in the order of `models.layouts.compose`.
+
+    Attributes:
+        attention: or what mixes positions in its place.
+        mlp: None where the block has none, or where it is left out.
+        norms: by name.
+        whitening: of a whitened model.
+        within: where an encoder–decoder's block acts.
+    """
+
+    attention: AffineMap
+    mlp: AffineMap | None
+    norms: dict[str, Norm]
+    whitening: Chain | None = None
+    within: Within | None = None
+
+
 @dataclass(eq=False)
-class Record(Captured):
-    """One forward pass as data and maps; the data are those of `Captured`, whose attributes these are."""
+class _Cache:
+    """What is made once for each layer under the default activation rule.
 
-    _ratios: dict[int, Coefficients] = field(default_factory=dict)
-    _experts: dict[int, dict[str, AffineMap]] = field(default_factory=dict)
-    _gates: set[int] = field(default_factory=set)  # layers whose gate was compared
+    Attributes:
+        ratios: the coefficients of a dense MLP's activation.
+        experts: the parts of a mixture of experts.
+        gates: the layers whose gate was compared with its weights.
+    """
 
-    # ------------------------------------------------------------------ parts of the pass
+    ratios: dict[int, Coefficients] = field(default_factory=dict[int, Coefficients])
+    experts: dict[int, dict[str, AffineMap]] = field(default_factory=dict[int, dict[str, AffineMap]])
+    gates: set[int] = field(default_factory=set[int])
+
+    def forget(self, layer: int) -> None:
+        """Drop what is as large as a layer's weights."""
+        self.ratios.pop(layer, None)
+        self.experts.pop(layer, None)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMaps:
+    """The parts of every block as maps, with patterns, activation ratios and norm scales held at one capture.
+
+    Attributes:
+        capture: the activations.
+        tolerance: the largest error that a proof may show.
+        layouts: how each block is put together; empty until that is proved.
+    """
+
+    capture: Capture
+    tolerance: float = 1e-4
+    layouts: tuple[Layout, ...] = ()
+    cache: _Cache = field(default_factory=_Cache, repr=False)
+
+    def with_capture(self, capture: Capture) -> "BlockMaps":
+        """The same blocks at other activations, or with other weights."""
+        return replace(self, capture=capture, cache=_Cache())
+
+    @property
+    def view(self) -> ModelView:
+        """The reading of the model's weights."""
+        return self.capture.view
+
+    @property
+    def points(self) -> ModelPoints:
+        """The hook points."""
+        return self.capture.points
+
+    @property
+    def mask(self) -> Bool[Tensor, "batch pos"]:
+        """True at real tokens."""
+        return self.capture.mask
 
     @cached_property
     def row_bytes(self) -> int:
@@ -78,43 +138,12 @@ class Record(Captured):
         widest = 0
         for block in self.view.blocks:
             widest = max(widest, block.widest)
-        x = self.resid_pre(0)
+        x = self.capture.resid_pre(0)
         return x[..., 0].numel() * (3 * x.shape[-1] + widest) * x.element_size()
-
-    def first_tokens(self, layer: int, length: int = 8) -> "Record":
-        """One block of the record, cut to its first tokens where these do not look ahead; else the whole record."""
-        mask = self.mask[:, :length]
-        pattern = self.points.blocks[layer].pattern
-        if self.sides is not None or not bool(mask.any(1).all()):
-            return self
-        first = None if pattern is None else self.pattern_rows(layer, length)
-        if first is not None and bool(first[..., length:].any()):
-            return self
-        names = {*self.points.blocks[layer].captured, self.output_name(layer)} - {pattern}
-        cache = {name: self.captured(name)[:, :length] for name in names}
-        if pattern is not None and first is not None:
-            cache[pattern] = first[..., :length]
-        prompt = Prompt(self.tokens[:, :length], mask, {}, [])
-        return Record(self.view, self.points, prompt, cache, self.weights, tolerance=self.tolerance)
-
-    def cut(self: "RecordType", length: int) -> "RecordType":
-        """A causal pass of its first tokens only."""
-        patterns = {block.pattern for block in self.points.blocks}
-        cache = {
-            name: self.captured(name)[:, :, :length, :length] if name in patterns else self.captured(name)[:, :length]
-            for name in self.points.captured
-            if name not in self.held_scores
-        }
-        scores = {name: held.cut(length) for name, held in self.held_scores.items()}
-        rows = [row[:length] for row in self.str_tokens]
-        cut = {"tokens": self.tokens[:, :length], "mask": self.mask[:, :length], "str_tokens": rows}
-        prompt = replace(self.prompt, **cut, kwargs={}, word_starts=None)
-        fields = {"prompt": prompt, "cache": cache, "held_scores": scores}
-        return replace(self, **fields, logits_compared=None, _ratios={}, _experts={}, _gates=set())
 
     # ------------------------------------------------------------------ maps
 
-    @_read
+    @_reads_weights
     def norm(self, layer: int, name: str) -> Norm:
         """One norm of one block, scale frozen; a map of the positions that the block acts on (see `side`)."""
         block = self.view.blocks[layer]
@@ -127,16 +156,16 @@ class Record(Captured):
         return self._norm(self.view.final_norm, self.points.final_scale)
 
     def _norm(self, weights: NormWeights, scale_name: str) -> Norm:
-        captured = self.captured(scale_name)
+        captured = self.capture.activation(scale_name)
         scale = captured if weights.epsilon is None else weights.scale_of(captured)
         return Norm(scale, weights.gain, weights.shift, weights.centre)
 
     def final_map(self) -> AffineMap | None:
         """The same as a map of all positions: of an encoder–decoder it acts on the decoder's."""
         norm = self.final_norm()
-        if norm is None or self.sides is None:
+        if norm is None or self.capture.sides is None:
             return norm
-        start, stop = self.side(self.n_layers - 1)
+        start, stop = self.capture.side(self.capture.n_layers - 1)
         return Segment(norm, start, stop, stop)
 
     def encoder_norm(self) -> Norm | None:
@@ -145,18 +174,18 @@ class Record(Captured):
             return None
         return self._norm(self.view.encoder_norm, self.points.encoder_scale)
 
-    @_read
+    @_reads_weights
     def _within(self, layer: int) -> Within | None:
         """Where a block acts; None where there is one stack."""
-        if self.sides is None:
+        if self.capture.sides is None:
             return None
-        start, stop = self.side(layer)
-        length = self.tokens.shape[1]
+        start, stop = self.capture.side(layer)
+        length = self.capture.tokens.shape[1]
         weights = self.view.blocks[layer].cross_attention
         points = self.points.blocks[layer].cross
         if weights is None or points is None:
             return Within(start, stop, length)
-        pattern = self.cross_pattern(layer).to(self.resid_pre(0).dtype)
+        pattern = self.capture.cross_pattern(layer).to(self.capture.resid_pre(0).dtype)
         mixing = CrossAttention(pattern, weights.kv_heads, (start, stop), (0, start), length)
         read = Chain((Linear(weights.W_V, weights.b_V), mixing))
         return Within(start, stop, length, read, Linear(weights.W_O, weights.b_O))
@@ -169,7 +198,7 @@ class Record(Captured):
         keep = None if bool(self.mask.all()) else self.mask
         return Chain((Linear(weights.entry), Recursion(weights.step, keep)))
 
-    @_read
+    @_reads_weights
     def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """One self-attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays).
 
@@ -181,7 +210,7 @@ class Record(Captured):
         out = Linear(weights.W_O, weights.b_O)
         if ends is None:
             return Chain((Linear(weights.W_V, weights.b_V), mixing, out))
-        x = self.captured(ends.into)
+        x = self.capture.activation(ends.into)
         if weights.inner_values is None:
             assert weights.value_matrix is not None
             values = Linear(weights.value_matrix, weights.b_V)
@@ -197,17 +226,17 @@ class Record(Captured):
         """The pattern as a map, held or recomputed; heads that are left out are zero."""
         weights = self.view.blocks[layer].attention
         name = self.points.blocks[layer].pattern
-        dtype = self.resid_pre(layer).dtype
+        dtype = self.capture.resid_pre(layer).dtype
         head_mask = None
         if heads is not None:
-            head_mask = torch.zeros(weights.heads, dtype=dtype, device=self.tokens.device)
+            head_mask = torch.zeros(weights.heads, dtype=dtype, device=self.capture.tokens.device)
             head_mask[list(heads)] = 1
-        if name is not None and name not in self.cache and name in self.held_scores:
-            return self.held_scores[name].attention(dtype, head_mask)
-        pattern = self.pattern(layer).to(dtype)
+        if name is not None and name not in self.capture.activations and name in self.capture.held_scores:
+            return self.capture.held_scores[name].attention(dtype, head_mask)
+        pattern = self.capture.pattern(layer).to(dtype)
         return Attention(pattern if head_mask is None else pattern * head_mask[:, None, None], weights.kv_heads)
 
-    @_read
+    @_reads_weights
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """Attention, or what mixes positions in its place, with all that depends on its input held."""
         read = self.view.blocks[layer].mixer
@@ -216,32 +245,33 @@ class Record(Captured):
             return self.attention(layer, heads)
         if heads is not None:
             self.view.blocks[layer].require_attention()
-        mixing = read(self.captured(ends.into), None if bool(self.mask.all()) else self.mask)
+        mixing = read(self.capture.activation(ends.into), None if bool(self.mask.all()) else self.mask)
         factor = self.view.blocks[layer].branch_factor
         if factor == 1:
             return mixing
-        return Chain((*mixing.stages, Diagonal(self.resid_pre(layer).new_full((1, 1, 1), factor))))
+        return Chain((*mixing.stages, Diagonal(self.capture.resid_pre(layer).new_full((1, 1, 1), factor))))
 
-    @_read
+    @_reads_weights
     def attention_alone(self, layer: int) -> AffineMap:
         """The same as the model's own module computes it, without what the block multiplies its branches by."""
-        return _divided(self.mixer(layer), self.view.blocks[layer].branch_factor, self.tokens.device)
+        return _divided(self.mixer(layer), self.view.blocks[layer].branch_factor, self.capture.tokens.device)
 
-    @_read
+    @_reads_weights
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
         mlp = self.mlp(layer, activation)
-        return None if mlp is None else _divided(mlp, self.view.blocks[layer].branch_factor, self.tokens.device)
+        return None if mlp is None else _divided(mlp, self.view.blocks[layer].branch_factor, self.capture.tokens.device)
 
-    @_read
+    @_reads_weights
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """The parts of a mixture of experts likewise."""
         factor = self.view.blocks[layer].branch_factor
         return {
-            name: _divided(part, factor, self.tokens.device) for name, part in self.experts(layer, activation).items()
+            name: _divided(part, factor, self.capture.tokens.device)
+            for name, part in self.experts(layer, activation).items()
         }
 
-    @_read
+    @_reads_weights
     def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:
         """What one layer's activation is replaced by under a rule; None without an MLP.
 
@@ -252,19 +282,19 @@ class Record(Captured):
         weights = self.view.blocks[layer].dense_mlp
         if weights is None:
             return None
-        if activation == "ratio" and layer in self._ratios:  # the proof and every default operator use them
-            return self._ratios[layer]
+        if activation == "ratio" and layer in self.cache.ratios:  # the proof and every default operator use them
+            return self.cache.ratios[layer]
         if points.mlp is not None:
-            held = held_coefficients(weights, self.captured(points.mlp.into), activation)
+            held = held_coefficients(weights, self.capture.activation(points.mlp.into), activation)
         else:
             assert points.pre is not None
-            linear = self.captured(points.pre_linear) if points.pre_linear else None
-            held = coefficients(weights.activation, self.captured(points.pre), linear, activation)
+            linear = self.capture.activation(points.pre_linear) if points.pre_linear else None
+            held = coefficients(weights.activation, self.capture.activation(points.pre), linear, activation)
         if activation == "ratio":
-            self._ratios[layer] = held
+            self.cache.ratios[layer] = held
         return held
 
-    @_read
+    @_reads_weights
     def mlp(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """One MLP, or mixture of experts, with its activations and routing frozen, or None without one."""
         weights = self.view.blocks[layer].mlp
@@ -276,12 +306,12 @@ class Record(Captured):
         if weights is None or held is None:
             return None
         if weights.post_factor is not None and ends is not None:
-            return frozen_mlp(weights, self.captured(ends.into), activation)
+            return frozen_mlp(weights, self.capture.activation(ends.into), activation)
         if held.gate is not None and layer < len(self.layouts):
             self.check_gate(layer)
         return mlp_chain(weights, held)
 
-    @_read
+    @_reads_weights
     def check_gate(self, layer: int) -> None:
         """Compare what a gate makes of what it reads with what was captured of it; once for each layer.
 
@@ -293,11 +323,11 @@ class Record(Captured):
         """
         weights = self.view.blocks[layer].dense_mlp
         name = self.points.blocks[layer].pre
-        if layer in self._gates or weights is None or weights.W_gate is None or name is None:
+        if layer in self.cache.gates or weights is None or weights.W_gate is None or name is None:
             return
         x = self._mlp_input(layer)
-        mask = self.mask[:, slice(*self.side(layer))]
-        differences = upcast(Linear(weights.W_gate, weights.b_gate)(x) - self.captured(name))[mask]
+        mask = self.mask[:, slice(*self.capture.side(layer))]
+        differences = upcast(Linear(weights.W_gate, weights.b_gate)(x) - self.capture.activation(name))[mask]
         # what such vectors and weights give; a token's own pre-activations may be nearly zero
         typical = upcast(x)[mask].norm() * upcast(weights.W_gate).norm() / (mask.sum() * x.shape[-1]).sqrt()
         size = typical.clamp_min(torch.finfo(typical.dtype).tiny)
@@ -309,44 +339,44 @@ class Record(Captured):
                 "rule that goes through the gate's weights would be wrong. Take hooks off the gate, or use "
                 "activation='ratio', which holds the gate as it is."
             )
-        self._gates.add(layer)
+        self.cache.gates.add(layer)
 
-    @_read
+    @_reads_weights
     def _mlp_input(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """What a block's MLP reads, made from the block's own input, at the positions that the block acts on."""
         layout = self.layouts[layer]
-        start, stop = self.side(layer)
+        start, stop = self.capture.side(layer)
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
         if layout.parallel:
-            x = self.resid_read(layer)
+            x = self.capture.resid_read(layer)
         else:
             before = replace(layout, mlp=Place())
             x = compose(before, self.mixer(layer), None, norms, self.whitening(layer), self._within(layer))(
-                self.resid_pre(layer)
+                self.capture.resid_pre(layer)
             )
         x = x[:, start:stop]
         return x if layout.mlp.before is None else norms[layout.mlp.before](x)
 
-    @_read
+    @_reads_weights
     def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """What a mixture of experts is the sum of: the chosen ones together, and what every token goes through.
 
         Raises:
             UnsupportedModelError: the layer has no experts.
         """
-        if activation == "ratio" and layer in self._experts:
-            return self._experts[layer]
+        if activation == "ratio" and layer in self.cache.experts:
+            return self.cache.experts[layer]
         points = self.points.blocks[layer]
         weights = self._expert_weights(layer)
         assert points.mlp is not None  # experts are held as a whole
-        x = self.captured(points.mlp.into)
-        beside = x if points.shared is None else self.captured(points.shared.into)
+        x = self.capture.activation(points.mlp.into)
+        beside = x if points.shared is None else self.capture.activation(points.shared.into)
         experts = expert_maps(weights, x, beside, self.routing(layer), activation)
         if activation == "ratio":
-            self._experts[layer] = experts
+            self.cache.experts[layer] = experts
         return experts
 
-    @_read
+    @_reads_weights
     def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
         """A part of a mixture of experts with the norms around it, where it has some of its own."""
         weights = self.view.blocks[layer].mlp
@@ -355,7 +385,7 @@ class Record(Captured):
         before, after = weights.around[name]
         return Chain((self.norm(layer, before), part, self.norm(layer, after)))
 
-    @_read
+    @_reads_weights
     def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
         """What a block adds for an input of each token at this layer, gate and input held; None without."""
         weights = self.view.blocks[layer].per_layer
@@ -363,12 +393,12 @@ class Record(Captured):
         if weights is None or points.per_layer is None or points.per_layer_input is None:
             return None
         gate = Linear(weights.W_gate)
-        given = self.captured(points.per_layer_input)
-        held = coefficients(weights.activation, gate(self.captured(points.per_layer.into)), None, activation)
+        given = self.capture.activation(points.per_layer_input)
+        held = coefficients(weights.activation, gate(self.capture.activation(points.per_layer.into)), None, activation)
         rest = None if held.rest is None else held.rest * given
         return Chain((gate, Diagonal(held.through * given, rest), Linear(weights.W_out)))
 
-    @_read
+    @_reads_weights
     def routing(self, layer: int) -> Routes:
         """Which experts each token of a layer is sent to, and what each of them counts: `[batch, pos, choice]` each.
 
@@ -378,15 +408,15 @@ class Record(Captured):
             InvalidInputError: no such layer.
             UnsupportedModelError: the layer has no experts.
         """
-        layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
+        layer = whole_number("layer", layer, 0, self.capture.n_layers - 1, why="a layer of this model")
         points = self.points.blocks[layer]
         weights = self._expert_weights(layer)
         assert points.weight is not None
-        weight = self.captured(points.weight)
+        weight = self.capture.activation(points.weight)
         if points.index is None:  # the weights of all experts, zero for those that are not chosen
             weight, index = weight.topk(weights.choices, dim=-1)
         else:
-            index = self.captured(points.index)
+            index = self.capture.activation(points.index)
         return Routes(index, weight * weights.routing.factor)
 
     def _expert_weights(self, layer: int) -> ExpertsWeights:
@@ -395,16 +425,16 @@ class Record(Captured):
             raise UnsupportedModelError(f"blocks.{layer} of this {self.view.description} has no experts.")
         return weights
 
-    @_read
+    @_reads_weights
     def parts(
         self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
-    ) -> tuple[Chain, AffineMap | None, dict[str, Norm], Chain | None, Within | None]:
-        """What a block is composed of: attention, MLP, norms, whitening, and where an encoder–decoder's block acts."""
+    ) -> BlockParts:
+        """What a block is composed of."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
         branch = self.mlp(layer, activation) if mlp else None
-        return self.mixer(layer, heads), branch, norms, self.whitening(layer), self._within(layer)
+        return BlockParts(self.mixer(layer, heads), branch, norms, self.whitening(layer), self._within(layer))
 
-    @_read
+    @_reads_weights
     def block_map(
         self,
         layer: int,
@@ -421,12 +451,12 @@ class Record(Captured):
         Raises:
             InvalidInputError: no such layer.
         """
-        layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
+        layer = whole_number("layer", layer, 0, self.capture.n_layers - 1, why="a layer of this model")
         parts = self.parts(layer, activation, heads, mlp)
         return self.composed(layer, layout or self.layouts[layer], parts, activation)
 
-    @_read
-    def composed(self, layer: int, layout: Layout, parts: Any, activation: str = "ratio") -> AffineMap:
+    @_reads_weights
+    def composed(self, layer: int, layout: Layout, parts: BlockParts, activation: str = "ratio") -> AffineMap:
         """A block from its `parts`, put together in one way."""
         per_layer = self.per_layer(layer, activation)
         ends = self.ends(layer)
@@ -445,15 +475,17 @@ class Record(Captured):
             with block.loaded():
                 yield self.block_map(layer, **options)
 
-        return LazyMap(block_map, self.tokens.shape[1], self.row_bytes, block.name)
+        return LazyMap(block_map, self.capture.tokens.shape[1], self.row_bytes, block.name)
 
     def ends(self, layer: int) -> list[AffineMap]:
         """What a block's output goes through besides: a factor of its own, an encoder's final norm."""
         scalar = self.view.blocks[layer].scalar
         norm = self.encoder_norm()
-        ends: list[AffineMap] = [] if scalar is None else [Diagonal(scalar.to(self.resid_pre(layer)).reshape(1, 1, 1))]
+        ends: list[AffineMap] = (
+            [] if scalar is None else [Diagonal(scalar.to(self.capture.resid_pre(layer)).reshape(1, 1, 1))]
+        )
         if norm is not None and layer + 1 == self.view.encoder_layers:
-            ends.append(Segment(norm, *self.side(layer), self.tokens.shape[1]))
+            ends.append(Segment(norm, *self.capture.side(layer), self.capture.tokens.shape[1]))
         return ends
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
@@ -465,19 +497,19 @@ class Record(Captured):
         head = self.view.mlm_head
         classes = self.view.class_head
         if classes is not None and classes.norm is not None and self.points.head_scale is not None:
-            batch, pos = self.tokens.shape
-            mean = self.output.new_zeros(batch, 1, pos, pos)
+            batch, pos = self.capture.tokens.shape
+            mean = self.capture.output.new_zeros(batch, 1, pos, pos)
             mean[..., : classes.tokens] = 1 / classes.tokens
             norm = self._norm(classes.norm, self.points.head_scale)
             return Chain((Attention(mean, 1), replace(norm, scale=norm.scale.expand(batch, pos, 1))))
         if head is None:
             return None
         dense = Linear(head.W, head.b)
-        held = coefficients(head.activation, dense(self.output), rule=activation)
+        held = coefficients(head.activation, dense(self.capture.output), rule=activation)
         inside = (dense, Diagonal(held.through, held.rest))
         if head.scale_name is not None:
             return Chain((*inside, self._norm(head.norm, head.scale_name)))
-        scale = head.norm.scale_of(Chain(inside)(self.output))
+        scale = head.norm.scale_of(Chain(inside)(self.capture.output))
         return Chain((*inside, Norm(scale, head.norm.gain, head.norm.shift, head.norm.centre)))
 
 
@@ -485,11 +517,3 @@ def _divided(branch: AffineMap, factor: float, device: torch.device) -> AffineMa
     if factor == 1:
         return branch
     return Chain((branch, Diagonal(torch.full((1, 1, 1), 1 / factor, device=device))))
-
-
-def check_pass(frozen: Any) -> None:
-    """Raise `InvalidInputError` where a model, or anything else, was passed instead of a frozen pass."""
-    if not isinstance(frozen, Record):
-        raise InvalidInputError(
-            f"a frozen pass is needed, got {type(frozen).__name__}: make one with tlens.freeze(model, text)."
-        )

@@ -20,7 +20,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import Chain, Diagonal, Linear
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.parameters import NormWeights
-from tensorlens_tl.passes.record import Record
+from tensorlens_tl.passes.block_maps import BlockMaps
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +28,8 @@ class ScoreReading:
     """One layer's scores as bilinear in the stream.
 
     Attributes:
-        query, key: the stream that the block reads (`Record.resid_read`) -> queries `[.., head d_head]` and keys
-            `[.., kv d_head]`, their norms frozen.
+        query, key: the stream that the block reads (`Capture.resid_read`) -> queries `[.., head d_head]` and keys
+            `[.., kv d_head]`, their norms maps.
         heads, kv_heads: how many of each; query head h meets key head ``h // (heads // kv_heads)``.
         scale: the factor of the product, usually 1/√d_head.
         rotation: R for each position, applied from the right, `[pos, d_head, d_head]`; None without rotary positions.
@@ -71,12 +71,12 @@ class ScoreReading:
 
 
 def score_candidates(
-    frozen: Record, layer: int, before: str | None, added: Tensor | None = None, alibi_positions: int | None = None
+    maps: BlockMaps, layer: int, before: str | None, added: Tensor | None = None, alibi_positions: int | None = None
 ) -> Iterator[ScoreReading]:
     """The known ways in which a layer may make its scores, what its configuration states first.
 
     Args:
-        frozen: what was captured, up to the layer's attention at least.
+        maps: of what was captured, up to the layer's attention at least.
         layer: which one.
         before: the norm before attention, by name, or None.
         added: see `added_positions`.
@@ -85,15 +85,15 @@ def score_candidates(
     Raises:
         UnsupportedModelError: the layer has no query and key weights that are read.
     """
-    weights = frozen.view.blocks[layer].query_key
-    block = frozen.view.blocks[layer]
+    weights = maps.view.blocks[layer].query_key
+    block = maps.view.blocks[layer]
     heads = block.attention.heads
     kv_heads = block.attention.kv_heads
     attn: Any = block.module.attn
     inner: Any = getattr(attn, "original_component", attn)
     d_head = weights.W_Q.shape[1] // heads
-    reads: tuple[Any, ...] = () if before is None else (frozen.norm(layer, before),)
-    x = frozen.resid_read(layer)
+    reads: tuple[Any, ...] = () if before is None else (maps.norm(layer, before),)
+    x = maps.capture.resid_read(layer)
     if added is not None:
         offset = added.to(x).expand_as(x)
         reads = (*reads, Diagonal(torch.ones_like(offset), offset))
@@ -101,14 +101,14 @@ def score_candidates(
     key = Chain((*reads, Linear(weights.W_K, weights.b_K)))
     query = _normed(query, x, weights.q_norm, weights.epsilon, heads)
     key = _normed(key, x, weights.k_norm, weights.epsilon, kv_heads)
-    cap = getattr(frozen.view.cfg, "attn_scores_soft_cap", None)
+    cap = getattr(maps.view.cfg, "attn_scores_soft_cap", None)
     soft_cap = float(cap) if cap and cap > 0 else None
     divisor = getattr(attn, "attn_scale", None)
     stated = [1 / divisor if isinstance(divisor, (int, float)) else None, getattr(inner, "scaling", None)]
     scales = [float(s) for s in stated if isinstance(s, (int, float))]
     scales = list(dict.fromkeys([*scales, d_head**-0.5, 1.0, d_head**-0.5 / (layer + 1)]))
-    for rotation in _rotations(frozen, attn, inner, x, d_head):
-        for alibi in _alibis(frozen, attn, heads, x, alibi_positions or x.shape[1]):
+    for rotation in _rotations(maps, attn, inner, x, d_head):
+        for alibi in _alibis(maps, attn, heads, x, alibi_positions or x.shape[1]):
             for scale in scales:
                 yield ScoreReading(query, key, heads, kv_heads, scale, rotation, alibi, soft_cap)
 
@@ -126,34 +126,34 @@ def _normed(project: Chain, x: Tensor, norm: NormWeights | None, epsilon: float,
     return Chain((*project.stages, Diagonal((gain / scale).expand_as(group).flatten(-2))))
 
 
-def added_positions(frozen: Record) -> Tensor | None:
+def added_positions(maps: BlockMaps) -> Tensor | None:
     """What a shortformer adds to what queries and keys read, not to the stream: its position embeddings.
 
     Runs the model up to its first block; None of any other model.
     """
-    if getattr(frozen.view.cfg, "positional_embedding_type", None) != "shortformer":
+    if getattr(maps.view.cfg, "positional_embedding_type", None) != "shortformer":
         return None
     name = "hook_pos_embed"
-    last = frozen.points.blocks[0].resid_pre
-    kept, _ = capture(frozen.model, frozen.inputs, [name], last=last, optional=[name])
+    last = maps.points.blocks[0].resid_pre
+    kept, _ = capture(maps.capture.model, maps.capture.inputs, [name], last=last, optional=[name])
     return kept.get(name)
 
 
-def _alibis(frozen: Record, attn: Any, heads: int, x: Tensor, pos: int) -> list[Tensor | None]:
+def _alibis(maps: BlockMaps, attn: Any, heads: int, x: Tensor, pos: int) -> list[Tensor | None]:
     """ALiBi as HookedTransformer makes it, where the configuration asks for it."""
-    if getattr(frozen.view.cfg, "positional_embedding_type", None) != "alibi":
+    if getattr(maps.view.cfg, "positional_embedding_type", None) != "alibi":
         return [None]
     make = getattr(attn, "create_alibi_bias", None)
     return [None] if make is None else [make(heads, pos, x.device).to(x)[:, :pos, :pos]]
 
 
-def _rotations(frozen: Record, attn: Any, inner: Any, x: Tensor, d_head: int) -> Iterator[Tensor | None]:
+def _rotations(maps: BlockMaps, attn: Any, inner: Any, x: Tensor, d_head: int) -> Iterator[Tensor | None]:
     """Rotation matrices for each position, in every way that the model's tables of angles can be meant."""
-    stated = getattr(frozen.view.cfg, "positional_embedding_type", None) == "rotary"
+    stated = getattr(maps.view.cfg, "positional_embedding_type", None) == "rotary"
     if not stated:
         yield None
     pos = x.shape[1]
-    for cos, sin in _angle_tables(frozen, attn, inner, x):
+    for cos, sin in _angle_tables(maps, attn, inner, x):
         for adjacent in (False, True):
             if cos.shape[0] >= pos and 2 * cos.shape[1] <= d_head:
                 yield rotation_matrices(cos[:pos].to(x), sin[:pos].to(x), d_head, adjacent)
@@ -161,7 +161,7 @@ def _rotations(frozen: Record, attn: Any, inner: Any, x: Tensor, d_head: int) ->
         yield None
 
 
-def _angle_tables(frozen: Record, attn: Any, inner: Any, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _angle_tables(maps: BlockMaps, attn: Any, inner: Any, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """cos and sin by position and plane `[pos, planes]`, from wherever a class keeps them."""
     if isinstance(getattr(attn, "rotary_cos", None), Tensor):  # HookedTransformer repeats each plane
         cos = attn.rotary_cos
@@ -173,7 +173,7 @@ def _angle_tables(frozen: Record, attn: Any, inner: Any, x: Tensor) -> Iterator[
         sin, cos = inner.embed_positions.chunk(2, dim=-1)
         yield cos, sin
     positions = torch.arange(x.shape[1], device=x.device)[None]
-    owner = getattr(frozen.model, "original_model", None)
+    owner = getattr(maps.capture.model, "original_model", None)
     modules = [] if owner is None else [m for name, m in owner.named_modules() if name.endswith("rotary_emb")]
     types = getattr(getattr(inner, "config", None), "layer_types", None)
     number = getattr(inner, "layer_idx", None)

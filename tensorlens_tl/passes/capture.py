@@ -1,34 +1,23 @@
 """What one forward pass leaves behind: activations by hook-point name, and the streams that they make up."""
 
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.held_scores import HeldScores
 from tensorlens_tl.algebra.numerics import refuse_autocast
-from tensorlens_tl.errors import (
-    FrozenModelError,
-    InvalidInputError,
-    NumericalError,
-    ResidualWarning,
-    UnsupportedModelError,
-)
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints, lock_of
-from tensorlens_tl.models.layouts import Layout
 from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
 from tensorlens_tl.models.protocol import HookedModel
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.held_scores import HeldScores
 from tensorlens_tl.passes.inputs import Prompt
-
-SumOfPass = TypeVar("SumOfPass")
-"""A result with a `residual`: how far its parts are from the number that they explain."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,45 +30,32 @@ class HeldConfiguration:
         return {"texts": dict(self.texts)}
 
 
-@dataclass(eq=False)
-class Captured:
-    """One forward pass as data.
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """One forward pass as data; it runs nothing and proves nothing.
 
     Attributes:
         view: the reading of the model's weights.
-        points: the hook points it was captured at.
+        points: the hook points whose activations it has.
         prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
-        cache: the captured activations by hook-point name (listed in `tensorlens_tl.hooks.points`).
+        activations: by hook-point name (listed in `tensorlens_tl.hooks.points`).
+        held_scores: of a pass frozen with ``patterns="recompute"``, what each pattern is made from, by hook-point name.
         weights: what the model's weights were, to tell whether they still are.
-        other_hooks: the hook points and modules where other people's hooks were during the pass.
-        hook_numbers: which hooks those were.
         configuration: what decided the model's numbers besides its weights
             (`tensorlens_tl.models.lifecycle.settings`).
-        layouts: how each block is put together.
-        errors: measured residual of each proof (largest relative error of any real token) by ``"blocks.0"`` …,
-            ``"head"``, and ``"unembed"`` (of the tokens whose logits were compared: the last ones, and those asked
-            about since).
-        tolerance: the largest error a proof may show.
-        held_scores: of a pass frozen with ``patterns="recompute"``, what each pattern is made from, by hook-point name.
-        proved_positions: where blocks were proved, of a pass frozen with ``verify="sample"``; None for every position.
-        strict: whether a sum that is further from its total than `allowed_residual` is an error instead of a warning.
+        other_hooks: the hook points and modules where other people's hooks were during the pass.
+        hook_numbers: which hooks those were.
     """
 
     view: ModelView
     points: ModelPoints
     prompt: Prompt
-    cache: dict[str, Tensor]
+    activations: Mapping[str, Tensor]
     weights: WeightState
-    other_hooks: list[str] = field(default_factory=list)
+    held_scores: Mapping[str, HeldScores] = field(default_factory=dict[str, HeldScores])
+    configuration: HeldConfiguration | None = None
+    other_hooks: tuple[str, ...] = ()
     hook_numbers: frozenset[int] = frozenset()
-    configuration: "HeldConfiguration | None" = None
-    layouts: list[Layout] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
-    tolerance: float = 1e-4
-    logits_compared: Tensor | None = None
-    held_scores: dict[str, HeldScores] = field(default_factory=dict)
-    proved_positions: Int[Tensor, "batch query"] | None = None
-    strict: bool = False
 
     # ------------------------------------------------------------------ the model and the prompt
 
@@ -140,54 +116,18 @@ class Captured:
             )
 
     def provenance(self) -> dict[str, str]:
-        """What results depend on besides the prompt: the model's provenance, other people's hooks where any are, and
-        that the proof was of sampled positions where it was."""
-        sampled = {} if self.proved_positions is None else {"proof": self.proof_scope}
-        return self.view.provenance() | ({"hooks": ", ".join(self.other_hooks)} if self.other_hooks else {}) | sampled
-
-    @property
-    def allowed_residual(self) -> float:
-        """The largest residual that a sum may show: the tolerance of a block, or what all blocks together miss by."""
-        outputs = [error for name, error in self.errors.items() if not name.endswith(".writes")]
-        return max(self.tolerance, sum(outputs))
-
-    def checked(self, result: SumOfPass) -> SumOfPass:
-        """A sum made from this pass, after a look at its residual.
-
-        Warns (`ResidualWarning`) where that is above `allowed_residual`.
-
-        Raises:
-            NumericalError: instead of the warning, if the pass was frozen with ``strict=True``.
-        """
-        checked: Any = result
-        residual = float(torch.as_tensor(checked.residual).max())
-        if residual <= self.allowed_residual:
-            return result
-        message = (
-            f"{type(result).__name__}: its parts miss the model's own number by {residual:.1e} of their size, and the "
-            f"proof of this pass allows {self.allowed_residual:.1e}. They are not what the model does: load the model "
-            "in a wider dtype, or look for what was changed on it (frozen.other_hooks)."
-        )
-        if self.strict:
-            raise NumericalError(message)
-        warnings.warn(message, ResidualWarning, stacklevel=3)
-        return result
-
-    @property
-    def proof_scope(self) -> str:
-        """The positions that blocks were proved at, in words."""
-        if self.proved_positions is None:
-            return "every position"
-        return "sampled positions of each prompt"
+        """What results depend on besides the prompt: the model's provenance, and other people's hooks where any are."""
+        hooks = {"hooks": ", ".join(self.other_hooks)} if self.other_hooks else {}
+        return self.view.provenance() | hooks
 
     # ------------------------------------------------------------------ activations
 
-    def captured(self, name: str) -> Tensor:
+    def activation(self, name: str) -> Tensor:
         """The activation kept at one hook point, on the prompt's device, with batch and position apart."""
-        if name not in self.cache and name in self.held_scores:
+        if name not in self.activations and name in self.held_scores:
             held = self.held_scores[name]
             return held.attention(held.sums.dtype).pattern
-        tensor = self.cache[name].to(self.tokens.device)
+        tensor = self.activations[name].to(self.tokens.device)
         # OPT flattens batch and position inside its MLP, and experts are called with them flattened.
         return tensor if tensor.ndim > 2 else tensor.reshape(len(self.tokens), -1, tensor.shape[-1])
 
@@ -226,8 +166,8 @@ class Captured:
         """
         layer = whole_number("layer", layer, 0, self.n_layers, why="a layer, or their number for the last one's output")
         if self.sides is not None:
-            return torch.cat([self.captured(name) for name in self.stream_names(layer)], dim=1)
-        return self.captured(self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1))
+            return torch.cat([self.activation(name) for name in self.stream_names(layer)], dim=1)
+        return self.activation(self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1))
 
     def stream_names(self, layer: int) -> list[str]:
         """The hook points that together hold what `resid_pre` gives."""
@@ -246,25 +186,25 @@ class Captured:
         x = self.resid_pre(layer)
         blocks = self.points.blocks
         name = blocks[layer].whitened if layer < len(blocks) else None
-        return x if name is None else self.captured(name)
+        return x if name is None else self.activation(name)
 
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:
         """The model's own output that the operator reproduces: after the final norm, or the last block's output."""
-        return self.beside_encoder(self.captured(self.points.output))
+        return self.beside_encoder(self.activation(self.points.output))
 
     def beside_encoder(self, decoder: Tensor) -> Tensor:
         """Beside what an encoder–decoder's decoder gives, its encoder's output."""
         if self.points.encoder_output is None:
             return decoder
-        return torch.cat([self.captured(self.points.encoder_output), decoder], dim=1)
+        return torch.cat([self.activation(self.points.encoder_output), decoder], dim=1)
 
     def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
         """The stream that the model itself unembeds: after the final norm, or a masked model's prediction head."""
         if self.points.unembed_in is None:
             raise UnsupportedModelError(f"{self.view.description} predicts no tokens.")
-        own = self.beside_encoder(self.captured(self.points.unembed_in))
-        return own if self.view.class_head is None else own.expand(-1, self.tokens.shape[1], -1)
+        states = self.beside_encoder(self.activation(self.points.unembed_in))
+        return states if self.view.class_head is None else states.expand(-1, self.tokens.shape[1], -1)
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """The attention probabilities of one layer; of an encoder–decoder's, between the positions of its own side.
@@ -278,12 +218,12 @@ class Captured:
         if name is None:
             self.view.blocks[layer].require_attention()
             raise AssertionError(layer)
-        return self.captured(name)
+        return self.activation(name)
 
     def pattern_rows(self, layer: int, length: int) -> Float[Tensor, "batch head query key"]:
         """The pattern's rows of the first queries, and no more of it where it is recomputed."""
         name = self.points.blocks[layer].pattern
-        if name is None or name in self.cache or name not in self.held_scores:
+        if name is None or name in self.activations or name not in self.held_scores:
             return self.pattern(layer)[:, :, :length]
         held = self.held_scores[name]
         batch, pos = self.tokens.shape
@@ -306,7 +246,7 @@ class Captured:
         if points is None:
             some = f"layers {first} to {self.n_layers - 1} have" if self.view.is_encoder_decoder else "no layer has"
             raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {some}.")
-        return self.captured(points.pattern)
+        return self.activation(points.pattern)
 
     @cached_property
     def causal(self) -> bool:
@@ -317,6 +257,56 @@ class Captured:
 
     def _looks_ahead(self, pattern: str) -> bool:
         """Whether a pattern has weight on later tokens; one that is recomputed says so without being made."""
-        if pattern not in self.cache and pattern in self.held_scores:
+        if pattern not in self.activations and pattern in self.held_scores:
             return self.held_scores[pattern].ahead != 0
-        return bool(self.captured(pattern).triu(1).any())
+        return bool(self.activation(pattern).triu(1).any())
+
+    # ------------------------------------------------------------------ parts of it
+
+    def cut(self, length: int) -> "Capture":
+        """The first tokens of a causal pass."""
+        patterns = {block.pattern for block in self.points.blocks}
+        activations: dict[str, Tensor] = {}
+        for name in self.points.captured:
+            if name in patterns and name not in self.held_scores:
+                activations[name] = self.activation(name)[:, :, :length, :length]
+            elif name not in patterns:
+                activations[name] = self.activation(name)[:, :length]
+        prompt = replace(
+            self.prompt,
+            tokens=self.tokens[:, :length],
+            mask=self.mask[:, :length],
+            str_tokens=[row[:length] for row in self.str_tokens],
+            kwargs={},
+            word_starts=None,
+        )
+        held_scores = {name: held.cut(length) for name, held in self.held_scores.items()}
+        return replace(self, prompt=prompt, activations=activations, held_scores=held_scores)
+
+    def block_at_start(self, layer: int, length: int = 8) -> "Capture":
+        """One block, cut to its first tokens where these do not look ahead; else the whole capture."""
+        mask = self.mask[:, :length]
+        pattern = self.points.blocks[layer].pattern
+        if self.sides is not None or not bool(mask.any(1).all()):
+            return self
+        first = None if pattern is None else self.pattern_rows(layer, length)
+        if first is not None and bool(first[..., length:].any()):
+            return self
+        names = {*self.points.blocks[layer].captured, self.output_name(layer)} - {pattern}
+        activations = {name: self.activation(name)[:, :length] for name in names}
+        if pattern is not None and first is not None:
+            activations[pattern] = first[..., :length]
+        prompt = Prompt(self.tokens[:, :length], mask, {}, [])
+        return replace(self, prompt=prompt, activations=activations, held_scores={})
+
+    def block_at(self, layer: int, positions: Int[Tensor, "batch query"]) -> "Capture":
+        """One block at some positions, without its pattern."""
+        points = self.points.blocks[layer]
+        index = torch.arange(len(positions), device=positions.device)[:, None], positions
+        names = {*points.captured, self.output_name(layer)} - {points.pattern}
+        activations: dict[str, Tensor] = {}
+        for name in names:
+            tensor = self.activation(name)
+            activations[name] = tensor.expand(*self.tokens.shape, *tensor.shape[2:])[index]
+        prompt = Prompt(self.tokens[index], self.mask[index], {}, [])
+        return replace(self, prompt=prompt, activations=activations, held_scores={})

@@ -1,7 +1,7 @@
 """Patterns that are not kept: recomputed from queries and keys when they are needed, and proved while the pass runs.
 
 The model computes a pattern for every layer anyway. A hook reads each of them and chooses the reading of the layer's
-scores (`tensorlens_tl.passes.scores`) that fits it. The pattern recomputed from queries and keys is then compared with
+scores (`tensorlens_tl.passes.attention_scores.reading`) that fits it. The pattern recomputed from queries and keys is then compared with
 the model's, a few queries at a time, and the model's is dropped. What is kept of a layer is linear in the number of
 tokens: queries, keys, and the sum of each row of the pattern, which is less than 1 with attention sinks.
 """
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.algebra.held_scores import HeldScores
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.algebra.recomputed import query_chunks
 from tensorlens_tl.errors import UnsupportedModelError
@@ -24,11 +25,11 @@ from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.models.parameters import innermost
 from tensorlens_tl.models.sublayers import is_delta
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.held_scores import HeldScores
+from tensorlens_tl.passes.attention_scores.reading import ScoreReading, added_positions, score_candidates
+from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.proof import check_pattern
-from tensorlens_tl.passes.record import Record
-from tensorlens_tl.passes.scores import ScoreReading, added_positions, score_candidates
 
 PATTERN = "hook_pattern"
 SHOWN = (("hook_rot_q", "hook_rot_k"), ("hook_q", "hook_k"))
@@ -69,14 +70,14 @@ def _refusal(view: ModelView, why: str) -> UnsupportedModelError:
 
 
 class PatternReader:
-    """Sees every layer's pattern while the pass runs, and keeps what it can be recomputed from.
+    """Reads every layer's pattern while the pass runs, and keeps what it can be recomputed from.
 
     Attributes:
-        kept: every other activation, by hook-point name.
+        activations: every other one, by hook-point name.
         scores: what each pattern is recomputed from, by its hook point's name.
 
     Args:
-        view, points, prompt: as of a `Record`.
+        view, points, prompt: as of a `Capture`.
         store: ``"cpu"`` keeps activations, queries and keys off the device.
         tolerance: the largest error that a dtype allows.
     """
@@ -89,13 +90,13 @@ class PatternReader:
         store: str,
         tolerance: Callable[[torch.dtype], float],
     ) -> None:
-        self.kept: dict[str, Tensor] = {}
+        self.activations: dict[str, Tensor] = {}
         self.scores: dict[str, HeldScores] = {}
-        self.record = Record(view, points, prompt, self.kept, WeightState.of(view.model))
+        self.maps = BlockMaps(Capture(view, points, prompt, self.activations, WeightState.of(view.model)))
         self.store = store
         self.tolerance = tolerance
         self.layers = {block.pattern: layer for layer, block in enumerate(points.blocks) if block.pattern is not None}
-        self.added = added_positions(self.record)
+        self.added = added_positions(self.maps)
         self._model_vectors: dict[str, Tensor] = {}
 
     def hooks(self) -> list[FwdHook]:
@@ -104,7 +105,7 @@ class PatternReader:
         def read(tensor: Tensor, *, hook: Any, name: str) -> None:
             self._model_vectors[name] = tensor.detach()
 
-        known = hook_points(self.record.model)
+        known = hook_points(self.maps.view.model)
         names = [pattern.replace(PATTERN, shown) for pattern in self.layers for pair in SHOWN for shown in pair]
         return [(name, in_this_thread(partial(read, name=name))) for name in names if name in known]
 
@@ -117,7 +118,7 @@ class PatternReader:
         if name in self.layers:
             self._read_pattern(name, activation)
         else:
-            self.kept[name] = activation.cpu() if self.store == "cpu" else activation
+            self.activations[name] = activation.cpu() if self.store == "cpu" else activation
 
     def _read_pattern(self, name: str, pattern: Float[Tensor, "batch head query key"]) -> None:
         """Find what a layer's pattern is recomputed from, and prove that all of it is.
@@ -126,27 +127,23 @@ class PatternReader:
             UnsupportedModelError: no known reading of the scores gives the pattern; names the smallest error.
         """
         layer = self.layers[name]
-        self.record.tolerance = self.tolerance(self.record.resid_pre(layer).dtype)
-        check_finite({name: self.kept[name] for name in self.record.points.blocks[layer].captured if name in self.kept})
-        if not bool(self.record.mask.all()):
-            check_pattern(name, pattern, self.record.mask, self.record.mask)
+        tolerance = self.tolerance(self.maps.capture.resid_pre(layer).dtype)
+        captured = self.maps.points.blocks[layer].captured
+        check_finite({name: self.activations[name] for name in captured if name in self.activations})
+        if not bool(self.maps.mask.all()):
+            check_pattern(name, pattern, self.maps.mask, self.maps.mask)
         check_finite({name: pattern})
-        best: HeldScores | None = None
-        for candidate in self._candidates(layer, pattern):
-            if best is None or not best.error <= candidate.error:
-                best = candidate
-            if best.error <= ENOUGH * self.record.tolerance:
-                break
+        best = self._best(layer, pattern, ENOUGH * tolerance)
         self._model_vectors.clear()
         error = float("nan") if best is None else best.error
-        if best is not None and error <= self.record.tolerance:
+        if best is not None and error <= tolerance:
             chunks = query_chunks(pattern.shape[2], pattern[:, :, :1].numel() * pattern.element_size())
             error = max((self._error(best, queries, pattern) for queries in chunks), default=0.0)
-        if best is None or not error <= self.record.tolerance:
+        if best is None or not error <= tolerance:
             raise _refusal(
-                self.record.view,
+                self.maps.view,
                 f"the pattern of blocks.{layer} is not the one that its queries and keys give (relative error of a "
-                f"row: {error:.1e}; allowed {self.record.tolerance:.0e}); relative position biases, a mask that is "
+                f"row: {error:.1e}; allowed {tolerance:.0e}); relative position biases, a mask that is "
                 "neither causal nor a window, or another hook on the model would explain it",
             )
         tensors = {field: getattr(best, field) for field in ("queries", "keys", "sums", "real")}
@@ -154,30 +151,42 @@ class PatternReader:
             tensors = {field: tensor.cpu() for field, tensor in tensors.items()}
         self.scores[name] = replace(best, **tensors, error=error)
 
+    def _best(self, layer: int, pattern: Tensor, enough: float) -> HeldScores | None:
+        """The candidate with the smallest error on a few rows, or the first whose error is small enough."""
+        best: HeldScores | None = None
+        for candidate in self._candidates(layer, pattern):
+            if best is None or not best.error <= candidate.error:
+                best = candidate
+            if best.error <= enough:
+                break
+        return best
+
     def _candidates(self, layer: int, pattern: Tensor) -> Iterator[HeldScores]:
         """What the pattern may be recomputed from, each candidate with its error on a few rows."""
-        record = self.record
-        block = record.view.blocks[layer]
-        layouts = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
         length = pattern.shape[2]
         rows = torch.linspace(0, length - 1, min(SAMPLED_ROWS, length), device=pattern.device).long()
         sums = pattern.sum(-1)
-        window = cache(partial(_reach, pattern, record.mask))  # measured at most once, and only if it is needed
+        window = cache(partial(_reach, pattern, self.maps.mask))  # measured at most once, and only if it is needed
+        for reading in self._readings(layer):
+            for unmasked in self._unmasked(reading, layer, sums):
+                for back, ahead in _reaches(window):
+                    candidate = replace(unmasked, back=back, ahead=ahead)
+                    yield replace(candidate, error=self._error(candidate, rows, pattern))
+
+    def _readings(self, layer: int) -> Iterator[ScoreReading]:
+        """The known ways in which the layer may make its scores."""
+        block = self.maps.view.blocks[layer]
+        layouts = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
+        scales = self.maps.points.blocks[layer].scales
         for before in dict.fromkeys(layout.attn.before for layout in layouts):
-            if before is not None and record.points.blocks[layer].scales[before] not in record.cache:
-                continue  # a norm that comes after attention
-            for reading in score_candidates(record, layer, before, self.added, alibi_positions=2):
-                for unmasked in self._unmasked(reading, layer, sums):
-                    for reach in (lambda: (None, 0), lambda: (None, None), window):  # causal, open, a measured window
-                        back, ahead = reach()
-                        candidate = replace(unmasked, back=back, ahead=ahead)
-                        yield replace(candidate, error=self._error(candidate, rows, pattern))
+            if before is None or scales[before] in self.activations:  # else it is a norm that comes after attention
+                yield from score_candidates(self.maps, layer, before, self.added, alibi_positions=2)
 
     def _unmasked(
         self, reading: ScoreReading, layer: int, sums: Float[Tensor, "batch head query"]
     ) -> Iterator[HeldScores]:
         """Scores of a reading before any mask: of the queries and keys that the model showed, then of the reading's."""
-        name = self.record.points.blocks[layer].pattern
+        name = self.maps.points.blocks[layer].pattern
         assert name is not None
         shape = (len(sums), sums.shape[2])
         shown = [tuple(self._model_vectors.get(name.replace(PATTERN, end)) for end in ends) for ends in SHOWN]
@@ -190,14 +199,14 @@ class PatternReader:
             if queries.shape[1] == reading.heads and keys.shape[1] % reading.kv_heads == 0:
                 # some models show a key-value head once for every query head that reads it
                 yield self._scores(queries, keys[:, :: keys.shape[1] // reading.kv_heads], reading, sums)
-        yield self._scores(*reading.vectors(self.record.resid_read(layer)), reading, sums)
+        yield self._scores(*reading.vectors(self.maps.capture.resid_read(layer)), reading, sums)
 
     def _scores(self, queries: Tensor, keys: Tensor, reading: ScoreReading, sums: Tensor) -> HeldScores:
         return HeldScores(
             queries,
             keys,
             sums,
-            self.record.mask,
+            self.maps.mask,
             reading.scale,
             reading.soft_cap,
             None if reading.alibi is None else reading.alibi[:, -1, 0],
@@ -212,7 +221,14 @@ class PatternReader:
         expected = pattern[:, :, queries]
         rows = scores.rows(at.expand(len(pattern), -1), expected.dtype)
         rows = torch.nn.functional.pad(rows, (0, expected.shape[-1] - rows.shape[-1]))
-        return relative_error(rows.transpose(1, 2), expected.transpose(1, 2), self.record.mask[:, queries])
+        return relative_error(rows.transpose(1, 2), expected.transpose(1, 2), self.maps.mask[:, queries])
+
+
+def _reaches(window: Callable[[], tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
+    """How far before and after its query a key may lie: causal, open, and the window that the pattern shows."""
+    yield None, 0
+    yield None, None
+    yield window()
 
 
 def _reach(pattern: Tensor, mask: Tensor) -> tuple[int, int]:

@@ -1,0 +1,123 @@
+"""What operators, targets and circuits ask of a model that stands still as an affine map: a linearisation.
+
+A linearisation gives every block a map that is exact at one point, a vector that enters, and a number of the model
+that a sum over what enters must meet. Nothing above this package asks for more. The frozen pass of one run is one: its
+block maps are affine, the residual stream at the first block enters, biases are the constants, and the sum is a logit.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Any, Protocol, TypeVar
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra import AffineMap, Chain
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs import Prompt
+
+
+class Sum(Protocol):
+    """A result whose parts explain a number of the model."""
+
+    @property
+    def residual(self) -> Any:
+        """How far the parts are from the number, relative to their size."""
+        ...
+
+
+SumType = TypeVar("SumType", bound=Sum)
+
+
+class Linearisation(ABC):
+    """Block maps that are exact at one point, and what they are applied to."""
+
+    @property
+    @abstractmethod
+    def view(self) -> ModelView:
+        """The reading of the model's weights."""
+
+    @property
+    @abstractmethod
+    def prompt(self) -> Prompt:
+        """Tokens `[batch, pos]`, mask, keyword arguments and readable tokens."""
+
+    @property
+    @abstractmethod
+    def mask(self) -> Bool[Tensor, "batch pos"]:
+        """True at real tokens."""
+
+    @property
+    @abstractmethod
+    def n_layers(self) -> int:
+        """The number of blocks."""
+
+    @property
+    @abstractmethod
+    def tolerance(self) -> float:
+        """The largest error that the proof of a map may show."""
+
+    @property
+    @abstractmethod
+    def causal(self) -> bool:
+        """Whether no layer passes anything from a position to an earlier one."""
+
+    @property
+    @abstractmethod
+    def sides(self) -> tuple[int, int] | None:
+        """How many positions are an encoder's and a decoder's, in this order; None where there is one stack."""
+
+    @property
+    @abstractmethod
+    def row_bytes(self) -> int:
+        """What one vector allocates at most on its way through the blocks."""
+
+    @property
+    @abstractmethod
+    def output(self) -> Float[Tensor, "batch pos d_model"]:
+        """What the maps give, one after the other: after the final norm, or the last block's output."""
+
+    @abstractmethod
+    def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
+        """What enters a block; ``layer == n_layers`` is the last block's output."""
+
+    @abstractmethod
+    def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
+        """What the model unembeds."""
+
+    @abstractmethod
+    def stage(
+        self, layer: int, *, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
+    ) -> AffineMap:
+        """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out."""
+
+    @abstractmethod
+    def final_map(self) -> AffineMap | None:
+        """What follows the last block: the final norm, or None."""
+
+    @abstractmethod
+    def prediction_head(self, activation: str = "ratio") -> Chain | None:
+        """What lies between the model's output and its unembedding; None where nothing does."""
+
+    @abstractmethod
+    def logit_vectors(
+        self, ids: Int[Tensor, "batch query"], positions: Int[Tensor, "batch query"]
+    ) -> tuple[Float[Tensor, "batch query d_model"], Float[Tensor, "batch query"]]:
+        """The directions of some tokens' logits in what is unembedded, and their constants."""
+
+    @abstractmethod
+    def check_fresh(self) -> None:
+        """Raise `FrozenModelError` if the model is no longer the one that the maps belong to."""
+
+    @abstractmethod
+    def checked(self, result: SumType) -> SumType:
+        """A sum made from these maps, after a look at its residual: a warning or an error where that is too large."""
+
+
+def check_pass(frozen: Any) -> None:
+    """Raise `InvalidInputError` where a model, or anything else, was passed instead of a frozen pass."""
+    if not isinstance(frozen, Linearisation):
+        raise InvalidInputError(
+            f"a frozen pass is needed, got {type(frozen).__name__}: make one with tlens.freeze(model, text)."
+        )

@@ -1,0 +1,150 @@
+"""Checks of one capture before anything is proved of it: each refuses, or warns of, what a proof would not see."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from tensorlens_tl.algebra.numerics import relative_error, upcast
+from tensorlens_tl.algebra.recursion import spectral_radius
+from tensorlens_tl.errors import NumericalError, UnsupportedModelError
+from tensorlens_tl.hooks import capture as run_and_capture
+from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.passes.capture import Capture
+from tensorlens_tl.passes.proof import check_pattern, looks_ahead
+
+
+def check_growth(capture: Capture, tolerance: float) -> None:
+    """Refuse whitening that grows so much over a prompt that a proof would see nothing but the recursion.
+
+    Raises:
+        NumericalError: what a block adds to its later tokens is lost beside what they have of the earlier ones.
+    """
+    for layer, block in enumerate(capture.view.blocks):
+        if block.whitening is None:
+            continue
+        sizes = [
+            torch.linalg.vector_norm(upcast(x[capture.mask]), dim=-1).max()
+            for x in (capture.resid_pre(layer) @ block.whitening.entry, capture.resid_read(layer))
+        ]
+        growth = float(sizes[1] / sizes[0])
+        most = max(1 / tolerance, 1e3)
+        if growth <= most**0.5 or not bool(torch.isfinite(sizes[0])):  # what is not finite before it is named elsewhere
+            continue
+        radius = spectral_radius(block.whitening.step)
+        what = (
+            f"blocks.{layer}.whitening of this {capture.view.description} (spectral radius {radius:.3g}) makes vectors "
+            f"{growth:.1e} times larger over this prompt"
+        )
+        if not growth <= most:
+            raise NumericalError(
+                f"{what}; what blocks add to them is lost beside that, and no proof could see it. Freeze a shorter "
+                "prompt, or train L⁻¹M towards a radius below 1."
+            )
+        warnings.warn(f"{what}; longer prompts will be refused.", stacklevel=3)
+
+
+def warn_of_ties(capture: Capture, logits: Mapping[str, Tensor]) -> None:
+    """Say where a token's choice of experts is arbitrary: one that is chosen and one that is not count the same."""
+    for block, points in zip(capture.view.blocks, capture.points.blocks, strict=True):
+        if block.name not in logits or points.index is None or not isinstance(block.mlp, ExpertsWeights):
+            continue
+        index = capture.activation(points.index).flatten(0, 1)
+        count = block.mlp.count
+        numbers = logits[block.name].to(index.device).flatten(0, -2)
+        if numbers.shape != (len(index), count):
+            continue
+        chosen = torch.zeros(len(index), count + 1, dtype=torch.bool, device=index.device)
+        chosen = chosen.scatter(1, index.clamp_max(count), True)[:, :count]  # some have a place that is no expert
+        least = torch.where(chosen, numbers, torch.inf).amin(1, keepdim=True)
+        tied = ((numbers == least) & ~chosen).any(1).unflatten(0, capture.tokens.shape) & capture.mask
+        if bool(tied.any()):
+            row, pos = tied.nonzero()[0].tolist()
+            warnings.warn(
+                f"{block.name}.mlp of this {capture.view.description}: {int(tied.sum())} tokens (first: prompt {row}, "
+                f"position {pos}) are sent to an expert whose router logit another expert equals that is left out. "
+                "Which of the two it is is arbitrary, and may differ on another machine or in another batch.",
+                stacklevel=3,
+            )
+
+
+_repeats: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by model, the versions its weights had
+
+
+def check_repeats(capture: Capture, tolerance: float) -> None:
+    """Refuse a model that gives another output on the same prompt when it runs again; checked once per model."""
+    versions = capture.weights.versions
+    if capture.other_hooks or _repeats.get(capture.model) == versions:
+        return
+    name = capture.points.last_output
+    again, _ = run_and_capture(capture.model, capture.inputs, [name], last=name)
+    output = capture.activation(name)
+    repeated = again[name].to(output).reshape(output.shape)
+    error = relative_error(repeated, output, capture.mask[:, -output.shape[1] :])
+    if not error <= tolerance:
+        raise UnsupportedModelError(
+            f"two runs of this {capture.view.description} on the same prompt differ by {error:.1e} in the last block's "
+            "output: something in it is random (dropout that is on in eval mode?). Switch it off."
+        )
+    _repeats[capture.model] = versions
+
+
+def check_dtype(capture: Capture) -> None:
+    """Refuse a state-space model that keeps its stream in float32 beside narrower weights."""
+    for layer, block in enumerate(capture.view.blocks):
+        stream = capture.resid_pre(layer).dtype
+        weights = next(block.module.parameters()).dtype
+        if stream != weights and weights in (torch.float16, torch.bfloat16) and block.mixer is not None:
+            raise UnsupportedModelError(
+                f"{block.name} of this {capture.view.description} reads a residual stream in {stream} with weights in "
+                f"{weights} (residual_in_fp32). Load the model in float32."
+            )
+
+
+def check_width(capture: Capture) -> None:
+    """Refuse a model whose number of positions differs from the number of tokens."""
+    stream = capture.resid_pre(0).shape[:2]
+    tokens = capture.tokens.shape
+    if stream != tokens:
+        raise UnsupportedModelError(
+            f"{capture.view.description} makes {stream[1]} positions of {tokens[1]} tokens (virtual tokens of a "
+            "prompt or prefix adapter, or a hook?); only models with one position for each token can be capture."
+        )
+
+
+def check_padding(capture: Capture) -> None:
+    """Refuse padding that the model does not handle: weight on padded tokens, or NaN that padding brought."""
+    prompt = capture.prompt
+    points = capture.points
+    if bool(prompt.mask.all()):
+        return
+    encoder_layers = sum(block.cross is None for block in points.blocks) if prompt.encoder_length else 0
+    for number, block in enumerate(points.blocks):
+        start = prompt.encoder_length if number >= encoder_layers and encoder_layers else 0
+        queries = slice(start, None) if start or not encoder_layers else slice(0, prompt.encoder_length)
+        spans: dict[str, slice] = {}
+        if block.pattern is not None:
+            spans[block.pattern] = queries
+        if block.cross is not None:
+            spans[block.cross.pattern] = slice(0, start)
+        for name, keys in spans.items():
+            if name in capture.activations:  # a pattern that is recomputed was checked while the model ran
+                check_pattern(name, capture.activation(name), prompt.mask[:, queries], prompt.mask[:, keys])
+    first = points.blocks[0].pattern
+    if first is None or encoder_layers:
+        return
+    ahead = looks_ahead(capture.activation(first), prompt.mask) if first in capture.activations else not capture.causal
+    if not ahead:
+        return
+    # GPT-1's Bridge is bidirectional when it is given a mask, and only then
+    short = {name: value for name, value in prompt.kwargs.items() if "attention_mask" not in name}
+    short = {name: value[:1, :2] if isinstance(value, Tensor) else value for name, value in short.items()}
+    alone, _ = run_and_capture(capture.model, short, [first], last=first)
+    if prompt.tokens.shape[1] > 1 and not bool(alone[first].triu(1).any()):
+        raise UnsupportedModelError(
+            f"{first} puts weight on later tokens when the model is given an attention mask, and on none without one: "
+            "this model does not handle padding. Freeze the prompts one by one."
+        )
