@@ -405,8 +405,8 @@ def gpt2_long(context: int) -> Shape:
 
 def kept_by(frozen: Any) -> Iterator[torch.Tensor]:
     """Every tensor that a pass keeps of its run."""
-    yield from frozen.cache.values()
-    for held in frozen.held_scores.values():
+    yield from frozen.capture.activations.values()
+    for held in frozen.capture.held_scores.values():
         yield from (held.queries, held.keys, held.sums)
 
 

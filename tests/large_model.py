@@ -100,7 +100,7 @@ def offloaded(folder):
     expected = load_file(str(folder / "answers.safetensors"))
     return {
         "resident": peak.most - before,
-        "cache": sum(kept.numel() * kept.element_size() for kept in frozen.cache.values()),
+        "cache": sum(kept.numel() * kept.element_size() for kept in frozen.capture.activations.values()),
         "reads": counts,
         "layers": frozen.n_layers,
         "differences": {

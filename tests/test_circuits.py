@@ -51,7 +51,7 @@ def token_logit(frozen, hooks=(), token=5, minus=7):
     asked = resolve_target(frozen, token, minus)
     x = seen["x"]
     if by_stream:
-        norm = frozen.final_norm()
+        norm = frozen.maps.final_norm()
         x = frozen.prediction_head()(x if norm is None else norm(x))
     return ((x[:, -1:] * asked.vectors).sum(-1) + asked.constant)[:, 0]
 
@@ -80,9 +80,9 @@ def without(frozen, layer, head, pos=slice(None)):
     ends = frozen.points.blocks[layer].attention
     if ends is not None:
         heads = range(frozen.view.blocks[layer].attention.heads)[head]
-        only = frozen.attention(layer, heads=[heads] if isinstance(heads, int) else heads)
-        written = only.push(frozen.captured(ends.into))
-        written = written + only.bias - frozen.attention(layer, heads=[]).bias  # b_V inside, b_O not
+        only = frozen.maps.attention(layer, heads=[heads] if isinstance(heads, int) else heads)
+        written = only.push(frozen.activation(ends.into))
+        written = written + only.bias - frozen.maps.attention(layer, heads=[]).bias  # b_V inside, b_O not
 
         def subtract(out, *, hook):
             out = out.clone()
@@ -237,7 +237,7 @@ def test_a_direction_in_the_middle_of_the_model(frozen, name):
     def see(tensor, *, hook):
         seen["x"] = tensor.detach()
 
-    at = frozen.output_name(0)
+    at = frozen.capture.output_name(0)
     with torch.no_grad():
         frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[without(frozen, 0, 1), (at, see)])
     assert close(live["L0H1"][:, 0], (x[:, -1] - seen["x"][:, -1]) @ d, atol=tolerance(name))
@@ -398,7 +398,7 @@ def test_source_pairs_sum_to_the_score_of_the_captured_queries_and_keys(frozen, 
     softmax_in_float32 = name in ("bridge/phi", "bridge/gptj", "bridge/opt", "bridge/modernbert-decoder")
     assert made.reading_error < (1e-6 if softmax_in_float32 else tolerance(name))
     reading = scores.score_reading(frozen, layer)
-    ours = reading.scores(frozen.resid_read(layer))
+    ours = reading.scores(frozen.capture.resid_read(layer))
     assert close(made.total, ours[:, 3, -1, 3], atol=1e-9)
     hooked_before_rotation = name in ("bridge/afmoe", "bridge/modernbert-decoder")  # only the pattern is a witness
     if frozen.pattern(layer)[:, 3, -1, 3].min() > 0 and not hooked_before_rotation:
@@ -436,7 +436,7 @@ def test_qk_circuits_give_the_models_scores(name, model_named):
                 parameter.zero_()
     frozen = tlens.freeze(model, some_tokens(batch=1))
     reading, x = scores.score_reading(frozen, 1), frozen.resid_pre(1)[0]
-    sigma = frozen.norm(1, frozen.layouts[1].attn.before).scale[0]
+    sigma = frozen.maps.norm(1, frozen.layouts[1].attn.before).scale[0]
     rotary = reading.rotation is not None
     for query, key in ((5, 5), (5, 2), (3, 1)):
         circuit = circuits.qk(model, 1, 3, offset=query - key if rotary else None, fold_norms=True)

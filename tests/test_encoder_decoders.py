@@ -102,7 +102,7 @@ def test_an_operator_of_some_layers_and_heads(frozen, model, name):
         x = op.x + torch.randn(op.x.shape, dtype=op.x.dtype)
         put = [
             (at, lambda live, hook, part=part: part)
-            for at, part in zip(frozen.stream_names(0), x.split(list(frozen.sides), 1), strict=True)
+            for at, part in zip(frozen.capture.stream_names(0), x.split(list(frozen.sides), 1), strict=True)
         ]
         see = [(frozen.points.output, lambda live, hook, seen=seen: seen.update(output=live))]
         hooks = [*put, *frozen.fwd_hooks(), (frozen.points.blocks[layer].z, two_of_four), *see]
@@ -406,7 +406,7 @@ def test_it_comes_by_cross_attention(reversal):
     made, points = scores_of(letters, frozen), frozen.points.blocks[1].cross
     encoder, decoder = made.scores.split([7, 6], dim=-1)
     assert float(encoder.sum(-1).mean()) > 2.5 * float(decoder.sum(-1).mean())
-    cache = frozen.cache | {points.pattern: torch.zeros_like(frozen.cache[points.pattern])}
+    cache = frozen.capture.activations | {points.pattern: torch.zeros_like(frozen.capture.activations[points.pattern])}
     without = dataclasses.replace(frozen, cache=cache).operator().contributions(slice(7, 13))
     assert not without[:, :, :7].any()
     assert without[:, :, 7:].any()

@@ -69,7 +69,7 @@ def test_one_expert_is_worth_what_the_frozen_model_loses_without_it(name, model_
     assert {f"L{at}E{number}" for number in chosen} <= set(effects.names)
     for number in chosen[:2]:
         share = (routes.weight * (routes.index == number)).sum(-1, keepdim=True)
-        made = by_hand(name, layer_of(model, at), number, frozen.captured(ends.into), share) * (share != 0)
+        made = by_hand(name, layer_of(model, at), number, frozen.activation(ends.into), share) * (share != 0)
         lost = everything - frozen_logit(frozen, [(ends.out, lambda out, *, hook, made=made: out - made)])
         assert close(effects[f"L{at}E{number}"][:, 0], lost, atol=tolerance(name))
     together = sum(effects[node] for node in effects.names if node.startswith((f"L{at}E", f"L{at}.shared")))
@@ -85,7 +85,7 @@ def test_routing_is_the_routers_own_choice(model_named):
     tokens, mask = some_tokens(), torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     frozen = tlens.freeze(model, tokens, attention_mask=mask)
     for layer in range(2):
-        x = frozen.captured(frozen.points.blocks[layer].mlp.into)
+        x = frozen.activation(frozen.points.blocks[layer].mlp.into)
         router = layer_of(model, layer).gate
         logits = x @ getattr(router, "original_component", router).weight.detach().T
         best = logits.topk(2, dim=-1)
@@ -98,7 +98,7 @@ def test_routing_is_the_routers_own_choice(model_named):
 def test_routing_of_a_layer_without_experts_is_refused(model_named):
     frozen = tlens.freeze(model_named("bridge/qwen2-moe"), some_tokens())
     assert frozen.routing(1).index.shape == (2, 6, 2)
-    for ask in (frozen.routing, frozen.experts):
+    for ask in (frozen.routing, frozen.maps.experts):
         with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 .* has no experts"):
             ask(0)
     unproved = tlens.freeze(frozen.model, some_tokens(), verify=False)  # but for the first block of each kind
@@ -158,7 +158,7 @@ def test_experts_that_tie_are_told():
     with pytest.warns(UserWarning, match=r"blocks\.1\.mlp .*6 tokens \(first: prompt 0, position 0\).* is arbitrary"):
         frozen = tlens.freeze(model, some_tokens(1))
     assert max(frozen.errors.values()) < tolerance("mixtral")
-    assert not any(name in frozen.cache for name in frozen.points.routers)
+    assert not any(name in frozen.capture.activations for name in frozen.points.routers)
     mask = torch.tensor([[1] * 4 + [0] * 2])
     with pytest.warns(UserWarning, match=r"4 tokens"):
         tlens.freeze(model, some_tokens(1), attention_mask=mask)

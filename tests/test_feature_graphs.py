@@ -33,8 +33,8 @@ FEW = [name for name in ("hooked/ln", "bridge/gpt2", "bridge/llama", "bridge/phi
 def two(frozen, kind="relu", normalise="none"):
     """Features after the first block and after the last."""
     width = frozen.output.shape[-1]
-    early = circuits.features(frozen, Dictionary(width, kind, normalise), frozen.output_name(0))
-    last = frozen.output_name(frozen.n_layers - 1)
+    early = circuits.features(frozen, Dictionary(width, kind, normalise), frozen.capture.output_name(0))
+    last = frozen.capture.output_name(frozen.n_layers - 1)
     return early, circuits.features(frozen, Dictionary(width, "topk", seed=3), last)
 
 

@@ -131,13 +131,13 @@ def seen_frozen(frozen, hook, hooks=()):
 def test_every_sum_holds(model, name):
     """Logit = features + error + bias; pre-activation = tokens + bias = components + biases = earlier features + …"""
     frozen = tlens.freeze(model, some_tokens())
-    first, last = frozen.output_name(0), frozen.output_name(frozen.n_layers - 1)
+    first, last = frozen.capture.output_name(0), frozen.capture.output_name(frozen.n_layers - 1)
     early, late = (
         circuits.features(frozen, Dictionary(frozen.output.shape[-1], kind, seed=seed), hook)
         for seed, (kind, hook) in enumerate([("jumprelu", first), ("relu", last)])
     )
     feature = 3
-    own = late.dictionary.source.before(frozen.captured(last))[..., feature]
+    own = late.dictionary.source.before(frozen.activation(last))[..., feature]
     by_token = circuits.feature_attribution(late, feature, query=None)
     assert close(by_token.total, own)
     made = [
@@ -181,7 +181,7 @@ def test_a_feature_is_worth_what_the_frozen_model_loses_without_it(model_named, 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_source_token_is_worth_what_the_pre_activation_loses_without_it(model_named, name):
     frozen = tlens.freeze(model_named(name), some_tokens())
-    hook, dictionary, feature = frozen.output_name(1), Dictionary(kind="topk"), 11
+    hook, dictionary, feature = frozen.capture.output_name(1), Dictionary(kind="topk"), 11
     scores = circuits.feature_attribution(circuits.features(frozen, dictionary, hook), feature).scores
     x = frozen.resid_pre(0)
     before = lambda hooks=(): dictionary.before(seen_frozen(frozen, hook, hooks))[:, -1, feature]  # noqa: E731
@@ -194,7 +194,7 @@ def test_a_source_token_is_worth_what_the_pre_activation_loses_without_it(model_
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_edge_is_what_the_later_feature_loses_without_the_earlier_one(model_named, name):
     frozen = tlens.freeze(model_named(name), some_tokens())
-    first, last = "blocks.1.hook_resid_pre", frozen.output_name(1)
+    first, last = "blocks.1.hook_resid_pre", frozen.capture.output_name(1)
     early, late = Dictionary(seed=1), Dictionary(kind="topk", seed=2)
     edges = circuits.feature_edges(
         circuits.features(frozen, early, first), circuits.features(frozen, late, last), [2, 9], query=[3, 5]
@@ -220,7 +220,7 @@ def test_transcoders_in_the_place_of_an_mlp(model_named, name):
     source = Transcoder()
     found = circuits.features(frozen, source, read, hook_out=write)
     terms = circuits.feature_effects(found, 5, 7, by="feature_token")
-    late = circuits.features(frozen, Dictionary(seed=4), frozen.output_name(1))
+    late = circuits.features(frozen, Dictionary(seed=4), frozen.capture.output_name(1))
     edges = circuits.feature_edges(found, late, [1, 2], by="feature")
     into = [circuits.feature_attribution(found, 6, by=by, query=None) for by in ("token", "component")]
     for result in (terms, edges, *into):
@@ -254,7 +254,7 @@ def test_weights_alone_say_the_same_as_encode(model_named, kind):
     alone = circuits.features(frozen, bare(full, *extra), hook)
     assert torch.equal(known.index, alone.index)
     assert close(known.values, alone.values, atol=1e-12)
-    active = full.encode(frozen.captured(frozen.output_name(0)))
+    active = full.encode(frozen.activation(frozen.capture.output_name(0)))
     assert torch.equal(known.index, active.nonzero())
     silent = Dictionary(kind=kind, from_input=True)
     del silent.cfg.apply_b_dec_to_input
@@ -302,7 +302,7 @@ def test_direct_effects_on_a_pre_activation(model_named, by):
 def test_small_memory_gives_the_same(model_named):
     frozen = tlens.freeze(model_named("bridge/llama"), some_tokens())
     found = circuits.features(frozen, Dictionary(), "blocks.0.hook_resid_post")
-    late = circuits.features(frozen, Dictionary(seed=3), frozen.output_name(1))
+    late = circuits.features(frozen, Dictionary(seed=3), frozen.capture.output_name(1))
     for call in (
         partial(circuits.feature_effects, found, 5, 7),
         partial(circuits.feature_edges, found, late),
@@ -331,7 +331,7 @@ def test_what_features_tell(model_named):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
     dictionary = Dictionary(kind="topk", hook="blocks.0.hook_resid_post")
     found = circuits.features(frozen, dictionary)
-    x = frozen.captured(frozen.output_name(0))
+    x = frozen.activation(frozen.capture.output_name(0))
     active = dictionary.encode(x)
     best = active[1, -1].topk(3)
     assert [(entry.name, entry.position) for entry in found.top(3, batch=1)] == [(f"F{i}", 5) for i in best.indices]
@@ -450,7 +450,7 @@ class Bare:
 )
 def test_a_plain_relu_is_read_from_weights_alone(model_named, said):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
-    assert circuits.features(frozen, Bare(**said), frozen.output_name(0)).active_per_token > 0
+    assert circuits.features(frozen, Bare(**said), frozen.capture.output_name(0)).active_per_token > 0
 
 
 @pytest.mark.parametrize(
@@ -486,7 +486,7 @@ def test_a_plain_relu_is_read_from_weights_alone(model_named, said):
 def test_what_weights_alone_do_not_tell_is_refused(model_named, said, message):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
     with pytest.raises(tlens.InvalidInputError, match=message):
-        circuits.features(frozen, Bare(**said), frozen.output_name(1))
+        circuits.features(frozen, Bare(**said), frozen.capture.output_name(1))
 
 
 class Gated(torch.nn.Module):
@@ -518,9 +518,9 @@ class Gated(torch.nn.Module):
 )
 def test_what_a_module_says_in_its_parts_is_refused(model_named, part, message):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
-    circuits.features(frozen, Gated(None), frozen.output_name(1))
+    circuits.features(frozen, Gated(None), frozen.capture.output_name(1))
     with pytest.raises(tlens.InvalidInputError, match=message):
-        circuits.features(frozen, Gated(part), frozen.output_name(1))
+        circuits.features(frozen, Gated(part), frozen.capture.output_name(1))
 
 
 class Forward(Gated):
@@ -536,9 +536,9 @@ class Forward(Gated):
 
 def test_a_forward_without_encode_is_compared(model_named):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
-    assert circuits.features(frozen, Forward(1.0), frozen.output_name(1)).active_per_token > 0
+    assert circuits.features(frozen, Forward(1.0), frozen.capture.output_name(1)).active_per_token > 0
     with pytest.raises(tlens.InvalidInputError, match=r"Forward.forward gives something else"):
-        circuits.features(frozen, Forward(1.5), frozen.output_name(1))
+        circuits.features(frozen, Forward(1.5), frozen.capture.output_name(1))
 
 
 SAELENS_5 = {
@@ -574,7 +574,7 @@ def test_configurations_of_saelens_5_are_read(model_named, kind, said, factor):
     if factor:
         weights.finetuning_scaling_factor = factors
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
-    hook = frozen.output_name(0)
+    hook = frozen.capture.output_name(0)
     found = circuits.features(frozen, weights, hook)
     x = own_stream(frozen, hook)
     features = whole.encode(x)
@@ -596,7 +596,7 @@ def test_a_small_b_dec_is_found_in_half_precision():
     whole = Subtracting()
     for name in ("W_enc", "W_dec", "b_enc", "b_dec"):
         setattr(whole, name, getattr(whole, name).to(torch.bfloat16) * (0.05 if name == "b_dec" else 1))
-    read = circuits.features(frozen, whole, frozen.output_name(0)).dictionary
+    read = circuits.features(frozen, whole, frozen.capture.output_name(0)).dictionary
     assert torch.equal(read.b_enc, whole.b_enc - whole.b_dec @ whole.W_enc)
 
 
@@ -616,8 +616,8 @@ def test_encoder_decoders_are_refused(model_named):
 
 def test_bad_questions(model_named):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
-    early, late = (circuits.features(frozen, Dictionary(), frozen.output_name(layer)) for layer in range(2))
-    again = circuits.features(tlens.freeze(frozen.model, some_tokens()), Dictionary(), frozen.output_name(1))
+    early, late = (circuits.features(frozen, Dictionary(), frozen.capture.output_name(layer)) for layer in range(2))
+    again = circuits.features(tlens.freeze(frozen.model, some_tokens()), Dictionary(), frozen.capture.output_name(1))
     named, numbered = (circuits.feature_attribution(late, feature) for feature in ("F7", 7))
     assert torch.equal(named.scores, numbered.scores)
     for call, message in (

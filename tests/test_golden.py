@@ -211,13 +211,13 @@ def test_integrated_gradients_in_closed_form(frozen):
     for number in range(3):
         layer, mlp = LocalLayer(frozen, number), frozen.view.blocks[number].mlp
         atb = torch.cat([v for _, v in layer.vectors(layer.norms("ln1"), residual=True)])
-        z = frozen.cache[frozen.points.blocks[number].pre]
+        z = frozen.capture.activations[frozen.points.blocks[number].pre]
         slope = torch.zeros_like(z)
         for node, weight in zip(nodes, weights, strict=True):
             leaf = (node * z).requires_grad_(True)
             slope += weight * torch.autograd.grad(mlp.activation(leaf).sum(), leaf)[0]
         ff = (atb @ mlp.W_in) * slope @ mlp.W_out
-        out = Chain((Diagonal(torch.ones_like(z[..., :32])), frozen.norm(number, "ln2"))).push(ff + atb)
+        out = Chain((Diagonal(torch.ones_like(z[..., :32])), frozen.maps.norm(number, "ln2"))).push(ff + atb)
         for scope, vectors in (("atb", atb), ("atb_ff", ff), ("atb_ff_res_ln", out)):
             agree(scopes[scope][number], vectors.norm(dim=-1).permute(1, 2, 0), 1e-9)
 
@@ -236,7 +236,7 @@ def test_decompx_with_its_relu_approximation(frozen):
     kept = dict(frozen._ratios)
     try:
         for layer in range(3):
-            z = frozen.cache[frozen.points.blocks[layer].pre]
+            z = frozen.capture.activations[frozen.points.blocks[layer].pre]
             frozen._ratios[layer] = Coefficients((z > 0).to(z.dtype))
         agree(source_to_output(frozen).permute(1, 2, 0, 3), theirs)
     finally:

@@ -49,7 +49,7 @@ def zeroed_one_by_one(frozen):
             def keep(output, hook, seen=seen):
                 seen["output"] = output.detach().clone()
 
-            hooks = [(f"blocks.{layer}.attn.hook_v", zero), (frozen.output_name(layer), keep)]
+            hooks = [(f"blocks.{layer}.attn.hook_v", zero), (frozen.capture.output_name(layer), keep)]
             frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
             change[layer, :, :, j] = 1 - torch.cosine_similarity(seen["output"], frozen.resid_pre(layer + 1), dim=-1)
     return change / change.sum(-1, keepdim=True)

@@ -99,7 +99,7 @@ def test_rows_are_made_a_few_at_a_time(name, model_named, monkeypatch):
     for ask in (lambda op: op.in_out(None).scores, lambda op: op.contributions()):
         assert close(ask(ops[1]), ask(ops[0]), atol=rerun_tolerance(name))
     weights = kept.view.blocks[0].attention
-    maps = [frozen.attention(0).stages[1] for frozen in (kept, made)]
+    maps = [frozen.maps.attention(0).stages[1] for frozen in (kept, made)]
     assert isinstance(maps[1], recomputed.RecomputedAttention)
     x = torch.randn(3, 2, 7, weights.W_O.shape[0] // weights.heads * weights.kv_heads, dtype=torch.float64)
     g = torch.randn(3, 2, 4, weights.W_O.shape[0], dtype=torch.float64)
@@ -114,7 +114,7 @@ def test_rows_are_made_a_few_at_a_time(name, model_named, monkeypatch):
             assert close(pulled[1], pulled[0], atol=atol)
     heads = [m.of_head(1) for m in maps]
     assert close(heads[1].pattern, heads[0].pattern, atol=atol)
-    left_out = [frozen.attention(0, heads=[1]).stages[1].pattern for frozen in (kept, made)]
+    left_out = [frozen.maps.attention(0, heads=[1]).stages[1].pattern for frozen in (kept, made)]
     assert close(left_out[1], left_out[0], atol=atol)
     assert abs(maps[1].norm_bound() - maps[0].norm_bound()) <= atol
 
@@ -164,7 +164,7 @@ def test_circuits_and_cuts(model_named):
         lambda frozen: frozen.first_tokens(0, 3).attention(0)(frozen.resid_pre(0)[:, :3]),
         lambda frozen: frozen.operator(heads={1: [0, 2]}).in_out().scores,
         lambda frozen: tlens.implicit_attention(frozen, 1),
-        lambda frozen: tlens.circuits.scores.score_reading(frozen, 1).scores(frozen.resid_read(1)),
+        lambda frozen: tlens.circuits.scores.score_reading(frozen, 1).scores(frozen.capture.resid_read(1)),
     ):
         assert close(ask(made), ask(kept), atol=rerun_tolerance(ROTARY))
 
@@ -188,7 +188,12 @@ def test_nothing_quadratic_is_alive(name, model_named):
     op.slice()
     frozen.logits(3)
     assert not [t.shape for key, t in square_tensors(length).items() if key not in before]
-    held = [t for scores in frozen.held_scores.values() for t in vars(scores).values() if isinstance(t, torch.Tensor)]
+    held = [
+        t
+        for scores in frozen.capture.held_scores.values()
+        for t in vars(scores).values()
+        if isinstance(t, torch.Tensor)
+    ]
     assert len(held) >= 4 * frozen.n_layers
     kept = tlens.freeze(model, tokens)
     assert len(square_tensors(length)) >= len(before) + kept.n_layers  # what this test would see

@@ -39,7 +39,7 @@ def one_hot(positions, width):
 @pytest.mark.parametrize("frozen", [MAMBA], indirect=True)
 def test_a_mixer_is_its_explicit_matrix(frozen):
     """α of every channel between the projections, the taps, the ratio, D and the gate: entry by entry."""
-    mixer = frozen.mixer(0)
+    mixer = frozen.maps.mixer(0)
     entry, convolution, ratio, _, gate, output = mixer.stages
     alpha = tlens.implicit_attention(frozen, 0, channels=True)
     D = frozen.model.blocks[0].mixer.original_component.D
@@ -77,7 +77,7 @@ def what_mixes(mixer):
 @pytest.mark.parametrize("frozen", [MAMBA, "bridge/mamba2", DELTA, LFM2], indirect=True)
 def test_what_is_shown_is_what_the_maps_hold(frozen):
     """A one at each key, in every channel, through the part of the map that mixes positions."""
-    shown, mixer = tlens.implicit_attention(frozen, 0), frozen.mixer(0)
+    shown, mixer = tlens.implicit_attention(frozen, 0), frozen.maps.mixer(0)
     (batch, pos), width = frozen.tokens.shape, len(mixer.stages[-1].weight)
     keys = torch.eye(pos, dtype=torch.float64)[:, None, :, None].expand(-1, batch, -1, width)
     by_channel = what_mixes(mixer).push(keys).permute(1, 3, 2, 0)

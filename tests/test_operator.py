@@ -30,9 +30,9 @@ def test_layer_ranges_compose_to_the_whole(frozen):
 def test_heads_add_up(frozen):
     """What each head alone adds, and all of them."""
     x = frozen.operator().x
-    sublayer = frozen.attention(0)
-    none = frozen.attention(0, heads=[])
-    alone = [frozen.attention(0, heads=[head]) for head in range(4)]
+    sublayer = frozen.maps.attention(0)
+    none = frozen.maps.attention(0, heads=[])
+    alone = [frozen.maps.attention(0, heads=[head]) for head in range(4)]
     assert close(sum(a.push(x) for a in alone), sublayer.push(x), 1e-12)
     assert not none.push(x).any()
     b_O = frozen.view.blocks[0].attention.b_O
@@ -417,8 +417,8 @@ def test_biases_by_position_are_the_pulls_of_each_bias(family, query, model_name
         shares += (g * end.bias).sum(-1)
         g = end.pull(g)
         layer = frozen.n_layers - 1
-        mlp, attention = frozen.mlp(layer), frozen.attention(layer)
-        norms = {name: frozen.norm(layer, name) for name in frozen.view.blocks[layer].norms}
+        mlp, attention = frozen.maps.mlp(layer), frozen.maps.attention(layer)
+        norms = {name: frozen.maps.norm(layer, name) for name in frozen.view.blocks[layer].norms}
         branch = g
         for stage in reversed((norms["ln2"], *mlp.stages)):
             shares += (branch * stage.bias).sum(-1)

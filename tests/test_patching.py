@@ -49,7 +49,7 @@ def number(frozen, hooks, held=True):
         frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[*hooks, (point, see)])
     x = seen["x"]
     if by_stream:
-        x = frozen.prediction_head()(x if frozen.final_norm() is None else frozen.final_norm()(x))
+        x = frozen.prediction_head()(x if frozen.maps.final_norm() is None else frozen.maps.final_norm()(x))
     asked = pair_target(frozen, frozen, 5, 7, None, -1)
     return asked.number(x)[:, 0]
 
@@ -83,7 +83,7 @@ def values(frozen, points):
 def node_hooks(frozen, corrupted):
     """By node: the hook point, and the hook that patches it. Attention by head, as `by="head"`."""
     points = frozen.points.blocks
-    first = frozen.stream_names(0)[0]
+    first = frozen.capture.stream_names(0)[0]
     other = values(corrupted, [first, *(p.z for p in points), *(p.post for p in points)])
     made = {"embed": (first, put(other[first]))}
     for layer, at in enumerate(points):
@@ -112,7 +112,7 @@ def test_patching_a_node_of_the_frozen_model_costs_its_score(name, model_named):
 def test_so_do_neurons_positions_and_the_stream(name, model_named):
     clean, corrupted = two(model_named(name))
     before, points = number(clean, []), clean.points.blocks
-    streams = [clean.stream_names(layer)[0] for layer in range(clean.n_layers)]
+    streams = [clean.capture.stream_names(layer)[0] for layer in range(clean.n_layers)]
     other = values(corrupted, [points[1].post, points[1].z, *streams])
     neurons = circuits.patch_scores(clean, corrupted, **ASKED, by="neuron", positions=True)
     hook = (points[1].post, put(other[points[1].post], part=3))
@@ -212,18 +212,20 @@ def test_patching_an_edge_by_hooks_on_the_frozen_model_costs_its_score(name, mod
     """What the embedding gives a head's values, an MLP's neurons, and the end, taken away at their own hook points."""
     clean, corrupted = two(model_named(name))
     edges, before = circuits.edge_scores(clean, corrupted, **ASKED), number(clean, [])
-    start, points = clean.stream_names(0)[0], clean.points.blocks[1]
+    start, points = clean.capture.stream_names(0)[0], clean.points.blocks[1]
     away = values(clean, [start])[start] - values(corrupted, [start])[start]
     block = clean.view.blocks[1]
-    values_away = clean.norm(1, "ln1").push(away[None])[0] @ block.attention.W_V
-    neurons_away = clean.norm(1, "ln2").push(away[None])[0] @ block.dense_mlp.W_in
+    values_away = clean.maps.norm(1, "ln1").push(away[None])[0] @ block.attention.W_V
+    neurons_away = clean.maps.norm(1, "ln2").push(away[None])[0] @ block.dense_mlp.W_in
 
     def less_values(live, hook):
         live = live.clone()
         live[:, :, 2] -= values_away.unflatten(-1, (4, -1))[:, :, 2]
         return live
 
-    ratio = clean.mlp_coefficients(1).through  # the hook that holds it reads what the MLP reads before this one does
+    ratio = clean.maps.mlp_coefficients(
+        1
+    ).through  # the hook that holds it reads what the MLP reads before this one does
     taken = {
         "embed → L1H2.v": (points.value, less_values),
         "embed → MLP1": (points.post, lambda live, hook: live - (ratio * neurons_away).reshape(live.shape)),

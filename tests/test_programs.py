@@ -95,7 +95,7 @@ def test_norms_hardly_change_a_program():
     for layer in range(frozen.n_layers):
         x = frozen.resid_pre(layer)
         assert float(x.mean(-1).abs().max()) < 1e-12
-        ratio = frozen.norm(layer, "ln1")(x).norm(dim=-1) / x.norm(dim=-1)
+        ratio = frozen.maps.norm(layer, "ln1")(x).norm(dim=-1) / x.norm(dim=-1)
         assert float((ratio - 1).abs().max()) < 1e-3
 
 

@@ -90,7 +90,7 @@ def test_hook_points_and_caches(whitened):
     assert torch.equal(cache["blocks.1.whitening.hook_in"], cache["blocks.0.hook_resid_post"])
     frozen = tlens.freeze(whitened, some_tokens(), cache=cache)
     assert torch.equal(frozen.resid_pre(1), cache["blocks.1.whitening.hook_in"])
-    assert close(frozen.resid_read(1), cache["blocks.1.whitening.hook_out"], atol=1e-12)
+    assert close(frozen.capture.resid_read(1), cache["blocks.1.whitening.hook_out"], atol=1e-12)
 
 
 def test_state_dict_and_copies_are_exact(plain):

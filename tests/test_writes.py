@@ -116,7 +116,7 @@ def test_head_by_head_where_the_model_shows_it(model_name):
 def test_nothing_of_it_is_kept(options):
     frozen = tlens.freeze(tiny_model("bridge/gpt2"), some_tokens(), **options)
     assert frozen.errors["blocks.1.writes"] < 1e-9
-    assert not set(frozen.cache) & set(frozen.points.proved)
+    assert not set(frozen.capture.activations) & set(frozen.points.proved)
 
 
 def test_a_sampled_proof_sees_the_last_token(halves):

@@ -13,7 +13,7 @@ shows in the patterns, a gated MLP's W_gate in the ratios.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -32,8 +32,10 @@ from tensorlens_tl.models.activations import Coefficients
 from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
-from tensorlens_tl.passes.record import Record, check_pass, mlp_chain
+from tensorlens_tl.passes.linearisation import check_pass
+from tensorlens_tl.passes.mlps import mlp_chain
 from tensorlens_tl.results.terms import Terms
 
 SETTLED = ("patterns", "ratios", "scales")
@@ -61,7 +63,7 @@ class Removed:
 
     frozen: FrozenPass
     plan: Plan
-    kept: Record
+    kept: FrozenPass
     after: Mapping[str, Tensor]
 
     def __repr__(self) -> str:
@@ -86,7 +88,7 @@ class Removed:
         W_O, negative = (_by_head(w.T, before.heads) for w in (before.W_O, -after.W_O))
         mix = Attention(pattern.to(before.W_O.dtype), before.kv_heads)
         removed = Chain((Linear(values, offset), mix, Linear(_beside(W_O, negative).T)))
-        return Parts(self.kept.attention(layer), removed)
+        return Parts(self.kept.maps.attention(layer), removed)
 
     def mlp(self, layer: int, activation: str = "ratio") -> Parts | None:
         """The same for its MLP, activation ratios held; None without one.
@@ -96,13 +98,13 @@ class Removed:
             FrozenModelError: the weights were changed since the pass.
         """
         self.frozen.check_fresh()
-        compressed = self.kept.mlp(layer, activation)
-        held = self.frozen.mlp_coefficients(layer, activation)
+        compressed = self.kept.maps.mlp(layer, activation)
+        held = self.frozen.maps.mlp_coefficients(layer, activation)
         before, after = (block.dense_mlp for block in self._blocks(layer))
         if before is None or after is None or held is None or compressed is None:
             return None
         if held.gate is not None:
-            self.frozen.check_gate(layer)
+            self.frozen.maps.check_gate(layer)
         twice = {
             name: None if first is None or second is None else torch.cat([first, second], dim=-1)
             for name in ("W_in", "b_in", "W_gate", "b_gate", "b_post")
@@ -191,7 +193,7 @@ class Removed:
         With the ratios go routing, and what gates and parts held as a whole read.
         """
         points = self.frozen.points
-        cache = dict(self.kept.cache)
+        activations = dict(self.kept.capture.activations)
         values = []
         patterns = [block.pattern for block in points.blocks if block.pattern is not None]
         inside = [(b.pre, b.pre_linear, b.index, b.weight, b.per_layer_input) for b in points.blocks]
@@ -199,14 +201,19 @@ class Removed:
         ratios = [*(name for names in inside for name in names if name is not None), *whole]
         steps = ([], patterns, [*ratios, points.last_output], list(points.captured))
         for names in steps:  # a masked model's prediction head takes its ratios from the last output
-            cache |= {name: self.after[name] for name in names}
-            record = replace(self.kept, cache=dict(cache), _ratios={}, _experts={})
-            end = Stream.of(record, activation, to_tokens=readout.read_at == points.unembed_in).x[-1]
+            activations |= {name: self.after[name] for name in names}
+            end = Stream.of(self._at(dict(activations)), activation, to_tokens=readout.read_at == points.unembed_in).x[
+                -1
+            ]
             values.append((upcast(readout.seed) * end).sum((-2, -1)))
         settled = torch.stack([now - then for then, now in pairwise(values)], dim=-1)
-        after = replace(self.kept, cache=dict(self.after))
-        activations = upcast(torch.take_along_dim(after.captured(readout.read_at), readout.positions[..., None], dim=1))
-        return settled, (activations * readout.vectors).sum(-1) + readout.constant
+        states = self._at(self.after).activation(readout.read_at)
+        states = upcast(torch.take_along_dim(states, readout.positions[..., None], dim=1))
+        return settled, (states * readout.vectors).sum(-1) + readout.constant
+
+    def _at(self, activations: Mapping[str, Tensor]) -> FrozenPass:
+        """The compressed weights at some activations."""
+        return _with_capture(self.kept, replace(self.kept.capture, activations=activations))
 
 
 def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
@@ -238,10 +245,14 @@ def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
     with own_run(frozen.model), torch.no_grad(), plan.applied():
         after, _ = capture(frozen.model, frozen.inputs, frozen.points.captured, calls=frozen.points.calls)
     view = frozen.view.with_weights(plan.weights())
-    held = {field.name: getattr(frozen, field.name) for field in fields(Record)}
-    # its weights are not those that its activations were made with: its gates are compared in the pass itself
-    new = {"view": view, "_ratios": {}, "_experts": {}, "_gates": set(range(frozen.n_layers))}
-    return Removed(frozen, plan, Record(**held | new), after)
+    return Removed(frozen, plan, _with_capture(frozen, replace(frozen.capture, view=view)), after)
+
+
+def _with_capture(frozen: FrozenPass, capture: Capture) -> FrozenPass:
+    """A pass at other activations or with other weights; its gates are compared in the pass itself."""
+    maps = frozen.maps.with_capture(capture)
+    maps.cache.gates.update(range(frozen.n_layers))
+    return replace(frozen, maps=maps)
 
 
 def _by_head(weight: Float[Tensor, "*rows width"], heads: int) -> Float[Tensor, "*rows head d_head"]:

@@ -25,7 +25,7 @@ from tensorlens_tl.algebra import AnyAttention, CausalConvolution, Chain, Diagon
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.frozen import PassLike
-from tensorlens_tl.passes.record import check_pass
+from tensorlens_tl.passes.linearisation import check_pass
 
 
 def implicit_attention(
@@ -55,12 +55,12 @@ def implicit_attention(
     """
     check_pass(frozen)
     layer = whole_number("layer", layer, 0, frozen.n_layers - 1, why="a layer of this model")
-    made, each = _of_heads(frozen.mixer(layer), channels, memory)
+    made, each = _of_heads(frozen.maps.mixer(layer), channels, memory)
     if channels and not each:
         raise InvalidInputError(
             f"channels: in layer {layer} the channels of a head take from the same positions; leave it out."
         )
-    real = frozen.mask[:, slice(*frozen.side(layer))]
+    real = frozen.mask[:, slice(*frozen.capture.side(layer))]
     return made * (real[:, None, :, None] & real[:, None, None, :])
 
 

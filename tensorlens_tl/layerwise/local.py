@@ -47,7 +47,7 @@ class LocalLayer:
     @cached_property
     def x(self) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that the block's sublayers read; of a whitened block, the whitened one."""
-        return self.frozen.resid_read(self.layer)
+        return self.frozen.capture.resid_read(self.layer)
 
     @cached_property
     def pattern(self) -> Float[Tensor, "batch head query key"]:
@@ -64,7 +64,7 @@ class LocalLayer:
                 "give, by what the receiving token is; no vector of a source token alone goes to every query. Methods "
                 "over the operator (tensorlens, decompx) work."
             )
-        values = Chain((*self.norms(self.attn.before), self.frozen.attention(self.layer).stages[0]))
+        values = Chain((*self.norms(self.attn.before), self.frozen.maps.attention(self.layer).stages[0]))
         v = values(self.x) if self.with_biases else values.push(self.x)
         v = rearrange(v, "b k (kv d) -> b k kv d", kv=weights.kv_heads)
         v = v.repeat_interleave(weights.heads // weights.kv_heads, dim=2)
@@ -82,7 +82,7 @@ class LocalLayer:
 
     def norms(self, *names: str | None) -> tuple[Norm, ...]:
         """The named norms, without those that are None."""
-        return tuple(self.frozen.norm(self.layer, name) for name in names if name is not None)
+        return tuple(self.frozen.maps.norm(self.layer, name) for name in names if name is not None)
 
     @cached_property
     def pairs(self) -> Bool[Tensor, "batch query key"]:
@@ -98,7 +98,7 @@ class LocalLayer:
 
     def attention_sum(self) -> Float[Tensor, "batch query d_model"]:
         """The same before the norm around it: the residual stream plus what attention adds, biases included."""
-        stream = self.frozen.attention(self.layer)
+        stream = self.frozen.maps.attention(self.layer)
         for norm in self.norms(self.attn.before):
             stream = stream @ norm
         for norm in self.norms(self.attn.after):

@@ -133,10 +133,10 @@ class _Site:
         self.values_at = points.heads.value
         self.out = None
         if points.attention is not None:
-            values, _, out = frozen.attention(layer).stages
+            values, _, out = frozen.maps.attention(layer).stages
             self.name = points.attention.out
             self.values_at = None
-            self.values = values(frozen.captured(points.attention.into))
+            self.values = values(frozen.activation(points.attention.into))
             self.out = out
             self.factor = block.branch_factor
 

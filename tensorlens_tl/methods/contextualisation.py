@@ -104,7 +104,7 @@ def _ff_parts(frozen: FrozenPass) -> list[tuple[Tensor, Tensor]]:
     ff_scope(frozen, None)  # refuses blocks whose MLP does not read attention
     parts = []
     for local in locals_of(frozen):
-        mlp = frozen.mlp(local.layer)
+        mlp = frozen.maps.mlp(local.layer)
         bypass = local.attended()
         stages = (*local.norms(local.mlp.before), *(stages_of(mlp) if mlp else ()), *local.norms(local.mlp.after))
         parts.append((bypass, Chain(stages)(bypass)))

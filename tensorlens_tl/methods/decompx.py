@@ -150,17 +150,17 @@ def source_to_output(
     rule = check_bias_rule(bias)
     width = 3 * frozen.resid_pre(0).shape[-1] + _widest(frozen)
     spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))
-    stages = _stages(frozen.block_map(0, activation=activation))
+    stages = _stages(frozen.maps.block_map(0, activation=activation))
     attention = frozen.view.blocks[0].attention if frozen.view.blocks[0].mixer is None else None
     plain = attention is not None and attention.output_factor is None
-    if frozen.whitening(0) is None and frozen.sides is None and plain:
+    if frozen.maps.whitening(0) is None and frozen.sides is None and plain:
         vectors = _first_attention(frozen, spread, activation, width)
         stages = stages[1:]
     else:
         vectors = source_vectors(frozen.resid_pre(0), rule == "token")
     last = frozen.n_layers if layers is None else layers
     for layer in range(1, last):
-        stages += _stages(frozen.block_map(layer, activation=activation))
+        stages += _stages(frozen.maps.block_map(layer, activation=activation))
     if layers is None:
         ends = (frozen.final_map(), frozen.prediction_head() if through_head else None)
         stages += [end for end in ends if end is not None]
@@ -174,7 +174,7 @@ def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width:
     local = LocalLayer(frozen, 0)
     extra = spread.rule == "token"
     vectors = source_vectors(local.x, extra)
-    first = _stages(frozen.block_map(0, activation=activation))[0]
+    first = _stages(frozen.maps.block_map(0, activation=activation))[0]
     parallel = [t for t in first.terms if not isinstance(t, Identity) and not t.mixes] if isinstance(first, Sum) else []
     beside = [walk(term, vectors.clone(), spread, causal=frozen.causal, width=width) for term in parallel]
     for keys, contribution in local.vectors(width=width, budget=spread.budget):

@@ -82,7 +82,7 @@ def ff_vectors(
 ) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
     """The vectors whose norms `ff_map` takes, a few source tokens at a time."""
     place = layer.mlp
-    mlp = layer.frozen.mlp(layer.layer, "ig")
+    mlp = layer.frozen.maps.mlp(layer.layer, "ig")
     weights = layer.frozen.view.blocks[layer.layer].mlp
     if mlp is None or weights is None:
         raise UnsupportedModelError(f"ff-ig: blocks.{layer.layer} has no MLP.")
@@ -116,14 +116,14 @@ def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:
 
 def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
     if number + 1 < frozen.n_layers:
-        if frozen.whitening(number + 1) is not None:
+        if frozen.maps.whitening(number + 1) is not None:
             raise UnsupportedModelError(
                 f"ff-ig: blocks.{number + 1} of this {frozen.view.description} is whitened, so its norm reads other "
                 "vectors than this block writes; use scope='atb_ln_ff_res', the last one before it."
             )
         following = LocalLayer(frozen, number + 1)
         return following.norms(following.attn.before)
-    final = frozen.final_norm()
+    final = frozen.maps.final_norm()
     return () if final is None else (final,)
 
 

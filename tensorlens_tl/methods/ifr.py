@@ -160,7 +160,7 @@ def _edges(layer: LocalLayer, threshold: float) -> tuple[Tensor, Tensor, Tensor,
 
 def _mlp(layer: LocalLayer) -> AffineMap | None:
     """What the MLP adds to the stream, norms before and after it included; None without one."""
-    mlp = layer.frozen.mlp(layer.layer)
+    mlp = layer.frozen.maps.mlp(layer.layer)
     layout = layer.mlp
     return None if mlp is None else Chain((*layer.norms(layout.before), mlp, *layer.norms(layout.after)))
 

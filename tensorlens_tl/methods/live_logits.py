@@ -12,7 +12,6 @@ from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.live import LiveModel
 from tensorlens_tl.passes.operator import logit_label, target_ids
 
 
@@ -44,7 +43,7 @@ class LiveLogits:
             raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
         if frozen.view.unembedding is None:
             raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens.")
-        self.live = LiveModel(frozen, what)
+        self.live = frozen.live(what)
         self.frozen = frozen
         self.positions = query_positions(frozen.prompt, query)
         self.in_logits = frozen.prompt.in_logits(self.positions)
@@ -87,9 +86,9 @@ class LiveLogits:
     def _compared(self) -> Tensor:
         """At which queries the weights' logits were found to be the pass's own."""
         frozen = self.frozen
-        if frozen.logits_compared is None or not frozen.errors.get("unembed", 1.0) <= frozen.tolerance:
+        if frozen.logits_check.compared is None or not frozen.errors.get("unembed", 1.0) <= frozen.tolerance:
             return torch.zeros_like(self.real)
-        return torch.take_along_dim(frozen.logits_compared, self.positions, dim=1)
+        return torch.take_along_dim(frozen.logits_check.compared, self.positions, dim=1)
 
     def graph(
         self, x: Float[Tensor, "batch pos d_model"], hooks: Sequence[FwdHook] = (), is_pass_input: bool = True
@@ -114,7 +113,7 @@ class LiveLogits:
         parts = leaf.split([leaf.shape[1]] if frozen.sides is None else list(frozen.sides), dim=1)
         entry: list[FwdHook] = [
             (name, in_this_thread(lambda stream, *, hook, part=part: part))
-            for name, part in zip(frozen.stream_names(0), parts, strict=True)
+            for name, part in zip(frozen.capture.stream_names(0), parts, strict=True)
         ]
         output = run(frozen.model, frozen.inputs, [*entry, *hooks, (unembed_in, in_this_thread(see))])
         logits = logits_at(output, self.in_logits.clone())

@@ -29,7 +29,7 @@ from tensorlens_tl.hooks import FwdHook, capture, in_this_thread
 from tensorlens_tl.layerwise import Maps, normalize_rows, product, refuse_whitened, select_query
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.live import Copies, LiveModel, prove_obedience, repeated
+from tensorlens_tl.passes.live import Copies, prove_obedience, repeated
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results.attribution import Attribution
 
@@ -40,9 +40,9 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     frozen.view.refuse_encoder_decoder("value-zeroing")
     _refuse_attention(frozen)
     in_bytes(memory)
-    live = LiveModel(frozen, "value-zeroing")
+    live = frozen.live("value-zeroing")
     live.check(_streams(frozen))
-    prove_obedience(frozen)
+    prove_obedience(frozen.maps)
     _prove_inputs_held(frozen)
     batch, pos = frozen.tokens.shape
     x = frozen.resid_pre(0)
@@ -98,7 +98,7 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = None, memory: Memory = N
 
 def _streams(frozen: FrozenPass) -> dict[str, Tensor]:
     """What the live model now gives at every layer's output."""
-    names = dict.fromkeys(frozen.output_name(layer) for layer in range(frozen.n_layers))
+    names = dict.fromkeys(frozen.capture.output_name(layer) for layer in range(frozen.n_layers))
     return capture(frozen.model, frozen.inputs, list(names), last=frozen.points.last_output)[0]
 
 
@@ -150,7 +150,7 @@ class _Run:
     def _measured(self, layer: int) -> FwdHook:
         """Looks at a layer's output, and puts the pass's own in its place for the next layer."""
         expected = self.frozen.resid_pre(layer + 1)
-        name = self.frozen.output_name(layer)
+        name = self.frozen.capture.output_name(layer)
         put = self._put(name, expected)[1]
 
         def hook(live: Tensor, *, hook: Any) -> Tensor:
@@ -169,10 +169,10 @@ class _Run:
         pattern = self.frozen.pattern(layer)
         value_mask = self.value_mask
         if points.attention is not None:
-            attention = self.frozen.attention(layer)
+            attention = self.frozen.maps.attention(layer)
             values = attention.stages[0]
             rest = Chain(attention.stages[1:])
-            v = values(self.frozen.captured(points.attention.into))
+            v = values(self.frozen.activation(points.attention.into))
             factor = self.frozen.view.blocks[layer].branch_factor
 
             def put(live: Tensor, *, hook: Any) -> Tensor:

@@ -29,7 +29,7 @@ from tensorlens_tl.hooks import (
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.live import LiveModel, holding_hooks
+from tensorlens_tl.passes.live import holding_hooks
 from tensorlens_tl.passes.operator import Collapse, resolve_target
 
 _proved: "WeakKeyDictionary[Any, list[tuple[int, int]] | None]" = WeakKeyDictionary()  # weights' versions, by model
@@ -64,19 +64,19 @@ def rule_scores(
     """
     positions = query_positions(frozen.prompt, query)
     asked = resolve_target(frozen, target, minus, positions=positions)
-    LiveModel(frozen, "a backward rule").check_hooks()
+    frozen.live("a backward rule").check_hooks()
     sites, scales = _sites(frozen)
     x = frozen.resid_pre(0)
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
     # what is held is made here: autograd keeps no tensor that was made in somebody's inference mode
     with lock_of(frozen.model), torch.inference_mode(False), torch.enable_grad():
-        held = holding_hooks(frozen, patterns=False, activation=rule.activation)
+        held = holding_hooks(frozen.maps, patterns=False, activation=rule.activation)
         live = RuleHooks(rule, sites, scales)
         leaf = x.detach().clone().requires_grad_(True)
         parts = leaf.split([leaf.shape[1]] if frozen.sides is None else list(frozen.sides), dim=1)
         entry: list[FwdHook] = [
             (name, in_this_thread(lambda stream, *, hook, part=part: part))
-            for name, part in zip(frozen.stream_names(0), parts, strict=True)
+            for name, part in zip(frozen.capture.stream_names(0), parts, strict=True)
         ]
         outputs = graph_of(frozen.model, frozen.inputs, _ends(frozen), [*entry, *held, *live.hooks])
         _check_run(frozen, live, outputs)
@@ -140,7 +140,7 @@ def _norms_inside(frozen: FrozenPass, site: AttentionPoints) -> list[str]:
 
 def _check_run(frozen: FrozenPass, live: RuleHooks, outputs: list[Tensor]) -> None:
     """The run repeats the pass, and every product follows the rule (proved once for a model and its weights)."""
-    own = [frozen.captured(name) for name in _ends(frozen)]
+    own = [frozen.activation(name) for name in _ends(frozen)]
     masks = frozen.mask.split([made.shape[1] for made in outputs], dim=1)
     error = max(relative_error(made.detach(), seen, real) for made, seen, real in zip(outputs, own, masks, strict=True))
     allowed = frozen.tolerance * frozen.n_layers  # a block's own, and each passes on what those before it add
@@ -150,10 +150,10 @@ def _check_run(frozen: FrozenPass, live: RuleHooks, outputs: list[Tensor]) -> No
             f"(allowed {allowed:.0e}); a hook that changes activations, or something random?"
         )
     live.check(frozen.view.description, frozen.tolerance)
-    if _proved.get(frozen.model) != frozen.weights.versions or frozen.weights.versions is None:
+    if _proved.get(frozen.model) != frozen.capture.weights.versions or frozen.capture.weights.versions is None:
         live.prove(outputs, frozen.view.description, frozen.tolerance)
         if not other_hooks(frozen.model):
-            _proved[frozen.model] = frozen.weights.versions
+            _proved[frozen.model] = frozen.capture.weights.versions
 
 
 def _ends(frozen: FrozenPass) -> list[str]:

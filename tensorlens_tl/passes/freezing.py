@@ -183,6 +183,7 @@ def _freeze(view: ModelView, prompt: Prompt, options: FreezeOptions, cache: Any)
     points = model_points(view)
     last = query_positions(prompt, -1)
     run = _Run(view, prompt, points, options, last)
+    logits: Any = None
     if cache is None:
         logits = run.observe()
     else:

@@ -328,7 +328,7 @@ class FrozenPass(Linearisation):
         """
         check_rule(activation)
         self.check_fresh()
-        refuse_dropout(self.model)
+        refuse_dropout(self.view.model)
         refuse_attached(self.model)
         with lock_of(self.model):
             return holding_hooks(self.maps, patterns, activations, norms, activation)
@@ -395,20 +395,15 @@ class FrozenPass(Linearisation):
                 )
         return logits.detach() if isinstance(logits, Tensor) and logits.ndim == 3 else None
 
-    def unembedding_error(self, query: Query = -1) -> float | None:
-        """How far ``cap(W_U·x + b_U)`` is from the model's own logits.
+    @property
+    def unembedding_error(self) -> float | None:
+        """How far ``cap(W_U·x + b_U)`` is from the model's own logits; None for a model that predicts no tokens.
 
+        The largest ``max abs(ours − logits) / max abs(logits)`` of all the tokens compared so far, padding left out.
         Each prompt's last real token was compared when the pass was frozen. Others are compared, by one more run of the
         model, when they are first asked about.
-
-        Args:
-            query: the positions to compare.
-
-        Returns:
-            The largest ``max abs(ours − logits) / max abs(logits)`` of all the tokens compared so far, padding left
-            out; None for a model that predicts no tokens.
         """
-        return self._unembedding_error(query_positions(self.prompt, query))
+        return self._unembedding_error(query_positions(self.prompt, -1))
 
     def _unembedding_error(self, positions: Int[Tensor, "batch query"]) -> float | None:
         if self.view.unembedding is None or self.points.unembed_in is None:

@@ -11,8 +11,8 @@ from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark, word_ids, word_starts
-from tensorlens_tl.passes.record import Record
 from tensorlens_tl.results.entry import Entry, largest, query_row
 from tensorlens_tl.results.storage import Stored
 from tensorlens_tl.results.views import AXES, OF_GENERATED, Shown
@@ -71,7 +71,9 @@ class Attribution(Shown, Stored):
     provenance: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, frozen: Record, scores: Tensor, *, method: str, query: Query = None, **fields: Any) -> "Attribution":
+    def of(
+        cls, frozen: FrozenPass, scores: Tensor, *, method: str, query: Query = None, **fields: Any
+    ) -> "Attribution":
         """An Attribution of a frozen pass: tokens, mask, query positions and provenance are filled in.
 
         Where a bias and a total are given, the residual is measured.

@@ -334,7 +334,7 @@ def check_refusals(case: MethodCase) -> None:
         )
     if "query" in method.options:
         case.refused(InvalidInputError, "a query out of range", lambda: case.attribution(frozen, query=case.length))
-    stale = replace(frozen, weights=WeightState(frozen.weights.versions, frozen.weights.sample + 1))
+    stale = replace(frozen, weights=WeightState(frozen.capture.weights.versions, frozen.capture.weights.sample + 1))
     case.refused(FrozenModelError, "a pass older than the model's weights", lambda: case.attribution(stale))
 
 

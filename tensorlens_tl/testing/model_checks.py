@@ -287,7 +287,7 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
     """
     outputs: dict[str, Tensor] = {}
     points = frozen.points
-    _, stop = frozen.side(0)
+    _, stop = frozen.capture.side(0)
     sides = [x] if frozen.sides is None else [x[:, :stop], x[:, stop:]]
     ends = [name for name in (points.encoder_output, points.output) if name is not None]
 
@@ -297,6 +297,6 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
     def see(name: str) -> Callable[..., None]:
         return lambda live, *, hook: outputs.update({name: live})
 
-    placed = [(name, put(value)) for name, value in zip(frozen.stream_names(0), sides, strict=True)]
+    placed = [(name, put(value)) for name, value in zip(frozen.capture.stream_names(0), sides, strict=True)]
     run(frozen.model, frozen.inputs, [*placed, *frozen.fwd_hooks(**options), *((name, see(name)) for name in ends)])
     return torch.cat([outputs[name] for name in ends], dim=1)

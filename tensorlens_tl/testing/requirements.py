@@ -103,18 +103,20 @@ def activation_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenP
     A softmax in float32, say, rounds otherwise over a longer row; nothing computed from it can change less.
     """
     patterns = [block.pattern for block in alone.points.blocks if block.pattern is not None]
-    keys = {name: padded.span(name) for name in patterns}
-    keys |= {block.cross.pattern: padded.span("encoder") for block in alone.points.blocks if block.cross is not None}
+    keys = {name: padded.capture.span(name) for name in patterns}
+    keys |= {
+        block.cross.pattern: padded.capture.span("encoder") for block in alone.points.blocks if block.cross is not None
+    }
     worst = 0.0
     expert_numbers = {block.index for block in alone.points.blocks}  # not vectors
     for name in alone.points.captured:
         if name in expert_numbers:
             continue
-        mine = padded.captured(name)[row]
+        mine = padded.activation(name)[row]
         if name in keys:
             mine = mine[:, :, real[keys[name]]].movedim(1, 0)
-        mine = mine[real[padded.span(name)]]
-        worst = max(worst, difference(mine.movedim(0, 1) if name in keys else mine, alone.captured(name)[0]))
+        mine = mine[real[padded.capture.span(name)]]
+        worst = max(worst, difference(mine.movedim(0, 1) if name in keys else mine, alone.activation(name)[0]))
     return worst
 
 

@@ -201,7 +201,7 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     "FrozenPass.fwd_hooks": lambda s: s.model.run_with_hooks(torch.tensor([TOKENS]), fwd_hooks=s.frozen.fwd_hooks()),
     "FrozenPass.attached": lambda s: _attached(s),
     "FrozenPass.logits": lambda s: s.frozen.logits([MIDDLE, -1]),
-    "FrozenPass.norm": lambda s: s.frozen.norm(1, "ln1"),
+    "FrozenPass.norm": lambda s: s.frozen.maps.norm(1, "ln1"),
     "FrozenOperator.push": lambda s: s.op.push(1.1 * s.op.x),
     "FrozenOperator.pull": lambda s: s.op.pull(1.1 * s.op.x),
     "FrozenOperator.T": lambda s: s.op.T,

@@ -42,9 +42,8 @@ from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
 from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.live import Copies
-from tensorlens_tl.passes.record import Record
 from tensorlens_tl.results.terms import Terms
 
 BY = ("component", "head", "neuron", "stream")
@@ -175,10 +174,10 @@ class _Site(NamedTuple):
 
 def _sites(readout: StreamTarget, by: str) -> Iterator[_Site]:
     frozen = readout.stream.frozen
-    yield _Site("embed", frozen.stream_names(0)[0])
+    yield _Site("embed", frozen.capture.stream_names(0)[0])
     if by == "stream":
         for layer in range(frozen.n_layers):
-            yield _Site(f"L{layer}.stream", frozen.stream_names(layer)[0])
+            yield _Site(f"L{layer}.stream", frozen.capture.stream_names(layer)[0])
         return
     for step in readout.stream.steps:
         for sublayer in step.sublayers:
@@ -216,7 +215,7 @@ class _Nodes:
         self.other, number = self._values(corrupted)
         live.check_other(number, number_of(self.readout, corrupted))
 
-    def _values(self, frozen: Record) -> tuple[dict[str, Tensor], Float[Tensor, "batch query"]]:
+    def _values(self, frozen: FrozenPass) -> tuple[dict[str, Tensor], Float[Tensor, "batch query"]]:
         """What the live model has at every node for some prompts, and the number that it gives."""
         read_at = self.readout.read_at
         activations, _ = capture(frozen.model, frozen.inputs, list(dict.fromkeys([*self.points, read_at])))
@@ -250,7 +249,7 @@ class _Nodes:
         """Gradients of the target at every point, with the first block's input on the way between the prompts."""
         readout = self.readout
         frozen = self.frozen
-        start = self.frozen.stream_names(0)[0]
+        start = self.frozen.capture.stream_names(0)[0]
         added: dict[str, Tensor] = {}
 
         def add(live: Tensor, *, hook: Any, name: str) -> Tensor:

@@ -19,7 +19,7 @@ from tensorlens_tl.hooks import hook_numbers, other_hooks, refuse_attached
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.frozen import PassLike
-from tensorlens_tl.passes.record import check_pass
+from tensorlens_tl.passes.linearisation import check_pass
 
 METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "patching")
 """The ways to get a score of a node or an edge."""
@@ -81,7 +81,7 @@ def refuse_hooks(clean: PassLike, corrupted: PassLike) -> None:
     now = other_hooks(clean.model)
     numbers = hook_numbers(clean.model)
     for name, frozen in (("clean", clean), ("corrupted", corrupted)):
-        if frozen.hook_numbers != numbers:
+        if frozen.capture.hook_numbers != numbers:
             raise FrozenModelError(
                 f"hooks were put on the model or taken off since the {name} prompts were frozen (at "
                 f"{', '.join(sorted({*now} ^ {*frozen.other_hooks})) or 'the same points'}), so that the live model "
@@ -111,4 +111,4 @@ def corrupted_stream(asked: StreamTarget, corrupted: PassLike, activation: str =
 
 def number_of(readout: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batch query"]:
     """The same number of the corrupted prompt, before any final soft cap."""
-    return readout.number(corrupted.captured(readout.read_at))
+    return readout.number(corrupted.activation(readout.read_at))

@@ -291,7 +291,7 @@ class Replay:
                 raise _refusal(frozen.view, where)
             if layer < len(self.blocks):
                 first += self.blocks[layer].destinations
-        expected = self.readout.number(frozen.captured(self.readout.read_at))[:, 0]
+        expected = self.readout.number(frozen.activation(self.readout.read_at))[:, 0]
         size = float(expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
         if not float((numbers - expected).abs().max()) <= frozen.tolerance * max(size, 1.0):
             raise _refusal(frozen.view, "ln_final, run from its weights, differs from the model's own")

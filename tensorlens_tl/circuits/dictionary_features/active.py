@@ -20,9 +20,9 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Norm
 from tensorlens_tl.circuits.dictionary_features.hook_points import ReadAt, WriteAt, mlp_output, read_at, write_at
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.dictionaries import DictionaryWeights, read_dictionary
-from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.inputs import one_query
-from tensorlens_tl.passes.record import Record, check_pass
+from tensorlens_tl.passes.linearisation import check_pass
 from tensorlens_tl.results.entry import Entry, check_batch, largest
 
 
@@ -40,7 +40,7 @@ class Features:
         reconstruction: what the dictionary makes of them, `[batch, pos, d_out]`; zero at padding.
     """
 
-    frozen: Record
+    frozen: FrozenPass
     dictionary: DictionaryWeights
     hook: str
     hook_out: str
@@ -178,11 +178,11 @@ def features(
     for name, point in (("hook", hook), ("hook_out", hook_out)):
         if point is not None and not isinstance(point, str):
             raise InvalidInputError(
-                f"{name}={point!r}: pass the name of a hook point, such as {frozen.output_name(0)!r}."
+                f"{name}={point!r}: pass the name of a hook point, such as {frozen.capture.output_name(0)!r}."
             )
     if hook is None:
         raise InvalidInputError(
-            f"features: this {read.name} does not say where it belongs; pass hook=, such as {frozen.output_name(0)!r}."
+            f"features: this {read.name} does not say where it belongs; pass hook=, such as {frozen.capture.output_name(0)!r}."
         )
     if read.transcodes:
         hook_out = hook_out or read.hook_out or mlp_output(hook)
@@ -208,7 +208,7 @@ def features(
     return Features(frozen, read, hook, hook_out or hook, reads, writes, index, encoding.values, reconstruction)
 
 
-def _check_fit(frozen: Record, read: DictionaryWeights, hook: str, any_model: bool) -> None:
+def _check_fit(frozen: FrozenPass, read: DictionaryWeights, hook: str, any_model: bool) -> None:
     """Refuse a dictionary of another width, dtype, device or model."""
     x = frozen.resid_pre(0)
     weight = read.W_enc
@@ -234,7 +234,7 @@ def _check_fit(frozen: Record, read: DictionaryWeights, hook: str, any_model: bo
         )
 
 
-def _check_place(frozen: Record, read: DictionaryWeights, hook: str, reads: ReadAt) -> None:
+def _check_place(frozen: FrozenPass, read: DictionaryWeights, hook: str, reads: ReadAt) -> None:
     """Refuse a dictionary that says it reads another place; classes may give one place several names."""
     if read.hook is None or read.hook == hook:
         return

@@ -35,9 +35,9 @@ from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.activations import check_rule
 from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.operator import resolve_target
-from tensorlens_tl.passes.record import Record
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.feature_edges import FeatureEdges
 from tensorlens_tl.results.terms import Terms
@@ -226,7 +226,7 @@ class _Readouts(NamedTuple):
     total: Float[Tensor, "row batch"]
     positions: Int[Tensor, "row batch"]
 
-    def at_real(self, frozen: Record) -> "_Readouts":
+    def at_real(self, frozen: FrozenPass) -> "_Readouts":
         """The same, with zeros at padding."""
         real = torch.take_along_dim(frozen.mask, self.positions.T, dim=1).T
         return self._replace(
@@ -236,7 +236,7 @@ class _Readouts(NamedTuple):
     def part(self, rows: range) -> "_Readouts":
         return _Readouts(*(column[rows.start : rows.stop] for column in self))
 
-    def fields(self, frozen: Record, label: str) -> dict[str, Any]:
+    def fields(self, frozen: FrozenPass, label: str) -> dict[str, Any]:
         """What a result says about them."""
         return {
             "total": self.total.T,
@@ -300,7 +300,7 @@ def _late_features(late: Features, features: Any, positions: Tensor) -> tuple[Te
 
 
 def _pulled(
-    frozen: Record, through: AffineMap, readouts: _Readouts, biases: BiasTerms
+    frozen: FrozenPass, through: AffineMap, readouts: _Readouts, biases: BiasTerms
 ) -> Float[Tensor, "row batch pos d_model"]:
     """Vectors at their positions, pulled to every position of an earlier stream."""
     length = frozen.tokens.shape[1]

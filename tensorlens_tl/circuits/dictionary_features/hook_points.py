@@ -18,8 +18,7 @@ from tensorlens_tl.circuits.stream import Step, Stream, Sublayer, block_steps
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.activations import Rule
-from tensorlens_tl.passes.live import LiveModel
-from tensorlens_tl.passes.record import Record
+from tensorlens_tl.passes.frozen import FrozenPass
 
 RESIDUAL = ("hook_resid_pre", "hook_resid_mid", "hook_resid_post")
 MLP_IN = ("mlp.hook_in", "ln2.hook_normalized", "ln1.hook_normalized")
@@ -70,7 +69,7 @@ class WriteAt:
     beside_name: str = ""
 
 
-def maps_between(frozen: Record, start: Place, stop: Place, rule: Rule) -> list[AffineMap]:
+def maps_between(frozen: FrozenPass, start: Place, stop: Place, rule: Rule) -> list[AffineMap]:
     """What the stream goes through from one place to another, which does not come before it."""
     maps: list[AffineMap] = []
     for layer in range(start.layer, min(stop.layer + 1, frozen.n_layers)):
@@ -81,7 +80,7 @@ def maps_between(frozen: Record, start: Place, stop: Place, rule: Rule) -> list[
     return maps
 
 
-def stream_to(frozen: Record, place: Place, rule: Rule) -> Stream:
+def stream_to(frozen: FrozenPass, place: Place, rule: Rule) -> Stream:
     """The stream from the embeddings to a place."""
     last = min(place.layer, frozen.n_layers - 1)
     stream = Stream.of(frozen, rule, layers=slice(0, last + 1), final_norm=False, to_tokens=False)
@@ -92,7 +91,7 @@ def stream_to(frozen: Record, place: Place, rule: Rule) -> Stream:
     )  # fmt: skip
 
 
-def read_at(frozen: Record, hook: str, *, mlp: bool) -> ReadAt:
+def read_at(frozen: FrozenPass, hook: str, *, mlp: bool) -> ReadAt:
     """Where the encoder of a dictionary reads; `mlp` allows what an MLP reads besides the stream.
 
     Raises:
@@ -116,7 +115,7 @@ def read_at(frozen: Record, hook: str, *, mlp: bool) -> ReadAt:
     raise _other(frozen, layer, hook, what, mlp)
 
 
-def write_at(frozen: Record, hook: str) -> WriteAt:
+def write_at(frozen: FrozenPass, hook: str) -> WriteAt:
     """Where the decoder of a transcoder writes: what an MLP gives, before or after a norm that follows it.
 
     Raises:
@@ -151,15 +150,15 @@ def mlp_output(hook: str) -> str:
 # ---------------------------------------------------------------------- inside
 
 
-def _block(frozen: Record, layer: int) -> Stream:
+def _block(frozen: FrozenPass, layer: int) -> Stream:
     return Stream.of(frozen, layers=slice(layer, layer + 1), final_norm=False, to_tokens=False)
 
 
-def _same(frozen: Record, candidate: Tensor, expected: Tensor) -> bool:
+def _same(frozen: FrozenPass, candidate: Tensor, expected: Tensor) -> bool:
     return candidate.shape == expected.shape and relative_error(candidate, expected, frozen.mask) <= frozen.tolerance
 
 
-def _places(frozen: Record, stream: Stream) -> Iterator[tuple[Place, Tensor]]:
+def _places(frozen: FrozenPass, stream: Stream) -> Iterator[tuple[Place, Tensor]]:
     layer = stream.layers.start
     count = len(stream.steps)
     yield from ((_normal(Place(layer, number), count), x) for number, x in enumerate(stream.x))
@@ -174,11 +173,13 @@ def _mlps(step: Step) -> list[Sublayer]:
     return [sublayer for sublayer in step.sublayers if sublayer.name == f"MLP{sublayer.layer}"]
 
 
-def _held(frozen: Record, hook: str, mlp: bool) -> tuple[int, Tensor]:
+def _held(frozen: FrozenPass, hook: str, mlp: bool) -> tuple[int, Tensor]:
     """A hook point's block, and what it holds in this pass."""
     frozen.view.refuse_encoder_decoder("sparse dictionaries")
     match = re.match(r"blocks\.(\d+)\.", hook)
-    ends = {frozen.output_name(layer): layer for layer in range(frozen.n_layers)}  # GPT-1's last is no block's own
+    ends = {
+        frozen.capture.output_name(layer): layer for layer in range(frozen.n_layers)
+    }  # GPT-1's last is no block's own
     layer = int(match[1]) if match else ends.get(hook, -1)
     if hook not in frozen.model.hook_dict or not 0 <= layer < frozen.n_layers:
         near = min(max(layer, 0), frozen.n_layers - 1)
@@ -186,9 +187,9 @@ def _held(frozen: Record, hook: str, mlp: bool) -> tuple[int, Tensor]:
             f"hook={hook!r} is no hook point of a block of this {frozen.view.description}, which has "
             f"{frozen.n_layers}; of blocks.{near} there are {', '.join(_names(frozen, near, mlp))}."
         )
-    if hook in frozen.cache:
-        return layer, frozen.captured(hook)
-    LiveModel(frozen, f"hook={hook!r}").check_hooks()
+    if hook in frozen.capture.activations:
+        return layer, frozen.activation(hook)
+    frozen.live(f"hook={hook!r}").check_hooks()
     activations, _ = capture(frozen.model, frozen.inputs, [hook], last=hook, optional=[hook])
     if hook not in activations:
         raise _other(frozen, layer, hook, "anything (it does not fire)", mlp)
@@ -198,17 +199,17 @@ def _held(frozen: Record, hook: str, mlp: bool) -> tuple[int, Tensor]:
     return layer, x
 
 
-def _names(frozen: Record, layer: int, mlp: bool) -> list[str]:
+def _names(frozen: FrozenPass, layer: int, mlp: bool) -> list[str]:
     """Hook points of a block that can be asked for."""
     known = frozen.model.hook_dict
     at = frozen.view.blocks[layer].name
     places = (*RESIDUAL, *MLP_IN, *MLP_OUT) if mlp else RESIDUAL
     names = [f"{at}.{name}" for name in places]
-    stream_names = [frozen.points.blocks[layer].resid_pre, frozen.output_name(layer)]
+    stream_names = [frozen.points.blocks[layer].resid_pre, frozen.capture.output_name(layer)]
     return list(dict.fromkeys(name for name in (*stream_names, *names) if name in known))
 
 
-def _other(frozen: Record, layer: int, hook: str, what: str, mlp: bool) -> InvalidInputError:
+def _other(frozen: FrozenPass, layer: int, hook: str, what: str, mlp: bool) -> InvalidInputError:
     return InvalidInputError(
         f"hook={hook!r} does not hold {what} in this {frozen.view.description}. Try one of "
         f"{', '.join(_names(frozen, layer, mlp))}: what each of them holds is compared with the model's own steps."

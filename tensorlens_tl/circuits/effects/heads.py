@@ -15,8 +15,8 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.linearisation import check_pass
 from tensorlens_tl.passes.operator import chosen_head
-from tensorlens_tl.passes.record import check_pass
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.stream import StreamTarget, Sublayer
 from tensorlens_tl.hooks import BlockPoints, FwdHook, capture
-from tensorlens_tl.passes.live import Copies, LiveModel, prove_obedience, repeated
+from tensorlens_tl.passes.live import Copies, prove_obedience, repeated
 
 
 class LiveTarget:
@@ -25,15 +25,15 @@ class LiveTarget:
     def __init__(self, asked: StreamTarget, what: str) -> None:
         self.asked = asked
         self.frozen = asked.stream.frozen
-        self._model = LiveModel(self.frozen, what)
-        activations = torch.take_along_dim(self.frozen.captured(asked.read_at), asked.positions[..., None], dim=1)
+        self._model = self.frozen.live(what)
+        activations = torch.take_along_dim(self.frozen.activation(asked.read_at), asked.positions[..., None], dim=1)
         sizes = activations.norm(dim=-1).to(asked.vectors) * asked.vectors.norm(dim=-1)
         # a difference of two logits may be small beside the rounding of what it is made from
         rounding = 32 * torch.finfo(activations.dtype).eps / activations.shape[-1] ** 0.5
         self._scale = max(float(asked.total.abs().max()), rounding / self._model.tolerance * float(sizes.max()))
         off = self._error(self.numbers(1, [])[0])
         self._model.refuse(off, f"they differ by {off:.1e}")
-        prove_obedience(self.frozen)  # after the number: a hook put on since would look like disobedience
+        prove_obedience(self.frozen.maps)  # after the number: a hook put on since would look like disobedience
 
     def numbers(
         self, copies: int, hooks: Sequence[FwdHook], inside: AbstractContextManager[None] | None = None

@@ -23,8 +23,8 @@ from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.inputs import one_query
+from tensorlens_tl.passes.linearisation import check_pass
 from tensorlens_tl.passes.operator import chosen_head
-from tensorlens_tl.passes.record import check_pass
 from tensorlens_tl.results.pairs import ScoreAttribution
 
 BY = ("token", "component", "head")
@@ -175,7 +175,7 @@ def _rotated_vector(
     frozen: FrozenPass, layer: int, read: Chain, channels: slice, at: Tensor, R: Tensor
 ) -> Float[Tensor, "batch d"]:
     """The head's rotated vector, from the captured stream."""
-    vector = torch.take_along_dim(read(frozen.resid_read(layer)), at[:, None, None], dim=1)[:, 0, channels]
+    vector = torch.take_along_dim(read(frozen.capture.resid_read(layer)), at[:, None, None], dim=1)[:, 0, channels]
     return torch.einsum("bd,bde->be", vector, R)
 
 
@@ -191,11 +191,11 @@ def _by_token(
 ) -> _Side:
     """Each channel pulled back through everything before."""
     x0 = frozen.resid_pre(0)
-    x = frozen.resid_read(layer)
-    whitening = frozen.whitening(layer)
+    x = frozen.capture.resid_read(layer)
+    whitening = frozen.maps.whitening(layer)
     d_head = read(x).shape[-1] // heads
     channels = slice(head * d_head, (head + 1) * d_head)
-    earlier = (frozen.block_map(number, activation=activation) for number in range(layer))
+    earlier = (frozen.maps.block_map(number, activation=activation) for number in range(layer))
     before = () if whitening is None else whitening.stages
     whole = Chain((*earlier, *before, *read.stages))
     R = _rotation(reading, at, x, d_head)
@@ -218,7 +218,7 @@ def _by_token(
 def _components(frozen: FrozenPass, layer: int, by: str, activation: str) -> dict[str, Tensor]:
     """What each component before a layer put into the stream that its attention reads, `[batch, pos, d_model]`."""
     stream = Stream.of(frozen, activation, layers=range(layer) if layer else [0])
-    whitening = frozen.whitening(layer)
+    whitening = frozen.maps.whitening(layer)
     parts = stream.sources()
     if layer == 0:
         return parts if whitening is None else {name: whitening.push(part) for name, part in parts.items()}

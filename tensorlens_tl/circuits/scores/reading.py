@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.passes.attention_scores import ScoreReading, added_positions, score_candidates
 from tensorlens_tl.passes.frozen import PassLike
-from tensorlens_tl.passes.record import check_pass
-from tensorlens_tl.passes.scores import ScoreReading, added_positions, score_candidates
+from tensorlens_tl.passes.linearisation import check_pass
 
 __all__ = ["ScoreReading", "score_reading"]
 
@@ -26,12 +26,12 @@ def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
     """
     check_pass(frozen)
     frozen.view.refuse_encoder_decoder("attention scores")
-    x = frozen.resid_read(layer)
+    x = frozen.capture.resid_read(layer)
     pattern = frozen.pattern(layer)
     before = frozen.layouts[layer].attn.before
     candidates = [
         replace(candidate, error=_error(candidate, x, pattern.to(x.dtype), frozen.mask))
-        for candidate in score_candidates(frozen, layer, before, added_positions(frozen))
+        for candidate in score_candidates(frozen.maps, layer, before, added_positions(frozen.maps))
     ]
     best = min(candidates, key=lambda reading: reading.error, default=None)
     if best is None or not best.error <= frozen.tolerance:

@@ -25,9 +25,8 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, replace
 from tensorlens_tl.models.layouts import Place
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike
-from tensorlens_tl.passes.live import LiveModel
+from tensorlens_tl.passes.linearisation import check_pass
 from tensorlens_tl.passes.operator import FrozenOperator
-from tensorlens_tl.passes.record import check_pass
 
 
 def norm_bound(m: Any) -> float:
@@ -72,9 +71,9 @@ def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, acti
         InvalidInputError: several prompts, or a shape that is not the pass's.
     """
     op, x = _other_input(frozen, x, activation)
-    stages: list[AffineMap] = [frozen.block_map(layer, activation=activation) for layer in range(frozen.n_layers)]
-    names = [frozen.output_name(layer) for layer in range(frozen.n_layers)]
-    final = frozen.final_norm()
+    stages: list[AffineMap] = [frozen.maps.block_map(layer, activation=activation) for layer in range(frozen.n_layers)]
+    names = [frozen.capture.output_name(layer) for layer in range(frozen.n_layers)]
+    final = frozen.maps.final_norm()
     end = frozen.points.output
     if final is not None and end is not None:
         stages.append(final)
@@ -131,8 +130,8 @@ def proposition_1(
     norm = spectral_norm(op) if norm is None else norm
     if not isinstance(norm, (int, float)) or not norm > 0:
         raise InvalidInputError(f"norm={norm!r}: pass the tensor's spectral norm or a bound of it, a positive number.")
-    end = frozen.output_name(frozen.n_layers - 1)
-    if frozen.final_norm() is not None:
+    end = frozen.capture.output_name(frozen.n_layers - 1)
+    if frozen.maps.final_norm() is not None:
         end = frozen.points.output
     live = _live(frozen, x, [end])[end].to(x)
     real = frozen.mask[..., None]
@@ -170,14 +169,14 @@ def appendix_e_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
             if part is not None
         ]
         branches = [before * part * after for part, before, after, _ in around]
-        whitening = frozen.whitening(layer)
+        whitening = frozen.maps.whitening(layer)
         bound *= 1.0 if whitening is None else whitening.norm_bound()
         if layout.parallel:
             bound *= 1 + sum(branches)
             continue
         for branch, (*_, outer) in zip(branches, around, strict=True):
             bound *= outer * (1 + branch)
-    final = frozen.final_norm()
+    final = frozen.maps.final_norm()
     return bound if final is None else bound * _of_norm(final, frozen.mask, as_printed)
 
 
@@ -192,7 +191,7 @@ def _attention_norm(frozen: FrozenPass, layer: int) -> float:
 
 def _mlp_norm(frozen: FrozenPass, layer: int, as_printed: bool) -> float | None:
     weights = frozen.view.blocks[layer].dense_mlp
-    held = frozen.mlp_coefficients(layer)
+    held = frozen.maps.mlp_coefficients(layer)
     if weights is None or held is None:
         return None
     largest = 1.0 if as_printed else float(held.through[frozen.mask].abs().max())
@@ -201,7 +200,7 @@ def _mlp_norm(frozen: FrozenPass, layer: int, as_printed: bool) -> float | None:
 
 
 def _norm_factor(frozen: FrozenPass, layer: int, name: str | None, as_printed: bool) -> float:
-    return 1.0 if name is None else _of_norm(frozen.norm(layer, name), frozen.mask, as_printed)
+    return 1.0 if name is None else _of_norm(frozen.maps.norm(layer, name), frozen.mask, as_printed)
 
 
 def _of_norm(norm: Any, mask: Tensor, as_printed: bool) -> float:
@@ -224,5 +223,5 @@ def _other_input(frozen: Any, x: Any, activation: str) -> tuple[FrozenOperator, 
 
 def _live(frozen: FrozenPass, x: Tensor, names: list[str]) -> dict[str, Tensor]:
     """Activations of the live model with another input of ``blocks.0``."""
-    LiveModel(frozen, "bounds").check_hooks()
+    frozen.live("bounds").check_hooks()
     return capture(frozen.model, frozen.inputs, names, hooks=[replace(frozen.points.blocks[0].resid_pre, x)])[0]

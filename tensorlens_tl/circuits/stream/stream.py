@@ -36,10 +36,10 @@ from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.activations import check_rule
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike
 from tensorlens_tl.passes.inputs import one_query, query_positions
+from tensorlens_tl.passes.linearisation import check_pass
 from tensorlens_tl.passes.operator import chosen_layers, end_of, resolve_target
-from tensorlens_tl.passes.record import Record, check_pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class Stream:
         hidden: each sublayer's hidden vector, by step and sublayer, `[batch, pos, width]`.
     """
 
-    frozen: Record
+    frozen: FrozenPass
     layers: range
     final_norm: bool
     steps: tuple[Step, ...]
@@ -82,7 +82,7 @@ class Stream:
     @classmethod
     def of(
         cls,
-        frozen: Record,
+        frozen: FrozenPass,
         activation: str = "ratio",
         *,
         layers: LayerRange = None,
@@ -109,7 +109,7 @@ class Stream:
         frozen.view.refuse_encoder_decoder("circuits")
         steps = [step for layer in chosen for step in block_steps(frozen, layer, rule)]
         if chosen.stop == frozen.n_layers:
-            final = frozen.final_norm() if final_norm else None
+            final = frozen.maps.final_norm() if final_norm else None
             head = frozen.prediction_head(rule) if to_tokens else None
             for end, name in ((final, "ln_final.b"), (head, "prediction head b")):
                 if end is not None:
@@ -291,11 +291,11 @@ def stream_target(
     if resolved.of_tokens:
         read_at = frozen.points.unembed_in
     elif chosen.stop < frozen.n_layers or not final_norm or frozen.view.final_norm is None:
-        read_at = frozen.output_name(chosen.stop - 1)
+        read_at = frozen.capture.output_name(chosen.stop - 1)
     else:
         read_at = frozen.points.output
     assert read_at is not None  # a token needs an unembedding
-    activations = upcast(torch.take_along_dim(frozen.captured(read_at), positions[..., None], dim=1))
+    activations = upcast(torch.take_along_dim(frozen.activation(read_at), positions[..., None], dim=1))
     real = torch.take_along_dim(frozen.mask, positions, dim=1)  # nothing is asked at padding
     vectors = resolved.vectors * real[..., None]
     constant = resolved.constant.to(activations) * real

@@ -25,7 +25,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.models.block import PER_LAYER_NORM
 from tensorlens_tl.models.layouts import Place
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.record import Record
+from tensorlens_tl.passes.frozen import FrozenPass
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,65 +137,65 @@ class Step:
         return [term for term in terms if term[1] is not ZERO]
 
 
-def block_steps(frozen: Record, layer: int, rule: str) -> list[Step]:
+def block_steps(frozen: FrozenPass, layer: int, rule: str) -> list[Step]:
     """One block's steps, by its proven layout."""
     layout = frozen.layouts[layer]
     if frozen.view.blocks[layer].mixer is not None:
-        *inside, output = frozen.mixer(layer).stages
+        *inside, output = frozen.maps.mixer(layer).stages
         attention = _sublayer(
             frozen, layer, layout.attn, (*inside,), output, (f"L{layer}.mixer",), "mixer.b_out", False
         )
     else:
-        values, mixing, output = frozen.attention(layer).stages
+        values, mixing, output = frozen.maps.attention(layer).stages
         heads = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
         attention = _sublayer(frozen, layer, layout.attn, (values, mixing), output, heads, "b_O", True)
     sublayers = [(layout.attn, attention)]
     if frozen.view.blocks[layer].has_mlp:
         hidden, output, names = _mlp_nodes(frozen, layer, rule)
         sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (hidden,), output, names, "b_out", False)))
-    whitening = frozen.whitening(layer)
+    whitening = frozen.maps.whitening(layer)
     steps = [] if whitening is None else [Step(layer, (), whitening, f"L{layer}.whitening")]
-    per_layer = frozen.per_layer(layer, rule)
+    per_layer = frozen.maps.per_layer(layer, rule)
     ends = [] if per_layer is None else [Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), "")]
-    ends += [Step(layer, (), end, f"L{layer}.end") for end in frozen.ends(layer)]
+    ends += [Step(layer, (), end, f"L{layer}.end") for end in frozen.maps.ends(layer)]
     if layout.parallel:
         return [*steps, Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}"), *ends]
     for at, sublayer in sublayers:
-        outer = Identity() if at.outer is None else frozen.norm(layer, at.outer)
+        outer = Identity() if at.outer is None else frozen.maps.norm(layer, at.outer)
         steps.append(Step(layer, (sublayer,), outer, f"L{layer}.{at.outer}.b"))
     return steps + ends
 
 
-def _mlp_nodes(frozen: Record, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
+def _mlp_nodes(frozen: FrozenPass, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
     """An MLP's hidden vector, what writes it, and its nodes: the whole MLP, or every expert that is chosen.
 
     An expert's hidden vector is what it writes, its share of the routing and its own biases included.
     """
     if not isinstance(frozen.view.blocks[layer].mlp, ExpertsWeights):
-        mlp = frozen.mlp(layer, rule)
+        mlp = frozen.maps.mlp(layer, rule)
         assert isinstance(mlp, Chain)
         *hidden, output = mlp.stages
         return Chain(tuple(hidden)), output, (f"MLP{layer}",)
-    parts = frozen.experts(layer, rule)
+    parts = frozen.maps.experts(layer, rule)
     routed = parts["experts"]
     assert isinstance(routed, Routed)
     alone = {f"L{layer}E{branch.number}": replace(routed, branches=(branch,)) for branch in routed.branches}
-    terms = {name: frozen.with_norms(layer, "experts", part) for name, part in alone.items()}
+    terms = {name: frozen.maps.with_norms(layer, "experts", part) for name, part in alone.items()}
     if "shared" in parts:
-        terms[f"L{layer}.shared"] = frozen.with_norms(layer, "shared", parts["shared"])
+        terms[f"L{layer}.shared"] = frozen.maps.with_norms(layer, "shared", parts["shared"])
     return Beside(tuple(terms.values())), GroupSum(len(terms)), tuple(terms)
 
 
-def _per_layer_node(frozen: Record, layer: int, per_layer: Chain) -> Sublayer:
+def _per_layer_node(frozen: FrozenPass, layer: int, per_layer: Chain) -> Sublayer:
     """What a block adds for an input of each token at this layer, as a node of its own."""
     *inside, output = per_layer.stages
-    write = Chain((output, frozen.norm(layer, PER_LAYER_NORM)))
+    write = Chain((output, frozen.maps.norm(layer, PER_LAYER_NORM)))
     name = f"L{layer}.per_layer"
     return Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", False)
 
 
 def _sublayer(
-    frozen: Record,
+    frozen: FrozenPass,
     layer: int,
     at: Place,
     read: tuple[AffineMap, ...],
@@ -204,8 +204,8 @@ def _sublayer(
     bias_name: str,
     is_attention: bool,
 ) -> Sublayer:
-    before = () if at.before is None else (frozen.norm(layer, at.before),)
-    after = () if at.after is None else (frozen.norm(layer, at.after),)
+    before = () if at.before is None else (frozen.maps.norm(layer, at.before),)
+    after = () if at.after is None else (frozen.maps.norm(layer, at.after),)
     bias = f"L{layer}.{bias_name}"
     inside = [stage for part in read for stage in stages_of(part)]
     return Sublayer(layer, Chain((*before, *inside)), Chain((*stages_of(output), *after)), nodes, bias, is_attention)

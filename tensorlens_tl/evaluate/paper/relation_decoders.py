@@ -38,7 +38,6 @@ from tensorlens_tl.hooks import in_this_thread, run
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.live import LiveModel
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.results.evaluation import Evaluation
 
@@ -239,8 +238,8 @@ def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tenso
         run(frozen.model, {"input": frozen.tokens[row : row + 1]}, hooks)
         identity = torch.eye(len(output[0]), dtype=output[0].dtype, device=output[0].device)
         (gradient,) = torch.autograd.grad(output[0], leaf, identity, is_grads_batched=True)
-    error = relative_error(output[0].detach(), frozen.captured(at)[row, -1])
-    LiveModel(frozen, "relation decoding").refuse(error, f"prompt {row} differs by {error:.1e} at {at}")
+    error = relative_error(output[0].detach(), frozen.activation(at)[row, -1])
+    frozen.live("relation decoding").refuse(error, f"prompt {row} differs by {error:.1e} at {at}")
     return gradient[:, 0, end], x[end], output[0].detach()
 
 

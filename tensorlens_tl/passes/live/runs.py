@@ -50,7 +50,7 @@ class LiveModel:
     def __init__(self, capture: Capture, tolerance: float, question: str) -> None:
         capture.check_fresh()
         refuse_attached(capture.model)
-        refuse_dropout(capture.model)
+        refuse_dropout(capture.view.model)
         self.capture = capture
         self.question = question
         self.alone = bool(foreign_hooks(capture.model))
@@ -89,7 +89,8 @@ class LiveModel:
     def _other_model(self, where: str) -> FrozenModelError:
         changed = "" if self.same_hooks else " (hooks were put on it or taken off since)"
         return FrozenModelError(
-            f"{self.question}: the live model gives another number than this pass holds{changed}: {where}. Freeze again."
+            f"{self.question}: the live model gives another number than this pass holds{changed}: {where}. Freeze "
+            "again."
         )
 
     def changed(

@@ -86,11 +86,11 @@ class LayoutSearch:
         }
 
     def _same_map(self, maps: BlockMaps, first: Layout, second: Layout) -> bool:
-        """Whether two layouts agree on random vectors too (a sublayer that writes nothing): then any of them is right."""
+        """Whether two layouts agree on random vectors too (a sublayer that writes nothing): then either is right."""
         x = maps.capture.resid_pre(self.layer)
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) * x.std()
-        outputs = [maps.block_map(self.layer, layout=option)(noise) for option in (first, second)]
-        return relative_error(*outputs, maps.mask) <= maps.tolerance
+        output, other_output = (maps.block_map(self.layer, layout=option)(noise) for option in (first, second))
+        return relative_error(output, other_output, maps.mask) <= maps.tolerance
 
     def _earlier(self) -> dict[int, Layout]:
         """The layouts of blocks in earlier passes of the same weights; each is proved on this pass too."""
