@@ -128,7 +128,9 @@ def test_two_threads_freeze_their_own_prompts(name):
         results = list(pool.map(work, prompts))
     for passes, expected in zip(results, alone, strict=True):
         for frozen in passes:
-            assert all(close(frozen.capture.activations[point], kept) for point, kept in expected.cache.items())
+            assert all(
+                close(frozen.capture.activations[point], kept) for point, kept in expected.capture.activations.items()
+            )
     assert close(tlens.attribute(results[0][-1], target=5).scores, tlens.attribute(alone[0], target=5).scores)
     assert hooks_left(model) == 0
 

@@ -563,7 +563,7 @@ def test_spectral_norm_directions_and_bounds(one, name):
 @pytest.mark.parametrize("name", SIZED)
 def test_each_primitives_bound_is_exact_or_above(one, name):
     for layer in range(one.n_layers):
-        for part in (one.attention(layer), one.mlp(layer), one.block(layer)):
+        for part in (one.maps.attention(layer), one.maps.mlp(layer), one.block(layer)):
             x = torch.randn(20, *one.resid_pre(0).shape, dtype=torch.float64)
             growth = part.push(x).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)
             assert float(growth.max()) <= circuits.norm_bound(part)
@@ -759,7 +759,7 @@ def test_an_even_pattern_is_not_guessed_at():
 
 def test_unreadable_scores_are_refused_and_nothing_else(model_named, monkeypatch):
     frozen = tlens.freeze(model_named("bridge/llama"), some_tokens())
-    monkeypatch.setattr("tensorlens_tl.passes.scores._rotations", lambda *args: iter([None]))
+    monkeypatch.setattr("tensorlens_tl.passes.attention_scores.reading._rotations", lambda *args: iter([None]))
     with pytest.raises(tlens.UnsupportedModelError, match="no known scale and position encoding"):
         circuits.qk_attribution(frozen, 1, 0)
     assert float(circuits.logit_attribution(frozen, 5).residual.max()) < 1e-6

@@ -483,7 +483,7 @@ def test_files(model_named, tmp_path):
         assert repr(again) == repr(plan)
         assert again.parameters == plan.parameters
         for layer, weights in plan.weights().items():
-            assert all(torch.equal(again.capture.weights()[layer][name], weight) for name, weight in weights.items())
+            assert all(torch.equal(again.weights()[layer][name], weight) for name, weight in weights.items())
         with pytest.raises(tlens.InvalidInputError, match="other weights"):
             compress.Plan.load(path, tiny_model(PLAIN, seed=1))
     (tmp_path / "other.safetensors").write_bytes(b"nothing")
@@ -529,7 +529,7 @@ def test_dense_replacements(model_named, tmp_path):
     plan = compress.plan(model, method=rounded, bits=4)
     assert plan.ratio == 8
     again = compress.Plan.load(plan.save(tmp_path / "rounded"), model)
-    assert torch.equal(again.capture.weights()[1]["W_O"], plan.weights()[1]["W_O"])
+    assert torch.equal(again.weights()[1]["W_O"], plan.weights()[1]["W_O"])
     halved = compress.plan(model, method=lambda weights: weights.changed({"O": weights.matrices["O"] / 2}))
     assert set(halved.weights()[0]) == {"W_O"}
     assert halved.ratio == 1

@@ -140,7 +140,7 @@ def test_gradients_are_those_of_both_sides(bart, model_named):
     model = model_named(BART)
     result = tlens.attribute(bart, method="input-x-gradient", target=7)
     for where, side in ((2, 0), (7, 1)):
-        place, at = where - side * bart.sides[0], bart.stream_names(0)[side]
+        place, at = where - side * bart.sides[0], bart.capture.stream_names(0)[side]
 
         def moved(step, place=place, at=at, where=where):
             def add(live, hook):
@@ -407,7 +407,11 @@ def test_it_comes_by_cross_attention(reversal):
     encoder, decoder = made.scores.split([7, 6], dim=-1)
     assert float(encoder.sum(-1).mean()) > 2.5 * float(decoder.sum(-1).mean())
     cache = frozen.capture.activations | {points.pattern: torch.zeros_like(frozen.capture.activations[points.pattern])}
-    without = dataclasses.replace(frozen, cache=cache).operator().contributions(slice(7, 13))
+    without = (
+        frozen.with_capture(dataclasses.replace(frozen.capture, activations=cache))
+        .operator()
+        .contributions(slice(7, 13))
+    )
     assert not without[:, :, :7].any()
     assert without[:, :, 7:].any()
     with torch.no_grad():

@@ -178,7 +178,7 @@ def test_nothing_is_active(model_named):
     one = tlens.freeze(model_named("bridge/gpt2"), some_tokens(batch=1))
     silent = Dictionary()
     silent.b_enc = silent.b_enc - 100
-    found = circuits.features(one, silent, one.output_name(0))
+    found = circuits.features(one, silent, one.capture.output_name(0))
     for options in ({}, {"features": 2}, {"features": 0.2}):
         made = circuits.contribution_graph(one, 5, threshold=0, dictionaries=found, **options)
         check_sums(made, "bridge/gpt2")

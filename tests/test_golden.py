@@ -233,12 +233,12 @@ def test_scopes_that_are_other_methods(frozen):
 def test_decompx_with_its_relu_approximation(frozen):
     """The peer's third activation keeps what a ReLU would: no decomposition of this model, but the walk is the same."""
     theirs = golden("decompx")["relu.aggregated_last"]
-    kept = dict(frozen._ratios)
+    kept = dict(frozen.maps.cache.ratios)
     try:
         for layer in range(3):
             z = frozen.capture.activations[frozen.points.blocks[layer].pre]
-            frozen._ratios[layer] = Coefficients((z > 0).to(z.dtype))
+            frozen.maps.cache.ratios[layer] = Coefficients((z > 0).to(z.dtype))
         agree(source_to_output(frozen).permute(1, 2, 0, 3), theirs)
     finally:
-        frozen._ratios.clear()
-        frozen._ratios.update(kept)
+        frozen.maps.cache.ratios.clear()
+        frozen.maps.cache.ratios.update(kept)

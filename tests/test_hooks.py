@@ -138,7 +138,7 @@ def test_which_layers_take_patterns_is_measured(model_named):
 
 def test_captured_activations_can_be_kept_off_the_device(frozen):
     kept = tlens.freeze(frozen.model, frozen.tokens, store="cpu")
-    assert {t.device.type for t in kept.cache.values()} == {"cpu"}
+    assert {t.device.type for t in kept.capture.activations.values()} == {"cpu"}
     assert torch.equal(kept.operator().in_out().scores, frozen.operator().in_out().scores)
 
 

@@ -10,9 +10,8 @@ import torch
 from conftest import close, hooks_left, rerun_tolerance, some_tokens
 
 import tensorlens_tl as tlens
-from tensorlens_tl.algebra import RowPositions, recomputed
+from tensorlens_tl.algebra import RowPositions, held_scores, recomputed
 from tensorlens_tl.errors import NumericalError
-from tensorlens_tl.passes import held_scores
 from tensorlens_tl.testing import Allocations, check_map, model_names
 from tensorlens_tl.testing.models import _bridge
 
@@ -66,9 +65,9 @@ def test_the_same_numbers(name, model):
     for layer, points in enumerate(made.points.blocks):
         if points.pattern is None:
             continue
-        assert points.pattern not in made.cache
+        assert points.pattern not in made.capture.activations
         assert close(made.pattern(layer), kept.pattern(layer), atol=atol)
-        assert made.held_scores[points.pattern].error <= made.tolerance
+        assert made.capture.held_scores[points.pattern].error <= made.tolerance
     assert made.causal == kept.causal
 
 
@@ -161,7 +160,9 @@ def test_circuits_and_cuts(model_named):
     for ask in (
         lambda frozen: tlens.circuits.logit_attribution(frozen, 5, by="head").scores,
         lambda frozen: frozen.cut(4).operator().in_out().scores,
-        lambda frozen: frozen.first_tokens(0, 3).attention(0)(frozen.resid_pre(0)[:, :3]),
+        lambda frozen: frozen.maps.with_capture(frozen.capture.block_at_start(0, 3)).attention(0)(
+            frozen.resid_pre(0)[:, :3]
+        ),
         lambda frozen: frozen.operator(heads={1: [0, 2]}).in_out().scores,
         lambda frozen: tlens.implicit_attention(frozen, 1),
         lambda frozen: tlens.circuits.scores.score_reading(frozen, 1).scores(frozen.capture.resid_read(1)),

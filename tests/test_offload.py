@@ -68,7 +68,7 @@ def nothing_kept(frozen):
     blocks = frozen.view.blocks
     kept = [name for block in blocks for name in ("attention", "mlp", "norms", "mixer") if name in vars(block)]
     parameters_away = all(weight.is_meta for weight in frozen.model.parameters())
-    return parameters_away and not kept and not frozen._ratios and not frozen._experts
+    return parameters_away and not kept and not frozen.maps.cache.ratios and not frozen.maps.cache.experts
 
 
 def reads(frozen, job):

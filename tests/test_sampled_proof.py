@@ -29,7 +29,7 @@ def test_it_freezes_what_the_full_proof_freezes_with_the_same_layouts_and_errors
     whole, sampled = (tlens.freeze(model, tokens, verify=verify) for verify in (True, "sample"))
     assert sampled.layouts == whole.layouts
     assert sampled.errors.keys() == whole.errors.keys()
-    assert whole.proved_positions is None
+    assert whole.proof.positions is None
     for layer in range(whole.n_layers):
         proved = whole.errors[f"blocks.{layer}"]
         assert sampled.errors[f"blocks.{layer}"] <= max(2 * proved, tolerance(name))
@@ -42,7 +42,7 @@ def test_errors_are_those_of_the_full_proof_at_the_sampled_positions():
     model = tiny_model(GPT2)
     change(model, "blocks.1.hook_mlp_out", lambda out: out + 0.01 * out.roll(1, -1))
     sampled = tlens.freeze(model, long_tokens(), verify="sample", tolerance=0.5)
-    block, positions = sampled.block(1), sampled.proved_positions
+    block, positions = sampled.block(1), sampled.proof.positions
     made, own = (
         torch.take_along_dim(x, positions[..., None], dim=1)
         for x in (block(sampled.resid_pre(1)), sampled.resid_pre(2))
@@ -118,7 +118,7 @@ def test_padded_prompts(model_named):
     prompts = [list(range(3, 20)), [5, 6], list(range(9, 21))]
     sampled = tlens.freeze(model_named("bridge/llama"), prompts, verify="sample")
     assert max(sampled.errors.values()) < 1e-6
-    assert bool(torch.take_along_dim(sampled.mask, sampled.proved_positions, 1).all())
+    assert bool(torch.take_along_dim(sampled.mask, sampled.proof.positions, 1).all())
 
 
 def test_a_sampled_proof_says_so(model_named):
@@ -135,7 +135,7 @@ def test_a_sampled_proof_says_so(model_named):
 
 def test_no_activation_ratio_is_made_of_all_tokens(model_named):
     sampled = tlens.freeze(model_named(GPT2), long_tokens(), verify="sample")
-    assert not sampled._ratios
+    assert not sampled.maps.cache.ratios
 
 
 @pytest.mark.parametrize("verify", ["all", "", None, 2, 1, ["sample"]])

@@ -250,9 +250,9 @@ def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
 
 def _with_capture(frozen: FrozenPass, capture: Capture) -> FrozenPass:
     """A pass at other activations or with other weights; its gates are compared in the pass itself."""
-    maps = frozen.maps.with_capture(capture)
-    maps.cache.gates.update(range(frozen.n_layers))
-    return replace(frozen, maps=maps)
+    other = frozen.with_capture(capture)
+    other.maps.cache.gates.update(range(frozen.n_layers))
+    return other
 
 
 def _by_head(weight: Float[Tensor, "*rows width"], heads: int) -> Float[Tensor, "*rows head d_head"]:

@@ -1,20 +1,25 @@
-"""One forward pass as an exact affine map: made, proved, held fixed, and asked.
+"""One forward pass as an exact affine map: captured, proved, held fixed, and asked.
 
 | module | question |
 | --- | --- |
-| `prompts`, `spans` | what does a model take, which positions does a query stand for, where does a text stand? |
-| `captured`, `record`, `mlps` | what does one pass leave behind, and which maps do its parts become? |
-| `proof` | is what the weights say what the model does? |
-| `target`, `selection`, `collapse` | about what, of which part, and with what result is the map asked? |
-| `operator` | what can be asked of the whole map? |
-| `signals` | what do models of images and sound read, and what else do multimodal ones take? |
-| `pixels` | what does each pixel give? |
-| `frozen` | the pass that users hold: its operator, and the hooks that hold the live model |
-| `freezing` | how is a pass made and checked? |
+| `inputs` | what does a model take, which positions does a query stand for, where does a text stand? |
+| `capture` | what does one pass leave behind? |
+| `block_maps`, `mlps` | which maps do the parts of a block become? |
+| `attention_scores` | how are attention scores made, and how is a pattern recomputed from them? |
+| `preflight`, `proof` | can this pass be frozen, and is what the weights say what the model does? |
+| `linearisation` | what do operators, targets and circuits need of a pass? |
+| `operator` | about what, of which part, and with what result is the whole map asked? |
+| `live` | how is the live model held fixed, or run again with something changed? |
+| `frozen` | the pass that users hold, composed of capture, maps and proof |
+| `freezing` | how is a pass made? |
+| `backward`, `replacement` | what gives the live model under other backward rules, or with a token replaced? |
 """
 
+from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.mlps import Routes
 from tensorlens_tl.passes.operator import (
     Collapse,
@@ -24,13 +29,18 @@ from tensorlens_tl.passes.operator import (
     patch_embedding,
     pixel_scores,
 )
+from tensorlens_tl.passes.proof import Proof
 
 __all__ = [
+    "BlockMaps",
+    "Capture",
     "Collapse",
     "FrozenOperator",
     "FrozenPass",
+    "Linearisation",
     "PatchEmbedding",
     "PixelScores",
+    "Proof",
     "Routes",
     "freeze",
     "patch_embedding",

@@ -121,9 +121,9 @@ class FrozenPass(Linearisation):
         return self.capture.n_layers
 
     @property
-    def other_hooks(self) -> tuple[str, ...]:
+    def other_hooks(self) -> list[str]:
         """The hook points and modules where other people's hooks were during the pass."""
-        return self.capture.other_hooks
+        return list(self.capture.other_hooks)
 
     @property
     def causal(self) -> bool:
@@ -168,6 +168,17 @@ class FrozenPass(Linearisation):
             UnsupportedModelError: a layer without attention.
         """
         return self.capture.pattern(layer)
+
+    def cross_pattern(self, layer: int) -> Float[Tensor, "batch head decoder encoder"]:
+        """The probabilities by which a decoder block of an encoder–decoder attends to the encoder's positions.
+
+        Args:
+            layer: counted with the encoder's blocks, which come first.
+
+        Raises:
+            InvalidInputError: no such layer, or one without cross-attention.
+        """
+        return self.capture.cross_pattern(layer)
 
     def check_fresh(self) -> None:
         """Raise `FrozenModelError` if the model's weights or its configuration are no longer those of this pass."""
@@ -302,7 +313,11 @@ class FrozenPass(Linearisation):
 
     def cut(self, length: int) -> "FrozenPass":
         """The first tokens of a causal pass."""
-        return replace(self, maps=self.maps.with_capture(self.capture.cut(length)))
+        return self.with_capture(self.capture.cut(length))
+
+    def with_capture(self, capture: Capture) -> "FrozenPass":
+        """The same blocks at other activations, or with other weights, of which nothing was proved."""
+        return replace(self, maps=self.maps.with_capture(capture))
 
     # ------------------------------------------------------------------ the live model, held
 

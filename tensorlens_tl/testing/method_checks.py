@@ -334,7 +334,8 @@ def check_refusals(case: MethodCase) -> None:
         )
     if "query" in method.options:
         case.refused(InvalidInputError, "a query out of range", lambda: case.attribution(frozen, query=case.length))
-    stale = replace(frozen, weights=WeightState(frozen.capture.weights.versions, frozen.capture.weights.sample + 1))
+    stale_weights = WeightState(frozen.capture.weights.versions, frozen.capture.weights.sample + 1)
+    stale = replace(frozen, maps=replace(frozen.maps, capture=replace(frozen.capture, weights=stale_weights)))
     case.refused(FrozenModelError, "a pass older than the model's weights", lambda: case.attribution(stale))
 
 

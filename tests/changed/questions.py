@@ -351,13 +351,10 @@ CLASSES: dict[str, tuple[type, Callable[[Setting], Any]]] = {
 
 PARTS = {
     "FrozenPass": (
-        "attention_alone", "beside_encoder", "captured", "causal", "check_fresh", "composed", "cross_pattern", "cut",
-        "encoder_norm", "ends", "experts", "experts_alone", "final_map", "final_norm", "first_tokens", "inputs", "mask",
-        "mixer", "mlp_alone", "mlp_coefficients", "model", "n_layers", "output_name", "parts", "pattern_rows",
-        "per_layer", "prediction_head", "proof_scope", "provenance", "resid_read", "routing", "row_bytes", "side",
-        "sides", "span", "stage", "str_tokens", "stream_names", "tokens", "unembedding_error", "whitening",
-        "with_norms", "attention", "mlp", "logits_compared", "checked", "block_map", "hook_numbers", "check_gate",
-        "allowed_residual",
+        "activation", "allowed_residual", "capture", "causal", "check_fresh", "checked", "cross_pattern", "cut", "errors",
+        "final_map", "inputs", "layouts", "live", "logit_vectors", "mask", "model", "n_layers", "other_hooks", "points",
+        "prediction_head", "prompt", "provenance", "routing", "row_bytes", "sides", "stage", "str_tokens", "tokens",
+        "tolerance", "unembedding_error", "view", "with_capture",
     ),
     "FrozenOperator": ("of", "x", "end"),
     "FrozenGeneration": ("places_of_each", "real", "texts"),

@@ -1,6 +1,6 @@
 """How a layer makes its attention scores, read from its weights and proved against the pattern it made.
 
-The known ways are candidates (`tensorlens_tl.passes.scores`); a reading is right when the softmax of its scores is the
+The known ways are candidates (`tensorlens_tl.passes.attention_scores.reading`); a reading is right when the softmax of its scores is the
 pattern the model itself made.
 """
 

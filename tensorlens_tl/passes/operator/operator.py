@@ -4,20 +4,21 @@ In+Out and target scores pull one row per query, a sum of targets one row for al
 of a query, `d_model` times dearer, or some random rows.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size
 from tensorlens_tl.algebra.numerics import relative_residual, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
-from tensorlens_tl.algebra.probes import check_probes, kept_rows, probed
+from tensorlens_tl.algebra.probes import Estimate, check_probes, kept_rows, probed
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.operator.collapse import Collapse
@@ -69,41 +70,26 @@ class FrozenOperator(FrozenTensor):
                 no such rows.
             SizeError: one row is larger than `memory`.
         """
-        width = self.x.shape[-1]
         check_probes(probes, tol, rows)
         positions = self._positions(query)
         sources = chosen_keys(self.frozen.prompt, keys)
-        scores = upcast(self.x[:0]).new_zeros(len(self.x), positions.shape[1], len(sources.places))
-        stderr = torch.zeros_like(scores)
-        freedom = torch.full_like(scores, torch.inf)
-        row_count = 0
-        sampled = probes is not None or tol is not None
-        generator = torch.Generator().manual_seed(seed)
-        for number in range(positions.shape[1]):
-            at = positions[:, number]
-            estimate = None
-            if sampled and (probes or 0) < width:
-                per_row = len(self.x) * len(sources.places) * width * upcast(self.x[:0]).element_size()
-                product_rows, free_memory = kept_rows(per_row, memory)
-                pull = partial(self._row_products, at=at, sources=sources, memory=free_memory)
-                shape = (len(self.x), width)
-                estimate = probed(pull, shape, generator, probes=probes, tol=tol, rows=rows, kept=product_rows)
-            if estimate is None:  # exact; or the tolerance asks for so many rows that exact is cheaper
-                for _, pulled in self._basis_rows(at, sources, "norm", memory):
-                    norms = torch.linalg.vector_norm(upcast(pulled), dim=(0, -1))
-                    scores[:, number, : norms.shape[-1]] += norms.square()
-                scores[:, number].sqrt_()
-                row_count = width
-            else:
-                scores[:, number] = estimate.norm
-                stderr[:, number] = estimate.stderr
-                freedom[:, number] = estimate.freedom
-                row_count = max(row_count, estimate.rows)
-        scores = sources.select(self._masked(scores, positions, sources), dim=2)
-        if not sampled:
+        is_estimated = probes is not None or tol is not None
+        norm_of: Callable[[Tensor], Estimate] = partial(self._norm, sources=sources, memory=memory)
+        if is_estimated and (probes or 0) < self.x.shape[-1]:
+            generator = torch.Generator().manual_seed(seed)
+            norm_of = partial(norm_of, generator=generator, probes=probes, tol=tol, rows=rows)
+        estimates = [norm_of(at) for at in positions.T]
+
+        def by_query(columns: list[Tensor]) -> Tensor:
+            return sources.select(self._masked(torch.stack(columns, dim=1), positions, sources), dim=2)
+
+        scores = by_query([estimate.norm for estimate in estimates])
+        if not is_estimated:
             return Collapse(scores)
-        stderr = sources.select(self._masked(stderr, positions, sources), dim=2)
-        return Collapse(scores, stderr=stderr, freedom=sources.select(freedom, dim=2), probes=row_count)
+        stderr = by_query([estimate.stderr for estimate in estimates])
+        freedom = sources.select(torch.stack([estimate.freedom for estimate in estimates], dim=1), dim=2)
+        most_rows = max(estimate.rows for estimate in estimates)
+        return Collapse(scores, stderr=stderr, freedom=freedom, probes=most_rows)
 
     def in_out(self, query: Query = -1, *, bias: str = "apart", memory: Memory = None) -> Collapse:
         """``x^N_i · T[i,:,j,:] · x^0_j`` (TensorLens Eq. 22), with the operator's own output x^N.
@@ -122,7 +108,8 @@ class FrozenOperator(FrozenTensor):
         positions = self._positions(query)
         vectors = torch.take_along_dim(self.output, positions[..., None], dim=1)
         total = upcast(vectors).square().sum(-1)
-        return self._scores(vectors, positions, self.map, total, place_bias=places_bias(bias), memory=memory)
+        constant = torch.zeros_like(total)
+        return self._scores(_Question(vectors, positions, self.map, total, constant), places_bias(bias), memory)
 
     def target(
         self,
@@ -167,10 +154,8 @@ class FrozenOperator(FrozenTensor):
             soft_cap = self.frozen.view.soft_cap
         states = torch.take_along_dim(states, positions[..., None], dim=1)
         total = (upcast(states) * resolved.vectors).sum(-1) + resolved.constant
-        return self._scores(
-            resolved.vectors, positions, through, total, resolved.constant, soft_cap=soft_cap, place_bias=place_bias,
-            summed=summed, memory=memory,
-        )  # fmt: skip
+        question = _Question(resolved.vectors, positions, through, total, resolved.constant, soft_cap)
+        return self._scores(question, place_bias, memory, summed=summed)
 
     def gradient(
         self,
@@ -224,69 +209,73 @@ class FrozenOperator(FrozenTensor):
         return resolved, self.map if head is None else head @ self.map
 
     def _scores(
-        self,
-        vectors: Float[Tensor, "batch query d"],
-        positions: Int[Tensor, "batch query"],
-        through: AffineMap,
-        total: Float[Tensor, "batch query"],
-        constant: Float[Tensor, "batch query"] | float = 0.0,
-        *,
-        soft_cap: float | None = None,
-        place_bias: bool = False,
-        summed: bool = False,
-        memory: Memory = None,
+        self, question: "_Question", place_bias: bool, memory: Memory = None, *, summed: bool = False
     ) -> Collapse:
         """Pull one vector per query, or their sum, and dot with the source tokens."""
-        real = torch.take_along_dim(self.frozen.mask, positions, dim=1)
-        total = total * real
-        constant = constant * real
-        span = None
+        question = question.at_real_tokens(self.frozen.mask)
         if summed:
-            span, vectors = self._summed(vectors * real[..., None], positions)
-            total = total.sum(1, keepdim=True)
-            constant = constant.sum(1, keepdim=True)
-            positions = (positions * real).amax(1, keepdim=True)
-        batch, queries = positions.shape
-        scores = upcast(self.x[:0]).new_zeros(batch, queries, self.x.shape[1])
-        bias = scores.new_zeros(batch, queries)
-        parts = 1
-        if self.frozen.causal:  # queries that are close together gain little from being cut apart
-            spread = (int(positions.max()) - int(positions.min()) + 1) / self.x.shape[1]
-            parts = min(CAUSAL_PARTS, ceil(2 * CAUSAL_PARTS * spread))
-        for rows in self._chunks(queries, "queries", memory, parts=parts):
+            question = question.summed(self.frozen.mask, whole=self.frozen.sides is not None)
+        positions = question.positions
+        scores = upcast(self.x[:0]).new_zeros(*positions.shape, self.x.shape[1])
+        bias = scores.new_zeros(positions.shape)
+        for rows in self._chunks(positions.shape[1], "queries", memory, parts=self._causal_parts(positions)):
             chunk = slice(rows.start, rows.stop)
             terms = BiasTerms()
-            places = RowPositions(positions[:, chunk].T) if span is None else span
-            pulled = self._pull(through, vectors[:, chunk].transpose(0, 1), places, None, terms)
-            live = pulled.shape[2]
-            scores[:, chunk, :live] = (upcast(pulled) * self.x[:, :live]).sum(-1).transpose(0, 1).to(scores)
+            cotangents = question.vectors[:, chunk].transpose(0, 1)
+            gradient = self._pull(question.through, cotangents, question.where(chunk), None, terms)
+            keys = gradient.shape[2]  # a causal model needs no key after its last query
+            scores[:, chunk, :keys] = (upcast(gradient) * self.x[:, :keys]).sum(-1).transpose(0, 1).to(scores)
             if place_bias:
                 scores[:, chunk] += by_position(terms, scores[:, chunk].transpose(0, 1)).transpose(0, 1)
             else:
                 bias[:, chunk] = in_total(terms, bias[:, chunk].T).T
         scores = self._masked(scores, positions, chosen_keys(self.frozen.prompt, None))
-        bias = bias * torch.take_along_dim(self.frozen.mask, positions, dim=1) + constant
-        if not bool(torch.isfinite(total).all() and torch.isfinite(scores).all() and torch.isfinite(bias).all()):
-            raise NumericalError(
-                f"the scores overflow {str(self.x.dtype).removeprefix('torch.')}; load the model in a wider dtype."
-            )
-        residual = relative_residual(scores, bias, total)
-        return self.frozen.checked(Collapse(scores, bias, total, residual, soft_cap=soft_cap))
+        bias = bias * torch.take_along_dim(self.frozen.mask, positions, dim=1) + question.constant
+        for numbers in (question.total, scores, bias):
+            if not bool(torch.isfinite(numbers).all()):
+                dtype = str(self.x.dtype).removeprefix("torch.")
+                raise NumericalError(f"the scores overflow {dtype}; load the model in a wider dtype.")
+        residual = relative_residual(scores, bias, question.total)
+        return self.frozen.checked(Collapse(scores, bias, question.total, residual, soft_cap=question.soft_cap))
 
-    def _summed(
-        self, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"]
-    ) -> tuple[Queries, Float[Tensor, "batch 1 live d"]]:
-        """The span that several positions cover, and one vector over that span that is the sum of the vectors there."""
-        first = 0 if self.frozen.sides is not None else int(positions.min())
-        placed = vectors.new_zeros(len(vectors), int(positions.max()) + 1 - first, vectors.shape[-1])
-        placed.scatter_add_(1, (positions - first)[..., None].expand_as(vectors), vectors)
-        return slice(first, first + placed.shape[1]), placed[:, None]
+    def _causal_parts(self, positions: Int[Tensor, "batch query"]) -> int:
+        """The least number of chunks of queries; those that are close together gain little from being cut apart."""
+        if not self.frozen.causal:
+            return 1
+        spread = (int(positions.max()) - int(positions.min()) + 1) / self.x.shape[1]
+        return min(CAUSAL_PARTS, ceil(2 * CAUSAL_PARTS * spread))
+
+    def _norm(
+        self,
+        at: Int[Tensor, "batch"],
+        sources: Keys,
+        memory: Memory,
+        generator: torch.Generator | None = None,
+        **probes: Any,
+    ) -> Estimate:
+        """Norms at one position per prompt: from random rows of a generator, or exact.
+
+        They are exact as well where a tolerance needs so many random rows that `d_model` basis vectors are cheaper.
+        """
+        batch, _, width = self.x.shape
+        if generator is not None:
+            per_row = batch * len(sources.positions) * width * upcast(self.x[:0]).element_size()
+            product_rows, free_memory = kept_rows(per_row, memory)
+            pull = partial(self._row_products, at=at, sources=sources, memory=free_memory)
+            estimate = probed(pull, (batch, width), generator, kept=product_rows, **probes)
+            if estimate is not None:
+                return estimate
+        squares = upcast(self.x[:0]).new_zeros(batch, len(sources.positions))
+        for _, pulled in self._basis_rows(at, sources, "norm", memory):
+            norms = torch.linalg.vector_norm(upcast(pulled), dim=(0, -1))
+            squares[:, : norms.shape[-1]] += norms.square()
+        return Estimate(squares.sqrt_(), torch.zeros_like(squares), torch.full_like(squares, torch.inf), width)
 
     def _row_products(
         self, vectors: Float[Tensor, "row batch d"], count: int, at: Int[Tensor, "batch"], sources: Keys, memory: Memory
     ) -> tuple[Float[Tensor, "row batch key"], Float[Tensor, "count batch key d"]]:
         """‖vector·T_ij‖² of vectors at one position per prompt, and the first `count` of the vector·T_ij."""
-        shape = (*vectors.shape[:2], len(sources.places))
+        shape = (*vectors.shape[:2], len(sources.positions))
         squares = upcast(self.x[:0]).new_zeros(shape)
         first = squares.new_zeros(count, *shape[1:], self.x.shape[-1])
         for rows in self._chunks(len(vectors), "probes", memory):
@@ -297,3 +286,52 @@ class FrozenOperator(FrozenTensor):
             products = pulled[: max(0, count - rows.start)]
             first[rows.start : rows.start + len(products), :, :live] = products
         return squares, first
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """Vectors to pull, and the number that the scores must sum to.
+
+    Attributes:
+        vectors: one for each query.
+        positions: of the queries.
+        through: the map from the operator's input to where the vectors live.
+        total: what scores and bias sum to.
+        constant: the part of the bias that no map adds.
+        soft_cap: the cap that the model applies to the total afterwards.
+        span: the positions that one vector for all queries covers; None where each query has its own position.
+    """
+
+    vectors: Float[Tensor, "batch query *live d"]
+    positions: Int[Tensor, "batch query"]
+    through: AffineMap
+    total: Float[Tensor, "batch query"]
+    constant: Float[Tensor, "batch query"]
+    soft_cap: float | None = None
+    span: slice | None = None
+
+    def where(self, chunk: slice) -> Queries:
+        """Where the vectors of some queries live."""
+        return RowPositions(self.positions[:, chunk].T) if self.span is None else self.span
+
+    def at_real_tokens(self, mask: Bool[Tensor, "batch pos"]) -> "_Question":
+        """The same, zero at queries that are padding."""
+        real = torch.take_along_dim(mask, self.positions, dim=1)
+        vectors = self.vectors * real[..., None]
+        return replace(self, vectors=vectors, total=self.total * real, constant=self.constant * real)
+
+    def summed(self, mask: Bool[Tensor, "batch pos"], whole: bool) -> "_Question":
+        """One vector, over the span that the queries cover (`whole`: from the first position on), that is their sum."""
+        real = torch.take_along_dim(mask, self.positions, dim=1)
+        first = 0 if whole else int(self.positions.min())
+        width = self.vectors.shape[-1]
+        vectors = self.vectors.new_zeros(len(self.vectors), int(self.positions.max()) + 1 - first, width)
+        vectors.scatter_add_(1, (self.positions - first)[..., None].expand_as(self.vectors), self.vectors)
+        return replace(
+            self,
+            vectors=vectors[:, None],
+            positions=(self.positions * real).amax(1, keepdim=True),
+            total=self.total.sum(1, keepdim=True),
+            constant=self.constant.sum(1, keepdim=True),
+            span=slice(first, first + vectors.shape[1]),
+        )

@@ -91,25 +91,25 @@ class Keys:
     """The source tokens that were requested.
 
     Attributes:
-        places: the positions requested in any prompt, ascending.
-        mask: True where such a position is a real token, `[batch, place]`.
-        columns: for each prompt and requested key, its index in `places`, `[batch, key]`; None for all in order.
+        positions: those requested in any prompt, ascending.
+        mask: True where such a position is a real token.
+        columns: for each prompt and requested key, its index in `positions`; None for all in order.
     """
 
-    places: list[int]
-    mask: Bool[Tensor, "batch place"]
+    positions: list[int]
+    mask: Bool[Tensor, "batch key"]
     columns: Int[Tensor, "batch key"] | None = None
 
     @property
     def chosen(self) -> list[int] | None:
-        """The places, or None for all."""
-        return None if self.columns is None else self.places
+        """The positions, or None for all."""
+        return None if self.columns is None else self.positions
 
     def select(self, result: Tensor, dim: int) -> Tensor:
-        """A result over `places`, indexed by the requested keys instead."""
+        """A result over `positions`, indexed by the requested keys instead."""
         if self.columns is None:
             return result
-        in_order = torch.arange(len(self.places), device=self.columns.device).expand(len(self.columns), -1)
+        in_order = torch.arange(len(self.positions), device=self.columns.device).expand(len(self.columns), -1)
         if torch.equal(self.columns, in_order):  # nothing to copy
             return result
         index = self.columns.reshape(len(self.columns), *(1,) * (dim - 1), -1, *(1,) * (result.ndim - dim - 1))
@@ -125,6 +125,6 @@ def chosen_keys(prompt: Prompt, keys: Query) -> Keys:
     mask = prompt.mask
     if keys is None:
         return Keys(list(range(mask.shape[1])), mask)
-    wanted = span_positions(prompt, keys)
-    places = wanted.unique()
-    return Keys(places.tolist(), mask[:, places], torch.searchsorted(places, wanted.contiguous()))
+    requested = span_positions(prompt, keys)
+    positions = requested.unique()
+    return Keys(positions.tolist(), mask[:, positions], torch.searchsorted(positions, requested.contiguous()))

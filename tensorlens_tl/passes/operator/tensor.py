@@ -162,14 +162,14 @@ class FrozenTensor:
         positions = self._positions(query)
         sources = chosen_keys(self.frozen.prompt, keys)
         batch, _, width = self.x.shape
-        check_size("contributions", (batch, positions.shape[1], len(sources.places), width), self.x)
-        result = self.x.new_zeros(batch, positions.shape[1], len(sources.places), width)
+        check_size("contributions", (batch, positions.shape[1], len(sources.positions), width), self.x)
+        result = self.x.new_zeros(batch, positions.shape[1], len(sources.positions), width)
         # a row is placed, pushed, and moved into the result: three of them at once
-        for rows in self._chunks(len(sources.places), "contributions", memory, parts=8, streams=3):
-            places = sources.places[rows.start : rows.stop]
-            first = places[0] if self.frozen.causal else 0
+        for rows in self._chunks(len(sources.positions), "contributions", memory, parts=8, streams=3):
+            keys_at = sources.positions[rows.start : rows.stop]
+            first = keys_at[0] if self.frozen.causal else 0
             pushed = self.x.new_zeros(len(rows), batch, self.x.shape[1] - first, width)
-            pushed[range(len(rows)), :, [place - first for place in places]] = self.x[:, places].transpose(0, 1)
+            pushed[range(len(rows)), :, [position - first for position in keys_at]] = self.x[:, keys_at].transpose(0, 1)
             pushed = self.map.at(slice(first, None)).push(pushed).permute(1, 2, 0, 3)
             if query is None:
                 result[:, first:, rows.start : rows.stop] = pushed
@@ -195,8 +195,8 @@ class FrozenTensor:
         positions = one_query(self.frozen.prompt, query)
         sources = chosen_keys(self.frozen.prompt, keys)
         batch, _, width = self.x.shape
-        check_size("slice", (batch, width, len(sources.places), width), self.x)
-        result = self.x.new_zeros(batch, width, len(sources.places), width)
+        check_size("slice", (batch, width, len(sources.positions), width), self.x)
+        result = self.x.new_zeros(batch, width, len(sources.positions), width)
         for rows, pulled in self._basis_rows(positions[:, 0], sources, "slice", memory):
             result[:, rows.start : rows.stop, : pulled.shape[2]] = pulled.transpose(0, 1)
         return sources.select(result.mul_(sources.mask[:, None, :, None]), dim=2)
