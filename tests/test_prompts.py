@@ -32,8 +32,8 @@ def test_segments_of_another_shape(model_named, options):
 def test_hooked_transformer_particulars(model_named):
     with pytest.raises(tlens.InvalidInputError, match="takes none"):
         tlens.freeze(model_named("hooked/ln"), some_tokens(), token_type_ids=[[0] * 6] * 2)
-    models = importlib.import_module("tensorlens_tl.testing.models")
-    narrow = models._hooked(normalization_type="LN", act_fn="gelu", d_vocab_out=10)
+    models = importlib.import_module("tensorlens_tl.testing.building")
+    narrow = models.build_hooked(normalization_type="LN", act_fn="gelu", d_vocab_out=10)
     op = tlens.freeze(narrow, some_tokens()).operator()
     assert op.target(9).residual.max() < 1e-9
     with pytest.raises(tlens.InvalidInputError, match="outside the vocabulary of 10"):
