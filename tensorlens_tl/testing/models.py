@@ -8,6 +8,8 @@ biases, unit gains) half of the ways to be wrong cannot be seen. No network is n
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -107,6 +109,13 @@ def tiny_model(name: str, *, seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return builders[name]()
+
+
+def labelled(model: ModelLike | str) -> tuple[str, Callable[[], Any]]:
+    """What a test calls a model, and how to get it: a model, or one of `model_names()`, which is built when called."""
+    if isinstance(model, str):
+        return model, partial(tiny_model, model)
+    return type(model).__name__, lambda: model
 
 
 def random_input(model: ModelLike, length: int, generator: torch.Generator) -> Tensor:
