@@ -5,12 +5,7 @@ known which letter of the input every letter of the output is a copy of. It lear
 to j; every 997th of the million words (`tensorlens_tl.demo.reversal_words`) is left out, and only measured.
 """
 
-import argparse
-import json
-import math
-import platform
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from scripts.train import optimiser_for, step
+from scripts import small
 from tensorlens_tl.demo import is_held_out_word, reversal_words
 
 STEPS, ROWS, RATE = 2000, 128, 3e-3
@@ -74,48 +69,29 @@ def accuracy(model: Any) -> float:
 
 
 def learn(model: Any, steps: int, seed: int) -> None:
-    """Train in place; the rate falls as a cosine."""
-    generator, optimiser = torch.Generator().manual_seed(seed), optimiser_for(model, RATE, 0.01)
-    started = time.time()
-    model.train()
-    for number in range(1, steps + 1):
-        for group in optimiser.param_groups:
-            group["lr"] = RATE * min(1.0, number / 100) * (0.02 + 0.49 * (1 + math.cos(math.pi * number / steps)))
+    """Train in place on random words."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def loss_of() -> Tensor:
         letters = torch.randint(3, 3 + len(LETTERS), (ROWS, LENGTH), generator=generator)
         logits, answers = predicted(model, letters[~is_held_out_word(letters)])
-        loss = cross_entropy(logits.flatten(0, 1), answers.flatten())
-        step(model, optimiser, loss)
-        if number % 250 == 0 or number == steps:
-            print(f"{number:5d}  loss {loss.item():.4f}  {time.time() - started:.0f} s", flush=True)
-    model.eval()
+        return cross_entropy(logits.flatten(0, 1), answers.flatten())
+
+    small.learn(model, steps, loss_of, rate=RATE, decay=0.01, every=250)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder for the model and its tokenizer")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    args = parser.parse_args(arguments)
+    args = small.read_arguments(__doc__, STEPS, arguments)
     started = time.time()
     torch.manual_seed(args.seed)
     tokenizer = letter_tokenizer()
     model = small_bart(len(tokenizer))
     learn(model, args.steps, args.seed)
-    facts = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "seed": args.seed,
-        "steps": args.steps,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "held_out_accuracy": round(accuracy(model), 4),
-        "minutes": round((time.time() - started) / 60, 1),
-    }
     args.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     (args.out / "generation_config.json").unlink(missing_ok=True)
-    (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(facts, indent=2))
+    small.report(args, model, started, held_out_accuracy=accuracy(model))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,7 @@ of ten digits an image of 8 × 8 grey pixels shows. It learns from the first hal
 steps were chosen on the last 198 images of that half; the other half is only measured.
 """
 
-import argparse
-import json
-import math
-import platform
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
-from scripts.train import optimiser_for, step
+from scripts import small
 from tensorlens_tl.demo import digit_images
 
 STEPS, ROWS, RATE = 6000, 128, 2e-3
@@ -66,50 +61,34 @@ def accuracy(model: Any, images: Tensor, labels: Tensor) -> float:
 
 
 def learn(model: Any, steps: int, seed: int) -> None:
-    """Train in place; the rate falls as a cosine."""
+    """Train in place on the first half of the digits, distorted at random."""
     images, labels = digit_images(held_out=False)
-    generator, optimiser = torch.Generator().manual_seed(seed), optimiser_for(model, RATE, 0.05)
-    started = time.time()
-    model.train()
-    for number in range(1, steps + 1):
-        for group in optimiser.param_groups:
-            group["lr"] = RATE * min(1.0, number / 100) * (0.02 + 0.49 * (1 + math.cos(math.pi * number / steps)))
+    generator = torch.Generator().manual_seed(seed)
+
+    def loss_of() -> Tensor:
         chosen = torch.randint(0, len(images), (ROWS,), generator=generator)
-        loss = cross_entropy(model(distorted(images[chosen], generator)).logits, labels[chosen], label_smoothing=0.05)
-        step(model, optimiser, loss)
-        if number % 500 == 0 or number == steps:
-            print(f"{number:5d}  loss {loss.item():.3f}  {time.time() - started:.0f} s", flush=True)
-    model.eval()
+        return cross_entropy(model(distorted(images[chosen], generator)).logits, labels[chosen], label_smoothing=0.05)
+
+    small.learn(model, steps, loss_of, rate=RATE, decay=0.05, every=500)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder for the model")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    args = parser.parse_args(arguments)
+    args = small.read_arguments(__doc__, STEPS, arguments)
     started = time.time()
     torch.manual_seed(args.seed)
     model = small_vit()
     learn(model, args.steps, args.seed)
-    facts = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "seed": args.seed,
-        "steps": args.steps,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "accuracy": round(accuracy(model, *digit_images(held_out=False)), 4),
-        "held_out_accuracy": round(accuracy(model, *digit_images()), 4),
-        "minutes": round((time.time() - started) / 60, 1),
-    }
     args.out.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(args.out)
     save_file(
         {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, args.out / "model.safetensors"
     )
-    (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(facts, indent=2))
+    measured = {
+        "accuracy": accuracy(model, *digit_images(held_out=False)),
+        "held_out_accuracy": accuracy(model, *digit_images()),
+    }
+    small.report(args, model, started, **measured)
 
 
 if __name__ == "__main__":

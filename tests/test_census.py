@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 
 from tensorlens_tl.passes.operator import FrozenOperator
-from tensorlens_tl.testing import models
+from tensorlens_tl.testing.building import HookedTransformer
 
-if models.HookedTransformer is not None:
+if HookedTransformer is not None:
     pytest.skip("the census is of TransformerLens 4", allow_module_level=True)
 
 with patch.object(sys, "path", [str(Path(__file__).parents[1] / "benchmarks"), *sys.path]):

@@ -447,9 +447,9 @@ def test_plans_add_up(model_named, tmp_path):
 def test_sharing_finds_what_heads_share(model_named):
     model = copy.deepcopy(model_named(PLAIN))
     found = compress.sharing(model)
-    assert found.kept.shape == (2, 4, 16)
-    assert bool((found.kept[..., -1] - 1).abs().max() < 1e-9)
-    apart = (found.kept - found.chance)[:, :, 3]
+    assert found.energy.shape == (2, 4, 16)
+    assert bool((found.energy[..., -1] - 1).abs().max() < 1e-9)
+    apart = (found.energy - found.chance)[:, :, 3]
     assert float(apart.abs().max()) < 0.25  # random weights share what chance gives
     with torch.no_grad():
         for name in ("W_V", "W_O"):  # every head of the first layer the same
@@ -457,7 +457,7 @@ def test_sharing_finds_what_heads_share(model_named):
                 writable(ModelView(model).blocks[0])[name][:1].expand(4, -1, -1)
             )
     same = compress.sharing(model)
-    assert bool((same.kept[0, 2:, 3] - 1).abs().max() < 1e-9)
+    assert bool((same.energy[0, 2:, 3] - 1).abs().max() < 1e-9)
     assert float(same.chance[0, 2:, 3].max()) < 0.9
     for measure in (same.similarity, same.core_similarity):
         assert close(measure[0, 1], torch.ones(4, 4, dtype=torch.float64))
@@ -511,7 +511,7 @@ def test_chance_knows_that_grouped_heads_share(model_named):
     beyond = []
     for seed in range(6):
         found = compress.sharing(tiny_model("bridge/llama", seed=seed), draws=8, seed=seed)
-        beyond.append((found.kept - found.chance)[..., found.rank - 1])
+        beyond.append((found.energy - found.chance)[..., found.rank - 1])
     assert float(torch.stack(beyond).mean((0, 1)).abs().max()) < 0.05
 
 

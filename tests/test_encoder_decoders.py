@@ -12,7 +12,7 @@ from tensorlens_tl import circuits, compress, demo, evaluate, report, whitening
 from tensorlens_tl.methods import contextualisation
 from tensorlens_tl.results import storage
 from tensorlens_tl.testing import check_method, encoder_decoder_names, held_output, tiny_input, tiny_model
-from tensorlens_tl.testing.models import _bridge
+from tensorlens_tl.testing.building import build_bridge
 
 BART = "bridge/bart"
 REPRESENTATIVES = {BART, "bridge/t5"}
@@ -307,7 +307,7 @@ def test_prompts_of_different_length(bart, model_named):
 def test_a_vocabulary_for_each_side():
     """Marian may have two: ids beyond the encoder's are the decoder's own, and so are its logits."""
     sizes = {"decoder_vocab_size": 60, "share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}
-    model = _bridge("marian", **sizes)
+    model = build_bridge("marian", **sizes)
     frozen = tlens.freeze(model, [[3, 4, 5]], decoder_input_ids=[[1, 55]])
     assert float(frozen.operator().target(57).residual.max()) < 1e-9
     assert frozen.fwd_hooks()
@@ -320,7 +320,7 @@ def test_a_vocabulary_for_each_side():
 @pytest.mark.skipif("bridge/t5" in encoder_decoder_names(), reason="TransformerLens 4 runs T5")
 def test_t5_where_it_does_not_run():
     with pytest.raises(tlens.UnsupportedModelError, match="cannot run on the TransformerLens and transformers"):
-        tlens.freeze(_bridge("t5"), [[3, 4, 5]], decoder_input_ids=[[1, 4]])
+        tlens.freeze(build_bridge("t5"), [[3, 4, 5]], decoder_input_ids=[[1, 4]])
 
 
 # ------------------------------------------------------------------------------------------ results

@@ -1,7 +1,5 @@
 """What freezing refuses, with which words, what it proves, and that the model is clean afterwards."""
 
-import importlib
-
 import pytest
 import torch
 from conftest import hooks_left, some_tokens
@@ -11,6 +9,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl.models.layouts import LAYOUTS
 from tensorlens_tl.passes.proof import block_error
 from tensorlens_tl.testing import check_model, model_names, tiny_model
+from tensorlens_tl.testing.building import build_bridge, build_hooked
 
 HOOKED = [name for name in model_names() if name.startswith("hooked/")]
 needs_hooked = pytest.mark.skipif(not HOOKED, reason="HookedTransformer exists up to TransformerLens 3.9")
@@ -139,8 +138,7 @@ def test_a_model_split_over_devices_is_refused():
 
 @needs_hooked
 def test_solu_ln_is_refused():
-    models = importlib.import_module("tensorlens_tl.testing.models")
-    model = models._hooked(normalization_type="LN", act_fn="solu_ln")
+    model = build_hooked(normalization_type="LN", act_fn="solu_ln")
     with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 .*solu_ln"):
         tlens.freeze(model, some_tokens())
 
@@ -202,10 +200,9 @@ def test_sublayers_that_write_nothing_have_any_layout():
 
 def test_one_token_with_folded_norms_keeps_its_layout():
     """There a norm before a gated MLP and one after it are one map under the ratio rule, but not under the tangent."""
-    models = importlib.import_module("tensorlens_tl.testing.models")
     for seed in range(4):
         torch.manual_seed(seed)
-        model = models._bridge("llama", compatibility=True, hidden_act="relu", intermediate_size=3)
+        model = build_bridge("llama", compatibility=True, hidden_act="relu", intermediate_size=3)
         frozen = tlens.freeze(model, [[5]])
         assert {layout.name for layout in frozen.layouts} == {"pre"}
         assert max(check_model(model, [[5]]).errors.values()) < 1e-5

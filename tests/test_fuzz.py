@@ -13,7 +13,7 @@ from hypothesis import event, given, note, settings, strategies as st
 
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import check_map, check_model, model_names, tiny_model
-from tensorlens_tl.testing.models import _bridge, _hooked
+from tensorlens_tl.testing.building import build_bridge, build_hooked
 
 HOOKED = any(name.startswith("hooked/") for name in model_names())
 PROCESSED = ("raw", "processed")
@@ -114,8 +114,8 @@ def build(kind, processed, config):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if kind == "hooked":
-            return _hooked(processed=processed == "processed", **config)
-        return _bridge(kind.removeprefix("bridge/"), compatibility=processed == "processed", **config)
+            return build_hooked(processed=processed == "processed", **config)
+        return build_bridge(kind.removeprefix("bridge/"), compatibility=processed == "processed", **config)
 
 
 def padded(lengths, side, vocabulary=48):

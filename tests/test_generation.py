@@ -135,16 +135,16 @@ def test_places_of_each_prompt_as_a_query():
 # ------------------------------------------------------------------ hops
 
 
-def slowly(scores, bias, made, made_bias, places, hops):
+def slowly(scores, bias, links, link_bias, positions, hops):
     """The definition, one token after another."""
     scores, total = scores.clone(), bias.clone()
     for _ in range(hops):
         before = scores.clone()
-        for token, place in enumerate(places):
-            scores[place] -= before[place]
-            size = made[token].abs().sum() + made_bias[token].abs()
-            scores += before[place] * made[token].abs() / size
-            total += before[place] * made_bias[token].abs() / size
+        for token, position in enumerate(positions):
+            scores[position] -= before[position]
+            size = links[token].abs().sum() + link_bias[token].abs()
+            scores += before[position] * links[token].abs() / size
+            total += before[position] * link_bias[token].abs() / size
     return scores, total
 
 
@@ -152,15 +152,15 @@ def slowly(scores, bias, made, made_bias, places, hops):
 def test_hops_are_the_definition(hops):
     tokens, pos, first = 4, 9, 5
     draw = torch.Generator().manual_seed(1)
-    scores, made = (torch.randn(2, n, pos, dtype=torch.float64, generator=draw) for n in (3, tokens))
-    bias, made_bias = (torch.randn(2, n, dtype=torch.float64, generator=draw) for n in (3, tokens))
-    made = made * (torch.arange(pos) < torch.arange(first, pos)[:, None])
+    scores, links = (torch.randn(2, n, pos, dtype=torch.float64, generator=draw) for n in (3, tokens))
+    bias, link_bias = (torch.randn(2, n, dtype=torch.float64, generator=draw) for n in (3, tokens))
+    links = links * (torch.arange(pos) < torch.arange(first, pos)[:, None])
     generated = (torch.arange(pos) == torch.arange(first, pos)[:, None]).expand(2, -1, -1)
-    landed, left = sent_on(scores, bias, made, made_bias, generated, hops)
+    landed, left = sent_on(scores, bias, links, link_bias, generated, hops)
     count = tokens if hops == "all" else hops
     for row in range(2):
         for query in range(3):
-            args = scores[row, query], bias[row, query], made[row], made_bias[row], range(first, pos), count
+            args = scores[row, query], bias[row, query], links[row], link_bias[row], range(first, pos), count
             expected, total = slowly(*args)
             assert close(landed[row, query], expected)
             assert close(left[row, query], total)
@@ -228,7 +228,7 @@ def test_a_continuation_is_what_was_generated(written, demo_model):
     for given in (text, written.frozen.tokens[0, 9:].tolist(), written.frozen.tokens[:, 9:]):
         made = freeze_generation(demo_model, PROMPT, continuation=given)
         assert torch.equal(made.frozen.tokens, written.frozen.tokens)
-        assert torch.equal(made.places, written.places)
+        assert torch.equal(made.positions, written.positions)
 
 
 def test_spans_in_every_way(written):

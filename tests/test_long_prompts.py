@@ -13,7 +13,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl.algebra import RowPositions, held_scores, recomputed
 from tensorlens_tl.errors import NumericalError
 from tensorlens_tl.testing import Allocations, check_map, model_names
-from tensorlens_tl.testing.models import _bridge
+from tensorlens_tl.testing.building import build_bridge
 
 pytestmark = pytest.mark.numeric
 
@@ -235,7 +235,7 @@ def test_what_is_stored_on_the_cpu_is_the_same(model_named):
 def test_a_pull_from_one_query_makes_one_row(monkeypatch):
     """No map of a causal model makes more of the last layer's pattern than the row that is asked for."""
     torch.manual_seed(0)
-    model = _bridge("gpt2", n_layer=1, n_positions=512)
+    model = build_bridge("gpt2", n_layer=1, n_positions=512)
     frozen = tlens.freeze(model, torch.randint(3, 48, (1, 512)), patterns="recompute")
     op = frozen.operator()
     op.target(5)
@@ -249,10 +249,10 @@ GROWTH = """
 import json, sys, torch
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import Allocations
-from tensorlens_tl.testing.models import _bridge
+from tensorlens_tl.testing.building import build_bridge
 length, patterns = int(sys.argv[1]), sys.argv[2]
 torch.manual_seed(0)
-model = _bridge("gpt2", n_layer=6, n_head=2, n_embd=16, n_positions=length).to(torch.float32)
+model = build_bridge("gpt2", n_layer=6, n_head=2, n_embd=16, n_positions=length).to(torch.float32)
 tokens = torch.randint(3, 48, (1, length))
 with Allocations() as freezing:
     frozen = tlens.freeze(model, tokens, patterns=patterns)

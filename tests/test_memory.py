@@ -6,7 +6,7 @@ import torch
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.testing import Allocations
-from tensorlens_tl.testing.models import _bridge
+from tensorlens_tl.testing.building import build_bridge
 
 CALLS = {
     "norm": lambda op, memory: op.norm(memory=memory).scores,
@@ -32,7 +32,7 @@ FAMILIES = [pytest.param(f, marks=pytest.mark.whole) if f in ("gpt2", "llama") e
 @pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.whole) if f != "neox" else f for f in WIDER])
 def test_the_bound_holds_and_changes_nothing(family, call):
     torch.manual_seed(0)
-    model = _bridge(family, **WIDER[family])
+    model = build_bridge(family, **WIDER[family])
     op = tlens.freeze(model, torch.randint(3, 48, (2, 48))).operator()
     _ = op.x, op.output, op.target(5)  # what is kept on the pass is not the operation's
     free = CALLS[call](op, None)
@@ -48,7 +48,7 @@ def test_the_bound_holds_and_changes_nothing(family, call):
 def test_decompx_keeps_within_its_bound(family, bias):
     """The vectors themselves, twice in parallel blocks, and what is left for the work on them."""
     torch.manual_seed(0)
-    frozen = tlens.freeze(_bridge(family, **WIDER[family]), torch.randint(3, 48, (1, 60)))
+    frozen = tlens.freeze(build_bridge(family, **WIDER[family]), torch.randint(3, 48, (1, 60)))
     vectors = 60 * frozen.resid_pre(0).numel() * 8 * (2 if frozen.layouts[0].parallel else 1)
     asked = {"method": "decompx", "bias": bias, "target": 5, "query": -1}
     free = tlens.attribute(frozen, **asked).scores
@@ -94,7 +94,7 @@ def test_a_row_that_does_not_fit_is_refused(model_named):
 
 def test_a_chain_of_composition_scores_forms_no_large_matrix():
     """Peak memory of composition scores is far below one [head, later head, d_model, d_model] table."""
-    model = _bridge("gpt2", n_embd=64, n_layer=6, n_inner=64)
+    model = build_bridge("gpt2", n_embd=64, n_layer=6, n_inner=64)
     with Allocations() as used:
         scores = tlens.circuits.composition_scores(model, "V")
     assert used.peak < 0.2 * scores.numel() * 64 * 64 * 8

@@ -283,6 +283,18 @@ class Interrupted(BaseException):
 ERRORS = [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError, Interrupted, GeneratorExit]
 
 
+def raised_inside(model, error, run):
+    """An error raised by a hook in the last block, after ours are on."""
+
+    def bad(tensor, hook):
+        raise error
+
+    model.add_hook("blocks.1.hook_resid_pre", bad)
+    with pytest.raises(error):
+        run()
+    model.reset_hooks()
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
 @pytest.mark.parametrize(
     "run",
@@ -290,7 +302,6 @@ ERRORS = [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError, 
         lambda m, f: tlens.freeze(m, some_tokens()),
         lambda m, f: tlens.attribute(m, some_tokens(), method="rollout"),
         lambda m, f: m.run_with_hooks(**f.inputs, fwd_hooks=f.fwd_hooks()),
-        lambda m, f: f.attached().__enter__()(**f.inputs),
         lambda m, f: tlens.attribute(f, method="input-x-gradient", target=5),
         lambda m, f: tlens.attribute(f, method="integrated-gradients", target=5, steps=2),
         lambda m, f: tlens.attribute(f, method="value-zeroing"),
@@ -303,22 +314,20 @@ ERRORS = [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError, 
         lambda m, f: circuits.total_effects(f, 5, live=True),
     ],
     ids=[
-        "freeze", "rollout", "fwd_hooks", "attached", "ixg", "ig", "value-zeroing", "chefer", "leave-one-out", "gim",
+        "freeze", "rollout", "fwd_hooks", "ixg", "ig", "value-zeroing", "chefer", "leave-one-out", "gim",
         "last_logits", "unembedding", "circuits", "total",
     ],
 )  # fmt: skip
 def test_an_error_inside_a_run_leaves_no_hook(model, frozen, run, error):
-    """Raised by a hook in the last block, after ours are on."""
+    raised_inside(model, error, lambda: run(model, frozen))
+    assert hooks_left(model) == 0
+    tlens.freeze(model, some_tokens())
 
-    def bad(tensor, hook):
-        raise error
 
-    model.add_hook("blocks.1.hook_resid_pre", bad)
-    with pytest.raises(error):
-        run(model, frozen)
-    model.reset_hooks()
-    if run.__code__.co_names[:1] != ("attached",):  # entered by hand, never left: that one is the caller's
-        assert hooks_left(model) == 0
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_an_error_inside_an_attached_run_leaves_the_block_to_its_caller(model, frozen, error):
+    """Entered by hand, and never left."""
+    raised_inside(model, error, lambda: frozen.attached().__enter__()(**frozen.inputs))
     tlens.freeze(model, some_tokens())
 
 

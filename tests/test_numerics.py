@@ -9,17 +9,17 @@ from conftest import hooks_left, some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl.models.parameters import tried_norm
 from tensorlens_tl.testing import check_model, model_names, tiny_model
-from tensorlens_tl.testing.models import _bridge
+from tensorlens_tl.testing.building import build_bridge
 
 
 def gpt2(act="gelu", **changes):
     torch.manual_seed(0)
-    return _bridge("gpt2", activation_function=act, **changes)
+    return build_bridge("gpt2", activation_function=act, **changes)
 
 
 def llama(act="silu", **changes):
     torch.manual_seed(0)
-    return _bridge("llama", hidden_act=act, **changes)
+    return build_bridge("llama", hidden_act=act, **changes)
 
 
 MODELS = {

@@ -17,7 +17,8 @@ from tensorlens_tl import circuits
 from tensorlens_tl.errors import FrozenModelError, UnsupportedModelError
 from tensorlens_tl.models.lifecycle import refuse_devices
 from tensorlens_tl.models.parameters import loaded
-from tensorlens_tl.testing.models import HookedTransformer, model_names, tiny_input, tiny_model
+from tensorlens_tl.testing import model_names, tiny_input, tiny_model
+from tensorlens_tl.testing.building import HookedTransformer
 from tensorlens_tl.testing.requirements import precision
 
 QUERIES = [0, 2, 5]

@@ -21,7 +21,7 @@ from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.commands import main
 from tensorlens_tl.results.circuit import edge_order, pruned
 from tensorlens_tl.testing import model_names, tiny_model
-from tensorlens_tl.testing.models import _bridge
+from tensorlens_tl.testing.building import build_bridge
 
 HERE = set(model_names())
 NAMES = ["hooked/gqa", "hooked/sandwich", "encoder/bert", "bridge/gpt2", "bridge/llama", "bridge/neox", "bridge/opt"]
@@ -550,7 +550,7 @@ def test_the_benchmarks_json_round_trips(scores, tmp_path):
 
 
 def test_gpt2_has_the_benchmarks_number_of_edges():
-    model = _bridge("gpt2", n_layer=12, n_head=12, n_embd=24)
+    model = build_bridge("gpt2", n_layer=12, n_head=12, n_embd=24)
     layout = edge_layout(Stream.of(tlens.freeze(model, some_tokens(1, 3))))
     assert int(layout.exists.sum()) == 32491
 

@@ -1,6 +1,5 @@
 """What a model takes: prompts of one token, token types, vocabularies, padding with and without a mask."""
 
-import importlib
 import warnings
 
 import pytest
@@ -9,6 +8,7 @@ from conftest import some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import model_names
+from tensorlens_tl.testing.building import build_hooked
 
 HOOKED = any(name.startswith("hooked/") for name in model_names())
 
@@ -32,8 +32,7 @@ def test_segments_of_another_shape(model_named, options):
 def test_hooked_transformer_particulars(model_named):
     with pytest.raises(tlens.InvalidInputError, match="takes none"):
         tlens.freeze(model_named("hooked/ln"), some_tokens(), token_type_ids=[[0] * 6] * 2)
-    models = importlib.import_module("tensorlens_tl.testing.models")
-    narrow = models._hooked(normalization_type="LN", act_fn="gelu", d_vocab_out=10)
+    narrow = build_hooked(normalization_type="LN", act_fn="gelu", d_vocab_out=10)
     op = tlens.freeze(narrow, some_tokens()).operator()
     assert op.target(9).residual.max() < 1e-9
     with pytest.raises(tlens.InvalidInputError, match="outside the vocabulary of 10"):

@@ -11,7 +11,8 @@
 | --- | --- |
 | `tucker` | how is a tensor factorised with shared factors, and which ranks are best? |
 | `heads` | how are a layer's heads stacked, and which bases are free? |
-| `methods` | what does each method keep? |
+| `methods` | what is left of a layer by each method? |
+| `options` | which kinds of argument do they share? |
 | `replacements` | what does a compression hold, and which dense weights does it stand for? |
 | `reading` | how are a model's heads read? |
 | `plan` | how is a model compressed, and given back its own weights? |
@@ -23,7 +24,7 @@ from tensorlens_tl.compress.heads import LAYOUTS, HeadWeights, in_circuit_gauge,
 from tensorlens_tl.compress.methods import METHODS, circuit_svd, head_svd, laser, laser_mlp, tucker
 from tensorlens_tl.compress.plan import Plan, plan, shared_tucker
 from tensorlens_tl.compress.reading import head_weights
-from tensorlens_tl.compress.removed import Parts, Removed, removed
+from tensorlens_tl.compress.removed import Removed, Split, removed
 from tensorlens_tl.compress.replacements import Dense, LowRank, Replacement, SharedTucker
 from tensorlens_tl.compress.sharing import Sharing, sharing
 from tensorlens_tl.compress.tucker import HOSVD, Tucker, hooi, paper_ranks, parameter_count, sequential_hosvd
@@ -35,12 +36,12 @@ __all__ = [
     "Dense",
     "HeadWeights",
     "LowRank",
-    "Parts",
     "Plan",
     "Removed",
     "Replacement",
     "SharedTucker",
     "Sharing",
+    "Split",
     "Tucker",
     "circuit_svd",
     "head_svd",

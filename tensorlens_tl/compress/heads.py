@@ -7,7 +7,6 @@ moves every head to the one basis that its own circuits single out.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -15,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.compress.options import Layout
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
 LETTERS = "QKVO"
@@ -27,13 +27,13 @@ GAUGES = (None, "circuit")
 class HeadWeights:
     """The four projections of one layer by head, outputs transposed, and the biases of the first three.
 
-    Keys and values have the key-value heads of grouped attention: query head h meets key head ``h // group``.
+    Keys and values have the key-value heads of grouped attention: query head h has key head ``h // group``.
 
     Attributes:
         matrices: by letter: Q and O `[head, d_model, d_head]`, K and V `[kv, d_model, d_head]`.
         biases: by letter, `[head, d_head]`; letters without one are not there.
         fixed_scores: says why the basis of queries and keys inside a head is not free (rotary positions, say), or None;
-            asked only where it matters.
+            called only where it matters.
         where: the layer, for messages.
     """
 
@@ -71,15 +71,18 @@ class HeadWeights:
         return replace(self, matrices={**self.matrices, **matrices}, biases={**self.biases, **(biases or {})})
 
     def check_free(self, letters: str) -> None:
-        """Raise `UnsupportedModelError` where queries and keys are asked for and their basis is not free."""
-        if set(letters) & set("QK") and (why := self.fixed_scores()) is not None:
+        """Raise `UnsupportedModelError` where queries or keys are among the letters and their basis is not free."""
+        if not set(letters) & set("QK"):
+            return
+        why = self.fixed_scores()
+        if why is not None:
             raise UnsupportedModelError(
                 f"{self.where}: the basis of queries and keys inside a head is not free here ({why}), so "
                 "their circuit has no gauge. Use matrices='VO', or a method that leaves the basis alone."
             )
 
 
-def check_letters(matrices: Any) -> str:
+def check_letters(matrices: object) -> str:
     """Some of Q, K, V and O, in that order.
 
     Raises:
@@ -93,7 +96,7 @@ def check_letters(matrices: Any) -> str:
 # ------------------------------------------------------------------ tensors
 
 
-def stacked(weights: HeadWeights, matrices: str = LETTERS, layout: str = "paper") -> Float[Tensor, "d1 d2 slices h"]:
+def stacked(weights: HeadWeights, matrices: str = LETTERS, layout: Layout = "paper") -> Float[Tensor, "d1 d2 slices h"]:
     """The matrices of every head as one tensor (TensorLLM Eqs. 7–8): `[d_model, d_head, slices, heads]`.
 
     The unit of grouped attention is the key-value group: Q and O give a slice for each of its query heads, K and V one,
@@ -121,18 +124,19 @@ def stacked(weights: HeadWeights, matrices: str = LETTERS, layout: str = "paper"
 
 
 def unstacked(
-    tensor: Float[Tensor, "d1 d2 slices h"], matrices: str, layout: str, heads: int, kv_heads: int
+    tensor: Float[Tensor, "d1 d2 slices h"], matrices: str, layout: Layout, heads: int, kv_heads: int
 ) -> dict[str, Float[Tensor, "head d_model d_head"]]:
     """`stacked` undone: the matrices by letter."""
     if layout == "released":
         slices = zip(matrices, tensor.unbind(2), strict=True)
         return {letter: rearrange(part, "(h k) e c -> h (c e) k", h=heads) for letter, part in slices}
-    counts = [heads // kv_heads if letter in "QO" else 1 for letter in matrices]
-    parts = zip(matrices, tensor.split(counts, dim=2), strict=True)
+    group = heads // kv_heads
+    counts = {"Q": group, "K": 1, "V": 1, "O": group}
+    parts = zip(matrices, tensor.split([counts[letter] for letter in matrices], dim=2), strict=True)
     return {letter: rearrange(part, "d k g kv -> (kv g) d k") for letter, part in parts}
 
 
-def check_layout(layout: str) -> None:
+def check_layout(layout: Layout) -> None:
     """Raise `InvalidInputError` unless there is such a layout."""
     if layout not in LAYOUTS:
         raise InvalidInputError(f"layout={layout!r}; use one of {', '.join(LAYOUTS)}.")
@@ -150,6 +154,13 @@ def slice_scales(tensor: Float[Tensor, "d1 d2 slices h"]) -> Float[Tensor, "slic
 def in_circuit_gauge(weights: HeadWeights, matrices: str = LETTERS) -> HeadWeights:
     """Every head in the singular basis of its own circuits, biases moved along; what the model computes is the same.
 
+    >>> from tensorlens_tl import compress
+    >>> before = compress.head_weights(model, 0)
+    >>> after = compress.in_circuit_gauge(before)
+    >>> circuits = [weights.matrices["Q"] @ weights.matrices["K"].mT for weights in (before, after)]
+    >>> torch.allclose(*circuits, atol=1e-4)
+    True
+
     The QK circuit is ``[W_Q; b_Q]·[W_K; b_K]ᵀ``, the OV circuit ``[W_V; b_V]·W_O``; in a group, those of all its query
     heads together. Both sides get the square root of the singular values, so that directions come in descending order
     and cutting them off is the circuit's truncated SVD. A direction's sign, which its circuit does not fix, is taken so
@@ -158,6 +169,9 @@ def in_circuit_gauge(weights: HeadWeights, matrices: str = LETTERS) -> HeadWeigh
     Args:
         weights: of one layer.
         matrices: ``"QK"``, ``"VO"`` or both: whose circuits are moved.
+
+    Returns:
+        Weights of the same shapes.
 
     Raises:
         InvalidInputError: half a circuit.

@@ -1,6 +1,6 @@
 """How a layer's attention is compressed: TensorLLM's shared Tucker, and baselines under the same count of parameters.
 
-| method | keeps of each layer | parameters (one query head per key-value head) |
+| method | what is left of each layer | parameters (one query head per key-value head) |
 | --- | --- | --- |
 | `tucker` | factors shared by all heads, a core per head (TensorLLM) | R1·R2·R3·h + d·R1 + d_head·R2 + 4·R3 |
 | `laser` | each matrix's truncated SVD (Sharma et al. 2024) | 4·r·(d + h·d_head) |
@@ -12,10 +12,10 @@ A method is a function of one layer's `HeadWeights` and keyword options that ret
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from einops import rearrange
+from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number
@@ -28,12 +28,15 @@ from tensorlens_tl.compress.heads import (
     slice_scales,
     stacked,
 )
+from tensorlens_tl.compress.options import Count, Gauge, Layout, MLPShare, Number, RankChoice, RankRule, Start
 from tensorlens_tl.compress.replacements import LowRank, Replacement, SharedTucker
 from tensorlens_tl.compress.tucker import (
     HOSVD,
     ROUNDED,
     RULES,
+    Ranks,
     Tucker,
+    check_choice,
     check_ranks,
     hooi,
     paper_ranks,
@@ -49,18 +52,23 @@ STARTS = ("hosvd", "sequential")
 def tucker(
     weights: HeadWeights,
     *,
-    ranks: Any = None,
-    ratio: Any = None,
-    energy: Any = None,
-    rule: str = "free",
+    ranks: RankChoice = None,
+    ratio: Number = None,
+    energy: Number = None,
+    rule: RankRule = "free",
     matrices: str = LETTERS,
-    layout: str = "paper",
+    layout: Layout = "paper",
     balance: bool = False,
-    gauge: str | None = None,
-    start: str = "hosvd",
-    sweeps: Any = 0,
+    gauge: Gauge = None,
+    start: Start = "hosvd",
+    sweeps: Count = 0,
 ) -> SharedTucker:
     """TensorLLM: factors that all heads share, and a core for each (Eqs. 7–14).
+
+    >>> from tensorlens_tl import compress
+    >>> shared = compress.tucker(compress.head_weights(model, 1), ratio=2)
+    >>> shared.ratio >= 2, shared.dense()["W_O"].shape
+    (True, torch.Size([4, 32, 128]))
 
     Args:
         weights: one layer's.
@@ -77,35 +85,39 @@ def tucker(
         start: ``"hosvd"``, or ``"sequential"`` truncation, cheaper, for given ranks only.
         sweeps: at most so many sweeps of HOOI after the truncation.
 
+    Returns:
+        Core and factors, with their relative error.
+
     Raises:
-        InvalidInputError: not one of ranks, ratio and energy, or none that meets them; no such option.
+        InvalidInputError: not one of ranks, ratio and energy, or no ranks that reach them; no such option.
         UnsupportedModelError: a gauge where the basis is not free.
     """
     letters = check_letters(matrices)
     sweeps = whole_number("sweeps", sweeps, least=0)
-    for name, value, known in (("gauge", gauge, GAUGES), ("start", start, STARTS), ("rule", rule, RULES)):
-        if value not in known:
-            raise InvalidInputError(f"{name}={value!r}; use one of {', '.join(map(repr, known))}.")
+    check_choice("gauge", gauge, GAUGES)
+    check_choice("start", start, STARTS)
+    check_choice("rule", rule, RULES)
     if sum(option is not None for option in (ranks, ratio, energy)) != 1:
         raise InvalidInputError("ranks: pass one of ranks=, ratio= and energy=.")
     if ratio is not None:
         _at_least_one(ratio)
     if start == "sequential" and ranks is None:
         raise InvalidInputError("start='sequential': it needs ranks=; a ratio or energy needs the whole HOSVD.")
-    moved = in_circuit_gauge(weights, letters) if gauge == "circuit" else weights
+    moved = weights
+    if gauge == "circuit":
+        moved = in_circuit_gauge(weights, letters)
     tensor = stacked(moved, letters, layout)
-    if ranks is not None:
-        ranks = plain(ranks)
-        short = rule == "paper" and isinstance(ranks, list | tuple) and len(ranks) == 2
-        ranks = paper_ranks(tensor.shape, *ranks) if short else check_ranks(tuple(tensor.shape), ranks)
-    scales = slice_scales(tensor)[:, None] if balance else tensor.new_ones(1, 1)
-    scaled = tensor * scales if balance else tensor
-    if start == "sequential" and ranks is not None:
-        decomposition = sequential_hosvd(scaled, ranks)
+    scaled = tensor
+    scales = tensor.new_ones(1, 1)
+    if balance:
+        scales = slice_scales(tensor)[:, None]
+        scaled = tensor * scales
+    if ranks is None:
+        decomposition = _smallest_loss(scaled, ratio, energy, rule)
+    elif start == "sequential":
+        decomposition = sequential_hosvd(scaled, _three_ranks(tensor, ranks, rule))
     else:
-        whole = HOSVD.of(scaled)
-        decomposition = whole.truncated(ranks or whole.best_ranks(ratio=ratio, energy=energy, rule=rule))
-        del whole
+        decomposition = HOSVD.of(scaled).truncated(_three_ranks(tensor, ranks, rule))
     errors: list[float] = []
     if sweeps:
         decomposition, errors = hooi(scaled, decomposition, sweeps=sweeps)
@@ -128,17 +140,44 @@ def tucker(
     )
 
 
+def _three_ranks(tensor: Float[Tensor, "d1 d2 slices h"], ranks: RankChoice, rule: RankRule) -> Ranks:
+    """(R1, R2, R3), or TensorLLM's of (r, s)."""
+    ranks = plain(ranks)
+    if rule == "paper" and isinstance(ranks, list | tuple) and len(ranks) == 2:
+        return paper_ranks(tensor.shape, *ranks)
+    return check_ranks(tuple(tensor.shape), ranks)
+
+
+def _smallest_loss(tensor: Float[Tensor, "d1 d2 slices h"], ratio: Number, energy: Number, rule: RankRule) -> Tucker:
+    """The truncation by the best ranks; the whole decomposition is large, and gone afterwards."""
+    whole = HOSVD.of(tensor)
+    return whole.truncated(whole.best_ranks(ratio=ratio, energy=energy, rule=rule))
+
+
 def laser(
-    weights: HeadWeights, *, ratio: Any = None, rank: Any = None, rho: Any = None, matrices: str = LETTERS
+    weights: HeadWeights,
+    *,
+    ratio: Number = None,
+    rank: Count = None,
+    rho: Number = None,
+    matrices: str = LETTERS,
 ) -> LowRank:
     """Each matrix, all heads together, by its truncated SVD (LASER, Sharma et al. 2024).
+
+    >>> from tensorlens_tl import compress
+    >>> low_rank = compress.laser(compress.head_weights(model, 1), rank=16)
+    >>> low_rank.left["V"].shape, low_rank.right["V"].shape  # all heads together
+    (torch.Size([128, 16]), torch.Size([16, 128]))
 
     Args:
         weights: one layer's.
         ratio: the compression ratio; all matrices get the same rank.
         rank: instead, the rank.
-        rho: instead, LASER's ρ: the share of each matrix's largest possible rank that is kept.
+        rho: instead, LASER's ρ: the share of each matrix's largest possible rank that stays.
         matrices: which of Q, K, V and O.
+
+    Returns:
+        Two factors of each matrix, `[d_model, rank]` and `[rank, head d_head]`.
 
     Raises:
         InvalidInputError: not one of the three, or out of range.
@@ -150,18 +189,18 @@ def laser(
     return _low_rank(flat, ranks, widths)
 
 
-def laser_mlp(matrices: Mapping[str, Tensor], rho: Any) -> LowRank:
+def laser_mlp(matrices: Mapping[str, Tensor], rho: MLPShare) -> LowRank:
     """An MLP's matrices by their truncated SVDs: the other half of TensorLLM's hybrid with LASER.
 
     Args:
         matrices: by name (``W_in``, ``W_gate``, ``W_out``).
-        rho: the share of each matrix's largest possible rank that is kept; one for all, or a table by name, of which
+        rho: the share of each matrix's largest possible rank that stays; one for all, or a table by name, of which
             matrices that are not named stay as they are.
 
     Raises:
         InvalidInputError: no such matrix, or a share out of range.
     """
-    shares = dict(rho) if isinstance(rho, Mapping) else dict.fromkeys(matrices, rho)
+    shares: dict[str, Number] = dict(rho) if isinstance(rho, Mapping) else dict.fromkeys(matrices, rho)
     strange = sorted(set(shares) - set(matrices))
     if strange or not shares:
         raise InvalidInputError(f"mlp={rho!r}: pass a share, or shares of {', '.join(matrices)}.")
@@ -170,11 +209,14 @@ def laser_mlp(matrices: Mapping[str, Tensor], rho: Any) -> LowRank:
     return _low_rank(selection, ranks, dict.fromkeys(selection, 0))
 
 
-def head_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, matrices: str = LETTERS) -> LowRank:
+def head_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = None, matrices: str = LETTERS) -> LowRank:
     """Each matrix of each head by its truncated SVD.
 
     Args:
         weights, ratio, rank, matrices: as in `laser`, the rank being at most d_head.
+
+    Returns:
+        Two factors of each head's matrices, `[head, d_model, rank]` and `[head, rank, d_head]`.
 
     Raises:
         InvalidInputError: not one of ratio and rank, or out of range.
@@ -185,12 +227,15 @@ def head_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, matri
     return _low_rank(selection, ranks, {m: matrix.shape[2] for m, matrix in selection.items()})
 
 
-def circuit_svd(weights: HeadWeights, *, ratio: Any = None, rank: Any = None, matrices: str = LETTERS) -> LowRank:
+def circuit_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = None, matrices: str = LETTERS) -> LowRank:
     """Each head's OV and QK circuits by their truncated SVDs: the best narrower heads, biases included.
 
     Args:
         weights, ratio, rank: as in `head_svd`.
         matrices: ``"QKVO"``, ``"VO"`` or ``"QK"``: whole circuits.
+
+    Returns:
+        Narrower heads, `[head, d_model, rank]`.
 
     Raises:
         InvalidInputError: as `head_svd`; half a circuit.
@@ -227,16 +272,19 @@ def find_method(method: Method | str) -> Method:
     Raises:
         InvalidInputError: no method of that name.
     """
-    function = METHODS.get(method) if isinstance(method, str) else method
-    if function is None or not callable(function):
+    if isinstance(method, str) and method in METHODS:
+        return METHODS[method]
+    if isinstance(method, str) or not callable(method):
         raise InvalidInputError(f"method={method!r}; use one of {', '.join(METHODS)}, or a function.")
-    return function
+    return method
 
 
 # ------------------------------------------------------------------ ranks and products
 
 
-def _ranks(matrices: Mapping[str, Tensor], before: int, ratio: Any, rank: Any, rho: Any = None) -> dict[str, int]:
+def _ranks(
+    matrices: Mapping[str, Tensor], before: int, ratio: Number, rank: Count, rho: Number = None
+) -> dict[str, int]:
     """The rank of each matrix `[.., n, m]`."""
     if rho is not None:
         if ratio is not None or rank is not None:
@@ -247,8 +295,8 @@ def _ranks(matrices: Mapping[str, Tensor], before: int, ratio: Any, rank: Any, r
     return dict.fromkeys(matrices, _rank(per_rank, most, before, ratio, rank))
 
 
-def _rank(per_rank: Mapping[str, int], most: int, before: int, ratio: Any, rank: Any) -> int:
-    """One rank for all matrices, asked for or the largest that meets a ratio."""
+def _rank(per_rank: Mapping[str, int], most: int, before: int, ratio: Number, rank: Count) -> int:
+    """One rank for all matrices, as passed or the largest that reaches a ratio."""
     if (ratio is None) == (rank is None):
         raise InvalidInputError("ranks: pass one of ratio= and rank= (or, for LASER, rho=).")
     if rank is not None:
@@ -260,13 +308,14 @@ def _rank(per_rank: Mapping[str, int], most: int, before: int, ratio: Any, rank:
     return min(largest, most)
 
 
-def _at_least_one(ratio: Any) -> float:
-    if positive("ratio", ratio) < 1:
+def _at_least_one(ratio: Number) -> float:
+    value = positive("ratio", ratio)
+    if value < 1:
         raise InvalidInputError(f"ratio={ratio}: pass parameters before ÷ after, a number of at least 1.")
-    return float(ratio)
+    return value
 
 
-def _share(rho: Any, matrix: Tensor, name: str = "rho") -> int:
+def _share(rho: Number, matrix: Tensor, name: str = "rho") -> int:
     """LASER's ρ as a rank."""
     return max(1, int(positive(name, rho, most=1.0) * min(matrix.shape[-2:]) * ROUNDED))
 
@@ -289,7 +338,9 @@ def _low_rank(matrices: Mapping[str, Tensor], ranks: Mapping[str, int], widths: 
 def _relative(energy_loss: float, matrices: Mapping[str, Tensor]) -> float:
     """√(lost / ‖W‖²), 0 where there was nothing to lose."""
     energy = sum(float(matrix.double().square().sum()) for matrix in matrices.values())
-    return (energy_loss / energy) ** 0.5 if energy else 0.0
+    if energy == 0:
+        return 0.0
+    return (energy_loss / energy) ** 0.5
 
 
 def _moved_biases(weights: HeadWeights, moved: HeadWeights) -> dict[str, Tensor]:

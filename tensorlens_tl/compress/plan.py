@@ -1,4 +1,4 @@
-"""A plan: which weights of a model become which others, to be tried, kept, saved, or taken apart.
+"""A plan: which weights of a model become which others, to be tried, copied, saved, or taken apart.
 
 A plan holds the compressed factors of each layer. ``with plan.applied():`` gives the model the weights that they stand
 for; they are dense while a model runs, and so is ``plan.copied()``: what is small is the plan, and its file.
@@ -7,7 +7,7 @@ for; they are dense while a model runs, and so is ``plan.copied()``: what is sma
 import copy
 import inspect
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,6 +21,7 @@ from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.circuits.weights import as_pass, as_view
 from tensorlens_tl.compress.heads import HeadWeights
 from tensorlens_tl.compress.methods import Method, find_method, laser_mlp, tucker
+from tensorlens_tl.compress.options import Layers, MLPShare
 from tensorlens_tl.compress.reading import head_weights, mlp_matrices, read
 from tensorlens_tl.compress.replacements import KINDS, Dense, Replacement, SharedTucker, unpacked
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, TensorLensError, UnsupportedModelError
@@ -50,13 +51,24 @@ def shared_tucker(model: ModelLike, layer: int, **options: Any) -> SharedTucker:
 
 def plan(
     model: ModelLike,
-    layers: Any = None,
+    layers: Layers = None,
     *,
     method: Method | str | None = "tucker",
-    mlp: Any = None,
+    mlp: MLPShare = None,
     **options: Any,
 ) -> "Plan":
     """Compress the attention of some layers, and with `mlp` their MLPs by LASER as well (TensorLLM's hybrid).
+
+    >>> from tensorlens_tl import compress
+    >>> plan = compress.plan(model, [1, 2], method="circuit-svd", ratio=2)
+    >>> plan
+    Plan('circuit-svd' of layers [1, 2], ratio=2, HookedTransformer (tensorlens-demo))
+    >>> before = model(text)
+    >>> with plan.applied() as compressed:
+    ...     torch.equal(compressed(text), before)
+    False
+    >>> torch.equal(model(text), before)  # the old weights are back
+    True
 
     Nothing is written to the model: see `Plan.applied`. A method's ``ratio=`` counts the attention matrices that it
     compresses; `Plan.ratio` counts all that the plan replaces, MLPs included.
@@ -66,11 +78,14 @@ def plan(
         layers: a layer, several, a slice, or None for all.
         method: one of `METHODS`; a function of one layer's `HeadWeights` and the options that returns a `Replacement`
             or the changed `HeadWeights`; or None, where only MLPs are compressed.
-        mlp: LASER's ρ for MLP matrices, the share of each one's rank that is kept, or ρ by name (``{"W_in": 0.1}``).
+        mlp: LASER's ρ for MLP matrices, the share of each one's rank that stays, or ρ by name (``{"W_in": 0.1}``).
         options: the method's, such as ``ratio=4``.
 
+    Returns:
+        The compressed weights of each layer.
+
     Raises:
-        InvalidInputError: no such layer, method or option, or a ratio that cannot be met.
+        InvalidInputError: no such layer, method or option, or a ratio that cannot be reached.
         NumericalError: NaN or Inf in a weight.
         UnsupportedModelError: attention that cannot be read or written, quantised weights, weights that two blocks
             share, or a gauge where the basis is not free.
@@ -81,22 +96,22 @@ def plan(
         raise InvalidInputError("plan: method=None compresses MLPs only; pass mlp=, and no other options.")
     if method is not None and mlp is not None and not options and isinstance(method, str):
         raise InvalidInputError(f"plan: how far should {method} compress? Pass ratio=, or method=None for MLPs only.")
-    compressed = None if method is None else find_method(method)
-    if compressed is not None:
-        _check_options(compressed, method, options)
+    compression = None
+    method_name = "mlp only"
+    if method is not None:
+        compression = find_method(method)
+        method_name = _method_name(method)
+        _check_options(compression, method, options)
     refuse_shared(view, chosen)
     short_pass = cache(partial(as_pass, view))
     parts_by_layer: dict[int, list[Replacement]] = {}
     for layer in tqdm(chosen, desc="compressing", leave=False, delay=2.0):
         parts_by_layer[layer] = []
-        if compressed is not None:
-            parts_by_layer[layer].append(_compressed(compressed, read(view, layer, short_pass), options))
+        if compression is not None:
+            parts_by_layer[layer].append(_compressed(compression, read(view, layer, short_pass), options))
         if mlp is not None:
             parts_by_layer[layer].append(laser_mlp(mlp_matrices(view, layer), mlp))
         _check_parts(view, layer, parts_by_layer[layer])
-    method_name = "mlp only"
-    if method is not None:
-        method_name = method if isinstance(method, str) else getattr(method, "__name__", "custom")
     settings = {name: plain(value) for name, value in options.items()}
     if mlp is not None:
         settings["mlp"] = plain(mlp)
@@ -105,9 +120,15 @@ def plan(
     return Plan(view.model, replacements, prints, method_name, settings, view.description)
 
 
-def _check_options(compressed: Any, method: Any, options: Mapping[str, Any]) -> None:
+def _method_name(method: Method | str) -> str:
+    if isinstance(method, str):
+        return method
+    return getattr(method, "__name__", "custom")
+
+
+def _check_options(compression: Method, method: Method | str, options: Mapping[str, object]) -> None:
     """Raise `InvalidInputError` for an option that the method does not have."""
-    signature = inspect.signature(compressed)
+    signature = inspect.signature(compression)
     try:
         signature.bind(None, **options)
     except TypeError as error:
@@ -115,19 +136,19 @@ def _check_options(compressed: Any, method: Any, options: Mapping[str, Any]) -> 
         raise InvalidInputError(f"method={method!r}: {error}; its options are {known or 'none'}.") from error
 
 
-def _compressed(method: Any, weights: HeadWeights, options: Mapping[str, Any]) -> Replacement:
-    replacement = method(weights, **options)
+def _compressed(method: Method, weights: HeadWeights, options: Mapping[str, object]) -> Replacement:
+    replacement: object = method(weights, **options)
     if isinstance(replacement, HeadWeights):
         replacement = Dense.of(weights, replacement)
     if not isinstance(replacement, Replacement):
         raise InvalidInputError(
             f"method: {method!r} returns a {type(replacement).__name__}; return changed HeadWeights, "
-            "compress.Dense.of(weights, {'O': …}, count=…), or a Replacement of your own."
+            "compress.Dense.of(weights, {'O': …}, count=…), or a Replacement of yours."
         )
     return replacement
 
 
-def _check_parts(view: ModelView, layer: int, parts: Any) -> None:
+def _check_parts(view: ModelView, layer: int, parts: Sequence[Replacement]) -> None:
     """Refuse weights of somebody's method that the model does not have, before anybody applies them."""
     parameters = writable(view.blocks[layer])
     for part in parts:
@@ -141,10 +162,10 @@ class Plan:
     """Compressed weights of some layers of one model.
 
     Attributes:
-        model: the model they were made for.
+        model: the model that they are for.
         layers: what replaces the weights of each layer.
         fingerprints: what the weights were that are replaced, by layer.
-        method, options: how they were made.
+        method, options: of the compression.
         description: of the model.
     """
 
@@ -161,8 +182,8 @@ class Plan:
     @property
     def label(self) -> str:
         """Method and options, but for the ratio."""
-        settings = (f"{name}={value!r}" if value is not True else name for name, value in self.options.items())
-        return " ".join([self.method, *(text for text in settings if not text.startswith("ratio="))])
+        settings = [f"{name}={value!r}" for name, value in self.options.items() if name != "ratio"]
+        return " ".join([self.method, *(text.removesuffix("=True") for text in settings)])
 
     @property
     def before(self) -> int:
@@ -207,7 +228,7 @@ class Plan:
 
     # ------------------------------------------------------------------ applying
 
-    def check_fits(self, model: Any = None) -> ModelView:
+    def check_fits(self, model: ModelLike | None = None) -> ModelView:
         """The reading of its model, or of another; refuses one whose weights are not those that were compressed.
 
         They are told apart by numbers of every row and column of every head; a lone number may change unnoticed. Wider
@@ -216,12 +237,14 @@ class Plan:
         Raises:
             InvalidInputError: another model, or weights that changed since.
         """
-        view = as_view(self.model if model is None else model)
+        if model is None:
+            model = self.model
+        view = as_view(model)
         for layer, parts in self.layers.items():
             fits = layer < view.n_layers and _fingerprint(view, layer, parts) == self.fingerprints[layer]
             if not fits:
                 raise InvalidInputError(
-                    f"plan: it was made for {self.description}, and blocks.{layer} of this {view.description} has "
+                    f"plan: it is for {self.description}, and blocks.{layer} of this {view.description} has "
                     "other weights (another model, weights processed or cast since, or a plan that is applied "
                     "already). Make a plan of this model."
                 )
@@ -262,9 +285,9 @@ class Plan:
                 raise UnsupportedModelError(
                     f"{view.description} cannot be copied ({type(error).__name__}: {error}). Use plan.applied()."
                 ) from error
-        places = {parameter.untyped_storage().data_ptr() for parameter in view.model.parameters()}
+        addresses = {parameter.untyped_storage().data_ptr() for parameter in view.model.parameters()}
         copied = ModelView(other)
-        if any(parameter.untyped_storage().data_ptr() in places for parameter in other.parameters()):
+        if any(parameter.untyped_storage().data_ptr() in addresses for parameter in other.parameters()):
             raise UnsupportedModelError(f"a copy of {view.description} shares its weights. Use plan.applied().")
         write(copied, self.weights())
         try:
@@ -281,7 +304,7 @@ class Plan:
         """Write the compressed factors to one safetensors file.
 
         Raises:
-            InvalidInputError: no such folder, or a replacement of a class of your own.
+            InvalidInputError: no such folder, or a replacement of a class of yours.
         """
         tensors: dict[str, Tensor] = {}
         facts: list[Any] = []
@@ -306,7 +329,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: ModelLike) -> "Plan":
-        """Read a file that `save` wrote, for the model that it was made for.
+        """Read a file that `save` wrote, for the model that it is for.
 
         Raises:
             FileFormatError: not such a file, damaged or changed since, or from a newer version.
@@ -338,28 +361,28 @@ class Plan:
         return result
 
 
-def _chosen(view: ModelView, layers: Any) -> list[int]:
-    """The layers asked for, in order; they need not be consecutive.
+def _chosen(view: ModelView, layers: Layers) -> list[int]:
+    """The numbers of the layers, in order; they need not be consecutive.
 
     Raises:
         InvalidInputError: none, or one that the model does not have.
     """
     layers = plain(layers)
+    count = view.n_layers
     if layers is None:
-        return list(range(view.n_layers))
+        layers = slice(None)
     if isinstance(layers, slice):
-        numbers = list(range(view.n_layers))[layers]
+        numbers = list(range(count))[layers]
+    elif isinstance(layers, list | tuple | range | set):
+        numbers = sorted({whole_number("layers", layer, -count, count - 1) % count for layer in layers})
     else:
-        several = layers if isinstance(layers, list | tuple | range | set) else [layers]
-        numbers = sorted(
-            {whole_number("layers", layer, -view.n_layers, view.n_layers - 1) % view.n_layers for layer in several}
-        )
+        numbers = [whole_number("layers", layers, -count, count - 1) % count]
     if not numbers:
         raise InvalidInputError(f"layers={layers!r}: none of this model's {view.n_layers} layers.")
     return numbers
 
 
-def _fingerprint(view: ModelView, layer: int, parts: Any) -> str:
+def _fingerprint(view: ModelView, layer: int, parts: Sequence[Replacement]) -> str:
     """What tells the weights that are replaced from others, whatever float dtype they were widened to."""
     parameters = writable(view.blocks[layer])
     names = sorted({name for part in parts for name in part.names})

@@ -21,9 +21,16 @@ from tensorlens_tl.passes.frozen import FrozenPass
 def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
     """One layer's projections by head, copied, half precision as float32.
 
+    >>> from tensorlens_tl import compress
+    >>> compress.head_weights(model, 0).matrices["Q"].shape  # head, d_model, d_head
+    torch.Size([4, 128, 32])
+
     Args:
         model: a model or a `FrozenPass`.
         layer: which one.
+
+    Returns:
+        Q, K, V and O by letter, each `[head, d_model, d_head]`, and the biases.
 
     Raises:
         InvalidInputError: no such layer.
@@ -36,7 +43,7 @@ def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
 
 
 def read(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> HeadWeights:
-    """`head_weights`, with a pass of a few tokens that is made once for all layers, if at all."""
+    """`head_weights`, with a pass of a few tokens that serves all layers and runs when it is first needed."""
     _ = view.blocks[layer].plain_attention  # refuses what is more than four matrices
     parameters = writable(view.blocks[layer])
     matrices = {letter: _copied(parameters[f"W_{letter}"]) for letter in "QKV"} | {"O": _copied(parameters["W_O"].mT)}
@@ -65,7 +72,9 @@ def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
             f"mlp: {where} has a norm inside its MLP, whose gain and scale stand between its matrices; they are not "
             "compressed. Leave mlp= out."
         )
-    names = ["W_in", "W_out"] if block.dense_mlp.W_gate is None else ["W_in", "W_gate", "W_out"]
+    names = ["W_in", "W_gate", "W_out"]
+    if block.dense_mlp.W_gate is None:
+        names.remove("W_gate")
     parameters = writable(block)
     packed = [name for name in names if name not in parameters]
     if packed:
@@ -89,7 +98,9 @@ def why_scores_fix_the_basis(view: ModelView, layer: int, short_pass: Callable[[
         reading = score_reading(short_pass(), layer)
     except UnsupportedModelError as error:
         return str(error)
-    return None if reading.rotation is None else "rotary positions"
+    if reading.rotation is None:
+        return None
+    return "rotary positions"
 
 
 def _copied(weight: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """What did a compression take away from one prediction?
 
-A layer's attention, its pattern held, is linear in its OV circuits, so that **kept + removed = attention** exactly:
-the removed part is ``W_V·W_O − W_V'·W_O'`` under the same pattern. The change of a logit is then a telescoping sum:
+A layer's attention, its pattern held, is linear in its OV circuits, so that **compressed + removed = attention**
+exactly: the removed part is ``W_V·W_O − W_V'·W_O'`` under the same pattern. The change of a logit is then a telescoping
+sum:
 
 1. each removed part, layer by layer: what it read from the *original* model's stream, with the old patterns, ratios
    and scales, and what became of that in the *compressed* later layers, the same things still held;
@@ -15,7 +16,7 @@ shows in the patterns, a gated MLP's W_gate in the ratios.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -42,10 +43,10 @@ SETTLED = ("patterns", "ratios", "scales")
 """What a model computes afresh with other weights, in the order in which it is counted."""
 
 
-class Parts(NamedTuple):
-    """A sublayer as what a compression keeps of it and what it removes; ``kept + removed`` is the sublayer."""
+class Split(NamedTuple):
+    """A sublayer with compressed weights, and what the compression removed; the sum of both maps is the sublayer."""
 
-    kept: AffineMap
+    compressed: AffineMap
     removed: AffineMap
 
 
@@ -56,21 +57,21 @@ class Removed:
     Attributes:
         frozen: the pass of the original model.
         plan: the compression.
-        kept: the maps of the same pass, patterns, ratios and scales as they were, with the compressed weights. Its
-            activations are the original model's.
+        compressed: the maps of the same pass, patterns, ratios and scales as they were, with the compressed weights.
+            Its activations are the original model's.
         after: the activations that the compressed model has on this prompt, by hook-point name.
     """
 
     frozen: FrozenPass
     plan: Plan
-    kept: FrozenPass
+    compressed: Record
     after: Mapping[str, Tensor]
 
     def __repr__(self) -> str:
         return f"Removed({self.plan!r}, batch={len(self.frozen.tokens)}, pos={self.frozen.tokens.shape[1]})"
 
-    def attention(self, layer: int) -> Parts:
-        """One layer's attention, pattern held, as two maps that sum to it: what was kept, and what was removed.
+    def attention(self, layer: int) -> Split:
+        """One layer's attention, pattern held, as two maps that sum to it: the compressed one, and what was removed.
 
         What was removed is one chain, both versions of each head side by side.
 
@@ -88,9 +89,9 @@ class Removed:
         W_O, negative = (_by_head(w.T, before.heads) for w in (before.W_O, -after.W_O))
         mix = Attention(pattern.to(before.W_O.dtype), before.kv_heads)
         removed = Chain((Linear(values, offset), mix, Linear(_beside(W_O, negative).T)))
-        return Parts(self.kept.maps.attention(layer), removed)
+        return Split(self.compressed.attention(layer), removed)
 
-    def mlp(self, layer: int, activation: str = "ratio") -> Parts | None:
+    def mlp(self, layer: int, activation: str = "ratio") -> Split | None:
         """The same for its MLP, activation ratios held; None without one.
 
         Raises:
@@ -98,27 +99,26 @@ class Removed:
             FrozenModelError: the weights were changed since the pass.
         """
         self.frozen.check_fresh()
-        compressed = self.kept.maps.mlp(layer, activation)
-        held = self.frozen.maps.mlp_coefficients(layer, activation)
+        compressed = self.compressed.mlp(layer, activation)
+        held = self.frozen.mlp_coefficients(layer, activation)
         before, after = (block.dense_mlp for block in self._blocks(layer))
         if before is None or after is None or held is None or compressed is None:
             return None
         if held.gate is not None:
-            self.frozen.maps.check_gate(layer)
-        twice = {
-            name: None if first is None or second is None else torch.cat([first, second], dim=-1)
+            self.frozen.check_gate(layer)
+        weights = {
+            name: _both(getattr(before, name), getattr(after, name))
             for name in ("W_in", "b_in", "W_gate", "b_gate", "b_post")
-            for first, second in [(getattr(before, name), getattr(after, name))]
         }
         W_out = torch.cat([before.W_out, -after.W_out])
         through = torch.cat([held.through, held.through], dim=-1)
-        gate, rest = (None if t is None else torch.cat([t, t], dim=-1) for t in (held.gate, held.rest))
-        doubled = replace(before, **twice, W_out=W_out, b_out=None)
-        return Parts(compressed, mlp_chain(doubled, Coefficients(through, gate, rest)))
+        doubled = replace(before, **weights, W_out=W_out, b_out=None)
+        coefficients = Coefficients(through, _both(held.gate, held.gate), _both(held.rest, held.rest))
+        return Split(compressed, mlp_chain(doubled, coefficients))
 
     def _blocks(self, layer: int) -> tuple[BlockView, BlockView]:
         self.frozen.pattern(layer)  # checks the layer
-        return self.frozen.view.blocks[layer], self.kept.view.blocks[layer]
+        return self.frozen.view.blocks[layer], self.compressed.view.blocks[layer]
 
     def target(
         self,
@@ -126,7 +126,7 @@ class Removed:
         minus: TokenLike = None,
         *,
         query: Query = -1,
-        direction: Any = None,
+        direction: Float[Tensor, "..."] | None = None,
         activation: str = "ratio",
     ) -> Terms:
         """The change of a logit: what each removed head and MLP gave, and what patterns, ratios and scales did then.
@@ -154,8 +154,10 @@ class Removed:
         nowhere = keys.new_full((*settled.shape, keys.shape[-1]), torch.nan)  # they belong to no source token
         by_key = torch.cat([keys, nowhere], dim=2)
         about = readout.fields()
-        before_cap = "" if about["soft_cap"] is None else " before the soft cap"
-        about |= {"total": end - readout.total, "target": f"change of {readout.label}{before_cap}"}
+        label = f"change of {readout.label}"
+        if about["soft_cap"] is not None:
+            label += " before the soft cap"
+        about |= {"total": end - readout.total, "target": label}
         return Terms(
             names=[*names, *SETTLED],
             scores=scores.transpose(0, 1),
@@ -166,7 +168,9 @@ class Removed:
 
     def _parts(self, readout: StreamTarget, activation: str) -> tuple[list[str], Float[Tensor, "query batch term key"]]:
         """What the removed parts gave, through the compressed later layers."""
-        compressed_stream = Stream.of(self.kept, activation, to_tokens=readout.read_at == self.frozen.points.unembed_in)
+        compressed_stream = Stream.of(
+            self.compressed, activation, to_tokens=readout.read_at == self.frozen.points.unembed_in
+        )
         pulled = compressed_stream.pull(readout.seed)
         names: list[str] = []
         keys = [readout.seed.new_zeros(*readout.seed.shape[:2], 0, readout.seed.shape[2])]
@@ -193,7 +197,7 @@ class Removed:
         With the ratios go routing, and what gates and parts held as a whole read.
         """
         points = self.frozen.points
-        activations = dict(self.kept.capture.activations)
+        cache = dict(self.compressed.cache)
         values = []
         patterns = [block.pattern for block in points.blocks if block.pattern is not None]
         inside = [(b.pre, b.pre_linear, b.index, b.weight, b.per_layer_input) for b in points.blocks]
@@ -201,27 +205,34 @@ class Removed:
         ratios = [*(name for names in inside for name in names if name is not None), *whole]
         steps = ([], patterns, [*ratios, points.last_output], list(points.captured))
         for names in steps:  # a masked model's prediction head takes its ratios from the last output
-            activations |= {name: self.after[name] for name in names}
-            end = Stream.of(self._at(dict(activations)), activation, to_tokens=readout.read_at == points.unembed_in).x[
-                -1
-            ]
+            cache |= {name: self.after[name] for name in names}
+            record = replace(self.compressed, cache=dict(cache), _ratios={}, _experts={})
+            end = Stream.of(record, activation, to_tokens=readout.read_at == points.unembed_in).x[-1]
             values.append((upcast(readout.seed) * end).sum((-2, -1)))
         settled = torch.stack([now - then for then, now in pairwise(values)], dim=-1)
-        states = self._at(self.after).activation(readout.read_at)
-        states = upcast(torch.take_along_dim(states, readout.positions[..., None], dim=1))
-        return settled, (states * readout.vectors).sum(-1) + readout.constant
-
-    def _at(self, activations: Mapping[str, Tensor]) -> FrozenPass:
-        """The compressed weights at some activations."""
-        return _with_capture(self.kept, replace(self.kept.capture, activations=activations))
+        after = replace(self.compressed, cache=dict(self.after))
+        activations = upcast(torch.take_along_dim(after.captured(readout.read_at), readout.positions[..., None], dim=1))
+        return settled, (activations * readout.vectors).sum(-1) + readout.constant
 
 
-def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
-    """Take a frozen pass apart by what a compression keeps and removes; runs the compressed model once on its prompt.
+def removed(frozen: PassLike, plan: Plan) -> Removed:
+    """Take a frozen pass apart by what a compression removes and what it leaves.
+
+    Runs the compressed model once on the pass's prompt.
+
+    >>> from tensorlens_tl import compress
+    >>> parts = compress.removed(frozen, compress.plan(model, 1, ratio=2, method="circuit-svd"))
+    >>> compressed, gone = parts.attention(1)
+    >>> x = torch.randn(1, *frozen.resid_pre(1).shape[1:])
+    >>> torch.allclose(compressed.push(x) + gone.push(x), frozen.attention(1).push(x), atol=1e-4)
+    True
 
     Args:
         frozen: a pass of the model that the plan was made for.
-        plan: what `tensorlens_tl.compress.plan` made.
+        plan: what `tensorlens_tl.compress.plan` gave.
+
+    Returns:
+        The pass, with the maps of both models.
 
     Raises:
         InvalidInputError: no pass or plan, or a plan of another model.
@@ -230,7 +241,7 @@ def removed(frozen: PassLike, plan: Plan | Any) -> Removed:
     """
     check_pass(frozen)
     if not isinstance(plan, Plan):
-        raise InvalidInputError(f"plan: pass what compress.plan made, got {type(plan).__name__}.")
+        raise InvalidInputError(f"plan: pass what compress.plan gave, got {type(plan).__name__}.")
     if plan.model is not frozen.model:
         raise InvalidInputError(f"plan: it was made for {plan.description}, and this pass is of another model.")
     for block in frozen.view.blocks:
@@ -253,6 +264,13 @@ def _with_capture(frozen: FrozenPass, capture: Capture) -> FrozenPass:
     other = frozen.with_capture(capture)
     other.maps.cache.gates.update(range(frozen.n_layers))
     return other
+
+
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Two versions beside each other; None where there is none."""
+    if first is None or second is None:
+        return None
+    return torch.cat([first, second], dim=-1)
 
 
 def _by_head(weight: Float[Tensor, "*rows width"], heads: int) -> Float[Tensor, "*rows head d_head"]:

@@ -1,6 +1,6 @@
-"""Weights of one layer in fewer parameters: what a compression keeps, and the dense weights that it stands for.
+"""Weights of one layer in fewer parameters, and the dense weights that they stand for.
 
-A `Replacement` gives dense weights by TransformerLens' names; whatever else it is, a plan can write, save and undo it.
+A `Replacement` gives dense weights by TransformerLens' names, so that a plan can write, save and undo it.
 """
 
 from abc import ABC, abstractmethod
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.compress.heads import HeadWeights, unstacked
+from tensorlens_tl.compress.options import Layout
 from tensorlens_tl.compress.tucker import Ranks, Tucker
 from tensorlens_tl.errors import InvalidInputError
 
@@ -92,7 +93,7 @@ class SharedTucker(Replacement):
     U2: Float[Tensor, "d2 R2"]
     U3: Float[Tensor, "slices R3"]
     letters: str
-    layout: str
+    layout: Layout
     heads: int
     kv_heads: int
     error: float
@@ -153,8 +154,9 @@ class LowRank(Replacement):
     @property
     def names(self) -> tuple[str, ...]:
         """The weights that it replaces, biases included."""
-        matrix_names = (name if self.widths[name] == 0 else f"W_{name}" for name in self.left)
-        return (*matrix_names, *self.biases)
+        mlp = [name for name in self.left if self.widths[name] == 0]
+        heads = [f"W_{letter}" for letter in self.left if self.widths[letter] > 0]
+        return (*heads, *mlp, *self.biases)
 
     @property
     def parameters(self) -> int:
@@ -189,11 +191,11 @@ class LowRank(Replacement):
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dense(Replacement):
-    """Weights as they are, by TransformerLens' names: for a method of one's own.
+    """Weights as they are, by TransformerLens' names: for a method of yours.
 
     Attributes:
         weights: the new matrices, laid out as TransformerLens has them (``W_O`` `[head, d_head, d_model]`).
-        count: how many parameters they take in the form that the method would keep them in.
+        count: how many parameters they take in the form in which the method would store them.
     """
 
     weights: Mapping[str, Tensor]
@@ -201,10 +203,15 @@ class Dense(Replacement):
 
     @classmethod
     def of(cls, old: HeadWeights, new: HeadWeights | Mapping[str, Tensor], count: int | None = None) -> "Dense":
-        """What a method made of a layer's heads.
+        """What a method has computed from a layer's heads.
+
+        >>> from tensorlens_tl import compress
+        >>> heads = compress.head_weights(model, 0)
+        >>> compress.Dense.of(heads, {"O": heads.matrices["O"] / 2}, count=100)
+        Dense(W_O, ratio=163.8)
 
         Args:
-            old: what it was given.
+            old: the weights before.
             new: the same, changed (``old.changed({"O": ...})``), or the changed matrices by letter, laid out as in
                 `HeadWeights`.
             count: the parameters they take; as many as before unless said.
@@ -212,17 +219,19 @@ class Dense(Replacement):
         Raises:
             InvalidInputError: a letter that is none of Q, K, V and O, or nothing changed.
         """
-        strange = set() if isinstance(new, HeadWeights) else set(new) - set(old.matrices)
-        if strange:
-            raise InvalidInputError(f"Dense: there is no matrix {min(strange)!r}; use letters of 'QKVO'.")
         if not isinstance(new, HeadWeights):
+            strange = set(new) - set(old.matrices)
+            if strange:
+                raise InvalidInputError(f"Dense: there is no matrix {min(strange)!r}; use letters of 'QKVO'.")
             new = old.changed(new)
         changed = {letter: matrix for letter, matrix in new.matrices.items() if matrix is not old.matrices[letter]}
         if not changed:
             raise InvalidInputError(f"Dense: none of the matrices of {old.where} was changed.")
         before = old.count("".join(changed))
         biases = {f"b_{letter}": bias for letter, bias in new.biases.items() if bias is not old.biases.get(letter)}
-        return cls(before=before, biases=biases, weights=named(changed), count=before if count is None else count)
+        if count is None:
+            count = before
+        return cls(before=before, biases=biases, weights=named(changed), count=count)
 
     def __repr__(self) -> str:
         return f"Dense({', '.join(self.weights)}, ratio={self.ratio:.4g})"
@@ -258,4 +267,7 @@ def unpacked(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Replace
 
 def named(by_letter: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Matrices by letter as TransformerLens names and lays them out: outputs are `[head, d_head, d_model]`."""
-    return {f"W_{letter}": matrix.mT if letter == "O" else matrix for letter, matrix in by_letter.items()}
+    matrices = {f"W_{letter}": matrix for letter, matrix in by_letter.items()}
+    if "O" in by_letter:
+        matrices["W_O"] = by_letter["O"].mT
+    return matrices

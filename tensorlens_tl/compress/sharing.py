@@ -10,7 +10,7 @@ what heads would share by chance.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float
@@ -19,12 +19,17 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.circuits.weights import as_view
 from tensorlens_tl.compress.heads import HeadWeights, circuits
+from tensorlens_tl.compress.options import Count
 from tensorlens_tl.compress.reading import head_weights
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import ModelLike
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    Baseline = Literal["random"] | None
+else:
+    Baseline = str | None  # `sharing` says which there is
 
 SIDES = ("query", "key", "value", "output")
 CIRCUITS = ("QK", "OV")
@@ -35,15 +40,15 @@ class Sharing:
     """How far the heads of each layer share directions of the residual stream.
 
     Attributes:
-        kept: the share of the energy of all heads' circuits, each of norm 1, in the best R directions, `[layer, side,
+        energy: the share of the energy of all heads' circuits, each of norm 1, in the best R directions, `[layer, side,
             R − 1]`, sides as `SIDES`.
-        chance: the same of heads with random directions, their mean over draws; None where not asked for.
+        chance: the same of heads with random directions, their mean over draws; None without a baseline.
         similarity: cosine of every two heads' circuits, `[layer, circuit, head, head]`, circuits as `CIRCUITS`.
         core_similarity: the same inside the best `rank` directions of both sides: of the heads' cores.
         rank: how many directions those are: d_head, what one head can use.
     """
 
-    kept: Float[Tensor, "layer side rank"]
+    energy: Float[Tensor, "layer side rank"]
     chance: Float[Tensor, "layer side rank"] | None
     similarity: Float[Tensor, "layer circuit head head"]
     core_similarity: Float[Tensor, "layer circuit head head"]
@@ -53,25 +58,26 @@ class Sharing:
         """One row per layer and side: the share of energy in the best d_head directions, and by chance."""
         import pandas as pd
 
-        rows = [
-            {
-                "layer": layer,
-                "side": side,
-                "kept": float(self.kept[layer, number, self.rank - 1]),
-                **({} if self.chance is None else {"chance": float(self.chance[layer, number, self.rank - 1])}),
-            }
-            for layer in range(len(self.kept))
-            for number, side in enumerate(SIDES)
-        ]
-        return pd.DataFrame(rows)
+        index = pd.MultiIndex.from_product([range(len(self.energy)), SIDES], names=["layer", "side"])
+        table = pd.DataFrame({"energy": self.energy[..., self.rank - 1].flatten().tolist()}, index=index)
+        if self.chance is not None:
+            table["chance"] = self.chance[..., self.rank - 1].flatten().tolist()
+        return table.reset_index()
 
     def __repr__(self) -> str:
-        layers, _, width = self.kept.shape
+        layers, _, width = self.energy.shape
         return f"Sharing(layers={layers}, d_model={width}, heads={self.similarity.shape[-1]}, rank={self.rank})"
 
 
-def sharing(model: ModelLike, *, baseline: str | None = "random", draws: Any = 4, seed: int = 0) -> Sharing:
+def sharing(model: ModelLike, *, baseline: Baseline = "random", draws: Count = 4, seed: int = 0) -> Sharing:
     """How far the heads of each layer share directions, and what they would share by chance.
+
+    >>> from tensorlens_tl import compress
+    >>> shared = compress.sharing(model, draws=1)
+    >>> shared
+    Sharing(layers=4, d_model=128, heads=4, rank=32)
+    >>> bool(shared.energy[1, 0, 31] > shared.chance[1, 0, 31])  # what the heads of layer 1 have as queries
+    True
 
     Every head's circuits are scaled to norm 1 first. Rotary positions and norms of queries and keys are left out of
     the QK circuit.
@@ -81,6 +87,9 @@ def sharing(model: ModelLike, *, baseline: str | None = "random", draws: Any = 4
         baseline: ``"random"``, or None for none.
         draws: of random directions.
         seed: of them.
+
+    Returns:
+        Shares of energy, and cosines of the heads' circuits.
 
     Raises:
         InvalidInputError: no such baseline, or no draws.
@@ -92,7 +101,7 @@ def sharing(model: ModelLike, *, baseline: str | None = "random", draws: Any = 4
     view = as_view(model)
     generator = torch.Generator().manual_seed(seed)
     energies = []
-    chance = []
+    random = []
     similar = []
     cores = []
     rank = 0
@@ -107,10 +116,9 @@ def sharing(model: ModelLike, *, baseline: str | None = "random", draws: Any = 4
         cut = [(left[:, :rank].T @ a, right[:, :rank].T @ b) for (a, b), left, right in pairs]
         cores.append(torch.stack([_cosines(*factor) for factor in cut]))
         if baseline is not None:
-            chance.append(sum(_by_chance(factors, heads.group, generator) for _ in range(draws)) / draws)
-    return Sharing(
-        torch.stack(energies), torch.stack(chance) if chance else None, torch.stack(similar), torch.stack(cores), rank
-    )
+            random.append(sum(_by_chance(factors, heads.group, generator) for _ in range(draws)) / draws)
+    chance = torch.stack(random) if random else None
+    return Sharing(torch.stack(energies), chance, torch.stack(similar), torch.stack(cores), rank)
 
 
 def _unit_circuits(heads: HeadWeights) -> list[tuple[Tensor, Tensor]]:
@@ -146,13 +154,12 @@ def _cosines(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> Float[Tens
 def _by_chance(
     factors: list[tuple[Tensor, Tensor]], group: int, generator: torch.Generator
 ) -> Float[Tensor, "side rank"]:
-    """The energy kept where each head's directions are random and its singular values its own.
+    """The share of energy where each head has its singular values, and random directions.
 
     Heads that share keys and values have those directions in common by construction, and so they do here.
     """
     spectra = []
-    for side, (a, b) in zip(SIDES, factors, strict=True):
-        together = group if side in ("key", "value") else 1
+    for together, (a, b) in zip((1, group, group, 1), factors, strict=True):  # sides as `SIDES`
         _, narrow = torch.linalg.qr(a)
         inside = narrow @ (b.mT @ b) @ narrow.mT
         gaussian = torch.randn(len(a) // together, *a.shape[1:], generator=generator, dtype=torch.float64).to(a)

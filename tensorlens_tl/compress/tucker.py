@@ -15,13 +15,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number
+from tensorlens_tl.compress.options import Count, Number, RankChoice, RankRule
 from tensorlens_tl.errors import InvalidInputError
 
 RULES = ("free", "paper")
@@ -30,7 +31,7 @@ CHUNK_BYTES = 64 * 2**20
 """What a Gram matrix widens to float64 at once."""
 
 ROUNDED = 1 + 1e-12
-"""A ratio that was made from ranks is met by those ranks."""
+"""Ranks reach a ratio that was computed from them, in spite of rounding."""
 
 Ranks = tuple[int, int, int]
 Shape = tuple[int, int, int, int]
@@ -46,8 +47,19 @@ def parameter_count(shape: Sequence[int], ranks: Sequence[int]) -> int:
     return math.prod(ranks) * shape[3] + sum(length * rank for length, rank in zip(shape, ranks, strict=False))
 
 
-def paper_ranks(shape: Sequence[int], r: Any, s: Any) -> Ranks:
+def paper_ranks(shape: Sequence[int], r: Count, s: Count) -> Ranks:
     """TensorLLM's ranks (r·h, r, s): those behind every compression ratio that the paper prints.
+
+    >>> from tensorlens_tl.compress import paper_ranks
+    >>> paper_ranks((4096, 256, 4, 16), r=4, s=2)
+    (64, 4, 2)
+
+    Args:
+        shape: of the tensor: d_model, d_head, slices, heads.
+        r, s: the ranks of a head's width and of the slices.
+
+    Returns:
+        (R1, R2, R3).
 
     Raises:
         InvalidInputError: r or s out of range.
@@ -92,6 +104,13 @@ class Tucker:
 class HOSVD:
     """A tensor in the singular basis of each of its first three modes, before anything is cut off.
 
+    >>> from tensorlens_tl.compress import HOSVD
+    >>> whole = HOSVD.of(torch.randn(8, 6, 4, 3))
+    >>> whole.error((8, 6, 4))  # nothing cut off
+    0.0
+    >>> bool(whole.error((4, 3, 2)) < whole.error((2, 3, 2)))
+    True
+
     Attributes:
         factors: orthonormal, directions in descending order of energy.
         core: the tensor in these bases.
@@ -127,7 +146,7 @@ class HOSVD:
     def lost(self) -> Float[Tensor, "d1 d2 d3"]:
         """The share of ‖T‖² that ranks (a+1, b+1, c+1) lose: entry [a, b, c].
 
-        Summed over what is cut off, never as 1 − what is kept, which would round small errors away.
+        Summed over what is cut off, never as 1 − what is left, which would round small errors away.
         """
         energy = self.core.double().square().sum(3)
         energy = energy / energy.sum()
@@ -161,7 +180,7 @@ class HOSVD:
         """
         return math.prod(self.shape) / parameter_count(self.shape, check_ranks(self.shape, ranks))
 
-    def best_ranks(self, *, ratio: Any = None, energy: Any = None, rule: str = "free") -> Ranks:
+    def best_ranks(self, *, ratio: Number = None, energy: Number = None, rule: RankRule = "free") -> Ranks:
         """The ranks that lose least at a compression ratio, or the fewest parameters that keep a share of the energy.
 
         Args:
@@ -169,38 +188,47 @@ class HOSVD:
             energy: the share of ‖T‖² to keep, at least.
             rule: ``"free"`` or ``"paper"``, see `RULES`.
 
+        Returns:
+            (R1, R2, R3).
+
         Raises:
-            InvalidInputError: neither or both, no such rule, or no ranks that meet it; says what could be met.
+            InvalidInputError: neither or both, no such rule, or no ranks that reach it; says what ranks can reach.
         """
-        if rule not in RULES:
-            raise InvalidInputError(f"rule={rule!r}; use one of {', '.join(RULES)}.")
         if (ratio is None) == (energy is None):
             raise InvalidInputError("ranks: pass one of ranks=, ratio= and energy=.")
         counts = self.counts
         losses = self.lost
-        allowed = torch.ones_like(counts, dtype=torch.bool)
-        if rule == "paper":
-            first, second = (torch.arange(1, n + 1, device=counts.device) for n in self.shape[:2])
-            allowed &= (first[:, None] == self.shape[3] * second)[..., None]
-            if not bool(allowed.any()):
-                raise InvalidInputError(f"rule='paper': R1 = r·{self.shape[3]} is more than {self.shape[0]} for any r.")
+        allowed = self._allowed(rule)
         if ratio is not None:
             before = math.prod(self.shape)
             ratio = positive("ratio", ratio)
-            meeting = allowed & (counts * ratio <= before * ROUNDED)
+            condition = f"ratio={ratio}"
+            candidates = allowed & (counts * ratio <= before * ROUNDED)
             objective = losses
             limit = f"the largest here is {before / int(counts[allowed].min()):.4g}"
         else:
             energy = positive("energy", energy, most=1.0)
-            meeting = allowed & (losses <= 1 - energy)
+            condition = f"energy={energy}"
+            candidates = allowed & (losses <= 1 - energy)
             objective = counts
-            limit = f"the most kept here is {1 - float(losses[allowed].min()):.4g}"
-        if not bool(meeting.any()):
-            condition = f"ratio={ratio}" if ratio is not None else f"energy={energy}"
-            raise InvalidInputError(f"{condition}: no ranks of {list(self.shape)} by rule {rule!r} meet it; {limit}.")
-        at = int(objective.double().masked_fill(~meeting, torch.inf).argmin())
-        a, b, c = torch.unravel_index(torch.tensor(at), counts.shape)
+            limit = f"the largest share here is {1 - float(losses[allowed].min()):.4g}"
+        if not bool(candidates.any()):
+            raise InvalidInputError(f"{condition}: no ranks of {list(self.shape)} by rule {rule!r} reach it; {limit}.")
+        best = int(objective.double().masked_fill(~candidates, torch.inf).argmin())
+        a, b, c = torch.unravel_index(torch.tensor(best), counts.shape)
         return int(a) + 1, int(b) + 1, int(c) + 1
+
+    def _allowed(self, rule: RankRule) -> Bool[Tensor, "d1 d2 d3"]:
+        """Which choices of ranks a rule considers, laid out as `lost`."""
+        check_choice("rule", rule, RULES)
+        allowed = torch.ones_like(self.counts, dtype=torch.bool)
+        if rule == "free":
+            return allowed
+        first, second = (torch.arange(1, n + 1, device=allowed.device) for n in self.shape[:2])
+        allowed &= (first[:, None] == self.shape[3] * second)[..., None]
+        if not bool(allowed.any()):
+            raise InvalidInputError(f"rule='paper': R1 = r·{self.shape[3]} is more than {self.shape[0]} for any r.")
+        return allowed
 
     def truncated(self, ranks: Sequence[int]) -> Tucker:
         """The leading directions of every mode.
@@ -238,7 +266,7 @@ class Refined(NamedTuple):
     errors: list[float]
 
 
-def hooi(tensor: Float[Tensor, "d1 d2 d3 h"], start: Tucker, *, sweeps: Any = 25, tolerance: float = 1e-9) -> Refined:
+def hooi(tensor: Float[Tensor, "d1 d2 d3 h"], start: Tucker, *, sweeps: Count = 25, tolerance: float = 1e-9) -> Refined:
     """Higher-order orthogonal iteration: each factor in turn is made the best one given the others.
 
     Args:
@@ -280,7 +308,7 @@ def mode_product(tensor: Float[Tensor, "d1 d2 d3 h"], matrix: Float[Tensor, "new
     return torch.tensordot(matrix, tensor.movedim(mode, 0), dims=1).movedim(0, mode)
 
 
-def check_ranks(shape: Sequence[int], ranks: Any) -> Ranks:
+def check_ranks(shape: Sequence[int], ranks: RankChoice) -> Ranks:
     """Three ranks, each within its mode.
 
     Raises:
@@ -296,7 +324,7 @@ def check_ranks(shape: Sequence[int], ranks: Any) -> Ranks:
     return one, two, three
 
 
-def positive(name: str, value: Any, most: float = math.inf) -> float:
+def positive(name: str, value: Number, most: float = math.inf) -> float:
     """A positive number of any kind (numpy's and torch's too), at most `most`.
 
     Raises:
@@ -304,9 +332,16 @@ def positive(name: str, value: Any, most: float = math.inf) -> float:
     """
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-        bounds = "a positive number" if most == math.inf else f"a number above 0, at most {most:g}"
-        raise InvalidInputError(f"{name}={value!r}: pass {bounds}.")
+        if most == math.inf:
+            raise InvalidInputError(f"{name}={value!r}: pass a positive number.")
+        raise InvalidInputError(f"{name}={value!r}: pass a number above 0, at most {most:g}.")
     return float(value)
+
+
+def check_choice(name: str, value: str | None, known: Sequence[str | None]) -> None:
+    """Raise `InvalidInputError` unless an option is one of the values that it can have."""
+    if value not in known:
+        raise InvalidInputError(f"{name}={value!r}; use one of {', '.join(map(repr, known))}.")
 
 
 def _check_tensor(tensor: Tensor) -> None:

@@ -5,7 +5,7 @@ from html import escape
 
 import numpy as np
 
-from tensorlens_tl.drawing.marks import short
+from tensorlens_tl.drawing.marks import short, tab_stop
 
 LINES = (("#3a8fd6", ""), ("#e0861f", "7 3"), ("#1d9e77", "2 3"), ("#cc6fa0", "9 3 2 3"), ("#8f7ae6", "4 2"))
 """Colours that common kinds of colour blindness keep apart, on either ground, and dashes for all others."""
@@ -30,16 +30,16 @@ def intervals(names: Sequence[str], means: np.ndarray, lows: np.ndarray, highs: 
     end = max(0.0, float(highs[shown].max()))
     scale = 100 / ((end - start) or 1.0)
     lines = []
-    for place in map(int, np.flatnonzero(shown)):
-        mean = float(means[place])
-        low = float(lows[place])
-        high = float(highs[place])
+    for row in map(int, np.flatnonzero(shown)):
+        mean = float(means[row])
+        low = float(lows[row])
+        high = float(highs[row])
         left = scale * (low - start)
         width = scale * (high - low)
         mark = scale * (mean - start)
         bar = f'<i><b style="left:{left:.1f}%;width:{width:.1f}%"></b><s style="left:{mark:.1f}%"></s></i>'
         lines.append(
-            f'<tr><td>{escape(names[place])}</td><td class="track">{bar}</td>'
+            f'<tr><td>{escape(names[row])}</td><td class="track">{bar}</td>'
             f"<td>{mean:.3g} [{low:.3g}, {high:.3g}]</td></tr>"
         )
     scale_ends = f"<th></th><th class=scale><span>{start:.3g}</span><span>{end:.3g}</span></th><th>mean [95 %]</th>"
@@ -79,24 +79,26 @@ def curves(
     y = height(means)
     labels = _apart(y[: len(LINES), -1])
     marks = []
-    for place, name in reversed(list(enumerate(names))):
-        read = ", ".join(f"{step:.3g}: {mean:.3g}" for step, mean in zip(steps, means[place], strict=True))
+    for row, name in reversed(list(enumerate(names))):
+        read = ", ".join(f"{step:.3g}: {mean:.3g}" for step, mean in zip(steps, means[row], strict=True))
         label = escape(f"{name} · {axis_name} {read}")
-        colour, dash = LINES[place] if place < len(LINES) else ("currentColor", "")
-        way = _way(x, y[place])
+        colour, dash = dict(enumerate(LINES)).get(row, ("currentColor", ""))
+        way = _way(x, y[row])
+        kind = "t other"
         beside = ""
         line = f'<path class="line" d="{way}" fill="none" stroke="{colour}" stroke-dasharray="{dash}"/>'
-        if place < len(LINES) and np.isfinite(y[place, -1]):
-            ends = _way(np.concatenate([x, x[::-1]]), np.concatenate([height(highs[place]), height(lows[place])[::-1]]))
-            end = (x[-1], y[place, -1])
-            beyond = (x[-1] + 6, labels[place])
+        if row < len(LINES) and np.isfinite(y[row, -1]):
+            ends = _way(np.concatenate([x, x[::-1]]), np.concatenate([height(highs[row]), height(lows[row])[::-1]]))
+            end = (x[-1], y[row, -1])
+            beyond = (x[-1] + 6, labels[row])
             text = escape(short(name, 34))
+            kind = "t"
             beside = (
                 f'<path class="band" d="{ends}Z" fill="{colour}"/>{_segment(end, beyond, colour)}'
-                f'<text x="{x[-1] + 8:.0f}" y="{labels[place] + 4:.0f}">{text}</text>'
+                f'<text x="{x[-1] + 8:.0f}" y="{labels[row] + 4:.0f}">{text}</text>'
             )
         marks.append(
-            f'<g class="t{"" if beside else " other"}" role="img" tabindex="{0 if place == 0 else -1}" '
+            f'<g class="{kind}" role="img" {tab_stop(row == 0)} '
             f'aria-label="{label}"><title>{label}</title><path class="wide" d="{way}" fill="none"/>{line}{beside}</g>'
         )
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
@@ -126,7 +128,9 @@ def _way(x: np.ndarray, y: np.ndarray) -> str:
     for across, up in zip(x, y, strict=True):
         if np.isfinite(up):
             way.append(f"{pen}{across:.0f} {up:.1f}")
-        pen = "L" if np.isfinite(up) else "M"
+            pen = "L"
+        else:
+            pen = "M"
     return "".join(way)
 
 
@@ -139,7 +143,7 @@ def _apart(y: np.ndarray) -> np.ndarray:
     y = np.nan_to_num(y, nan=float(TOP))
     placed = np.empty_like(y)
     least = float(TOP)
-    for place in y.argsort(kind="stable"):
-        least = placed[place] = max(y[place], least)
+    for row in y.argsort(kind="stable"):
+        least = placed[row] = max(y[row], least)
         least += LINE_HEIGHT
-    return placed - max(0.0, float(placed.max()) - (HEIGHT - BOTTOM)) if len(y) else placed
+    return placed - max(0.0, placed.max(initial=0.0) - (HEIGHT - BOTTOM))

@@ -1,11 +1,16 @@
 """Heat maps and evaluations as matplotlib figures, for papers (``tensorlens-tl[plot]``)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, STRONGEST, largest_of, visible
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+else:
+    Axes = Any  # matplotlib is an extra
 
 CELL = 0.28
 LABEL = 7
@@ -20,18 +25,18 @@ def heat_map(
     queries: Sequence[str],
     keys: Sequence[str],
     title: str,
-    ax: Any = None,
+    ax: Axes | None = None,
     values: bool | None = None,
-) -> Any:
+) -> Axes:
     """Signed scores `[query, key]` on matplotlib axes; `values` writes numbers into cells, None where they fit."""
-    plt = _pyplot()
+    _pyplot()
     from matplotlib.colors import LinearSegmentedColormap
 
     height, width = plane.shape
     largest = largest_of(plane) or 1.0
-    if ax is None:
-        size = (2.2 + CELL * width, 1.6 + CELL * height)
-        _, ax = plt.subplots(figsize=size, layout="constrained")
+    if values is None:
+        values = max(height, width) <= FITTING
+    ax = axes(ax, (2.2 + CELL * width, 1.6 + CELL * height))
     on_white = [tuple(1 - STRONGEST * (1 - channel / 255) for channel in rgb) for rgb in (NEGATIVE, POSITIVE)]
     colours = LinearSegmentedColormap.from_list("tensorlens", [on_white[0], (1, 1, 1), on_white[1]])
     image = ax.imshow(plane, cmap=colours, vmin=-largest, vmax=largest, aspect="equal" if height > 1 else "auto")
@@ -43,7 +48,7 @@ def heat_map(
     ax.tick_params(length=0)
     for side in ax.spines.values():
         side.set_linewidth(0.5)
-    if values if values is not None else max(height, width) <= FITTING:
+    if values:
         for row, column in np.ndindex(plane.shape):
             if plane[row, column]:
                 ax.text(column, row, f"{plane[row, column]:.2g}", ha="center", va="center", fontsize=LABEL - 2)
@@ -55,8 +60,8 @@ def curves(
     steps: np.ndarray,
     lines: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]],
     labels: Mapping[str, str],
-    ax: Any,
-) -> Any:
+    ax: Axes | None,
+) -> Axes:
     """Mean, low and high of each line over the steps; `labels` are matplotlib's ``xlabel``, ``ylabel``, ``title``."""
     ax = axes(ax)
     for name, (mean, low, high) in lines.items():
@@ -67,7 +72,7 @@ def curves(
     return ax
 
 
-def bars(lines: Mapping[str, Sequence[float]], labels: Mapping[str, str], ax: Any) -> Any:
+def bars(lines: Mapping[str, Sequence[float]], labels: Mapping[str, str], ax: Axes | None) -> Axes:
     """Mean, low and high of each name as horizontal bars, the first on top."""
     ax = axes(ax)
     mean, low, high = np.array(list(lines.values())[::-1], dtype=float).T
@@ -76,14 +81,18 @@ def bars(lines: Mapping[str, Sequence[float]], labels: Mapping[str, str], ax: An
     return ax
 
 
-def axes(ax: Any = None) -> Any:
-    """The axes given, or new ones."""
-    return _pyplot().subplots(figsize=(7, 4.5), layout="constrained")[1] if ax is None else ax
+def axes(ax: Axes | None = None, size: tuple[float, float] = (7, 4.5)) -> Axes:
+    """The axes that were passed, or new ones."""
+    if ax is not None:
+        return ax
+    return _pyplot().subplots(figsize=size, layout="constrained")[1]
 
 
 def _plain(text: str) -> str:
     """Text as matplotlib shows it: a dollar sign would begin mathematics, an underscore in front hides a label."""
-    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
+    if text.startswith("_"):
+        text = f" {text}"
+    return text.replace("$", r"\$")
 
 
 def _pyplot() -> Any:

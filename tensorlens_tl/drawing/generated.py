@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from tensorlens_tl.drawing.marks import colour, colour_bar, largest_of, number, packed, visible
+from tensorlens_tl.drawing.marks import colour, colour_bar, largest_of, note, number, packed, tab_stop, visible
 
 
 def generated_text(
@@ -17,7 +17,7 @@ def generated_text(
     positions: Sequence[int],
     values: np.ndarray,
     first: int,
-    asked: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
     facts: Sequence[str],
     *,
     chosen: int = -1,
@@ -29,33 +29,36 @@ def generated_text(
         positions: what they are called.
         values: scores of the tokens, `[question, token]`.
         first: the number of the first generated token among them.
-        asked: the tokens that each question is about, by number; a token belongs to at most one question where there
+        targets: the tokens that each question is about, by number; a token belongs to at most one question where there
             are several.
         facts: a line about each question, such as its bias and total.
         chosen: the question that is shown first.
     """
     chosen %= len(values)
-    of = {place: question for question, places in enumerate(asked) for place in places}
     several = len(values) > 1
+    questions: dict[int, int] = {}
+    if several:
+        questions = {token: question for question, tokens_of in enumerate(targets) for token in tokens_of}
     largest = largest_of(values[chosen])
     marks = ['<span class="n">prompt </span>']
-    for place, token in enumerate(tokens):
-        if place == first:
+    for column, token in enumerate(tokens):
+        if column == first:
             marks.append('<br><span class="n">generated </span>')
-        value = float(values[chosen, place])
-        kind = "t q" if place in asked[chosen] else "t"
-        question = f' data-question="{of[place]}" aria-pressed="false"' if several and place in of else ""
-        name = f"{visible(token)} at {positions[place]}"
+        value = float(values[chosen, column])
+        kind = "t q" if column in targets[chosen] else "t"
+        role = f'role="img" {tab_stop(column == 0)}'
+        if column in questions:
+            role = f'role="button" {tab_stop(column == 0)} data-question="{questions[column]}" aria-pressed="false"'
+        name = f"{visible(token)} at {positions[column]}"
         marks.append(
-            f'<span class="{kind}" role="{"button" if question else "img"}" tabindex="{0 if place == 0 else -1}"'
-            f'{question} data-name="{escape(name)}" aria-label="{escape(f"{name}: {number(value)}")}" '
+            f'<span class="{kind}" {role} data-name="{escape(name)}" aria-label="{escape(f"{name}: {number(value)}")}" '
             f'style="{colour(value, largest)}">{escape(visible(token))}</span>'
         )
-        if "\n" in token and place + 1 != first:
+        if "\n" in token and column + 1 != first:
             marks.append("<br>")
     line = f'<div class="line rove">{"".join(marks)}</div>'
     if not several:
-        return f"{line}{colour_bar(values[chosen])}<div class='n'>{escape(facts[chosen])}</div>"
+        return line + colour_bar(values[chosen]) + note(facts[chosen])
     data = f'data-values="{packed(values)}" data-width="{len(tokens)}" data-facts="{escape(_joined(facts))}"'
     return (
         f'<div class="generated" {data} data-chosen="{chosen}">{line}'

@@ -6,7 +6,7 @@ from html import escape
 
 import numpy as np
 
-from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, largest_of, number, share, short, visible
+from tensorlens_tl.drawing.marks import largest_of, number, rgb, share, short, tab_stop, visible
 
 SPACING = 52
 ROW_HEIGHT = 58
@@ -31,8 +31,8 @@ def bars(rows: Sequence[tuple[str, float]], sums: Sequence[tuple[str, float]]) -
 
 def _bar(name: str, value: float, largest: float) -> str:
     part = share(value, largest)
-    start = 50 if part >= 0 else 50 + 50 * part
-    bar = f'<i><b style="left:{start:.1f}%;width:{50 * abs(part):.1f}%;background:{_rgb(part)}"></b></i>'
+    start = 50 + min(0, 50 * part)
+    bar = f'<i><b style="left:{start:.1f}%;width:{50 * abs(part):.1f}%;background:rgb({rgb(part)})"></b></i>'
     return f'<tr><td>{escape(visible(name))}</td><td class="track">{bar}</td><td>{number(value)}</td></tr>'
 
 
@@ -90,7 +90,7 @@ def graph(picture: GraphPicture) -> str:
 
 
 def _svg(picture: GraphPicture) -> str:
-    x, y, width, height = _places(picture)
+    x, y, width, height = _layout(picture)
     largest = largest_of(np.array(picture.weights[:-1]))
     strongest = largest_of(np.array(picture.strengths))
     order = np.abs(picture.strengths).argsort().tolist()
@@ -104,7 +104,7 @@ def _svg(picture: GraphPicture) -> str:
         lines.append(
             f'<path data-e="{a} {b} {picture.strengths[edge]:.9g}" '
             f'd="M{x[a]:.0f} {y[a]:.0f}C{x[a]:.0f} {middle:.0f} {x[b]:.0f} {middle:.0f} {x[b]:.0f} {y[b]:.0f}" '
-            f'fill="none" stroke="{_rgb(size)}" stroke-opacity=".55" stroke-width="{0.7 + 6 * abs(size):.1f}"/>'
+            f'fill="none" stroke="rgb({rgb(size)})" stroke-opacity=".55" stroke-width="{0.7 + 6 * abs(size):.1f}"/>'
         )
         fed.setdefault(b, []).append(edge)
     marks = []
@@ -119,17 +119,19 @@ def _svg(picture: GraphPicture) -> str:
         label = f"{name} at {position} ({token}): {number(picture.weights[node])}"
         if inputs:
             label += f"; from {inputs}"
-        part = 1.0 if picture.kinds[node] == "target" else share(picture.weights[node], largest)
+        part = share(picture.weights[node], largest)
+        if picture.kinds[node] == "target":
+            part = 1.0
         caption = (
             f'<text x="{x[node]:.0f}" y="{y[node] - 13:.0f}" text-anchor="middle">{escape(short(name, LABEL))}</text>'
         )
         marks.append(
-            f'<g class="t" role="img" tabindex="{0 if node == 0 else -1}" aria-label="{escape(label)}" '
+            f'<g class="t" role="img" {tab_stop(node == 0)} aria-label="{escape(label)}" '
             f'data-name="{escape(name)}" data-at="{position}" data-token="{escape(token)}" '
             f'data-weight="{picture.weights[node]:.9g}" data-bias="{picture.biases[node]:.9g}">'
             f"<title>{escape(label)}</title>"
-            f'<circle cx="{x[node]:.0f}" cy="{y[node]:.0f}" r="{4 + 7 * abs(part) ** 0.5:.1f}" fill="{_rgb(part)}"/>'
-            f"{caption}</g>"
+            f'<circle cx="{x[node]:.0f}" cy="{y[node]:.0f}" r="{4 + 7 * abs(part) ** 0.5:.1f}" '
+            f'fill="rgb({rgb(part)})"/>{caption}</g>'
         )
     positions = np.array(picture.positions)
     heads = [
@@ -143,7 +145,7 @@ def _svg(picture: GraphPicture) -> str:
     )
 
 
-def _places(picture: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
+def _layout(picture: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Where each node stands: a column per position, a row per layer and kind; neighbours in a row keep apart."""
     top = 4 * (max(picture.layers) + 2)
     order = {"whitening": -1, "mlp": 1, "neuron": 1, "feature": 2, "error": 2, "bias": 2}  # others are below: 0
@@ -152,7 +154,7 @@ def _places(picture: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float
     for node, kind in enumerate(picture.kinds):
         if kind == "bias" and picture.layers[node] < 0:  # the final norm's
             levels[node] = top - 1
-    used = {level: place for place, level in enumerate(sorted(set(levels)))}
+    used = {level: row for row, level in enumerate(sorted(set(levels)))}
     cells: dict[tuple[int, int], list[int]] = {}
     for node, (level, pos) in enumerate(zip(levels, picture.positions, strict=True)):
         cells.setdefault((level, pos), []).append(node)
@@ -169,11 +171,7 @@ def _places(picture: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float
     y = np.zeros(len(levels))
     for (level, pos), nodes in cells.items():
         left, width = columns[pos]
-        for place, node in enumerate(nodes):
-            x[node] = left + width * (place + 1) / (len(nodes) + 1)
+        for number_in_cell, node in enumerate(nodes, start=1):
+            x[node] = left + width * number_in_cell / (len(nodes) + 1)
             y[node] = height - MARGIN - ROW_HEIGHT * used[level]
     return x, y, start + MARGIN, height
-
-
-def _rgb(part: float) -> str:
-    return f"rgb({','.join(map(str, POSITIVE if part >= 0 else NEGATIVE))})"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tensorlens_tl.drawing.marks import colour, largest_of, token_line, visible
+from tensorlens_tl.drawing.marks import colour, largest_of, note as note_line, token_line, visible
 from tensorlens_tl.drawing.matrix import matrix, small_multiples
 
 LOOSE = 1e-2
@@ -53,10 +53,9 @@ def prompt(
         drawings = [token_line(tokens, plane[0].tolist(), queries[0][0], positions, parts)]
     else:
         drawings = [matrix([token for _, token in queries], tokens, plane, label=label)]
-    if note:
-        drawings.append(f'<div class="n">{escape(note)}</div>')
+    drawings.append(note_line(note))
     for name, planes, rows in stacks:
-        names = [f"{name} {place}" for place in range(len(planes))]
+        names = [f"{name} {number}" for number in range(len(planes))]
         if planes.shape[1] == 1:
             chart = matrix(names, tokens, planes[:, 0], label=f"by {name}", corner=f"{name} ↓ key →")
         else:
@@ -94,11 +93,13 @@ def side_by_side(
             line = "".join(_fact(fact, values.get(name)) for name in columns)
             lines.append(f'<tr{first}><th scope="row">{escape(fact)}</th>{line}</tr>')
             first = ""
+    caption = "Blue adds, orange takes away; each column from its own largest value."
+    if any("class=loose" in line for line in lines):
+        caption += LOOSELY
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="methods side by side"><table class="r"><thead><tr>'
         f'<th scope="col">token</th>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-        '<div class="n">Blue adds, orange takes away; each column from its own largest value.'
-        f"{LOOSELY if 'loose' in ''.join(lines) else ''}</div>"
+        f"{note_line(caption)}"
     )
 
 
@@ -107,4 +108,6 @@ def _fact(fact: str, value: float | None) -> str:
         return "<td></td>"
     if fact != "residual":
         return f"<td>{value:.3g}</td>"
-    return f"<td{' class=loose' if value > LOOSE else ''}>{value:.1e}</td>"
+    if value > LOOSE:
+        return f"<td class=loose>{value:.1e}</td>"
+    return f"<td>{value:.1e}</td>"

@@ -10,15 +10,15 @@ from html import escape
 import numpy as np
 
 from tensorlens_tl.drawing.marks import (
-    NEGATIVE,
-    POSITIVE,
     STRONGEST,
     colour,
     colour_bar,
     largest_of,
     number,
     png,
+    rgb,
     share,
+    tab_stop,
     visible,
 )
 from tensorlens_tl.drawing.matrix import strongest
@@ -119,20 +119,22 @@ def _bytes(image: np.ndarray) -> np.ndarray:
     """Values as 0 to 255, `[row, column, channel]`."""
     low = float(image.min())
     high = float(image.max())
-    shares = (image - low) / (high - low) if high > low else np.full_like(image, 0.5)
+    shares = np.full_like(image, 0.5)
+    if high > low:
+        shares = (image - low) / (high - low)
     return np.rint(255 * shares).astype(np.uint8).transpose(1, 2, 0)
 
 
 def _greys(pixels: np.ndarray) -> np.ndarray:
     """A brightness for every pixel, between `DARKEST` and `LIGHTEST`."""
-    brightness = pixels @ (np.array(LUMA) if pixels.shape[-1] == 3 else np.ones(1)) / 255
+    brightness = pixels @ np.array({1: (1.0,), 3: LUMA}[pixels.shape[-1]]) / 255
     return np.rint(DARKEST + (LIGHTEST - DARKEST) * brightness).astype(np.uint8)[..., None]
 
 
 def _frame(pixels: np.ndarray, height: int, width: int, role: str, label: str, marks: str = "") -> str:
     """The image as an SVG in its own coordinates, with marks over it."""
     sharp = ' style="image-rendering:pixelated"' if max(height, width) < SMALLEST else ""
-    kind = 0 if pixels.shape[-1] == 1 else 2
+    kind = {1: 0, 3: 2}[pixels.shape[-1]]
     return (
         f'<svg viewBox="0 0 {width} {height}" role="{role}" aria-label="{escape(label)}"><image width="{width}" '
         f'height="{height}" preserveAspectRatio="none"{sharp} href="{png(pixels, kind)}"/>{marks}</svg>'
@@ -145,11 +147,10 @@ def _rectangles(scores: np.ndarray, height: int, width: int, largest: float) -> 
     marks = []
     for (row, column), score in np.ndenumerate(scores):
         part = share(float(score), largest)
-        rgb = ",".join(map(str, POSITIVE if part >= 0 else NEGATIVE))
         label = f"row {row}, column {column}: {number(float(score))}"
         marks.append(
             f'<rect class="t" x="{column * wide:.6g}" y="{row * high:.6g}" width="{wide:.6g}" height="{high:.6g}" '
-            f'fill="rgb({rgb})" fill-opacity="{STRONGEST * abs(part):.3f}" role="img" '
-            f'tabindex="{-1 if marks else 0}" aria-label="{label}"><title>{label}</title></rect>'
+            f'fill="rgb({rgb(part)})" fill-opacity="{STRONGEST * abs(part):.3f}" role="img" '
+            f'{tab_stop(not marks)} aria-label="{label}"><title>{label}</title></rect>'
         )
     return "".join(marks)

@@ -27,7 +27,9 @@ def visible(token: str) -> str:
 
 def short(text: str, most: int) -> str:
     """A text of at most so many characters."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+    if len(text) <= most:
+        return text
+    return text[: most - 1] + "…"
 
 
 def number(value: float) -> str:
@@ -37,8 +39,7 @@ def number(value: float) -> str:
 
 def largest_of(values: np.ndarray) -> float:
     """The largest absolute value, NaN apart; 0 where there is none."""
-    sizes = np.abs(values[np.isfinite(values)])
-    return float(sizes.max()) if sizes.size else 0.0
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
 
 
 def share(value: float, largest: float) -> float:
@@ -51,8 +52,33 @@ def share(value: float, largest: float) -> float:
 def colour(value: float, largest: float) -> str:
     """CSS background of a signed value: zero is transparent, ±largest is strongest."""
     part = share(value, largest)
-    rgb = ",".join(map(str, POSITIVE if part >= 0 else NEGATIVE))
-    return f"background:rgba({rgb},{STRONGEST * abs(part):.3f})"
+    return f"background:rgba({rgb(part)},{STRONGEST * abs(part):.3f})"
+
+
+def sign_colour(value: float) -> tuple[int, int, int]:
+    """Red, green and blue of a value's sign."""
+    if value >= 0:
+        return POSITIVE
+    return NEGATIVE
+
+
+def rgb(value: float) -> str:
+    """The colour of a value's sign, as CSS lists it."""
+    return ",".join(map(str, sign_colour(value)))
+
+
+def tab_stop(first: bool) -> str:
+    """The attribute by which only the first of a group is a tab stop; the script moves on with the arrow keys."""
+    if first:
+        return 'tabindex="0"'
+    return 'tabindex="-1"'
+
+
+def note(text: str) -> str:
+    """A line below a picture; nothing without a text."""
+    if not text:
+        return ""
+    return f'<div class="n">{escape(text)}</div>'
 
 
 def colour_bar(values: np.ndarray) -> str:
@@ -73,14 +99,12 @@ def colour_bar(values: np.ndarray) -> str:
 
 
 def item(token: str, label: str, style: str = "", *, marked: bool = False, first: bool = False) -> str:
-    """One mark that can be pointed at, focused and read aloud; hovering or focusing it shows `label`.
-
-    Only the first of a group is a tab stop: the script moves on from there with the arrow keys.
-    """
-    return (
-        f'<span class="t{" q" if marked else ""}" role="img" tabindex="{0 if first else -1}" '
-        f'aria-label="{escape(label)}"{f" style={chr(34)}{style}{chr(34)}" if style else ""}>{escape(token)}</span>'
-    )
+    """One mark that can be pointed at, focused and read aloud; hovering or focusing it shows `label`."""
+    kind = "t q" if marked else "t"
+    attributes = f'class="{kind}" role="img" {tab_stop(first)} aria-label="{escape(label)}"'
+    if style:
+        attributes += f' style="{style}"'
+    return f"<span {attributes}>{escape(token)}</span>"
 
 
 def token_line(
@@ -94,12 +118,15 @@ def token_line(
 
     `parts` names for each token the part of the prompt it belongs to; each part begins a line with its name.
     """
-    positions = range(len(tokens)) if positions is None else positions
+    if positions is None:
+        positions = range(len(tokens))
     largest = largest_of(np.asarray(values, dtype=float))
     marks: list[str] = []
     for count, (position, token, value) in enumerate(zip(positions, tokens, values, strict=True)):
-        if parts and (count == 0 or parts[count] != parts[count - 1]):
-            marks.append(f'{"<br>" * bool(marks)}<span class="n">{escape(parts[count])} </span>')
+        if parts and marks and parts[count] != parts[count - 1]:
+            marks.append("<br>")
+        if parts and (not marks or parts[count] != parts[count - 1]):
+            marks.append(f'<span class="n">{escape(parts[count])} </span>')
         label = f"{visible(token)} at {position}: {number(value)}"
         marks.append(item(visible(token), label, colour(value, largest), marked=position == query, first=count == 0))
         if "\n" in token:
@@ -112,7 +139,9 @@ def token_line(
 
 def levels(values: np.ndarray, largest: float) -> np.ndarray:
     """Signed values as palette indices: 127 is zero, 0 and 254 are ∓largest."""
-    shares = np.nan_to_num(values / largest, nan=0.0, posinf=1.0, neginf=-1.0) if largest > 0 else np.zeros_like(values)
+    if largest <= 0:
+        return np.full(values.shape, 127, dtype=np.uint8)
+    shares = np.nan_to_num(values / largest, nan=0.0, posinf=1.0, neginf=-1.0)
     return (127 + np.rint(127 * shares.clip(-1, 1))).astype(np.uint8)
 
 
@@ -122,7 +151,7 @@ def picture(values: np.ndarray, largest: float) -> str:
     A table of 128 × 128 cells would be a megabyte of HTML; this is about ten kilobytes.
     """
     steps = range(-127, 128)
-    colours = bytes(channel for step in steps for channel in (POSITIVE if step >= 0 else NEGATIVE))
+    colours = bytes(channel for step in steps for channel in sign_colour(step))
     alpha = bytes(round(255 * STRONGEST * abs(step) / 127) for step in steps)
     return png(levels(values, largest), 3, (b"PLTE", colours), (b"tRNS", alpha))
 

@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from tensorlens_tl.drawing.marks import colour_bar, largest_of, number, packed, picture, visible
+from tensorlens_tl.drawing.marks import colour_bar, largest_of, note, number, packed, picture, visible
 from tensorlens_tl.drawing.page import table
 
 MOST_CELLS = 12_000
@@ -65,18 +65,20 @@ def small_multiples(
     rows = pool_labels(rows, pooled)
     columns = pool_labels(columns, pooled)
     buttons = []
-    for place, (name, plane) in enumerate(zip(names, planes, strict=True)):
+    for count, (name, plane) in enumerate(zip(names, planes, strict=True)):
         largest = largest_of(plane)
         buttons.append(
-            f'<button type="button" aria-pressed="{"true" if place == 0 else "false"}" '
+            f'<button type="button" aria-pressed="{str(count == 0).lower()}" '
             f'data-values="{packed(plane)}" data-bar="{escape(colour_bar(plane))}">'
             f'<img alt="" src="{picture(plane, largest)}"><span>{escape(name)}</span></button>'
         )
     largest = largest_of(planes[0])
-    note = "" if pooled == 1 else f'<div class="n">{pooled} × {pooled} pairs to a cell: the largest of them.</div>'
+    pooling = ""
+    if pooled > 1:
+        pooling = note(f"{pooled} × {pooled} pairs to a cell: the largest of them.")
     return (
         f'<div class="multiples"><div class="thumbs" role="group" aria-label="{escape(label)}">{"".join(buttons)}</div>'
-        f"{note}{_grid(rows, columns, planes[0], largest, f'{label}, {names[0]}', 'query ↓ key →')}"
+        f"{pooling}{_grid(rows, columns, planes[0], largest, f'{label}, {names[0]}', 'query ↓ key →')}"
         f"{colour_bar(planes[0])}</div>"
     )
 
@@ -107,7 +109,9 @@ def _grid(
     rows: Sequence[str], columns: Sequence[str], values: np.ndarray, largest: float, label: str, corner: str
 ) -> str:
     height, width = values.shape
-    size = max(cell_size(width), cell_size(height) if height > 12 else 0)
+    size = cell_size(width)
+    if height > 12:
+        size = max(size, cell_size(height))
     lines = "".join(f"<span>{escape(visible(row))}</span>" for row in rows)
     heads = "".join(f"<span>{escape(visible(column))}</span>" for column in columns)
     label = escape(f"{label}; use the arrow keys to read its cells")
@@ -125,7 +129,7 @@ def _grid(
 def strongest(rows: Sequence[str], columns: Sequence[str], values: np.ndarray) -> str:
     """The cells of largest absolute value as a table to be opened, for screen readers and places without scripts."""
     order = np.abs(np.nan_to_num(values)).argsort(axis=None, kind="stable")[::-1][:NAMED].tolist()
-    places = [divmod(int(place), len(columns)) for place in order]
-    pairs = [(visible(rows[r]), visible(columns[c]), number(float(values[r, c]))) for r, c in places if values[r, c]]
-    cells = table(("row", "column", "value"), pairs)
-    return f"<details><summary>The {NAMED} largest, as a table</summary>{cells}</details>"
+    cells = [divmod(int(index), len(columns)) for index in order]
+    pairs = [(visible(rows[r]), visible(columns[c]), number(float(values[r, c]))) for r, c in cells if values[r, c]]
+    largest = table(("row", "column", "value"), pairs)
+    return f"<details><summary>The {NAMED} largest, as a table</summary>{largest}</details>"

@@ -7,6 +7,7 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
+from tensorlens_tl.drawing.marks import note
 from tensorlens_tl.errors import InvalidInputError
 
 PAGE_STYLE = (
@@ -39,8 +40,7 @@ def head(body: str = "") -> str:
 
 def panel(title: str, *parts: str, notes: str = "") -> str:
     """A titled block; `parts` and nothing else is taken as HTML."""
-    note = f'<div class="n">{escape(notes)}</div>' if notes else ""
-    return f'<div class="tlens"><div class="title">{escape(title)}</div>{"".join(parts)}{note}</div>'
+    return f'<div class="tlens"><div class="title">{escape(title)}</div>{"".join(parts)}{note(notes)}</div>'
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
@@ -63,6 +63,10 @@ def page(title: str, body: str) -> str:
 class Picture:
     """HTML that shows itself in a notebook and saves itself as a page.
 
+    >>> from tensorlens_tl.drawing import Picture
+    >>> Picture("Scores", "<p>+0.5</p>")
+    Picture('Scores', 0 kB; a notebook shows it, .save('page.html') keeps it)
+
     Attributes:
         title: in words, for the page.
         body: HTML without style and script.
@@ -81,6 +85,12 @@ class Picture:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML file that opens without a network.
+
+        Args:
+            path: of the file; an older one is replaced.
+
+        Returns:
+            The path.
 
         Raises:
             InvalidInputError: there is no such folder.

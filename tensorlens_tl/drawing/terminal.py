@@ -28,7 +28,11 @@ def show_table(
         caption: below it.
         console: where to.
     """
-    table = Table(title=Text(title) if title else None, caption=Text(caption) if caption else None)
+    table = Table()
+    if title:
+        table.title = Text(title)
+    if caption:
+        table.caption = Text(caption)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right")
     for row in rows:

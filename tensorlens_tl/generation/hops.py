@@ -19,7 +19,7 @@ Only s itself is linear in the frozen model. The weights are shares of absolute 
 token's makers take over what it was given, and are no derivative of anything.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,8 +27,14 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 
+if TYPE_CHECKING:
+    Hops = int | Literal["all"]
+    """A number of hops, or as many as there are generated tokens."""
+else:
+    Hops = Any  # what is wrong with it is said by `check_hops`
 
-def check_hops(hops: Any) -> int | None:
+
+def check_hops(hops: Hops) -> int | None:
     """How many hops, None for all.
 
     Raises:
@@ -42,34 +48,42 @@ def check_hops(hops: Any) -> int | None:
 def sent_on(
     scores: Float[Tensor, "batch query key"],
     bias: Float[Tensor, "batch query"],
-    made: Float[Tensor, "batch token key"],
-    made_bias: Float[Tensor, "batch token"],
+    links: Float[Tensor, "batch token key"],
+    link_bias: Float[Tensor, "batch token"],
     generated: Bool[Tensor, "batch token key"],
-    hops: Any = "all",
+    hops: Hops = "all",
 ) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
     """Scores after some hops; see `tensorlens_tl.generation.hops` for the definition.
 
+    >>> from tensorlens_tl.generation import sent_on
+    >>> scores = torch.tensor([[[1.0, 0.0, 4.0]]])  # the last of three tokens was generated, and has a score of 4
+    >>> links = torch.tensor([[[1.0, 2.0, 0.0]]])  # the two prompt tokens that it came from, by a quarter and a half
+    >>> generated = torch.tensor([[[False, False, True]]])
+    >>> landed, _ = sent_on(scores, torch.zeros(1, 1), links, torch.ones(1, 1), generated)
+    >>> landed.tolist()  # the bias has the missing 1
+    [[[2.0, 2.0, 0.0]]]
+
     Args:
         scores, bias: what is sent on, one row for each query.
-        made, made_bias: what made each generated token, in the order in which they were generated.
+        links, link_bias: scores of each generated token, over the keys and for the bias, in the order of generation.
         generated: where each generated token stands: one True in each row, none in a row that stands for no token.
         hops: how many, or ``"all"``.
 
     Returns:
-        Scores and bias with the same sum.
+        Scores `[batch, query, key]` and bias `[batch, query]` with the same sum.
 
     Raises:
         InvalidInputError: neither a number of at least 0 nor ``"all"``.
     """
     count = check_hops(hops)
-    place = generated.to(scores)
-    size = made.abs().sum(-1) + made_bias.abs()
-    weights = made.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)[..., None]
+    at = generated.to(scores)
+    size = links.abs().sum(-1) + link_bias.abs()
+    weights = links.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)[..., None]
     bias_weights = (1 - weights.sum(-1)).to(scores)  # the weights sum to 1
     weights = weights.to(scores)
-    between = weights @ place.mT  # [batch, token, token]: what a generated token gives to one before it
-    held = scores @ place.mT
-    scores = scores - held @ place
+    between = weights @ at.mT  # [batch, token, token]: what a generated token gives to one before it
+    held = scores @ at.mT
+    scores = scores - held @ at
     if count is None:  # held + held·W + held·W² + …
         solved = torch.eye(between.shape[-1]).to(between) - between
         passed = torch.linalg.solve_triangular(solved, held, upper=False, left=False)
@@ -79,5 +93,5 @@ def sent_on(
         for _ in range(min(count, between.shape[-1])):  # nothing is left after as many hops as tokens
             passed = passed + held
             held = held @ between
-    outside = weights - between @ place
-    return scores + passed @ outside + held @ place, bias + (passed @ bias_weights[..., None])[..., 0]
+    outside = weights - between @ at
+    return scores + passed @ outside + held @ at, bias + (passed @ bias_weights[..., None])[..., 0]

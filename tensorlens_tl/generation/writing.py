@@ -6,9 +6,10 @@ mended and written on. So a model whose ``generate`` is wrong (with whitening, s
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -19,6 +20,17 @@ from tensorlens_tl.passes.inputs import prepare, tokenized
 
 Text = tuple[list[int], int]
 """Token ids of a prompt and its continuation, and how many of them are the prompt's."""
+
+if TYPE_CHECKING:
+    Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
+    """A string, a list of strings, or token ids."""
+
+    Continuation = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | None
+    """The new text only, one for each prompt, as text or token ids; None where the model writes it."""
+
+    Count = int | None
+else:
+    Prompts = Continuation = Count = Any  # what is wrong with them is said by `texts_of`
 
 
 def refuse_non_causal(view: ModelView) -> None:
@@ -43,9 +55,9 @@ def refuse_non_causal(view: ModelView) -> None:
 
 def texts_of(
     view: ModelView,
-    prompt: Any,
-    max_new_tokens: Any = None,
-    continuation: Any = None,
+    prompt: Prompts,
+    max_new_tokens: Count = None,
+    continuation: Continuation = None,
     *,
     stop_at_eos: bool = True,
     prepend_bos: bool | None = None,
@@ -68,17 +80,10 @@ def texts_of(
         raise InvalidInputError(
             "max_new_tokens, continuation: pass one of them: how many tokens to write, or the text that was written."
         )
-    most = 0 if max_new_tokens is None else whole_number("max_new_tokens", max_new_tokens, least=1)
-    prompts = tokenized(view, prompt, prepend_bos)
     if continuation is None:
-        longest = max(map(len, prompts))
-        if longest + most > view.n_ctx:
-            raise InvalidInputError(
-                f"max_new_tokens={most}: with a prompt of {longest} tokens that goes beyond the context of "
-                f"{view.n_ctx}; ask for at most {view.n_ctx - longest}."
-            )
-        ends = end_tokens(view) if stop_at_eos else set[int]()
-        return [_written(view, ids, most, ends, number) for number, ids in enumerate(prompts)]
+        most = whole_number("max_new_tokens", max_new_tokens, least=1)
+        return _all_written(view, tokenized(view, prompt, prepend_bos), most, stop_at_eos)
+    prompts = tokenized(view, prompt, prepend_bos)
     continuations = _one_each(continuation, len(prompts))
     texts = [prompt] if isinstance(prompt, str) else list(plain(prompt))
     if len(texts) != len(prompts):  # one prompt as a row of token ids
@@ -92,14 +97,33 @@ def texts_of(
 def end_tokens(view: ModelView) -> set[int]:
     """The tokens that end a text, as tokenizer and config name them."""
     inner = getattr(view.model, "original_model", None)
-    named = [
-        plain(getattr(owner, "eos_token_id", None))
-        for owner in (view.tokenizer, view.config, getattr(inner, "generation_config", None))
-    ]
-    return {int(token) for ids in named if ids is not None for token in (ids if isinstance(ids, list) else [ids])}
+    ends: set[int] = set()
+    for owner in (view.tokenizer, view.config, getattr(inner, "generation_config", None)):
+        ids = plain(getattr(owner, "eos_token_id", None))
+        if isinstance(ids, list):
+            ends.update(map(int, ids))
+        elif ids is not None:
+            ends.add(int(ids))
+    return ends
 
 
 # ------------------------------------------------------------------ written by the model
+
+
+def _all_written(view: ModelView, prompts: list[list[int]], most: int, stop_at_eos: bool) -> list[Text]:
+    """Every prompt with its greedy continuation.
+
+    Raises:
+        InvalidInputError: a text beyond the context, or nothing written.
+    """
+    longest = max(map(len, prompts))
+    if longest + most > view.n_ctx:
+        raise InvalidInputError(
+            f"max_new_tokens={most}: with a prompt of {longest} tokens that goes beyond the context of "
+            f"{view.n_ctx}; ask for at most {view.n_ctx - longest}."
+        )
+    ends = end_tokens(view) if stop_at_eos else set[int]()
+    return [_written(view, ids, most, ends, number) for number, ids in enumerate(prompts)]
 
 
 def _written(view: ModelView, ids: list[int], most: int, ends: set[int], number: int) -> Text:
@@ -113,8 +137,8 @@ def _written(view: ModelView, ids: list[int], most: int, ends: set[int], number:
         text = ids + _before_end(_draft(view, ids, most, ends), ends)
         while True:
             inputs = prepare(view, torch.tensor([text]))
-            places = torch.arange(first - 1, len(text), device=inputs.tokens.device)[None]
-            _, logits = own_logits(view.model, inputs.kwargs, points.unembed_in, places)
+            positions = torch.arange(first - 1, len(text), device=inputs.tokens.device)[None]
+            _, logits = own_logits(view.model, inputs.kwargs, points.unembed_in, positions)
             choices: list[int] = logits[0].argmax(-1).tolist()
             written = text[first:]
             right = next((n for n, token in enumerate(written) if token != choices[n]), len(written))
@@ -157,25 +181,27 @@ def _before_end(tokens: Sequence[int], ends: set[int]) -> list[int]:
 # ------------------------------------------------------------------ given
 
 
-def _one_each(continuation: Any, prompts: int) -> list[Any]:
+def _one_each(continuation: Continuation, prompts: int) -> list[str | list[int]]:
     """One continuation for each prompt."""
     continuations = plain(continuation)
-    flat = isinstance(continuations, str) or (
-        isinstance(continuations, Sequence) and all(isinstance(one, int) for one in continuations)
-    )
-    if flat and prompts == 1:
-        return [continuations]
-    if flat or not isinstance(continuations, Sequence) or len(continuations) != prompts:
+    if not isinstance(continuations, Sequence):
+        count = repr(continuations)
+        continuations = []
+    elif isinstance(continuations, str) or all(isinstance(one, int) for one in continuations):
         count = "one"
-        if not flat:
-            count = len(continuations) if isinstance(continuations, Sequence) else repr(continuations)
+        continuations = [continuations]
+    else:
+        count = str(len(continuations))
+    if len(continuations) != prompts:
         raise InvalidInputError(
             f"continuation: {count} for {prompts} prompts; pass one for each, as text or token ids."
         )
     return [plain(one) for one in continuations]
 
 
-def _continued(view: ModelView, prompt: Any, ids: list[int], more: Any, prepend_bos: bool | None) -> Text:
+def _continued(
+    view: ModelView, prompt: str | list[int], ids: list[int], more: object, prepend_bos: bool | None
+) -> Text:
     """One prompt with a given continuation."""
     if not isinstance(more, str):
         if not isinstance(more, Sequence) or not all(type(token) is int for token in more):

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.generation.hops import check_hops, sent_on
-from tensorlens_tl.generation.writing import Text, refuse_non_causal, texts_of
+from tensorlens_tl.generation.hops import Hops, check_hops, sent_on
+from tensorlens_tl.generation.writing import Continuation, Count, Prompts, Text, refuse_non_causal, texts_of
 from tensorlens_tl.models.activations import check_rule
 from tensorlens_tl.models.protocol import NEXT, ModelLike, TokenLike
 from tensorlens_tl.models.view import ModelView
@@ -23,21 +23,36 @@ from tensorlens_tl.passes.operator import Collapse
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.joining import joined
 
+if TYPE_CHECKING:
+    Span = str | int | slice | tuple[int, int] | Sequence[int] | None
+    """A stretch of generated text: ``"all"``, a text, a number, a slice, ``(start, stop)``; None for every token."""
+
+    Verify = bool | Literal["sample"]
+else:
+    Span = Verify = Any  # what is wrong with them is said by `_bounds` and `freeze`
+
 RUNNER_UP = "runner-up"
 """As `minus=`: at each position the token of largest logit besides the one that is there."""
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenGeneration:
-    """Prompts and their continuations in one frozen pass. Made by `freeze_generation`.
+    """Prompts and their continuations in one frozen pass. See `freeze_generation`.
+
+    >>> from tensorlens_tl.generation import freeze_generation
+    >>> written = freeze_generation(model, text, max_new_tokens=3)
+    >>> written.texts
+    [' value of the']
+    >>> written.attribute(span="all").scores.shape  # one query: the whole stretch
+    torch.Size([1, 1, 10])
 
     Attributes:
         frozen: the pass of the whole text.
-        places: where each generated token stands, `[batch, token]`; where a prompt has fewer of them, padding.
+        positions: of the generated tokens, `[batch, token]`; where a prompt has fewer of them, of padding.
     """
 
     frozen: FrozenPass
-    places: Int[Tensor, "batch token"]
+    positions: Int[Tensor, "batch token"]
     _links: dict[tuple[str, str], Collapse] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -46,19 +61,19 @@ class FrozenGeneration:
 
     @property
     def real(self) -> Bool[Tensor, "batch token"]:
-        """Which entries of `places` are generated tokens."""
-        return torch.take_along_dim(self.frozen.mask, self.places, dim=1)
+        """Which entries of `positions` are generated tokens."""
+        return torch.take_along_dim(self.frozen.mask, self.positions, dim=1)
 
     @property
     def texts(self) -> list[str]:
         """What was generated after each prompt."""
-        return ["".join(self._tokens(row)) for row in range(len(self.places))]
+        return ["".join(self._tokens(row)) for row in range(len(self.positions))]
 
     def attribute(
         self,
         *,
-        span: Any = None,
-        hops: Any = 0,
+        span: Span = None,
+        hops: Hops = 0,
         minus: TokenLike = None,
         bias: str = "apart",
         activation: str = "ratio",
@@ -69,32 +84,30 @@ class FrozenGeneration:
         Args:
             span, hops, minus, bias, activation, memory: as for `attribute_generation`.
 
+        Returns:
+            Scores `[batch, query, key]`, additive with their bias; see `attribute_generation`.
+
         Raises:
             InvalidInputError: a span that is empty, outside the generated text or not in it; no such number of hops;
                 and what `FrozenOperator.target` raises.
         """
         check_hops(hops)
-        places = self.places if span is None else self._span(span)
-        queries = self._queries(places)
-        operator = self.frozen.operator(activation=activation)
+        queries = self._queries(self.positions if span is None else self._span(span))
+        shown = queries if span is None else self._last(queries)
         if span is None and minus is None:
             collapse = self.links(bias=bias, activation=activation, memory=memory)
         else:
-            others = minus
-            if isinstance(minus, str) and minus == RUNNER_UP:
-                others = self._runners_up(queries)
-            collapse = operator.target(NEXT, others, query=queries, bias=bias, summed=span is not None, memory=memory)
-        scores = collapse.scores
-        constant = collapse.bias
-        assert constant is not None
+            others = self._runners_up(queries) if _is_runner_up(minus) else minus
+            collapse = self.frozen.operator(activation=activation).target(
+                NEXT, others, query=queries, bias=bias, summed=span is not None, memory=memory
+            )
+        scores, constant = _scores_and_bias(collapse)
         if hops != 0:
-            links = self.links(bias=bias, activation=activation, memory=memory)
-            assert links.bias is not None
-            positions = torch.arange(self.frozen.tokens.shape[1], device=self.places.device)
-            generated = (self.places[..., None] == positions) & self.real[..., None]
-            scores, constant = sent_on(scores, constant, links.scores, links.bias, generated, hops)
+            links = _scores_and_bias(self.links(bias=bias, activation=activation, memory=memory))
+            positions = torch.arange(self.frozen.tokens.shape[1], device=self.positions.device)
+            generated = (self.positions[..., None] == positions) & self.real[..., None]
+            scores, constant = sent_on(scores, constant, *links, generated, hops)
         options = {"span": span, "hops": hops, "minus": minus, "bias": bias, "activation": activation}
-        shown = queries if span is None else self._last(queries)
         return Attribution.of(
             self.frozen,
             scores,
@@ -105,37 +118,37 @@ class FrozenGeneration:
             additive=True,
             target=self._label(queries, span, minus, hops),
             options={name: value for name, value in options.items() if value is not None}
-            | {"generated": self.places_of_each(), "asked": self._token_places(queries)},
+            | {"generated": self.generated_ranges(), "asked": self._token_positions(queries)},
         )
 
     def links(self, *, bias: str = "apart", activation: str = "ratio", memory: Memory = None) -> Collapse:
-        """What made the logit of every generated token: the scores that hops go along; kept for the next question."""
+        """What made the logit of every generated token: the scores that hops follow; stored for the next call."""
         self.frozen.check_fresh()
         in_bytes(memory)  # refused also where nothing is left to compute
         links = self._links.get((bias, activation))
         if links is None:
             operator = self.frozen.operator(activation=activation)
-            queries = self._queries(self.places)
+            queries = self._queries(self.positions)
             links = self._links[bias, activation] = operator.target(NEXT, query=queries, bias=bias, memory=memory)
         return links
 
-    def places_of_each(self) -> list[list[int]]:
-        """The first place of each prompt's generated tokens, and the one after the last."""
+    def generated_ranges(self) -> list[list[int]]:
+        """The position of each prompt's first generated token, and the one after the last: ``[first, stop]``."""
         counts = self.real.sum(1).tolist()
-        return [[row[0], row[count - 1] + 1] for row, count in zip(self.places.tolist(), counts, strict=True)]
+        return [[row[0], row[count - 1] + 1] for row, count in zip(self.positions.tolist(), counts, strict=True)]
 
     # ------------------------------------------------------------------ inside
 
-    def _queries(self, places: Int[Tensor, "batch token"]) -> Int[Tensor, "batch token"]:
-        """Where tokens are predicted: one position earlier; padding stays."""
-        return places - torch.take_along_dim(self.frozen.mask, places, dim=1).long()
+    def _queries(self, positions: Int[Tensor, "batch token"]) -> Int[Tensor, "batch token"]:
+        """The positions that predict tokens: one earlier each; padding stays."""
+        return positions - torch.take_along_dim(self.frozen.mask, positions, dim=1).long()
 
     def _last(self, queries: Int[Tensor, "batch query"]) -> Int[Tensor, "batch 1"]:
         real = torch.take_along_dim(self.frozen.mask, queries, dim=1)
         return (queries * real).amax(1, keepdim=True)
 
-    def _token_places(self, queries: Int[Tensor, "batch query"]) -> list[list[int]]:
-        """The generated tokens that are asked about, by place."""
+    def _token_positions(self, queries: Int[Tensor, "batch query"]) -> list[list[int]]:
+        """The positions of the generated tokens that queries predict."""
         real = torch.take_along_dim(self.frozen.mask, queries, dim=1).tolist()
         return [
             [p + 1 for p, is_real in zip(*pair, strict=True) if is_real]
@@ -143,12 +156,12 @@ class FrozenGeneration:
         ]
 
     def _tokens(self, row: int) -> list[str]:
-        first, stop = self.places_of_each()[row]
+        first, stop = self.generated_ranges()[row]
         return self.frozen.str_tokens[row][first:stop]
 
-    def _span(self, span: Any) -> Int[Tensor, "batch token"]:
-        """The places of a span's tokens."""
-        rows = [self._stretch(span, row) for row in range(len(self.places))]
+    def _span(self, span: Span) -> Int[Tensor, "batch token"]:
+        """The positions of a span's tokens; padding where prompts have different numbers of them."""
+        rows = [self._stretch(span, row) for row in range(len(self.positions))]
         most = max(map(len, rows))
         padding = (~self.frozen.mask).long()
         if any(len(row) < most for row in rows) and not bool(padding.any(1).all()):
@@ -158,29 +171,29 @@ class FrozenGeneration:
                 "by one, or pass a slice."
             )
         spare = padding.argmax(1).tolist()
-        filled = [row + [place] * (most - len(row)) for row, place in zip(rows, spare, strict=True)]
-        return torch.tensor(filled, device=self.places.device)
+        filled = [row + [position] * (most - len(row)) for row, position in zip(rows, spare, strict=True)]
+        return torch.tensor(filled, device=self.positions.device)
 
-    def _stretch(self, span: Any, row: int) -> list[int]:
+    def _stretch(self, span: Span, row: int) -> list[int]:
         """The same of one prompt; `span` counts its generated tokens."""
-        first, stop = self.places_of_each()[row]
-        places = list(range(first, stop))
-        tokens = self._tokens(row)
+        first, stop = self.generated_ranges()[row]
+        positions = list(range(first, stop))
         if isinstance(span, str) and span != "all":
+            tokens = self._tokens(row)
             try:
                 begin, end = find(tokens, span)[-1]
             except InvalidInputError:
                 raise InvalidInputError(
                     f"span={span!r} does not occur as whole tokens in the text generated after prompt {row}: {tokens}."
                 ) from None
-            return places[begin:end]
-        within = _bounds(span, len(places))
-        if not places[within]:
+            return positions[begin:end]
+        within = positions[_bounds(span, len(positions))]
+        if not within:
             raise InvalidInputError(
-                f"span={span!r} is empty: {len(places)} tokens were generated after prompt {row}, 0 to "
-                f"{len(places) - 1}."
+                f"span={span!r} is empty: {len(positions)} tokens were generated after prompt {row}, 0 to "
+                f"{len(positions) - 1}."
             )
-        return places[within]
+        return within
 
     def _runners_up(self, queries: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
         """The token of largest logit besides the next one, at each query."""
@@ -190,24 +203,47 @@ class FrozenGeneration:
         next_tokens = torch.take_along_dim(self.frozen.tokens, after, dim=1)
         return logits.scatter(-1, next_tokens[..., None].to(logits.device), -torch.inf).argmax(-1)
 
-    def _label(self, queries: Int[Tensor, "batch query"], span: Any, minus: TokenLike, hops: Any) -> str:
-        what = "logit" if minus is None else "logit difference"
-        against = ""
-        if minus is not None:
-            against = " to the runner-up" if minus == RUNNER_UP else f" to {minus!r}"
+    def _label(self, queries: Int[Tensor, "batch query"], span: Span, minus: TokenLike, hops: Hops) -> str:
+        """What the scores are of, in words."""
+        unit, against = _unit(minus)
         if span is None:
-            what = f"{what}{against} of each generated token"
+            label = f"{unit}{against} of each generated token"
         else:
-            tokens = [self.frozen.str_tokens[0][place] for place in self._token_places(queries)[0]]
-            text = f" {''.join(tokens)!r}" if len(self.places) == 1 and len(tokens) <= 12 else ""
-            plural = "s" if len(tokens) > 1 else ""
-            what = f"sum of the {what}s{against} of {len(tokens)} generated token{plural}{text}"
+            tokens = [self.frozen.str_tokens[0][position] for position in self._token_positions(queries)[0]]
+            label = f"sum of the {unit}s{against} of {_counted(len(tokens), 'generated token')}"
+            if len(self.positions) == 1 and len(tokens) <= 12:
+                label += f" {''.join(tokens)!r}"
         if hops == 0:
-            return what
-        return f"{what}, after {hops} hop{'' if hops == 1 else 's'}"
+            return label
+        return f"{label}, after {_counted(hops, 'hop')}"
 
 
-def _bounds(span: Any, count: int) -> slice:
+def _unit(minus: TokenLike) -> tuple[str, str]:
+    """What is attributed of a token, and what it is held against."""
+    if minus is None:
+        return "logit", ""
+    if _is_runner_up(minus):
+        return "logit difference", " to the runner-up"
+    return "logit difference", f" to {minus!r}"
+
+
+def _counted(count: Hops, noun: str) -> str:
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}s"
+
+
+def _is_runner_up(minus: TokenLike) -> bool:
+    return isinstance(minus, str) and minus == RUNNER_UP
+
+
+def _scores_and_bias(collapse: Collapse) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
+    """A collapse to one score for each source token always has a bias."""
+    assert collapse.bias is not None
+    return collapse.scores, collapse.bias
+
+
+def _bounds(span: Span, count: int) -> slice:
     """A span by numbers as a slice of the generated tokens."""
     if isinstance(span, slice):
         return whole_slice("span", span, why="a slice of the generated tokens")
@@ -216,28 +252,31 @@ def _bounds(span: Any, count: int) -> slice:
     if isinstance(span, tuple | list) and len(span) == 2:
         start, stop = (whole_number("span", end, 0, count, "ends among the generated tokens") for end in span)
         return slice(start, stop)
-    place = whole_number("span", span, -count, count - 1, "a generated token, (start, stop), a slice or a text")
-    return slice(place, place + 1 or None)
+    number = whole_number("span", span, -count, count - 1, "a generated token, (start, stop), a slice or a text")
+    return slice(number, number + 1 or None)
 
 
-def _frozen(model: ModelLike, texts: Sequence[Text], padding_side: str | None, **freezing: Any) -> FrozenGeneration:
-    """Texts in one pass; where they are unequal, with one place of padding at least in each."""
+def _frozen(
+    model: ModelLike, texts: Sequence[Text], padding_side: str | None, store: str, verify: Verify
+) -> FrozenGeneration:
+    """Texts in one pass; where they are unequal, with one position of padding at least in each."""
     ids = [text for text, _ in texts]
     first = [begin for _, begin in texts]
     lengths = [len(row) for row in ids]
     if padding_side not in (None, "left", "right"):
         raise InvalidInputError(f"padding_side={padding_side!r}; use 'left' or 'right'.")
     if len(set(lengths)) == len(set(first)) == 1:
-        frozen = freeze(model, torch.tensor(ids), **freezing)
+        frozen = freeze(model, torch.tensor(ids), store=store, verify=verify)
     else:
         width = max(lengths) + 1  # a prompt with fewer generated tokens asks there for the missing ones
         tokens = torch.zeros(len(ids), width, dtype=torch.long)
         mask = torch.zeros(len(ids), width, dtype=torch.long)
         for number, row in enumerate(ids):
-            place = slice(width - len(row), None) if padding_side == "left" else slice(0, len(row))
-            tokens[number, place] = torch.tensor(row)
-            mask[number, place] = 1
-        frozen = freeze(model, tokens, attention_mask=mask, **freezing)
+            start = width - len(row) if padding_side == "left" else 0
+            real = slice(start, start + len(row))
+            tokens[number, real] = torch.tensor(row)
+            mask[number, real] = 1
+        frozen = freeze(model, tokens, attention_mask=mask, store=store, verify=verify)
     if _looks_ahead(frozen):
         raise UnsupportedModelError(
             f"generated text: tokens of this {frozen.view.description} attend to later ones. A causal language model "
@@ -246,11 +285,11 @@ def _frozen(model: ModelLike, texts: Sequence[Text], padding_side: str | None, *
     most = max(length - begin for length, begin in zip(lengths, first, strict=True))
     start = frozen.mask.long().argmax(1).tolist()
     padding = (~frozen.mask).long().argmax(1).tolist()
-    places = [
+    positions = [
         [*range(left + begin, left + length)] + [spare] * (most - length + begin)
         for left, begin, length, spare in zip(start, first, lengths, padding, strict=True)
     ]
-    return FrozenGeneration(frozen, torch.tensor(places, device=frozen.mask.device))
+    return FrozenGeneration(frozen, torch.tensor(positions, device=frozen.mask.device))
 
 
 def _looks_ahead(frozen: FrozenPass) -> bool:
@@ -261,15 +300,15 @@ def _looks_ahead(frozen: FrozenPass) -> bool:
 
 def freeze_generation(
     model: ModelLike,
-    prompt: Any,
+    prompt: Prompts,
     *,
-    max_new_tokens: Any = None,
-    continuation: Any = None,
+    max_new_tokens: Count = None,
+    continuation: Continuation = None,
     stop_at_eos: bool = True,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
     store: str = "model",
-    verify: Any = True,
+    verify: Verify = True,
 ) -> FrozenGeneration:
     """Write or take continuations of prompts, and freeze the whole texts once, in one pass.
 
@@ -277,6 +316,9 @@ def freeze_generation(
         model, prompt, max_new_tokens, continuation, stop_at_eos, prepend_bos, padding_side: as for
             `attribute_generation`.
         store, verify: as for `freeze`.
+
+    Returns:
+        The frozen texts, to attribute as often as you like.
 
     Raises:
         InvalidInputError: see `attribute_generation`.
@@ -287,17 +329,17 @@ def freeze_generation(
     texts = texts_of(
         view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
     )  # fmt: skip
-    return _frozen(model, texts, padding_side, store=store, verify=verify)
+    return _frozen(model, texts, padding_side, store, verify)
 
 
 def attribute_generation(
     model: ModelLike,
-    prompt: Any,
+    prompt: Prompts,
     *,
-    max_new_tokens: Any = None,
-    continuation: Any = None,
-    span: Any = None,
-    hops: Any = 0,
+    max_new_tokens: Count = None,
+    continuation: Continuation = None,
+    span: Span = None,
+    hops: Hops = 0,
     minus: TokenLike = None,
     bias: str = "apart",
     activation: str = "ratio",
@@ -305,15 +347,21 @@ def attribute_generation(
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
     store: str = "model",
-    verify: Any = True,
+    verify: Verify = True,
     memory: Memory = None,
 ) -> Attribution:
     """What made the text that a model writes after a prompt: scores of the prompt and of earlier generated tokens.
 
+    >>> result = tlens.attribute_generation(model, text, max_new_tokens=3)
+    >>> result.scores.shape  # batch, generated tokens, source tokens
+    torch.Size([1, 3, 10])
+    >>> bool(((result.scores.sum(-1) + result.bias - result.total).abs() < 1e-3).all())
+    True
+
     The whole text is frozen once. The result has one query for each generated token, which is the position that
-    predicts it, one before its own; or with `span` one query in all, made by one pull. Its options say where the
-    generated tokens stand (``"generated"``: first place, and the one after the last, of each prompt) and which of them
-    are asked about (``"asked"``).
+    predicts it, one before its own; or with `span` one query in all, computed by one pull. Its options say where the
+    generated tokens stand (``"generated"``: the first position, and the one after the last, of each prompt) and which
+    of them the scores are about (``"asked"``).
 
     Args:
         model: a causal language model.
@@ -321,7 +369,7 @@ def attribute_generation(
         max_new_tokens: write so many tokens greedily: each has the largest logit of a plain run. Fewer where the model
             ends before.
         continuation: or take this continuation: the new text only, one for each prompt, as text or token ids.
-        span: a stretch of the generated text, asked about as a whole: the sum of its tokens' targets. ``"all"``, a
+        span: a stretch of the generated text, attributed as a whole: the sum of its tokens' targets. ``"all"``, a
             text (its last occurrence), ``(start, stop)`` or a slice of the generated tokens, or the number of one.
         hops: send what reached generated tokens on to what made those: so many times, or ``"all"``, after which only
             the prompt and the bias have scores. See `tensorlens_tl.generation.hops`; weights are those of each token's
@@ -335,6 +383,9 @@ def attribute_generation(
         padding_side: ``"left"`` or ``"right"`` (the default), where texts differ in length.
         store, verify: as for `freeze`.
         memory: what may be allocated at once, as ``"512MB"`` or bytes; it bounds how many prompts run together.
+
+    Returns:
+        Scores `[batch, query, key]`, additive with their bias to each target.
 
     Raises:
         InvalidInputError: both or neither of `max_new_tokens` and `continuation`; a continuation that is empty, that
@@ -350,31 +401,28 @@ def attribute_generation(
     texts = texts_of(
         view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
     )  # fmt: skip
-    question: dict[str, Any] = {"span": span, "hops": hops, "minus": minus}
-    question |= {"bias": bias, "activation": activation, "memory": memory}
-    freezing = {"padding_side": padding_side, "store": store, "verify": verify}
+    settings: dict[str, Any] = {"span": span, "hops": hops, "bias": bias, "activation": activation, "memory": memory}
     batches = memory_batches(view, [len(ids) for ids, _ in texts], memory)
     if len(batches) == 1:
-        return _frozen(model, texts, **freezing).attribute(**question)
-    split = None if isinstance(minus, str) else one_per_prompt("minus", minus, len(texts))
+        return _frozen(model, texts, padding_side, store, verify).attribute(minus=minus, **settings)
+    others = None if isinstance(minus, str) else one_per_prompt("minus", minus, len(texts))
     parts = []
     for batch in batches:
-        batch_question: dict[str, Any] = question if split is None else {**question, "minus": taken(split, batch)}
+        batch_minus: Any = minus if others is None else taken(others, batch)
         try:
-            parts.append(_frozen(model, [texts[number] for number in batch], **freezing).attribute(**batch_question))
+            frozen = _frozen(model, [texts[number] for number in batch], padding_side, store, verify)
+            parts.append(frozen.attribute(minus=batch_minus, **settings))
         except InvalidInputError as error:
             raise InvalidInputError(numbered(str(error), batch)) from error
-    prompt_options = {
-        name: [row for _, row in sorted(_by_prompt(parts, batches, name), key=lambda numbered: numbered[0])]
-        for name in ("generated", "asked")
-    }
-    if split is not None:
-        return joined(parts, batches, prompt_options | {"minus": minus})
-    return joined(parts, batches, prompt_options)
+    options: dict[str, Any] = {name: _by_prompt(parts, batches, name) for name in ("generated", "asked")}
+    if others is not None:
+        options["minus"] = minus
+    return joined(parts, batches, options)
 
 
-def _by_prompt(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], name: str) -> list[tuple[int, Any]]:
-    """An option of every prompt, with the prompt's number."""
-    return [
-        pair for part, batch in zip(parts, batches, strict=True) for pair in zip(batch, part.options[name], strict=True)
-    ]
+def _by_prompt(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], name: str) -> list[list[int]]:
+    """An option of every prompt, in the order of the prompts."""
+    values: dict[int, list[int]] = {}
+    for part, batch in zip(parts, batches, strict=True):
+        values.update(zip(batch, part.options[name], strict=True))
+    return [values[prompt] for prompt in sorted(values)]

@@ -51,12 +51,12 @@ def explain_generation(
         raise InvalidInputError("explain_generation: `prompt` is missing; pass a string or token ids.")
     else:
         text = freeze_generation(model, prompt, max_new_tokens=max_new_tokens, continuation=continuation)
-    if len(text.places) != 1:
-        raise InvalidInputError(f"explain_generation: {len(text.places)} prompts; pass one.")
+    if len(text.positions) != 1:
+        raise InvalidInputError(f"explain_generation: {len(text.positions)} prompts; pass one.")
     tokens = text.attribute(minus=minus)
     whole = text.attribute(span=span, minus=minus)
     steps = {hop: text.attribute(span=span, minus=minus, hops=hop) for hop in _followed(last, tokens.queries.shape[1])}
-    first, stop = text.places_of_each()[0]
+    first, stop = text.generated_ranges()[0]
     words = text.frozen.str_tokens[0]
     before = "".join(words[:first])
     after = "".join(words[first:stop])

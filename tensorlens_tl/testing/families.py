@@ -5,11 +5,14 @@ Mixtures of experts, latent and gated attention, norms and gates inside MLPs. Ea
 
 from typing import Any
 
-Family = tuple[str, str, dict[str, Any]]
+Options = dict[str, Any]
+"""A config's options."""
+
+Family = tuple[str, str, Options]
 """The names of a config class and of an architecture, and the config's options."""
 
 
-def whole_families(grouped: dict[str, Any], local: dict[str, Any]) -> dict[str, Family]:
+def whole_families(grouped: Options, local: Options) -> dict[str, Family]:
     """The families by name.
 
     Args:

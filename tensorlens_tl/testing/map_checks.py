@@ -6,10 +6,11 @@
 >>> check_map(Linear(torch.randn(8, 5)), torch.randn(2, 3, 8))
 """
 
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, RowPositions
@@ -18,10 +19,16 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.testing.requirements import EXACT, Check, checks_of, require, same
 
+if TYPE_CHECKING:
+    Map = AffineMap | FrozenOperator
+    Vectors = Float[Tensor, "batch pos d_in"] | None
+else:
+    Map = Vectors = Any  # `map_checks` says what is wrong with them
+
 TOLERANCE = {torch.float64: EXACT, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def check_map(map: Any, x: Any = None, *, tolerance: float | None = None, seed: int = 0) -> None:
+def check_map(map: Map, x: Vectors = None, *, tolerance: float | None = None, seed: int = 0) -> None:
     """Put a map through everything the library relies on: all of `MAP_CHECKS`.
 
     Shapes, dtype and inputs left alone; the same result twice; rows that do not know of each other, so that any
@@ -32,7 +39,7 @@ def check_map(map: Any, x: Any = None, *, tolerance: float | None = None, seed: 
 
     Args:
         map: an `AffineMap`, or a `FrozenOperator` (then leave `x` out).
-        x: vectors it accepts, `[batch, pos, d_in]`: their shape, dtype and device count, random ones take their place.
+        x: vectors it accepts, `[batch, pos, d_in]`: random ones of their shape, dtype and device are used instead.
         tolerance: largest relative difference; None takes 1e-9 for float64, 1e-4 for float32.
         seed: of the random vectors.
 
@@ -44,21 +51,30 @@ def check_map(map: Any, x: Any = None, *, tolerance: float | None = None, seed: 
         check()
 
 
-def map_checks(map: Any, x: Any = None, *, tolerance: float | None = None, seed: int = 0) -> list[Check]:
+def map_checks(map: Map, x: Vectors = None, *, tolerance: float | None = None, seed: int = 0) -> list[Check]:
     """The same, one by one, for `parametrize_with_checks`.
+
+    >>> from tensorlens_tl.testing import map_checks
+    >>> [check.name for check in map_checks(frozen.operator())][:3]
+    ['shapes', 'repeatable', 'rows']
+
+    Returns:
+        A check for each of `MAP_CHECKS`.
 
     Raises:
         InvalidInputError: not a map, or no vectors to try it on.
     """
     if isinstance(map, FrozenOperator):
-        x = map.x if x is None else x
+        if x is None:
+            x = map.x
         map = map.map
     if not isinstance(map, AffineMap):
         raise InvalidInputError(f"check_map: {type(map).__name__} is no AffineMap or FrozenOperator.")
     if not isinstance(x, Tensor) or x.ndim != 3 or not x.is_floating_point():
         raise InvalidInputError("check_map: x must be vectors the map accepts, a float tensor [batch, pos, d_in].")
-    allowed = TOLERANCE.get(x.dtype, 1e-4) if tolerance is None else tolerance
-    return checks_of(MAP_CHECKS, lambda: MapCase(map, x, allowed, seed))
+    if tolerance is None:
+        tolerance = TOLERANCE.get(x.dtype, 1e-4)
+    return checks_of(MAP_CHECKS, partial(MapCase, map, x, tolerance, seed))
 
 
 class MapCase:
@@ -78,7 +94,8 @@ class MapCase:
 
     def draw(self, *rows: int, out: bool = False) -> Tensor:
         """Random vectors at the map's input or output."""
-        shape = (*rows, *self.like.shape[:2], self.d_out if out else self.like.shape[2])
+        width = self.d_out if out else self.like.shape[2]
+        shape = (*rows, *self.like.shape[:2], width)
         return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.like)
 
     def require(self, holds: bool, message: str) -> None:
@@ -133,7 +150,7 @@ def check_rows(case: MapCase) -> None:
     """Any number of row axes, cut in any way."""
     for direction, out in ((case.m.push, False), (case.m.pull, True)):
         many = case.draw(2, 3, out=out)
-        many[1] *= 100  # rows of different size: whatever mixes them shows
+        many[1] *= 100  # rows of different size, so that mixing them shows
         together = direction(many)
         where = f"{direction.__name__} mixes its rows"
         for i in range(2):
@@ -248,20 +265,25 @@ def check_pull_between(case: MapCase) -> None:
     placed = vectors.new_zeros(pos, batch, pos, vectors.shape[-1])
     placed[rows[:, None], prompts, queries] = vectors
     whole, share = case.m.pull_with_bias(placed)
-    for keys in (None, [0], [pos - 1], [0, pos - 1] if pos > 1 else [0]):
+    for keys in (None, [0], [pos - 1], _ends(pos)):
         terms: list[Any] = []
         pulled = case.m.pull_between(vectors, RowPositions(queries), keys, pos, causal=case.causal, biases=terms)
-        expected = whole if keys is None else whole[:, :, keys]
+        expected = whole[:, :, slice(None) if keys is None else keys]
         padded = torch.zeros_like(expected)
         padded[:, :, : pulled.shape[2]] = pulled
         case.same(padded, expected, f"pull_between (keys={keys}) is not pull")
         if keys is not None:
-            continue  # biases are met at these positions alone
+            continue  # the map adds biases at these positions only
         total = sum((term.sum(-1) for term, _ in terms), start=torch.zeros_like(share))
         size = share.abs().max().clamp_min(torch.finfo(share.dtype).tiny)
         off = float((total - share).abs().max() / size)
         case.require(off <= max(case.tolerance, 1e-12), f"pull_between misses ⟨g, bias⟩ (by {off:.1e}).")
     _check_stretch(case)
+
+
+def _ends(pos: int) -> list[int]:
+    """The first position and the last, which may be the same."""
+    return sorted({0, pos - 1})
 
 
 def _check_stretch(case: MapCase) -> None:
@@ -271,10 +293,10 @@ def _check_stretch(case: MapCase) -> None:
     placed = torch.zeros_like(case.draw(2, out=True))
     placed[:, :, stretch] = case.draw(2, out=True)[:, :, stretch]
     whole, share = case.m.pull_with_bias(placed)
-    for keys in (None, [0, pos - 1] if pos > 1 else [0]):
+    for keys in (None, _ends(pos)):
         terms: list[Any] = []
         pulled = case.m.pull_between(placed[:, :, stretch], stretch, keys, pos, causal=case.causal, biases=terms)
-        expected = whole if keys is None else whole[:, :, keys]
+        expected = whole[:, :, slice(None) if keys is None else keys]
         padded = torch.zeros_like(expected)
         padded[:, :, : pulled.shape[2]] = pulled
         case.same(padded, expected, f"pull_between (a stretch of queries, keys={keys}) is not pull")

@@ -7,11 +7,11 @@ globenc: undefined
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,15 +25,18 @@ from tensorlens_tl.errors import (
     UnsupportedModelError,
 )
 from tensorlens_tl.models.lifecycle import WeightState
+from tensorlens_tl.models.protocol import HookedModel, ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import attribute, get_method
 from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.testing.models import random_input, tiny_model
+from tensorlens_tl.testing.models import labelled, random_input
 from tensorlens_tl.testing.requirements import (
     COARSEST,
     ROUNDING,
     Check,
+    Guarded,
+    Side,
     Untouched,
     activation_change,
     checks_of,
@@ -44,6 +47,13 @@ from tensorlens_tl.testing.requirements import (
     same,
 )
 
+if TYPE_CHECKING:
+    Result = Attribution
+    Models = ModelLike | str | Iterable[ModelLike | str] | None
+    """A model, or several models or names of `model_names()`; None for one of every layout."""
+else:
+    Models = Result = Any  # what is wrong with a result is said by `check_attribution`
+
 LENGTH = 6
 SHORT = 4
 EVERY_LAYOUT = [f"bridge/{family}" for family in ("gpt2", "llama", "neox", "bert", "opt", "gemma2", "olmo2")]
@@ -52,7 +62,7 @@ EVERY_LAYOUT = [f"bridge/{family}" for family in ("gpt2", "llama", "neox", "bert
 
 def check_method(
     name: str,
-    models: Any = None,
+    models: Models = None,
     *,
     options: dict[str, Any] | None = None,
     tolerance: float | None = None,
@@ -92,7 +102,7 @@ def check_method(
 
 def method_checks(
     name: str,
-    models: Any = None,
+    models: Models = None,
     *,
     options: dict[str, Any] | None = None,
     tolerance: float | None = None,
@@ -101,27 +111,13 @@ def method_checks(
     """The same, one by one, for `parametrize_with_checks`; on a model that the method refuses they hold as well."""
     checks = []
     for label, model in _labelled(models):
-
-        def case(label: str = label, model: Any = model) -> MethodCase:
-            return MethodCase(name, model, label, options or {}, tolerance, seed)
-
-        functions = [_Guarded(check) for check in METHOD_CHECKS]
-        checks += checks_of(functions, case, label)
+        case = partial(MethodCase, name, model, label, options or {}, tolerance, seed)
+        checks += checks_of([Guarded(_on, check) for check in METHOD_CHECKS], case, label)
     return checks
 
 
-class _Guarded:
-    """A check that leaves the model as it was."""
-
-    def __init__(self, check: Any) -> None:
-        self.check = check
-        self.__name__ = check.__name__
-
-    def __call__(self, case: "MethodCase") -> None:
-        _on(self.check, case)
-
-
-def _on(check: Any, case: "MethodCase") -> None:
+def _on(check: Callable[["MethodCase"], None], case: "MethodCase") -> None:
+    """Run a check that must leave the model as it was."""
     with Untouched(case.model, case.who):
         try:
             if case.refusal is None:
@@ -132,29 +128,35 @@ def _on(check: Any, case: "MethodCase") -> None:
             raise ConformanceError(f"{case.who}: {type(error).__name__}: {error}") from error
 
 
-def _labelled(models: Any) -> Iterator[tuple[str, Any]]:
+def _labelled(models: Models) -> Iterator[tuple[str, ModelLike | str]]:
+    several: Any = models
     if models is None:
-        models = EVERY_LAYOUT
-    elif isinstance(models, str) or hasattr(models, "run_with_hooks") or not isinstance(models, Iterable):
-        models = [models]
-    for number, model in enumerate(models):
-        yield (model, model) if isinstance(model, str) else (f"{type(model).__name__} {number}", model)
+        several = EVERY_LAYOUT
+    if isinstance(several, str | HookedModel) or not isinstance(several, Iterable):
+        several = [several]
+    for number, model in enumerate(several):
+        label, _ = labelled(model)
+        if not isinstance(model, str):
+            label = f"{label} {number}"
+        yield label, model
 
 
 class MethodCase:
     """One method on one model, with two random prompts."""
 
     def __init__(
-        self, name: str, model: Any, label: str, options: dict[str, Any], tolerance: float | None, seed: int
+        self, name: str, model: ModelLike | str, label: str, options: dict[str, Any], tolerance: float | None, seed: int
     ) -> None:
         self.name = name
         self.options = options
         self.who = f"{name} on {label}"
         self._tolerance = tolerance
-        self.model = tiny_model(model) if isinstance(model, str) else model
+        self.model = labelled(model)[1]()
         generator = torch.Generator().manual_seed(seed)
         self.tokens = random_input(self.model, LENGTH, generator)
-        self.encoder = LENGTH // 2 if ModelView(self.model).is_encoder_decoder else 0
+        self.encoder = 0
+        if ModelView(self.model).is_encoder_decoder:
+            self.encoder = LENGTH // 2
 
     @cached_property
     def frozen(self) -> FrozenPass:
@@ -163,7 +165,9 @@ class MethodCase:
 
     def freeze(self, tokens: Tensor, mask: Tensor | None = None, encoder: int | None = None) -> FrozenPass:
         """A pass of other tokens; of an encoder–decoder the first of them are the encoder's."""
-        return frozen_rows(self.model, tokens, self.encoder if encoder is None else encoder, mask)
+        if encoder is None:
+            encoder = self.encoder
+        return frozen_rows(self.model, tokens, encoder, mask)
 
     @property
     def length(self) -> int:
@@ -173,7 +177,9 @@ class MethodCase:
     @cached_property
     def tolerance(self) -> float:
         """The largest relative difference."""
-        return precision(self.frozen) if self._tolerance is None else self._tolerance
+        if self._tolerance is None:
+            return precision(self.frozen)
+        return self._tolerance
 
     @cached_property
     def refusal(self) -> str | None:
@@ -201,7 +207,7 @@ class MethodCase:
         """Raise unless both agree, naming method and model."""
         same(mine, theirs, min(max(10 * self.tolerance, at_least), 2 * COARSEST), f"{self.who}: {what}")
 
-    def refused(self, error: type[Exception], what: str, call: Any) -> None:
+    def refused(self, error: type[Exception], what: str, call: Callable[[], object]) -> None:
         """Raise unless a call is refused, with an error of the library and some words."""
         try:
             call()
@@ -263,7 +269,9 @@ def check_every_query(case: MethodCase) -> None:
     except InvalidInputError:  # one query at a time, or the one that a classifier reads its classes at
         at = frozen.prompt.class_at
         first = case.encoder  # the encoder's own positions predict nothing
-        queries = (first, max(first + 1, last // 2)) if at is None else (at,)
+        queries = (at,)
+        if at is None:
+            queries = (first, max(first + 1, last // 2))
         rows = {query: case.attribution(frozen, query=query) for query in queries}
     else:
         check_attribution(whole, frozen, tolerance=case.tolerance)
@@ -292,12 +300,18 @@ def check_padding(case: MethodCase) -> None:
     """The second prompt cut short and padded is what it is alone, as far as the model's own activations are."""
     if case.frozen.view.reads != "tokens":  # images and sounds of one batch are equally large
         return
-    sizes = [case.encoder, LENGTH - case.encoder] if case.encoder else [LENGTH]
-    counts = [SHORT // len(sizes)] * len(sizes)
+    sizes = [LENGTH]
+    counts = [SHORT]
+    cut_encoder = 0
+    if case.encoder:
+        sizes = [case.encoder, LENGTH - case.encoder]
+        counts = [SHORT // 2] * 2
+        cut_encoder = SHORT // 2
     cut = case.tokens[1, real_positions(sizes, counts, "right")]
-    short = case.freeze(cut[None], encoder=counts[0] if case.encoder else 0)
+    short = case.freeze(cut[None], encoder=cut_encoder)
     alone = case.attribution(short, **_per_prompt(case.options, 1))
-    for side in ("right", "left"):
+    sides: tuple[Side, ...] = ("right", "left")
+    for side in sides:
         real = real_positions(sizes, counts, side)
         tokens = case.tokens.clone()
         mask = torch.ones_like(case.tokens)
@@ -318,7 +332,8 @@ def check_padding(case: MethodCase) -> None:
         check_attribution(padded, frozen, tolerance=case.tolerance)
         mine = _pairs_first(padded)[1]
         theirs = _pairs_first(alone)[0]
-        mine = mine[real] if len(mine) == LENGTH else mine
+        if len(mine) == LENGTH:
+            mine = mine[real]
         # sources after the prompt's positions are no tokens, such as a bias
         mine = torch.cat([mine[:, :LENGTH][:, real], mine[:, LENGTH:]], dim=1)
         case.same(mine, theirs, f"padding on the {side} changes the scores", at_least=ROUNDING * change)
@@ -351,8 +366,16 @@ METHOD_CHECKS = (
 """Everything a method must hold."""
 
 
-def check_attribution(result: Any, frozen: FrozenPass, *, tolerance: float = 1e-9) -> None:
+def check_attribution(result: Result, frozen: FrozenPass, *, tolerance: float = 1e-9) -> None:
     """What every Attribution of a pass must hold: shapes, finite scores, padding, causality, additivity, files.
+
+    >>> from tensorlens_tl.testing import check_attribution
+    >>> check_attribution(tlens.attribute(frozen, method="rollout"), frozen, tolerance=1e-4)
+
+    Args:
+        result: what a method gave.
+        frozen: the pass that it gave it for.
+        tolerance: the largest relative residual of a method that is declared additive.
 
     Raises:
         ConformanceError: naming what does not hold.
@@ -381,8 +404,8 @@ def check_attribution(result: Any, frozen: FrozenPass, *, tolerance: float = 1e-
 def _additive(result: Attribution, tolerance: float) -> None:
     name = result.method
     if result.bias is None or result.total is None:
-        require(False, f"{name}: declared additive, but without {'a bias' if result.bias is None else 'a total'}.")
-        return
+        missing = "a bias" if result.bias is None else "a total"
+        raise ConformanceError(f"{name}: declared additive, but without {missing}.")
     off = (result.scores.sum(-1) + result.bias - result.total).abs()
     size = result.scores.abs().sum(-1) + result.bias.abs()
     worst = float((off / size.clamp_min(1e-30)).max())

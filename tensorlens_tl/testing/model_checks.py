@@ -12,22 +12,25 @@ True
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import run
-from tensorlens_tl.models.activations import RULES
+from tensorlens_tl.models.activations import RULES, Rule
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import token_rows
-from tensorlens_tl.testing.models import random_input, tiny_input, tiny_model
+from tensorlens_tl.testing.models import labelled, random_input, tiny_input
 from tensorlens_tl.testing.requirements import (
     ROUNDING,
     Check,
+    Guarded,
+    Side,
     Untouched,
     activation_change,
     checks_of,
@@ -38,6 +41,12 @@ from tensorlens_tl.testing.requirements import (
     require,
     same,
 )
+
+if TYPE_CHECKING:
+    Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | None
+    """Text or token ids, images or sounds; None for random ones."""
+else:
+    Prompts = Any  # `freeze` says what is wrong with them
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class ModelReport:
 
 
 def check_model(
-    model: Any, input: Any = None, *, tolerance: float | None = None, seed: int = 0, **options: Any
+    model: ModelLike, input: Prompts = None, *, tolerance: float | None = None, seed: int = 0, **options: Any
 ) -> ModelReport:
     """Put a model through everything that a frozen pass of it promises: all of `MODEL_CHECKS`.
 
@@ -77,6 +86,9 @@ def check_model(
         seed: of random tokens and vectors.
         options: of `freeze`.
 
+    Returns:
+        What was measured.
+
     Raises:
         UnsupportedModelError: the proof of a block fails; see `freeze` for this and its other errors.
         ConformanceError: the blocks are proved, but something about the whole does not hold; names it.
@@ -91,21 +103,31 @@ def check_model(
 
 
 def model_checks(
-    model: Any, input: Any = None, *, tolerance: float | None = None, seed: int = 0, **options: Any
+    model: ModelLike | str, input: Prompts = None, *, tolerance: float | None = None, seed: int = 0, **options: Any
 ) -> list[Check]:
-    """The same, one by one, for `parametrize_with_checks`; `model` may be one of `model_names()`."""
-    label = model if isinstance(model, str) else type(model).__name__
+    """The same, one by one, for `parametrize_with_checks`; `model` may be one of `model_names()`.
+
+    >>> from tensorlens_tl.testing import model_checks
+    >>> [check.name for check in model_checks("bridge/gpt2")][:2]
+    ['bridge/gpt2: proofs', 'bridge/gpt2: completeness']
+
+    Returns:
+        A check for each of `MODEL_CHECKS`.
+    """
+    label, build = labelled(model)
 
     def case() -> ModelCase:
-        return ModelCase(tiny_model(model) if isinstance(model, str) else model, input, tolerance, seed, options)
+        return ModelCase(build(), input, tolerance, seed, options)
 
-    return checks_of([_Guarded(check) for check in MODEL_CHECKS], case, label)
+    return checks_of([Guarded(_untouched, check) for check in MODEL_CHECKS], case, label)
 
 
 class ModelCase:
     """A model and a pass of it; what is measured is collected."""
 
-    def __init__(self, model: Any, input: Any, tolerance: float | None, seed: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: ModelLike, input: Prompts, tolerance: float | None, seed: int, options: dict[str, Any]
+    ) -> None:
         self.model = model
         self._tolerance = tolerance
         self.options: dict[str, Any] = dict(options)
@@ -121,14 +143,16 @@ class ModelCase:
 
     @cached_property
     def frozen(self) -> FrozenPass:
-        """The pass that everything is asked of."""
+        """The pass that is checked."""
         options: dict[str, Any] = self.options
         return freeze(self.model, self.input, **options)
 
     @cached_property
     def tolerance(self) -> float:
         """What errors must stay within."""
-        return precision(self.frozen) if self._tolerance is None else self._tolerance
+        if self._tolerance is None:
+            return precision(self.frozen)
+        return self._tolerance
 
     def same(self, claim: str, mine: Tensor, theirs: Tensor, at_least: float = 0.0) -> None:
         """Raise unless both agree; note by how much they do not."""
@@ -143,16 +167,10 @@ class ModelCase:
         return noise.to(like) * (size or 1.0)
 
 
-class _Guarded:
-    """A check that leaves the model as it was."""
-
-    def __init__(self, check: Any) -> None:
-        self.check = check
-        self.__name__ = check.__name__
-
-    def __call__(self, case: ModelCase) -> None:
-        with Untouched(case.model, type(case.model).__name__):
-            self.check(case)
+def _untouched(check: Callable[[ModelCase], None], case: ModelCase) -> None:
+    """Run a check that must leave the model as it was."""
+    with Untouched(case.model, type(case.model).__name__):
+        check(case)
 
 
 def check_proofs(case: ModelCase) -> None:
@@ -180,7 +198,7 @@ def check_adjoint(case: ModelCase) -> None:
     case.same("pull is the adjoint of push", forward / size, backward / size)
 
 
-def _held(case: ModelCase, rule: str) -> None:
+def _held(case: ModelCase, rule: Rule) -> None:
     """The model, live and held by hooks, away from the input: it must be the operator."""
     op = case.frozen.operator(activation=rule)
     x = op.x + case.draw(op.x)
@@ -190,7 +208,7 @@ def _held(case: ModelCase, rule: str) -> None:
     case.same(f"the model held by hooks is the operator ({rule})", live[real], op(x)[real])
 
 
-def _held_by(rule: str) -> Callable[[ModelCase], None]:
+def _held_by(rule: Rule) -> Callable[[ModelCase], None]:
     check = partial(_held, rule=rule)
     check.__name__ = f"check_held_by_hooks_{rule}"  # pyright: ignore[reportAttributeAccessIssue]
     return check
@@ -232,34 +250,34 @@ def check_padding_on_the_left(case: ModelCase) -> None:
     _padding(case, "left")
 
 
-def _padding(case: ModelCase, side: str) -> None:
+def _padding(case: ModelCase, side: Side) -> None:
     frozen = case.frozen
     claim = f"padding on the {side} changes nothing"
     real = frozen.mask[0].cpu()
     whole = frozen.tokens[0][real]
     encoder = int(real[: frozen.prompt.encoder_length].sum())
-    sizes = [len(whole)] if not encoder else [encoder, len(whole) - encoder]
+    sizes = [encoder, len(whole) - encoder] if encoder else [len(whole)]
     halves = [size // 2 for size in sizes]
     if not all(halves) or frozen.view.reads != "tokens" or set(frozen.inputs) - PLAIN:
         return
     short = whole[real_positions(sizes, halves, "right")]
-    real_places = real_positions(sizes, halves, side)
+    padded_at = real_positions(sizes, halves, side)
     tokens = torch.stack([whole, torch.zeros_like(whole)])
-    tokens[1, real_places] = short
-    mask = torch.stack([torch.ones_like(whole), real_places.to(whole)])
+    tokens[1, padded_at] = short
+    mask = torch.stack([torch.ones_like(whole), padded_at.to(whole)])
     try:
         padded = frozen_rows(frozen.model, tokens, encoder, mask, tolerance=frozen.tolerance)
     except (UnsupportedModelError, NumericalError) as refusal:
         case.refused[f"padding on the {side}"] = str(refusal)
         return
-    alone = frozen_rows(frozen.model, short[None], halves[0] if encoder else 0, tolerance=frozen.tolerance)
-    if difference(padded.resid_pre(0)[1, real_places], alone.resid_pre(0)[0]) > 1e-3:
+    alone = frozen_rows(frozen.model, short[None], encoder // 2, tolerance=frozen.tolerance)
+    if difference(padded.resid_pre(0)[1, padded_at], alone.resid_pre(0)[0]) > 1e-3:
         case.refused[f"padding on the {side}"] = "positions are counted from the first column: another input"
         return
-    change = activation_change(padded, 1, real_places, alone)
+    change = activation_change(padded, 1, padded_at, alone)
     who = frozen.view.description
     require(change <= frozen.tolerance, f"{who}: {claim} (the model's own activations change by {change:.1e}).")
-    mine = padded.operator().contributions()[1, real_places][:, real_places]
+    mine = padded.operator().contributions()[1, padded_at][:, padded_at]
     theirs = alone.operator().contributions()[0]
     case.same(claim, mine, theirs, at_least=ROUNDING * change)
 
@@ -284,11 +302,16 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
         frozen: the pass.
         x: `[batch, pos, d_model]`.
         options: of `FrozenPass.fwd_hooks`.
+
+    Returns:
+        The output of the last block `[batch, pos, d_model]`; of an encoder–decoder both sides', one after the other.
     """
     outputs: dict[str, Tensor] = {}
     points = frozen.points
-    _, stop = frozen.capture.side(0)
-    sides = [x] if frozen.sides is None else [x[:, :stop], x[:, stop:]]
+    _, stop = frozen.side(0)
+    sides = [x]
+    if frozen.sides is not None:
+        sides = [x[:, :stop], x[:, stop:]]
     ends = [name for name in (points.encoder_output, points.output) if name is not None]
 
     def put(value: Tensor) -> Callable[..., Tensor]:

@@ -2,15 +2,22 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from tensorlens_tl.errors import ConformanceError
 from tensorlens_tl.hooks import hooks_on
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
+
+Case = TypeVar("Case")
+Side = Literal["left", "right"]
+"""Where padding is."""
 
 EXACT = 1e-9
 """What float64 gives; models whose own norms compute in float32 give less, and their proof says how much."""
@@ -65,7 +72,7 @@ def difference(mine: Tensor, theirs: Tensor) -> float:
     if mine.numel() == 0:
         return 0.0
     off = (mine - theirs).abs().max() / theirs.abs().max().clamp_min(torch.finfo(theirs.dtype).tiny)
-    return float(off) if bool(torch.isfinite(off)) else float("inf")
+    return float(off.nan_to_num(torch.inf, posinf=torch.inf))
 
 
 def same(mine: Tensor, theirs: Tensor, tolerance: float, what: str) -> float:
@@ -81,9 +88,13 @@ def precision(frozen: FrozenPass) -> float:
     return min(max(EXACT, digits, 100 * max(frozen.errors.values())), 10 * frozen.tolerance, COARSEST)
 
 
-def frozen_rows(model: Any, tokens: Tensor, encoder: int = 0, mask: Tensor | None = None, **options: Any) -> FrozenPass:
+def frozen_rows(
+    model: ModelLike, tokens: Tensor, encoder: int = 0, mask: Tensor | None = None, **options: Any
+) -> FrozenPass:
     """A pass of token ids `[prompt, pos]`; of an encoder–decoder the first `encoder` positions are the encoder's."""
-    both = {"": tokens} if mask is None else {"": tokens, "attention_mask": mask}
+    both = {"": tokens}
+    if mask is not None:
+        both["attention_mask"] = mask
     if not encoder:
         return freeze(model, both.pop(""), **both, **options)
     encoder_inputs = {name: ids[:, :encoder] for name, ids in both.items()}
@@ -91,10 +102,12 @@ def frozen_rows(model: Any, tokens: Tensor, encoder: int = 0, mask: Tensor | Non
     return freeze(model, encoder_inputs.pop(""), **encoder_inputs, **options)
 
 
-def real_positions(sizes: Sequence[int], counts: Sequence[int], side: str) -> Tensor:
+def real_positions(sizes: Sequence[int], counts: Sequence[int], side: Side) -> Bool[Tensor, "pos"]:
     """True at so many positions of each part of a prompt, `[pos]`: where a short prompt lies, padded on one side."""
-    places = [torch.arange(size) if side == "right" else torch.arange(size).flip(0) for size in sizes]
-    return torch.cat([place < count for place, count in zip(places, counts, strict=True)])
+    parts = [torch.arange(size) < count for size, count in zip(sizes, counts, strict=True)]
+    if side == "left":
+        parts = [part.flip(0) for part in parts]
+    return torch.cat(parts)
 
 
 def activation_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenPass) -> float:
@@ -112,11 +125,10 @@ def activation_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenP
     for name in alone.points.captured:
         if name in expert_numbers:
             continue
-        mine = padded.activation(name)[row]
-        if name in keys:
-            mine = mine[:, :, real[keys[name]]].movedim(1, 0)
-        mine = mine[real[padded.capture.span(name)]]
-        worst = max(worst, difference(mine.movedim(0, 1) if name in keys else mine, alone.activation(name)[0]))
+        mine = padded.captured(name)[row]
+        queries = real[padded.span(name)]
+        mine = mine[:, queries][:, :, real[keys[name]]] if name in keys else mine[queries]
+        worst = max(worst, difference(mine, alone.captured(name)[0]))
     return worst
 
 
@@ -126,14 +138,14 @@ class Untouched:
     Checked at the end also where an error leaves the block, which then stays the cause.
     """
 
-    def __init__(self, model: Any, who: str) -> None:
-        self.model = model
+    def __init__(self, model: ModelLike, who: str) -> None:
+        self.model: Any = model
         self.who = who
 
     def __enter__(self) -> None:
         self.before = self._state()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         for what, after in self._state().items():
             before = self.before[what]
             require(before == after, f"{self.who}: {what} of the model are not what they were ({before} → {after}).")
@@ -148,19 +160,32 @@ class Untouched:
         }
 
 
-def named(function: Callable[..., Any]) -> str:
+def named(function: "Callable[..., object] | Guarded[Any]") -> str:
     """A check's name, as tests show it."""
     return function.__name__.removeprefix("check_").replace("_", " ")
 
 
-def checks_of(functions: Sequence[Callable[[Any], Any]], case: Callable[[], Any], label: str = "") -> list[Check]:
-    """Functions of a case as checks; the case is made when the first of them runs."""
-    cases: list[Any] = []
+class Guarded(Generic[Case]):
+    """A check that runs by way of another function, which holds what goes for all, such as `Untouched`."""
 
-    def run(function: Callable[[Any], Any]) -> Any:
-        if not cases:
-            cases.append(case())
-        return function(cases[0])
+    def __init__(self, run: Callable[[Callable[[Case], None], Case], None], check: Callable[[Case], None]) -> None:
+        self.run = run
+        self.check = check
+        self.__name__ = check.__name__
 
-    prefix = f"{label}: " if label else ""
-    return [Check(f"{prefix}{named(f)}", lambda f=f: run(f), of=label) for f in functions]
+    def __call__(self, case: Case) -> None:
+        """Raises `ConformanceError` unless it holds."""
+        self.run(self.check, case)
+
+
+def checks_of(functions: Sequence[Callable[[Case], None]], case: Callable[[], Case], label: str = "") -> list[Check]:
+    """Functions of a case as checks; the case is built when the first of them runs."""
+    built = cache(case)
+
+    def check(function: Callable[[Case], None]) -> Check:
+        name = named(function)
+        if label:
+            name = f"{label}: {name}"
+        return Check(name, lambda: function(built()), of=label)
+
+    return [check(function) for function in functions]

@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+from tensorlens_tl.testing.families import Family
+
 VOCABULARY = 48
 WIDTH = 16
 
@@ -33,7 +35,7 @@ _TEXT = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
-SIGNALS: dict[str, tuple[str, str, dict[str, Any]]] = {
+SIGNALS: dict[str, Family] = {
     "vit": ("ViTConfig", "ViTForImageClassification", _IMAGE),
     "vit-headless": ("ViTConfig", "ViTModel", _IMAGE),
     "deit": ("DeiTConfig", "DeiTForImageClassification", _IMAGE),

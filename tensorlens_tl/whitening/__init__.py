@@ -14,7 +14,9 @@ True
 | `estimation` | which filter whitens a process? |
 | `stream` | how white and stationary is what a model has at its hook points? |
 | `picture` | the same over a model's depth |
-| `layer`, `insertion` | whitening as a layer to train, and `whiten`, which puts it on a TransformerLens model |
+| `layer` | whitening as a layer to train |
+| `insertion` | `whiten`, which puts the layer on a TransformerLens model |
+| `adapters` | what of that depends on the model's class? |
 """
 
 from tensorlens_tl.whitening.estimation import WhiteningFilter, estimate

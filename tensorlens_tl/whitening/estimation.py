@@ -1,4 +1,4 @@
-"""The first-order whitening filter that a process asks for by its own covariances (Whitened Self-Attention, Eqs. 5–9).
+"""The first-order whitening filter of a process, from its covariances (Whitened Self-Attention, Eqs. 5–9).
 
 A stationary process whose covariance reaches one position far has the block-tridiagonal covariance (6), with Λ_0 on the
 diagonal and C = E[x_i x_{i−1}ᵀ] beside it. The blocks of its Cholesky factor settle:
@@ -10,7 +10,7 @@ Real sequences are correlated farther than that: then no such factor need exist,
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -18,8 +18,16 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.recursion import scan, spectral_radius
 from tensorlens_tl.errors import InvalidInputError, NumericalError
+from tensorlens_tl.whitening.measures import Sequences, shape_or_type
 
 STEPS = 10_000
+
+if TYPE_CHECKING:
+    Reach = float | Literal["auto"]
+    """A factor of the covariance of neighbours, or the choice of one."""
+    Number = float
+else:
+    Reach = Number = Any  # `estimate` says what is wrong with them
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +66,14 @@ class WhiteningFilter:
         return scan((x - self.mean.to(x)) @ L_inv.T, -(L_inv @ M).T)
 
 
-def estimate(x: Any, *, reach: Any = 1.0, ridge: Any = 1e-6) -> WhiteningFilter:
+def estimate(x: Sequences, *, reach: Reach = 1.0, ridge: Number = 1e-6) -> WhiteningFilter:
     """The filter of a process, from sequences of it.
+
+    >>> from tensorlens_tl.whitening import estimate
+    >>> noise = torch.randn(2000, 9, 1, generator=torch.Generator().manual_seed(0))
+    >>> filter = estimate(noise[:, 1:] + 0.5 * noise[:, :-1])  # x_i = e_i + e_{i−1}/2, so L = 1 and M = 1/2
+    >>> round(filter.radius, 1)
+    0.5
 
     Args:
         x: sequences of equal length, a tensor `[batch, pos, d]`; means and covariances are taken over all positions,
@@ -69,18 +83,17 @@ def estimate(x: Any, *, reach: Any = 1.0, ridge: Any = 1e-6) -> WhiteningFilter:
             at the edge a filter is nearly singular, and makes things worse.
         ridge: a share of the mean variance that is added to every variance.
 
+    Returns:
+        The filter, in float64, for vectors of d numbers.
+
     Raises:
         InvalidInputError: fewer than two positions, or numbers out of range; no factor exists (says what to try).
         NumericalError: values that are not finite.
     """
-    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] < 2:
-        description = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise InvalidInputError(f"estimate: pass a tensor [batch, pos, d] of 2 positions or more, got {description}.")
-    if not bool(torch.isfinite(x).all()):
-        raise NumericalError("estimate: the sequences have values that are not finite.")
-    for name, value, most in (("reach", 1.0 if reach == "auto" else reach, 1.0), ("ridge", ridge, float("inf"))):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-            raise InvalidInputError(f"{name}={value!r}: pass a number from 0 to {most:g}.")
+    _check_sequences(x)
+    if reach != "auto":
+        _check_share("reach", reach, 1.0)
+    _check_share("ridge", ridge, float("inf"))
     wide = x.detach().double()
     mean = wide.mean((0, 1))
     centred = wide - mean
@@ -89,15 +102,28 @@ def estimate(x: Any, *, reach: Any = 1.0, ridge: Any = 1e-6) -> WhiteningFilter:
     here += ridge * here.diagonal().mean() * torch.eye(len(here), dtype=here.dtype, device=here.device)
     before = torch.einsum("bti,btj->ij", centred[:, 1:], centred[:, :-1]) / (batch * (pos - 1))
     share = _safe_reach(here, before) if reach == "auto" else reach
-    if share is not None:
-        L = _steady_factor(here, share * before)
-        if L is not None:
-            L_inv = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
-            return WhiteningFilter(L_inv, share * before @ L_inv.T, mean, float(share))
-    raise InvalidInputError(
-        "estimate: a process with these covariances reaches farther than one position, and has no first-order filter. "
-        "Pass a smaller reach=, which shrinks what neighbours have in common, or reach='auto'."
-    )
+    L = None if share is None else _steady_factor(here, share * before)
+    if share is None or L is None:
+        raise InvalidInputError(
+            "estimate: a process with these covariances reaches farther than one position, and has no first-order "
+            "filter. Pass a smaller reach=, which shrinks what neighbours have in common, or reach='auto'."
+        )
+    L_inv = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
+    return WhiteningFilter(L_inv, share * before @ L_inv.T, mean, float(share))
+
+
+def _check_sequences(x: object) -> None:
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] < 2:
+        raise InvalidInputError(
+            f"estimate: pass a tensor [batch, pos, d] of 2 positions or more, got {shape_or_type(x)}."
+        )
+    if not bool(torch.isfinite(x).all()):
+        raise NumericalError("estimate: the sequences have values that are not finite.")
+
+
+def _check_share(name: str, value: object, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise InvalidInputError(f"{name}={value!r}: pass a number from 0 to {most:g}.")
 
 
 def _safe_reach(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> float | None:
@@ -124,4 +150,6 @@ def _steady_factor(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> 
         if settled:
             break
     factor, failed = torch.linalg.cholesky_ex(squared)
-    return None if int(failed) else factor
+    if int(failed):
+        return None
+    return factor

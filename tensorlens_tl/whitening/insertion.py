@@ -1,8 +1,8 @@
 """Whitening put on a TransformerLens model."""
 
-import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +11,52 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import refuse_attached
 from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.whitening.adapters import adapter_of
 from tensorlens_tl.whitening.estimation import WhiteningFilter
 from tensorlens_tl.whitening.layer import Whitening, attach
 
 Model = TypeVar("Model", bound=ModelLike)
+Filters = Sequence[tuple[Tensor, Tensor]]
+"""L⁻¹ and M of every block."""
+
+if TYPE_CHECKING:
+    Init = (
+        Literal["identity", "random"]
+        | Mapping[str, WhiteningFilter]
+        | Sequence[WhiteningFilter | Sequence[Tensor] | tuple[Tensor, Tensor]]
+    )
+    """What the layers start as."""
+
+    Reads = Literal["stream", "attention", "keys and values"]
+    Values = Literal["kept", "dropped"]
+else:
+    Init = Any
+    Reads = Values = str
 
 READS = ("stream", "attention", "keys and values")
-PROCESSING = ("process_weights_", "load_and_process_state_dict", "enable_compatibility_mode", "process_weights")
-"""Methods of TransformerLens that may centre the weights that write to the residual stream."""
+VALUES = ("kept", "dropped")
 
 
-def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", values: str = "kept") -> Model:
+@dataclass(frozen=True)
+class WhitenOptions:
+    """What is whitened, and what becomes of W_V; see `whiten`.
+
+    Raises:
+        InvalidInputError: an unknown option.
+    """
+
+    reads: Reads = "stream"
+    values: Values = "kept"
+
+    def __post_init__(self) -> None:
+        if self.reads not in READS or self.values not in VALUES:
+            raise InvalidInputError(
+                f"whiten: reads={self.reads!r}, values={self.values!r}; reads is one of {', '.join(map(repr, READS))}, "
+                "values is 'kept' or 'dropped'."
+            )
+
+
+def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", values: Values = "kept") -> Model:
     """Put a whitening layer in front of every block: ``w_i = L⁻¹(x_i − M w_{i−1})`` (Whitened Self-Attention, Eq. 9).
 
     The model gets ``model.blocks[i].whitening`` with the hook points ``blocks.{i}.whitening.hook_in`` (the residual
@@ -53,150 +88,102 @@ def whiten(model: Model, *, init: Any = "identity", reads: str = "stream", value
     """
     view = ModelView(model)
     view.refuse_encoder_decoder("whiten")
-    if view.is_hooked_encoder or not (view.is_bridge or hasattr(model, "setup")):
-        raise UnsupportedModelError(
-            f"whiten: {view.description} is neither a HookedTransformer nor a TransformerBridge."
-        )
-    if reads not in READS or values not in ("kept", "dropped"):
-        raise InvalidInputError(
-            f"whiten: reads={reads!r}, values={values!r}; reads is one of {', '.join(map(repr, READS))}, values is "
-            "'kept' or 'dropped'."
-        )
-    if reads == "keys and values" and view.is_bridge:
-        raise UnsupportedModelError(
-            f"whiten: reads='keys and values' needs queries with an input of their own, which {view.description} "
-            "does not have; use reads='attention'."
-        )
+    adapter = adapter_of(view)
+    options = WhitenOptions(reads, values)
+    if options.reads == "keys and values":
+        adapter.check_separate_queries()
     core: Any = view.model
     refuse_attached(core)
-    if reads != "stream" and getattr(view.cfg, "positional_embedding_type", None) == "shortformer":
-        raise UnsupportedModelError(
-            f"whiten: reads={reads!r} needs one input for queries, keys and values; a shortformer adds positions to "
-            "two of them."
-        )
-    modules = [block.module for block in view.blocks]
-    attentions = [module.attn for module in modules]
-    if any(getattr(module, "whitening", None) is not None for module in (*modules, *attentions)):
-        raise InvalidInputError("whiten: this model is whitened already.")
-    parents = modules if reads == "stream" else attentions
-    parameter = next(core.parameters())
-    width = view.cfg.d_model
-    starts = _starts(init, width, len(parents))
-    if values == "dropped":
-        _drop_values(view)
-    for layer, (parent, start) in enumerate(zip(parents, starts, strict=True)):
-        whitening = Whitening(width, layer, reads).to(parameter)
-        if start is not None:
-            with torch.no_grad():
-                L_inv, M = start
-                whitening.L_inv.weight.copy_(L_inv)
-                whitening.M.weight.copy_(M)
-        whitening.train(core.training)
-        attach(parent, whitening)
-    if view.is_bridge:
-        _register_on_bridge(core, parents[0].whitening, reads)
-    else:
-        core.setup()
-    for name in PROCESSING:
-        if hasattr(type(core), name):
-            setattr(core, name, Uncentred(core, name))
+    parents = _parents(view, options)
+    filters = _filters(init, view.cfg.d_model, len(parents))
+    if options.values == "dropped":
+        adapter.set_values_to_identity()
+    like = next(core.parameters())
+    layers = [Whitening(view.cfg.d_model, layer, options.reads).to(like) for layer in range(len(parents))]
+    for layer, (L_inv, M) in zip(layers, filters, strict=bool(filters)):
+        with torch.no_grad():
+            layer.L_inv.weight.copy_(L_inv)
+            layer.M.weight.copy_(M)
+    for parent, layer in zip(parents, layers, strict=True):
+        attach(parent, layer.train(core.training))
+    adapter.list_hook_points(layers)
+    adapter.refuse_centring()
     return model
 
 
-class Uncentred:
-    """A whitened model's method for processing weights, which refuses to centre the weights that write to the stream.
+def _parents(view: ModelView, options: WhitenOptions) -> list[nn.Module]:
+    """The modules whose input is whitened: blocks, or their attention.
 
-    Centring is harmless only where every reader of the stream subtracts its mean; whitening does not.
+    Raises:
+        InvalidInputError: whitened already.
+        UnsupportedModelError: attention that reads several inputs.
     """
-
-    def __init__(self, model: Any, name: str) -> None:
-        self.model = model
-        self.name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The method itself.
-
-        Raises:
-            UnsupportedModelError: it would centre the weights.
-        """
-        method = getattr(type(self.model), self.name)
-        bound = inspect.signature(method).bind(self.model, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments
-        if arguments.get("center_writing_weights") and not arguments.get("no_processing"):
-            raise UnsupportedModelError(
-                f"{self.name}: center_writing_weights changes what a whitened model computes, as whitening reads the "
-                "stream's mean. Pass center_writing_weights=False, or process the weights before whitening."
-            )
-        return method(self.model, *args, **kwargs)
+    if options.reads != "stream" and getattr(view.cfg, "positional_embedding_type", None) == "shortformer":
+        raise UnsupportedModelError(
+            f"whiten: reads={options.reads!r} needs one input for queries, keys and values; a shortformer adds "
+            "positions to two of them."
+        )
+    blocks = [block.module for block in view.blocks]
+    attentions = [block.attn for block in blocks]
+    if any(getattr(module, "whitening", None) is not None for module in (*blocks, *attentions)):
+        raise InvalidInputError("whiten: this model is whitened already.")
+    if options.reads == "stream":
+        return blocks
+    return attentions
 
 
-def _starts(init: Any, width: int, blocks: int) -> Sequence[tuple[Tensor, Tensor] | None]:
-    """L⁻¹ and M of every block, or None for the identity."""
-    if isinstance(init, Mapping):  # by hook point, as `stream_filters` gives them; the last one belongs to no block
-        names = [f"blocks.{layer}.hook_resid_pre" for layer in range(blocks)]
-        if not set(names) <= set(init):
-            raise InvalidInputError(f"whiten: init has filters for {', '.join(init)}; it needs {', '.join(names)}.")
-        init = [init[name] for name in names]
-    if isinstance(init, str):
-        if init == "identity":
-            return [None] * blocks
-        if init == "random":
+def _filters(init: Init, width: int, blocks: int) -> Filters:
+    """L⁻¹ and M of every block; none for the identity.
+
+    Raises:
+        InvalidInputError: see `whiten`.
+    """
+    match init:
+        case str("identity"):
+            return []
+        case str("random"):
             matrices = [nn.Linear(width, width, bias=False).weight.detach() for _ in range(2 * blocks)]
             return list(zip(matrices[::2], matrices[1::2], strict=True))
-    if isinstance(init, str) or not isinstance(init, Sequence):
-        raise _bad_init(repr(init), blocks)
-    if len(init) != blocks:
-        raise _bad_init(f"{len(init)} filters", blocks)
-    pairs = [(one.L_inv, one.M) if isinstance(one, WhiteningFilter) else one for one in init]
-    for layer, pair in enumerate(pairs):
-        if not isinstance(pair, Sequence) or not all(isinstance(matrix, Tensor) for matrix in pair):
-            raise InvalidInputError(
-                f"whiten: the filter of block {layer} is a {type(pair).__name__}; pass what `estimate` gives, or a "
-                "pair of tensors (L_inv, M)."
-            )
-        shapes = [tuple(matrix.shape) for matrix in pair]
-        if shapes != [(width, width)] * 2:
-            raise InvalidInputError(
-                f"whiten: the filter of block {layer} is {shapes}; this model needs two matrices of {(width, width)}."
-            )
-        if not all(bool(torch.isfinite(matrix).all()) for matrix in pair):
-            raise InvalidInputError(f"whiten: the filter of block {layer} has values that are not finite.")
-    return [(pair[0], pair[1]) for pair in pairs]
+        case str():
+            raise _bad_init(repr(init), blocks)
+        case Mapping():  # by hook point, as `stream_filters` gives them; the last one belongs to no block
+            names = [f"blocks.{layer}.hook_resid_pre" for layer in range(blocks)]
+            if not set(names) <= set(init):
+                raise InvalidInputError(f"whiten: init has filters for {', '.join(init)}; it needs {', '.join(names)}.")
+            return [_filter(init[name], width, layer) for layer, name in enumerate(names)]
+        case Sequence():
+            if len(init) != blocks:
+                raise _bad_init(f"{len(init)} filters", blocks)
+            return [_filter(start, width, layer) for layer, start in enumerate(init)]
+        case _:
+            raise _bad_init(repr(init), blocks)
+
+
+def _filter(start: object, width: int, layer: int) -> tuple[Tensor, Tensor]:
+    """L⁻¹ and M of one block.
+
+    Raises:
+        InvalidInputError: neither a filter nor a pair of tensors, of another width, or not finite.
+    """
+    if isinstance(start, WhiteningFilter):
+        start = (start.L_inv, start.M)
+    if not isinstance(start, Sequence) or not all(isinstance(matrix, Tensor) for matrix in start):
+        raise InvalidInputError(
+            f"whiten: the filter of block {layer} is a {type(start).__name__}; pass what `estimate` gives, or a "
+            "pair of tensors (L_inv, M)."
+        )
+    shapes = [tuple(matrix.shape) for matrix in start]
+    if shapes != [(width, width)] * 2:
+        raise InvalidInputError(
+            f"whiten: the filter of block {layer} is {shapes}; this model needs two matrices of {(width, width)}."
+        )
+    if not all(bool(torch.isfinite(matrix).all()) for matrix in start):
+        raise InvalidInputError(f"whiten: the filter of block {layer} has values that are not finite.")
+    L_inv, M = start
+    return L_inv, M
 
 
 def _bad_init(description: str, blocks: int) -> InvalidInputError:
     return InvalidInputError(
         f"whiten: init is {description}; pass 'identity', 'random', or a filter (L_inv, M) for each of {blocks} blocks."
     )
-
-
-def _drop_values(view: ModelView) -> None:
-    """Set W_V to the identity, so that each head reads separate channels, without bias and without gradient."""
-    for block in view.blocks:
-        attn: Any = block.module.attn
-        heads, width, d_head = attn.W_V.shape
-        is_parameter = attn._parameters.get("W_V") is not None
-        if view.is_bridge or not is_parameter or heads * d_head != width:
-            raise UnsupportedModelError(
-                f"whiten: values='dropped' needs a HookedTransformer whose heads share d_model evenly; blocks."
-                f"{block.layer} of this {view.description} has W_V {(heads, width, d_head)}."
-            )
-    for block in view.blocks:
-        attn = block.module.attn
-        heads, width, d_head = attn.W_V.shape
-        with torch.no_grad():
-            attn.W_V.copy_(torch.eye(width).reshape(width, heads, d_head).transpose(0, 1))
-            attn.b_V.zero_()
-        attn.W_V.requires_grad_(False)
-        attn.b_V.requires_grad_(False)
-
-
-def _register_on_bridge(model: Any, whitening: Whitening, reads: str) -> None:
-    """Register the new component on a TransformerBridge, which builds its state dict and hook points from a list."""
-    component = model.adapter.component_mapping["blocks"]
-    if reads != "stream":
-        component = component.submodules["attn"]
-    component.submodules["whitening"] = whitening
-    model.clear_hook_registry()
-    model._initialize_hook_registry()

@@ -4,7 +4,7 @@
 pre-hook, so the module's own code stays untouched. `tensorlens_tl.whitening.insertion` does so for whole models.
 """
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,6 +13,22 @@ from transformer_lens.hook_points import HookPoint
 
 from tensorlens_tl.algebra.recursion import scan_kept, spectral_radius
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+
+
+@runtime_checkable
+class TransformersCache(Protocol):
+    """The key–value caches of transformers."""
+
+    def get_seq_length(self, layer_idx: int) -> int:
+        """The tokens that a layer has."""
+        ...
+
+
+@runtime_checkable
+class HookedCache(Protocol):
+    """The key–value cache of one block of a HookedTransformer."""
+
+    past_keys: Tensor
 
 
 class Whitening(nn.Module):
@@ -32,7 +48,7 @@ class Whitening(nn.Module):
             ``"keys and values"``.
     """
 
-    # what a TransformerBridge asks of a component
+    # TransformerBridge reads these of its components
     name = "whitening"
     is_list_item = False
 
@@ -81,16 +97,24 @@ class Whitening(nn.Module):
                 f"whitening needs a stream [batch, pos, d_model], got {tuple(x.shape)}; switch "
                 "use_split_qkv_input and use_attn_in off."
             )
-        with torch.autocast(x.device.type, enabled=False):  # the residual stream is not to be rounded
-            keep = None if mask is None else mask.to(x.device)
-            return self.hook_out(scan_kept(x @ self.entry.to(x), self.step.to(x), keep))
+        if mask is not None:
+            mask = mask.to(x.device)
+        with torch.autocast(x.device.type, enabled=False):  # which would round the residual stream
+            return self.hook_out(scan_kept(x @ self.entry.to(x), self.step.to(x), mask))
 
 
 def attach(module: nn.Module, whitening: nn.Module) -> None:
     """Put a whitening layer in front of a module, as ``module.whitening``, by one forward pre-hook.
 
-    This is for modules of one's own, such as the blocks of a Hugging Face model in training; a TransformerLens model
-    also has to be told of its new part, as `tensorlens_tl.whiten` does.
+    This is for your modules, such as the blocks of a Hugging Face model in training; a TransformerLens model also has
+    to list its new part, as `tensorlens_tl.whiten` does.
+
+    >>> from tensorlens_tl.whitening import Whitening, attach
+    >>> block = torch.nn.Identity()
+    >>> attach(block, Whitening(4, layer=0))
+    >>> x = torch.randn(2, 5, 4)
+    >>> torch.equal(block(x), x)  # a new layer is the identity
+    True
 
     Args:
         module: a transformer block whose first input, or ``hidden_states``, is the stream; or its attention.
@@ -109,7 +133,7 @@ def attach(module: nn.Module, whitening: nn.Module) -> None:
 def _whitened(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """The pre-hook; it finds its layer on the module itself, so that copies of a model use their own."""
     whitening: Any = module.whitening
-    # a TransformerBridge that stops before this block is asked for the stream before whitening
+    # a TransformerBridge that stops before this block gives the stream before whitening
     if whitening is None or getattr(module, "_stop_at_layer_idx", None) == whitening.layer:
         return None
     _refuse_cache(whitening.layer, (*args, *kwargs.values()))
@@ -148,44 +172,56 @@ def _real_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bool[Tenso
         mask = next(iter(unnamed), None)
     if not isinstance(mask, Tensor):
         return None
-    allowed = mask
-    if mask.dtype != torch.bool:  # a mask of scores is zero where a token may attend, a mask of positions is not
-        allowed = mask == 0 if mask.ndim == 4 else mask != 0
-    if allowed.ndim == 4:
-        if allowed.shape[2] == 1:
-            allowed = allowed[:, 0, 0]
-        else:
-            ahead = allowed[:, 0].triu(1).any(-1)[:, :-1]
-            if bool(ahead.any()) and not bool(ahead.all()):
-                raise UnsupportedModelError(
-                    "whitening cannot tell padding from this attention mask, in which some tokens see later ones and "
-                    "others do not (fused attention lets padding see everything): use attn_implementation='eager'."
-                )
-            allowed = allowed[:, 0].diagonal(dim1=-2, dim2=-1)
+    allowed = _allowed(mask)
+    if allowed.ndim == 4 and allowed.shape[2] == 1:
+        allowed = allowed[:, 0, 0]
+    elif allowed.ndim == 4:
+        ahead = allowed[:, 0].triu(1).any(-1)[:, :-1]
+        if bool(ahead.any()) and not bool(ahead.all()):
+            raise UnsupportedModelError(
+                "whitening cannot tell padding from this attention mask, in which some tokens see later ones and "
+                "others do not (fused attention lets padding see everything): use attn_implementation='eager'."
+            )
+        allowed = allowed[:, 0].diagonal(dim1=-2, dim2=-1)
     if allowed.ndim != 2:
         raise UnsupportedModelError(
             f"whitening cannot tell padding from an attention mask of shape {tuple(mask.shape)}; pass [batch, pos]."
         )
-    return None if bool(allowed.all()) else allowed
+    if bool(allowed.all()):
+        return None
+    return allowed
 
 
-def _refuse_cache(layer: int, inputs: tuple[Any, ...]) -> None:
+def _allowed(mask: Tensor) -> Bool[Tensor, "..."]:
+    """Where a mask lets tokens attend: a mask of scores is zero there, a mask of positions is not."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.ndim == 4:
+        return mask == 0
+    return mask != 0
+
+
+def _refuse_cache(layer: int, inputs: tuple[object, ...]) -> None:
     """Raise where the module continues from a key–value cache: the last w of the tokens in it is not known.
 
     Raises:
         UnsupportedModelError: the cache holds tokens.
     """
-    for value in inputs:
-        held = 0
-        if hasattr(value, "get_seq_length"):  # transformers' caches
-            held = int(value.get_seq_length(layer))
-        elif hasattr(value, "past_keys"):  # HookedTransformer's
-            held = value.past_keys.shape[1]
-        elif isinstance(value, tuple) and len(value) == 2 and all(isinstance(t, Tensor) and t.ndim == 4 for t in value):
-            held = value[0].shape[-2]
-        if held:
-            raise UnsupportedModelError(
-                f"a whitened model cannot continue from a key–value cache ({held} tokens at block {layer}): whitening "
-                "needs the last whitened vector, which the cache does not hold. Generate with use_past_kv_cache=False "
-                "(TransformerLens) or use_cache=False (transformers)."
-            )
+    cached = max((_cached_tokens(layer, value) for value in inputs), default=0)
+    if cached:
+        raise UnsupportedModelError(
+            f"a whitened model cannot continue from a key–value cache ({cached} tokens at block {layer}): whitening "
+            "needs the last whitened vector, which the cache does not hold. Generate with use_past_kv_cache=False "
+            "(TransformerLens) or use_cache=False (transformers)."
+        )
+
+
+def _cached_tokens(layer: int, value: object) -> int:
+    """The tokens in a block's key–value cache; 0 of a value that is no cache."""
+    if isinstance(value, TransformersCache):
+        return int(value.get_seq_length(layer))
+    if isinstance(value, HookedCache):
+        return value.past_keys.shape[1]
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(t, Tensor) and t.ndim == 4 for t in value):
+        return value[0].shape[-2]
+    return 0

@@ -16,7 +16,7 @@ cancels over positions, where its roots are taken with their sign.
 Numbers that are the same in all sequences (a first token that all prompts share) tell nothing, and are left out of Ψ.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -24,6 +24,12 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.errors import InvalidInputError, NumericalError
+
+if TYPE_CHECKING:
+    Sequences = Float[Tensor, "batch pos d"]
+    """Sequences of equal length."""
+else:
+    Sequences = Any  # what is wrong with them is said by the functions that measure
 
 LEAST = 4
 """Sequences: two halves need two each."""
@@ -51,12 +57,21 @@ class Stationarity(NamedTuple):
     relative_without_noise: float
 
 
-def whiteness(x: Any, *, memory: Memory = None) -> Whiteness:
+def whiteness(x: Sequences, *, memory: Memory = None) -> Whiteness:
     """Ψ (Eq. 12): 0 for independent numbers of equal variance.
+
+    >>> from tensorlens_tl.whitening import whiteness
+    >>> same = torch.randn(100, 1, 4).expand(100, 8, 4)  # every position repeats the first
+    >>> psi = whiteness(same + 0.1 * torch.randn(100, 8, 4))
+    >>> psi.covariance > 2 * psi.floor  # far above what noise alone gives
+    True
 
     Args:
         x: sequences of equal length, a tensor `[batch, pos, d]`.
         memory: what covariances may take at once, as ``"512MB"`` or bytes.
+
+    Returns:
+        Ψ of covariances and of correlations, and what noise alone gives.
 
     Raises:
         InvalidInputError: fewer than four sequences, fewer than two numbers each, or all sequences the same.
@@ -71,11 +86,19 @@ def whiteness(x: Any, *, memory: Memory = None) -> Whiteness:
     return Whiteness(_off_diagonal(centred, memory), _off_diagonal(centred / spread, memory), floor)
 
 
-def stationarity(x: Any) -> Stationarity:
+def stationarity(x: Sequences) -> Stationarity:
     """ρ (Eq. 14): how far the covariances of neighbours are from their mean over positions, 0 for a stationary process.
+
+    >>> from tensorlens_tl.whitening import stationarity
+    >>> steps = torch.randn(200, 12, 2).cumsum(1)  # a random walk: its variance grows along the sequence
+    >>> stationarity(steps).relative > 0.3
+    True
 
     Args:
         x: sequences of equal length, a tensor `[batch, pos, d]`.
+
+    Returns:
+        ρ, ρ relative to the size of the covariances, and both without the noise of a finite batch.
 
     Raises:
         InvalidInputError: fewer than four sequences, or fewer than three positions.
@@ -90,8 +113,8 @@ def stationarity(x: Any) -> Stationarity:
     one, other = (half - half.mean(0) for half in halves)
     clean = _root((one * other).sum((1, 2)))
     clean_size = _root((halves[0] * halves[1]).sum((1, 2)))
-    relative = float(clean / clean_size) if clean_size > 0.1 * size else float("nan")
-    return Stationarity(float(deviation), float(deviation / size), float(clean), relative)
+    relative = torch.where(clean_size > 0.1 * size, clean / clean_size, torch.nan)
+    return Stationarity(float(deviation), float(deviation / size), float(clean), float(relative))
 
 
 def neighbours(centred: Float[Tensor, "batch pos d"]) -> Float[Tensor, "step d d"]:
@@ -104,12 +127,18 @@ def _root(squares: Float[Tensor, "step"]) -> Float[Tensor, ""]:
     return (squares.abs().sqrt() * squares.sign()).sum().clamp_min(0)
 
 
-def _centred(x: Any, what: str) -> Float[Tensor, "batch pos d"]:
-    """Less the mean over sequences, in float64."""
+def shape_or_type(x: object) -> str:
+    """What was passed in place of sequences, for messages."""
+    if isinstance(x, Tensor):
+        return str(tuple(x.shape))
+    return type(x).__name__
+
+
+def _centred(x: Sequences, name: str) -> Float[Tensor, "batch pos d"]:
+    """The sequences less their mean, in float64."""
     if not isinstance(x, Tensor) or x.ndim != 3 or len(x) < 2:
-        description = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InvalidInputError(
-            f"{what}: pass a tensor [batch, pos, d] of {LEAST} sequences or more, got {description}."
+            f"{name}: pass a tensor [batch, pos, d] of {LEAST} sequences or more, got {shape_or_type(x)}."
         )
     if not bool(torch.isfinite(x).all()):
         raise NumericalError("the sequences have values that are not finite.")

@@ -27,19 +27,17 @@ def picture(
         filtered: what it gave for the same hook points with ``filters=``.
         title: of the page.
 
+    Returns:
+        A picture that a notebook shows, and that saves itself as a page.
+
     Raises:
         InvalidInputError: a table of something else, of one hook point, or of other hook points than the first.
     """
     tables = {"": measures}
     if filtered is not None:
         tables[", filtered"] = filtered
-    for table_ in tables.values():
-        missing = [column for columns in CURVES.values() for column in columns if column not in table_]
-        if missing or len(table_) < 2 or list(table_.index) != list(measures.index):
-            raise InvalidInputError(
-                "picture: pass tables of whitening.measure for the same hook points, 2 or more"
-                + (f"; one has no column {missing[0]!r}." if missing else f", not {len(table_)}.")
-            )
+    for values_table in tables.values():
+        _check_table(values_table, measures)
     panels = []
     for heading, columns in CURVES.items():
         lines = {column + of: values_table[column] for of, values_table in tables.items() for column in columns}
@@ -55,3 +53,12 @@ def picture(
     ]
     panels.append(panel("Values", table(["hook point", *measures.columns], rows)))
     return Picture(title, "".join(panels))
+
+
+def _check_table(values: "pd.DataFrame", measures: "pd.DataFrame") -> None:
+    start = "picture: pass tables of whitening.measure for the same hook points, 2 or more"
+    missing = [column for columns in CURVES.values() for column in columns if column not in values]
+    if missing:
+        raise InvalidInputError(f"{start}; one has no column {missing[0]!r}.")
+    if len(values) < 2 or list(values.index) != list(measures.index):
+        raise InvalidInputError(f"{start}, not {len(values)}.")

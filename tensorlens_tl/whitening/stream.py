@@ -1,7 +1,7 @@
 """How white and how stationary is what a model has at its hook points?"""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +16,22 @@ from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import prepare
-from tensorlens_tl.whitening.estimation import WhiteningFilter, estimate
+from tensorlens_tl.whitening.estimation import Number, Reach, WhiteningFilter, estimate
 from tensorlens_tl.whitening.measures import SAME, stationarity, whiteness
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Tensor
+    """Text or token ids."""
+
+    PointNames = str | Sequence[str] | None
+    """Names of hook points; None for the residual stream before every block and after the last."""
+
+    Filters = Mapping[str, WhiteningFilter] | None
+    """A filter for each hook point, by name."""
+else:
+    Prompts = PointNames = Filters = Any  # what is wrong with them is said by `measure`
 
 AT_ONCE = 32
 """Prompts of a run."""
@@ -29,9 +40,21 @@ SETTLING = 4
 
 
 def measure(
-    model: ModelLike, prompts: Any, points: Any = None, *, filters: Any = None, skip: Any = None, memory: Memory = None
+    model: ModelLike,
+    prompts: Prompts,
+    points: PointNames = None,
+    *,
+    filters: Filters = None,
+    skip: int | None = None,
+    memory: Memory = None,
 ) -> "pd.DataFrame":
     """Whiteness and stationarity at hook points, over a batch of prompts.
+
+    >>> from tensorlens_tl import whitening
+    >>> prompts = tlens.demo.held_out_prompts(model, 32, length=8)
+    >>> table = whitening.measure(model, prompts, ["blocks.0.hook_resid_pre", "blocks.3.hook_resid_post"])
+    >>> (table["of correlations"] > table["floor"]).tolist()  # noise alone would give the floor
+    [True, True]
 
     Args:
         model: a TransformerLens model.
@@ -55,19 +78,14 @@ def measure(
     """
     import pandas as pd
 
-    if filters is not None and not isinstance(filters, Mapping):
-        raise InvalidInputError(
-            f"filters: pass what stream_filters gave, hook point → filter, not {type(filters).__name__}."
-        )
-    if points is None and filters is not None:
-        points = list(filters)
-    if skip is None:
-        skip = 0 if filters is None else SETTLING
-    skip = whole_number("skip", skip, 0)
+    if filters is None:
+        skip = whole_number("skip", skip or 0, 0)
+        sequences = activations(model, prompts, points)
+    else:
+        skip = whole_number("skip", SETTLING if skip is None else skip, 0)
+        sequences = _filtered_inputs(model, prompts, points, filters)
     rows = {}
-    for name, x in activations(model, prompts, points).items():
-        if filters is not None and name not in filters:
-            raise InvalidInputError(f"filters: none for {name}; there are {', '.join(filters)}.")
+    for name, x in sequences.items():
         varies = (x - x[:1]).abs().amax((0, 2)) > SAME * x.abs().amax((0, 2))
         if int(varies[skip:].sum()) < 3:
             raise InvalidInputError(
@@ -76,30 +94,62 @@ def measure(
             )
         if filters is not None:
             x = filters[name](x)
-        x = x[:, skip:][:, varies[skip:]]
-        white = whiteness(x, memory=memory)
-        steady = stationarity(x)
-        rows[name] = {
-            "whiteness": white.covariance,
-            "of correlations": white.correlation,
-            "floor": white.floor,
-            "rho": steady.rho,
-            "relative": steady.relative,
-            "rho without noise": steady.rho_without_noise,
-            "relative without noise": steady.relative_without_noise,
-        }
+        rows[name] = _measured(x[:, skip:][:, varies[skip:]], memory)
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
+def _filtered_inputs(
+    model: ModelLike, prompts: Prompts, points: PointNames, filters: object
+) -> dict[str, Float[Tensor, "batch pos d_model"]]:
+    """What filters are applied to, at hook points, those of the filters unless said.
+
+    Raises:
+        InvalidInputError: no table of filters, or a point without one.
+    """
+    if not isinstance(filters, Mapping):
+        raise InvalidInputError(
+            f"filters: pass what stream_filters gave, hook point → filter, not {type(filters).__name__}."
+        )
+    sequences = activations(model, prompts, list(filters) if points is None else points)
+    for name in sequences:
+        if name not in filters:
+            raise InvalidInputError(f"filters: none for {name}; there are {', '.join(filters)}.")
+    return sequences
+
+
+def _measured(x: Float[Tensor, "batch pos d_model"], memory: Memory) -> dict[str, float]:
+    """One row of the table."""
+    white = whiteness(x, memory=memory)
+    steady = stationarity(x)
+    return {
+        "whiteness": white.covariance,
+        "of correlations": white.correlation,
+        "floor": white.floor,
+        "rho": steady.rho,
+        "relative": steady.relative,
+        "rho without noise": steady.rho_without_noise,
+        "relative without noise": steady.relative_without_noise,
+    }
+
+
 def stream_filters(
-    model: ModelLike, prompts: Any, points: Any = None, *, reach: Any = "auto", ridge: Any = 1e-6
+    model: ModelLike, prompts: Prompts, points: PointNames = None, *, reach: Reach = "auto", ridge: Number = 1e-6
 ) -> dict[str, WhiteningFilter]:
-    """The first-order filter that each hook point's own covariances ask for, by name.
+    """The first-order filter of each hook point, from the covariances there, by name.
+
+    >>> from tensorlens_tl import whitening
+    >>> prompts = tlens.demo.held_out_prompts(model, 64, length=12)
+    >>> filters = whitening.stream_filters(model, prompts, "blocks.1.hook_resid_pre")
+    >>> filters["blocks.1.hook_resid_pre"].L_inv.shape
+    torch.Size([128, 128])
 
     Args:
         model, prompts, points: as for `measure`.
         reach, ridge: as for `estimate`. Neighbours of real streams have more in common than a first-order process may,
-            so by default as much of it is kept as leaves a filter.
+            so by default as much of it stays as leaves a filter.
+
+    Returns:
+        Hook point → filter, in the order of `points`.
 
     Raises:
         InvalidInputError: what `measure` and `estimate` refuse.
@@ -108,7 +158,9 @@ def stream_filters(
     return {name: estimate(x, reach=reach, ridge=ridge) for name, x in sequences.items()}
 
 
-def activations(model: ModelLike, prompts: Any, points: Any = None) -> dict[str, Float[Tensor, "batch pos d"]]:
+def activations(
+    model: ModelLike, prompts: Prompts, points: PointNames = None
+) -> dict[str, Float[Tensor, "batch pos d_model"]]:
     """What a model has at hook points, for prompts of equal length; see `measure`."""
     view = ModelView(model)
     view.refuse_encoder_decoder("whiteness")
@@ -117,28 +169,38 @@ def activations(model: ModelLike, prompts: Any, points: Any = None) -> dict[str,
     if not bool(prompt.mask.all()):
         lengths = sorted({int(n) for n in prompt.mask.sum(1)})
         raise InvalidInputError(f"prompts have {lengths[0]} to {lengths[-1]} tokens; all must be of one length.")
-    if isinstance(points, str):
-        points = [points]
-    if points is None:
-        known = model_points(view)
-        points = [*(block.resid_pre for block in known.blocks), known.last_output]
-    unknown = [name for name in points if name not in view.model.hook_dict]
-    if unknown or not points:
-        if not points:
-            raise InvalidInputError(
-                "points: none; pass names of hook points, or None for the stream before every block."
-            )
-        near = difflib.get_close_matches(str(unknown[0]), list(view.model.hook_dict), n=1)
-        raise InvalidInputError(f"points: no hook point {unknown[0]!r} here{(near and f'; {near[0]!r}?') or '.'}")
-    parts: dict[str, list[Tensor]] = {name: [] for name in points}
+    names = _point_names(view, points)
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
     with own_run(view.model), torch.no_grad():
         for start in range(0, len(prompt.tokens), AT_ONCE):
             part = prepare(view, prompt.tokens[start : start + AT_ONCE])
-            cache, _ = capture(view.model, part.kwargs, list(points))
+            cache, _ = capture(view.model, part.kwargs, names)
             for name, activation in cache.items():
                 parts[name].append(activation.detach())
-    sequences = {name: torch.cat(parts[name]) for name in points}
+    sequences = {name: torch.cat(parts[name]) for name in names}
     for name, x in sequences.items():
         if x.ndim != 3 or x.shape[:2] != prompt.tokens.shape:
             raise InvalidInputError(f"points: {name} is {tuple(x.shape)}, not one vector for each position.")
     return sequences
+
+
+def _point_names(view: ModelView, points: PointNames) -> list[str]:
+    """The hook points by name.
+
+    Raises:
+        InvalidInputError: none, or one that the model does not have.
+    """
+    if points is None:
+        known = model_points(view)
+        points = [*(block.resid_pre for block in known.blocks), known.last_output]
+    if isinstance(points, str):
+        points = [points]
+    names = list(points)
+    if not names:
+        raise InvalidInputError("points: none; pass names of hook points, or None for the stream before every block.")
+    for name in names:
+        if name not in view.model.hook_dict:
+            near = difflib.get_close_matches(str(name), list(view.model.hook_dict), n=1)
+            suggestion = f"; {near[0]!r}?" if near else "."
+            raise InvalidInputError(f"points: no hook point {name!r} here{suggestion}")
+    return names

@@ -54,7 +54,7 @@ SKIPPED = {
     "frozen", "model", "options", "provenance", "settings", "queries", "mask", "residual", "stderr", "freedom",
     "tokens", "dictionary", "hook", "reads", "writes", "image", "exists", "config", "errors", "inputs",
     "skipped", "proof", "reading_error", "index", "completeness", "replacements", "sweeps", "fixed_scores",
-    "units", "sources", "kept",
+    "units", "sources", "kept", "energy",
 }  # fmt: skip
 """Fields that are facts about an answer, measured errors, or the model itself."""
 

@@ -357,7 +357,7 @@ PARTS = {
         "tolerance", "unembedding_error", "view", "with_capture",
     ),
     "FrozenOperator": ("of", "x", "end"),
-    "FrozenGeneration": ("places_of_each", "real", "texts"),
+    "FrozenGeneration": ("generated_ranges", "real", "texts"),
     "HeadMap": (),
     "Features": ("pre_activation", "reader", "writer", "active_per_token", "explained", "top", "value", "checked"),
     "Plan": ("before", "check_fits", "label", "load", "parameters", "ratio", "save"),
