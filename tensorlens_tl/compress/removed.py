@@ -64,7 +64,7 @@ class Removed:
 
     frozen: FrozenPass
     plan: Plan
-    compressed: Record
+    compressed: FrozenPass
     after: Mapping[str, Tensor]
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class Removed:
         W_O, negative = (_by_head(w.T, before.heads) for w in (before.W_O, -after.W_O))
         mix = Attention(pattern.to(before.W_O.dtype), before.kv_heads)
         removed = Chain((Linear(values, offset), mix, Linear(_beside(W_O, negative).T)))
-        return Split(self.compressed.attention(layer), removed)
+        return Split(self.compressed.maps.attention(layer), removed)
 
     def mlp(self, layer: int, activation: str = "ratio") -> Split | None:
         """The same for its MLP, activation ratios held; None without one.
@@ -99,13 +99,13 @@ class Removed:
             FrozenModelError: the weights were changed since the pass.
         """
         self.frozen.check_fresh()
-        compressed = self.compressed.mlp(layer, activation)
-        held = self.frozen.mlp_coefficients(layer, activation)
+        compressed = self.compressed.maps.mlp(layer, activation)
+        held = self.frozen.maps.mlp_coefficients(layer, activation)
         before, after = (block.dense_mlp for block in self._blocks(layer))
         if before is None or after is None or held is None or compressed is None:
             return None
         if held.gate is not None:
-            self.frozen.check_gate(layer)
+            self.frozen.maps.check_gate(layer)
         weights = {
             name: _both(getattr(before, name), getattr(after, name))
             for name in ("W_in", "b_in", "W_gate", "b_gate", "b_post")
@@ -224,7 +224,7 @@ def removed(frozen: PassLike, plan: Plan) -> Removed:
     >>> parts = compress.removed(frozen, compress.plan(model, 1, ratio=2, method="circuit-svd"))
     >>> compressed, gone = parts.attention(1)
     >>> x = torch.randn(1, *frozen.resid_pre(1).shape[1:])
-    >>> torch.allclose(compressed.push(x) + gone.push(x), frozen.attention(1).push(x), atol=1e-4)
+    >>> torch.allclose(compressed.push(x) + gone.push(x), frozen.maps.attention(1).push(x), atol=1e-4)
     True
 
     Args:

@@ -308,7 +308,7 @@ def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
     """
     outputs: dict[str, Tensor] = {}
     points = frozen.points
-    _, stop = frozen.side(0)
+    _, stop = frozen.capture.side(0)
     sides = [x]
     if frozen.sides is not None:
         sides = [x[:, :stop], x[:, stop:]]

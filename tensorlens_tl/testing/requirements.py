@@ -125,10 +125,10 @@ def activation_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenP
     for name in alone.points.captured:
         if name in expert_numbers:
             continue
-        mine = padded.captured(name)[row]
-        queries = real[padded.span(name)]
+        mine = padded.activation(name)[row]
+        queries = real[padded.capture.span(name)]
         mine = mine[:, queries][:, :, real[keys[name]]] if name in keys else mine[queries]
-        worst = max(worst, difference(mine, alone.captured(name)[0]))
+        worst = max(worst, difference(mine, alone.activation(name)[0]))
     return worst
 
 
