@@ -10,13 +10,10 @@ from torch import Tensor
 from tensorlens_tl.algebra import (
     ZERO,
     AffineMap,
-    AnyAttention,
     Beside,
     Chain,
-    Diagonal,
     GroupSum,
     Identity,
-    Linear,
     Routed,
     Sum,
     stages_of,
@@ -79,27 +76,7 @@ class Sublayer:
 
     def read_of(self, node: int) -> Chain:
         """What one node reads, as a separate map: for a head, its values and its pattern only."""
-        if not self.is_attention:
-            *before, inside = self.read.stages
-            if isinstance(inside, Beside):
-                return Chain((*before, inside.terms[node]))
-            return self.read
-        *before, mix = self.read.stages
-        factors: list[Diagonal] = []
-        values = before.pop()
-        while isinstance(values, Diagonal):  # the scale of a norm on the values
-            factors.insert(0, values)
-            values = before.pop()
-        assert isinstance(values, Linear)
-        assert isinstance(mix, AnyAttention)
-        group = mix.n_heads // mix.kv_heads
-        width = values.weight.shape[1] // mix.kv_heads
-        kv_head = node // group
-        channels = slice(kv_head * width, (kv_head + 1) * width)
-        offset = None if values.offset is None else values.offset[channels]
-        head_values = Linear(values.weight[:, channels], offset)
-        scales = (Diagonal(factor.factor[..., channels]) for factor in factors)
-        return Chain((*before, head_values, *scales, mix.of_head(node)))
+        return self.read.component(node)
 
 
 @dataclass(frozen=True, eq=False)

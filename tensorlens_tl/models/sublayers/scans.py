@@ -129,8 +129,7 @@ def scan_of(mixer: Chain) -> SelectiveScan:
     Raises:
         InvalidInputError: there is none, or more than one.
     """
-    terms = [term for stage in mixer.stages for term in (stage.terms if isinstance(stage, Sum) else (stage,))]
-    scans = [term for term in terms if isinstance(term, SelectiveScan)]
+    scans = [term for stage in mixer.stages for term in stage.summands if isinstance(term, SelectiveScan)]
     if len(scans) != 1:
         raise InvalidInputError(f"scan_of: {len(scans)} scans in {mixer}; pass the map of one mixer.")
     return scans[0]

@@ -17,7 +17,7 @@ from tensorlens_tl.algebra import AffineMap, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size
 from tensorlens_tl.algebra.numerics import relative_residual, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
-from tensorlens_tl.algebra.probes import check_probes, kept_rows, probed
+from tensorlens_tl.algebra.probes import check_probes, probed, stored_rows
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.operator.collapse import Collapse
@@ -84,10 +84,10 @@ class FrozenOperator(FrozenTensor):
             estimate = None
             if sampled and (probes or 0) < width:
                 per_row = len(self.x) * len(sources.places) * width * upcast(self.x[:0]).element_size()
-                product_rows, free_memory = kept_rows(per_row, memory)
+                product_rows, free_memory = stored_rows(per_row, memory)
                 pull = partial(self._row_products, at=at, sources=sources, memory=free_memory)
                 shape = (len(self.x), width)
-                estimate = probed(pull, shape, generator, probes=probes, tol=tol, rows=rows, kept=product_rows)
+                estimate = probed(pull, shape, generator, probes=probes, tol=tol, rows=rows, stored=product_rows)
             if estimate is None:  # exact; or the tolerance asks for so many rows that exact is cheaper
                 for _, pulled in self._basis_rows(at, sources, "norm", memory):
                     norms = torch.linalg.vector_norm(upcast(pulled), dim=(0, -1))
