@@ -113,7 +113,7 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             cotangent = sublayer.write.pull(pulled.sums[number])
             if by == "neuron" and not sublayer.is_attention and not sublayer.is_mixer:
-                _ = stream.frozen.view.blocks[sublayer.layer].dense_mlp  # refuses experts
+                stream.frozen.view.blocks[sublayer.layer].require_dense_mlp()
                 neurons = [f"{sublayer.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
                 add(neurons, (cotangent.to(readout.total) * hidden).sum(-2), partial(_by_position, cotangent, hidden))
             elif by == "component":

@@ -105,7 +105,7 @@ def contribution_graph(
         raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
     if neurons is not None:
         for layer in readout.stream.layers:
-            _ = frozen.view.blocks[layer].dense_mlp  # refuses experts
+            frozen.view.blocks[layer].require_dense_mlp()
     pulled = readout.stream.pull(readout.seed)
     split = {"neurons": neurons, "sources": sources}
     choices = {name: _choice(readout.stream, pulled, name, value) for name, value in split.items() if value is not None}

@@ -19,8 +19,8 @@ from tensorlens_tl.algebra import (
     stages_of,
 )
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.models.block import PER_LAYER_NORM
 from tensorlens_tl.models.layouts import Place
+from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.record import Record
 
