@@ -78,13 +78,17 @@ def own_run(model: HookedModel) -> Generator[None, None, None]:
 def hook_points(model: HookedModel) -> dict[str, Any]:
     """The model's hook points by name."""
     known = _known.get()
-    return known[1] if known is not None and known[0] is model else dict(model.hook_dict)
+    if known is None or known[0] is not model:
+        return dict(model.hook_dict)
+    return known[1]
 
 
 def modules(model: Any) -> list[nn.Module]:
     """All modules of a model; of a Bridge also those of the model that it wraps."""
     known = _known.get()
-    return known[2] if known is not None and known[0] is model else list(whole(model))
+    if known is None or known[0] is not model:
+        return list(whole(model))
+    return known[2]
 
 
 def is_own_run() -> bool:
@@ -98,4 +102,6 @@ def in_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_thread(home: int, function: Callable[..., Any], tensor: Any, *, hook: Any) -> Any:
-    return function(tensor, hook=hook) if threading.get_ident() == home else None
+    if threading.get_ident() != home:
+        return None
+    return function(tensor, hook=hook)

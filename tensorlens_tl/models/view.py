@@ -102,7 +102,7 @@ class ModelView:
         return f"ModelView({self.description}, layers={self.n_layers})"
 
     def with_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> "ModelView":
-        """This reading with other weights in some blocks, by TransformerLens' names; the model itself stays as it is."""
+        """This reading with other weights in some blocks, by TransformerLens' names; the model stays as it is."""
         other = copy(self)
         other.blocks = list(self.blocks)
         for layer, changed in weights.items():
