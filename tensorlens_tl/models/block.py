@@ -320,9 +320,7 @@ class BlockView:
     def with_weights(self, weights: Mapping[str, Tensor]) -> "BlockView":
         """This reading with other weights, by TransformerLens' names; what the block itself holds is not touched."""
 
-        def flat(name: str) -> Tensor | None:
-            if name not in weights:
-                return None
+        def flat(name: str) -> Tensor:
             weight = weights[name].detach().to(self.attention.W_O)
             if name == "W_O":
                 return rearrange(weight, "head d_head d_model -> (head d_head) d_model")
@@ -332,21 +330,19 @@ class BlockView:
 
         if self.branch_factor != 1:
             raise self._refuse("its branches are multiplied by a constant; other weights for it are not read.")
-        fields = {"W_V": "value_matrix"}
         other = copy(self)  # what has been read of it, too
         if self.offloaded:
             other.read_names = set()
             other._depth = 0
             for name in self.read_names:
                 other.__dict__.pop(name, None)
-        parts = {
-            "plain_attention": ("attention", ("W_V", "b_V", "W_O")),
-            "query_key": ("query_key", ("W_Q", "b_Q", "W_K", "b_K")),
-        }
-        for read, (part, names) in parts.items():
-            changed = {fields.get(name, name): new for name in names if (new := flat(name)) is not None}
-            if changed:
-                setattr(other, part, replace(getattr(self, read), **changed))
+        fields = {"value_matrix": "W_V", "b_V": "b_V", "W_O": "W_O"}
+        values = {field: flat(name) for field, name in fields.items() if name in weights}
+        scores = {name: flat(name) for name in ("W_Q", "b_Q", "W_K", "b_K") if name in weights}
+        if values:
+            other.attention = replace(self.plain_attention, **values)
+        if scores:
+            other.query_key = replace(self.query_key, **scores)
         mlp_weights = {name: weights[name] for name in ("W_in", "W_gate", "W_out") if name in weights}
         if isinstance(self.mlp, MLPWeights) and mlp_weights:
             mlp = self.mlp

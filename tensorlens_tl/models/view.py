@@ -397,7 +397,7 @@ class ModelView:
     @property
     def untrained_head(self) -> tuple[str, ...]:
         """Those of them that stand between the hidden state and the logits."""
-        parts = list(HEAD_PARTS)
+        parts: list[str] = [*HEAD_PARTS]
         if hasattr(self.model, "mlm_head"):
             parts.append("ln_final")
         return self._untrained_in(parts)
