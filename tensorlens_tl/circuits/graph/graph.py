@@ -154,9 +154,7 @@ def _of_largest(name: str, value: int | float, largest: float) -> Choice:
 
 def _splits(sublayer: Sublayer) -> str:
     """What a sublayer's nodes are split into: heads by source, MLPs by neuron."""
-    if sublayer.is_attention:
-        return "sources"
-    return "" if sublayer.is_mixer else "neurons"
+    return {"head": "sources", "mlp": "neurons"}.get(sublayer.kind, "")
 
 
 def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, direction: Any) -> dict[str, Any]:
@@ -346,7 +344,7 @@ class _Builder:
                 self._add(name, kind, sublayer.layer, weights, biases, numbers)
         self._check_count(x.shape[1], sublayer.layer)
         carried = self._carried(outputs)
-        if sublayer.is_mixer:
+        if sublayer.kind == "mixer":
             self.edges.into_mixing(first, sublayer.read, cotangent[0, 0], outputs, carried)
         elif sublayer.is_attention:
             self.edges.into_heads(sublayer, nodes, first, cotangent, outputs, carried)

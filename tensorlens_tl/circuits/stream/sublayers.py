@@ -1,6 +1,7 @@
 """What reads the residual stream and writes to it, one step after the other: the parts that `Stream` is made of."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -23,6 +24,8 @@ from tensorlens_tl.models.layouts import Place
 from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.record import Record
+
+Kind = Literal["head", "mixer", "mlp"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +56,16 @@ class Sublayer:
         return self.nodes[0] if self.nodes[0].endswith((".mixer", ".per_layer")) else f"MLP{self.layer}"
 
     @property
-    def is_mixer(self) -> bool:
-        """Whether it moves something between positions without attention."""
-        return self.read.mixes and not self.is_attention
+    def kind(self) -> Kind:
+        """What its nodes are: attention heads, a mixer in place of attention, or what treats every position alone."""
+        if self.is_attention:
+            return "head"
+        return "mixer" if self.read.mixes else "mlp"
+
+    @property
+    def heads(self) -> int:
+        """How many attention heads it has."""
+        return len(self.nodes) if self.is_attention else 0
 
     def split(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows node channel"]:
         """A hidden vector by node."""
