@@ -28,6 +28,12 @@ class LazyMap(MixingMap):
         row_bytes: what one row allocates inside.
         name: for the repr.
         cuts: what `at` cut it to, one after the other.
+
+    >>> from contextlib import nullcontext
+    >>> from tensorlens_tl.algebra import LazyMap, Linear
+    >>> lazy = LazyMap(lambda: nullcontext(Linear(2 * torch.eye(2))), length=3, row_bytes=8, name="double")
+    >>> lazy, lazy.push(torch.ones(1, 3, 2)).sum()
+    (LazyMap(double), tensor(12.))
     """
 
     make: Callable[[], AbstractContextManager[AffineMap]]

@@ -45,7 +45,15 @@ SHOWN = 6
 
 
 class AffineMap(ABC):
-    """``m(x) = m.push(x) + m.bias``, with the adjoint of the linear part in ``m.pull``."""
+    """``m(x) = m.push(x) + m.bias``, with the adjoint of the linear part in ``m.pull``.
+
+    >>> block = frozen.block_map(0)
+    >>> x = frozen.resid_pre(0)
+    >>> torch.allclose(block(x), block.push(x) + block.bias, atol=1e-3)
+    True
+    >>> block.pull(torch.ones(5, *x.shape)).shape == (5, *x.shape)
+    True
+    """
 
     # ------------------------------------------------------------------ what a map defines
 
@@ -172,7 +180,21 @@ class AffineMap(ABC):
     # ------------------------------------------------------------------ what every map can do
 
     def push(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
-        """The linear part, J·x, for every row."""
+        """The linear part, J·x, for every row.
+
+        Args:
+            x: vectors; any number of leading rows.
+
+        Returns:
+            As many vectors, of the output's width.
+
+        Raises:
+            InvalidInputError: inside ``torch.autocast``.
+
+        >>> from tensorlens_tl.algebra import Linear
+        >>> Linear(2 * torch.eye(3), torch.ones(3)).push(torch.ones(1, 1, 3))
+        tensor([[[2., 2., 2.]]])
+        """
         refuse_autocast(x.device)
         return self._forward(x, affine=False)
 
@@ -182,14 +204,38 @@ class AffineMap(ABC):
         return self._forward(x, affine=True)
 
     def pull(self, g: Float[Tensor, "*rows batch pos d_out"]) -> Float[Tensor, "*rows batch pos d_in"]:
-        """The adjoint of the linear part, Jᵀ·g, for every row."""
+        """The adjoint of the linear part, Jᵀ·g, for every row.
+
+        Args:
+            g: vectors where the map ends; any number of leading rows.
+
+        Returns:
+            As many vectors, of the input's width.
+
+        Raises:
+            InvalidInputError: inside ``torch.autocast``.
+
+        >>> from tensorlens_tl.algebra import Linear
+        >>> Linear(torch.ones(3, 2)).pull(torch.ones(1, 1, 2))
+        tensor([[[2., 2., 2.]]])
+        """
         refuse_autocast(g.device)
         return self._backward(g, None)
 
     def pull_with_bias(
         self, g: Float[Tensor, "*rows batch pos d_out"]
     ) -> tuple[Float[Tensor, "*rows batch pos d_in"], Float[Tensor, "*rows batch"]]:
-        """``(Jᵀ·g, ⟨g, bias⟩)`` for every row, the second by the adjoint as well, so the bias is never pushed."""
+        """``(Jᵀ·g, ⟨g, bias⟩)`` for every row, the second by the adjoint as well, so the bias is never pushed.
+
+        Args:
+            g: vectors where the map ends; any number of leading rows.
+
+        Returns:
+            As many vectors, of the input's width, and one number for each row and prompt.
+
+        Raises:
+            InvalidInputError: inside ``torch.autocast``.
+        """
         refuse_autocast(g.device)
         biases: list[Tensor] = []
         pulled = self._backward(g, biases)
@@ -281,7 +327,19 @@ class MixingMap(AffineMap):
 
 
 def note_bias(g: Tensor, bias: Tensor, biases: list[Tensor] | None) -> None:
-    """What a primitive's `_backward` does with its bias: append ⟨g, bias⟩ per position, if anybody collects them."""
+    """What a primitive's `_backward` does with its bias: append ⟨g, bias⟩ per position, if anybody collects them.
+
+    Args:
+        g: the vector that is pulled, `[*rows, batch, pos, d_out]`.
+        bias: of the primitive.
+        biases: takes `[*rows, batch, pos]`; None where nobody collects them.
+
+    >>> from tensorlens_tl.algebra import note_bias
+    >>> terms = []
+    >>> note_bias(torch.ones(1, 1, 2), torch.tensor([1.0, 2.0]), terms)
+    >>> terms
+    [tensor([[3.]])]
+    """
     if biases is None or bias is ZERO:
         return
     bias = bias.to(g.dtype)
@@ -299,7 +357,12 @@ def bias_of(offset: Tensor | None) -> Tensor:
 
 
 def stages_of(m: AffineMap) -> tuple[AffineMap, ...]:
-    """The stages of a chain, those of chains inside it among them; any other map is one stage."""
+    """The stages of a chain, those of chains inside it among them; any other map is one stage.
+
+    >>> from tensorlens_tl.algebra import Identity, Linear, stages_of
+    >>> stages_of(Linear(torch.ones(2, 3)) @ Identity())
+    (Identity, Linear(2 → 3))
+    """
     if not isinstance(m, Chain):
         return (m,)
     return tuple(inner for stage in m.stages for inner in stages_of(stage))
@@ -311,7 +374,12 @@ def stages_of(m: AffineMap) -> tuple[AffineMap, ...]:
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Chain(AffineMap):
-    """Maps applied one after the other; `stages` are in the order of application, each with its own bias."""
+    """Maps applied one after the other; `stages` are in the order of application, each with its bias.
+
+    >>> from tensorlens_tl.algebra import Chain, Linear
+    >>> Chain((Linear(torch.ones(2, 3)), Linear(torch.ones(3, 4))))
+    Linear(3 → 4) @ Linear(2 → 3)
+    """
 
     stages: tuple[AffineMap, ...]
 
@@ -419,7 +487,13 @@ class Chain(AffineMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Sum(AffineMap):
-    """Branches that read the same vector and add up."""
+    """Branches that read the same vector and add up.
+
+    >>> from tensorlens_tl.algebra import Identity, Linear
+    >>> residual = Identity() + Linear(2 * torch.eye(2))
+    >>> residual, residual(torch.ones(1, 1, 2))
+    (Identity + Linear(2 → 2), tensor([[[3., 3.]]]))
+    """
 
     terms: tuple[AffineMap, ...]
 
@@ -476,7 +550,12 @@ class Sum(AffineMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Transpose(AffineMap):
-    """The adjoint of a map's linear part."""
+    """The adjoint of a map's linear part.
+
+    >>> from tensorlens_tl.algebra import Linear
+    >>> Linear(torch.ones(2, 3)).T.push(torch.ones(1, 1, 3))
+    tensor([[[3., 3.]]])
+    """
 
     inner: AffineMap
 

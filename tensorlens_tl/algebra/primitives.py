@@ -17,7 +17,12 @@ from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Identity(PositionwiseMap):
-    """The residual connection."""
+    """The residual connection.
+
+    >>> from tensorlens_tl.algebra import Identity
+    >>> Identity()(torch.ones(1, 1, 2))
+    tensor([[[1., 1.]]])
+    """
 
     def __repr__(self) -> str:
         return "Identity"
@@ -46,7 +51,14 @@ class Identity(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Tap(PositionwiseMap):
-    """The identity, which notes the vectors that were last sent forward through it: ``seen[name]``."""
+    """The identity, which notes the vectors that were last sent forward through it: ``seen[name]``.
+
+    >>> from tensorlens_tl.algebra import Linear, Tap
+    >>> seen = {}
+    >>> _ = (Tap(seen, "middle") @ Linear(2 * torch.eye(2)))(torch.ones(1, 1, 2))
+    >>> seen["middle"]
+    tensor([[[2., 2.]]])
+    """
 
     seen: dict[str, Tensor]
     name: str
@@ -78,7 +90,11 @@ class Linear(PositionwiseMap):
     """``x @ weight + offset``: the same matrix at every position.
 
     A weight may be wider than the vectors (an adapter merged in float32 beside a model in bfloat16): products are then
-    made in the wider dtype, and come back in that of the vectors.
+    computed in the wider dtype, and come back in that of the vectors.
+
+    >>> from tensorlens_tl.algebra import Linear
+    >>> Linear(torch.eye(2), offset=torch.tensor([0.0, 10.0]))(torch.ones(1, 1, 2))
+    tensor([[[ 1., 11.]]])
     """
 
     weight: Float[Tensor, "d_in d_out"]
@@ -136,7 +152,12 @@ def _several(held: Tensor) -> int | None:
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Diagonal(PositionwiseMap):
-    """``x * factor + offset``: a frozen factor per position and channel, such as an activation ratio."""
+    """``x * factor + offset``: a frozen factor per position and channel, such as an activation ratio.
+
+    >>> from tensorlens_tl.algebra import Diagonal
+    >>> Diagonal(torch.tensor([[[2.0, 0.0]]]))(torch.ones(1, 1, 2))
+    tensor([[[2., 0.]]])
+    """
 
     factor: Float[Tensor, "*rows batch pos d"]
     offset: Float[Tensor, "*rows batch pos d"] | None = None
@@ -182,6 +203,10 @@ class Norm(PositionwiseMap):
 
     `scale` is √(var + ε) or √(mean square + ε); `centre` tells LayerNorm (subtracts the mean) from RMSNorm.
     Models divide in float32 and cast back; a float32 scale beside bfloat16 vectors does the same here.
+
+    >>> from tensorlens_tl.algebra import Norm
+    >>> Norm(scale=torch.full((1, 1, 1), 2.0))(torch.tensor([[[1.0, 3.0]]]))
+    tensor([[[-0.5000,  0.5000]]])
     """
 
     scale: Float[Tensor, "*rows batch pos 1"]
@@ -227,6 +252,11 @@ class Attention(AffineMap):
 
     Grouped-query attention needs no expanded weights: query head h reads key-value head ``h // (heads // kv_heads)``.
     Pattern rows need not sum to 1 (attention sinks, fully masked rows).
+
+    >>> from tensorlens_tl.algebra import Attention
+    >>> pattern = torch.tensor([[[[1.0, 0.0], [0.5, 0.5]]]])
+    >>> Attention(pattern, kv_heads=1)(torch.tensor([[[1.0], [3.0]]])).flatten()
+    tensor([1., 2.])
     """
 
     pattern: Float[Tensor, "batch head query key"]

@@ -37,6 +37,10 @@ class Recursion(MixingMap):
     Attributes:
         weight: the step.
         keep: True at positions that take part; the others (padding) neither give, receive, nor pass on. None for all.
+
+    >>> from tensorlens_tl.algebra import Recursion
+    >>> Recursion(0.5 * torch.eye(1))(torch.ones(1, 3, 1)).flatten()
+    tensor([1.0000, 1.5000, 1.7500])
     """
 
     weight: Float[Tensor, "d d"]
@@ -91,6 +95,10 @@ class DiagonalRecursion(MixingMap):
 
     Attributes:
         factor: of every position, `[batch, pos, channel, state]`; the first position's multiplies nothing.
+
+    >>> from tensorlens_tl.algebra import DiagonalRecursion
+    >>> DiagonalRecursion(torch.full((1, 3, 1, 1), 0.5))(torch.ones(1, 3, 1)).flatten()
+    tensor([1.0000, 1.5000, 1.7500])
     """
 
     factor: Float[Tensor, "batch pos channel state"]

@@ -46,6 +46,11 @@ class Routed(PositionwiseMap):
         shape: the axes of vectors that the places are counted over: batch and pos; with a position of its own for each
             row, row, batch and 1.
         width: of the vectors that come out.
+
+    >>> from tensorlens_tl.algebra import Branch, Linear, Routed
+    >>> second = Branch(Linear(2 * torch.eye(1)), places=torch.tensor([1]), weight=torch.tensor([0.5]), number=7)
+    >>> Routed((second,), shape=(1, 3), width=1)(torch.ones(1, 3, 1)).flatten()
+    tensor([0., 1., 0.])
     """
 
     branches: tuple[Branch, ...]
@@ -129,7 +134,12 @@ class Routed(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Beside(PositionwiseMap):
-    """Maps that read the same vector, what they give side by side: ``[.., (term d)]``; all of the same width."""
+    """Maps that read the same vector, what they give side by side: ``[.., (term d)]``; all of the same width.
+
+    >>> from tensorlens_tl.algebra import Beside, Identity, Linear
+    >>> Beside((Identity(), Linear(2 * torch.eye(2))))(torch.ones(1, 1, 2))
+    tensor([[[1., 1., 2., 2.]]])
+    """
 
     terms: tuple[AffineMap, ...]
 
@@ -167,7 +177,12 @@ class Beside(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupSum(PositionwiseMap):
-    """The sum of vectors that are side by side: ``[.., (group d)] -> [.., d]``; what ends `Beside`."""
+    """The sum of vectors that are side by side: ``[.., (group d)] -> [.., d]``; what ends `Beside`.
+
+    >>> from tensorlens_tl.algebra import GroupSum
+    >>> GroupSum(2)(torch.tensor([[[1.0, 2.0, 30.0, 40.0]]]))
+    tensor([[[31., 42.]]])
+    """
 
     groups: int
 

@@ -39,6 +39,10 @@ class CausalConvolution(MixingMap):
     What is before the first position counts as zero. There is no mask: models zero what padding holds before the
     projection that comes first, whose bias the convolution does read, and again after the activation that follows.
     Unless `length` says how many positions there are, a bias that comes to it must be given at each of them.
+
+    >>> from tensorlens_tl.algebra import CausalConvolution
+    >>> CausalConvolution(torch.tensor([[1.0, 10.0]]))(torch.tensor([[[1.0], [2.0], [3.0]]])).flatten()
+    tensor([10., 21., 32.])
     """
 
     weight: Float[Tensor, "channel width"]
@@ -103,6 +107,12 @@ class SelectiveScan(MixingMap):
         B: what an input writes to each state.
         C: what an output reads of each.
         head_dim: channels of a head.
+
+    >>> from tensorlens_tl.algebra import SelectiveScan
+    >>> ones = torch.ones(1, 2, 1, 1)
+    >>> SelectiveScan(delta=ones[..., 0], A=torch.tensor([-1.0]), B=ones, C=ones).implicit_attention()[0, 0]
+    tensor([[1.0000, 0.0000],
+            [0.3679, 1.0000]])
     """
 
     delta: Float[Tensor, "batch pos head"]

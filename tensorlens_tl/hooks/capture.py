@@ -47,6 +47,12 @@ def observe(
 
     Raises:
         UnsupportedModelError: a hook point did not fire, or fired again with another activation.
+
+    >>> from tensorlens_tl.hooks import observe
+    >>> names = ["blocks.1.hook_resid_pre", "blocks.0.hook_resid_pre"]
+    >>> _ = observe(model, frozen.inputs, names, lambda name, activation: print(name), last=names[0])
+    blocks.0.hook_resid_pre
+    blocks.1.hook_resid_pre
     """
     points = hook_points(model)
     calls = calls or {}
@@ -116,6 +122,11 @@ def capture(
 
     Returns:
         The activations by name, and the model's output (None where the run ended before it).
+
+    >>> from tensorlens_tl.hooks import capture
+    >>> activations, logits = capture(model, frozen.inputs, ["blocks.0.hook_resid_pre"])
+    >>> activations["blocks.0.hook_resid_pre"].shape, logits.shape
+    (torch.Size([1, 7, 128]), torch.Size([1, 7, 2048]))
     """
     activations: dict[str, Tensor] = {}
     options: dict[str, Any] = {"hooks": hooks, "last": last, "optional": optional, "calls": calls, "changed": changed}
@@ -133,8 +144,16 @@ def graph_of(
         names: hook points; of one that fires several times, the last activation.
         hooks: further hooks of the run, called first.
 
+    Returns:
+        The activations, in the order of the names.
+
     Raises:
         UnsupportedModelError: a hook point did not fire.
+
+    >>> from tensorlens_tl.hooks import graph_of
+    >>> (stream,) = graph_of(model, frozen.inputs, ["blocks.0.hook_resid_pre"], [])
+    >>> stream.requires_grad
+    True
     """
     activations: dict[str, Tensor] = {}
 

@@ -26,7 +26,20 @@ Held = Tensor | Callable[[], Tensor]
 
 
 def replace(name: str, value: Held) -> FwdHook:
-    """A hook that puts `value` in place of the live activation; a batch of 1 serves any batch."""
+    """A hook that puts `value` in place of the live activation; a batch of 1 serves any batch.
+
+    Args:
+        name: the hook point.
+        value: the activation, or what computes it in every run.
+
+    Returns:
+        The name and the function, as ``run_with_hooks(fwd_hooks=[...])`` takes them.
+
+    >>> from tensorlens_tl.hooks import replace
+    >>> hook = replace("blocks.0.attn.hook_pattern", frozen.pattern(0))
+    >>> torch.allclose(model.run_with_hooks(text, fwd_hooks=[hook]), model(text), atol=1e-3)
+    True
+    """
 
     def hook(live: Tensor, *, hook: Any) -> Tensor:
         return _like(_now(value), live, name).expand(live.shape)

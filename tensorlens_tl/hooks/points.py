@@ -187,6 +187,11 @@ def model_points(view: ModelView) -> ModelPoints:
 
     Raises:
         UnsupportedModelError: a hook point is missing, or a block has a part that cannot be frozen.
+
+    >>> from tensorlens_tl.hooks import model_points
+    >>> points = model_points(frozen.view)
+    >>> points.blocks[0].pattern, points.output
+    ('blocks.0.attn.hook_pattern', 'unembed.hook_in')
     """
     known = hook_points(view.model)
     blocks: list[BlockPoints] = []

@@ -31,8 +31,18 @@ _known: ContextVar[tuple[Any, dict[str, Any], list[nn.Module]] | None] = Context
 def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook]) -> Any:
     """The model's output with these hooks on, which are gone afterwards, also on an exception.
 
+    Args:
+        model: any TransformerLens model.
+        inputs: keyword arguments of its forward.
+        hooks: names (or filters of names) and what is called there.
+
     Raises:
         InvalidInputError: inside ``torch.autocast``.
+
+    >>> from tensorlens_tl.hooks import run
+    >>> run(model, frozen.inputs, [("hook_embed", lambda activation, hook: print(activation.shape))]).shape
+    torch.Size([1, 7, 128])
+    torch.Size([1, 7, 2048])
     """
     refuse_autocast(next(model.parameters()).device)
     with lock_of(model), _patterns_dropped(model):

@@ -44,7 +44,14 @@ QUADRATURE_POINTS = 32
 
 @dataclass(frozen=True)
 class Coefficients:
-    """``φ(z) = through·z + rest``, or gated ``φ(g)·u = through·u + gate·g + rest``; None stands for zero."""
+    """``φ(z) = through·z + rest``, or gated ``φ(g)·u = through·u + gate·g + rest``; None stands for zero.
+
+    >>> from tensorlens_tl.models.activations import coefficients
+    >>> z = torch.tensor([[[2.0, -1.0, 0.0]]])
+    >>> held = coefficients(torch.nn.functional.gelu, z)
+    >>> torch.allclose(held.through * z, torch.nn.functional.gelu(z)), held.rest
+    (True, None)
+    """
 
     through: Float[Tensor, "batch pos d_mlp"]
     gate: Float[Tensor, "batch pos d_mlp"] | None = None

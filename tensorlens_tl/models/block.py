@@ -74,6 +74,10 @@ class BlockView:
         name: where its hook points are: ``"blocks.0"``, ``"decoder_blocks.0"``.
         offloaded: whether its weights are read when they are needed, and dropped after.
         loads: how often its weights were read so far, where they are offloaded.
+
+    >>> block = frozen.view.blocks[0]
+    >>> block.name, list(block.norms), block.attention.heads, tuple(block.mlp.W_in.shape)
+    ('blocks.0', ['ln1', 'ln2'], 4, (128, 512))
     """
 
     def __init__(self, model: Owner, layer: int, stack: str, number: int):

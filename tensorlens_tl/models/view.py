@@ -63,9 +63,24 @@ HEAD_PARTS = ("mlm_head", "prediction_head", "classifier_ln", "unembed")
 
 
 class ModelView:
-    """What a TransformerLens model is made of, whichever its class."""
+    """What a TransformerLens model is made of, whichever its class.
+
+    >>> from tensorlens_tl.models import ModelView
+    >>> view = ModelView(model)
+    >>> view, view.reads, tuple(view.embedding.shape)
+    (ModelView(HookedTransformer (tensorlens-demo), layers=4), 'tokens', (2048, 128))
+    """
 
     def __init__(self, model: Any):
+        """Read a model.
+
+        Args:
+            model: any TransformerLens model.
+
+        Raises:
+            UnsupportedModelError: none of TransformerLens' classes, or a configuration that cannot be frozen.
+            InvalidInputError: inside ``torch.autocast``.
+        """
         self.is_encoder_decoder = all(hasattr(model, stack) for stack in STACKS)
         self._stacks = STACKS if self.is_encoder_decoder else ("blocks",)
         for needed in ("cfg", *self._stacks, "hook_dict", "run_with_hooks"):

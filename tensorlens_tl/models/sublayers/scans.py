@@ -126,8 +126,19 @@ def _beside(scan: SelectiveScan, D: Tensor) -> Sum:
 def scan_of(mixer: Chain) -> SelectiveScan:
     """The scan of a mixer's map, whose `implicit_attention` shows which positions it takes from.
 
+    Args:
+        mixer: the map of a state-space layer, such as `mixer_map` returns.
+
+    Returns:
+        The scan.
+
     Raises:
         InvalidInputError: there is none, or more than one.
+
+    >>> from tensorlens_tl.models import scan_of
+    >>> from tensorlens_tl.testing import tiny_model
+    >>> scan_of(tlens.freeze(tiny_model("bridge/mamba"), [[3, 4, 5]]).mixer(0))
+    SelectiveScan(32 × 1 channels, 6 states)
     """
     scans = [term for stage in mixer.stages for term in stage.summands if isinstance(term, SelectiveScan)]
     if len(scans) != 1:
