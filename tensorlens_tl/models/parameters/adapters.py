@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from tensorlens_tl.models.parameters.offload import whole
@@ -101,7 +101,7 @@ def merge(layer: Any) -> Any:
     return base
 
 
-def stored_linear(module: Any) -> Float[Tensor, "d_in d_out"]:
+def stored_linear(module: Any) -> Shaped[Tensor, "d_in d_out"]:
     """A linear layer's weight from input to output, as Hugging Face's `Conv1D` stores it; others do the transpose."""
     from transformers.pytorch_utils import Conv1D  # transformers is slow to import
 
