@@ -225,7 +225,7 @@ def test_changed_files_are_seen(tmp_path):
 
 def test_packed_and_missing_weights_are_refused():
     class Params4bit(nn.Parameter):
-        pass
+        quant_state = None
 
     module = nn.Linear(2, 2)
     module.weight = Params4bit(torch.ones(2, 2))

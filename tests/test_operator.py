@@ -148,7 +148,7 @@ def test_intervals_cover_what_they_say_with_few_probes(rank, spectrum, rows):
 
     few = 0.92 if (spectrum, rows) == ("flat", "gaussian") else 0.90  # the standard error of a share is 0.01 here
     for probes, least in ((2, 0.74), (4, few), (16, 0.92), (48, 0.92)):
-        found = probed(pull, (draws, width), generator, probes=probes, tol=None, rows=rows, kept=64)
+        found = probed(pull, (draws, width), generator, probes=probes, tol=None, rows=rows, stored=64)
         low, high = Collapse(found.norm[:, None], freedom=found.freedom[:, None]).interval()
         covered = float(((low <= truth) & (truth <= high)).double().mean())
         assert least <= covered <= (0.98 if probes > 4 or rows == "gaussian" else 1), (probes, covered)

@@ -1,23 +1,23 @@
 """Vectors of every source token through the whole model, with biases spread over them stage by stage.
 
 The operator leaves all biases in one term. DecompX (Modarressi et al. 2023) instead gives every bias, where it is
-added, to the source tokens in proportion to some affinity with their vectors there. A frozen map is a chain of
+added, to the source tokens in proportion to some affinity with their vectors at that stage. A frozen map is a chain of
 stages, each with its own bias, so this is a walk along the chain; what a stage is makes no difference.
 
 Attention's bias (pattern·b_V·W_O + b_O) is spread after the residual connection, as the original does. Memory is the
 vectors themselves plus one chunk: attention works on some source tokens at a time, everything else on some queries.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, Chain, Sum
-from tensorlens_tl.algebra.primitives import Identity
+from tensorlens_tl.algebra.maps import ZERO, AffineMap
 from tensorlens_tl.algebra.segments import Segment
 from tensorlens_tl.errors import InvalidInputError
 
@@ -73,7 +73,8 @@ class Spread:
         """Vectors `[rows, batch, queries, d]` plus their shares of a bias."""
         if bias is ZERO or self.rule == "none":
             return vectors
-        bias = bias if bias.ndim > 1 else bias.expand(*vectors.shape[1:])
+        if bias.ndim == 1:
+            bias = bias.expand(*vectors.shape[1:])
         if self.rule == "token":
             vectors[-1] += bias
             return vectors
@@ -108,11 +109,11 @@ def walk(m: AffineMap, vectors: Tensor, spread: Spread, *, causal: bool, width: 
         causal: whether source token k is zero before query k, so that the empty triangle can be skipped.
         width: numbers that one vector takes on its way through a stage, which sizes the chunks.
     """
-    for stage in _steps(m):
+    for stage in m.steps:
         if isinstance(stage, Segment) and not stage.only:
-            own = slice(stage.start, stage.stop)
-            there = replace(spread, reach=spread.reach[:, :, own])
-            vectors[:, :, own] = walk(stage.inner, vectors[:, :, own], there, causal=False, width=width)
+            inside = slice(stage.start, stage.stop)
+            within = replace(spread, reach=spread.reach[:, :, inside])
+            vectors[:, :, inside] = walk(stage.inner, vectors[:, :, inside], within, causal=False, width=width)
         elif stage.mixes:
             vectors = _mixing(stage, vectors, spread, causal, width)
         else:
@@ -120,41 +121,37 @@ def walk(m: AffineMap, vectors: Tensor, spread: Spread, *, causal: bool, width: 
     return vectors
 
 
-def _steps(m: AffineMap) -> Iterator[AffineMap]:
-    """The stages of a chain, those that mix positions or act on some only taken apart as far as they are chains."""
-    for stage in m.stages if isinstance(m, Chain) else (m,):
-        if isinstance(stage, Chain) and (stage.mixes or any(isinstance(part, Segment) for part in stage.stages)):
-            yield from _steps(stage)
-        else:
-            yield stage
-
-
 def _mixing(stage: AffineMap, vectors: Tensor, spread: Spread, causal: bool, width: int) -> Tensor:
     """A step that mixes positions, with a residual connection and a parallel MLP or without.
 
     Source tokens are independent but for biases, so a few of them go through at a time.
     """
-    terms = stage.terms if isinstance(stage, Sum) else (stage,)
-    mixing = [term for term in terms if term.mixes]
-    residual = any(isinstance(term, Identity) for term in terms)
-    beside = [term for term in terms if not term.mixes and not isinstance(term, Identity)]
-    before = vectors.clone() if beside else vectors
-    out = vectors if residual else None
+    mixing = [term for term in stage.summands if term.mixes]
+    residual = any(term.is_identity for term in stage.summands)
+    beside = [term for term in stage.summands if not term.mixes and not term.is_identity]
+    before = vectors
+    out: Tensor | None = None
+    if beside:
+        before = vectors.clone()
+    if residual:
+        out = vectors
     batch, pos = vectors.shape[1:3]
     step = spread.step(batch * pos * width * vectors.element_size(), pos)
     for start in range(0, len(vectors), step):
         rows = slice(start, start + step)
-        live = slice(start if causal and start < pos else 0, None)
-        if spread.rule == "token" and rows.stop >= len(vectors):
-            live = slice(0, None)  # the extra source reaches every query
-        given = [branch.at(live).push(before[rows, :, live]) for branch in mixing]
-        added = sum(given[1:], start=given[0])
+        live = slice(0, None)
+        has_extra = spread.rule == "token" and rows.stop >= len(vectors)  # a source that reaches every query
+        if causal and start < pos and not has_extra:
+            live = slice(start, None)
+        outputs = [branch.at(live).push(before[rows, :, live]) for branch in mixing]
+        added = sum(outputs[1:], start=outputs[0])
         if out is None:
             out = vectors.new_zeros(*vectors.shape[:3], added.shape[-1])
         out[rows, :, live] += added
     assert out is not None
-    for branch in beside:  # a walk overwrites its vectors
-        out += walk(branch, before if branch is beside[-1] else before.clone(), spread, causal=causal, width=width)
+    for branch in beside:
+        read = before if branch is beside[-1] else before.clone()  # a walk overwrites its vectors
+        out += walk(branch, read, spread, causal=causal, width=width)
     for branch in mixing:
         out = spread.add_everywhere(out, branch.bias)
     return out
@@ -164,27 +161,18 @@ def _positionwise(stage: AffineMap, vectors: Tensor, spread: Spread, causal: boo
     """A norm, a residual MLP, a linear map: queries are independent."""
     rows, batch, pos = vectors.shape[:3]
     step = spread.step(rows * batch * width * vectors.element_size(), pos)
-    result = None
+    result = vectors
     for start in range(0, pos, step):
         queries = slice(start, min(start + step, pos))
-        live = slice(0, queries.stop if causal and spread.rule != "token" else None)
-        made = _stage(stage.at(queries), vectors[live, :, queries], spread, live, queries)
-        if made.shape[-1] != vectors.shape[-1]:
-            result = vectors.new_zeros(*vectors.shape[:3], made.shape[-1]) if result is None else result
-            result[live, :, queries] = made
-        else:
-            vectors[live, :, queries] = made
-    return vectors if result is None else result
-
-
-def _stage(stage: AffineMap, vectors: Tensor, spread: Spread, rows: slice, queries: slice) -> Tensor:
-    if isinstance(stage, Chain):
-        for inner in stage.stages:
-            vectors = _stage(inner, vectors, spread, rows, queries)
-        return vectors
-    if isinstance(stage, Sum):
-        return torch.stack([_stage(term, vectors, spread, rows, queries) for term in stage.terms]).sum(0)
-    return spread.add(stage.push(vectors), stage.bias, rows, queries)
+        live = slice(0, None)
+        if causal and spread.rule != "token":
+            live = slice(0, queries.stop)
+        add = partial(spread.add, rows=live, queries=queries)
+        output = stage.at(queries).push_adding(vectors[live, :, queries], add)
+        if output.shape[-1] != result.shape[-1]:  # another width: vectors cannot be changed in place
+            result = vectors.new_zeros(*vectors.shape[:3], output.shape[-1])
+        result[live, :, queries] = output
+    return result
 
 
 def source_vectors(x: Float[Tensor, "batch pos d"], extra: bool) -> Float[Tensor, "key batch pos d"]:

@@ -26,15 +26,16 @@ that lacks a rule cannot be instantiated. Classes are either abstract (those two
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import refuse_autocast
-from tensorlens_tl.algebra.positions import BiasTerms, Queries, Where, add_at, spread_to
+from tensorlens_tl.algebra.positions import BiasTerms, Positions, Queries, Where, add_at, spread_to
 
 ZERO = torch.zeros(())
 """The bias of a linear map: a scalar, which broadcasts on any device without promoting any dtype."""
@@ -44,7 +45,15 @@ SHOWN = 6
 
 
 class AffineMap(ABC):
-    """``m(x) = m.push(x) + m.bias``, with the adjoint of the linear part in ``m.pull``."""
+    """``m(x) = m.push(x) + m.bias``, with the adjoint of the linear part in ``m.pull``.
+
+    >>> block = frozen.block_map(0)
+    >>> x = frozen.resid_pre(0)
+    >>> torch.allclose(block(x), block.push(x) + block.bias, atol=1e-3)
+    True
+    >>> block.pull(torch.ones(5, *x.shape)).shape == (5, *x.shape)
+    True
+    """
 
     # ------------------------------------------------------------------ what a map defines
 
@@ -79,27 +88,27 @@ class AffineMap(ABC):
         """The adjoint; appends each primitive's ⟨g, bias⟩ per position (`[*rows, batch, pos]`) to a list `biases`."""
 
     @abstractmethod
-    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         """The adjoint for vectors `[row, batch, live, d_out]` that live `here`.
 
-        A map that mixes positions returns what arrives `there`, any other map what stays `here`. Nothing lives
-        outside `reach`, which begins at 0. Defined by `PositionwiseMap` and `MixingMap`.
+        A map that mixes positions returns what arrives at the `destination`, any other map what stays `here`. Nothing
+        lives outside `reach`, which begins at 0. Defined by `PositionwiseMap` and `MixingMap`.
         """
 
     def _pull_alone(self, g: Tensor, here: Where, biases: BiasTerms | None) -> Tensor:
         """`_pull` of a map that treats positions alone: the adjoint of the map cut to where the vectors live."""
-        noted: list[Tensor] | None = None if biases is None else []
-        pulled = self.at(here)._backward(g, noted)
+        terms = collector(biases)
+        pulled = self.at(here)._backward(g, terms)
         if biases is not None:
-            biases += [(term, here) for term in noted or ()]
+            biases += [(term, here) for term in terms or ()]
         return pulled
 
     def _pull_among(
-        self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None
+        self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None
     ) -> Tensor:
         """`_pull` of any map: vectors are placed among all positions within reach, and what is asked for is taken."""
         pulled = self._pull_alone(spread_to(g, here, reach), reach, biases)
-        return pulled if there == reach else pulled[:, :, there]
+        return pulled if destination == reach else pulled[:, :, destination]
 
     @property
     def needs_positions(self) -> bool:
@@ -119,10 +128,73 @@ class AffineMap(ABC):
         """The maps that it is made of, if it is made of maps."""
         return ()
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether it is the identity, such as a residual connection."""
+        return False
+
+    @property
+    def is_segment(self) -> bool:
+        """Whether it acts on some positions and leaves the others as they are."""
+        return False
+
+    # ------------------------------------------------------------------ what a map is put together of
+
+    @property
+    def summands(self) -> tuple["AffineMap", ...]:
+        """The branches that add up to it; one that is no sum is its only summand."""
+        return (self,)
+
+    @property
+    def steps(self) -> tuple["AffineMap", ...]:
+        """The stages that vectors of source tokens take one at a time: a chain's, others are one step."""
+        return (self,)
+
+    def component(self, number: int) -> "AffineMap":
+        """One of the maps that stand side by side in it: a head of attention, a term of `Beside`; else all of it."""
+        return self
+
+    def group_read_by(self, number: int) -> tuple[int, int]:
+        """Which group of its input's channels a component reads, and of how many equal groups."""
+        return 0, 1
+
+    def of_group(self, group: int, groups: int) -> "AffineMap":
+        """The map that gives one of several equal groups of its output's channels, and nothing else.
+
+        Raises:
+            TypeError: its channels cannot be told apart.
+        """
+        if groups > 1:
+            raise TypeError(f"{self} cannot be cut to a group of channels.")
+        return self
+
+    @property
+    def is_channelwise(self) -> bool:
+        """Whether every output channel reads the same channel of the input and no other."""
+        return False
+
+    def push_adding(self, x: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The linear part of `x`, with ``add(vectors, bias)`` called wherever a bias is added."""
+        return add(self.push(x), self.bias)
+
     # ------------------------------------------------------------------ what every map can do
 
     def push(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
-        """The linear part, J·x, for every row."""
+        """The linear part, J·x, for every row.
+
+        Args:
+            x: vectors; any number of leading rows.
+
+        Returns:
+            As many vectors, of the output's width.
+
+        Raises:
+            InvalidInputError: inside ``torch.autocast``.
+
+        >>> from tensorlens_tl.algebra import Linear
+        >>> Linear(2 * torch.eye(3), torch.ones(3)).push(torch.ones(1, 1, 3))
+        tensor([[[2., 2., 2.]]])
+        """
         refuse_autocast(x.device)
         return self._forward(x, affine=False)
 
@@ -132,14 +204,38 @@ class AffineMap(ABC):
         return self._forward(x, affine=True)
 
     def pull(self, g: Float[Tensor, "*rows batch pos d_out"]) -> Float[Tensor, "*rows batch pos d_in"]:
-        """The adjoint of the linear part, Jᵀ·g, for every row."""
+        """The adjoint of the linear part, Jᵀ·g, for every row.
+
+        Args:
+            g: vectors where the map ends; any number of leading rows.
+
+        Returns:
+            As many vectors, of the input's width.
+
+        Raises:
+            InvalidInputError: inside ``torch.autocast``.
+
+        >>> from tensorlens_tl.algebra import Linear
+        >>> Linear(torch.ones(3, 2)).pull(torch.ones(1, 1, 2))
+        tensor([[[2., 2., 2.]]])
+        """
         refuse_autocast(g.device)
         return self._backward(g, None)
 
     def pull_with_bias(
         self, g: Float[Tensor, "*rows batch pos d_out"]
     ) -> tuple[Float[Tensor, "*rows batch pos d_in"], Float[Tensor, "*rows batch"]]:
-        """``(Jᵀ·g, ⟨g, bias⟩)`` for every row, the second by the adjoint as well, so the bias is never pushed."""
+        """``(Jᵀ·g, ⟨g, bias⟩)`` for every row, the second by the adjoint as well, so the bias is never pushed.
+
+        Args:
+            g: vectors where the map ends; any number of leading rows.
+
+        Returns:
+            As many vectors, of the input's width, and one number for each row and prompt.
+
+        Raises:
+            InvalidInputError: inside ``torch.autocast``.
+        """
         refuse_autocast(g.device)
         biases: list[Tensor] = []
         pulled = self._backward(g, biases)
@@ -164,11 +260,11 @@ class AffineMap(ABC):
             vectors: one per row and prompt; where `queries` is a slice, one for each of its positions,
                 `[row, batch, live, d_out]`.
             queries: where they live.
-            sources: the source tokens that are asked for, ascending, or None for all.
+            sources: the source tokens that are wanted, ascending, or None for all.
             length: the number of positions.
             causal: whether no part of the map looks forward: then nothing lives after the last query.
             biases: takes ⟨vector, bias⟩ of every primitive, at the positions where the vector lived, if a list. With
-                `sources`, biases before the first stage that mixes positions are met at those alone.
+                `sources`, biases before the first stage that mixes positions are counted at those alone.
 
         Returns:
             The pulled vectors at the source tokens, as far as the last query can reach: those after it are zero.
@@ -179,13 +275,18 @@ class AffineMap(ABC):
             queries = slice(begin, end)
         else:
             end, vectors = int(queries.positions.max()) + 1, vectors[:, :, None]
-        reach = slice(0, end if causal else length)
-        reached = reach.stop if sources is None else sum(place < reach.stop for place in sources)
-        there: slice | list[int] = reach if sources is None else sources[:reached] or [0]  # none: pull one, cut it off
-        g = self._pull(vectors, queries, there, reach, biases)
+        reach = slice(0, length)
+        if causal:
+            reach = slice(0, end)
+        destination: Positions = reach
+        reached = count = reach.stop
+        if sources is not None:
+            reached = sum(source < reach.stop for source in sources)
+            destination = sources[:reached] or [0]  # where no source is reached, one is pulled to and cut off
+            count = len(destination)
+        g = self._pull(vectors, queries, destination, reach, biases)
         if not self.mixes:
-            count = there.stop if isinstance(there, slice) else len(there)
-            g = add_at(g.new_zeros(*g.shape[:2], count, g.shape[-1]), g, queries, there)
+            g = add_at(g.new_zeros(*g.shape[:2], count, g.shape[-1]), g, queries, destination)
         return g[:, :, :reached]
 
     @property
@@ -198,7 +299,7 @@ class AffineMap(ABC):
         return Chain((*stages_of(other), *stages_of(self)))
 
     def __add__(self, other: "AffineMap") -> "Sum":
-        return Sum((*_terms(self), *_terms(other)))
+        return Sum((*self.summands, *other.summands))
 
 
 class PositionwiseMap(AffineMap):
@@ -209,7 +310,7 @@ class PositionwiseMap(AffineMap):
         """Never."""
         return False
 
-    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         return self._pull_alone(g, here, biases)
 
 
@@ -221,25 +322,50 @@ class MixingMap(AffineMap):
         """Always."""
         return True
 
-    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
-        return self._pull_among(g, here, there, reach, biases)
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
+        return self._pull_among(g, here, destination, reach, biases)
 
 
 def note_bias(g: Tensor, bias: Tensor, biases: list[Tensor] | None) -> None:
-    """What a primitive's `_backward` does with its bias: append ⟨g, bias⟩ per position, if anybody collects them."""
+    """What a primitive's `_backward` does with its bias: append ⟨g, bias⟩ per position, if anybody collects them.
+
+    Args:
+        g: the vector that is pulled, `[*rows, batch, pos, d_out]`.
+        bias: of the primitive.
+        biases: takes `[*rows, batch, pos]`; None where nobody collects them.
+
+    >>> from tensorlens_tl.algebra import note_bias
+    >>> terms = []
+    >>> note_bias(torch.ones(1, 1, 2), torch.tensor([1.0, 2.0]), terms)
+    >>> terms
+    [tensor([[3.]])]
+    """
     if biases is None or bias is ZERO:
         return
     bias = bias.to(g.dtype)
     biases.append(g @ bias if bias.ndim == 1 else (g * bias).sum(-1))
 
 
+def collector(biases: list[Any] | None) -> list[Tensor] | None:
+    """An empty list for the bias terms of an inner map, if anybody collects them; else None."""
+    return None if biases is None else []
+
+
+def bias_of(offset: Tensor | None) -> Tensor:
+    """The bias of a map with this offset: `ZERO` where it has none."""
+    return ZERO if offset is None else offset
+
+
 def stages_of(m: AffineMap) -> tuple[AffineMap, ...]:
-    """The stages of a chain, those of chains inside it among them; any other map is one stage."""
-    return tuple(inner for stage in m.stages for inner in stages_of(stage)) if isinstance(m, Chain) else (m,)
+    """The stages of a chain, those of chains inside it among them; any other map is one stage.
 
-
-def _terms(m: AffineMap) -> tuple[AffineMap, ...]:
-    return m.terms if isinstance(m, Sum) else (m,)
+    >>> from tensorlens_tl.algebra import Identity, Linear, stages_of
+    >>> stages_of(Linear(torch.ones(2, 3)) @ Identity())
+    (Identity, Linear(2 → 3))
+    """
+    if not isinstance(m, Chain):
+        return (m,)
+    return tuple(inner for stage in m.stages for inner in stages_of(stage))
 
 
 # ----------------------------------------------------------------------------------- combinations
@@ -248,7 +374,12 @@ def _terms(m: AffineMap) -> tuple[AffineMap, ...]:
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Chain(AffineMap):
-    """Maps applied one after the other; `stages` are in the order of application, each with its own bias."""
+    """Maps applied one after the other; `stages` are in the order of application, each with its bias.
+
+    >>> from tensorlens_tl.algebra import Chain, Linear
+    >>> Chain((Linear(torch.ones(2, 3)), Linear(torch.ones(3, 4))))
+    Linear(3 → 4) @ Linear(2 → 3)
+    """
 
     stages: tuple[AffineMap, ...]
 
@@ -263,16 +394,17 @@ class Chain(AffineMap):
         bias = ZERO
         for stage in self.stages:
             refuse_autocast(bias.device)
-            bias = stage.bias if bias is ZERO else stage._forward(self._met_by(stage, bias), affine=True)
+            bias = stage.bias if bias is ZERO else stage._forward(self._accepted_by(stage, bias), affine=True)
         return bias
 
-    def _met_by(self, stage: AffineMap, bias: Tensor) -> Tensor:
+    def _accepted_by(self, stage: AffineMap, bias: Tensor) -> Tensor:
         """A bias as vectors that a stage accepts; one vector for all positions becomes `[1, 1, d]` and broadcasts.
 
         Raises:
             TypeError: the stage would take it for a single position, and nothing tells how many there are.
         """
-        bias = bias if bias.ndim >= 3 else bias[None, None]
+        if bias.ndim < 3:
+            bias = bias[None, None]
         if bias.shape[-2] > 1 or not stage.needs_positions:
             return bias
         if self.positions is None:
@@ -285,6 +417,38 @@ class Chain(AffineMap):
     @property
     def parts(self) -> tuple[AffineMap, ...]:
         return self.stages
+
+    @property
+    def steps(self) -> tuple[AffineMap, ...]:
+        """Its stages; chains among them are taken apart where they mix positions, or act on some alone."""
+        steps: list[AffineMap] = []
+        for stage in self.stages:
+            apart = stage.mixes or any(part.is_segment for part in stage.parts)
+            steps += stage.steps if apart else (stage,)
+        return tuple(steps)
+
+    def component(self, number: int) -> "Chain":
+        """What one component of the last stage gives, with what it reads of the stages before, and nothing else."""
+        *before, last = self.stages
+        read = Chain(tuple(before)).of_group(*last.group_read_by(number))
+        return Chain((*read.stages, last.component(number)))
+
+    def of_group(self, group: int, groups: int) -> "Chain":
+        """Cut at its end: the last stage that mixes channels, and what treats each channel alone after it."""
+        if groups == 1:
+            return self
+        stages = list(self.stages)
+        for number, stage in reversed(list(enumerate(stages))):
+            stages[number] = stage.of_group(group, groups)
+            if not stage.is_channelwise:
+                break
+        return Chain(tuple(stages))
+
+    def push_adding(self, x: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Stage by stage, each bias where it is added."""
+        for stage in self.stages:
+            x = stage.push_adding(x, add)
+        return x
 
     @property
     def mixes(self) -> bool:
@@ -309,21 +473,27 @@ class Chain(AffineMap):
             g = stage._backward(g, biases)
         return g
 
-    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
-        mixing = [number for number, stage in enumerate(self.stages) if stage.mixes]
-        for number in range(len(self.stages) - 1, -1, -1):
-            stage = self.stages[number]
-            # the first stage to mix positions is the last one pulled through: before it no other position matters
-            then = there if mixing and number == mixing[0] else reach
-            g = stage._pull(g, here, then, reach, biases)
-            here = then if stage.mixes else here
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
+        # the first stage to mix positions is the last one pulled through: before it no other position matters
+        first = next((number for number, stage in enumerate(self.stages) if stage.mixes), None)
+        for number, stage in reversed(list(enumerate(self.stages))):
+            arrival = destination if number == first else reach
+            g = stage._pull(g, here, arrival, reach, biases)
+            if stage.mixes:
+                here = arrival
         return g
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Sum(AffineMap):
-    """Branches that read the same vector and add up."""
+    """Branches that read the same vector and add up.
+
+    >>> from tensorlens_tl.algebra import Identity, Linear
+    >>> residual = Identity() + Linear(2 * torch.eye(2))
+    >>> residual, residual(torch.ones(1, 1, 2))
+    (Identity + Linear(2 → 2), tensor([[[3., 3.]]]))
+    """
 
     terms: tuple[AffineMap, ...]
 
@@ -334,6 +504,14 @@ class Sum(AffineMap):
     def bias(self) -> Tensor:
         biases = [term.bias for term in self.terms]
         return sum((bias for bias in biases if bias is not ZERO), start=ZERO)
+
+    @property
+    def summands(self) -> tuple[AffineMap, ...]:
+        return self.terms
+
+    def push_adding(self, x: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Each branch by itself, its biases where they are added."""
+        return torch.stack([term.push_adding(x, add) for term in self.terms]).sum(0)
 
     @property
     def mixes(self) -> bool:
@@ -357,22 +535,27 @@ class Sum(AffineMap):
         first, *others = (term._backward(g, biases) for term in self.terms)
         return sum(others, start=first)
 
-    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
-        pulled = [(term.mixes, term._pull(g, here, there, reach, biases)) for term in self.terms]
-        apart = [made for mixes, made in pulled if not mixes]
-        if len(apart) == len(pulled):
-            return sum(apart[1:], start=apart[0])
-        first, *others = (made for mixes, made in pulled if mixes)
-        total = sum(others, start=first)
-        for made in apart:
-            total = add_at(total, made, here, there)
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
+        pulled = [(term.mixes, term._pull(g, here, destination, reach, biases)) for term in self.terms]
+        moved = [vectors for mixes, vectors in pulled if mixes]
+        stayed = [vectors for mixes, vectors in pulled if not mixes]
+        if not moved:
+            return sum(stayed[1:], start=stayed[0])
+        total = sum(moved[1:], start=moved[0])
+        for vectors in stayed:
+            total = add_at(total, vectors, here, destination)
         return total
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Transpose(AffineMap):
-    """The adjoint of a map's linear part."""
+    """The adjoint of a map's linear part.
+
+    >>> from tensorlens_tl.algebra import Linear
+    >>> Linear(torch.ones(2, 3)).T.push(torch.ones(1, 1, 3))
+    tensor([[[3., 3.]]])
+    """
 
     inner: AffineMap
 
@@ -403,7 +586,7 @@ class Transpose(AffineMap):
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         return self.inner._forward(g, affine=False)
 
-    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         if self.mixes:
-            return self._pull_among(g, here, there, reach, biases)
+            return self._pull_among(g, here, destination, reach, biases)
         return self._pull_alone(g, here, biases)

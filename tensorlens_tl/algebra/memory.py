@@ -1,9 +1,10 @@
 """How much may be allocated at once: results that are too large are refused, work is cut into chunks of rows."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     Memory = int | str | None
     """A bound: bytes, or a text such as ``"512MB"``; None for `WORKING_BYTES`."""
 else:
-    Memory = Any  # what is wrong with a bound is said by `in_bytes`
+    Memory = Any  # `in_bytes` says what is wrong with a bound
 
 WORKING_BYTES = 256 * 2**20
 """What an operation may allocate beyond its result where `memory=` does not say otherwise."""
@@ -34,9 +35,9 @@ def in_bytes(memory: Memory) -> int:
         return WORKING_BYTES
     size = float("nan")
     if isinstance(memory, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B?)\s*", memory, flags=re.IGNORECASE)
-        if found and found[2].upper() in UNITS:
-            size = float(found[1]) * UNITS[found[2].upper()]
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B?)\s*", memory, flags=re.IGNORECASE)
+        if match and match[2].upper() in UNITS:
+            size = float(match[1]) * UNITS[match[2].upper()]
     elif isinstance(memory, int) and not isinstance(memory, bool):
         size = memory
     if not size >= 1:
@@ -74,3 +75,9 @@ def chunks(rows: int, bytes_per_row: int, memory: Memory, what: str, parts: int 
     starts = range(0, rows, step)
     bar = tqdm(starts, desc=what, leave=False, delay=2.0, disable=len(starts) < 4)
     return (range(start, min(start + step, rows)) for start in bar)
+
+
+def joined(parts: Iterable[Tensor]) -> Tensor:
+    """Chunks of rows as one tensor again; a single chunk is not copied."""
+    first, *others = parts
+    return torch.cat([first, *others]) if others else first

@@ -1,15 +1,41 @@
 """Precision and error measures that every layer of the library shares."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
 
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
 
 def upcast(x: Tensor) -> Tensor:
     """Half precision as float32, where sums of products would overflow or lose their digits."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def plus(x: Float[Tensor, "*any d"], offset: Tensor | None) -> Float[Tensor, "*both d"]:
+    """``x + offset``, where None stands for nothing."""
+    return x if offset is None else x + offset
+
+
+def times(x: Float[Tensor, "*any d"], factor: Tensor | None) -> Float[Tensor, "*both d"]:
+    """``x * factor``, where None stands for 1."""
+    return x if factor is None else x * factor
+
+
+def maybe(function: Callable[[Given], Result], value: Given | None) -> Result | None:
+    """``function(value)``, and None of None: what becomes of a bias that a layer may have or lack."""
+    return None if value is None else function(value)
+
+
+def centred(x: Float[Tensor, "*any d"], subtract: bool = True) -> Float[Tensor, "*any d"]:
+    """Vectors with their own mean subtracted, as LayerNorm does; unchanged unless `subtract` (RMSNorm)."""
+    return x - x.mean(-1, keepdim=True) if subtract else x
 
 
 def product(a: Float[Tensor, "*any m k"], b: Float[Tensor, "*other k n"]) -> Float[Tensor, "*both m n"]:
@@ -19,19 +45,20 @@ def product(a: Float[Tensor, "*any m k"], b: Float[Tensor, "*other k n"]) -> Flo
 
 
 def relative_error(
-    made: Float[Tensor, "*any d"], own: Float[Tensor, "*any d"], mask: Bool[Tensor, "..."] | None = None
+    ours: Float[Tensor, "*any d"], expected: Float[Tensor, "*any d"], mask: Bool[Tensor, "..."] | None = None
 ) -> float:
-    """‖made − own‖ / ‖own‖ of the worst vector: infinite where shapes differ, NaN where a value is.
+    """‖ours − expected‖ / ‖expected‖ of the worst vector: infinite where shapes differ, NaN where a value is.
 
     Args:
-        made: vectors that should be `own`.
-        own: what they are compared with.
+        ours: vectors that should be `expected`.
+        expected: what they are compared with.
         mask: True at the vectors that count, one entry for each; None counts all.
     """
-    if made.shape != own.shape:
+    if ours.shape != expected.shape:
         return float("inf")
-    errors = (made - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(torch.finfo(own.dtype).tiny)
-    errors = errors if mask is None else errors[mask]
+    errors = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(expected.dtype).tiny)
+    if mask is not None:
+        errors = errors[mask]
     return float(errors.max()) if errors.numel() else 0.0
 
 
@@ -46,7 +73,7 @@ def relative_residual(
 def refuse_autocast(device: torch.device) -> None:
     """Refuse to compute inside ``torch.autocast``, which rounds some products and not others.
 
-    Neither is a pass taken there the model's own outside, nor do maps give there what was proved of them.
+    Inside, a pass would differ from the model's runs outside, and maps from what was proved of them.
 
     Raises:
         InvalidInputError: autocast is on for this kind of device, in this thread.

@@ -1,8 +1,8 @@
 """Where vectors live, so that no work is done for positions that no vector reaches.
 
-A pulled-back vector starts at one query and lives at that position alone until it meets attention; in a causal model
-it never lives after it. At the other end only some source tokens may be asked for. `AffineMap.pull_between` pulls
-vectors from where they live to where they are asked for and touches nothing else:
+A pulled-back vector starts at one query and lives at that position alone until it reaches attention; in a causal model
+it never lives after it. At the other end only some source tokens may be wanted. `AffineMap.pull_between` pulls
+vectors from where they live to where they are wanted and touches nothing else:
 
     queries ─(final norm, MLP: one position per row)─ last attention ─(up to the query)─ first attention ─ sources
 
@@ -26,7 +26,10 @@ class RowPositions:
     positions: Int[Tensor, "row batch"]
 
 
-Where = RowPositions | slice | list[int]
+Positions = slice | list[int]
+"""The same positions for all rows."""
+
+Where = RowPositions | Positions
 """Where vectors live: a position of their own for each row, or the same positions for all."""
 
 Queries = RowPositions | slice
@@ -36,7 +39,7 @@ BiasTerms = list[tuple[Tensor, Where]]
 """⟨vector, bias⟩ of primitives, `[row, batch, live]` each, and where those positions are."""
 
 
-def shared(where: Where) -> slice | list[int]:
+def shared(where: Where) -> Positions:
     """Positions that are the same for all rows: what a map that mixes positions can be cut to.
 
     Raises:
@@ -58,29 +61,30 @@ def at(tensor: Shaped[Tensor, "*rows batch pos d"], where: Where) -> Shaped[Tens
     if not isinstance(where, RowPositions):
         return tensor[..., where, :]
     index = torch.arange(where.positions.shape[1], device=tensor.device)
-    batch = index if tensor.shape[-3] > 1 else torch.zeros_like(index)
-    return tensor[batch, where.positions][:, :, None]
+    if tensor.shape[-3] == 1:
+        index = torch.zeros_like(index)
+    return tensor[index, where.positions][:, :, None]
 
 
-def add_at(total: Tensor, vectors: Tensor, here: Where, there: slice | list[int]) -> Tensor:
-    """`total`, which lives `there` and may be overwritten, with vectors added that live `here`.
+def add_at(total: Tensor, vectors: Tensor, here: Where, destination: Positions) -> Tensor:
+    """`total`, which lives at the `destination` and may be overwritten, with vectors added that live `here`.
 
-    Vectors at positions that `there` leaves out are dropped.
+    Vectors at positions that the destination leaves out are dropped.
     """
     if isinstance(here, RowPositions):
         rows = here.positions.expand(vectors.shape[:2])[:, :, None, None]
-        if isinstance(there, list):
-            asked = torch.tensor(there, device=vectors.device)
-            column = torch.searchsorted(asked, rows.contiguous()).clamp_max(len(there) - 1)
-            vectors = vectors * (asked[column] == rows)
+        if isinstance(destination, list):
+            wanted = torch.tensor(destination, device=vectors.device)
+            column = torch.searchsorted(wanted, rows.contiguous()).clamp_max(len(destination) - 1)
+            vectors = vectors * (wanted[column] == rows)
             rows = column
         return total.scatter_add_(2, rows.expand_as(vectors), vectors)
-    if isinstance(there, slice):  # it begins at 0
+    if isinstance(destination, slice):  # it begins at 0
         total[:, :, here] += vectors
         return total
     assert isinstance(here, slice)
-    columns = [column for column, place in enumerate(there) if here.start <= place < here.stop]
-    total[:, :, columns] += vectors[:, :, [there[column] - here.start for column in columns]]
+    columns = [column for column, position in enumerate(destination) if here.start <= position < here.stop]
+    total[:, :, columns] += vectors[:, :, [destination[column] - here.start for column in columns]]
     return total
 
 

@@ -1,6 +1,7 @@
 """The primitive maps: identity, matrix, frozen factor, norm with its scale held, attention with its pattern held."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import torch
@@ -8,17 +9,27 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, note_bias
-from tensorlens_tl.algebra.positions import BiasTerms, RowPositions, Where, at, shared
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, bias_of, note_bias
+from tensorlens_tl.algebra.numerics import centred, maybe, plus, times
+from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, at, shared
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Identity(PositionwiseMap):
-    """The residual connection."""
+    """The residual connection.
+
+    >>> from tensorlens_tl.algebra import Identity
+    >>> Identity()(torch.ones(1, 1, 2))
+    tensor([[[1., 1.]]])
+    """
 
     def __repr__(self) -> str:
         return "Identity"
+
+    @property
+    def is_identity(self) -> bool:
+        return True
 
     @property
     def bias(self) -> Tensor:
@@ -40,7 +51,14 @@ class Identity(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Tap(PositionwiseMap):
-    """The identity, which notes the vectors that were last sent forward through it: ``seen[name]``."""
+    """The identity, which notes the vectors that were last sent forward through it: ``seen[name]``.
+
+    >>> from tensorlens_tl.algebra import Linear, Tap
+    >>> seen = {}
+    >>> _ = (Tap(seen, "middle") @ Linear(2 * torch.eye(2)))(torch.ones(1, 1, 2))
+    >>> seen["middle"]
+    tensor([[[2., 2.]]])
+    """
 
     seen: dict[str, Tensor]
     name: str
@@ -72,24 +90,33 @@ class Linear(PositionwiseMap):
     """``x @ weight + offset``: the same matrix at every position.
 
     A weight may be wider than the vectors (an adapter merged in float32 beside a model in bfloat16): products are then
-    made in the wider dtype, and come back in that of the vectors.
+    computed in the wider dtype, and come back in that of the vectors.
+
+    >>> from tensorlens_tl.algebra import Linear
+    >>> Linear(torch.eye(2), offset=torch.tensor([0.0, 10.0]))(torch.ones(1, 1, 2))
+    tensor([[[ 1., 11.]]])
     """
 
     weight: Float[Tensor, "d_in d_out"]
     offset: Float[Tensor, "d_out"] | None = None
 
     def __repr__(self) -> str:
-        return "Linear({} → {}{})".format(*self.weight.shape, "" if self.offset is None else ", offset")
+        return "Linear({} → {}{})".format(*self.weight.shape, _shown(self.offset))
 
     @property
     def bias(self) -> Tensor:
-        return ZERO if self.offset is None else self.offset
+        return bias_of(self.offset)
 
     def at(self, where: Where) -> "Linear":
         return self
 
     def norm_bound(self) -> float:
         return largest_singular_value(self.weight)
+
+    def of_group(self, group: int, groups: int) -> "Linear":
+        return Linear(
+            _group(self.weight, group, groups), maybe(partial(_group, group=group, groups=groups), self.offset)
+        )
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         return _product(x, self.weight.T, self.offset if affine else None)
@@ -103,38 +130,66 @@ def _product(x: Tensor, weight: Tensor, offset: Tensor | None = None) -> Tensor:
     if x.dtype == weight.dtype and (offset is None or offset.dtype == x.dtype):
         return torch.nn.functional.linear(x, weight, offset)
     wide = torch.promote_types(x.dtype, weight.dtype)
-    offset = None if offset is None else offset.to(wide)
+    offset = maybe(partial(Tensor.to, dtype=wide), offset)
     return torch.nn.functional.linear(x.to(wide), weight.to(wide), offset).to(x.dtype)
+
+
+def _group(channels: Tensor, group: int, groups: int) -> Tensor:
+    """One of several equal groups of channels."""
+    return channels.unflatten(-1, (groups, -1))[..., group, :]
+
+
+def _shown(offset: Tensor | None) -> str:
+    """What a repr says of an offset."""
+    return "" if offset is None else ", offset"
+
+
+def _several(held: Tensor) -> int | None:
+    """How many positions something is held at; None where one serves all."""
+    return held.shape[-2] if held.shape[-2] > 1 else None
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Diagonal(PositionwiseMap):
-    """``x * factor + offset``: a frozen factor per position and channel, such as an activation ratio."""
+    """``x * factor + offset``: a frozen factor per position and channel, such as an activation ratio.
+
+    >>> from tensorlens_tl.algebra import Diagonal
+    >>> Diagonal(torch.tensor([[[2.0, 0.0]]]))(torch.ones(1, 1, 2))
+    tensor([[[2., 0.]]])
+    """
 
     factor: Float[Tensor, "*rows batch pos d"]
     offset: Float[Tensor, "*rows batch pos d"] | None = None
 
     @property
     def positions(self) -> int | None:
-        return self.factor.shape[-2] if self.factor.shape[-2] > 1 else None
+        return _several(self.factor)
 
     def __repr__(self) -> str:
-        return f"Diagonal({self.factor.shape[-1]}{'' if self.offset is None else ', offset'})"
+        return f"Diagonal({self.factor.shape[-1]}{_shown(self.offset)})"
 
     @property
     def bias(self) -> Tensor:
-        return ZERO if self.offset is None else self.offset
+        return bias_of(self.offset)
 
     def at(self, where: Where) -> "Diagonal":
-        return Diagonal(at(self.factor, where), None if self.offset is None else at(self.offset, where))
+        return Diagonal(at(self.factor, where), maybe(partial(at, where=where), self.offset))
+
+    @property
+    def is_channelwise(self) -> bool:
+        return True
+
+    def of_group(self, group: int, groups: int) -> "Diagonal":
+        cut = partial(_group, group=group, groups=groups)
+        return Diagonal(cut(self.factor), maybe(cut, self.offset))
 
     def norm_bound(self) -> float:
         return float(self.factor.abs().max())
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         y = x * self.factor
-        return y if self.offset is None or not affine else y + self.offset
+        return plus(y, self.offset) if affine else y
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         note_bias(g, self.bias, biases)
@@ -148,6 +203,10 @@ class Norm(PositionwiseMap):
 
     `scale` is √(var + ε) or √(mean square + ε); `centre` tells LayerNorm (subtracts the mean) from RMSNorm.
     Models divide in float32 and cast back; a float32 scale beside bfloat16 vectors does the same here.
+
+    >>> from tensorlens_tl.algebra import Norm
+    >>> Norm(scale=torch.full((1, 1, 1), 2.0))(torch.tensor([[[1.0, 3.0]]]))
+    tensor([[[-0.5000,  0.5000]]])
     """
 
     scale: Float[Tensor, "*rows batch pos 1"]
@@ -157,31 +216,33 @@ class Norm(PositionwiseMap):
 
     @property
     def positions(self) -> int | None:
-        return self.scale.shape[-2] if self.scale.shape[-2] > 1 else None
+        return _several(self.scale)
 
     def __repr__(self) -> str:
         return f"Norm({'centred' if self.centre else 'not centred'})"
 
     @property
     def bias(self) -> Tensor:
-        return ZERO if self.shift is None else self.shift
+        return bias_of(self.shift)
 
     def at(self, where: Where) -> "Norm":
         return replace(self, scale=at(self.scale, where))
 
     def norm_bound(self) -> float:
-        return (1.0 if self.gain is None else float(self.gain.abs().max())) / float(self.scale.min())
+        bound = 1.0
+        if self.gain is not None:
+            bound = float(self.gain.abs().max())
+        return bound / float(self.scale.min())
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        y = ((x - x.mean(-1, keepdim=True) if self.centre else x) / self.scale).to(x.dtype)
-        y = y if self.gain is None else y * self.gain
-        y = y if self.shift is None or not affine else y + self.shift
+        y = times((centred(x, self.centre) / self.scale).to(x.dtype), self.gain)
+        if affine:
+            y = plus(y, self.shift)
         return y.to(x.dtype)  # gains in float32 beside bfloat16 vectors
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         note_bias(g, self.bias, biases)
-        y = ((g if self.gain is None else g * self.gain) / self.scale).to(g.dtype)
-        return y - y.mean(-1, keepdim=True) if self.centre else y
+        return centred((times(g, self.gain) / self.scale).to(g.dtype), self.centre)
 
 
 @final
@@ -191,6 +252,11 @@ class Attention(AffineMap):
 
     Grouped-query attention needs no expanded weights: query head h reads key-value head ``h // (heads // kv_heads)``.
     Pattern rows need not sum to 1 (attention sinks, fully masked rows).
+
+    >>> from tensorlens_tl.algebra import Attention
+    >>> pattern = torch.tensor([[[[1.0, 0.0], [0.5, 0.5]]]])
+    >>> Attention(pattern, kv_heads=1)(torch.tensor([[[1.0], [3.0]]])).flatten()
+    tensor([1., 2.])
     """
 
     pattern: Float[Tensor, "batch head query key"]
@@ -208,6 +274,12 @@ class Attention(AffineMap):
     def of_head(self, head: int) -> "Attention":
         """One head alone: it mixes the values of its key-value head."""
         return Attention(self.pattern[:, head : head + 1], 1)
+
+    def component(self, number: int) -> "Attention":
+        return self.of_head(number)
+
+    def group_read_by(self, number: int) -> tuple[int, int]:
+        return number * self.kv_heads // self.n_heads, self.kv_heads
 
     def __repr__(self) -> str:
         _, heads, query, key = self.pattern.shape
@@ -237,15 +309,13 @@ class Attention(AffineMap):
         return replace(self, pattern=rows)._forward(x, affine=False)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        made = mixed(self.pattern, self.kv_heads, x.reshape(-1, *x.shape[-3:]))
-        return made.reshape(*x.shape[:-3], *made.shape[1:])
+        return mixed(self.pattern, self.kv_heads, x)
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        pulled = unmixed(self.pattern, self.kv_heads, g.reshape(-1, *g.shape[-3:]))
-        return pulled.reshape(*g.shape[:-3], *pulled.shape[1:])
+        return unmixed(self.pattern, self.kv_heads, g)
 
-    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
-        keys = self.pattern[..., there]
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
+        keys = self.pattern[..., destination]
         if not isinstance(here, RowPositions):
             return unmixed(keys[:, :, here], self.kv_heads, g)
         rows = here.positions
@@ -258,25 +328,29 @@ class Attention(AffineMap):
 
 
 def mixed(
-    pattern: Float[Tensor, "batch head query key"], kv_heads: int, x: Float[Tensor, "row _ _ kv_width"]
-) -> Float[Tensor, "row batch query width"]:
+    pattern: Float[Tensor, "batch head query key"], kv_heads: int, x: Float[Tensor, "*rows _ _ kv_width"]
+) -> Float[Tensor, "*rows batch query width"]:
     """Values mixed over positions by a pattern; one batch row or one position of them serves all."""
-    values = rearrange(x, "r b k (kv d) -> r b k kv d", kv=kv_heads)
-    made = torch.einsum("bcgqk,rbkcd->rbqcgd", pattern.unflatten(1, (kv_heads, -1)), values)
-    return made.flatten(3)
+    values = rearrange(x[None].flatten(0, -4), "r b k (kv d) -> r b k kv d", kv=kv_heads)
+    outputs = torch.einsum("bcgqk,rbkcd->rbqcgd", pattern.unflatten(1, (kv_heads, -1)), values).flatten(3)
+    return outputs.reshape(*x.shape[:-3], *outputs.shape[1:])
 
 
 def unmixed(
-    pattern: Float[Tensor, "batch head query key"], kv_heads: int, g: Float[Tensor, "row _ _ width"]
-) -> Float[Tensor, "row batch key kv_width"]:
+    pattern: Float[Tensor, "batch head query key"], kv_heads: int, g: Float[Tensor, "*rows _ _ width"]
+) -> Float[Tensor, "*rows batch key kv_width"]:
     """The adjoint of `mixed`."""
     grouped = pattern.unflatten(1, (kv_heads, -1))
-    heads = rearrange(g, "r b q (kv group d) -> r b q kv group d", kv=kv_heads, group=grouped.shape[2])
-    return torch.einsum("bcgqk,rbqcgd->rbkcd", grouped, heads).flatten(-2)
+    heads = rearrange(
+        g[None].flatten(0, -4), "r b q (kv group d) -> r b q kv group d", kv=kv_heads, group=grouped.shape[2]
+    )
+    values = torch.einsum("bcgqk,rbqcgd->rbkcd", grouped, heads).flatten(-2)
+    return values.reshape(*g.shape[:-3], *values.shape[1:])
 
 
 def largest_singular_value(matrix: Float[Tensor, "*batch rows columns"]) -> float:
     """By the Gram matrix of the smaller side, in float64: several times faster than singular values."""
     matrix = matrix.double()
-    gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
-    return float(torch.linalg.eigvalsh(gram)[..., -1].max().clamp_min(0).sqrt())
+    if matrix.shape[-2] > matrix.shape[-1]:
+        matrix = matrix.mT
+    return float(torch.linalg.eigvalsh(matrix @ matrix.mT)[..., -1].max().clamp_min(0).sqrt())

@@ -25,9 +25,9 @@ FIRST = 16
 """Rows that an estimate to a tolerance begins with; each further round takes half as many again as there are."""
 
 CAUTION = 3
-"""Over the number of rows kept: by how much more intervals take the spread to be. Measured; see the tests."""
+"""Over the number of rows stored: by how much more intervals take the spread to be. Measured; see the tests."""
 
-KEPT = 64
+STORED = 64
 """Rows whose products with each other are taken at most."""
 
 NEGLIGIBLE = 0.01
@@ -70,7 +70,7 @@ def probed(
     probes: int | None,
     tol: float | None,
     rows: str,
-    kept: int,
+    stored: int,
 ) -> Estimate | None:
     """Norms for one query from random rows.
 
@@ -82,38 +82,45 @@ def probed(
         probes: how many, or
         tol: until this relative standard error is reached.
         rows: one of `ROWS`.
-        kept: of how many rows the products with each other are taken.
+        stored: of how many rows the products with each other are taken.
 
     Returns:
         The estimate; None if `tol` needs d rows or more.
     """
     batch, width = shape
-    frame = _frame(batch, width, probes or width, generator) if rows == "orthonormal" else None
+    frame: Tensor | None = None
+    frame_width: int | None = None
+    if rows == "orthonormal":
+        frame = _frame(batch, width, probes or width, generator)
+        frame_width = width
     samples: list[Tensor] = []
     pulled: list[Tensor] = []
-    taken, wanted = 0, probes or FIRST
+    taken = 0
+    wanted = probes or FIRST
     while tol is None or wanted < width:
         if frame is not None:
             vectors = frame[taken:wanted]
         else:
             vectors = torch.randn(wanted - taken, batch, width, generator=generator, dtype=torch.float32)
-        squares, first = pull(vectors, min(max(0, kept - taken), len(vectors)))
+        squares, first = pull(vectors, min(max(0, stored - taken), len(vectors)))
         samples.append(squares)
         pulled.append(first)
         taken = wanted
-        found = _estimate(torch.cat(samples), torch.cat(pulled), width if frame is not None else None)
-        relevant = found.norm > NEGLIGIBLE * found.norm.amax(-1, keepdim=True)
-        if tol is None or not bool((found.stderr > tol * found.norm)[relevant].any()):
-            return found
+        estimate = _estimate(torch.cat(samples), torch.cat(pulled), frame_width)
+        relevant = estimate.norm > NEGLIGIBLE * estimate.norm.amax(-1, keepdim=True)
+        if tol is None or not bool((estimate.stderr > tol * estimate.norm)[relevant].any()):
+            return estimate
         wanted += -(-taken // 2)
     return None
 
 
-def kept_rows(bytes_per_row: int, memory: Memory) -> tuple[int, Memory]:
-    """How many pulled rows an estimate may keep, at least two, and what that leaves of the memory."""
+def stored_rows(bytes_per_row: int, memory: Memory) -> tuple[int, Memory]:
+    """How many pulled rows an estimate may store, at least two, and what that leaves of the memory."""
     bound = in_bytes(memory)
-    kept = max(2, min(KEPT, bound // (4 * max(1, bytes_per_row))))
-    return kept, None if memory is None else max(1, bound - 2 * kept * bytes_per_row)
+    stored = max(2, min(STORED, bound // (4 * max(1, bytes_per_row))))
+    if memory is None:
+        return stored, None
+    return stored, max(1, bound - 2 * stored * bytes_per_row)
 
 
 def _frame(batch: int, width: int, rows: int, generator: torch.Generator) -> Tensor:
@@ -126,7 +133,8 @@ def _frame(batch: int, width: int, rows: int, generator: torch.Generator) -> Ten
 
 def _estimate(samples: Tensor, pulled: Tensor, width: int | None) -> Estimate:
     """From the squares of all rows and the first few rows themselves; `width` where they are a frame of so many."""
-    count, tiny = len(samples), torch.finfo(samples.dtype).tiny
+    count = len(samples)
+    tiny = torch.finfo(samples.dtype).tiny
     norm = samples.mean(0).sqrt()
     spread = _inverse_rank(pulled, width)
     # a few products say little, and too small a spread makes intervals that miss; one is a rank of one

@@ -1,7 +1,8 @@
-"""Attention whose pattern is made when it is needed, for a few queries at a time, and dropped."""
+"""Attention whose pattern is computed when it is needed, for a few queries at a time, and dropped."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, final, runtime_checkable
 
 import torch
@@ -10,16 +11,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.maps import ZERO, AffineMap
-from tensorlens_tl.algebra.positions import BiasTerms, RowPositions, Where, shared
+from tensorlens_tl.algebra.numerics import maybe
+from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, shared
 from tensorlens_tl.algebra.primitives import Attention, largest_singular_value, mixed, unmixed
 
 CHUNK_BYTES = 32 * 2**20
-"""How much of a pattern is made at once; while it is made, some four times as much is allocated."""
+"""How much of a pattern is computed at once; computing it allocates some four times as much."""
 
 
 @runtime_checkable
 class PatternRows(Protocol):
-    """What can make the rows of a pattern."""
+    """What computes the rows of a pattern."""
 
     def of_head(self, head: int) -> "PatternRows":
         """The same for one head."""
@@ -45,36 +47,36 @@ class PatternRows(Protocol):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class RecomputedAttention(AffineMap):
-    """`Attention` that holds no pattern: `source` makes rows of it, a few queries at a time.
+    """`Attention` that holds no pattern: `source` computes rows of it, a few queries at a time.
 
-    A pull from one query makes one row, and no map holds more of a pattern than `CHUNK_BYTES` at once, whatever the
+    A pull from one query computes one row, and no map holds more of a pattern than `CHUNK_BYTES` at once, whatever the
     number of rows pushed or pulled; `pattern` makes the whole.
 
     Attributes:
         source: makes the rows.
         heads: a factor for each head, `[head]`: 0 for those that are left out; None keeps all.
-        kept: the positions that the map is cut to, ascending; None for all.
+        cut: the positions that the map is cut to, ascending; None for all.
     """
 
     source: PatternRows
     kv_heads: int
     dtype: torch.dtype
     heads: Float[Tensor, "head"] | None = None
-    kept: Int[Tensor, "kept"] | None = None
+    cut: Int[Tensor, "cut"] | None = None
 
     @property
     def positions(self) -> int | None:
-        return self.source.shape[-1] if self.kept is None else len(self.kept)
+        return len(self._queries())
 
     @property
     def pattern(self) -> Float[Tensor, "batch head query key"]:
         batch, heads, _ = self.source.shape
         queries = self._queries()
-        made = torch.zeros(batch, heads, len(queries), len(queries), dtype=self.dtype, device=queries.device)
+        pattern = torch.zeros(batch, heads, len(queries), len(queries), dtype=self.dtype, device=queries.device)
         for chunk in self._chunks(len(queries)):
             rows = self._rows(queries[chunk].expand(batch, -1))
-            made[:, :, chunk, : rows.shape[-1]] = rows
-        return made
+            pattern[:, :, chunk, : rows.shape[-1]] = rows
+        return pattern
 
     @property
     def n_heads(self) -> int:
@@ -83,8 +85,14 @@ class RecomputedAttention(AffineMap):
 
     def of_head(self, head: int) -> "RecomputedAttention":
         """One head alone: it mixes the values of its key-value head."""
-        factor = None if self.heads is None else self.heads[head : head + 1]
+        factor = maybe(partial(torch.narrow, dim=0, start=head, length=1), self.heads)
         return replace(self, source=self.source.of_head(head), kv_heads=1, heads=factor)
+
+    def component(self, number: int) -> "RecomputedAttention":
+        return self.of_head(number)
+
+    def group_read_by(self, number: int) -> tuple[int, int]:
+        return number * self.kv_heads // self.n_heads, self.kv_heads
 
     def __repr__(self) -> str:
         return f"Attention({self.n_heads} heads, {self.positions} × {self.positions}, recomputed)"
@@ -98,7 +106,7 @@ class RecomputedAttention(AffineMap):
         return True
 
     def at(self, where: Where) -> "RecomputedAttention":
-        return replace(self, kept=self._queries()[shared(where)])
+        return replace(self, cut=self._queries()[shared(where)])
 
     def norm_bound(self) -> float:
         return largest_singular_value(rearrange(self.pattern, "b (kv group) q k -> b kv (group q) k", kv=self.kv_heads))
@@ -111,29 +119,29 @@ class RecomputedAttention(AffineMap):
         return mixed(rows, self.kv_heads, x[None, :, : rows.shape[-1]])[0]
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        queries, values = self._queries(), x.reshape(-1, *x.shape[-3:])
+        queries = self._queries()
         parts: list[Tensor] = []
         for chunk in self._chunks(len(queries)):
             rows = self._rows(queries[chunk].expand(self.source.shape[0], -1))
-            parts.append(mixed(rows, self.kv_heads, values[:, :, : rows.shape[-1]]))
-        made = torch.cat(parts, dim=2)
-        return made.reshape(*x.shape[:-3], *made.shape[1:])
+            parts.append(mixed(rows, self.kv_heads, x[..., : rows.shape[-1], :]))
+        return torch.cat(parts, dim=-2)
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        queries, vectors = self._queries(), g.reshape(-1, *g.shape[-3:])
+        queries = self._queries()
+        vectors = g.reshape(-1, *g.shape[-3:])
         pulled = self._pulled(vectors, queries, slice(0, len(queries)))
         return pulled.reshape(*g.shape[:-3], *pulled.shape[1:])
 
-    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         queries = self._queries()
         if not isinstance(here, RowPositions):
-            return self._pulled(g, queries[here], there)
-        asked = queries[here.positions]
-        if len(asked) == 1:  # one query of each prompt serves every vector
-            return unmixed(self._keys(self._rows(asked.T), there), self.kv_heads, g)
+            return self._pulled(g, queries[here], destination)
+        origin = queries[here.positions]
+        if len(origin) == 1:  # one query of each prompt serves every vector
+            return unmixed(self._keys(self._rows(origin.T), destination), self.kv_heads, g)
         parts: list[Tensor] = []
-        for chunk in self._chunks(len(asked)):
-            rows = rearrange(self._keys(self._rows(asked[chunk].T), there), "b h r k -> r b h k")
+        for chunk in self._chunks(len(origin)):
+            rows = rearrange(self._keys(self._rows(origin[chunk].T), destination), "b h r k -> r b h k")
             grouped = rearrange(rows, "r b (kv group) k -> r b kv group k", kv=self.kv_heads)
             heads = rearrange(
                 g[chunk, :, 0], "r b (kv group d) -> r b kv group d", kv=self.kv_heads, group=grouped.shape[3]
@@ -144,35 +152,37 @@ class RecomputedAttention(AffineMap):
     # ------------------------------------------------------------------ inside
 
     def _pulled(
-        self, g: Float[Tensor, "row batch query width"], queries: Int[Tensor, "query"], there: slice | list[int]
+        self, g: Float[Tensor, "row batch query width"], queries: Int[Tensor, "query"], destination: Positions
     ) -> Float[Tensor, "row batch key d"]:
-        count = len(range(there.stop)[there]) if isinstance(there, slice) else len(there)
-        width = g.shape[-1] * self.kv_heads // self.source.shape[1]
+        count = self._queries()[destination].numel()
+        width = g.shape[-1] * self.kv_heads // self.n_heads
         total = g.new_zeros(*g.shape[:2], count, width)
         for chunk in self._chunks(len(queries)):
             rows = self._rows(queries[chunk].expand(self.source.shape[0], -1))
-            if isinstance(there, slice):
-                rows = rows[..., there]
+            if isinstance(destination, slice):
+                rows = rows[..., destination]
                 total[:, :, : rows.shape[-1]] += unmixed(rows, self.kv_heads, g[:, :, chunk])
             else:
-                total += unmixed(self._keys(rows, there), self.kv_heads, g[:, :, chunk])
+                total += unmixed(self._keys(rows, destination), self.kv_heads, g[:, :, chunk])
         return total
 
     def _rows(self, positions: Int[Tensor, "batch query"]) -> Float[Tensor, "batch head query reached"]:
         """Rows of some queries, at the keys that the map is cut to."""
         rows = self.source.rows(positions, self.dtype)
-        if self.kept is not None:
-            rows = rows[..., self.kept[self.kept < rows.shape[-1]]]
-        return rows if self.heads is None else rows * self.heads[:, None, None]
+        if self.cut is not None:
+            rows = rows[..., self.cut[self.cut < rows.shape[-1]]]
+        if self.heads is None:
+            return rows
+        return rows * self.heads[:, None, None]
 
-    def _keys(self, rows: Float[Tensor, "batch head query reached"], there: slice | list[int]) -> Tensor:
-        """The keys that are asked for; those that no query reaches are zero."""
-        wanted = there.stop if isinstance(there, slice) else max(there) + 1
-        return torch.nn.functional.pad(rows, (0, max(0, wanted - rows.shape[-1])))[..., there]
+    def _keys(self, rows: Float[Tensor, "batch head query reached"], destination: Positions) -> Tensor:
+        """The keys of the destination; those that no query reaches are zero."""
+        end = destination.stop if isinstance(destination, slice) else max(destination) + 1
+        return torch.nn.functional.pad(rows, (0, max(0, end - rows.shape[-1])))[..., destination]
 
     def _queries(self) -> Int[Tensor, "query"]:
-        if self.kept is not None:
-            return self.kept
+        if self.cut is not None:
+            return self.cut
         return torch.arange(self.source.shape[-1], device=self.source.queries.device)
 
     def _chunks(self, queries: int) -> Iterator[slice]:

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.maps import ZERO, MixingMap
+from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.algebra.positions import Where, shared
 from tensorlens_tl.algebra.primitives import largest_singular_value
 
@@ -36,6 +37,10 @@ class Recursion(MixingMap):
     Attributes:
         weight: the step.
         keep: True at positions that take part; the others (padding) neither give, receive, nor pass on. None for all.
+
+    >>> from tensorlens_tl.algebra import Recursion
+    >>> Recursion(0.5 * torch.eye(1))(torch.ones(1, 3, 1)).flatten()
+    tensor([1.0000, 1.5000, 1.7500])
     """
 
     weight: Float[Tensor, "d d"]
@@ -47,26 +52,33 @@ class Recursion(MixingMap):
 
     @property
     def positions(self) -> int | None:
-        return None if self.keep is None else self.keep.shape[-1]
+        return maybe(_length, self.keep)
 
     def __repr__(self) -> str:
-        return f"Recursion({len(self.weight)}{'' if self.keep is None else ', padded'})"
+        padded = "" if self.keep is None else ", padded"
+        return f"Recursion({len(self.weight)}{padded})"
 
     @property
     def bias(self) -> Tensor:
         return ZERO
 
     def at(self, where: Where) -> "Recursion":
-        return self if self.keep is None else replace(self, keep=self.keep[:, shared(where)])
+        if self.keep is None:
+            return self
+        return replace(self, keep=self.keep[:, shared(where)])
 
     def norm_bound(self) -> float:
         """A bound of ``Σ_k ‖Wᵏ‖``, infinite where the powers do not shrink."""
-        bound, power = 1.0, self.weight.double()
+        bound = 1.0
+        power = self.weight.double()
         for _ in range(64):  # Σ_{k<2m} ‖Wᵏ‖ ≤ (1 + ‖Wᵐ‖) Σ_{k<m} ‖Wᵏ‖
-            size = largest_singular_value(power) if bool(power.abs().max() < 1e100) else float("inf")
-            if size < 1e-12 or size == float("inf"):
-                return bound * (1 + size)
-            bound, power = bound * (1 + size), power @ power
+            if not bool(power.abs().max() < 1e100):
+                break
+            size = largest_singular_value(power)
+            bound *= 1 + size
+            if size < 1e-12:
+                return bound
+            power = power @ power
         return float("inf")
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
@@ -82,7 +94,11 @@ class DiagonalRecursion(MixingMap):
     """``y_i = x_i + factor_i ⊙ y_{i−1}``, channels and states side by side in the last axis of vectors.
 
     Attributes:
-        factor: of every position, `[batch, pos, channel, state]`; the first position's meets nothing.
+        factor: of every position, `[batch, pos, channel, state]`; the first position's multiplies nothing.
+
+    >>> from tensorlens_tl.algebra import DiagonalRecursion
+    >>> DiagonalRecursion(torch.full((1, 3, 1, 1), 0.5))(torch.ones(1, 3, 1)).flatten()
+    tensor([1.0000, 1.5000, 1.7500])
     """
 
     factor: Float[Tensor, "batch pos channel state"]
@@ -117,8 +133,12 @@ class DiagonalRecursion(MixingMap):
         return diagonal_scan(g.flip(-2), _passed_back(self.factor.flatten(-2))).flip(-2)
 
 
+def _length(keep: Bool[Tensor, "batch pos"]) -> int:
+    return keep.shape[-1]
+
+
 def _passed_back(factor: Float[Tensor, "*any pos d"]) -> Float[Tensor, "*any pos d"]:
-    """The factors of the adjoint's scan, which runs from the last position: each is met one step later."""
+    """The factors of the adjoint's scan, which runs from the last position: each acts one step later."""
     back = factor.flip(-2)
     return torch.cat([torch.ones_like(back[..., :1, :]), back[..., :-1, :]], dim=-2)
 
@@ -213,7 +233,8 @@ class _Scan(torch.autograd.Function):
 def fastest(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Float[Tensor, "*rows pos d"]:
     """The scan that costs least for so many rows and positions: by steps, products of vectors, and powers of W."""
     pos, width = x.shape[-2:]
-    vectors, power = 2 * x[..., 0].numel() * width**2, 2 * width**3
+    vectors = 2 * x[..., 0].numel() * width**2
+    power = 2 * width**3
     rounds = max(1, (pos - 1).bit_length())
     costs = {
         sequential: pos * STEP + vectors,
@@ -245,7 +266,7 @@ def chunked(
     for _ in range(size - 1):
         powers.append(powers[-1] @ weight)
     ends = fastest(inside[..., -1, :], powers[-1])
-    handed = torch.cat(powers, dim=1)  # what a chunk's start receives is met by W, W², … inside it
+    handed = torch.cat(powers, dim=1)  # what a chunk's start receives is multiplied by W, W², … inside it
     carried = (ends[..., :-1, :] @ handed).unflatten(-1, (size, width))
     inside[..., 1:, :, :] += carried
     return inside.reshape(*x.shape[:-2], -1, width)[..., :pos, :]
@@ -263,11 +284,13 @@ def prefix(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Flo
 
 def doubling(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Float[Tensor, "*rows pos d"]:
     """What comes from one position before, then from two, four, … before: log2(pos) rounds (Hillis & Steele 1986)."""
-    y, reach, pos = x, 1, x.shape[-2]
-    while reach < pos:
+    y = x
+    reach = 1
+    while reach < x.shape[-2]:
+        if reach > 1:
+            weight = weight @ weight
         y = torch.cat([y[..., :reach, :], y[..., reach:, :] + y[..., :-reach, :] @ weight], dim=-2)
         reach *= 2
-        weight = weight @ weight if reach < pos else weight
     return y
 
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, collector
 from tensorlens_tl.algebra.positions import Where, at
 
 
@@ -46,6 +46,11 @@ class Routed(PositionwiseMap):
         shape: the axes of vectors that the places are counted over: batch and pos; with a position of its own for each
             row, row, batch and 1.
         width: of the vectors that come out.
+
+    >>> from tensorlens_tl.algebra import Branch, Linear, Routed
+    >>> second = Branch(Linear(2 * torch.eye(1)), places=torch.tensor([1]), weight=torch.tensor([0.5]), number=7)
+    >>> Routed((second,), shape=(1, 3), width=1)(torch.ones(1, 3, 1)).flatten()
+    tensor([0., 1., 0.])
     """
 
     branches: tuple[Branch, ...]
@@ -57,7 +62,7 @@ class Routed(PositionwiseMap):
         return f"Routed({len(self.branches)} branches, {tokens} tokens)"
 
     @cached_property
-    def _own_bias(self) -> Tensor:
+    def _bias(self) -> Tensor:
         biases = [branch.map.bias for branch in self.branches]
         if all(bias is ZERO for bias in biases):
             return ZERO
@@ -70,26 +75,26 @@ class Routed(PositionwiseMap):
 
     @property
     def bias(self) -> Tensor:
-        return self._own_bias
+        return self._bias
 
     def at(self, where: Where) -> "Routed":
         cells = torch.arange(self.shape[0] * self.shape[1], device=self.branches[0].places.device)
-        kept = at(cells.reshape(*self.shape, 1), where)[..., 0]  # which place each new cell was
-        if kept.ndim == 3 and len(kept) == 1:  # one position for all rows
-            kept = kept[0]
-        found = torch.full_like(cells, -1)
+        old_cells = at(cells.reshape(*self.shape, 1), where)[..., 0]  # of each new cell
+        if old_cells.ndim == 3 and len(old_cells) == 1:  # one position for all rows
+            old_cells = old_cells[0]
+        packed_index = torch.full_like(cells, -1)
         branches = []
         for branch in self.branches:
-            found[branch.places] = torch.arange(len(branch.places), device=cells.device)
-            packed = found[kept.flatten()]
+            packed_index[branch.places] = torch.arange(len(branch.places), device=cells.device)
+            packed = packed_index[old_cells.flatten()]
             places = (packed >= 0).nonzero()[:, 0]
             index = packed[places]
-            found[branch.places] = -1
+            packed_index[branch.places] = -1
             if len(places) or not branches:  # one branch stays, with no tokens, to tell widths and devices
                 branches.append(Branch(branch.map.at(index.tolist()), places, branch.weight[index], branch.number))
         if len(branches) > 1 and not len(branches[0].places):
             branches = branches[1:]
-        return Routed(tuple(branches), tuple(kept.shape), self.width)
+        return Routed(tuple(branches), tuple(old_cells.shape), self.width)
 
     def norm_bound(self) -> float:
         bounds = torch.zeros(math.prod(self.shape), dtype=torch.float64)
@@ -102,36 +107,44 @@ class Routed(PositionwiseMap):
         flat = x.flatten(-1 - len(self.shape), -2)
         out = x.new_zeros(*flat.shape[:-1], self.width)
         for branch in self.branches:
-            made = branch.map._forward(flat[..., branch.places, :].unsqueeze(-3), affine).squeeze(-3)
-            out = out.index_add(-2, branch.places, made * branch.weight[:, None])
+            output = branch.map._forward(flat[..., branch.places, :].unsqueeze(-3), affine).squeeze(-3)
+            out = out.index_add(-2, branch.places, output * branch.weight[:, None])
         return out.unflatten(-2, x.shape[-1 - len(self.shape) : -1])
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         flat = g.flatten(-1 - len(self.shape), -2)
         out: Tensor | None = None
-        met = flat.new_zeros(flat.shape[:-1]) if biases is not None else None
+        bias_terms = flat.new_zeros(flat.shape[:-1])
         for branch in self.branches:
-            noted: list[Tensor] | None = None if met is None else []
+            terms = collector(biases)
             packed = (flat[..., branch.places, :] * branch.weight[:, None]).unsqueeze(-3)
-            made = branch.map._backward(packed, noted).squeeze(-3)
-            out = made.new_zeros(*flat.shape[:-1], made.shape[-1]) if out is None else out
-            out = out.index_add(-2, branch.places, made)
-            for term in noted or ():
-                assert met is not None
-                met = met.index_add(-1, branch.places, term.squeeze(-2))
+            pulled = branch.map._backward(packed, terms).squeeze(-3)
+            if out is None:
+                out = pulled.new_zeros(*flat.shape[:-1], pulled.shape[-1])
+            out = out.index_add(-2, branch.places, pulled)
+            for term in terms or ():
+                bias_terms = bias_terms.index_add(-1, branch.places, term.squeeze(-2))
         assert out is not None  # there is at least one branch
         shape = g.shape[-1 - len(self.shape) : -1]
-        if biases is not None and met is not None and self._own_bias is not ZERO:
-            biases.append(met.unflatten(-1, shape))
+        if biases is not None and self._bias is not ZERO:
+            biases.append(bias_terms.unflatten(-1, shape))
         return out.unflatten(-2, shape)
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Beside(PositionwiseMap):
-    """Maps that read the same vector, what they give side by side: ``[.., (term d)]``; all of the same width."""
+    """Maps that read the same vector, what they give side by side: ``[.., (term d)]``; all of the same width.
+
+    >>> from tensorlens_tl.algebra import Beside, Identity, Linear
+    >>> Beside((Identity(), Linear(2 * torch.eye(2))))(torch.ones(1, 1, 2))
+    tensor([[[1., 1., 2., 2.]]])
+    """
 
     terms: tuple[AffineMap, ...]
+
+    def component(self, number: int) -> AffineMap:
+        return self.terms[number]
 
     def __repr__(self) -> str:
         return f"Beside({', '.join(map(repr, self.terms))})"
@@ -139,11 +152,12 @@ class Beside(PositionwiseMap):
     @property
     def bias(self) -> Tensor:
         biases = [term.bias for term in self.terms]
-        like = next((bias for bias in biases if bias is not ZERO), None)
-        if like is None:
+        given = [bias for bias in biases if bias is not ZERO]
+        if not given:
             return ZERO
-        shape = torch.broadcast_shapes(*(bias.shape for bias in biases if bias is not ZERO))
-        return torch.cat([like.new_zeros(shape) if b is ZERO else b.expand(shape) for b in biases], dim=-1)
+        shape = torch.broadcast_shapes(*(bias.shape for bias in given))
+        zeros = given[0].new_zeros(shape)
+        return torch.cat([zeros if bias is ZERO else bias.expand(shape) for bias in biases], dim=-1)
 
     def at(self, where: Where) -> "Beside":
         return Beside(tuple(term.at(where) for term in self.terms))
@@ -163,7 +177,12 @@ class Beside(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupSum(PositionwiseMap):
-    """The sum of vectors that are side by side: ``[.., (group d)] -> [.., d]``; what ends `Beside`."""
+    """The sum of vectors that are side by side: ``[.., (group d)] -> [.., d]``; what ends `Beside`.
+
+    >>> from tensorlens_tl.algebra import GroupSum
+    >>> GroupSum(2)(torch.tensor([[[1.0, 2.0, 30.0, 40.0]]]))
+    tensor([[[31., 42.]]])
+    """
 
     groups: int
 

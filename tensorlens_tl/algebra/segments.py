@@ -10,9 +10,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap
-from tensorlens_tl.algebra.positions import BiasTerms, RowPositions, Where
-from tensorlens_tl.algebra.primitives import Attention, Identity
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, collector
+from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where
+from tensorlens_tl.algebra.primitives import Attention, Identity, mixed, unmixed
 
 
 @final
@@ -38,7 +38,8 @@ class Segment(AffineMap):
         return self.length
 
     def __repr__(self) -> str:
-        return f"Segment({self.inner}, {self.start} to {self.stop} of {self.length}{', only' * self.only})"
+        only = ", only" if self.only else ""
+        return f"Segment({self.inner}, {self.start} to {self.stop} of {self.length}{only})"
 
     @property
     def bias(self) -> Tensor:
@@ -47,6 +48,10 @@ class Segment(AffineMap):
             return ZERO
         bias = bias.expand(*(bias.shape[:-2] or (1,)), self.stop - self.start, bias.shape[-1])
         return torch.nn.functional.pad(bias, (0, 0, self.start, self.length - self.stop))
+
+    @property
+    def is_segment(self) -> bool:
+        return True
 
     @property
     def mixes(self) -> bool:
@@ -59,46 +64,46 @@ class Segment(AffineMap):
     def at(self, where: Where) -> "Segment | Picked":
         if isinstance(where, RowPositions):
             inside = (where.positions >= self.start) & (where.positions < self.stop)
-            own = (where.positions - self.start).clamp(0, self.stop - self.start - 1)
-            return Picked(self.inner.at(RowPositions(own)), inside[..., None, None], self.only)
+            within = (where.positions - self.start).clamp(0, self.stop - self.start - 1)
+            return Picked(self.inner.at(RowPositions(within)), inside[..., None, None], self.only)
         if isinstance(where, slice):
             first, last, _ = where.indices(self.length)
             start, stop = (min(max(bound, first), last) for bound in (self.start, self.stop))
-            kept = self.inner.at(slice(start - self.start, stop - self.start))
+            inner = self.inner.at(slice(start - self.start, stop - self.start))
             if start == stop and not self.only:  # nothing of it is left
-                kept = Identity()
-            return replace(self, inner=kept, start=start - first, stop=stop - first, length=last - first)
+                inner = Identity()
+            return replace(self, inner=inner, start=start - first, stop=stop - first, length=last - first)
         if list(where) != sorted(where):
             raise TypeError(f"positions {where} must ascend.")
-        inside = [place for place in where if self.start <= place < self.stop]
-        start = sum(place < self.start for place in where)
-        kept = self.inner.at([place - self.start for place in inside])
-        return replace(self, inner=kept, start=start, stop=start + len(inside), length=len(where))
+        inside = [position for position in where if self.start <= position < self.stop]
+        start = sum(position < self.start for position in where)
+        inner = self.inner.at([position - self.start for position in inside])
+        return replace(self, inner=inner, start=start, stop=start + len(inside), length=len(where))
 
     def norm_bound(self) -> float:
         bound = self.inner.norm_bound()
         return bound if self.only else max(1.0, bound)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        return self._apart(x, self.inner._forward(x[..., self.start : self.stop, :], affine))
+        return self._beside_others(x, self.inner._forward(x[..., self.start : self.stop, :], affine))
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        noted: list[Tensor] | None = None if biases is None else []
-        made = self.inner._backward(g[..., self.start : self.stop, :], noted)
+        terms = collector(biases)
+        inside = self.inner._backward(g[..., self.start : self.stop, :], terms)
         if biases is not None:
             around = (self.start, self.length - self.stop)
-            biases += [torch.nn.functional.pad(term, around) for term in noted or ()]
-        return self._apart(g, made)
+            biases += [torch.nn.functional.pad(term, around) for term in terms or ()]
+        return self._beside_others(g, inside)
 
-    def _apart(self, x: Tensor, made: Tensor) -> Tensor:
-        """What was made of the segment, and the other positions beside it."""
+    def _beside_others(self, x: Tensor, inside: Tensor) -> Tensor:
+        """What the segment became, with the other positions before and after it."""
         if self.only:
-            return torch.nn.functional.pad(made, (0, 0, self.start, self.length - self.stop))
-        return torch.cat([x[..., : self.start, :], made, x[..., self.stop :, :]], dim=-2)
+            return torch.nn.functional.pad(inside, (0, 0, self.start, self.length - self.stop))
+        return torch.cat([x[..., : self.start, :], inside, x[..., self.stop :, :]], dim=-2)
 
-    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         if self.mixes:
-            return self._pull_among(g, here, there, reach, biases)
+            return self._pull_among(g, here, destination, reach, biases)
         return self._pull_alone(g, here, biases)
 
 
@@ -131,12 +136,14 @@ class Picked(PositionwiseMap):
         return max(1.0, self.inner.norm_bound())
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        made = self.inner._forward(x, affine)
-        return torch.where(self.inside, made, torch.zeros_like(made) if self.only else x)
+        output = self.inner._forward(x, affine)
+        outside = torch.zeros_like(output) if self.only else x
+        return torch.where(self.inside, output, outside)
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        made = self.inner._backward(torch.where(self.inside, g, torch.zeros_like(g)), biases)
-        return made if self.only else made + torch.where(self.inside, torch.zeros_like(g), g)
+        zeros = torch.zeros_like(g)
+        pulled = self.inner._backward(torch.where(self.inside, g, zeros), biases)
+        return pulled if self.only else pulled + torch.where(self.inside, zeros, g)
 
 
 def shared_slice(where: Where) -> slice:
@@ -182,9 +189,7 @@ class CrossAttention(AffineMap):
 
     def at(self, where: Where) -> "CrossAttention":
         first, last, _ = shared_slice(where).indices(self.length)
-        (q0, q1), (k0, k1) = (
-            tuple(min(max(bound, first), last) for bound in segment) for segment in (self.queries, self.keys)
-        )
+        q0, q1, k0, k1 = (min(max(bound, first), last) for bound in (*self.queries, *self.keys))
         pattern = self.pattern[:, :, q0 - self.queries[0] : q1 - self.queries[0], k0 - self.keys[0] : k1 - self.keys[0]]
         segments = (q0 - first, q1 - first), (k0 - first, k1 - first)
         return CrossAttention(pattern, self.kv_heads, *segments, last - first)
@@ -199,18 +204,12 @@ class CrossAttention(AffineMap):
         return Attention(torch.nn.functional.pad(self.pattern, pad), self.kv_heads)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        values = x[..., self.keys[0] : self.keys[1], :].unflatten(-1, (self.kv_heads, -1))
-        mixed = torch.einsum("bcgqk,...bkcd->...bqcgd", self._grouped, values).flatten(-3)
-        return torch.nn.functional.pad(mixed, (0, 0, self.queries[0], self.length - self.queries[1]))
+        outputs = mixed(self.pattern, self.kv_heads, x[..., slice(*self.keys), :])
+        return torch.nn.functional.pad(outputs, (0, 0, self.queries[0], self.length - self.queries[1]))
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        heads = g[..., self.queries[0] : self.queries[1], :].unflatten(-1, (self.kv_heads, self._grouped.shape[2], -1))
-        mixed = torch.einsum("bcgqk,...bqcgd->...bkcd", self._grouped, heads).flatten(-2)
-        return torch.nn.functional.pad(mixed, (0, 0, self.keys[0], self.length - self.keys[1]))
+        values = unmixed(self.pattern, self.kv_heads, g[..., slice(*self.queries), :])
+        return torch.nn.functional.pad(values, (0, 0, self.keys[0], self.length - self.keys[1]))
 
-    @property
-    def _grouped(self) -> Tensor:
-        return self.pattern.unflatten(1, (self.kv_heads, -1))
-
-    def _pull(self, g: Tensor, here: Where, there: slice | list[int], reach: slice, biases: BiasTerms | None) -> Tensor:
-        return self._pull_among(g, here, there, reach, biases)
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
+        return self._pull_among(g, here, destination, reach, biases)

@@ -5,7 +5,7 @@ Zimerman & Wolf 2024): channel by channel, output i hears of input j ≤ i by
 
     α_ij = Σ_n C_i[n] · exp(A[n]·(Δ_{j+1} + … + Δ_i)) · B_j[n] · Δ_j
 
-`CausalConvolution` is the short convolution before it. `SelectiveScan` never makes the positions × positions matrix of
+`CausalConvolution` is the short convolution before it. `SelectiveScan` never forms the positions × positions matrix of
 α: it takes a chunk of positions at a time by the matrix inside the chunk, and hands one state on to the next, as Mamba
 2 itself is computed (Dao & Gu 2024). The same chunks serve Mamba 1, whose states decay at rates of their own, and the
 adjoint: the same scan from the last position to the first, with B and C in each other's place.
@@ -19,15 +19,16 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, MixingMap, note_bias
-from tensorlens_tl.algebra.memory import Memory, check_size, chunks
+from tensorlens_tl.algebra.maps import ZERO, MixingMap, bias_of, note_bias
+from tensorlens_tl.algebra.memory import Memory, check_size, chunks, joined
+from tensorlens_tl.algebra.numerics import plus
 from tensorlens_tl.algebra.positions import Where, shared
 from tensorlens_tl.algebra.recursion import STEP
 
 PASS = 12
 """What it costs to decay or to write a number, in multiplications and additions of a matrix product."""
 CHUNK_BYTES = 64 * 2**20
-"""The largest state of a chunk, over as many rows as fit, and the largest array that its matrix is made from."""
+"""The largest state of a chunk, over as many rows as fit, and the largest array that its matrix comes from."""
 
 
 @final
@@ -38,6 +39,10 @@ class CausalConvolution(MixingMap):
     What is before the first position counts as zero. There is no mask: models zero what padding holds before the
     projection that comes first, whose bias the convolution does read, and again after the activation that follows.
     Unless `length` says how many positions there are, a bias that comes to it must be given at each of them.
+
+    >>> from tensorlens_tl.algebra import CausalConvolution
+    >>> CausalConvolution(torch.tensor([[1.0, 10.0]]))(torch.tensor([[[1.0], [2.0], [3.0]]])).flatten()
+    tensor([10., 21., 32.])
     """
 
     weight: Float[Tensor, "channel width"]
@@ -58,14 +63,12 @@ class CausalConvolution(MixingMap):
 
     @property
     def bias(self) -> Tensor:
-        return ZERO if self.offset is None else self.offset
+        return bias_of(self.offset)
 
     def at(self, where: Where) -> "CausalConvolution":
-        where = shared(where)
         if self.length is None:
             return self
-        kept = len(range(self.length)[where]) if isinstance(where, slice) else len(where)
-        return replace(self, length=kept)
+        return replace(self, length=len(torch.arange(self.length)[shared(where)]))
 
     def norm_bound(self) -> float:
         """Σ_k |weight_k| of the largest channel (Young's inequality)."""
@@ -75,7 +78,7 @@ class CausalConvolution(MixingMap):
         y = x * self.weight[:, -1]
         for back in range(1, min(self.weight.shape[-1], x.shape[-2])):
             y[..., back:, :] += x[..., :-back, :] * self.weight[:, -1 - back]
-        return y if self.offset is None or not affine else y + self.offset
+        return plus(y, self.offset) if affine else y
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         note_bias(g, self.bias, biases)
@@ -104,6 +107,12 @@ class SelectiveScan(MixingMap):
         B: what an input writes to each state.
         C: what an output reads of each.
         head_dim: channels of a head.
+
+    >>> from tensorlens_tl.algebra import SelectiveScan
+    >>> ones = torch.ones(1, 2, 1, 1)
+    >>> SelectiveScan(delta=ones[..., 0], A=torch.tensor([-1.0]), B=ones, C=ones).implicit_attention()[0, 0]
+    tensor([[1.0000, 0.0000],
+            [0.3679, 1.0000]])
     """
 
     delta: Float[Tensor, "batch pos head"]
@@ -154,11 +163,11 @@ class SelectiveScan(MixingMap):
         """
         batch, pos, _ = self.delta.shape
         check_size("mean_attention", (batch, pos, pos), self.delta)
-        made = self.delta.new_empty(pos, batch, pos)
+        means = self.delta.new_empty(pos, batch, pos)
         size = 4 * self.delta.numel() * self.delta.element_size()
         for keys in chunks(pos, size, memory, "mean attention"):
-            made[keys.start : keys.stop] = self._columns(keys).abs_().mean(-1)
-        return made.permute(1, 2, 0)
+            means[keys.start : keys.stop] = self._columns(keys).abs_().mean(-1)
+        return means.permute(1, 2, 0)
 
     def _columns(self, keys: range) -> Float[Tensor, "key batch query head"]:
         """What one at each key, in every head, puts into every query."""
@@ -184,7 +193,7 @@ Heads = Float[Tensor, "row batch pos head head_dim"]
 
 
 def _scanned_back(g: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """The adjoint of `_scan`, from the last position: C writes, B reads, and each decay is met one step later."""
+    """The adjoint of `_scan`, from the last position: C writes, B reads, and each decay acts one step later."""
     back = torch.nn.functional.pad(delta.flip(1), (0, 0, 1, 0))[:, :-1]
     return _scan(g.flip(-3), back, A, C.flip(1), B.flip(1)).flip(-3)
 
@@ -199,8 +208,8 @@ def _scan(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     delta, A, B, C = (held.to(x.dtype) for held in (delta, A, B, C))
     rows = x.reshape(-1, *x.shape[-4:])
     state = delta[:, 0].numel() * x.shape[-1] * B.shape[-1] * x.element_size()
-    made = [_scan_rows(part, delta, A, B, C) for part in rows.split(max(1, CHUNK_BYTES // state))]
-    return (made[0] if len(made) == 1 else torch.cat(made)).view(x.shape)
+    parts = [_scan_rows(part, delta, A, B, C) for part in rows.split(max(1, CHUNK_BYTES // state))]
+    return joined(parts).view(x.shape)
 
 
 def _scan_rows(x: Heads, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Heads:
@@ -210,19 +219,19 @@ def _scan_rows(x: Heads, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Head
     state = x.new_zeros(batch, heads, B.shape[-1], rows * width)
     for start in range(0, pos, size):
         here = slice(start, start + size)
-        inside, entering, kept, leaving = _chunk(delta[:, here], A, B[:, here], C[:, here])
+        inside, entering, decay, leaving = _chunk(delta[:, here], A, B[:, here], C[:, here])
         vectors = rearrange(x[:, :, here], "r b i h d -> b h i (r d)")
-        made = inside @ vectors
+        outputs = inside @ vectors
         if start:
-            made = made + leaving @ state
-        y[:, :, here] = rearrange(made, "b h i (r d) -> r b i h d", r=rows)
+            outputs = outputs + leaving @ state
+        y[:, :, here] = rearrange(outputs, "b h i (r d) -> r b i h d", r=rows)
         if start + size < pos:
-            state = entering.mT @ vectors + (kept.mT * state if start else 0)
+            state = entering.mT @ vectors + decay.mT * state
     return y
 
 
 def _chunk(delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a chunk does: the matrix inside it, what enters the state, how much of the old state is kept, what it gives.
+    """What a chunk does: the matrix inside it, what enters the state, the decay of the old state, what leaves it.
 
     Returns:
         `[batch, head, i, j]`, `[batch, head, j, state]`, `[batch, head, 1, state]` and `[batch, head, i, state]`; the
@@ -253,7 +262,9 @@ def _chunk_size(columns: int, delta: Tensor, A: Tensor, B: Tensor) -> int:
         delta, A, B: as for `SelectiveScan`.
     """
     heads, states = delta[:, 0].numel(), B.shape[-1]
-    decays = states if A.ndim == 2 else 1
+    decays = 1
+    if A.ndim == 2:
+        decays = states
     for_each = STEP + PASS * heads * states * columns
     for_pairs = heads * (PASS * decays + columns) + B[:, 0].numel()
     most = (CHUNK_BYTES / (heads * decays * delta.element_size())) ** 0.5

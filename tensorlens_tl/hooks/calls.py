@@ -25,47 +25,48 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
         yield
         return
     home = threading.get_ident()
-    met = set[str]()
+    seen = set[str]()
 
-    def note(name: str, tensor: Any, module: nn.Module) -> None:
-        what = f"{name} ({type(module).__name__}, {calls[name].argument})"
-        if calls[name].optional and (name in met or not isinstance(tensor, Tensor)):
+    def note(name: str, value: Any) -> None:
+        call = calls[name]
+        what = f"{name} ({type(call.module).__name__}, {call.argument})"
+        if call.optional and (name in seen or not isinstance(value, Tensor)):
             return
-        if name in met:
+        if name in seen:
             raise UnsupportedModelError(f"{what} is called several times in one forward pass; that cannot be frozen.")
-        if not isinstance(tensor, Tensor):
-            raise UnsupportedModelError(f"{what} is {type(tensor).__name__}, not a tensor.")
-        met.add(name)
-        see(name, tensor.detach())
+        if not isinstance(value, Tensor):
+            raise UnsupportedModelError(f"{what} is {type(value).__name__}, not a tensor.")
+        seen.add(name)
+        see(name, value.detach())
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() == home:
-                given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-                note(name, given.get(calls[name].argument), module)
+    def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == home:
+            arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            note(name, arguments.get(calls[name].argument))
 
-        return hook
-
-    def after(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if threading.get_ident() == home:
-                note(name, output[0] if isinstance(output, tuple) else output, module)
-
-        return hook
+    def after(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if threading.get_ident() == home:
+            note(name, output[0] if isinstance(output, tuple) else output)
 
     with ExitStack() as stack:
         for name, call in calls.items():
-            if call.argument == "output":
-                stack.callback(call.module.register_forward_hook(after(name)).remove)
-            else:
-                stack.callback(call.module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
+            _placed(stack, call, partial(before, name), partial(after, name))
         yield
-    silent = [name for name in calls if name not in met and not calls[name].optional]
+    silent = [name for name, call in calls.items() if name not in seen and not call.optional]
     if silent:
         raise UnsupportedModelError(
             f"{silent[0]}: {type(calls[silent[0]].module).__name__} was not called in a forward pass (fused experts?). "
             "Load the Hugging Face model with experts_implementation='eager'."
         )
+
+
+def _placed(stack: ExitStack, call: CallPoint, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Put one of two hooks on a module, as what is seen there is an argument or the output, until the stack ends."""
+    if call.argument == "output":
+        handle = call.module.register_forward_hook(after)
+    else:
+        handle = call.module.register_forward_pre_hook(before, with_kwargs=True)
+    stack.callback(handle.remove)
 
 
 class CallChange(NamedTuple):
@@ -117,12 +118,7 @@ def changed_calls(changes: Sequence[CallChange]) -> Generator[None, None, None]:
 
     with ExitStack() as stack:
         for number, change in enumerate(changes):
-            module = change.point.module
-            if change.point.argument == "output":
-                stack.callback(module.register_forward_hook(partial(after, number)).remove)
-            else:
-                handle = module.register_forward_pre_hook(partial(before, number), with_kwargs=True)
-                stack.callback(handle.remove)
+            _placed(stack, change.point, partial(before, number), partial(after, number))
         yield
     for number, change in enumerate(changes):
         if number not in called:

@@ -47,6 +47,12 @@ def observe(
 
     Raises:
         UnsupportedModelError: a hook point did not fire, or fired again with another activation.
+
+    >>> from tensorlens_tl.hooks import observe
+    >>> names = ["blocks.1.hook_resid_pre", "blocks.0.hook_resid_pre"]
+    >>> _ = observe(model, frozen.inputs, names, lambda name, activation: print(name), last=names[0])
+    blocks.0.hook_resid_pre
+    blocks.1.hook_resid_pre
     """
     points = hook_points(model)
     calls = calls or {}
@@ -57,31 +63,35 @@ def observe(
             continue
         wanted.setdefault(id(points[name]), []).append(name)
     called = {name for name, point in points.items() if id(point) in wanted}  # every name of a wanted point
-    met: dict[int, Callable[[], Tensor | None]] = {}
+    fired: dict[int, Callable[[], Tensor | None]] = {}
     again: list[str] = []
 
-    def meet(tensor: Tensor, *, hook: Any) -> None:
+    def note(tensor: Tensor, *, hook: Any) -> None:
         point = id(hook)
-        if point in met:
-            again.extend(() if _same(met[point](), tensor) else wanted[point])
+        if point in fired:
+            if not _same(fired[point](), tensor):
+                again.extend(wanted[point])
             return
-        # nothing large is kept alive by looking at it
-        met[point] = partial(_itself, tensor.detach()) if tensor.shape[-1] == 1 else weakref.ref(tensor)
+        fired[point] = _reference(tensor)
         for name in wanted[point]:
             see(name, tensor.detach())
 
     # one filter instead of a hook for each name: a Bridge lists all its hook points again for every name
-    ends = [] if last is None else [(last, in_this_thread(_stop))]
+    look: list[FwdHook] = [(called.__contains__, in_this_thread(note))]
+    placed = [*hooks, *look] if changed else [*look, *hooks]
+    if last is not None:
+        placed.append((last, in_this_thread(_stop)))
     output = None
     called_with = {name: calls[name] for name in names if name in calls}
     with torch.no_grad(), suppress(_ReachedError), seen_calls(called_with, see):
-        look = [(called.__contains__, in_this_thread(meet))]
-        output = run(model, inputs, [*hooks, *look, *ends] if changed else [*look, *hooks, *ends])
-    silent = [name for point, names in wanted.items() if point not in met for name in names if name not in optional]
+        output = run(model, inputs, placed)
+    expected = [name for point, names in wanted.items() if point not in fired for name in names]
+    silent = [name for name in expected if name not in optional]
     if silent:
+        hint = _EAGER if silent[0].endswith("hook_pattern") else ""
         raise UnsupportedModelError(
             f"the hook point {silent[0]!r} exists but did not fire in a forward pass of this {type(model).__name__}; "
-            f"a frozen pass needs it.{_EAGER * silent[0].endswith('hook_pattern')}"
+            f"a frozen pass needs it.{hint}"
         )
     if again:
         raise UnsupportedModelError(
@@ -104,19 +114,24 @@ def capture(
     calls: Mapping[str, CallPoint] | None = None,
     changed: bool = False,
 ) -> tuple[dict[str, Tensor], Any]:
-    """Run the model once and keep the activations at `names`.
+    """Run the model once and store the activations at `names`.
 
     Args:
-        store: ``"model"`` leaves activations where they are computed, ``"cpu"`` keeps them off the device.
+        store: ``"model"`` leaves activations where they are computed, ``"cpu"`` moves them off the device.
         model, inputs, names, hooks, last, optional, calls, changed: see `observe`, also for errors.
 
     Returns:
         The activations by name, and the model's output (None where the run ended before it).
+
+    >>> from tensorlens_tl.hooks import capture
+    >>> activations, logits = capture(model, frozen.inputs, ["blocks.0.hook_resid_pre"])
+    >>> activations["blocks.0.hook_resid_pre"].shape, logits.shape
+    (torch.Size([1, 7, 128]), torch.Size([1, 7, 2048]))
     """
-    kept: dict[str, Tensor] = {}
+    activations: dict[str, Tensor] = {}
     options: dict[str, Any] = {"hooks": hooks, "last": last, "optional": optional, "calls": calls, "changed": changed}
-    output = observe(model, inputs, names, partial(keep_in, kept, store), **options)
-    return kept, output
+    output = observe(model, inputs, names, partial(keep_in, activations, store), **options)
+    return activations, output
 
 
 def graph_of(
@@ -129,27 +144,39 @@ def graph_of(
         names: hook points; of one that fires several times, the last activation.
         hooks: further hooks of the run, called first.
 
+    Returns:
+        The activations, in the order of the names.
+
     Raises:
         UnsupportedModelError: a hook point did not fire.
+
+    >>> from tensorlens_tl.hooks import graph_of
+    >>> (stream,) = graph_of(model, frozen.inputs, ["blocks.0.hook_resid_pre"], [])
+    >>> stream.requires_grad
+    True
     """
-    found: dict[str, Tensor] = {}
+    activations: dict[str, Tensor] = {}
 
-    def keep(name: str, tensor: Tensor, *, hook: Any) -> None:
-        found[name] = tensor
+    def store(name: str, tensor: Tensor, *, hook: Any) -> None:
+        activations[name] = tensor
 
-    run(model, inputs, [*hooks, *((name, in_this_thread(partial(keep, name))) for name in names)])
-    if silent := [name for name in names if name not in found]:
+    run(model, inputs, [*hooks, *((name, in_this_thread(partial(store, name))) for name in names)])
+    if silent := [name for name in names if name not in activations]:
         raise UnsupportedModelError(f"the hook point {silent[0]!r} did not fire in a run of {type(model).__name__}.")
-    return [found[name] for name in names]
+    return [activations[name] for name in names]
 
 
-def keep_in(kept: dict[str, Tensor], store: str, name: str, activation: Tensor) -> None:
-    """Keep an activation by its name, on the CPU where `store` is ``"cpu"``."""
-    kept[name] = activation.cpu() if store == "cpu" else activation
+def keep_in(activations: dict[str, Tensor], store: str, name: str, activation: Tensor) -> None:
+    """Store an activation by its name, on the CPU where `store` is ``"cpu"``."""
+    activations[name] = activation.cpu() if store == "cpu" else activation
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+def _reference(tensor: Tensor) -> Callable[[], Tensor | None]:
+    """What gives a tensor again: a small one itself, others only while they live elsewhere."""
+    if tensor.shape[-1] > 1:
+        return weakref.ref(tensor)
+    detached = tensor.detach()
+    return lambda: detached
 
 
 def _same(before: Tensor | None, tensor: Tensor) -> bool:
@@ -160,7 +187,7 @@ def _same(before: Tensor | None, tensor: Tensor) -> bool:
     """
     if before is None or before is tensor or before.shape != tensor.shape or tensor.shape[-1] != 1:
         return before is tensor
-    return bool(torch.allclose(before, tensor, rtol=0, atol=0, equal_nan=True))  # a NaN is named where it is found
+    return bool(torch.allclose(before, tensor, rtol=0, atol=0, equal_nan=True))  # a NaN is reported elsewhere
 
 
 _EAGER = (
@@ -184,22 +211,23 @@ def own_logits(
 
     Logits that are no tensor `[batch, pos, d_vocab]` are handed back as they are.
     """
-    kept, logits = capture(model, inputs, [unembed_in], hooks=logit_hooks(model, unembed_in, positions))
-    return kept[unembed_in], logits_at(logits, positions)
+    activations, logits = capture(model, inputs, [unembed_in], hooks=logit_hooks(model, unembed_in, positions))
+    return activations[unembed_in], logits_at(logits, positions)
 
 
 def logit_hooks(model: HookedModel, unembed_in: str | None, positions: Int[Tensor, "batch query"]) -> list[FwdHook]:
-    """What makes a run unembed one position per prompt only, where logits of the others are not asked for.
+    """Hooks by which a run unembeds one position per prompt only, where logits of the others are not needed.
 
-    They can cost as much as several blocks. With anybody's hooks on the model, all are made: such a hook may count
+    They can cost as much as several blocks. With anybody's hooks on the model, all are computed: such a hook may count
     positions.
     """
-    spared = unembed_in is not None and positions.shape[1] == 1 and not other_hooks(model)
-    return [_only_at(unembed_in, positions)] if spared and unembed_in is not None else []
+    if unembed_in is None or positions.shape[1] != 1 or other_hooks(model):
+        return []
+    return [_only_at(unembed_in, positions)]
 
 
 def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
-    """The logits at some positions, whether a run made all of them or, by `logit_hooks`, only those.
+    """The logits at some positions, whether a run gave all of them or, by `logit_hooks`, only those.
 
     A classifier's `[batch, class]` are one position's, whichever that is.
     """
@@ -232,23 +260,23 @@ def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[st
             f"cache: {len(missing)} of {len(names)} activations are missing, first {missing[0]!r}. Cache them all, "
             "without a names_filter and without removing the batch axis, or leave `cache` out."
         )
-    kept = {name: cache[name].detach().clone() for name in names}  # whose it is may write to it
-    first = next(iter(kept.values()))
+    activations = {name: cache[name].detach().clone() for name in names}  # its owner may write to it
+    first = next(iter(activations.values()))
     if first.ndim == 2:
         raise InvalidInputError("cache: it has no batch axis; make it without remove_batch_dim=True.")
     for name, pos in lengths.items():
-        if tuple(kept[name].shape[:2]) != (batch, pos):
+        if tuple(activations[name].shape[:2]) != (batch, pos):
             raise InvalidInputError(
-                f"cache: {name} is {tuple(kept[name].shape)}, but the input has batch {batch} and {pos} tokens. "
+                f"cache: {name} is {tuple(activations[name].shape)}, but the input has batch {batch} and {pos} tokens. "
                 "Pass the same input that made the cache."
             )
-    return kept
+    return activations
 
 
-def check_finite(kept: Mapping[str, Tensor]) -> None:
+def check_finite(activations: Mapping[str, Tensor]) -> None:
     """Raise `NumericalError` for the first activation with a NaN or Inf, in the order of the forward pass."""
-    for name, tensor in kept.items():
-        # a sum shows most of what is not finite in one pass; only a sum that may have overflowed is looked at closely
+    for name, tensor in activations.items():
+        # a sum shows most of what is not finite in one pass; only one that may have overflowed needs every number
         if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
             what = "NaN" if bool(torch.isnan(tensor).any()) else "Inf"
             raise NumericalError(

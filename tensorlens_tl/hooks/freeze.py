@@ -22,16 +22,33 @@ from tensorlens_tl.hooks.running import FwdHook, in_this_thread, is_own_run, run
 from tensorlens_tl.models.activations import Coefficients
 
 Held = Tensor | Callable[[], Tensor]
-"""What is held: a tensor, or what makes it anew in every run."""
+"""What is held: a tensor, or what computes it anew in every run."""
 
 
 def replace(name: str, value: Held) -> FwdHook:
-    """A hook that puts `value` in place of the live activation; a batch of 1 serves any batch."""
+    """A hook that puts `value` in place of the live activation; a batch of 1 serves any batch.
+
+    Args:
+        name: the hook point.
+        value: the activation, or what computes it in every run.
+
+    Returns:
+        The name and the function, as ``run_with_hooks(fwd_hooks=[...])`` takes them.
+
+    >>> from tensorlens_tl.hooks import replace
+    >>> hook = replace("blocks.0.attn.hook_pattern", frozen.pattern(0))
+    >>> torch.allclose(model.run_with_hooks(text, fwd_hooks=[hook]), model(text), atol=1e-3)
+    True
+    """
 
     def hook(live: Tensor, *, hook: Any) -> Tensor:
-        return _like(value if isinstance(value, Tensor) else value(), live, name).expand(live.shape)
+        return _like(_now(value), live, name).expand(live.shape)
 
     return name, _marked(hook)
+
+
+def _now(held: Held) -> Tensor:
+    return held if isinstance(held, Tensor) else held()
 
 
 def leave_out(name: str, padding: Tensor) -> FwdHook:
@@ -55,11 +72,11 @@ def attention_hooks(points: AttentionPoints, pattern: Held, takes_effect: bool) 
         fired.add(points.value)
 
     def mix(z: Tensor, *, hook: Any) -> Tensor | None:
-        v = values.pop(get_ident(), None)  # kept no longer than needed: it may hold an autograd graph
+        v = values.pop(get_ident(), None)  # stored no longer than needed: it may hold an autograd graph
         if v is None:
             _check_fired(points.value, fired)
             return None  # a Bridge in compatibility mode calls a hook once for each of its point's names
-        held = _like(pattern if isinstance(pattern, Tensor) else pattern(), v, points.pattern, batch_only=True)
+        held = _like(_now(pattern), v, points.pattern, batch_only=True)
         grouped = rearrange(held, "b (kv group) q k -> b kv group q k", kv=v.shape[2])
         mixed = torch.einsum("bcgqk,bkcd->bqcgd", grouped, v)
         return mixed.reshape(z.shape)
@@ -76,7 +93,9 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
         return []
     gate_name = points.pre
     through_name = points.pre_linear or points.pre
-    recorded = {through_name, gate_name} if held.gate is not None else {through_name}
+    recorded = {through_name}
+    if held.gate is not None:
+        recorded.add(gate_name)
     live: dict[tuple[str, int], Tensor] = {}  # by name and thread
     fired: set[str] = set()
 
@@ -128,15 +147,14 @@ def whole_hooks(ends: Ends, held: AffineMap, shape: tuple[int, int], *, again: b
             if not again:
                 _check_fired(ends.into, fired)
             return None
-        prompts = x.reshape(-1, shape[1], x.shape[-1]) if x.numel() % (shape[1] * x.shape[-1]) == 0 else x
-        if (
-            prompts.shape[1] != shape[1]
-            or (x.ndim == 3 and x.shape[1] != shape[1])
-            or shape[0] not in (1, len(prompts))
-        ):
+        batch, pos = shape
+        fits = x.numel() % (pos * x.shape[-1]) == 0 and (x.ndim != 3 or x.shape[1] == pos)
+        if not fits or batch not in (1, x[..., 0].numel() // pos):
             raise FrozenModelError(_other_shape(ends.into, shape, x.shape))
-        made = held(prompts[:, None])[:, 0] if shape[0] == 1 else held(prompts)
-        return made.reshape(out.shape).to(out)
+        prompts = x.reshape(-1, pos, x.shape[-1])
+        if batch == 1:  # prompts are rows of a single one's map
+            prompts = prompts[:, None]
+        return held(prompts).reshape(out.shape).to(out)
 
     return [(ends.into, _marked(record)), (ends.out, _marked(put))]
 
@@ -183,7 +201,9 @@ def _zeroed(pattern: Tensor, *, hook: Any) -> Tensor:
 def _like(value: Tensor, live: Tensor, name: str, *, batch_only: bool = False) -> Tensor:
     """The captured value on the live tensor's device and dtype; refuses another batch or length."""
     if live.ndim < value.ndim:  # some bridges flatten batch and position
-        batches = live.shape[0] // value.shape[1] if value.shape[0] == 1 else 1
+        batches = 1
+        if value.shape[0] == 1:
+            batches = live.shape[0] // value.shape[1]
         value = value.flatten(0, 1).repeat(batches, *(1 for _ in value.shape[2:]))
     fits = value.shape[0] in (1, live.shape[0]) and (batch_only or value.shape[1:] == live.shape[1:])
     if not fits or (batch_only and value.shape[-1] != live.shape[1]):

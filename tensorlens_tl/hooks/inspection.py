@@ -61,7 +61,15 @@ def hooks_on(model: Any) -> list[PlacedHook]:
 
 
 def is_attached(model: Any) -> bool:
-    """Whether hooks of a frozen pass are on the model."""
+    """Whether hooks of a frozen pass are on the model.
+
+    >>> from tensorlens_tl.hooks import is_attached
+    >>> with frozen.attached():
+    ...     print(is_attached(model))
+    True
+    >>> is_attached(model)
+    False
+    """
     return any(hook.holds_fixed for hook in _at_points(model))
 
 
@@ -92,7 +100,13 @@ def foreign_hooks(model: Any) -> list[PlacedHook]:
 
 
 def other_hooks(model: Any) -> list[str]:
-    """The names of the points and modules where `foreign_hooks` are, each once."""
+    """The names of the points and modules where `foreign_hooks` are, each once.
+
+    >>> from tensorlens_tl.hooks import other_hooks
+    >>> with model.hooks([("hook_embed", lambda activation, hook: activation)]):
+    ...     print(other_hooks(model))
+    ['hook_embed']
+    """
     return list(dict.fromkeys(hook.point for hook in foreign_hooks(model)))
 
 

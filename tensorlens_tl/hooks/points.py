@@ -23,7 +23,7 @@ part reads is recorded at its `hook_in`, and its `hook_out` is replaced by its m
 and once: the last block's output, `ln_final.hook_scale`, `unembed.hook_in` (d_model each).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch import nn
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks.running import hook_points
 from tensorlens_tl.models.block import BlockView
-from tensorlens_tl.models.parameters import MLPWeights
+from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.models.view import ModelView
 
@@ -76,7 +76,8 @@ class BlockPoints:
     Attributes:
         resid_pre: what the block reads.
         whitened: the same after whitening; None unless the model is whitened.
-        pattern, value, z: of attention; None for another mixer (a state-space layer, a convolution).
+        heads: of attention; None for another mixer (a state-space layer, a convolution). `pattern`, `value` and `z` are
+            its three.
         scales: of each norm, the point of its scale; of a norm in `norms`, of what it reads.
         pre, pre_linear, post: of an MLP held from inside, the second if it is gated.
         attention, mlp: where they begin and end, if they are held as a whole; any other mixer always is.
@@ -93,14 +94,12 @@ class BlockPoints:
     """
 
     resid_pre: str
-    whitened: str | None
-    pattern: str | None
-    value: str | None
-    z: str | None
-    scales: dict[str, str]
-    pre: str | None
-    pre_linear: str | None
-    post: str | None
+    whitened: str | None = None
+    heads: AttentionPoints | None = None
+    scales: dict[str, str] = field(default_factory=dict)
+    pre: str | None = None
+    pre_linear: str | None = None
+    post: str | None = None
     attention: Ends | None = None
     mlp: Ends | None = None
     shared: Ends | None = None
@@ -115,29 +114,36 @@ class BlockPoints:
     head_writes: str | None = None
 
     @property
-    def heads(self) -> AttentionPoints | None:
-        """The points of attention, or None."""
-        if self.pattern is None or self.value is None or self.z is None:
-            return None
-        return AttentionPoints(self.pattern, self.value, self.z)
+    def pattern(self) -> str | None:
+        """The point of attention's pattern."""
+        return self.heads and self.heads.pattern
+
+    @property
+    def value(self) -> str | None:
+        """The point of its values."""
+        return self.heads and self.heads.value
+
+    @property
+    def z(self) -> str | None:
+        """The point of what its heads give, before the output weights."""
+        return self.heads and self.heads.z
 
     @property
     def captured(self) -> list[str]:
-        """What a pass keeps of this block."""
-        parts = (self.attention, self.mlp, self.shared, self.per_layer)
-        whole = [ends.into for ends in parts if ends is not None]
+        """What a pass stores of this block."""
         names = [self.resid_pre, self.whitened, self.pattern, *self.scales.values(), self.pre, self.pre_linear]
-        names.append(None if self.cross is None else self.cross.pattern)
-        names += [*whole, self.index, self.weight, self.per_layer_input]
-        return list(dict.fromkeys(name for name in names if name is not None))
+        names.append(self.cross and self.cross.pattern)
+        names += [ends and ends.into for ends in (self.attention, self.mlp, self.shared, self.per_layer)]
+        names += [self.index, self.weight, self.per_layer_input]
+        return _given(names)
 
     @property
     def proved(self) -> list[str]:
-        """What only the proof of this block compares, and no pass keeps: what its sublayers hold and write."""
-        z = None if self.attention is not None else self.z
-        cross_z = None if self.cross is None else self.cross.z
-        names = (z, self.head_writes, self.attention_write, cross_z, self.post, self.mlp_write)
-        return [name for name in names if name is not None]
+        """What only the proof of this block compares, and no pass stores: what its sublayers hold and write."""
+        names = [self.head_writes, self.attention_write, self.cross and self.cross.z, self.post, self.mlp_write]
+        if self.attention is None:
+            names.insert(0, self.z)
+        return _given(names)
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,7 @@ class ModelPoints:
     """All hook-point names a frozen pass needs of one model.
 
     `output` is the model's own output: after the final norm where there is one, or the last block's. `routers` are the
-    numbers by which experts are chosen, by block; they are looked at once and not kept.
+    numbers by which experts are chosen, by block; they are read once and not stored.
     """
 
     blocks: list[BlockPoints]
@@ -163,11 +169,11 @@ class ModelPoints:
 
     @property
     def captured(self) -> list[str]:
-        """Everything a pass keeps."""
+        """Everything a pass stores."""
         names: list[str | None] = [name for block in self.blocks for name in block.captured]
         names += [self.encoder_output, self.encoder_scale]
         names += [self.last_output, self.final_scale, self.head_scale, self.output, self.unembed_in]
-        return list(dict.fromkeys(name for name in names if name is not None))
+        return _given(names)
 
     @property
     def proved(self) -> list[str]:
@@ -181,110 +187,145 @@ def model_points(view: ModelView) -> ModelPoints:
 
     Raises:
         UnsupportedModelError: a hook point is missing, or a block has a part that cannot be frozen.
+
+    >>> from tensorlens_tl.hooks import model_points
+    >>> points = model_points(frozen.view)
+    >>> points.blocks[0].pattern, points.output
+    ('blocks.0.attn.hook_pattern', 'unembed.hook_in')
     """
+    known = hook_points(view.model)
+    blocks: list[BlockPoints] = []
+    calls: dict[str, CallPoint] = {}
+    routers: dict[str, CallPoint] = {}
+    for block in view.blocks:
+        with block.loaded():
+            blocks.append(_block_points(view, block, known))
+            calls |= _calls(block, blocks[-1])
+            if isinstance(block.mlp, ExpertsWeights) and block.mlp.routing.router is not None:
+                routers[block.name] = CallPoint(block.mlp.routing.router, "output", optional=True)
+    points = ModelPoints(blocks, calls=calls, routers=routers, **_encoder_end(view), **_end(view))
+    missing = [name for name in points.captured if name not in known and name not in points.calls]
+    if missing:
+        count = f" ({len(missing)} are missing)" if len(missing) > 1 else ""
+        raise UnsupportedModelError(
+            f"{view.description} has no hook point {missing[0]!r}{count}; a frozen pass needs it "
+            "(see tensorlens_tl.hooks.points)."
+        )
+    return points
+
+
+def _given(names: Iterable[str | None]) -> list[str]:
+    """Those of some names that are not None, each once."""
+    return list(dict.fromkeys(name for name in names if name is not None))
+
+
+def _end(view: ModelView) -> dict[str, Any]:
+    """The points after the last block."""
     output_hook = "hook_normalized_resid_post" if view.is_hooked_encoder else "hook_resid_post"
-    last_output = f"{view.blocks[-1].name}.{output_hook}"
-    unembed_in = "unembed.hook_in" if view.unembedding is not None else None
-    if unembed_in is not None and view.is_bridge and view.final_norm is None and view.mlm_head is None:
-        last_output = unembed_in  # nothing lies between; the hook after the block does not fire everywhere (GPT-1)
-    output = last_output
-    final_scale: str | None = None
-    final_norm: Ends | None = None
+    last = f"{view.blocks[-1].name}.{output_hook}"
+    unembed_in: str | None = None
+    if view.unembedding is not None:
+        unembed_in = "unembed.hook_in"
+        if view.is_bridge and view.final_norm is None and view.mlm_head is None:
+            last = unembed_in  # nothing lies between; the hook after the block does not fire everywhere (GPT-1)
+    points: dict[str, Any] = {"last_output": last, "output": last, "final_scale": None}
     if view.final_norm is not None:
         norm_out = f"{view.final_norm_name}.hook_out"
         # where the unembedding reads a scaled output, or one position of it, the norm's output is what is captured
         reads_one_position = view.class_head is not None and view.class_head.norm is None
         if view.scales_decoder_output or reads_one_position:
             unembed_in = norm_out
-        headless = view.mlm_head is None and view.class_head is None
-        output = unembed_in if unembed_in is not None and headless else norm_out
-        if view.final_norm.epsilon is None:
-            final_scale = f"{view.final_norm_name}.hook_scale"
-        else:  # some models norm the embeddings with the same module: its last input is the last block's output
-            final_scale = last_output
-            final_norm = Ends(last_output, norm_out)
-    blocks: list[BlockPoints] = []
-    known = hook_points(view.model)
-    calls = dict[str, CallPoint]()
-    routers = dict[str, CallPoint]()
-    for layer, block in enumerate(view.blocks):
-        with block.loaded():
-            blocks.append(_block_points(view, layer, known))
-            calls |= _calls(block, blocks[-1])
-            if isinstance(block.mlp, ExpertsWeights) and block.mlp.routing.router is not None:
-                routers[block.name] = CallPoint(block.mlp.routing.router, "output", optional=True)
-    points = ModelPoints(
-        blocks=blocks,
-        calls=calls,
-        routers=routers,
-        **_encoder_end(view),
-        last_output=last_output,
-        output=output,
-        final_scale=final_scale,
-        final_norm=final_norm,
-        head_scale=_head_scale(view),
-        unembed_in=unembed_in,
-    )
-    missing = [name for name in points.captured if name not in known and name not in points.calls]
-    if missing:
-        others = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
-        raise UnsupportedModelError(
-            f"{view.description} has no hook point {missing[0]!r}{others}; a frozen pass needs it "
-            "(see tensorlens_tl.hooks.points)."
-        )
-    return points
+        points["output"] = norm_out
+        if unembed_in is not None and view.mlm_head is None and view.class_head is None:
+            points["output"] = unembed_in
+        points["final_scale"] = f"{view.final_norm_name}.hook_scale"
+        if view.final_norm.epsilon is not None:
+            # some models norm the embeddings with the same module: its last input is the last block's output
+            points |= {"final_scale": last, "final_norm": Ends(last, norm_out)}
+    return points | {"unembed_in": unembed_in, "head_scale": _head_scale(view)}
 
 
 def _head_scale(view: ModelView) -> str | None:
     """Where the scale of a prediction head's norm is, or of a classifier's."""
-    classes = view.class_head
-    if classes is not None and classes.norm is not None:
-        return "classifier_ln.hook_scale" if classes.norm.epsilon is None else "classifier_ln.hook_in"
-    return None if view.mlm_head is None else view.mlm_head.scale_name
+    if view.class_head is not None and view.class_head.norm is not None:
+        return _scale_point("classifier_ln", view.class_head.norm)
+    return view.mlm_head and view.mlm_head.scale_name
 
 
-def _block_points(view: ModelView, layer: int, known: Collection[str]) -> BlockPoints:
+def _scale_point(name: str, norm: NormWeights) -> str:
+    """The point of a norm's scale, or where that follows from what the norm reads, the point of that."""
+    return f"{name}.hook_scale" if norm.epsilon is None else f"{name}.hook_in"
+
+
+def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> BlockPoints:
     """The hook points of one block; reading a part that cannot be frozen raises an error that names the block."""
-    block = view.blocks[layer]
-    at = f"{block.name}."
-    attn_at = at + block.mixer_name
-    mlp_at = at + block.mlp_name
-    experts_at = at + "experts" if block.has_experts_beside else mlp_at
-    mlp = block.mlp
-    whitening = block.whitening
-    attention = None if block.mixer is not None else block.attention
-    heads = None if attention is None else _attention_points(attn_at)
-    hooked_mlp = mlp if isinstance(mlp, MLPWeights) and mlp.hooked else None
-    gated = hooked_mlp is not None and hooked_mlp.W_gate is not None
-    routed = isinstance(mlp, ExpertsWeights)
-    norms = block.norms | block.inner_norms
-    per_layer = block.per_layer
-    per_layer_ends = Ends(f"{at}per_layer_input_gate.hook_in", f"{at}per_layer_projection.hook_out")
-    norm_ends = {name: _ends(at + name) for name, norm in norms.items() if norm.epsilon is not None}
-    shared = "mlp" if block.has_experts_beside else block.shared_name
-    return BlockPoints(
-        resid_pre=at + ("hook_resid_pre" if whitening is None else "whitening.hook_in"),
-        whitened=None if whitening is None else at + "whitening.hook_out",
-        pattern=None if heads is None else heads.pattern,
-        value=None if heads is None else heads.value,
-        z=None if heads is None else heads.z,
-        scales={name: norm_ends[name].into if name in norm_ends else f"{at}{name}.hook_scale" for name in norms},
-        pre=f"{mlp_at}.hook_pre" if hooked_mlp is not None else None,
-        pre_linear=f"{mlp_at}.hook_pre_linear" if gated else None,
-        post=f"{mlp_at}.hook_post" if hooked_mlp is not None else None,
-        attention=None if attention is not None and attention.hooked else _ends(attn_at),
-        mlp=_ends(experts_at) if mlp is not None and not mlp.hooked else None,
-        shared=None if shared is None else _ends(at + shared),
-        per_layer=None if per_layer is None else per_layer_ends,
-        per_layer_input=None if per_layer is None else f"{at}per_layer_input",
-        norms=norm_ends,
-        cross=None if block.cross_attention is None else _attention_points(f"{at}cross_attn"),
-        index=f"{mlp_at}.experts.index" if routed and not mlp.routing.dense else None,
-        weight=f"{mlp_at}.experts.weight" if routed else None,
-        attention_write=_first_known(known, f"{at}hook_attn_out", f"{attn_at}.hook_out"),
-        mlp_write=None if mlp is None else _first_known(known, f"{at}hook_mlp_out", f"{mlp_at}.hook_out"),
-        head_writes=f"{attn_at}.hook_result" if getattr(view.cfg, "use_attn_result", False) else None,
-    )
+    readers = (_stream_points, _mixer_points, _mlp_points, _per_layer_points, _norm_points)
+    points = {name: point for read in readers for name, point in read(block).items()}
+    attn = f"{block.name}.{block.mixer_name}"
+    points["attention_write"] = _first_known(known, f"{block.name}.hook_attn_out", f"{attn}.hook_out")
+    if block.mlp is not None:
+        mlp = f"{block.name}.{block.mlp_name}"
+        points["mlp_write"] = _first_known(known, f"{block.name}.hook_mlp_out", f"{mlp}.hook_out")
+    if getattr(view.cfg, "use_attn_result", False):
+        points["head_writes"] = f"{attn}.hook_result"
+    return BlockPoints(**points)
+
+
+def _stream_points(block: BlockView) -> dict[str, Any]:
+    """Where the stream enters."""
+    if block.whitening is None:
+        return {"resid_pre": f"{block.name}.hook_resid_pre"}
+    return {"resid_pre": f"{block.name}.whitening.hook_in", "whitened": f"{block.name}.whitening.hook_out"}
+
+
+def _mixer_points(block: BlockView) -> dict[str, Any]:
+    """Self-attention, or what the block has instead, and cross-attention."""
+    name = f"{block.name}.{block.mixer_name}"
+    if block.mixer is not None:
+        return {"attention": _ends(name)}
+    points: dict[str, Any] = {"heads": _attention_points(name)}
+    if not block.attention.hooked:
+        points["attention"] = _ends(name)
+    if block.cross_attention is not None:
+        points["cross"] = _attention_points(f"{block.name}.cross_attn")
+    return points
+
+
+def _mlp_points(block: BlockView) -> dict[str, Any]:
+    """An MLP from inside or as a whole, or experts and what stands beside them."""
+    name = f"{block.name}.{block.mlp_name}"
+    points: dict[str, Any] = {}
+    if block.shared_name is not None:
+        points["shared"] = _ends(f"{block.name}.{block.shared_name}")
+    if isinstance(block.mlp, ExpertsWeights):
+        experts = f"{block.name}.experts" if block.has_experts_beside else name
+        points |= {"mlp": _ends(experts), "weight": f"{name}.experts.weight"}
+        if not block.mlp.routing.dense:
+            points["index"] = f"{name}.experts.index"
+    elif block.mlp is not None and block.mlp.hooked:
+        points |= {"pre": f"{name}.hook_pre", "post": f"{name}.hook_post"}
+        if block.mlp.W_gate is not None:
+            points["pre_linear"] = f"{name}.hook_pre_linear"
+    elif block.mlp is not None:
+        points["mlp"] = _ends(name)
+    return points
+
+
+def _per_layer_points(block: BlockView) -> dict[str, Any]:
+    """What an input of each token at this layer adds."""
+    if block.per_layer is None:
+        return {}
+    ends = Ends(f"{block.name}.per_layer_input_gate.hook_in", f"{block.name}.per_layer_projection.hook_out")
+    return {"per_layer": ends, "per_layer_input": f"{block.name}.per_layer_input"}
+
+
+def _norm_points(block: BlockView) -> dict[str, Any]:
+    """The scales of its norms, and the ends of those that are held as a whole."""
+    norms = {f"{block.name}.{name}": (name, norm) for name, norm in (block.norms | block.inner_norms).items()}
+    return {
+        "scales": {name: _scale_point(at, norm) for at, (name, norm) in norms.items()},
+        "norms": {name: _ends(at) for at, (name, norm) in norms.items() if norm.epsilon is not None},
+    }
 
 
 def _attention_points(name: str) -> AttentionPoints:
@@ -305,7 +346,7 @@ def _encoder_end(view: ModelView) -> dict[str, Any]:
         return {"encoder_output": last}
     output = "encoder_ln_final.hook_out"
     if view.encoder_norm.epsilon is None:
-        return {"encoder_output": output, "encoder_scale": "encoder_ln_final.hook_scale", "encoder_norm": None}
+        return {"encoder_output": output, "encoder_scale": "encoder_ln_final.hook_scale"}
     return {"encoder_output": output, "encoder_scale": last, "encoder_norm": Ends(last, output)}
 
 
@@ -320,7 +361,6 @@ def _calls(block: BlockView, points: BlockPoints) -> dict[str, CallPoint]:
         calls[points.per_layer_input] = CallPoint(block.per_layer.module, block.per_layer.argument)
     if isinstance(block.mlp, ExpertsWeights):
         routing = block.mlp.routing
-        for name, argument in ((points.index, routing.index), (points.weight, routing.weight)):
-            if name is not None:
-                calls[name] = CallPoint(routing.module, argument)
+        arguments = {points.index: routing.index, points.weight: routing.weight}
+        calls |= {name: CallPoint(routing.module, argument) for name, argument in arguments.items() if name is not None}
     return calls

@@ -62,13 +62,13 @@ class RuleHooks:
     @property
     def hooks(self) -> list[FwdHook]:
         """For one run with gradients enabled."""
-        made: list[FwdHook] = [(name, in_this_thread(_detached)) for name in self._scales]
+        hooks: list[FwdHook] = [(name, in_this_thread(_detached)) for name in self._scales]
         for site in self._sites:
             for name, change in ((site.value, self._value), (site.pattern, self._pattern), (site.z, None)):
-                made.append((name, in_this_thread(partial(self._meet, name, change))))
-        return made
+                hooks.append((name, in_this_thread(partial(self._note, name, change))))
+        return hooks
 
-    def _meet(self, name: str, change: Callable[..., Tensor] | None, tensor: Tensor, *, hook: Any) -> Tensor | None:
+    def _note(self, name: str, change: Callable[..., Tensor] | None, tensor: Tensor, *, hook: Any) -> Tensor | None:
         if name not in self._seen:  # a Bridge in compatibility mode calls a hook once for each of its point's names
             self._seen[name] = tensor
             if change is not None and tensor.requires_grad:
@@ -119,14 +119,16 @@ class RuleHooks:
         self._plain = True
         try:
             seen = [self._seen[name] for name in names]
-            found = torch.autograd.grad(outputs, seen, random, retain_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(outputs, seen, random, retain_graph=True, allow_unused=True)
         finally:
             self._plain = False
-        products = [None if g is None else upcast(g) * x.detach() for x, g in zip(seen, found, strict=True)]
+        products: list[Tensor] = []
+        for name, activation, gradient in zip(names, seen, gradients, strict=True):
+            if gradient is None:
+                raise UnsupportedModelError(_unreached(name, description))
+            products.append(upcast(gradient) * activation.detach())
         for number, (name, product) in enumerate(zip(names, products, strict=True)):
             whole = products[number - number % 3]  # of the z that it is a factor of
-            if whole is None or product is None:
-                raise UnsupportedModelError(_unreached(name, description))
             if not bool((product.sum() - whole.sum()).abs() <= tolerance * whole.abs().sum()):
                 raise UnsupportedModelError(_unreached(name, description))
 

@@ -31,8 +31,18 @@ _known: ContextVar[tuple[Any, dict[str, Any], list[nn.Module]] | None] = Context
 def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook]) -> Any:
     """The model's output with these hooks on, which are gone afterwards, also on an exception.
 
+    Args:
+        model: any TransformerLens model.
+        inputs: keyword arguments of its forward.
+        hooks: names (or filters of names) and what is called there.
+
     Raises:
         InvalidInputError: inside ``torch.autocast``.
+
+    >>> from tensorlens_tl.hooks import run
+    >>> run(model, frozen.inputs, [("hook_embed", lambda activation, hook: print(activation.shape))]).shape
+    torch.Size([1, 7, 128])
+    torch.Size([1, 7, 2048])
     """
     refuse_autocast(next(model.parameters()).device)
     with lock_of(model), _patterns_dropped(model):
@@ -78,13 +88,17 @@ def own_run(model: HookedModel) -> Generator[None, None, None]:
 def hook_points(model: HookedModel) -> dict[str, Any]:
     """The model's hook points by name."""
     known = _known.get()
-    return known[1] if known is not None and known[0] is model else dict(model.hook_dict)
+    if known is None or known[0] is not model:
+        return dict(model.hook_dict)
+    return known[1]
 
 
 def modules(model: Any) -> list[nn.Module]:
     """All modules of a model; of a Bridge also those of the model that it wraps."""
     known = _known.get()
-    return known[2] if known is not None and known[0] is model else list(whole(model))
+    if known is None or known[0] is not model:
+        return list(whole(model))
+    return known[2]
 
 
 def is_own_run() -> bool:
@@ -98,4 +112,6 @@ def in_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_thread(home: int, function: Callable[..., Any], tensor: Any, *, hook: Any) -> Any:
-    return function(tensor, hook=hook) if threading.get_ident() == home else None
+    if threading.get_ident() != home:
+        return None
+    return function(tensor, hook=hook)

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AnyAttention, CausalConvolution, Chain, Diagonal, SelectiveScan, Sum
+from tensorlens_tl.algebra import AnyAttention, CausalConvolution, Chain, Diagonal, SelectiveScan
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.frozen import PassLike
@@ -66,7 +66,7 @@ def implicit_attention(
 
 def _of_heads(mixer: Chain, channels: bool, memory: Memory) -> tuple[Tensor, bool]:
     """The same with padding, and whether every channel is a head of its own."""
-    terms = [term for stage in mixer.stages for term in (stage.terms if isinstance(stage, Sum) else (stage,))]
+    terms = [term for stage in mixer.stages for term in stage.summands]
     for term in terms:
         if isinstance(term, AnyAttention):
             return term.pattern, False

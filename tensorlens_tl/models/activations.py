@@ -1,7 +1,7 @@
 """The four ways to hold an activation fixed: `ratio`, `ig`, `split` and `tangent`.
 
 A plain MLP computes φ(z); a gated one φ(g)·u. A rule replaces it by ``c_u·u + c_g·g + rest`` (plain:
-``c_u·z + rest``), which equals it at the input it was made from. Coefficients are computed from φ and
+``c_u·z + rest``), which equals it at the input that it was computed from. Coefficients are computed from φ and
 the captured pre-activations, never by dividing post-activations, so they are exact at zero too.
 
 | rule | plain | gated |
@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.errors import InvalidInputError
 
 Activation = Callable[[Tensor], Tensor]
@@ -43,7 +44,14 @@ QUADRATURE_POINTS = 32
 
 @dataclass(frozen=True)
 class Coefficients:
-    """``φ(z) = through·z + rest``, or gated ``φ(g)·u = through·u + gate·g + rest``; None stands for zero."""
+    """``φ(z) = through·z + rest``, or gated ``φ(g)·u = through·u + gate·g + rest``; None stands for zero.
+
+    >>> from tensorlens_tl.models.activations import coefficients
+    >>> z = torch.tensor([[[2.0, -1.0, 0.0]]])
+    >>> held = coefficients(torch.nn.functional.gelu, z)
+    >>> torch.allclose(held.through * z, torch.nn.functional.gelu(z)), held.rest
+    (True, None)
+    """
 
     through: Float[Tensor, "batch pos d_mlp"]
     gate: Float[Tensor, "batch pos d_mlp"] | None = None
@@ -53,7 +61,7 @@ class Coefficients:
         """What is added besides, together with what the model adds to the product (`after`); None for nothing."""
         if after is None:
             return self.rest
-        return after.expand_as(self.through) if self.rest is None else self.rest + after
+        return plus(after.expand_as(self.through), self.rest)
 
 
 def check_rule(rule: str) -> Rule:
@@ -90,33 +98,37 @@ def coefficients(
         inner = coefficients(psi, linear, None, rule)
         rest = outer.rest
         if inner.rest is not None:
-            rest = outer.through * inner.rest + (0 if rest is None else rest)
+            rest = plus(outer.through * inner.rest, outer.rest)
         return Coefficients(outer.through * inner.through, outer.gate, rest)
     if linear is None:
         if rule == "tangent":
             value = phi(pre)
             slope = derivative(phi, pre)
             return Coefficients(slope, rest=value - slope * pre)
-        at_zero = phi(pre.new_zeros(()))
-        rest = None if at_zero == 0 else at_zero.expand_as(pre)
-        return Coefficients(ratio(phi, pre), rest=rest)
+        return Coefficients(ratio(phi, pre), rest=_at_zero(phi, pre))
     if rule == "ratio":
         return Coefficients(phi(pre))
     if rule == "ig":
         mean = path_mean(phi, pre)
         return Coefficients(mean, gate=linear * _quotient(phi, pre, phi(pre) - mean, share=0.5))
     if rule == "split":
-        at_zero = phi(pre.new_zeros(()))
-        rest = None if at_zero == 0 else linear * at_zero / 2
+        rest = maybe(lambda at_zero: linear * at_zero / 2, _at_zero(phi, pre))
         return Coefficients(phi(pre) / 2, gate=linear * ratio(phi, pre) / 2, rest=rest)
     gate = linear * derivative(phi, pre)
     return Coefficients(phi(pre), gate=gate, rest=-gate * pre)
 
 
+def _at_zero(phi: Activation, z: Tensor) -> Tensor | None:
+    """φ(0) for every entry, or None where it is 0."""
+    at_zero = phi(z.new_zeros(()))
+    if at_zero == 0:
+        return None
+    return at_zero.expand_as(z)
+
+
 def ratio(phi: Activation, z: Tensor) -> Tensor:
     """(φ(z) − φ(0))/z elementwise, φ'(0) at z = 0 (½ for GELU and SiLU, 0 for ReLU)."""
-    at_zero = phi(z.new_zeros(()))
-    return _quotient(phi, z, phi(z) if at_zero == 0 else phi(z) - at_zero, share=1.0)
+    return _quotient(phi, z, plus(phi(z), maybe(torch.neg, _at_zero(phi, z))), share=1.0)
 
 
 def _quotient(phi: Activation, z: Tensor, numerator: Tensor, share: float) -> Tensor:
@@ -126,7 +138,8 @@ def _quotient(phi: Activation, z: Tensor, numerator: Tensor, share: float) -> Te
     # Below this |z| the quotient loses digits (denormals, or cancellation where φ(0) ≠ 0), while the limit is
     # exact to rounding once multiplied by z again.
     info = torch.finfo(z.dtype)
-    small = z.abs() < (info.tiny if phi(z.new_zeros(())) == 0 else info.eps) ** 0.5
+    smallest = info.tiny if _at_zero(phi, z) is None else info.eps
+    small = z.abs() < smallest**0.5
     if not bool(small.any()):
         return numerator / z
     limit = share * derivative(phi, z.new_zeros(1))

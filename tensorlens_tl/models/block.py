@@ -1,20 +1,23 @@
 """One reading of a transformer block: its attention or what it has instead, its MLP or experts, and its norms.
 
-A part is found by what a block calls it or by what it is made of, never by the model's name; each is read in a module
-of its own (`attention`, `mlps`, `experts`, `mixers`, `weights`). What is not read is refused, naming block and part.
+A part is recognised by what a block calls it (`tensorlens_tl.models.names`) or by what it has, never by the model's
+name; each is read in a separate module (`attention`, `mlps`, `experts`, `mixers`, `weights`). What is not read is
+refused, naming block and part.
 """
 
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
 from einops import rearrange
 from torch import Tensor
 
+from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.names import ATTENTION, EXPERTS_BESIDE, MIXERS, MLPS, NORMS, PER_LAYER_NORM
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
     MLPWeights,
@@ -23,12 +26,14 @@ from tensorlens_tl.models.parameters import (
     WhiteningWeights,
     adapter_names,
     detached,
+    flattened,
     floating,
     innermost,
     is_bridge_component,
     is_norm,
     loaded,
     lock_of,
+    norm_epsilon,
     norm_weights,
     offloaded,
     weights_read,
@@ -46,16 +51,6 @@ from tensorlens_tl.models.sublayers import (
     read_module,
     read_per_layer,
 )
-
-NORMS = ("ln1", "ln1_post", "ln2", "ln2_post", "ln3", "ln3_post")
-ATTENTION = ("attn", "self_attn")
-EXPERTS_BESIDE = {
-    "experts": ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
-    "shared": ("ln2", "post_feedforward_layernorm_1"),
-}
-PER_LAYER_NORM = "post_per_layer_input_norm"
-MLPS = ("mlp", "moe", "shared_mlp")
-MIXERS = ("mixer", "mamba", "conv", "linear_attn")
 
 
 @runtime_checkable
@@ -77,14 +72,17 @@ class BlockView:
     Attributes:
         layer: which of all the model's blocks, those of an encoder before those of its decoder.
         name: where its hook points are: ``"blocks.0"``, ``"decoder_blocks.0"``.
-        offloaded: whether its weights are read when they are needed; nothing of them is kept then.
+        offloaded: whether its weights are read when they are needed, and dropped after.
         loads: how often its weights were read so far, where they are offloaded.
+
+    >>> block = frozen.view.blocks[0]
+    >>> block.name, list(block.norms), block.attention.heads, tuple(block.mlp.W_in.shape)
+    ('blocks.0', ['ln1', 'ln2'], 4, (128, 512))
     """
 
-    def __init__(self, model: Owner, layer: int, stack: str = "blocks", number: int | None = None):
+    def __init__(self, model: Owner, layer: int, stack: str, number: int):
         self.model = model
         self.layer = layer
-        number = layer if number is None else number
         self.name = f"{stack}.{number}"
         self.module: Any = getattr(model.model, stack)[number]
         self.offloaded = offloaded(self.module)
@@ -94,7 +92,7 @@ class BlockView:
 
     @contextmanager
     def loaded(self) -> Generator[None, None, None]:
-        """Inside, the weights are loaded and what is read of them is kept; both are dropped after, if offloaded."""
+        """Inside, the weights and what is read of them stay loaded; both are dropped after, if offloaded."""
         if not self.offloaded:
             yield
             return
@@ -111,24 +109,32 @@ class BlockView:
                     self.read_names.clear()
 
     def opened(self, name: str) -> Any:
-        """What `weights_read` asks for."""
+        """What `weights_read` reads a property in."""
         return self.loaded()
 
     @cached_property
     def widest(self) -> int:
-        """Numbers that a vector takes inside the block at most; a number that is kept."""
+        """Numbers that a vector takes inside the block at most; read once."""
         with self.loaded():
-            return max(0 if self.mlp is None else self.mlp.hidden, self.width)
+            return max(self.mlp_hidden, self.width)
+
+    @property
+    def mlp_hidden(self) -> int:
+        """Numbers that a vector takes inside its MLP at most; 0 without."""
+        return self.mlp.hidden if self.mlp is not None else 0
 
     @cached_property
     def captured(self) -> tuple[int, int]:
-        """Numbers that a pass keeps of the block, for each token and for each pair of tokens; kept as they are."""
+        """Numbers that a pass stores of the block, for each token and for each pair of tokens; read once."""
         with self.loaded():
-            hidden = 0 if self.mlp is None else self.mlp.hidden
-            by_token = 3 * self.model.cfg.d_model + hidden
+            by_token = 3 * self.model.cfg.d_model + self.mlp_hidden
             if self.mixer is None:
                 return by_token, 2 * self.attention.heads
             return by_token + self.width, 0
+
+    def _first_of(self, names: Iterable[str], default: str) -> str:
+        """The first of some names under which the block has a part."""
+        return next((name for name in names if self.module._modules.get(name) is not None), default)
 
     @property
     def mixer_name(self) -> str:
@@ -228,15 +234,19 @@ class BlockView:
         attention: Any = getattr(self.module, self.mixer_name, None)
         if attention is None:
             raise self._refuse(self._missing_mixer())
-        weights = read_attention(attention, self.model.cfg, self._refuse)
-        if self.branch_factor == 1:
-            return weights
-        b_O = None if weights.b_O is None else weights.b_O * self.branch_factor
-        return replace(weights, W_O=weights.W_O * self.branch_factor, b_O=b_O)
+        return read_attention(attention, self.model.cfg, self._refuse).scaled(self.branch_factor)
 
     def require_attention(self) -> AttentionWeights:
         """The attention weights, for a caller that needs only their refusal."""
         return self.attention
+
+    def require_plain_attention(self) -> AttentionWeights:
+        """Attention that is no more than its matrices, for a caller that needs only its refusal."""
+        return self.plain_attention
+
+    def require_dense_mlp(self) -> MLPWeights | None:
+        """One MLP for all tokens, or none, for a caller that needs only the refusal of experts."""
+        return self.dense_mlp
 
     def require_query_key(self) -> QueryKeyWeights:
         """The weights that make the attention scores, for a caller that needs only their refusal."""
@@ -299,25 +309,22 @@ class BlockView:
         (W_Q, b_Q), (W_K, b_K) = (projection(attn, letter, self.model.cfg, self._refuse) for letter in "QK")
         if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
             raise self._refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
-        norms = {name: getattr(attn, name, None) for name in ("q_norm", "k_norm")}
-        inner = getattr(norms["q_norm"], "original_component", norms["q_norm"])
-        epsilon = getattr(inner, "variance_epsilon", getattr(inner, "eps", getattr(self.model.cfg, "eps", 1e-5)))
+        q_norm, k_norm = (getattr(attn, name, None) for name in ("q_norm", "k_norm"))
+        read_norm = partial(norm_weights, cfg=self.model.cfg)
         return QueryKeyWeights(
             W_Q=rearrange(self._floating(W_Q, "attn.W_Q"), "head d_model d_head -> d_model (head d_head)"),
-            b_Q=None if b_Q is None else b_Q.detach().reshape(-1),
+            b_Q=maybe(flattened, b_Q),
             W_K=rearrange(self._floating(W_K, "attn.W_K"), "kv d_model d_head -> d_model (kv d_head)"),
-            b_K=None if b_K is None else b_K.detach().reshape(-1),
-            q_norm=None if norms["q_norm"] is None else norm_weights(norms["q_norm"], self.model.cfg),
-            k_norm=None if norms["k_norm"] is None else norm_weights(norms["k_norm"], self.model.cfg),
-            epsilon=float(epsilon) if isinstance(epsilon, (int, float)) else 1e-5,
+            b_K=maybe(flattened, b_K),
+            q_norm=maybe(read_norm, q_norm),
+            k_norm=maybe(read_norm, k_norm),
+            epsilon=norm_epsilon(q_norm, self.model.cfg),
         )
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> "BlockView":
         """This reading with other weights, by TransformerLens' names; what the block itself holds is not touched."""
 
-        def flat(name: str) -> Tensor | None:
-            if name not in weights:
-                return None
+        def flat(name: str) -> Tensor:
             weight = weights[name].detach().to(self.attention.W_O)
             if name == "W_O":
                 return rearrange(weight, "head d_head d_model -> (head d_head) d_model")
@@ -327,19 +334,19 @@ class BlockView:
 
         if self.branch_factor != 1:
             raise self._refuse("its branches are multiplied by a constant; other weights for it are not read.")
-        fields = {"W_V": "value_matrix"}
         other = copy(self)  # what has been read of it, too
         if self.offloaded:
             other.read_names = set()
             other._depth = 0
             for name in self.read_names:
                 other.__dict__.pop(name, None)
-        parts = {"plain_attention": ("attention", ("W_V", "b_V", "W_O"))}
-        parts |= {"query_key": ("query_key", ("W_Q", "b_Q", "W_K", "b_K"))}
-        for read, (part, names) in parts.items():
-            changed = {fields.get(name, name): new for name in names if (new := flat(name)) is not None}
-            if changed:
-                setattr(other, part, replace(getattr(self, read), **changed))
+        fields = {"value_matrix": "W_V", "b_V": "b_V", "W_O": "W_O"}
+        values = {field: flat(name) for field, name in fields.items() if name in weights}
+        scores = {name: flat(name) for name in ("W_Q", "b_Q", "W_K", "b_K") if name in weights}
+        if values:
+            other.attention = replace(self.plain_attention, **values)
+        if scores:
+            other.query_key = replace(self.query_key, **scores)
         mlp_weights = {name: weights[name] for name in ("W_in", "W_gate", "W_out") if name in weights}
         if isinstance(self.mlp, MLPWeights) and mlp_weights:
             mlp = self.mlp
@@ -361,7 +368,7 @@ class BlockView:
     @property
     def mlp_name(self) -> str:
         """What the block calls its MLP or its experts."""
-        return next((name for name in MLPS if self.module._modules.get(name) is not None), "mlp")
+        return self._first_of(MLPS, "mlp")
 
     @property
     def _mlp_module(self) -> Any:
@@ -369,9 +376,11 @@ class BlockView:
 
     @property
     def shared_name(self) -> str | None:
-        """What it calls a shared expert that stands beside its experts instead of among them; None without."""
-        beside = [name for name in MLPS if self.module._modules.get(name) is not None]
-        return beside[1] if len(beside) > 1 else None
+        """What it calls an MLP for every token that stands beside its experts instead of among them; None without."""
+        if self.has_experts_beside:
+            return "mlp"
+        shared = self._first_of([name for name in MLPS if name != self.mlp_name], "")
+        return shared or None
 
     @weights_read
     def mlp(self) -> MLPWeights | ExpertsWeights | None:
@@ -387,12 +396,8 @@ class BlockView:
             if self.shared_name is not None:
                 shared = innermost(self.module._modules[self.shared_name])
                 read = replace(read, shared=read_module(shared, self.model.cfg, self._refuse))
-            return read if self.branch_factor == 1 else replace(read, branch_factor=self.branch_factor)
-        plain = read_mlp(mlp, self.model.cfg, self._refuse)
-        if self.branch_factor == 1:
-            return plain
-        b_out = None if plain.b_out is None else plain.b_out * self.branch_factor
-        return replace(plain, W_out=plain.W_out * self.branch_factor, b_out=b_out)
+            return replace(read, branch_factor=self.branch_factor)
+        return read_mlp(mlp, self.model.cfg, self._refuse).scaled(self.branch_factor)
 
     @property
     def dense_mlp(self) -> MLPWeights | None:

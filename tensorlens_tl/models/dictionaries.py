@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.algebra.numerics import centred, maybe, plus, relative_error
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 
 NORMALISED = ("layer_norm", "constant_norm_rescale")
@@ -83,7 +83,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DictionaryWeights:
-    """A sparse dictionary, as its weights say. Made by `read_dictionary`.
+    """A sparse dictionary, as its weights say. `read_dictionary` returns it.
 
     Attributes:
         b_enc: with ``−b_dec·W_enc`` inside, where the dictionary subtracts b_dec from what it reads.
@@ -120,7 +120,7 @@ class DictionaryWeights:
         return self.W_enc.shape[1]
 
     def normalised(self, x: Float[Tensor, "*any d_in"]) -> Normalised | None:
-        """By what it divides vectors, and multiplies what it makes of them; None where it does neither."""
+        """By what it divides vectors, and multiplies its reconstruction of them; None where it does neither."""
         if self.normalise is None:
             return None
         if self.normalise == "layer_norm":
@@ -129,16 +129,16 @@ class DictionaryWeights:
         else:
             norm = x.norm(dim=-1, keepdim=True) / x.shape[-1] ** 0.5
             scales = Normalised(norm, norm, centred=False)
-        # a transcoder's output is another place's: SAELens does not scale it
-        return scales._replace(multiplied_by=torch.ones_like(scales.multiplied_by)) if self.transcodes else scales
+        if self.transcodes:  # its output is another hook point's: SAELens does not scale it
+            return scales._replace(multiplied_by=torch.ones_like(scales.multiplied_by))
+        return scales
 
     def reads(self, x: Float[Tensor, "*any d_in"]) -> Float[Tensor, "*any d_in"]:
         """What its encoder is given: the vectors, normalised where it does so."""
         how = self.normalised(x)
         if how is None:
             return x
-        centred = x - x.mean(-1, keepdim=True) if how.centred else x
-        return centred / how.divided_by
+        return centred(x, how.centred) / how.divided_by
 
     def beside(self, x: Float[Tensor, "*any d_in"]) -> dict[str, Float[Tensor, "*any d_out"]]:
         """What it gives besides its features and b_dec, by name."""
@@ -171,14 +171,16 @@ class DictionaryWeights:
         preactivations = self.reads(x) @ self.W_enc + self.b_enc
         expected = None
         decoded = None
+        active = self._active(preactivations)
         if callable(getattr(self.source, "encode", None)):
             with torch.no_grad():
-                expected, decoded = _own(self.source, x)
-        active = self._active(preactivations) if expected is None else expected != 0
+                expected, decoded = _as_object(self.source, x)
+            active = expected != 0
         features = preactivations * active
         output = features @ self.W_dec + self.b_dec
         how = self.normalised(x)
-        output = output if how is None else output * how.multiplied_by
+        if how is not None:
+            output = output * how.multiplied_by
         beside = self.beside(x)
         if expected is not None:
             self._check("encode", features, expected, tolerance)
@@ -200,7 +202,10 @@ class DictionaryWeights:
         if self.k is not None:
             chosen = torch.zeros_like(before, dtype=torch.bool)
             return chosen.scatter(-1, before.topk(self.k).indices, True) & (before > 0)
-        return before > 0 if self.threshold is None else (before > 0) & (before > self.threshold)
+        active = before > 0
+        if self.threshold is not None:
+            active &= before > self.threshold
+        return active
 
     def _check(self, what: str, ours: Tensor, expected: Tensor, tolerance: float) -> None:
         # over all vectors together: at one of them nothing may be active
@@ -230,10 +235,9 @@ class DictionaryWeights:
         return min((self, self.subtracting_b_dec()), key=lambda read: read._misfit(x[:64]))
 
     def _misfit(self, x: Float[Tensor, "token d_in"]) -> float:
-        """How far the features of some tokens are from the object's own: the median token's relative error."""
+        """How far the features of some tokens are from those that the object gives: the median token's error."""
         with torch.no_grad():
-            expected, _ = _own(self.source, x)
-        assert expected is not None
+            expected, _ = _as_object(self.source, x)
         ours = (self.reads(x) @ self.W_enc + self.b_enc) * (expected != 0)
         errors = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(expected.dtype).tiny)
         return float(errors.float().median())
@@ -262,10 +266,10 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
         )
     W_enc, W_dec = (_weight(source, name, what) for name in ("W_enc", "W_dec"))
     if W_enc is None or W_dec is None or W_enc.ndim != 2 or W_dec.ndim != 2 or W_enc.shape[1] != W_dec.shape[0]:
-        shapes = ", ".join(
-            f"{name} {'missing' if w is None else tuple(w.shape)}" for name, w in (("W_enc", W_enc), ("W_dec", W_dec))
+        raise InvalidInputError(
+            f"{what} has W_enc {_shape(W_enc)}, W_dec {_shape(W_dec)}; needed are W_enc [d_in, feature] and W_dec "
+            "[feature, d_out]."
         )
-        raise InvalidInputError(f"{what} has {shapes}; needed are W_enc [d_in, feature] and W_dec [feature, d_out].")
     features, width = W_dec.shape
     b_enc = _vector(source, "b_enc", features, what)
     b_dec = _vector(source, "b_dec", width, what)
@@ -282,51 +286,57 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
             )
     hook_in = _setting(source, "hook_name")
     hook_out = _setting(source, "hook_name_out")
-    elsewhere = (hook_out is not None and hook_out != hook_in) or W_skip is not None
-    between = elsewhere if transcodes is None else transcodes
+    if transcodes is None:
+        transcodes = hook_out not in (None, hook_in) or W_skip is not None
     read = DictionaryWeights(
-        W_enc,
-        W_enc.new_zeros(features) if b_enc is None else b_enc,
-        W_dec,
-        W_dec.new_zeros(width) if b_dec is None else b_dec,
-        threshold,
-        _choices(source, features, what),
-        _normalisation(source, what),
-        None if W_skip is None else W_skip.T,
-        source,
-        hook_in,
-        hook_out,
-        _setting(source, "model_name"),
-        between,
+        W_enc=W_enc,
+        b_enc=plus(W_enc.new_zeros(features), b_enc),
+        W_dec=W_dec,
+        b_dec=plus(W_dec.new_zeros(width), b_dec),
+        threshold=threshold,
+        k=_choices(source, features, what),
+        normalise=_normalisation(source, what),
+        W_skip=maybe(torch.t, W_skip),
+        source=source,
+        hook=hook_in,
+        hook_out=hook_out,
+        model_name=_setting(source, "model_name"),
+        transcodes=transcodes,
     )
     if _setting(source, "rescale_acts_by_decoder_norm"):
         norms = W_dec.norm(dim=1)
         read = replace(read, W_enc=W_enc * norms, b_enc=read.b_enc * norms, W_dec=W_dec / norms[:, None])
     if scaled is not None:  # it multiplies features where they are decoded, and only there
         read = replace(read, W_dec=read.W_dec * scaled[:, None])
-    return read.subtracting_b_dec() if _setting(source, "apply_b_dec_to_input") and not between else read
+    if _setting(source, "apply_b_dec_to_input") and not transcodes:
+        return read.subtracting_b_dec()
+    return read
 
 
-def _own(source: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What an object's own `encode` and `decode` give, in this order: a scale may pass from one to the other."""
+def _shape(weight: Tensor | None) -> str:
+    return "missing" if weight is None else str(tuple(weight.shape))
+
+
+def _as_object(source: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What an object's `encode` and `decode` give, in this order: a scale may pass from one to the other."""
     features = source.encode(x)
-    features = features.to_dense() if isinstance(features, Tensor) and features.is_sparse else features
+    if isinstance(features, Tensor) and features.is_sparse:
+        features = features.to_dense()
     if not isinstance(features, Tensor):
         raise InvalidInputError(
             f"dictionary: {type(source).__name__}.encode gives a {type(features).__name__}, no tensor."
         )
     decode: Any = getattr(source, "decode", None)
-    decoded: Any = decode(features) if callable(decode) else None
+    decoded: Any = None
+    if callable(decode):
+        decoded = decode(features)
     return features, decoded
 
 
 def _setting(source: Any, name: str) -> Any:
     """What an object, its configuration or its metadata says, in this order; None where none does."""
-    for holder in _holders(source):
-        value = _get(holder, name)
-        if value is not None:
-            return value
-    return None
+    values = (_get(holder, name) for holder in _holders(source))
+    return next((value for value in values if value is not None), None)
 
 
 def _holders(source: Any) -> list[Any]:
@@ -363,7 +373,7 @@ def _is_method(value: Any) -> bool:
 
 
 def _says_nothing(value: Any) -> bool:
-    """Whether a value stands for something that is not there."""
+    """Whether a value stands for something absent."""
     if isinstance(value, Tensor):
         return False
     if value is None or value is False or value == "none":
@@ -393,7 +403,9 @@ def _vector(source: Any, name: str, length: int, what: str) -> Tensor | None:
     weight = _weight(source, name, what)
     if weight is not None and weight.shape != (length,) and weight.ndim > 0:
         raise InvalidInputError(f"{what}.{name} is {tuple(weight.shape)}; [{length}] fits its other weights.")
-    return weight if weight is None or weight.ndim else weight.expand(length)
+    if weight is not None and weight.ndim == 0:
+        return weight.expand(length)
+    return weight
 
 
 def _choices(source: Any, features: int, what: str) -> int | None:
@@ -402,12 +414,13 @@ def _choices(source: Any, features: int, what: str) -> int | None:
     if isinstance(architecture := activations.get("architecture"), MethodType):  # SAELens 6 has it as a method
         activations["architecture"] = architecture()
     k = _number_of_features(source, activations)
-    whole = isinstance(k, int) or (isinstance(k, Tensor) and k.numel() == 1 and not k.is_floating_point())
-    if k is not None and (isinstance(k, bool) or not whole or not 1 <= int(k) <= features):
-        raise InvalidInputError(
-            f"{what}.k is {k!r}; TopK of {features} features takes a whole number from 1 to {features}."
-        )
-    k = None if k is None else int(k)
+    if k is not None:
+        whole = isinstance(k, int) or (isinstance(k, Tensor) and k.numel() == 1 and not k.is_floating_point())
+        if isinstance(k, bool) or not whole or not 1 <= int(k) <= features:
+            raise InvalidInputError(
+                f"{what}.k is {k!r}; TopK of {features} features takes a whole number from 1 to {features}."
+            )
+        k = int(k)
     if not callable(getattr(source, "encode", None)):
         _refuse_unknown(source, activations, k, features, what)
     return k
@@ -420,8 +433,9 @@ def _number_of_features(source: Any, activations: Mapping[str, Any]) -> Any:
     for activation in activations.values():
         if (k := getattr(activation, "k", None)) is not None:
             return k
-    is_topk = any(_activation_name(activation) == "topk" for activation in activations.values())
-    return _get(_setting(source, "activation_fn_kwargs") or {}, "k") if is_topk else None
+    if "topk" not in map(_activation_name, activations.values()):
+        return None
+    return _get(_setting(source, "activation_fn_kwargs") or {}, "k")
 
 
 def _activation_name(activation: Any) -> str:
@@ -434,7 +448,7 @@ def _written_name(activation: Any) -> str:
 
 def _refuse_unknown(source: Any, activations: Mapping[str, Any], k: int | None, features: int, what: str) -> None:
     """Refuse a dictionary without `encode` that has, or says, what might change its features."""
-    show = "Give the object an encode(x) method: it is then taken at its own word, by measurement."
+    show = "Give the object an encode(x) method: what it does is then measured."
     threshold = _setting(source, "threshold")
     for name, activation in activations.items():
         if (named := _activation_name(activation)) not in KNOWN_ACTIVATIONS:
@@ -467,13 +481,14 @@ def _check_activation(function: Any, k: int | None, features: int, name: str) ->
     """Compare an activation with ReLU or TopK on random pre-activations."""
     before = torch.randn(4, features, generator=torch.Generator().manual_seed(0))
     expected = before.relu()
+    what = "ReLU"
     if k is not None:
+        what = f"TopK with k={k} and a ReLU"
         best = before.topk(k)
         expected = torch.zeros_like(before).scatter(-1, best.indices, best.values.relu())
     with torch.no_grad():
         output = function(before.clone())
     if not isinstance(output, Tensor) or not torch.allclose(output.float(), expected):
-        what = "ReLU" if k is None else f"TopK with k={k} and a ReLU"
         raise InvalidInputError(f"{name} gives something else than {what} on random numbers; only these are read.")
 
 

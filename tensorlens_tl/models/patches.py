@@ -37,7 +37,9 @@ class PatchWeights:
 
     def image(self, x: Tensor) -> Float[Tensor, "*rows channel height width"]:
         """The model's input as an image."""
-        return x[..., None, :, :].mT if self.transposed else x
+        if self.transposed:
+            return x[..., None, :, :].mT
+        return x
 
     def grid(self, x: Tensor) -> tuple[int, int]:
         """How many rows and columns of patches there are."""
@@ -56,7 +58,9 @@ class PatchWeights:
         flat = columns.reshape(-1, *columns.shape[-2:]).mT
         folded = fold(flat, image.shape[-2:], self.kernel, stride=self.stride)
         shaped = folded.reshape(*columns.shape[:-3], *image.shape)
-        return shaped.mT[..., 0, :, :] if self.transposed else shaped
+        if self.transposed:
+            return shaped.mT[..., 0, :, :]
+        return shaped
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,10 @@ def read_patches(embed: Any, transposed: bool) -> PatchWeights | None:
     padded = convolution.padding not in ((0, 0), "valid")
     if convolution.dilation != (1, 1) or convolution.groups != 1 or padded:
         return None
-    special = [
-        token for name in ("cls_token", "distillation_token") if (token := getattr(inner, name, None)) is not None
-    ]
+    special = [getattr(inner, name, None) for name in ("cls_token", "distillation_token")]
     constant = positions.detach()[0].clone()
-    for place, token in enumerate(special):
-        constant[place] += token.detach()[0, 0]
+    for position, token in enumerate(token for token in special if token is not None):
+        constant[position] += token.detach()[0, 0]
     height, width = convolution.kernel_size
     down, across = convolution.stride
     return PatchWeights(

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class HookedModel(Protocol):
-    """Any TransformerLens model: HookedTransformer, HookedEncoder, TransformerBridge."""
+    """Any TransformerLens model: HookedTransformer, HookedEncoder, TransformerBridge.
+
+    >>> from tensorlens_tl.models import HookedModel
+    >>> isinstance(model, HookedModel), isinstance("gpt2", HookedModel)
+    (True, False)
+    """
 
     cfg: Any
 

@@ -15,10 +15,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tensorlens_tl.algebra.numerics import refuse_autocast
+from tensorlens_tl.algebra.numerics import maybe, plus, refuse_autocast
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.block import NORMS, BlockView
+from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.lifecycle import newly_initialised
+from tensorlens_tl.models.names import NORMS, STABLE, UNSCALED
 from tensorlens_tl.models.parameters import (
     MLMHead,
     NormWeights,
@@ -62,28 +63,32 @@ HEAD_PARTS = ("mlm_head", "prediction_head", "classifier_ln", "unembed")
 
 
 class ModelView:
-    """What a TransformerLens model is made of, whichever its class."""
+    """What a TransformerLens model is made of, whichever its class.
+
+    >>> from tensorlens_tl.models import ModelView
+    >>> view = ModelView(model)
+    >>> view, view.reads, tuple(view.embedding.shape)
+    (ModelView(HookedTransformer (tensorlens-demo), layers=4), 'tokens', (2048, 128))
+    """
 
     def __init__(self, model: Any):
+        """Read a model.
+
+        Args:
+            model: any TransformerLens model.
+
+        Raises:
+            UnsupportedModelError: none of TransformerLens' classes, or a configuration that cannot be frozen.
+            InvalidInputError: inside ``torch.autocast``.
+        """
         self.is_encoder_decoder = all(hasattr(model, stack) for stack in STACKS)
-        for needed in ("cfg", "blocks", "hook_dict", "run_with_hooks"):
-            # asked of the class first: a Bridge puts its hook_dict together anew for everyone who asks
-            there = hasattr(type(model), needed) or hasattr(model, needed)
-            if not there and not (needed == "blocks" and self.is_encoder_decoder):
-                hint = " The model comes first, then the input; load one by its name first." * isinstance(model, str)
-                if hasattr(model, "get_base_model"):
-                    hint = (
-                        " Of a model with adapters, wrap what lies inside: "
-                        "TransformerBridge.boot_transformers(name, hf_model=model.get_base_model())."
-                    )
-                elif hasattr(model, "from_pretrained"):
-                    hint = (
-                        " Wrap a Hugging Face model with TransformerBridge.boot_transformers(name, hf_model=model), "
-                        "name being its name on the hub or a folder with its config (model.save_pretrained(folder))."
-                    )
+        self._stacks = STACKS if self.is_encoder_decoder else ("blocks",)
+        for needed in ("cfg", *self._stacks, "hook_dict", "run_with_hooks"):
+            # the class comes first: a Bridge puts its hook_dict together anew whenever it is read
+            if not hasattr(type(model), needed) and not hasattr(model, needed):
                 raise UnsupportedModelError(
                     f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder or a "
-                    "TransformerBridge (a HookedEncoderDecoder is not supported; boot it as a Bridge)." + hint
+                    "TransformerBridge (a HookedEncoderDecoder is not supported; boot it as a Bridge)." + _hint(model)
                 )
         with lock_of(model):  # another thread may have given it other weights for a while
             self.model = model
@@ -95,9 +100,8 @@ class ModelView:
             raise UnsupportedModelError(
                 f"{self.description} reads neither tokens nor, as far as its config says, images or sound."
             )
-        stacks = STACKS if self.is_encoder_decoder else ("blocks",)
-        places = [(stack, number) for stack in stacks for number in range(len(getattr(model, stack)))]
-        self.blocks = [BlockView(self, layer, *place) for layer, place in enumerate(places)]
+        blocks = [(stack, number) for stack in self._stacks for number in range(len(getattr(model, stack)))]
+        self.blocks = [BlockView(self, layer, stack, number) for layer, (stack, number) in enumerate(blocks)]
         self.read_names: set[str] = set()
         parts = {part for parts in READ_FROM.values() for part in parts}
         self.offloaded = offloaded(*(getattr(model, part, None) for part in parts))
@@ -113,11 +117,11 @@ class ModelView:
         return f"ModelView({self.description}, layers={self.n_layers})"
 
     def with_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> "ModelView":
-        """This reading with other weights in some blocks, by TransformerLens' names; the model itself keeps its own."""
+        """This reading with other weights in some blocks, by TransformerLens' names; the model stays as it is."""
         other = copy(self)
-        other.blocks = [
-            block.with_weights(weights[block.layer]) if block.layer in weights else block for block in self.blocks
-        ]
+        other.blocks = list(self.blocks)
+        for layer, changed in weights.items():
+            other.blocks[layer] = self.blocks[layer].with_weights(changed)
         return other
 
     @property
@@ -128,11 +132,13 @@ class ModelView:
     @cached_property
     def device(self) -> torch.device:
         """Where the model runs."""
-        return execution_device(self.model) if self.any_offloaded else next(self.model.parameters()).device
+        if self.any_offloaded:
+            return execution_device(self.model)
+        return next(self.model.parameters()).device
 
     @contextmanager
     def opened(self, name: str) -> Generator[None, None, None]:
-        """What `weights_read` asks for."""
+        """What `weights_read` reads a property in."""
         if not self.offloaded:
             yield
             return
@@ -171,15 +177,16 @@ class ModelView:
     @cached_property
     def wrapped_twice(self) -> bool:
         """Whether a Bridge wraps parts that another Bridge has wrapped already."""
-        modules = self.model.modules() if self.is_bridge else ()
-        return any(is_bridge_component(getattr(m, "original_component", None)) for m in modules)
+        wrapped = (getattr(module, "original_component", None) for module in self.model.modules())
+        return self.is_bridge and any(map(is_bridge_component, wrapped))
 
     @property
     def description(self) -> str:
         """Class and name, for messages; the architecture where the name says nothing."""
         name = getattr(self.cfg, "model_name", "custom")
-        architecture = getattr(self.cfg, "architecture", None)
-        return f"{self.class_name} ({architecture if architecture and name in ('custom', 'external') else name})"
+        if name in ("custom", "external"):
+            name = getattr(self.cfg, "architecture", None) or name
+        return f"{self.class_name} ({name})"
 
     @property
     def n_layers(self) -> int:
@@ -194,9 +201,11 @@ class ModelView:
     @property
     def d_vocab(self) -> int:
         """The size of the vocabulary; of a model of images or sound, how many classes it tells apart."""
-        if self.reads != "tokens":
-            return 0 if self.unembedding is None else self.unembedding[0].shape[1]
-        return self.cfg.d_vocab
+        if self.reads == "tokens":
+            return self.cfg.d_vocab
+        if self.unembedding is None:
+            return 0
+        return self.unembedding[0].shape[1]
 
     @property
     def decoder_vocab(self) -> int:
@@ -208,7 +217,9 @@ class ModelView:
         """What the model reads: ``"tokens"``, ``"images"`` or ``"sound"``."""
         if getattr(self.cfg, "is_visual_model", False):
             return "images"
-        return "sound" if getattr(self.cfg, "is_audio_model", False) else "tokens"
+        if getattr(self.cfg, "is_audio_model", False):
+            return "sound"
+        return "tokens"
 
     @property
     def config(self) -> Any:
@@ -230,7 +241,9 @@ class ModelView:
         norm: Any = getattr(self.model, "classifier_ln", None)
         if is_norm(norm):  # an audio spectrogram transformer's mean of CLS and distillation token
             return ClassHead(2, norm_weights(norm, self.cfg))
-        return ClassHead(1, None) if self.reads == "images" else None
+        if self.reads == "images":
+            return ClassHead(1, None)
+        return None
 
     @cached_property
     def labels(self) -> dict[int, str]:
@@ -249,12 +262,14 @@ class ModelView:
     @weights_read
     def final_norm(self) -> NormWeights | None:
         """The norm after the last block, or None (in a masked language model `ln_final` belongs to the head)."""
-        return None if hasattr(self.model, "mlm_head") else self._end_norm(self.final_norm_name)
+        if hasattr(self.model, "mlm_head"):
+            return None
+        return self._end_norm(self.final_norm_name)
 
     @property
     def final_norm_name(self) -> str:
         """What the model calls the norm after its last block."""
-        if getattr(self.config, "do_stable_layer_norm", False):  # Hubert and Wav2Vec2 with norms before sublayers
+        if getattr(self.config, STABLE, False):
             return "embed_ln"
         return "decoder_ln_final" if self.is_encoder_decoder else "ln_final"
 
@@ -265,7 +280,9 @@ class ModelView:
 
     def _end_norm(self, name: str) -> NormWeights | None:
         norm = getattr(self.model, name, None)
-        return norm_weights(norm, self.cfg) if is_norm(norm) else None
+        if not is_norm(norm):
+            return None
+        return norm_weights(norm, self.cfg)
 
     @weights_read
     def mlm_head(self) -> MLMHead | None:
@@ -288,7 +305,7 @@ class ModelView:
         return MLMHead(weight.detach(), detached(bias), phi, norm_weights(norm, self.cfg), scale)
 
     def _prediction_head(self) -> MLMHead | None:
-        """The same after a final norm of its own (ModernBERT), or None."""
+        """The same after a separate final norm (ModernBERT), or None."""
         head: Any = innermost(getattr(self.model, "prediction_head", None))
         if head is None:
             return None
@@ -312,7 +329,7 @@ class ModelView:
         added = detached(getattr(getattr(self.model, "original_model", None), "final_logits_bias", None))
         if added is None:
             return W_U, b_U
-        return W_U, added[0] if b_U is None else b_U + added[0]  # BART adds one besides
+        return W_U, plus(added[0], b_U)  # BART adds one besides
 
     def _unembedding_weights(self, unembed: Any) -> tuple[Tensor, Tensor | None]:
         module = innermost(unembed)
@@ -331,15 +348,17 @@ class ModelView:
             raise UnsupportedModelError(f"{self.description} predicts no tokens.")
         refuse_autocast(x.device)
         W_U, b_U = self.unembedding
-        made = x.to(W_U) @ W_U
-        made = (made if b_U is None else made + b_U) * self.logit_factor
-        return made if self.soft_cap is None else self.soft_cap * torch.tanh(made / self.soft_cap)
+        logits = plus(x.to(W_U) @ W_U, b_U) * self.logit_factor
+        if self.soft_cap is None:
+            return logits
+        return self.soft_cap * torch.tanh(logits / self.soft_cap)
 
     @cached_property
     def logit_factor(self) -> float:
         """What the model multiplies its logits by before any soft cap (Granite, Cohere, MuseGlimmer); most often 1."""
-        config: Any = getattr(getattr(self.model, "original_model", None), "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        config = self.config
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
         factor = getattr(config, "logit_scale", None) or getattr(config, "output_multiplier", None) or 1.0
         if self.scales_decoder_output:
             factor = float(factor) * float(config.d_model) ** -0.5
@@ -348,10 +367,10 @@ class ModelView:
     @property
     def scales_decoder_output(self) -> bool:
         """Whether what is unembedded is the final norm's output times √(1/d_model) (T5 with tied embeddings)."""
-        config: Any = getattr(getattr(self.model, "original_model", None), "config", None)
-        tied = getattr(config, "tie_word_embeddings", False) and getattr(config, "model_type", "") != "mt5"
-        tied = getattr(config, "scale_decoder_outputs", tied)
-        return self.is_encoder_decoder and hasattr(config, "relative_attention_num_buckets") and bool(tied)
+        if not self.is_encoder_decoder or not hasattr(self.config, "relative_attention_num_buckets"):
+            return False
+        tied = getattr(self.config, "tie_word_embeddings", False) and self.config.model_type not in UNSCALED
+        return bool(getattr(self.config, "scale_decoder_outputs", tied))
 
     @weights_read
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -374,8 +393,8 @@ class ModelView:
     @property
     def soft_cap(self) -> float | None:
         """The final logits' soft cap c·tanh(x/c), or None."""
-        cap = getattr(self.cfg, "output_logits_soft_cap", None)
-        return float(cap) if cap is not None and cap > 0 else None
+        cap = float(getattr(self.cfg, "output_logits_soft_cap", None) or 0)
+        return cap if cap > 0 else None
 
     @cached_property
     def _newly_initialised(self) -> dict[str, nn.Parameter] | None:
@@ -388,12 +407,15 @@ class ModelView:
         They hold random numbers (or zeros and ones): what they compute is noise
         (`tensorlens_tl.models.lifecycle.checkpoint`).
         """
-        return None if self._newly_initialised is None else tuple(self._newly_initialised)
+        return maybe(tuple, self._newly_initialised)
 
     @property
     def untrained_head(self) -> tuple[str, ...]:
         """Those of them that stand between the hidden state and the logits."""
-        return self._untrained_in((*HEAD_PARTS, "ln_final") if hasattr(self.model, "mlm_head") else HEAD_PARTS)
+        parts: list[str] = [*HEAD_PARTS]
+        if hasattr(self.model, "mlm_head"):
+            parts.append("ln_final")
+        return self._untrained_in(parts)
 
     @property
     def untrained_stack(self) -> tuple[str, ...]:
@@ -412,16 +434,18 @@ class ModelView:
         any, the weights that no checkpoint had."""
         from importlib.metadata import version
 
-        untrained = {"newly_initialised": ", ".join(self.newly_initialised)} if self.newly_initialised else {}
-        adapters = adapter_names(self.model)
-        known = untrained | {
+        optional = {
+            "newly_initialised": ", ".join(self.newly_initialised or ()),
+            "adapters": ", ".join(adapter_names(self.model)),
+        }
+        known = {
             "model": str(getattr(self.cfg, "model_name", "custom")),
             "class": self.class_name,
             "transformer_lens": version("transformer-lens"),
             "weight_processing": self.weight_processing,
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
         }
-        return known | {"adapters": ", ".join(adapters)} if adapters else known
+        return known | {name: names for name, names in optional.items() if names}
 
     @cached_property
     def weight_processing(self) -> str:
@@ -431,16 +455,30 @@ class ModelView:
         and zero means of what is written or unembedded.
         """
         norms = (norm for block in self.blocks for norm in block.norms.values())  # the first one tells most often
-        plain = all(
-            (norm.gain is None or bool((norm.gain == 1).all())) and (norm.shift is None or not bool(norm.shift.any()))
-            for norm in norms
-        ) and any(block.norms for block in self.blocks)
-        found = {
-            "plain norms": plain,
-            "centred writing": any(_zero_mean(b.attention.W_O[:8]) for b in self.blocks[:1] if b.mixer is None),
+        first = self.blocks[0]
+        processed = {
+            "plain norms": all(norm.is_plain for norm in norms) and any(block.norms for block in self.blocks),
+            "centred writing": first.mixer is None and _zero_mean(first.attention.W_O[:8]),
             "centred unembedding": self.unembedding is not None and _zero_mean(self.unembedding[0][:8]),
         }
-        return ", ".join(name for name, present in found.items() if present) or "raw"
+        return ", ".join(name for name, present in processed.items() if present) or "raw"
+
+
+def _hint(model: Any) -> str:
+    """What to do instead, of an object that is no model of TransformerLens."""
+    if isinstance(model, str):
+        return " The model comes first, then the input; load one by its name first."
+    if hasattr(model, "get_base_model"):
+        return (
+            " Of a model with adapters, wrap what lies inside: "
+            "TransformerBridge.boot_transformers(name, hf_model=model.get_base_model())."
+        )
+    if hasattr(model, "from_pretrained"):
+        return (
+            " Wrap a Hugging Face model with TransformerBridge.boot_transformers(name, hf_model=model), "
+            "name being its name on the hub or a folder with its config (model.save_pretrained(folder))."
+        )
+    return ""
 
 
 def _zero_mean(rows: Tensor) -> bool:

@@ -10,7 +10,7 @@ agree, both are written.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,7 +88,8 @@ def _refuse_adapted(block: BlockView, where: str) -> None:
 
 def _shown(attn: Any, name: str) -> Any:
     """HookedTransformer expands keys and values to query heads and keeps the grouped ones with an underscore."""
-    return getattr(attn, f"_{name}" if hasattr(attn, f"_{name}") else name, None)
+    names = [name for name in (f"_{name}", name) if hasattr(attn, name)]
+    return getattr(attn, names[0]) if names else None
 
 
 def refuse_shared(view: ModelView, layers: Sequence[int]) -> None:
@@ -133,18 +134,21 @@ def _layout(copy: JointCopy, weights: Mapping[str, Tensor]) -> Tensor:
     parts = [weights[name] for name in copy.parts]
     if copy.parts[0] in MLP:
         return torch.cat(parts, dim=1).mT
-    rows = [part.mT if part.ndim == 3 else part for part in parts]  # [head, d_head, d_model] or [head, d_head]
-    if copy.interleaved:
-        groups = len(rows[1])
-        return torch.cat([row.reshape(groups, -1, *row.shape[2:]) for row in rows], dim=1).flatten(0, 1)
-    return torch.cat([row.flatten(0, 1) for row in rows])
+    if copy.parts[0].startswith("W"):
+        parts = [part.mT for part in parts]
+    if copy.interleaved:  # parts are [head, d_head, d_model] or [head, d_head]
+        groups = len(parts[1])
+        return torch.cat([part.reshape(groups, -1, *part.shape[2:]) for part in parts], dim=1).flatten(0, 1)
+    return torch.cat([part.flatten(0, 1) for part in parts])
 
 
 def _oriented(joint: Tensor, parameter: Tensor) -> Tensor | None:
     """A joint weight in the orientation of a parameter, or None where neither orientation fits."""
     if joint.shape == parameter.shape:
         return joint
-    return joint.mT if joint.ndim == 2 and joint.mT.shape == parameter.shape else None
+    if joint.ndim == 2 and joint.mT.shape == parameter.shape:
+        return joint.mT
+    return None
 
 
 @contextmanager
@@ -272,15 +276,15 @@ def _copies(view: ModelView, layers: Iterable[int]) -> dict[int, list[JointCopy]
 def _follow(view: ModelView, copies: Mapping[int, Sequence[JointCopy]]) -> None:
     """Make joint projections agree with the split ones again."""
     for layer, of_layer in copies.items():
-        views = writable(view.blocks[layer]) if of_layer else {}
         for copy in of_layer:
+            views = writable(view.blocks[layer])
             joint = _oriented(_layout(copy, views), copy.parameter)
             assert joint is not None  # it fitted when the copy was listed
             _overwrite(copy.parameter, joint)
 
 
 def _overwrite(weight: Tensor, value: Tensor) -> None:
-    with torch.inference_mode() if weight.is_inference() else nullcontext():  # such tensors change nowhere else
+    with torch.inference_mode(torch.is_inference_mode_enabled() or weight.is_inference()):  # they change nowhere else
         weight.copy_(value)
 
 

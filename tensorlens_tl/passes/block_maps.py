@@ -33,8 +33,8 @@ from tensorlens_tl.algebra.segments import CrossAttention, Segment
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models.activations import Coefficients, coefficients
-from tensorlens_tl.models.block import PER_LAYER_NORM
 from tensorlens_tl.models.layouts import Layout, Place, Within, compose
+from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.models.view import ModelView

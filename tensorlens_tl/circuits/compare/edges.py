@@ -202,7 +202,7 @@ def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destinat
     first = 0
     for number, step in enumerate(readout.stream.steps):
         for sublayer in step.sublayers:
-            heads = len(sublayer.nodes) if sublayer.is_attention else 0
+            heads = sublayer.heads
             if heads:
                 joining[number] = responses[first : first + 2 * heads].sum(0)
             first += 3 * heads or len(sublayer.nodes)
@@ -239,7 +239,7 @@ def _frozen(
 def _config(readout: StreamTarget) -> dict[str, Any]:
     """What the benchmark's files say of a model."""
     frozen = readout.stream.frozen
-    heads = [len(part.nodes) for step in readout.stream.steps for part in step.sublayers if part.is_attention]
+    heads = [sublayer.heads for step in readout.stream.steps for sublayer in step.sublayers]
     return {
         "n_layers": frozen.n_layers,
         "n_heads": max(heads, default=0),

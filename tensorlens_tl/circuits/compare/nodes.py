@@ -147,7 +147,7 @@ def _along(pulled: Pulled, stream: Stream, other: Stream, by: str) -> tuple[list
             if by == "component":
                 names.append(sublayer.name)
                 scores.append(product.sum(-1)[:, None])
-            elif by == "neuron" and not sublayer.is_attention and not sublayer.is_mixer:
+            elif by == "neuron" and sublayer.kind == "mlp":
                 names += [f"{sublayer.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
                 scores.append(product.mT)
             else:
@@ -190,7 +190,7 @@ def _sites(readout: StreamTarget, by: str) -> Iterator[_Site]:
                     "reads weights, or by='stream'."
                 )
             neurons = by == "neuron" and not sublayer.is_attention
-            width = frozen.view.blocks[sublayer.layer].attention.heads if sublayer.is_attention else 1
+            width = max(1, sublayer.heads)
             if neurons:
                 mlp = frozen.view.blocks[sublayer.layer].dense_mlp
                 width = 1 if mlp is None else mlp.W_out.shape[0]

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Norm
+from tensorlens_tl.algebra import AffineMap, Diagonal, Identity, Norm
 from tensorlens_tl.circuits.dictionary_features.hook_points import ReadAt, WriteAt, mlp_output, read_at, write_at
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.dictionaries import DictionaryWeights, read_dictionary
@@ -116,10 +116,9 @@ class Features:
     def reader(self) -> AffineMap:
         """From the stream to what the encoder is given, scales held."""
         how = self.dictionary.normalised(self.reads.x)
-        stages = [] if isinstance(self.reads.through, Identity) else [self.reads.through]
-        if how is not None:
-            stages.append(Norm(how.divided_by, centre=how.centred))
-        return Chain(tuple(stages)) if stages else Identity()
+        if how is None:
+            return self.reads.through
+        return Norm(how.divided_by, centre=how.centred) @ self.reads.through
 
     @cached_property
     def writer(self) -> AffineMap | None:

@@ -269,9 +269,7 @@ def _pre_activations(features: Features, numbers: Int[Tensor, "row"], positions:
     """Pre-activations as readouts of the stream that the dictionary reads."""
     rows = features.dictionary.W_enc.T[numbers]
     vectors = rows[:, None].expand(-1, len(features.frozen.tokens), -1)
-    reader = features.reader
-    if not isinstance(reader, Identity):
-        reader = reader.at(RowPositions(positions))
+    reader = features.reader.at(RowPositions(positions))
     pulled, bias = reader.pull_with_bias(vectors[:, :, None])
     constant = bias + features.dictionary.b_enc[numbers, None]
     return _Readouts(pulled[:, :, 0], constant, features.pre_activation(numbers, positions), positions).at_real(
@@ -318,8 +316,7 @@ def _effects(
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
     frozen = features.frozen
     writes = features.writes
-    if not isinstance(writes.outer, Identity):
-        through = Chain((writes.outer, through))
+    through = Chain((writes.outer, through))
     parts = _Parts.of(features, by)
     per_row = frozen.row_bytes + features.values.element_size() * (
         len(parts.names) * len(frozen.tokens) + len(features.values)

@@ -112,8 +112,8 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
     for number, step in enumerate(stream.steps):
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             cotangent = sublayer.write.pull(pulled.sums[number])
-            if by == "neuron" and not sublayer.is_attention and not sublayer.is_mixer:
-                _ = stream.frozen.view.blocks[sublayer.layer].dense_mlp  # refuses experts
+            if by == "neuron" and sublayer.kind == "mlp":
+                stream.frozen.view.blocks[sublayer.layer].require_dense_mlp()
                 neurons = [f"{sublayer.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
                 add(neurons, (cotangent.to(readout.total) * hidden).sum(-2), partial(_by_position, cotangent, hidden))
             elif by == "component":
@@ -122,7 +122,7 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
                 by_key = partial(_by_node, sublayer, cotangent, hidden)
                 if sublayer.is_attention:
                     by_key = partial(_by_source, sublayer, stream.x[number], cotangent)
-                elif sublayer.is_mixer:
+                elif sublayer.kind == "mixer":
                     by_key = partial(_by_source_of_mixer, sublayer, stream.x[number], cotangent)
                 add(list(sublayer.nodes), sublayer.shares(cotangent, hidden), by_key)
         for at, name, bias, g in biases:

@@ -86,6 +86,7 @@ class LiveTarget:
 
 def hidden_point(sublayer: Sublayer, points: BlockPoints) -> str | None:
     """The hook point of a sublayer's hidden vector; None where no hook reaches it."""
-    if sublayer.is_attention:
-        return points.z if points.attention is None else None
-    return None if sublayer.is_mixer else points.post
+    inside = {"head": points.z, "mlp": points.post}
+    if points.attention is not None:  # held as a whole
+        del inside["head"]
+    return inside.get(sublayer.kind)

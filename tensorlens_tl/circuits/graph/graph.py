@@ -105,7 +105,7 @@ def contribution_graph(
         raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
     if neurons is not None:
         for layer in readout.stream.layers:
-            _ = frozen.view.blocks[layer].dense_mlp  # refuses experts
+            frozen.view.blocks[layer].require_dense_mlp()
     pulled = readout.stream.pull(readout.seed)
     split = {"neurons": neurons, "sources": sources}
     choices = {name: _choice(readout.stream, pulled, name, value) for name, value in split.items() if value is not None}
@@ -154,9 +154,7 @@ def _of_largest(name: str, value: int | float, largest: float) -> Choice:
 
 def _splits(sublayer: Sublayer) -> str:
     """What a sublayer's nodes are split into: heads by source, MLPs by neuron."""
-    if sublayer.is_attention:
-        return "sources"
-    return "" if sublayer.is_mixer else "neurons"
+    return {"head": "sources", "mlp": "neurons"}.get(sublayer.kind, "")
 
 
 def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, direction: Any) -> dict[str, Any]:
@@ -346,7 +344,7 @@ class _Builder:
                 self._add(name, kind, sublayer.layer, weights, biases, numbers)
         self._check_count(x.shape[1], sublayer.layer)
         carried = self._carried(outputs)
-        if sublayer.is_mixer:
+        if sublayer.kind == "mixer":
             self.edges.into_mixing(first, sublayer.read, cotangent[0, 0], outputs, carried)
         elif sublayer.is_attention:
             self.edges.into_heads(sublayer, nodes, first, cotangent, outputs, carried)

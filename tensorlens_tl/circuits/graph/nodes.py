@@ -97,12 +97,9 @@ def whole(
     shares = cotangent[0, 0] * hidden[0]
     bias_shares = cotangent[0, 0] * _hidden_bias(sublayer)
     weights, biases = (sublayer.split(part).sum(-1).T for part in (shares, bias_shares))
-    kind = "mixer" if sublayer.is_mixer else "mlp"
-    if sublayer.is_attention:
-        kind = "head"
     none = torch.zeros(0, hidden.shape[1], dtype=torch.long, device=hidden.device)
     rows = zip(sublayer.nodes, weights, biases, sublayer.outputs(hidden)[:, 0], strict=True)
-    return [Node(name, kind, none, weight[None], bias[None], out[None]) for name, weight, bias, out in rows]
+    return [Node(name, sublayer.kind, none, weight[None], bias[None], out[None]) for name, weight, bias, out in rows]
 
 
 def neurons(

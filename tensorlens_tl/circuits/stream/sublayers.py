@@ -1,6 +1,7 @@
 """What reads the residual stream and writes to it, one step after the other: the parts that `Stream` is made of."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -10,22 +11,21 @@ from torch import Tensor
 from tensorlens_tl.algebra import (
     ZERO,
     AffineMap,
-    AnyAttention,
     Beside,
     Chain,
-    Diagonal,
     GroupSum,
     Identity,
-    Linear,
     Routed,
     Sum,
     stages_of,
 )
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.models.block import PER_LAYER_NORM
 from tensorlens_tl.models.layouts import Place
+from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.frozen import FrozenPass
+
+Kind = Literal["head", "mixer", "mlp"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +56,16 @@ class Sublayer:
         return self.nodes[0] if self.nodes[0].endswith((".mixer", ".per_layer")) else f"MLP{self.layer}"
 
     @property
-    def is_mixer(self) -> bool:
-        """Whether it moves something between positions without attention."""
-        return self.read.mixes and not self.is_attention
+    def kind(self) -> Kind:
+        """What its nodes are: attention heads, a mixer in place of attention, or what treats every position alone."""
+        if self.is_attention:
+            return "head"
+        return "mixer" if self.read.mixes else "mlp"
+
+    @property
+    def heads(self) -> int:
+        """How many attention heads it has."""
+        return len(self.nodes) if self.is_attention else 0
 
     def split(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows node channel"]:
         """A hidden vector by node."""
@@ -79,27 +86,7 @@ class Sublayer:
 
     def read_of(self, node: int) -> Chain:
         """What one node reads, as a separate map: for a head, its values and its pattern only."""
-        if not self.is_attention:
-            *before, inside = self.read.stages
-            if isinstance(inside, Beside):
-                return Chain((*before, inside.terms[node]))
-            return self.read
-        *before, mix = self.read.stages
-        factors: list[Diagonal] = []
-        values = before.pop()
-        while isinstance(values, Diagonal):  # the scale of a norm on the values
-            factors.insert(0, values)
-            values = before.pop()
-        assert isinstance(values, Linear)
-        assert isinstance(mix, AnyAttention)
-        group = mix.n_heads // mix.kv_heads
-        width = values.weight.shape[1] // mix.kv_heads
-        kv_head = node // group
-        channels = slice(kv_head * width, (kv_head + 1) * width)
-        offset = None if values.offset is None else values.offset[channels]
-        head_values = Linear(values.weight[:, channels], offset)
-        scales = (Diagonal(factor.factor[..., channels]) for factor in factors)
-        return Chain((*before, head_values, *scales, mix.of_head(node)))
+        return self.read.component(node)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """What state a model is in: its weights, its configuration, and what its checkpoint left out."""
 
 from tensorlens_tl.models.lifecycle.checkpoint import newly_initialised
+from tensorlens_tl.models.lifecycle.once import OncePerWeights
 from tensorlens_tl.models.lifecycle.settings import changed, compact, configuration
 from tensorlens_tl.models.lifecycle.weight_state import (
     WeightState,
@@ -11,6 +12,7 @@ from tensorlens_tl.models.lifecycle.weight_state import (
 )
 
 __all__ = [
+    "OncePerWeights",
     "WeightState",
     "changed",
     "compact",

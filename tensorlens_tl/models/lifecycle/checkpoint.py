@@ -55,9 +55,8 @@ def _initialised(inner: Any) -> Iterator[tuple[str, nn.Parameter]]:
             continue
         if any(_was_read(inner.config, weight) for weight in fresh.values()):
             continue
-        start = f"{prefix}." if prefix else ""
         for name, weight in fresh.items():
-            yield (start + name).replace(WRAPPER, ""), weight
+            yield f"{prefix}.{name}".removeprefix(".").replace(WRAPPER, ""), weight
 
 
 def _is_loaded(weight: nn.Parameter) -> bool:
@@ -83,9 +82,9 @@ def _was_read(config: Any, weight: nn.Parameter) -> bool:
     """
     if weight.ndim < 2:
         return False
-    mine = weight[:1].detach()
-    same_shape = (row for row in _first_rows(config) if row.shape == mine.shape)
-    return any(torch.allclose(row.to(mine), mine, rtol=1e-2, atol=1e-6) for row in same_shape)
+    first = weight[:1].detach()
+    same_shape = (row for row in _first_rows(config) if row.shape == first.shape)
+    return any(torch.allclose(row.to(first), first, rtol=1e-2, atol=1e-6) for row in same_shape)
 
 
 def _first_rows(config: Any) -> Iterator[Tensor]:
@@ -121,11 +120,12 @@ def _file(config: Any, name: str) -> Path | None:
     where = getattr(config, "_name_or_path", None)
     if not where:
         return None
-    if Path(where).is_dir():
-        file = Path(where) / name
-        return file if file.is_file() else None
-    try:
-        cached = try_to_load_from_cache(where, name, revision=getattr(config, "_commit_hash", None))
-    except HFValidationError:
-        return None
-    return Path(cached) if isinstance(cached, str) else None
+    file: object = str(Path(where) / name)
+    if not Path(where).is_dir():
+        try:
+            file = try_to_load_from_cache(where, name, revision=getattr(config, "_commit_hash", None))
+        except HFValidationError:
+            return None
+    if isinstance(file, str) and Path(file).is_file():
+        return Path(file)
+    return None  # or the cache knows that there is no such file

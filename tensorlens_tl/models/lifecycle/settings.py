@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from tensorlens_tl.models.lifecycle.weight_state import sampled
@@ -56,11 +56,11 @@ _readings: "WeakKeyDictionary[Any, _Reading]" = WeakKeyDictionary()  # by model
 def configuration(model: nn.Module) -> Mapping[str, str]:
     """What decides a model's numbers besides its weights, as it is now: where it lies, and its value as text.
 
-    The same mapping, read-only, is returned until something changes; to ask again costs a look at every value, and no
+    The same mapping, read-only, is returned until something changes; another call compares every value, and writes no
     text. Attributes without influence on the numbers of a run are left out, as are hooks, devices and dtypes, and what
-    a run itself leaves in a model. Functions and classes of modules are told by their names, functions without a name
-    of their own by their code; buffers by a digest of a sample (`tensorlens_tl.models.lifecycle.weight_state.sampled`),
-    so that a lone changed number in a large one may go unnoticed, as does a method that is put into a class.
+    a run itself leaves in a model. Functions and classes of modules are known by their names, functions without a name
+    by their code; buffers by a digest of a sample (`tensorlens_tl.models.lifecycle.weight_state.sampled`), so that a
+    lone changed number in a large one may go unnoticed, as does a method that is put into a class.
 
     Args:
         model: a TransformerLens model.
@@ -124,9 +124,13 @@ def _pattern(place: str) -> str:
 
 
 def _difference(pattern: str, then: str, now: str, places: Sequence[str]) -> str:
-    where = pattern if len(places) > 1 else places[0]
+    where = places[0]
+    count = ""
+    if len(places) > 1:
+        where = pattern
+        count = f" ({len(places)} places)"
     where = where.replace("._original_component", "")  # a Bridge's parts hand on what they wrap
-    return f"{where}: {then} -> {now}" + (f" ({len(places)} places)" if len(places) > 1 else "")
+    return f"{where}: {then} -> {now}{count}"
 
 
 class _Reading:
@@ -156,8 +160,8 @@ class _Reading:
         if any(part is None for part in parts):
             return False
         holders = [vars(part) for part in parts]
-        there = [part for held in holders for part in _inside(held)]
-        if len(there) != len(self.inside) or not all(map(is_, there, [part() for part in self.inside])):
+        inside = [part for held in holders for part in _inside(held)]
+        if len(inside) != len(self.inside) or not all(map(is_, inside, [part() for part in self.inside])):
             return False
         counts = [len(held) for held in holders]
         for place, held in enumerate(holders):
@@ -253,8 +257,14 @@ def _sample(held: Mapping[str, Any], name: str) -> Shaped[Tensor, "n"]:
 
 
 def _joined_numbers(samples: Sequence[Tensor]) -> Shaped[Tensor, "n"]:
-    numbers = [torch.view_as_real(sample).flatten() if sample.is_complex() else sample for sample in samples]
-    return torch.cat([sample.cpu().double() for sample in numbers]) if numbers else torch.zeros(0)
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *map(_as_doubles, samples)])
+
+
+def _as_doubles(sample: Shaped[Tensor, "n"]) -> Float[Tensor, "m"]:
+    """Numbers on the CPU; of complex ones, both parts."""
+    if sample.is_complex():
+        sample = torch.view_as_real(sample).flatten()
+    return sample.cpu().double()
 
 
 def _digest(sample: Shaped[Tensor, "n"]) -> str:
@@ -264,7 +274,9 @@ def _digest(sample: Shaped[Tensor, "n"]) -> str:
 
 def _comparable(value: Any) -> Any:
     """A value as it is compared with a later one: what may be written to in place as text."""
-    return value if type(value) in PLAIN else _text(value)
+    if type(value) in PLAIN:
+        return value
+    return _text(value)
 
 
 def _text(value: Any) -> str:
@@ -283,7 +295,9 @@ def _text(value: Any) -> str:
         return "[" + ", ".join(map(_text, value)) + "]"
     if isinstance(value, FUNCTIONS):
         return _function(value)
-    return str(value) if isinstance(value, PLAIN) else _name_of(type(value))
+    if isinstance(value, PLAIN):
+        return str(value)
+    return _name_of(type(value))
 
 
 def _function(function: Any) -> str:
@@ -301,8 +315,12 @@ def _function(function: Any) -> str:
 
 
 def _code(code: CodeType) -> str:
-    constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
+    constants = [_constant(value) for value in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _constant(value: Any) -> str:
+    return _code(value) if isinstance(value, CodeType) else repr(value)
 
 
 def _name_of(thing: Any) -> str:
@@ -310,4 +328,4 @@ def _name_of(thing: Any) -> str:
 
 
 def _joined(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
+    return f"{where}.{name}".removeprefix(".")

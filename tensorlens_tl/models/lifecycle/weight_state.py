@@ -13,10 +13,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.parameters import adapter_layers, adapter_state, modules_of, offload_hooks, sources, whole
-
-PACKED = ("Params4bit", "Int8Params")
-"""Classes of bitsandbytes' weights, which are no wrappers that torch knows."""
+from tensorlens_tl.models.names import PACKED
+from tensorlens_tl.models.parameters import (
+    adapter_layers,
+    adapter_state,
+    modules_of,
+    offload_hooks,
+    sources,
+    version_of,
+    whole,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +30,12 @@ class WeightState:
     """What tells the weights of now from those of another time, without a copy of them.
 
     `versions` (storage and torch's own count of writes) change when a weight is replaced, moved, cast, or written to in
-    place. Writes through ``.data`` are not counted by torch, so some numbers are kept as well: one or more of every row
-    and every column of each matrix of each attention head. A head, neuron, channel or token embedding that was changed
-    is seen; a lone number that was changed through ``.data``, or a buffer, may not be. Of weights that are offloaded to
-    disk the time and size of their files are kept, and no numbers. `adapters` is what adapters are switched to, which
-    changes no weight. A copy, or what a pickle gives
-    back, knows no versions: it takes those of its own model when it is first asked, if the numbers agree.
+    place. Writes through ``.data`` are not counted by torch, so some numbers are stored as well: one or more of every
+    row and every column of each matrix of each attention head. A head, neuron, channel or token embedding that was
+    changed is seen; a lone number that was changed through ``.data``, or a buffer, may not be. Of weights that are
+    offloaded to disk the time and size of their files are stored, and no numbers. `adapters` is what adapters are
+    switched to, which changes no weight. A copy, or what a pickle gives back, knows no versions: it takes those of its
+    model when `holds` is first called, if the numbers agree.
     """
 
     versions: list[tuple[Any, ...]] | None
@@ -43,12 +49,12 @@ class WeightState:
     def of(cls, model: nn.Module) -> "WeightState":
         """The state of a model's weights now."""
         parameters, files = sources(model)
-        return cls([*_versions(parameters), *files], _sample(parameters), _adapters(model))
+        return cls([*map(version_of, parameters), *files], _sample(parameters), _adapters(model))
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the model's weights are still these."""
         parameters, files = sources(model)
-        versions = [*_versions(parameters), *files]
+        versions: list[tuple[Any, ...]] = [*map(version_of, parameters), *files]
         if self.versions is None:  # a copied or pickled pass, with its own copy of the model
             object.__setattr__(self, "versions", versions)
         if versions != self.versions or _adapters(model) != self.adapters:
@@ -65,21 +71,22 @@ def fingerprint(weights: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _versions(parameters: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    # tensors made under inference_mode keep no count of writes
-    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
-
-
 def _adapters(model: nn.Module) -> tuple[Any, ...]:
     return tuple(adapter_state(layer) for layer in adapter_layers(model))
 
 
 @torch.no_grad()
 def _sample(parameters: Sequence[Tensor]) -> Tensor:
-    found = [sampled(parameter) for parameter in parameters if parameter.numel()]
-    found = [numbers.to(torch.float16) if numbers.dtype.itemsize == 1 else numbers for numbers in found]  # float8
-    dtype = reduce(torch.promote_types, [numbers.dtype for numbers in found], torch.float16)
-    return torch.cat([numbers.to(dtype) for numbers in found]) if found else torch.zeros(0)
+    samples = [_promotable(sampled(parameter)) for parameter in parameters if parameter.numel()]
+    if not samples:
+        return torch.zeros(0)
+    dtype = reduce(torch.promote_types, [numbers.dtype for numbers in samples], torch.float16)
+    return torch.cat([numbers.to(dtype) for numbers in samples])
+
+
+def _promotable(numbers: Tensor) -> Tensor:
+    """Float8, which torch does not promote, as float16."""
+    return numbers.to(torch.float16) if numbers.dtype.itemsize == 1 else numbers
 
 
 def sampled(weight: Tensor) -> Tensor:
@@ -91,7 +98,7 @@ def sampled(weight: Tensor) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _steps(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The rows and columns that diagonal goes through; made once a shape, as every question asks."""
+    """The rows and columns that diagonal goes through; computed once for each shape, as every check needs them."""
     steps = torch.arange(max(rows, columns), device=device)
     return steps % rows, steps % columns
 
@@ -113,15 +120,18 @@ def refuse_devices(model: nn.Module) -> None:
                 else:
                     devices.add(str(weight.device))
         for hook in offload_hooks(module):
-            devices |= {str(torch.device(hook.execution_device))} if hook.execution_device is not None else set()
-            brought |= set(module.modules()) if hook.place_submodules else {module}
+            if hook.execution_device is not None:
+                devices.add(str(torch.device(hook.execution_device)))
+            brought.add(module)
+            if hook.place_submodules:
+                brought.update(module.modules())
     if brought and getattr(model, "compatibility_mode", False):
         raise UnsupportedModelError(
             "the model's weights are offloaded after enable_compatibility_mode changed them: TransformerLens runs some "
             "such models with other weights than those it shows. Offload it without compatibility mode."
         )
     blocks = (getattr(model, stack, None) for stack in ("blocks", "encoder_blocks", "decoder_blocks"))
-    inside = set(modules_of(*blocks)) if empty else set[nn.Module]()
+    inside = set(modules_of(*blocks))
     for name, module in empty:
         if module in inside and module not in brought:
             raise UnsupportedModelError(
@@ -140,7 +150,9 @@ def refuse_devices(model: nn.Module) -> None:
 def refuse_packed(name: str, weight: Tensor, module: nn.Module) -> None:
     """Raise `UnsupportedModelError` for a weight that is quantised, or spread over processes."""
     kind = type(weight)
-    if kind is not nn.Parameter and (kind.__name__ in PACKED or is_traceable_wrapper_subclass(weight)):
+    if kind is nn.Parameter:
+        return
+    if is_traceable_wrapper_subclass(weight) or any(hasattr(weight, attribute) for attribute in PACKED):
         raise UnsupportedModelError(
             f"{name} of a {type(module).__name__} is a {kind.__module__}.{kind.__name__}: weights that are packed "
             "(quantised), or spread over processes (tensor parallelism), are not read. Load the model in floating "
@@ -152,8 +164,8 @@ def refuse_dropout(model: nn.Module) -> None:
     """Raise `InvalidInputError` for a model in train mode, if that changes what it computes."""
     inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
     seen = set[nn.Module]()
-    others = [] if inner is None else inner.named_modules(memo=seen)
-    for name, module in chain(model.named_modules(memo=seen), others):
+    trees = [tree for tree in (model, inner) if tree is not None]
+    for name, module in chain.from_iterable(tree.named_modules(memo=seen) for tree in trees):
         if not module.training:
             continue
         rates = [value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]

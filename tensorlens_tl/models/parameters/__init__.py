@@ -22,6 +22,7 @@ from tensorlens_tl.models.parameters.offload import (
     refuse_offloaded,
     sources,
     stored,
+    version_of,
     weights_read,
     whole,
 )
@@ -35,6 +36,7 @@ from tensorlens_tl.models.parameters.weights import (
     computes_in_float32,
     detached,
     find_activation,
+    flattened,
     innermost,
     is_bridge_component,
     is_norm,
@@ -58,6 +60,7 @@ __all__ = [
     "detached",
     "execution_device",
     "find_activation",
+    "flattened",
     "floating",
     "in_effect",
     "innermost",
@@ -82,6 +85,7 @@ __all__ = [
     "stored",
     "tried_norm",
     "unlike_shown",
+    "version_of",
     "weights_read",
     "whole",
 ]

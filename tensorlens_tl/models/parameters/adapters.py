@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Shaped
+from torch import Tensor, nn
 
 from tensorlens_tl.models.parameters.offload import whole
 
@@ -42,12 +43,14 @@ def _holders(module: Any) -> tuple[str, ...]:
 def adapter_state(module: Any) -> State:
     """What an adapter's layer can be switched to without any change of a parameter: active, merged, off, scales."""
     scaling = getattr(module, "scaling", None)
-    scales = scaling.items() if isinstance(scaling, dict) else ()
+    scales: dict[str, Any] = {}
+    if isinstance(scaling, dict):
+        scales = scaling
     return (
         tuple(module.active_adapters),
         tuple(getattr(module, "merged_adapters", ())),
         bool(getattr(module, "disable_adapters", False)),
-        tuple(sorted((name, float(scale)) for name, scale in scales)),
+        tuple(sorted((name, float(scale)) for name, scale in scales.items())),
     )
 
 
@@ -64,7 +67,7 @@ def adapter_names(model: nn.Module) -> tuple[str, ...]:
 def copied(layer: nn.Module) -> nn.Module:
     """A copy of an adapter's layer in float32 at least: a small adapter would be lost in a half-precision sum.
 
-    Hooks of accelerate, which hold the weights of a whole model, are not copied: what they bring in is there now.
+    Hooks of accelerate, which hold the weights of a whole model, are not copied: what they bring in is loaded now.
     """
     dtype = torch.float32
     shared = dict[int, Any]()
@@ -74,12 +77,12 @@ def copied(layer: nn.Module) -> nn.Module:
             shared[id(hook)] = None
     for parameter in layer.parameters():
         dtype = torch.promote_types(dtype, parameter.dtype)
-    made = copy.deepcopy(layer, shared)
-    for module in made.modules():
+    wide = copy.deepcopy(layer, shared)
+    for module in wide.modules():
         if "_hf_hook" in vars(module):
             for name in ("_hf_hook", "_old_forward", "forward"):
                 vars(module).pop(name, None)
-    return made.to(dtype).requires_grad_(False)
+    return wide.to(dtype).requires_grad_(False)
 
 
 def merge(layer: Any) -> Any:
@@ -92,13 +95,14 @@ def merge(layer: Any) -> Any:
     if layer.disable_adapters or layer.merged_adapters:
         return base
     if getattr(base, "bias", None) is None and any(getattr(layer, "lora_bias", {}).values()):
-        weight = base.weight
-        width = weight.shape[1] if is_conv1d(base) else weight.shape[0]
-        base.bias = nn.Parameter(weight.new_zeros(width), requires_grad=False)
+        width = stored_linear(base).shape[1]
+        base.bias = nn.Parameter(base.weight.new_zeros(width), requires_grad=False)
     layer.merge()
     return base
 
 
-def is_conv1d(module: Any) -> bool:
-    """Whether a module is Hugging Face's `Conv1D`, whose weight is stored from input to output."""
-    return any(kind.__name__ == "Conv1D" and "transformers" in kind.__module__ for kind in type(module).__mro__)
+def stored_linear(module: Any) -> Shaped[Tensor, "d_in d_out"]:
+    """A linear layer's weight from input to output, as Hugging Face's `Conv1D` stores it; others do the transpose."""
+    from transformers.pytorch_utils import Conv1D  # transformers is slow to import
+
+    return module.weight if isinstance(module, Conv1D) else module.weight.T

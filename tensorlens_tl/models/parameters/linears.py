@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.parameters.adapters import adapter_state, copied, in_effect, is_adapter, is_conv1d, merge
-from tensorlens_tl.models.parameters.offload import forward_of
+from tensorlens_tl.models.parameters.adapters import adapter_state, copied, in_effect, is_adapter, merge, stored_linear
+from tensorlens_tl.models.parameters.offload import forward_of, version_of
 from tensorlens_tl.models.parameters.weights import detached, innermost, is_bridge_component
 
 Refuse = Callable[[str], UnsupportedModelError]
@@ -37,8 +37,10 @@ class LinearWeights(NamedTuple):
 
 def is_plain(module: Any) -> bool:
     """Whether a module is ``x·W + b`` by definition: of a known class, and with nothing put on it."""
+    from transformers.pytorch_utils import Conv1D  # transformers is slow to import
+
     kind = type(module)
-    if kind is not nn.Linear and not (is_conv1d(module) and kind.__name__ == "Conv1D"):
+    if kind not in (nn.Linear, Conv1D):
         return False
     if module._forward_hooks or module._forward_pre_hooks:
         return False
@@ -88,8 +90,8 @@ def read_linear(module: Any, name: str, refuse: Refuse) -> LinearWeights:
     read = _stored(module, name, refuse)
     state = _state(module)
     if _compared.get(module) != state:
-        made = _run(module, forward_of(module), read, name, refuse)
-        _refuse_unlike(module, read, made, name, refuse)
+        output = _run(module, forward_of(module), read, name, refuse)
+        _refuse_unlike(module, read, output, name, refuse)
         _compared[module] = state
     return read
 
@@ -99,8 +101,7 @@ def _stored(module: Any, name: str, refuse: Refuse) -> LinearWeights:
     stored = getattr(module, "weight", None)
     if not isinstance(stored, Tensor) or stored.ndim != 2:
         raise refuse(f"{name} ({_kind(module)}) has no weight [d_out, d_in] that is read.")
-    weight = floating(stored, name, refuse)
-    return LinearWeights(weight if is_conv1d(module) else weight.T, detached(getattr(module, "bias", None)))
+    return LinearWeights(floating(stored_linear(module), name, refuse), detached(getattr(module, "bias", None)))
 
 
 def _adapted(module: Any, name: str, refuse: Refuse) -> LinearWeights:
@@ -113,9 +114,9 @@ def _adapted(module: Any, name: str, refuse: Refuse) -> LinearWeights:
         )
     state = _state(module)
     wide = copied(module)
-    made = None
+    output: Any = None
     if _compared.get(module) != state:
-        made = _run(module, wide, _stored(wide.base_layer, name, refuse), name, refuse)
+        output = _run(module, wide, _stored(wide.base_layer, name, refuse), name, refuse)
     try:
         with torch.no_grad():
             read = _stored(merge(wide), name, refuse)
@@ -124,8 +125,8 @@ def _adapted(module: Any, name: str, refuse: Refuse) -> LinearWeights:
             f"{name} ({_kind(module)}) has adapters ({', '.join(in_effect(module))}) that cannot be merged, and so are "
             f"not read: {type(error).__name__}: {error}"
         ) from error
-    if made is not None:
-        _refuse_unlike(module, read, made, name, refuse)
+    if output is not None:
+        _refuse_unlike(module, read, output, name, refuse)
         _compared[module] = state
     return read
 
@@ -143,12 +144,12 @@ def read_embedding(module: Any, name: str, refuse: Refuse) -> Float[Tensor, "tok
     tokens = torch.arange(count, device=module.weight.device)[None]
     try:
         with torch.no_grad():
-            made = wide(tokens)
+            output = wide(tokens)
             base = merge(wide)
             expected = base(tokens)
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise refuse(f"{name} has adapters that are not read: {type(error).__name__}: {error}") from error
-    difference = float((made - expected).abs().max() / expected.abs().max())
+    difference = float((output - expected).abs().max() / expected.abs().max())
     if not difference <= DIFFERS[expected.dtype]:
         raise refuse(
             f"{name} has adapters ({', '.join(in_effect(module))}) that differ from its vectors by {difference:.1e} "
@@ -163,7 +164,7 @@ _compared: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()  # by modul
 def _state(module: Any) -> tuple[Any, ...]:
     """What a module's output depends on: its weights, its hooks, and the adapters in it."""
     parts = list(module.modules())
-    weights = [(p.data_ptr(), p.dtype, 0 if p.is_inference() else p._version) for p in module.parameters()]
+    weights = [(*version_of(weight), weight.dtype) for weight in module.parameters()]
     hooks = [(*part._forward_hooks, *part._forward_pre_hooks, id(vars(part).get("forward"))) for part in parts]
     adapters = [adapter_state(part) for part in parts if is_adapter(part)]
     return (*weights, *hooks, *adapters, any(part.training for part in parts))
@@ -188,20 +189,21 @@ def _run(module: nn.Module, runs: Callable[[Tensor], Any], read: LinearWeights, 
         ) from error
 
 
-def _refuse_unlike(module: nn.Module, read: LinearWeights, made: Any, name: str, refuse: Refuse) -> None:
+def _refuse_unlike(module: nn.Module, read: LinearWeights, output: Any, name: str, refuse: Refuse) -> None:
     """Refuse a module that gives something else than what was read of it."""
     x = _vectors(read)
-    expected = x @ read.weight if read.bias is None else x @ read.weight + read.bias.to(x)
+    expected = x @ read.weight
+    if read.bias is not None:
+        expected += read.bias.to(x)
     difference = float("inf")
-    if isinstance(made, Tensor) and made.shape == expected.shape:
+    if isinstance(output, Tensor) and output.shape == expected.shape:
         largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-        difference = float((made - expected).abs().max() / largest)
+        difference = float((output - expected).abs().max() / largest)
     allowed = DIFFERS[read.weight.dtype]
     if difference <= allowed:
         return
-    adapters = in_effect(module) if is_adapter(module) else ()
     because = "something was put on it"
-    if adapters:
+    if is_adapter(module) and (adapters := in_effect(module)):
         because = f"what its adapters ({', '.join(adapters)}) do is no change of its weight"
     raise refuse(
         f"{name} ({_kind(module)}) is not its weight: on random vectors it differs from r·W + b by {difference:.1e} of "
@@ -235,7 +237,9 @@ def unlike_shown(owner: Any, part: str) -> Any:
     if not is_bridge_component(owner):
         return None
     module = innermost(owner._modules.get(part))
-    return module if isinstance(module, nn.Module) and not is_plain(module) else None
+    if not isinstance(module, nn.Module) or is_plain(module):
+        return None
+    return module
 
 
 def refuse_bypassed(owner: Any, parts: tuple[str, ...], name: str, refuse: Refuse) -> None:

@@ -66,7 +66,7 @@ def offloaded(*parts: Any) -> bool:
 def loaded(*parts: Any) -> Generator[bool, None, None]:
     """Bring in the weights of every offloaded module inside some parts; they are dropped afterwards.
 
-    Modules whose weights are there already stay as they are, so that this may be nested, also in the module's own run.
+    Modules whose weights are loaded already stay as they are, so that this may be nested, also in the module's own run.
     Yields whether anything was brought in.
     """
     opened: list[tuple[nn.Module, Any]] = []
@@ -113,11 +113,11 @@ class Reader(Protocol):
 class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.cached_property is
     """A `cached_property` of weights: its value stays where the weights are resident.
 
-    Of an offloaded part it is read anew each time, or kept until the end of the `opened` that it is read inside.
+    Of an offloaded part it is read anew each time, or stays until the end of the `opened` that it is read inside.
     """
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Read it, with the weights there."""
+        """Read it, with the weights loaded."""
         if instance is None:
             return self
         assert self.attrname is not None
@@ -133,17 +133,25 @@ def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
     files: list[tuple[Any, ...]] = []
     if len(tensors) == len(weights):
         return tensors, files
-    for kept, name in _away(model):
-        tensor, where = _source(kept, name)
+    for weights_map, name in _away(model):
+        tensor, file = _source(weights_map, name)
         if tensor is not None:
             tensors.append(tensor)
-        files += [] if where is None else [where]
+        if file is not None:
+            files.append(file)
     return tensors, files
+
+
+def version_of(weight: Tensor) -> tuple[int, int]:
+    """What changes when a weight is replaced, moved or written to: its storage, and torch's own count of writes."""
+    if weight.is_inference():  # tensors made under inference_mode keep no count
+        return weight.data_ptr(), 0
+    return weight.data_ptr(), weight._version
 
 
 def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight that is offloaded, by its name in its module, read one at a time."""
-    return ((name, kept[name]) for kept, name in _away(model))
+    return ((name, weights_map[name]) for weights_map, name in _away(model))
 
 
 def _away(model: nn.Module) -> Iterator[tuple[Any, str]]:
@@ -155,27 +163,27 @@ def _away(model: nn.Module) -> Iterator[tuple[Any, str]]:
 
 
 def _source(weights: Any, name: str) -> tuple[Tensor | None, tuple[Any, ...] | None]:
-    """A weight that its hook keeps in memory, or the file that it reads it from; neither where it knows none."""
+    """A weight that its hook holds in memory, or the file that it reads it from; neither where it knows none."""
     if isinstance(weights, ChainMap):  # TransformerLens puts the bias of an unembedding before the others
-        made = (_source(each, name) for each in weights.maps)
-        return next(((tensor, file) for tensor, file in made if tensor is not None or file is not None), (None, None))
+        sources = (_source(each, name) for each in weights.maps)
+        return next((source for source in sources if any(part is not None for part in source)), (None, None))
     while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
         weights, name = weights.dataset, f"{weights.prefix}{name}"
-    kept = getattr(weights, "state_dict", weights)
-    if name in kept:
-        return kept[name], None
+    in_memory = getattr(weights, "state_dict", weights)
+    if name in in_memory:
+        return in_memory[name], None
     entry: Any = getattr(weights, "index", {}).get(name)
     if entry is None:
         return None, None
     folder: Any = getattr(weights, "save_folder", None)
     path = Path(entry.get("safetensors_file") or Path(folder or ".") / f"{name}.dat")
     try:
-        told = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         raise UnsupportedModelError(
             f"{name} was offloaded to {path}, which is gone. Offload the model again, to a folder that stays."
         ) from None
-    return None, (str(path), name, told.st_mtime_ns, told.st_size)
+    return None, (str(path), name, status.st_mtime_ns, status.st_size)
 
 
 def execution_device(model: nn.Module) -> torch.device:

@@ -1,15 +1,17 @@
 """The weights of a model's parts, in one form for every class, and how norms and activation functions are read."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra import AffineMap
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.numerics import centred, maybe, plus, times, upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.activations import Activation
 from tensorlens_tl.models.parameters.offload import forward_of
@@ -31,9 +33,19 @@ class NormWeights:
     def scale_of(self, x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any 1"]:
         """√(var + ε) or √(mean square + ε) of what the norm reads, in float32 at least."""
         assert self.epsilon is not None
-        x = x.double() if x.dtype == torch.float64 else x.float()
-        spread = x - x.mean(-1, keepdim=True) if self.centre else x
-        return (spread.square().mean(-1, keepdim=True) + self.epsilon).sqrt()
+        return (centred(upcast(x), self.centre).square().mean(-1, keepdim=True) + self.epsilon).sqrt()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its gain and shift change nothing: folded into what reads the norm, or never trained."""
+        has_gain = self.gain is not None and not bool((self.gain == 1).all())
+        has_shift = self.shift is not None and bool(self.shift.any())
+        return not has_gain and not has_shift
+
+    @property
+    def only_scales(self) -> bool:
+        """Whether it neither subtracts a mean nor adds anything."""
+        return not self.centre and self.shift is None
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,12 @@ class AttentionWeights:
     def hooked(self) -> bool:
         """Whether holding the pattern holds it; else it is held as a whole, by what it reads."""
         return self.inner_values is None and self.output_factor is None
+
+    def scaled(self, factor: float) -> "AttentionWeights":
+        """The same, with what it writes multiplied by a factor."""
+        if factor == 1:
+            return self
+        return replace(self, W_O=self.W_O * factor, b_O=maybe(partial(torch.mul, other=factor), self.b_O))
 
     @property
     def W_V(self) -> Float[Tensor, "d_model kv_width"]:
@@ -131,7 +149,14 @@ class MLPWeights:
     @property
     def hidden(self) -> int:
         """Numbers that a vector takes inside at most."""
-        return self.W_in.shape[1] * (2 if self.W_gate is None else 3)
+        matrices = [W for W in (self.W_in, self.W_gate, self.W_out) if W is not None]
+        return self.W_in.shape[1] * len(matrices)
+
+    def scaled(self, factor: float) -> "MLPWeights":
+        """The same, with what it writes multiplied by a factor."""
+        if factor == 1:
+            return self
+        return replace(self, W_out=self.W_out * factor, b_out=maybe(partial(torch.mul, other=factor), self.b_out))
 
 
 @dataclass(frozen=True)
@@ -167,25 +192,38 @@ def norm_weights(norm: Any, cfg: Any) -> NormWeights:
         UnsupportedModelError: a part of a Bridge that is neither a LayerNorm nor an RMSNorm.
     """
     if not is_bridge_component(norm):
-        gain = getattr(norm, "w", None)
-        shift = getattr(norm, "b", None)
-        return NormWeights(detached(gain), detached(shift), centre="RMS" not in type(norm).__name__)
-    inner = innermost(norm)
-    said = getattr(norm, "uses_rms_norm", None)
-    if said is None or not (isinstance(inner, nn.LayerNorm) or "RMSNorm" in type(inner).__name__):
-        return tried_norm(inner, cfg, width=cfg.d_model, hooked=said)
-    gain = getattr(inner, "weight", None)
-    shift = getattr(inner, "bias", None)
-    offset = getattr(norm, "uses_weight_offset", said and bool(getattr(cfg, "rmsnorm_uses_offset", False)))
-    gain = detached(gain)
-    if said and not offset and gain is not None and _adds_one(inner, gain):
-        # TransformerLens 3.9 does not know it of Qwen3-Next: what its hooks replace would have another gain
-        return tried_norm(inner, cfg, width=len(gain))
-    # a Bridge cannot apply a scale that a hook gave it where there is no weight
-    epsilon = _epsilon(inner, cfg) if gain is None else None
-    if gain is not None and offset:
-        gain = 1 + upcast(gain)  # as Gemma adds it: in half precision the sum would be rounded
-    return NormWeights(gain, detached(shift), not said, epsilon)
+        gain = detached(getattr(norm, "w", None))
+        shift = detached(getattr(norm, "b", None))
+        return NormWeights(gain, shift, centre=_subtracts_mean(norm, gain, cfg))
+    measured = _measured_norm(innermost(norm), cfg, cfg.d_model)
+    is_rms = getattr(norm, "uses_rms_norm", None)
+    adds_one = bool(getattr(norm, "uses_weight_offset", is_rms and getattr(cfg, "rmsnorm_uses_offset", False)))
+    # TransformerLens 3.9 does not know that Qwen3-Next adds one: what its hooks replace would have another gain. And a
+    # Bridge cannot apply a scale that a hook gave it where there is no weight
+    reads_alike = is_rms is not None and bool(is_rms) != measured.weights.centre and adds_one == measured.adds_one
+    if reads_alike and measured.weights.gain is not None:
+        return replace(measured.weights, epsilon=None)
+    return measured.weights
+
+
+def _subtracts_mean(norm: nn.Module, gain: Tensor | None, cfg: Any) -> bool:
+    """Whether a norm of TransformerLens is a LayerNorm, which gives the same of a vector plus a constant.
+
+    Its hook points stand aside, so that nobody's hooks are called.
+    """
+    aside = copy(norm)
+    vars(aside)["_modules"] = {name: nn.Identity() for name in norm._modules}
+    x = torch.randn(1, 2, _width(gain, cfg), generator=torch.Generator().manual_seed(0))
+    if gain is not None:
+        x = x.to(gain)
+    with torch.no_grad():
+        outputs = type(norm).forward(aside, x)
+        moved = type(norm).forward(aside, x + 3)
+    return bool((moved - outputs).norm() < 0.1 * (outputs - outputs.flip(1)).norm())
+
+
+def _width(gain: Tensor | None, cfg: Any) -> int:
+    return cfg.d_model if gain is None else len(gain)
 
 
 def computes_in_float32(norm: Any) -> bool:
@@ -202,46 +240,50 @@ def computes_in_float32(norm: Any) -> bool:
         return torch.equal(forward_of(inner)(x), forward_of(inner)(x.float().double()))
 
 
-def _adds_one(inner: nn.Module, gain: Tensor) -> bool:
-    """Whether an RMSNorm stores its gain as an offset from 1, by what it does to a random vector."""
-    x = torch.randn(len(gain), generator=torch.Generator().manual_seed(0)).to(gain)
-    with torch.no_grad():
-        made = forward_of(inner)(x[None])[0] * x.square().mean().sqrt()
-    return float((made - x * (1 + gain)).abs().sum()) < float((made - x * gain).abs().sum())
-
-
-def tried_norm(inner: nn.Module, cfg: Any, *, width: int, hooked: bool | None = None) -> NormWeights:
-    """Read a norm of another library by what it does to random vectors.
+def tried_norm(inner: nn.Module, cfg: Any, *, width: int) -> NormWeights:
+    """Read a norm of another library by what it does to random vectors; its epsilon is set.
 
     Args:
         inner: the module.
         cfg: the model's config, which may know an epsilon that the module does not show.
-        width: of what it reads.
-        hooked: whether TransformerLens takes it for an RMSNorm (True) or a LayerNorm (False), or has no scale for it.
+        width: of what it reads, where it has no gain.
 
     Raises:
-        UnsupportedModelError: it is neither.
+        UnsupportedModelError: it is neither a LayerNorm nor an RMSNorm.
     """
-    gain = detached(getattr(inner, "weight", None))
+    return _measured_norm(inner, cfg, width).weights
+
+
+class _Measured(NamedTuple):
+    """A norm as its output shows it, and whether it adds 1 to the gain that it stores."""
+
+    weights: NormWeights
+    adds_one: bool
+
+
+def _measured_norm(inner: nn.Module, cfg: Any, width: int) -> _Measured:
+    stored = detached(getattr(inner, "weight", None))
     shift = detached(getattr(inner, "bias", None))
-    x = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
-    x = x if gain is None else x.to(gain)
     epsilon = _epsilon(inner, cfg)
-    options = []
+    generator = torch.Generator().manual_seed(0)
+    gains: list[tuple[Tensor | None, bool]] = [(None, False)]
+    x = torch.randn(8, width, generator=generator) + 1  # a mean that only a LayerNorm subtracts
+    if stored is not None:
+        gains = [(stored, False), (1 + upcast(stored), True)]  # as Gemma adds it: in half precision it would be rounded
+        x = (torch.randn(8, *stored.shape, generator=generator) + 1).to(stored)
     with torch.no_grad():
-        made = forward_of(inner)(x)
+        output = forward_of(inner)(x)
+    options: list[tuple[float, _Measured]] = []
     for centre in (False, True):
-        for factor in (gain,) if gain is None else (gain, 1 + upcast(gain)):
-            read = NormWeights(factor, shift, centre, epsilon)
-            y = (x - x.mean(-1, keepdim=True) if centre else x) / read.scale_of(x).to(x)
-            y = y if factor is None else y * factor
-            options.append((float((y if shift is None else y + shift).sub(made).abs().max()), read))
+        for gain, adds_one in gains:
+            read = NormWeights(gain, shift, centre, epsilon)
+            expected = plus(times(centred(x, centre) / read.scale_of(x).to(x), gain), shift)
+            options.append((float((expected - output).abs().max()), _Measured(read, adds_one)))
     error, best = min(options, key=lambda option: option[0])
     # norms of other libraries round in up to four places
-    if not error <= (1e-2 + 4 * torch.finfo(made.dtype).eps) * float(made.abs().max()):
+    if not error <= (1e-2 + 4 * torch.finfo(output.dtype).eps) * float(output.abs().max()):
         raise UnsupportedModelError(f"{type(inner).__name__} is not read as a LayerNorm or an RMSNorm.")
-    good = hooked is not None and hooked is not best.centre and gain is not None
-    return replace(best, epsilon=None) if good else best
+    return best
 
 
 def norm_epsilon(norm: Any, cfg: Any) -> float:
@@ -259,16 +301,18 @@ def _epsilon(inner: Any, cfg: Any) -> float:
 
 def find_activation(component: Any, cfg: Any) -> Activation | None:
     """The activation function of an MLP or head: its own module where it has one, else the one the config names."""
-    owners = (component, getattr(component, "original_component", None))
+    owners = [owner for owner in (component, getattr(component, "original_component", None)) if owner is not None]
     for owner in owners:
         for name in ("act_fn", "act", "activation_fn", "gelu_impl", "activation"):
-            phi = getattr(owner, name, None) if owner is not None else None
+            phi = getattr(owner, name, None)
             if callable(phi):
                 return _unhooked(phi)
     from transformers.activations import ACT2FN
 
     name = getattr(cfg, "act_fn", None)
-    return ACT2FN[name] if isinstance(name, str) and name in ACT2FN else None
+    if isinstance(name, str) and name in ACT2FN:
+        return ACT2FN[name]
+    return None
 
 
 def _unhooked(phi: Callable[..., Any]) -> Activation:
@@ -279,6 +323,11 @@ def _unhooked(phi: Callable[..., Any]) -> Activation:
 def is_bridge_component(module: Any) -> bool:
     """Whether it wraps a part of another library's model."""
     return hasattr(module, "original_component")
+
+
+def flattened(bias: Tensor) -> Float[Tensor, "width"]:
+    """A bias by head, heads side by side."""
+    return bias.detach().reshape(-1)
 
 
 def detached(tensor: Any) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra import Chain, Diagonal, Linear, Norm
+from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
     Refuse,
     detached,
+    flattened,
     floating,
     innermost,
     read_linear,
@@ -33,7 +36,7 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
     Raises:
         UnsupportedModelError: what is not softmax attention with readable weights.
     """
-    inner = innermost(attn) if attn is not None else None
+    inner = innermost(attn)
     if isinstance(getattr(inner, "kv_b_proj", None), nn.Module):
         return _latent(inner, cfg, refuse)
     refuse_bypassed(attn, PROJECTIONS, "attn", refuse)
@@ -55,7 +58,7 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
         )
     read = AttentionWeights(
         value_matrix=rearrange(W_V, "kv d_model d_head -> d_model (kv d_head)"),
-        b_V=None if b_V is None else b_V.detach().reshape(-1),
+        b_V=maybe(flattened, b_V),
         W_O=rearrange(W_O, "head d_head d_model -> (head d_head) d_model"),
         b_O=detached(b_O),
         heads=W_O.shape[0],
@@ -74,22 +77,23 @@ def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, A
     module = unlike_shown(attn, letter.lower())
     if module is None:
         # HookedTransformer's W_V is expanded to query heads, its _W_V is not; a Bridge has only the latter, as W_V.
-        kept = "_" if letter in "KV" and hasattr(attn, f"_W_{letter}") else ""
-        return shown(attn, f"{kept}W_{letter}"), shown(attn, f"{kept}b_{letter}")
+        prefix = "_" if letter in "KV" and hasattr(attn, f"_W_{letter}") else ""
+        return shown(attn, f"{prefix}W_{letter}"), shown(attn, f"{prefix}b_{letter}")
     weight, bias = read_linear(module, f"attn.{letter.lower()}", refuse)
-    heads = cfg.n_heads if letter in "QO" else getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+    heads = cfg.n_heads
+    if letter in "KV":
+        heads = getattr(cfg, "n_key_value_heads", None) or heads
     if letter == "O":
         return rearrange(weight, "(head d_head) d_model -> head d_head d_model", head=heads), bias
-    by_head = rearrange(weight, "d_model (head d_head) -> head d_model d_head", head=heads)
-    bias = None if bias is None else bias.unflatten(0, (heads, -1))
-    if letter == "Q" and by_head.shape[-1] == 2 * cfg.d_head:  # a gate beside each head's query
-        by_head = by_head[..., : cfg.d_head]
-        bias = None if bias is None else bias[:, : cfg.d_head]
-    return by_head, bias
+    width = weight.shape[1] // heads
+    if letter == "Q" and width == 2 * cfg.d_head:  # a gate beside each head's query
+        width = cfg.d_head
+    by_head = rearrange(weight, "d_model (head d_head) -> head d_model d_head", head=heads)[..., :width]
+    return by_head, maybe(lambda b: b.unflatten(0, (heads, -1))[:, :width], bias)
 
 
 def _by_module(inner: Any, refuse: Refuse) -> AttentionWeights | None:
-    """The weights of a layer with a head size of its own (Gemma 4), which a Bridge does not show; None without them.
+    """The weights of a layer with another head size (Gemma 4), which a Bridge does not show; None without them.
 
     Values may be read through the keys' projection.
     """
@@ -112,30 +116,23 @@ def _with_inner_norms(read: AttentionWeights, inner: Any, cfg: Any, refuse: Refu
     if isinstance(value_norm, nn.Module):
         assert read.value_matrix is not None
         plain = Linear(read.value_matrix, read.b_V)
-        norm = tried_norm(value_norm, cfg, width=_head_width(read))
+        norm = tried_norm(value_norm, cfg, width=read.value_matrix.shape[1] // read.kv_heads)
 
         def values(x: Tensor) -> Chain:
             v = plain(x).unflatten(-1, (read.kv_heads, -1))
-            factor = (1 / norm.scale_of(v)).to(v).expand_as(v)
-            factor = factor if norm.gain is None else factor * norm.gain
+            factor = times((1 / norm.scale_of(v)).to(v).expand_as(v), norm.gain)
             return Chain((plain, Diagonal(factor.flatten(-2))))
 
-        if norm.centre or norm.shift is not None:
+        if not norm.only_scales:
             raise UnsupportedModelError(f"{type(value_norm).__name__} of values is centred or shifted; not read.")
         read = replace(read, inner_values=values)
     if isinstance(sub_norm, nn.Module):
         outer = tried_norm(sub_norm, cfg, width=read.W_O.shape[0])
-        if outer.centre or outer.shift is not None:
+        if not outer.only_scales:
             raise UnsupportedModelError(f"{type(sub_norm).__name__} before W_O is centred or shifted; not read.")
-        W_O = read.W_O if outer.gain is None else outer.gain[:, None] * read.W_O
+        W_O = times(read.W_O.mT, outer.gain).mT
         read = replace(read, W_O=W_O, output_factor=lambda x, z: (1 / outer.scale_of(z)).to(z))
-    gate = _gate(inner, read, refuse)
-    return read if gate is None else replace(read, output_factor=gate)
-
-
-def _head_width(read: AttentionWeights) -> int:
-    assert read.value_matrix is not None
-    return read.value_matrix.shape[1] // read.kv_heads
+    return replace(read, output_factor=_gate(inner, read, refuse) or read.output_factor)
 
 
 def _gate(inner: Any, read: AttentionWeights, refuse: Refuse) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -150,16 +147,18 @@ def _gate(inner: Any, read: AttentionWeights, refuse: Refuse) -> Callable[[Tenso
 
 
 def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A gate that the query projection makes as well, head by head after its query (Qwen3-Next, Qwen3.5)."""
+    """A gate that the query projection gives as well, head by head after its query (Qwen3-Next, Qwen3.5)."""
     linear = innermost(getattr(inner, "q_proj", None))
     d_head = getattr(inner, "head_dim", None)
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or not isinstance(d_head, int) or len(weight) != 2 * width or width % d_head:
         return None
-    read = read_linear(linear, "attn.q_proj", refuse)
-    halves = [None if made is None else made.unflatten(-1, (-1, 2, d_head))[..., 1, :].flatten(-2) for made in read]
-    assert halves[0] is not None
-    return _Gate(Linear(halves[0], halves[1]), torch.sigmoid, 1)
+    weight, bias = read_linear(linear, "attn.q_proj", refuse)
+
+    def second_half(both: Tensor) -> Tensor:
+        return both.unflatten(-1, (-1, 2, d_head))[..., 1, :].flatten(-2)
+
+    return _Gate(Linear(second_half(weight), maybe(second_half, bias)), torch.sigmoid, 1)
 
 
 @dataclass(frozen=True)
@@ -188,17 +187,17 @@ def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
     rank = len(W_up)
     width = int(inner.v_head_dim)
     heads = len(W_O) // width
-    W_down = W_down[:, :rank]
-    b_down = None if b_down is None else b_down[:rank]
-    W_up, b_up = (
-        None if made is None else made.unflatten(-1, (heads, -1))[..., -width:].flatten(-2) for made in (W_up, b_up)
-    )
-    assert W_up is not None
     read = tried_norm(norm, cfg, width=rank)
 
+    def values_of(both: Tensor) -> Tensor:
+        return both.unflatten(-1, (heads, -1))[..., -width:].flatten(-2)
+
+    latent = Linear(W_down[:, :rank], maybe(partial(torch.narrow, dim=0, start=0, length=rank), b_down))
+    b_up = maybe(values_of, b_up)
+    up_to_values = Linear(values_of(W_up), b_up)
+
     def values(x: Tensor) -> Chain:
-        latent = Linear(W_down, b_down)
         scale = read.scale_of(latent(x))
-        return Chain((latent, Norm(scale, read.gain, read.shift, read.centre), Linear(W_up, b_up)))
+        return Chain((latent, Norm(scale, read.gain, read.shift, read.centre), up_to_values))
 
     return AttentionWeights(None, b_up, W_O, b_O, heads, heads, inner_values=values)

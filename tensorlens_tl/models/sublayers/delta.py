@@ -1,4 +1,4 @@
-"""Mixers of the gated delta rule (Yang, Kautz & Hatamizadeh 2025) as attention with a pattern of their own.
+"""Mixers of the gated delta rule (Yang, Kautz & Hatamizadeh 2025) as attention with another kind of pattern.
 
 With keys k, queries q, decays α and strengths β, a head keeps a state that forgets, takes back what it holds under the
 key it reads, and writes the new value there:
@@ -19,7 +19,9 @@ Three ways to store the projections are read: fused (`in_proj_qkvz` and `in_proj
 is zeroed before them, and only there. Hugging Face's own modules round to float32 in float64 models too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from tensorlens_tl.algebra import Attention, CausalConvolution, Chain
+from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.models.activations import is_elementwise
 from tensorlens_tl.models.sublayers.mixing import (
     Ends,
@@ -47,6 +50,9 @@ EPSILON = 1e-6
 
 Stored = tuple[Tensor, Tensor | None]
 """A weight, from input to output, and its bias."""
+
+PARTS = ("A_log", "dt_bias", "conv1d", "activation", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads")
+"""What every implementation has; beside them, one of three sets of projections."""
 
 FUSED = ("in_proj_qkvz", "in_proj_ba")
 BY_KIND = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -75,13 +81,13 @@ def delta_pattern(
     decays = (passed[..., None] - passed[..., None, :]).masked_fill(later, -torch.inf).exp()
     taken_back = beta[..., None] * decays * (k @ k.mT)  # of which the solve reads what is below the diagonal
     read = decays * (q @ k.mT)
-    made = torch.linalg.solve_triangular(taken_back, read, upper=False, left=False, unitriangular=True)
-    return made * beta[..., None, :]
+    written = torch.linalg.solve_triangular(taken_back, read, upper=False, left=False, unitriangular=True)
+    return written * beta[..., None, :]
 
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """A mixer of the gated delta rule. `W_in` makes values, queries, keys (all three convolved), gate, β and decay.
+    """A mixer of the gated delta rule. `W_in` gives values, queries, keys (all three convolved), gate, β and decay.
 
     Attributes:
         ends: what comes before the pattern and after it.
@@ -130,12 +136,26 @@ class DeltaWeights:
 
 def is_delta(module: nn.Module) -> bool:
     """Whether a mixer follows the gated delta rule, by what it is made of."""
-    known = ("A_log", "dt_bias", "conv1d", "activation", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads")
-    return all(hasattr(module, name) for name in known) and _stored(module) is not None
+    return _has(module, PARTS) and _projection_names(module) is not None
 
 
-def _stored(module: nn.Module) -> tuple[str, ...] | None:
-    return next((names for names in (FUSED, BY_KIND, APART) if all(hasattr(module, n) for n in names)), None)
+def _projection_names(module: nn.Module) -> tuple[str, ...] | None:
+    return next((names for names in (FUSED, BY_KIND, APART) if _has(module, names)), None)
+
+
+def _has(module: nn.Module, names: Sequence[str]) -> bool:
+    return all(hasattr(module, name) for name in names)
+
+
+def _first_name(module: nn.Module, names: Sequence[str], what: str) -> str:
+    """The first of some names under which a module has a part.
+
+    Raises:
+        UnsupportedModelError: it has none of them.
+    """
+    present = [name for name in names if hasattr(module, name)]
+    require(bool(present), module, what, "is missing")
+    return present[0]
 
 
 def delta_weights(module: Any) -> DeltaWeights:
@@ -150,31 +170,23 @@ def delta_weights(module: Any) -> DeltaWeights:
     keys = int(module.head_k_dim) * key_heads
     values = width * heads
     require(heads % key_heads == 0, module, "num_v_heads", f"({heads}) is no multiple of the {key_heads} of keys")
-    q, k, *rest = _projections(module, keys, values)
-    v = rest[0]
-    made = [*rest[:1], q, k, *rest[1:]]
-    stored = read_convolution(module)
-    require(len(stored.weight) == 2 * keys + values, module, "conv1d", "does not take queries, keys and values")
-    first = [*range(2 * keys, 2 * keys + values), *range(2 * keys)]  # values come first here, and last there
-    offset = None if stored.offset is None else stored.offset[first]
+    q, k, v, *others = _projections(module, keys, values)
+    convolution = read_convolution(module)
+    require(len(convolution.weight) == 2 * keys + values, module, "conv1d", "does not take queries, keys and values")
+    order = [*range(2 * keys, 2 * keys + values), *range(2 * keys)]  # values come last in the model, and first here
+    convolution = CausalConvolution(convolution.weight[order], maybe(itemgetter(order), convolution.offset))
     known = isinstance(module.activation, str) and module.activation in ACT2FN
     require(known, module, "activation", f"is {module.activation}, which transformers does not know")
     activation = ACT2FN[module.activation]
-    like = v[0]
-    require(is_elementwise(activation, like.dtype, like.device), module, "activation", "does not treat channels alone")
-    names = [
-        next((n for n in pair if hasattr(module, n)), pair[0]) for pair in (("norm", "o_norm"), ("out_proj", "o_proj"))
-    ]
-    for name in names:
-        require(hasattr(module, name), module, name, "is missing")
-    norm = read_part(module, names[0])
-    known = all(hasattr(norm, name) for name in ("weight", "variance_epsilon")) and norm.weight.shape == (width,)
-    require(known, module, names[0], f"({type(norm).__name__}) is not an RMSNorm of each head with a gate")
-    W_in, b_in = _side_by_side(made)
+    W_in, b_in = _side_by_side([v, q, k, *others])
+    require(is_elementwise(activation, W_in.dtype, W_in.device), module, "activation", "does not treat channels alone")
+    norm_name = _first_name(module, ("norm", "o_norm"), "norm")
+    out_name = _first_name(module, ("out_proj", "o_proj"), "out_proj")
+    norm = read_part(module, norm_name)
+    known = _has(norm, ("weight", "variance_epsilon")) and norm.weight.shape == (width,)
+    require(known, module, norm_name, f"({type(norm).__name__}) is not an RMSNorm of each head with a gate")
     return DeltaWeights(
-        ends=Ends(
-            W_in, b_in, CausalConvolution(stored.weight[first], offset), activation, *read_linear(module, names[1])
-        ),
+        ends=Ends(W_in, b_in, convolution, activation, *read_linear(module, out_name)),
         heads=heads,
         key_heads=key_heads,
         key_width=int(module.head_k_dim),
@@ -188,7 +200,7 @@ def delta_weights(module: Any) -> DeltaWeights:
 
 def _projections(module: Any, keys: int, values: int) -> list[Stored]:
     """Queries, keys, values, gate, strengths and steps, heads side by side."""
-    names = _stored(module)
+    names = _projection_names(module)
     assert names is not None
     stored = [read_linear(module, name) for name in names]
     heads = int(module.num_v_heads)
@@ -197,28 +209,29 @@ def _projections(module: Any, keys: int, values: int) -> list[Stored]:
         BY_KIND: [[keys, keys, values], [values], [heads], [heads]],
         APART: [[keys], [keys], [values], [values], [heads], [heads]],
     }[names]
-    made: list[Stored] = []
-    for name, one, sizes in zip(names, stored, split, strict=True):
-        width = one[0].shape[-1]
+    groups = int(module.num_k_heads) if names == FUSED else 1
+    parts: list[Stored] = []
+    for name, projection, sizes in zip(names, stored, split, strict=True):
+        width = projection[0].shape[-1]
         expected = sum(sizes)
         require(width == expected, module, name, f"makes {width} numbers, not the {expected} of its heads")
-        made += _parts(one, sizes, int(module.num_k_heads) if names == FUSED else 1)
-    return made
+        parts += _parts(projection, sizes, groups)
+    return parts
 
 
-def _parts(stored: Stored, sizes: list[int], groups: int = 1) -> list[Stored]:
-    """What a projection makes, apart; of several groups it makes all parts of one beside each other."""
+def _parts(stored: Stored, sizes: list[int], groups: int) -> list[Stored]:
+    """The parts of what a projection gives; of several groups it gives all parts of one beside each other."""
 
-    def apart(made: Tensor) -> list[Tensor]:
-        grouped = made.unflatten(-1, (groups, -1)).split([size // groups for size in sizes], dim=-1)
+    def apart(joint: Tensor) -> list[Tensor]:
+        grouped = joint.unflatten(-1, (groups, -1)).split([size // groups for size in sizes], dim=-1)
         return [part.flatten(-2) for part in grouped]
 
     weight, bias = stored
-    return list(zip(apart(weight), [None] * len(sizes) if bias is None else apart(bias), strict=True))
+    return list(zip(apart(weight), maybe(apart, bias) or [None] * len(sizes), strict=True))
 
 
 def _side_by_side(parts: list[Stored]) -> Stored:
-    weight = torch.cat([weight for weight, _ in parts], dim=-1)
+    joint = torch.cat([weight for weight, _ in parts], dim=-1)
     if all(bias is None for _, bias in parts):
-        return weight, None
-    return weight, torch.cat([weight.new_zeros(weight.shape[-1]) if bias is None else bias for weight, bias in parts])
+        return joint, None
+    return joint, torch.cat([plus(weight.new_zeros(weight.shape[-1]), bias) for weight, bias in parts])

@@ -7,6 +7,8 @@ is read where it takes effect: in the arguments that the experts are called with
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra import Linear
+from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.models.activations import Activation
 from tensorlens_tl.models.parameters import (
     MLPWeights,
@@ -88,7 +91,10 @@ class ExpertsWeights:
     @property
     def hidden(self) -> int:
         """Numbers that a vector takes inside at most: every expert that it is sent to, and the shared one."""
-        return self.choices * self.expert(0).hidden + (0 if self.shared is None else self.shared.hidden)
+        hidden = self.choices * self.expert(0).hidden
+        if self.shared is not None:
+            hidden += self.shared.hidden
+        return hidden
 
 
 @dataclass(frozen=True)
@@ -133,39 +139,45 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
             "as a TransformerBridge: TransformerBridge.boot_transformers(name)."
         )
     experts = innermost(layer.experts)
-    shared = next((m for name in ("shared_experts", "shared_expert", "shared_mlp")
-                   if isinstance(m := innermost(getattr(layer, name, None)), nn.Module)), None)  # fmt: skip
-    gate = innermost(getattr(layer, "shared_expert_gate", None))
+    shared = _first_module(layer, "shared_experts", "shared_expert", "shared_mlp")
+    gate = _first_module(layer, "shared_expert_gate")
     count, expert = _experts(experts, cfg, refuse)
     routing = _routing(layer, experts, refuse)
-    choices = next((n for m in (layer, routing.router) if isinstance(n := getattr(m, "top_k", None), int)), count)
+    choices = (getattr(module, "top_k", None) for module in (layer, routing.router))
     return ExpertsWeights(
         count=count,
         expert=expert,
         routing=routing,
-        shared=None if shared is None else read_module(shared, cfg, refuse),
-        shared_gate=_sigmoid_of(gate, refuse) if isinstance(gate, nn.Module) else None,
+        shared=maybe(partial(read_module, cfg=cfg, refuse=refuse), shared),
+        shared_gate=maybe(partial(_sigmoid_of, refuse=refuse), gate),
         shared_module=shared,
-        choices=choices,
+        choices=next((number for number in choices if isinstance(number, int)), count),
     )
 
 
-def _sigmoid_of(linear: Any, refuse: Refuse) -> Callable[[Tensor], Tensor]:
-    made = Linear(*read_linear(linear, "shared_expert_gate", refuse))
-    return lambda x: torch.sigmoid(made(x))
+def _first_module(layer: Any, *names: str) -> nn.Module | None:
+    """The first module that a layer has under one of these names."""
+    parts = (innermost(getattr(layer, name, None)) for name in names)
+    return next((part for part in parts if isinstance(part, nn.Module)), None)
+
+
+def _sigmoid_of(linear: nn.Module, refuse: Refuse) -> Callable[[Tensor], Tensor]:
+    gate = Linear(*read_linear(linear, "shared_expert_gate", refuse))
+    return lambda x: torch.sigmoid(gate(x))
 
 
 def _routing(layer: Any, experts: nn.Module, refuse: Refuse) -> Routing:
     """Where routing is seen: at the experts, or, where they are given every token (Llama 4), at the router."""
-    given = list(inspect.signature(experts.forward).parameters)
+    arguments = list(inspect.signature(experts.forward).parameters)
     factor = float(getattr(layer, "routed_scaling_factor", 1.0))
-    routers = (innermost(getattr(layer, name, None)) for name in ("gate", "router"))
-    router = next((module for module in routers if isinstance(module, nn.Module)), None)
-    if len(given) == 3:
-        return Routing(experts, given[1], given[2], factor=factor, router=router)
-    if len(given) == 1 and isinstance(router, nn.Module):
+    router = _first_module(layer, "gate", "router")
+    if len(arguments) == 3:
+        return Routing(experts, arguments[1], arguments[2], factor=factor, router=router)
+    if len(arguments) == 1 and router is not None:
         return Routing(router, "", "output", dense=True, scales_input=True)
-    raise refuse(f"its experts ({type(experts).__name__}) are called with {', '.join(given)}: no routing that is read.")
+    raise refuse(
+        f"its experts ({type(experts).__name__}) are called with {', '.join(arguments)}: no routing that is read."
+    )
 
 
 def _experts(experts: Any, cfg: Any, refuse: Refuse) -> tuple[int, Callable[[int], MLPWeights]]:
@@ -186,25 +198,28 @@ def _experts(experts: Any, cfg: Any, refuse: Refuse) -> tuple[int, Callable[[int
     first = floating(weights[name], f"experts.{name}", refuse)
     down = floating(weights["down_proj"], "experts.down_proj", refuse)
     gated = name == "gate_up_proj"
-    in_first = first.shape[1] == down.shape[2] and first.shape[2] == (1 + gated) * down.shape[1]
+    halves = 2 if gated else 1
+    in_first = first.shape[1] == down.shape[2] and first.shape[2] == halves * down.shape[1]
     if not getattr(experts, "is_transposed", in_first):
-        first, down = first.mT, down.mT  # to [expert, in, out]
+        first = first.mT  # to [expert, in, out]
+        down = down.mT
     b_first, b_down = (detached(weights.get(f"{which}_bias")) for which in (name, "down_proj"))
     phi, psi = _activations(experts, cfg, refuse)
     mixed = gated and not getattr(experts, "is_concatenated", True)
 
-    def halves(tensor: Tensor) -> tuple[Tensor | None, Tensor]:
-        if not gated:
-            return None, tensor
+    def gate_and_input(both: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if both is None or not gated:
+            return None, both
         if mixed:
-            return tensor[..., ::2], tensor[..., 1::2]
-        gate, linear = tensor.chunk(2, dim=-1)
+            return both[..., ::2], both[..., 1::2]
+        gate, linear = both.chunk(2, dim=-1)
         return gate, linear
 
     def expert(number: int) -> MLPWeights:
-        W_gate, W_in = halves(first[number])
-        b_gate, b_in = (None, None) if b_first is None else halves(b_first[number])
-        b_out = None if b_down is None else b_down[number]
+        W_gate, W_in = gate_and_input(first[number])
+        b_gate, b_in = gate_and_input(maybe(itemgetter(number), b_first))
+        b_out = maybe(itemgetter(number), b_down)
+        assert W_in is not None
         return MLPWeights(W_in, b_in, W_gate, b_gate, None, down[number], b_out, phi, psi, hooked=False)
 
     return len(first), expert

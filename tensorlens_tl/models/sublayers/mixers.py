@@ -15,10 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear
+from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.parameters import innermost
 from tensorlens_tl.models.sublayers.delta import DeltaWeights, delta_weights, is_delta
-from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_convolution, read_linear, require
+from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_convolution, read_linear, real_tokens, require
 from tensorlens_tl.models.sublayers.scans import Mamba2Weights, MambaWeights, mixer_weights
 
 Mixer = Callable[[Tensor, "Mask | None"], Chain]
@@ -34,13 +35,13 @@ class ShortConvolution:
     def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
         """The mixer as a map, with B and C, which depend on the input, held at `x`."""
         ends = self.ends
-        keep = None if mask is None or bool(mask.all()) else (mask != 0)[..., None].to(x)
-        before, after, _ = Linear(ends.W_in, ends.b_in)(x if keep is None else x * keep).chunk(3, dim=-1)
-        width = len(ends.W_out)
-        own = None if ends.b_in is None else before * ends.b_in[2 * width :]
+        keep = real_tokens(mask, x)
+        before, after, _ = Linear(ends.W_in, ends.b_in)(times(x, keep)).chunk(3, dim=-1)
+        last = slice(2 * len(ends.W_out), None)
+        offset = maybe(lambda b_in: before * b_in[last], ends.b_in)
         stages: list[AffineMap] = [] if keep is None else [Diagonal(keep)]
         convolution = replace(ends.convolution, length=x.shape[1])
-        stages += [Linear(ends.W_in[:, 2 * width :]), Diagonal(before, own), convolution, Diagonal(after)]
+        stages += [Linear(ends.W_in[:, last]), Diagonal(before, offset), convolution, Diagonal(after)]
         return Chain((*stages, Linear(ends.W_out, ends.b_out)))
 
 
@@ -102,7 +103,9 @@ def _leaking_bias(weights: MambaWeights | Mamba2Weights | DeltaWeights | ShortCo
         return "the first projection"
     offset = ends.convolution.offset
     # those of Mamba zero padding again after the convolution, and a short convolution is followed by nothing that mixes
-    return "the convolution" if isinstance(weights, DeltaWeights) and offset is not None and bool(offset.any()) else ""
+    if isinstance(weights, DeltaWeights) and offset is not None and bool(offset.any()):
+        return "the convolution"
+    return ""
 
 
 def _weights(module: nn.Module) -> MambaWeights | Mamba2Weights | DeltaWeights | ShortConvolution:
@@ -111,9 +114,9 @@ def _weights(module: nn.Module) -> MambaWeights | Mamba2Weights | DeltaWeights |
     if _is_short_convolution(module):
         convolution = read_convolution(module, "conv")
         ends = Ends(*read_linear(module, "in_proj"), convolution, nn.Identity(), *read_linear(module, "out_proj"))
-        made = ends.W_in.shape[1]
         channels = len(ends.W_out)
-        require(made == 3 * channels == 3 * len(convolution.weight), module, "in_proj", "does not make B, C and x")
+        fits = ends.W_in.shape[1] == 3 * channels == 3 * len(convolution.weight)
+        require(fits, module, "in_proj", "does not make B, C and x")
         return ShortConvolution(ends)
     return mixer_weights(module)
 

@@ -4,16 +4,19 @@ Held values are made in float32 at least, and in float64 where the input is.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, CausalConvolution, Chain, Diagonal, Linear
+from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.activations import Activation, coefficients
-from tensorlens_tl.models.parameters import innermost, linears
+from tensorlens_tl.models.parameters import detached, innermost, is_norm, linears
 
 Mask = Bool[Tensor, "_ _"] | Int[Tensor, "_ _"] | Float[Tensor, "_ _"]
 """True, or not zero, at real tokens, `[batch, pos]`."""
@@ -21,7 +24,7 @@ Mask = Bool[Tensor, "_ _"] | Int[Tensor, "_ _"] | Float[Tensor, "_ _"]
 
 @dataclass(frozen=True)
 class Ends:
-    """What every mixer has before its scan and after it; `W_in` makes more than goes to the convolution."""
+    """What every mixer has before its scan and after it; `W_in` gives more than goes to the convolution."""
 
     W_in: Float[Tensor, "d_model d_in"]
     b_in: Float[Tensor, "d_in"] | None
@@ -46,26 +49,30 @@ class GatedNorm:
         scale = (grouped.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
         return self.gain * scale.expand_as(grouped).flatten(-2)
 
+    def beside(self, gate: Tensor, y: Float[Tensor, "batch pos channel"]) -> list[Tensor]:
+        """The factor and the gate in the order in which they multiply `y`."""
+        if self.first:
+            return [self.factor(y), gate]
+        return [gate, self.factor(y * gate)]
+
 
 class Entry:
     """A mixer's input on its way to what mixes all positions; the first channels of what is convolved go through it.
 
     Attributes:
         keep: 1 at real tokens, or None for all; `again` the same after the convolution, where the mixer masks twice.
-        projected: all that `W_in` makes.
+        projected: all that `W_in` gives.
         before, after: the activation that follows the convolution.
     """
 
     def __init__(self, ends: Ends, x: Tensor, convolved: slice, mask: Mask | None, twice: bool = True) -> None:
-        keep = None if mask is None or bool(mask.all()) else (mask != 0)[..., None].to(x)
         self.ends = ends
-        self.keep = keep
+        self.keep = real_tokens(mask, x)
         self.start = convolved.start
-        self.again = keep if twice else None
-        self.projected = Linear(ends.W_in, ends.b_in)(x if keep is None else x * keep)
+        self.again = self.keep if twice else None
+        self.projected = Linear(ends.W_in, ends.b_in)(times(x, self.keep))
         self.before = ends.convolution(self.projected[..., convolved])
-        after = ends.activation(self.before)
-        self.after = after if self.again is None else after * self.again
+        self.after = times(ends.activation(self.before), self.again)
 
     def chain(self, mixing: AffineMap, gate: Tensor, norm: GatedNorm | None) -> Chain:
         """All maps of the mixer, with `mixing` between the activation and the gate."""
@@ -74,30 +81,35 @@ class Entry:
         channels = slice(0, len(ends.W_out))
         projected = slice(self.start, self.start + channels.stop)
         held = coefficients(ends.activation, self.before[..., channels])
-        ratio = held.through
-        rest = held.rest
-        if self.again is not None:
-            ratio = ratio * self.again
-            rest = None if rest is None else rest * self.again
-        weight = ends.convolution.weight
-        offset = ends.convolution.offset
+        ratio = times(held.through, self.again)
+        rest = maybe(partial(times, factor=self.again), held.rest)
+        weight = ends.convolution.weight[channels]
+        offset = maybe(itemgetter(channels), ends.convolution.offset)
         gates = [gate]
         if norm is not None:
-            y = wide(mixing(like[..., channels]))
-            gates = [norm.factor(y), gate] if norm.first else [gate, norm.factor(y * gate)]
+            gates = norm.beside(gate, wide(mixing(like[..., channels])))
         entry: list[AffineMap] = [Linear(ends.W_in[:, projected])]
         if ends.b_in is not None:  # at every position: what mixes positions must be told how many have it
             b_in = ends.b_in[projected].expand(1, like.shape[1], -1)
             entry.append(Diagonal(like.new_ones(()).expand_as(b_in), b_in))
         stages = (
             *entry,
-            CausalConvolution(weight[channels], None if offset is None else offset[channels], like.shape[1]),
+            CausalConvolution(weight, offset, like.shape[1]),
             Diagonal(ratio, rest),
             mixing,
             *(Diagonal(factor.to(like)) for factor in gates),
             Linear(ends.W_out, ends.b_out),
         )
-        return Chain(stages if self.keep is None else (Diagonal(self.keep), *stages))
+        if self.keep is not None:
+            stages = (Diagonal(self.keep), *stages)
+        return Chain(stages)
+
+
+def real_tokens(mask: Mask | None, x: Tensor) -> Float[Tensor, "batch pos 1"] | None:
+    """1 at real tokens and 0 at padding, in the dtype of `x`; None where all are real."""
+    if mask is None or bool(mask.all()):
+        return None
+    return (mask != 0)[..., None].to(x)
 
 
 def wide(held: Tensor) -> Tensor:
@@ -110,8 +122,8 @@ def wide(held: Tensor) -> Tensor:
 
 def gated_norm(module: Any) -> GatedNorm | None:
     """The norm beside the gate of a mixer's channels, or None."""
-    norm = read_part(module, "norm") if getattr(module, "norm", None) is not None else nn.Identity()
-    if isinstance(norm, nn.Identity):
+    norm = innermost(getattr(module, "norm", None))
+    if not is_norm(norm):
         return None
     known = hasattr(norm, "weight") and hasattr(norm, "variance_epsilon")
     require(known, module, "norm", f"({type(norm).__name__}) is not an RMSNorm with a gate")
@@ -132,7 +144,7 @@ def read_convolution(module: Any, name: str = "conv1d") -> CausalConvolution:
     width = conv.weight.shape[-1]
     alike = (conv.groups, conv.padding, conv.stride, conv.dilation) == (channels, (width - 1,), (1,), (1,))
     require(alike, module, name, "is not a causal convolution of each channel by itself")
-    return CausalConvolution(conv.weight.detach()[:, 0], None if conv.bias is None else conv.bias.detach())
+    return CausalConvolution(conv.weight.detach()[:, 0], detached(conv.bias))
 
 
 def read_linear(module: Any, name: str) -> linears.LinearWeights:

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.models.activations import Activation, is_elementwise
 from tensorlens_tl.models.parameters import (
     MLPWeights,
@@ -23,15 +25,15 @@ from tensorlens_tl.models.parameters import (
     unlike_shown,
 )
 
-PROJECTIONS: Sequence[tuple[str, str, str]] = (
-    ("gate_proj", "up_proj", "down_proj"),
-    ("w1", "w3", "w2"),
-    ("wi_0", "wi_1", "wo"),
-    ("", "up_proj", "down_proj"),
-    ("", "wi", "wo"),
-    ("", "fc1", "fc2"),
+PROJECTIONS: Sequence[tuple[str, ...]] = (
+    ("up_proj", "down_proj", "gate_proj"),
+    ("w3", "w2", "w1"),
+    ("wi_1", "wo", "wi_0"),
+    ("up_proj", "down_proj"),
+    ("wi", "wo"),
+    ("fc1", "fc2"),
 )
-"""What Hugging Face's MLPs call gate, input and output."""
+"""What Hugging Face's MLPs call input, output and gate, if they have one."""
 
 
 PARTS = ("in", "out", "gate")
@@ -52,18 +54,24 @@ def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
             "Only plain and gated MLPs, and mixtures of them, can be frozen."
         )
     phi = read_activation(mlp, cfg, refuse)
-    gated = isinstance(W_gate, Tensor)
-    added_after = gated and not is_bridge_component(mlp)  # HookedTransformer: φ(g)·u + b_in
-    fused = not gated and W_in.shape[1] == 2 * W_out.shape[0]  # gate and input in one projection (ModernBERT)
-    if fused:
-        W_gate, W_in = W_in.chunk(2, dim=1)
-        b_gate, b_in = (None, None) if b_in is None else b_in.chunk(2)
+    b_post: Tensor | None = None
+    fused = False
+    if not isinstance(W_gate, Tensor):
+        W_gate = None
+        b_gate = None
+        fused = W_in.shape[1] == 2 * W_out.shape[0]  # gate and input in one projection (ModernBERT)
+        if fused:
+            W_gate, W_in = W_in.chunk(2, dim=1)
+            b_gate, b_in = maybe(partial(torch.chunk, chunks=2), b_in) or (None, None)
+    elif not is_bridge_component(mlp):  # HookedTransformer: φ(g)·u + b_in
+        b_post = b_in
+        b_in = None
     read = MLPWeights(
         W_in=floating(W_in, "mlp.W_in", refuse),
-        b_in=None if added_after else b_in,
-        W_gate=floating(W_gate, "mlp.W_gate", refuse) if isinstance(W_gate, Tensor) else None,
-        b_gate=b_gate if gated or fused else None,
-        b_post=b_in if added_after else None,
+        b_in=b_in,
+        W_gate=maybe(partial(floating, name="mlp.W_gate", refuse=refuse), W_gate),
+        b_gate=b_gate,
+        b_post=b_post,
         W_out=floating(W_out, "mlp.W_out", refuse),
         b_out=b_out,
         activation=phi,
@@ -81,10 +89,10 @@ def _projection(mlp: Any, part: str, refuse: Refuse) -> tuple[Any, Tensor | None
 
 
 def _bias(mlp: Any, name: str, part: str) -> Tensor | None:
-    found = shown(mlp, name)
-    if isinstance(found, Tensor) and found.is_meta:  # a Bridge shows the one that was there when it wrapped the model
-        found = shown(mlp._modules.get(part), "bias")
-    return detached(found)
+    bias = shown(mlp, name)
+    if isinstance(bias, Tensor) and bias.is_meta:  # a Bridge shows the one that it had when it wrapped the model
+        bias = shown(mlp._modules.get(part), "bias")
+    return detached(bias)
 
 
 def _with_inner_norm(read: MLPWeights, inner: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
@@ -93,9 +101,9 @@ def _with_inner_norm(read: MLPWeights, inner: Any, cfg: Any, refuse: Refuse) -> 
     if not isinstance(norm, nn.Module):
         return read
     weights = tried_norm(norm, cfg, width=read.W_out.shape[0])
-    if weights.centre or weights.shift is not None:
+    if not weights.only_scales:
         raise refuse(f"the norm inside its mlp ({type(norm).__name__}) is centred or shifted; it is not read.")
-    W_out = read.W_out if weights.gain is None else weights.gain[:, None] * read.W_out
+    W_out = times(read.W_out.mT, weights.gain).mT
     return replace(read, W_out=W_out, post_factor=lambda post: (1 / weights.scale_of(post)).to(post), hooked=False)
 
 
@@ -112,21 +120,15 @@ def read_module(module: nn.Module, cfg: Any, refuse: Refuse) -> MLPWeights:
         phi = read_activation(module, cfg, refuse)
         return MLPWeights(linear, None, gate, None, None, out, None, phi, hooked=False)
     for names in PROJECTIONS:
-        parts = [innermost(getattr(module, name, None)) if name else None for name in names]
-        if all(
-            isinstance(getattr(part, "weight", None), Tensor) for part, name in zip(parts, names, strict=True) if name
-        ):
-            gate, linear, out = (
-                None if part is None else read_linear(part, name, refuse)
-                for part, name in zip(parts, names, strict=True)
-            )
-            assert linear is not None
-            assert out is not None
+        parts = {name: innermost(getattr(module, name, None)) for name in names}
+        if all(isinstance(getattr(part, "weight", None), Tensor) for part in parts.values()):
+            linear, out, *gates = (read_linear(part, name, refuse) for name, part in parts.items())
+            W_gate, b_gate = gates[0] if gates else (None, None)
             return MLPWeights(
                 W_in=linear.weight,
                 b_in=linear.bias,
-                W_gate=None if gate is None else gate.weight,
-                b_gate=None if gate is None else gate.bias,
+                W_gate=W_gate,
+                b_gate=b_gate,
                 b_post=None,
                 W_out=out.weight,
                 b_out=out.bias,
@@ -145,9 +147,10 @@ def read_activation(owner: Any, cfg: Any, refuse: Refuse) -> Activation:
     phi = find_activation(owner, cfg)
     if phi is None:
         raise refuse(f"mlp has no activation function called {cfg.act_fn!r} that we can find.")
-    own = next(iter(phi.parameters()), None) if isinstance(phi, nn.Module) else None  # xIELU has weights
-    where = ("cpu", torch.float32) if own is None else (own.device, own.dtype)
-    if not is_elementwise(phi, where[1], where[0]):
+    like = torch.zeros(())
+    if isinstance(phi, nn.Module):  # xIELU has weights
+        like = next(iter(phi.parameters()), like)
+    if not is_elementwise(phi, like.dtype, like.device):
         raise refuse(f"mlp activation {cfg.act_fn!r} mixes channels; only elementwise ones are frozen.")
     if getattr(owner, "hook_mid", None) is not None:
         raise refuse(f"mlp activation {cfg.act_fn!r} has a LayerNorm inside, which is not frozen.")

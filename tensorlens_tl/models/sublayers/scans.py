@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from tensorlens_tl.algebra import Chain, Diagonal, SelectiveScan, Sum
+from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.activations import is_elementwise
+from tensorlens_tl.models.parameters import innermost
 from tensorlens_tl.models.sublayers.mixing import (
     Ends,
     Entry,
@@ -38,7 +40,6 @@ from tensorlens_tl.models.sublayers.mixing import (
     rates,
     read_convolution,
     read_linear,
-    read_part,
     require,
     wide,
 )
@@ -46,7 +47,7 @@ from tensorlens_tl.models.sublayers.mixing import (
 
 @dataclass(frozen=True)
 class MambaWeights:
-    """A Mamba 1 mixer. `W_in` makes x and the gate; `W_select` makes what Δ, B and C come from, each by its norm.
+    """A Mamba 1 mixer. `W_in` gives x and the gate; `W_select` gives what Δ, B and C come from, each by its norm.
 
     Attributes:
         ends: what comes before the scan and after it.
@@ -73,8 +74,7 @@ class MambaWeights:
         states = self.A.shape[-1]
         parts = (into.after @ self.W_select).split([rank, states, states], dim=-1)
         step, B, C = (norm(part) for norm, part in zip(self.norms, parts, strict=True))
-        made = step @ self.W_delta
-        delta = softplus(made if self.b_delta is None else made + self.b_delta)
+        delta = softplus(plus(step @ self.W_delta, self.b_delta))
         scan = SelectiveScan(wide(delta), wide(self.A), wide(B)[:, :, None], wide(C)[:, :, None])
         gate = silu(into.projected[..., len(self.D) :])
         return into.chain(_beside(scan, self.D), gate, None)
@@ -82,7 +82,7 @@ class MambaWeights:
 
 @dataclass(frozen=True)
 class Mamba2Weights:
-    """A Mamba 2 mixer. `W_in` makes the gate, then x, B and C (all three convolved), then Δ of each head.
+    """A Mamba 2 mixer. `W_in` gives the gate, then x, B and C (all three convolved), then Δ of each head.
 
     Attributes:
         ends: what comes before the scan and after it.
@@ -126,11 +126,21 @@ def _beside(scan: SelectiveScan, D: Tensor) -> Sum:
 def scan_of(mixer: Chain) -> SelectiveScan:
     """The scan of a mixer's map, whose `implicit_attention` shows which positions it takes from.
 
+    Args:
+        mixer: the map of a state-space layer, such as `mixer_map` returns.
+
+    Returns:
+        The scan.
+
     Raises:
         InvalidInputError: there is none, or more than one.
+
+    >>> from tensorlens_tl.models import scan_of
+    >>> from tensorlens_tl.testing import tiny_model
+    >>> scan_of(tlens.freeze(tiny_model("bridge/mamba"), [[3, 4, 5]]).mixer(0))
+    SelectiveScan(32 × 1 channels, 6 states)
     """
-    terms = [term for stage in mixer.stages for term in (stage.terms if isinstance(stage, Sum) else (stage,))]
-    scans = [term for term in terms if isinstance(term, SelectiveScan)]
+    scans = [term for stage in mixer.stages for term in stage.summands if isinstance(term, SelectiveScan)]
     if len(scans) != 1:
         raise InvalidInputError(f"scan_of: {len(scans)} scans in {mixer}; pass the map of one mixer.")
     return scans[0]
@@ -146,9 +156,10 @@ def mixer_weights(module: nn.Module) -> MambaWeights | Mamba2Weights:
         require(hasattr(module, name), module, name, "is missing")
     axes = module.A_log.ndim
     require(axes in (1, 2), module, "A_log", f"has {axes} axes, not one (Mamba 2) or two (Mamba 1)")
-    for name in ("x_proj", "dt_proj") if axes == 2 else ("dt_bias", "n_groups"):
+    read, names = (_mamba, ("x_proj", "dt_proj")) if axes == 2 else (_mamba2, ("dt_bias", "n_groups"))
+    for name in names:
         require(hasattr(module, name), module, name, "is missing")
-    return _mamba(module) if axes == 2 else _mamba2(module)
+    return read(module)
 
 
 def _mamba(module: Any) -> MambaWeights:
@@ -163,7 +174,7 @@ def _mamba(module: Any) -> MambaWeights:
     require(select[1] is None, module, "x_proj", "has a bias")
     require(select[0].shape == (channels, rank + 2 * states), module, "x_proj", "does not make the rank of Δ, B and C")
     names = [f"{part}_layernorm" for part in ("dt", "b", "c")]
-    norms = tuple(read_part(module, name) if hasattr(module, name) else nn.Identity() for name in names)
+    norms = tuple(innermost(getattr(module, name, nn.Identity())) for name in names)
     return MambaWeights(ends, select[0], norms, *delta, rates(module), D)
 
 
@@ -176,13 +187,9 @@ def _mamba2(module: Any) -> Mamba2Weights:
     groups = module.n_groups
     require(channels % heads == 0 == heads % groups, module, "A_log", "has no equal share of channels and groups")
     require((convolved - channels) % (2 * groups) == 0, module, "conv1d", "does not take x, B and C")
-    made = channels + convolved + heads
-    require(
-        ends.W_in.shape[1] == made,
-        module,
-        "in_proj",
-        f"makes {ends.W_in.shape[1]} numbers, not the {made} of gate, x, B, C and Δ",
-    )
+    width = ends.W_in.shape[1]
+    expected = channels + convolved + heads
+    require(width == expected, module, "in_proj", f"makes {width} numbers, not the {expected} of gate, x, B, C and Δ")
     require(D.shape == (heads,), module, "D", "is not one number for each head")
     low, high = getattr(module, "time_step_limit", None) or (0.0, float("inf"))
     limits = (float(low), float(high))
@@ -193,11 +200,13 @@ def _ends(module: Any) -> Ends:
     """Both projections and the convolution, with the multipliers of FalconH1 in the weights."""
     W_in, b_in = read_linear(module, "in_proj")
     scale = getattr(module, "ssm_in_multiplier", 1.0)
-    scales = getattr(module, "mup_vector", None)
     if scale != 1.0:
         W_in = W_in * scale
+    scales = getattr(module, "mup_vector", None)
     if scales is not None:
-        W_in, b_in = W_in * scales.flatten().to(W_in), None if b_in is None else b_in * scales.flatten().to(W_in)
-    activation = read_part(module, "act") if hasattr(module, "act") else silu
+        scales = scales.flatten().to(W_in)
+        W_in = W_in * scales
+        b_in = maybe(scales.__mul__, b_in)
+    activation = innermost(getattr(module, "act", silu))
     require(is_elementwise(activation, W_in.dtype, W_in.device), module, "act", "does not treat channels alone")
     return Ends(W_in, b_in, read_convolution(module), activation, *read_linear(module, "out_proj"))
