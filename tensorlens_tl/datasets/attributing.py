@@ -1,15 +1,16 @@
 """A method, or a function of `circuits`, over a data set."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.datasets.attributions import Attributions
 from tensorlens_tl.datasets.circuit_terms import CIRCUITS, CircuitTerms
+from tensorlens_tl.datasets.options import UNKNOWN_ID, Engine, ModelLoader, Reading, RunOptions
 from tensorlens_tl.datasets.results import DatasetResults
-from tensorlens_tl.datasets.rows import UNKNOWN_ID, check_columns
-from tensorlens_tl.datasets.running import run_work
+from tensorlens_tl.datasets.rows import RowSource, check_columns
+from tensorlens_tl.datasets.running import read_prompts, run_work
 from tensorlens_tl.datasets.work import Work
 from tensorlens_tl.errors import RegistryError
 from tensorlens_tl.models.protocol import ModelLike
@@ -18,7 +19,7 @@ from tensorlens_tl.registry import list_methods, unknown_method
 
 def attribute_dataset(
     model: ModelLike,
-    rows: Any,
+    rows: RowSource,
     out: str | os.PathLike[str],
     *,
     method: str = "tensorlens",
@@ -32,8 +33,8 @@ def attribute_dataset(
     progress: bool = True,
     prepend_bos: bool | None = None,
     memory: Memory = None,
-    engine: str | None = None,
-    load_model: Callable[[], ModelLike] | None = None,
+    engine: Engine = None,
+    load_model: ModelLoader = None,
     num_actors: int = 1,
     num_gpus: float | int = 0,
     **options: Any,
@@ -78,26 +79,14 @@ def attribute_dataset(
         RegistryError: unknown method.
         OSError: a shard cannot be written; those before it are whole.
     """
-    work = work_of(method, keep, options if memory is None else options | {"memory": memory}, columns)
     in_bytes(memory)
-    return run_work(
-        model,
-        rows,
-        out,
-        lambda _: work,
-        text=text,
-        id=id,
-        columns=columns,
-        tokens_per_batch=tokens_per_batch,
-        truncate=truncate,
-        resume=resume,
-        progress=progress,
-        prepend_bos=prepend_bos,
-        engine=engine,
-        load_model=load_model,
-        num_actors=num_actors,
-        num_gpus=num_gpus,
-    )
+    if memory is not None:
+        options["memory"] = memory
+    work = work_of(method, keep, options, columns)
+    reading = Reading(text, id, columns, truncate, prepend_bos)
+    run = RunOptions(out, reading, tokens_per_batch, resume, progress, engine, load_model, num_actors, num_gpus)
+    view, prompts = read_prompts(model, rows, run.reading)
+    return run_work(view, prompts, work, run)
 
 
 def work_of(method: str, keep: str, options: Mapping[str, Any], columns: Mapping[str, str] | None) -> Work:

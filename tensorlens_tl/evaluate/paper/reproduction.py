@@ -278,7 +278,7 @@ def _perturbed(model: Any, inputs: Tensor, experiment: Experiment, options: dict
         raise InvalidInputError(f"{experiment.name} is about the next token; use a causal language model.")
     candidates = {method: STANDARD[PAPER_METHODS[method]] for method in experiment.methods}
     scorers, skipped = usable(scorers_of(candidates), first, place, skip=True)
-    methods = {scorer.label: (scorer.method, scorer.options) for scorer in scorers}
+    methods = {scorer.label: candidates[scorer.label] for scorer in scorers}
     return replace(perturbation(model, inputs, methods, **experiment.protocol, **options), skipped=skipped)
 
 
