@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     WholeNumber = SupportsIndex
     """An integer of any kind: Python's, numpy's or torch's."""
 
+    Share = float
+    """A share, or a size as a share of another."""
+
+    TokenIds = Tensor | Sequence[int] | Sequence[Sequence[int]]
+    Mask = Tensor | Sequence[Sequence[bool]]
+
+    PromptLength = WholeNumber | Literal["most common"] | None
+    """The token length of prompts: a number, the most common, or None where all must agree."""
+
     PerturbationQuery = Literal["last", "cls", "mean"] | WholeNumber
     """The last or the first token, a position, or a mean over all positions."""
 
@@ -46,4 +55,5 @@ if TYPE_CHECKING:
     """What stands for a replaced token: see `tensorlens_tl.evaluate.perturbation`."""
 else:
     Prompts = MethodFunction = MethodSpec = Methods = Names = WholeNumber = PerturbationQuery = Any
+    Share = TokenIds = Mask = PromptLength = Any
     Fractions = Metric = Metrics = Order = Hidden = ReplacementName = Any

@@ -58,7 +58,7 @@ class PerturbedRuns:
         if self.alone:
             return 1
         pos = self.prompt.tokens.shape[1]
-        widest = max(block.mlp.hidden if block.mlp is not None else 0 for block in view.blocks)
+        widest = max((block.mlp.hidden for block in view.blocks if block.mlp is not None), default=0)
         heads = max((block.attention.heads for block in view.blocks if block.mixer is None), default=0)
         per_row = pos * (8 * view.cfg.d_model + 2 * widest + 2 * pos * heads)
         if self.predicts:
@@ -144,4 +144,6 @@ def _query_state(hidden: Tensor, at: Int[Tensor, "row 1"] | None, mask: Bool[Ten
 
 def _vectors(hidden: Tensor, at: Int[Tensor, "row 1"]) -> Tensor:
     """Vectors at one position per prompt; a classifier's head may have been given no other."""
-    return hidden if hidden.ndim == 2 else torch.take_along_dim(hidden, at[..., None], dim=1)[:, 0]
+    if hidden.ndim == 2:
+        return hidden
+    return torch.take_along_dim(hidden, at[..., None], dim=1)[:, 0]

@@ -32,8 +32,10 @@ from tensorlens_tl.circuits.compare import METHODS as PAIR_METHODS, edge_scores,
 from tensorlens_tl.circuits.effects import logit_attribution
 from tensorlens_tl.circuits.graph import contribution_graph
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.known.patching import FrozenPairs, PairWork, checked_methods
 from tensorlens_tl.evaluate.known.truths import KnownComponents, Place
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.results.circuit import ARROW, TARGET
@@ -50,9 +52,9 @@ Scored = dict[Any, float]
 
 
 def known_components(
-    model: Any,
-    task: Any,
-    methods: Any = None,
+    model: ModelLike,
+    task: KnownComponents,
+    methods: Names = None,
     *,
     threshold: float = 0.05,
     only_correct: bool = True,
@@ -194,6 +196,5 @@ def _ranking_metrics(scores: Scored, true: frozenset[Any], threshold: float) -> 
     size = torch.tensor(list(scores.values()), dtype=torch.float64).abs()
     is_true = torch.tensor([name in true for name in scores])
     predicted = (size >= threshold * size.max()) & (size > 0)
-    hits = float((predicted & is_true).sum())
-    precision = hits / float(predicted.sum()) if bool(predicted.any()) else torch.nan
-    return auroc(size, is_true), precision, hits / len(true)
+    hits = (predicted & is_true).sum().double()  # 0 / 0 is NaN: nothing scores above zero
+    return auroc(size, is_true), float(hits / predicted.sum()), float(hits / len(true))
