@@ -137,11 +137,11 @@ def _known_attention(args: argparse.Namespace, model: Any) -> Any:
 
 
 def _pairs(args: argparse.Namespace, model: Any) -> Any:
-    """Clean and corrupted prompts: a program's own, or those that a task's are made into."""
+    """Clean and corrupted prompts: those of a program, or of a task and what changes in it."""
     from tensorlens_tl import evaluate
 
     if args.task is None and args.model.startswith("program:"):
-        change = "source" if args.change == "source" else "choice"
+        change = {"source": "source", "question": "choice"}[args.change]
         return named_program(args.model).components(args.n or PROMPTS, seed=args.seed, change=change).pairs
     return evaluate.prompt_pairs(task_of(args, model), args.change, seed=args.seed)
 
@@ -163,7 +163,7 @@ def _circuits(args: argparse.Namespace, model: Any) -> Any:
 def _relations(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import evaluate
 
-    relations = None if args.relations is None else [evaluate.Relation.load(path) for path in args.relations]
+    relations = [evaluate.Relation.load(path) for path in args.relations or ()] or None
     return evaluate.relation_decoding(model, relations, splits=args.splits, seed=args.seed)
 
 
