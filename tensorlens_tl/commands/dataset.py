@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_import_argument(parser)
     parser.add_argument("rows", type=Path, metavar="FILE", help="a .jsonl, .csv or .parquet file")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the run's folder; a run in it goes on")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the run's folder; a run in it is resumed")
     parser.add_argument(
         "--method",
         default="tensorlens",

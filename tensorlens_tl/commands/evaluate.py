@@ -30,7 +30,7 @@ EVALUATIONS = {
     "known-attention": "Do the sources of an attention score name what chose the attention of a program?",
     "patching": "Do scores of nodes, from a clean and a corrupted prompt, agree with patching the live model?",
     "circuits": "CPR and CMD: which scores choose the circuits that do the task?",
-    "relations": "Does a linear map made from a few examples give the objects of other subjects?",
+    "relations": "Does a linear map fitted to a few examples give the objects of other subjects?",
     "completeness": "Do scores sum to what they explain?",
     "randomisation": "Do scores change when the weights are scrambled?",
     "stability": "Do scores stay when the embeddings get a little noise?",
@@ -42,7 +42,7 @@ OF_PROGRAMS = ("known-components", "known-attention")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command: an evaluation each has its own."""
+    """Arguments of the command, which differ between evaluations."""
     kinds = parser.add_subparsers(required=True, metavar="evaluation", dest="what")
     for name, help in EVALUATIONS.items():
         sub = kinds.add_parser(name, help=help, description=help)

@@ -37,7 +37,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import_argument(parser: argparse.ArgumentParser) -> None:
-    """Files that register methods of one's own."""
+    """Files that register the user's methods."""
     parser.add_argument(
         "--import",
         dest="imports",
@@ -257,7 +257,7 @@ def write_result(result: Any, title: str, path: Path | None) -> None:
 
 
 def task_of(args: argparse.Namespace, model: Any) -> Any:
-    """The task with known answers that is asked for: the model's own unless said, or induction."""
+    """The task with known answers that the arguments name, by default the model's, or induction."""
     from tensorlens_tl import evaluate
 
     if args.task is None and args.model.startswith("program:"):

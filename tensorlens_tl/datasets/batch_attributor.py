@@ -1,16 +1,15 @@
 """A method as a function of columns, for tools that run functions over data sets: Ray Data, ``datasets.map``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tensorlens_tl.datasets.attributing import work_of
-from tensorlens_tl.datasets.options import Reading
+from tensorlens_tl.datasets.options import LoadModel, Reading
 from tensorlens_tl.datasets.rows import read_rows
 from tensorlens_tl.datasets.work import Record, run_rows
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class BatchAttributor:
 
     def __init__(
         self,
-        load_model: Callable[[], ModelLike],
+        load_model: LoadModel,
         *,
         method: str = "tensorlens",
         text: str = "text",

@@ -2,7 +2,7 @@
 
 ``manifest.json`` says what the run is (model, data, method, options) and which rows go into which batch and shard. A
 shard is written under a temporary name and renamed when it is whole; it says which run it belongs to (`seal`). Who
-writes one holds its lock, which the system releases when the process ends in whatever way.
+writes one holds its lock, which the system releases when the process ends.
 """
 
 import contextlib
@@ -275,7 +275,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _whole(self, path: Path) -> Generator[Path, None, None]:
-        """A temporary name for a file, which has its own when it is written and on the disk."""
+        """A temporary name for a file, which is renamed once it is written and on the disk."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with disk_of(path):

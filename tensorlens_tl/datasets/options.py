@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     Engine = Literal["ray"] | None
     """Where a run computes: None in this process, or on the actors of a Ray cluster."""
 
-    ModelLoader = Callable[[], ModelLike] | None
+    LoadModel = Callable[[], ModelLike]
     """A function without arguments that loads the model."""
 else:
-    Engine = ModelLoader = Any  # our own errors say what is wrong with an argument
+    Engine = LoadModel = Any  # our own errors say what is wrong with an argument
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RunOptions:
     resume: bool = True
     progress: bool = True
     engine: Engine = None
-    load_model: ModelLoader = None
+    load_model: LoadModel | None = None
     num_actors: int = 1
     num_gpus: float | int = 0
 

@@ -1,4 +1,4 @@
-"""Results as rows of a table, and back: each row has its own tokens, without padding."""
+"""Results as rows of a table, and back: each row has the tokens of one prompt, without padding."""
 
 import json
 from collections.abc import Mapping
@@ -96,7 +96,7 @@ def packed(result: Attribution, keep: str) -> list[dict[str, Any]]:
 
 
 def row_of_prompt(result: Attribution | Terms, number: int, is_real: Bool[Tensor, "query"]) -> dict[str, Any]:
-    """What a row says of a prompt whatever its scores: its tokens, its queries among them, and its target."""
+    """What a row says of a prompt besides its scores: its tokens, its queries among them, and its target."""
     real = result.mask[number].cpu()
     queries = result.queries[number].cpu()[is_real]
     return {

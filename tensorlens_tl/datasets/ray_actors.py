@@ -1,7 +1,7 @@
 """The shards of a run on the actors of a Ray cluster.
 
 Ray deals shards out; each actor loads the model once. What is done and what is not stands in the run's folder alone, so
-that an actor that dies costs the shard it was at, and a run begun here can go on anywhere.
+that an actor that dies costs the shard it was at, and a run begun here can be resumed anywhere.
 """
 
 from collections.abc import Iterator

@@ -107,7 +107,7 @@ class DatasetResults:
         }
 
     def to_dataframe(self, columns: Sequence[str] | None = None) -> "pd.DataFrame":
-        """All rows in their own order, a line each; `columns` names those to read."""
+        """All rows in the data set's order, a line each; `columns` names those to read."""
         import pyarrow as pa
 
         tables = list(self.tables(columns))
@@ -143,7 +143,7 @@ class DatasetResults:
         return summing.summary(self.tables, quantiles, names, memory)
 
     def evaluation(self) -> Evaluation:
-        """All rows that are done as one evaluation, in their own order, of `evaluate.perturbation_dataset`.
+        """All rows that are done as one evaluation, in the data set's order, of `evaluate.perturbation_dataset`.
 
         It holds every row's curves in memory: eight bytes for each metric, method and step.
 

@@ -1,4 +1,4 @@
-"""Which rows does a data set hold? Read once, checked, and kept as token ids."""
+"""Which rows does a data set hold? Read once, checked, and turned into token ids."""
 
 import csv
 import hashlib
@@ -32,7 +32,7 @@ else:
 
 @dataclass
 class Rows:
-    """The rows of a data set in their own order.
+    """The rows of a data set in its order.
 
     Attributes:
         ids: their names, all different.
@@ -86,7 +86,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def check_columns(columns: Mapping[str, str] | None, options: Mapping[str, Any]) -> None:
-    """Raise `InvalidInputError` where a column is to say what no row can have of its own, or what an option says."""
+    """Raise `InvalidInputError` for a column of an option that rows cannot have, or that is also given."""
     names = set(columns or {})
     unknown = sorted(names - set(PER_PROMPT))
     if unknown:

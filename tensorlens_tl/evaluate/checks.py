@@ -46,6 +46,10 @@ def completeness(
     Returns:
         An Evaluation: `residual` (abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias))) and `unexplained`
         (abs(bias) / (Σ abs(scores) + abs(bias))); NaN for methods that claim no total.
+
+    >>> from tensorlens_tl import evaluate
+    >>> evaluate.completeness(model, text, ["tensorlens target"]).mean("residual", "tensorlens target") < 1e-4
+    True
     """
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)
@@ -201,6 +205,10 @@ def agreement(
 
     Returns:
         An Evaluation with one metric for each method, ``"with <method>"``: `agreement_table` makes a square of it.
+
+    >>> from tensorlens_tl import evaluate
+    >>> evaluate.agreement_table(evaluate.agreement(model, text, ["ifr", "alti"])).shape
+    (2, 2)
     """
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)

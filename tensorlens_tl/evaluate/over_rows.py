@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.datasets.options import UNKNOWN_ID, Engine, ModelLoader, Reading, RunOptions
+from tensorlens_tl.datasets.options import UNKNOWN_ID, Engine, LoadModel, Reading, RunOptions
 from tensorlens_tl.datasets.results import DatasetResults
 from tensorlens_tl.datasets.rows import Rows, RowSource
 from tensorlens_tl.datasets.running import read_prompts, run_work
@@ -59,7 +59,7 @@ def perturbation_dataset(
     progress: bool = True,
     prepend_bos: bool | None = None,
     engine: Engine = None,
-    load_model: ModelLoader = None,
+    load_model: LoadModel | None = None,
     num_actors: int = 1,
     num_gpus: float | int = 0,
 ) -> DatasetResults:
@@ -67,7 +67,7 @@ def perturbation_dataset(
 
     The numbers are those of one call of `perturbation` with all rows; `DatasetResults.evaluation` gives them as one
     `Evaluation`, with its table and comparisons. A row that is too short for the smallest fraction is written with its
-    error. Called again with the same arguments, a run that was interrupted goes on.
+    error. Called again with the same arguments, an interrupted run is resumed.
 
     Args:
         model: a TransformerLens model that reads text.

@@ -90,7 +90,7 @@ def perturbation(
             token where there is one, else the mean. Of patches, `"mean"` and `"zero"` are those of what the patch
             embedding gives.
         metrics: of `hs_mse` (mean squared change of the final hidden state), `aopc` (how far the probability of the
-            model's own first choice falls), `aopc_abs` (the absolute value of that: TensorLens' Table 1), `logit` (how
+            model's first choice falls), `aopc_abs` (the absolute value of that: TensorLens' Table 1), `logit` (how
             far its logit falls).
         order: ``"descending"`` (positive perturbation) or ``"ascending"`` (negative).
         absolute: order by absolute score; the paper and the default keep the sign.
@@ -106,8 +106,13 @@ def perturbation(
 
     Raises:
         InvalidInputError: fractions outside [0, 1] or not ascending, an unknown metric, order or replacement, prompts
-            too short for the smallest fraction, or methods that cannot be run as asked.
+            too short for the smallest fraction, or methods that cannot be run with their options.
         UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
+
+    >>> from tensorlens_tl import evaluate
+    >>> result = evaluate.perturbation(model, [text], ["tensorlens target", "random"], fractions=(0, 0.5, 1))
+    >>> result.curves.shape  # metric, method, prompt, step
+    torch.Size([3, 2, 1, 3])
     """
     test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, memory)
     view = ModelView(model)

@@ -20,7 +20,7 @@ FACTS = ("bias", "total", "residual")
 def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Picture:
     """Several results of one prompt side by side: a row per source token, a column per result.
 
-    Every column has its own colours, since methods have their own units. Where a result is additive, its bias, total
+    Columns do not share their colours, since the units of methods differ. Where a result is additive, its bias, total
     and residual stand below.
 
     Args:
@@ -28,8 +28,15 @@ def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Pictu
         batch: the prompt.
         query: which query of those that hold several, counted over real ones, or a text.
 
+    Returns:
+        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+
     Raises:
         InvalidInputError: no results, or results of different prompts.
+
+    >>> results = {name: tlens.attribute(frozen, method=name) for name in ("ifr", "alti")}
+    >>> tlens.report.compare(results).title
+    '2 attributions of one prompt'
     """
     named = _named(results)
     first = next(iter(named.values()))

@@ -52,6 +52,12 @@ def explain(
     Raises:
         InvalidInputError: several prompts, no input, an unknown token, a query out of range.
         RegistryError: an unknown method.
+
+    Returns:
+        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+
+    >>> tlens.report.explain(frozen, methods=["tensorlens"]).title
+    'Where a prediction comes from: <|bos|>Return the value. Return the'
     """
     if methods is None:
         methods = list_methods()

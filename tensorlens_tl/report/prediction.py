@@ -37,7 +37,7 @@ class Prediction:
 
 
 def predict(frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = None, query: Query = None) -> Prediction:
-    """The model's own prediction, and what is to be explained about it.
+    """The model's prediction, and what is to be explained about it.
 
     Args:
         frozen: a pass of one prompt.

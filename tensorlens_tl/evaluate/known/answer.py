@@ -18,7 +18,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import Methods, WholeNumber
-from tensorlens_tl.evaluate.known.tasks import KnownAnswers
+from tensorlens_tl.evaluate.known.tasks import AnswerTask, KnownAnswers
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE, rank
 from tensorlens_tl.evaluate.scorers import predictions, scorers_of, usable
 from tensorlens_tl.models.protocol import ModelLike
@@ -31,7 +31,7 @@ METRICS = ("mrr", "precision", "mass")
 
 def known_answer(
     model: ModelLike,
-    task: KnownAnswers,
+    task: AnswerTask,
     methods: Methods = None,
     *,
     k: WholeNumber | None = None,
@@ -131,7 +131,7 @@ def ranking(
 
 
 def _random_mrr(sources: Bool[Tensor, "prompt pos"]) -> float:
-    """What a random order gets on average over these prompts, each with its own number of true sources."""
+    """What a random order gets on average over these prompts, each with its number of true sources."""
     counts = Counter(sources.sum(1).tolist())
     return sum(prompts / len(sources) * expected_mrr(sources.shape[1], count) for count, prompts in counts.items())
 
@@ -141,13 +141,17 @@ def expected_mrr(tokens: WholeNumber, sources: WholeNumber = 1) -> float:
 
     Raises:
         InvalidInputError: more sources than tokens.
+
+    >>> from tensorlens_tl import evaluate
+    >>> evaluate.expected_mrr(4) == (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4
+    True
     """
     tokens = whole_number("tokens", tokens, least=1)
     miss = 1.0  # the probability that no source has come yet
     total = 0.0
     sources = whole_number("sources", sources, 1, tokens)
-    for place in range(1, tokens - sources + 2):
-        hit = sources / (tokens - place + 1)  # the probability of a source here, given that none came before
-        total += miss * hit / place
+    for best in range(1, tokens - sources + 2):
+        hit = sources / (tokens - best + 1)  # the probability of a source here, given that none came before
+        total += miss * hit / best
         miss *= 1 - hit
     return total

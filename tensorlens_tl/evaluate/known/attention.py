@@ -22,7 +22,7 @@ from tensorlens_tl.circuits.scores import qk_attribution
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.known.patching import checked_methods
-from tensorlens_tl.evaluate.known.truths import KnownAttention, KnownChoice
+from tensorlens_tl.evaluate.known.truths import AttentionTask, KnownAttention, KnownChoice
 from tensorlens_tl.evaluate.perturbation import rank
 from tensorlens_tl.evaluate.scorers import RANDOM
 from tensorlens_tl.models.protocol import ModelLike
@@ -36,7 +36,7 @@ METHODS = ("qk_attribution", RANDOM)
 METRICS = ("query token", "key token", "token pair", "query part", "key part", "part pair")
 
 
-def known_attention(model: ModelLike, task: KnownAttention, methods: Names = None, *, seed: int = 0) -> Evaluation:
+def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None, *, seed: int = 0) -> Evaluation:
     """How high the true sources of each head's query and key are ranked; see this module's table.
 
     Args:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.known.tasks import KEYS, RECALL_WORDS, VALUES, KnownAnswers, token_ids
+from tensorlens_tl.evaluate.known.tasks import KEYS, RECALL_WORDS, VALUES, AnswerTask, KnownAnswers, token_ids
 
 if TYPE_CHECKING:
     Change = Literal["source", "question"]
@@ -73,7 +73,13 @@ class PromptPairs:
         return PromptPairs(self.name, *(part[selection] for part in parts))
 
 
-def prompt_pairs(task: KnownAnswers, change: Change = "source", *, seed: int = 0) -> PromptPairs:
+if TYPE_CHECKING:
+    Pairs = PromptPairs
+else:
+    Pairs = Any  # another object is refused with a message
+
+
+def prompt_pairs(task: AnswerTask, change: Change = "source", *, seed: int = 0) -> PromptPairs:
     """A task's prompts, each beside one with another answer.
 
     Args:
@@ -83,6 +89,11 @@ def prompt_pairs(task: KnownAnswers, change: Change = "source", *, seed: int = 0
 
     Raises:
         InvalidInputError: another task or change.
+
+    >>> from tensorlens_tl import evaluate
+    >>> pairs = evaluate.prompt_pairs(evaluate.recall(4))
+    >>> (pairs.clean != pairs.corrupted).sum(1).tolist()
+    [1, 1, 1, 1]
     """
     if change not in CHANGES:
         raise InvalidInputError(f"change={change!r}; use one of {', '.join(map(repr, CHANGES))}.")

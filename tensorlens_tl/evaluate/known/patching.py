@@ -1,6 +1,6 @@
 """Which scores of nodes and edges hold in the live model, and which circuits do the task?
 
-`patching_agreement` correlates each method's scores with activation patching, the live model's own answer, prompt by
+`patching_agreement` correlates each method's scores with activation patching, the live model's answer, prompt by
 prompt. `circuit_faithfulness` chooses circuits by each method's mean scores and runs them, as the Mechanistic
 Interpretability Benchmark does (MIB, Mueller et al. 2025). With m(k) the mean logit difference of the circuit of k
 edges, all others patched from the corrupted prompt,
@@ -10,9 +10,9 @@ edges, all others patched from the corrupted prompt,
 | metric | area over the proportions of edges, 0.001 to 1, by trapezoids | circuits take edges by |
 | --- | --- | --- |
 | `cpr` | ∫ f: how much of the behaviour circuits have; more than all of it counts as more | score |
-| `cmd` | ∫ abs(1 − f): how far circuits are from the model's own behaviour, lower is better | size of the score |
+| `cmd` | ∫ abs(1 − f): how far circuits are from the model's behaviour, lower is better | size of the score |
 
-Both are the benchmark's areas, of means over prompts. A prompt's own value is its share of them: its f has the mean
+Both are the benchmark's areas, of means over prompts. A prompt's value is its share of them: its f has the mean
 m(clean) − m(corrupted) below it, and its 1 − f the sign of the mean's. The mean over prompts is the benchmark's number.
 """
 
@@ -29,7 +29,7 @@ from tensorlens_tl.circuits.compare import METHODS, edge_scores, patch_scores, r
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.checks import spearman
-from tensorlens_tl.evaluate.known.pairs import PromptPairs
+from tensorlens_tl.evaluate.known.pairs import Pairs, PromptPairs
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
 from tensorlens_tl.evaluate.scorers import RANDOM, predictions
 from tensorlens_tl.models.protocol import ModelLike
@@ -53,7 +53,7 @@ SAVED_AT = 0.1
 
 def patching_agreement(
     model: ModelLike,
-    pairs: PromptPairs,
+    pairs: Pairs,
     methods: Names = None,
     *,
     by: PatchedBy = "head",
@@ -108,7 +108,7 @@ def patching_agreement(
 
 def circuit_faithfulness(
     model: ModelLike,
-    pairs: PromptPairs,
+    pairs: Pairs,
     methods: Names = None,
     *,
     proportions: Sequence[float] = PROPORTIONS,
@@ -234,7 +234,7 @@ class FrozenPairs:
 class PairWork:
     """The pairs that are measured, and their settings in an Evaluation."""
 
-    def __init__(self, model: ModelLike, pairs: PromptPairs, only_correct: bool) -> None:
+    def __init__(self, model: ModelLike, pairs: Pairs, only_correct: bool) -> None:
         if not isinstance(pairs, PromptPairs):
             raise InvalidInputError(
                 f"pairs={type(pairs).__name__}: pass PromptPairs, such as evaluate.prompt_pairs(evaluate.recall())."

@@ -17,6 +17,7 @@ not. Every prompt of a task has the same length, so that they run as one batch.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -80,6 +81,12 @@ class KnownAnswers:
     def only(self, selection: Bool[Tensor, "prompt"]) -> "KnownAnswers":
         """Some of the prompts, by a mask."""
         return KnownAnswers(self.name, self.tokens[selection], self.answers[selection], self.sources[selection])
+
+
+if TYPE_CHECKING:
+    AnswerTask = KnownAnswers
+else:
+    AnswerTask = Any  # another object is refused with a message
 
 
 def token_ids(what: str, value: TokenIds, axes: int) -> Int[Tensor, "..."]:
@@ -168,6 +175,11 @@ def brackets(prompts: WholeNumber = 200, *, seed: int = 0, length: WholeNumber =
 
     Raises:
         InvalidInputError: a number out of range.
+
+    >>> from tensorlens_tl import evaluate
+    >>> task = evaluate.brackets(2)
+    >>> task.answers.tolist() == (task.tokens[task.sources] + 6).tolist()  # six kinds open, then six close
+    True
     """
     prompts = whole_number("prompts", prompts, least=1)
     length = whole_number("length", length, least=4)
@@ -229,6 +241,11 @@ def induction(
 
     Raises:
         InvalidInputError: a number out of range.
+
+    >>> from tensorlens_tl import evaluate
+    >>> task = evaluate.induction(3, d_vocab=100)
+    >>> bool((task.tokens[task.sources] == task.answers).all())  # the source is the answer itself
+    True
     """
     prompts = whole_number("prompts", prompts, least=1)
     segment = whole_number("segment", segment, least=4)

@@ -44,7 +44,7 @@ CATEGORIES = ("bias", "commonsense", "factual")
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or a figure of the paper, as far as its text says how it was made.
+    """A table or a figure of the paper, as far as the paper's text describes it.
 
     Attributes:
         name: such as ``"table-1"``.

@@ -1,4 +1,4 @@
-"""Relation decoding: does one linear map, made from a few examples, give the objects of other subjects?
+"""Relation decoding: does one linear map, fitted to a few examples, give the objects of other subjects?
 
 * `RelationDecoder` (TensorLens 2026, section 4.2, Eq. 26): the frozen operators of m few-shot prompts of one length, at
   their last position, averaged: ``o(X) = (1/m) Σ_k (T_k X + B_k)``. Applied to another prompt's embeddings X it
@@ -63,7 +63,7 @@ BETA = 2.25
 PROTOCOLS: Mapping[str, Mapping[str, Any]] = {
     "paper": {"m": 3, "shots": None, "splits": 6, "top_k": 20, "layers": (0,), "betas": (2.5,)},
 }
-"""Settings by name: TensorLens' own (Section 4.2 and Appendix D), LRE from the input embeddings."""
+"""Settings by name: those of TensorLens (Section 4.2 and Appendix D), LRE from the input embeddings."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,7 +131,7 @@ class RelationDecoder:
 
         Raises:
             InvalidInputError: prompts of another length.
-            UnsupportedModelError: the model predicts no tokens, or has a prediction head of its own.
+            UnsupportedModelError: the model predicts no tokens, or has a prediction head besides its unembedding.
         """
         return unembed(self.frozen, self.states(prompts))
 
@@ -306,10 +306,10 @@ def relation_decoding(
     protocol: str | None = None,
     seed: int = 0,
 ) -> Evaluation:
-    """How often the mean operator, LRE and a random object give the model's own answer for held-out subjects.
+    """How often the mean operator, LRE and a random object give the model's answer for held-out subjects.
 
     Per relation and split, m samples are drawn to fit on, and all others of the same token length (Appendix D) are
-    asked about, after the same examples.
+    decoded, after the same examples.
 
     Args:
         model: a TransformerLens model that predicts tokens and has a tokenizer.
@@ -326,7 +326,7 @@ def relation_decoding(
 
     Returns:
         An Evaluation, a unit for each relation, means over its splits (those are in `curves`; they share samples, so
-        only relations count as independent): `faithful` (the model's own highest token is reproduced) and `correct`
+        only relations count as independent): `faithful` (the model's highest token is reproduced) and `correct`
         (the true object is). Relations of which too few samples are left are in `skipped`.
 
     Raises:

@@ -133,7 +133,7 @@ class Reproduction:
         print("\n".join(self._notes()))
 
     def to_html(self, *, style: bool = True) -> str:
-        """The same tables, and the evaluation's own curves and intervals."""
+        """The same tables, and the evaluation's curves and intervals."""
         parts = [f"<h4>{escape(title)}</h4>{page.table(headings, rows)}" for title, headings, rows in self._tables()]
         parts += [f"<div>{escape(note)}</div>" for note in self._notes()]
         curves = self.evaluation.to_html(style=False)
@@ -249,7 +249,7 @@ def reproduce(
 
     Args:
         name: one of `EXPERIMENTS`: ``"table-1"``, ``"table-2"``, ``"figure-3"`` to ``"figure-7"``.
-        model: a TransformerLens model. The paper's own are named in `Experiment.what`; any other of the kind will do.
+        model: a TransformerLens model, those of the paper (`Experiment.what`) or any other of the kind.
         data: texts, or token ids `[text, pos]`, which are taken as they are; images `[image, channel, height, width]`
             as the model's image processor makes them; for Figure 5 `Relation` objects, or None for those that come
             with the library.
