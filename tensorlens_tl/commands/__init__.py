@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A text that is no command, nor nearly one, is attributed: ``tensorlens-tl "The Eiffel Tower is in"``.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    words = list(argv)
     if words and not words[0].startswith("-") and not difflib.get_close_matches(words[0], COMMANDS, n=1, cutoff=0.7):
         words.insert(0, "attribute")
     args = parser().parse_args(words)

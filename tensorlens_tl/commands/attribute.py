@@ -9,6 +9,7 @@ from tensorlens_tl.commands.options import (
     add_model_arguments,
     check_output,
     count,
+    given,
     loaded_model,
     position,
     run_imports,
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     method = tlens.get_method(args.method)
     if args.collapse is not None and "collapse" not in method.options:
         raise tlens.InvalidInputError(f"--collapse: method {args.method!r} has none; it belongs to tensorlens.")
-    options: dict[str, Any] = {} if args.collapse is None else {"collapse": args.collapse}
+    options = given(collapse=args.collapse)
     explains = method.explains_prediction(options)
     frozen = tlens.freeze(loaded_model(args, logits=explains), args.text)
     prediction = predict(frozen, args.target, args.minus, args.query)
@@ -63,8 +64,9 @@ def run(args: argparse.Namespace) -> None:
         token = frozen.str_tokens[0][prediction.position]
         choices = ", ".join(f"{token!r} {chance:.1%}" for token, chance in prediction.best)
         print(f"After {token!r} at position {prediction.position} the model predicts {choices}.")
-    question: dict[str, Any] = dict(prediction.options) if explains else {}
-    question["query"] = prediction.query
+    question: dict[str, Any] = {"query": prediction.query}
+    if explains:
+        question |= prediction.options
     options |= {name: value for name, value in question.items() if method.takes(name)}
     result = tlens.attribute(frozen, method=args.method, **options)
     result.show(args.top)

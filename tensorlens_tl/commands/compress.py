@@ -1,6 +1,7 @@
 """``tensorlens-tl compress``: what does compressing attention cost?"""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tensorlens_tl.commands.options import (
     add_model_arguments,
     check_output,
     count,
+    given,
     loaded_model,
     prompts_of,
     task_of,
@@ -63,18 +65,19 @@ def run(args: argparse.Namespace) -> None:
     methods = args.methods or list(METHODS)
     if args.save is not None and (args.save.suffix == ".html" or len(methods) > 1 or len(args.ratio) > 1):
         raise InvalidInputError("--save: a file holds one plan (no page); pass one of --methods and one --ratio.")
-    tucker_options = {name: value for name in TUCKER if (value := getattr(args, name)) is not None}
+    tucker_options = given(**{name: getattr(args, name) for name in TUCKER})
     if tucker_options and "tucker" not in methods:
         raise InvalidInputError(f"--{next(iter(tucker_options))}: it is for tucker, which is not among --methods.")
     model = loaded_model(args)
     task = _task(args, model)
-    common: dict[str, Any] = {"mlp": args.mlp} | ({"matrices": args.matrices} if args.matrices else {})
+    options_of = dict.fromkeys(methods, given(mlp=args.mlp, matrices=args.matrices or None))
+    options_of["tucker"] = options_of.get("tucker", {}) | tucker_options
     ratios = sorted(set(args.ratio))
     plans: dict[str, dict[float, Any]] = {}
     for method in methods:  # all of them before anything is measured
-        options = {**common, **(tucker_options if method == "tucker" else {})}
+        plan = partial(compress.plan, model, args.layers, method=method, **options_of[method])
         try:
-            plans[method] = {r: compress.plan(model, args.layers, method=method, ratio=r, **options) for r in ratios}
+            plans[method] = {ratio: plan(ratio=ratio) for ratio in ratios}
         except TensorLensError as error:
             if args.methods or (method == methods[-1] and not plans):
                 raise

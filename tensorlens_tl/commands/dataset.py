@@ -9,6 +9,7 @@ from tensorlens_tl.commands.options import (
     add_model_arguments,
     check_output,
     count,
+    given,
     loaded_model,
     position,
     run_imports,
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_import_argument(parser)
     parser.add_argument("rows", type=Path, metavar="FILE", help="a .jsonl, .csv or .parquet file")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the run's folder; a run in it goes on")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the run's folder; a run in it is resumed")
     parser.add_argument(
         "--method",
         default="tensorlens",
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", default="text", help="the column of texts or token ids (default: text)")
     parser.add_argument("--id", default="id", help="the column that names rows (default: id, else their number)")
     parser.add_argument("--target", help="a token to explain in every row, such as ' Paris'")
-    parser.add_argument("--target-column", help="the column of each row's own target")
+    parser.add_argument("--target-column", help="the column that holds each row's target")
     parser.add_argument("--query", type=position, help="a position or a text of each row (default: the method's)")
     parser.add_argument("--keep", default="scores", help="scores, top:32 (the largest of each query), or all")
     parser.add_argument("--tokens-per-batch", type=count, default=8192, help="run together at most (default: 8192)")
@@ -64,8 +65,7 @@ def run(args: argparse.Namespace) -> None:
     if args.summary is not None and args.method not in CIRCUITS:
         raise InvalidInputError(f"--summary: it is of --method {' or '.join(CIRCUITS)}, not {args.method}.")
     options: dict[str, Any] = dict(_option(option) for option in args.options)
-    flags = {"target": args.target, "query": args.query, "memory": args.memory}
-    options |= {name: value for name, value in flags.items() if value is not None}
+    options |= given(target=args.target, query=args.query, memory=args.memory)
     logits = args.method in CIRCUITS or tlens.get_method(args.method).explains_prediction(options)
     results = tlens.attribute_dataset(
         loaded_model(args, logits=logits),
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
         method=args.method,
         text=args.text,
         id=args.id,
-        columns={"target": args.target_column} if args.target_column else None,
+        columns=given(target=args.target_column or None),
         tokens_per_batch=args.tokens_per_batch,
         keep=args.keep,
         truncate=args.truncate,

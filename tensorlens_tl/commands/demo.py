@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tensorlens_tl.commands.options import check_output
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tensorlens_tl.report.prediction import Prediction
     from tensorlens_tl.results import Attribution
 
@@ -31,7 +33,9 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl.report.prediction import predict
 
     check_output(args.output)
-    text = tlens.demo.PROMPT if args.text is None else args.text
+    text = args.text
+    if text is None:
+        text = tlens.demo.PROMPT
     model = tlens.load_demo_model()
     frozen = tlens.freeze(model, text)
     prediction = predict(frozen)
@@ -88,7 +92,7 @@ def _print_scores(results: Mapping[str, "Attribution"]) -> None:
 
     first = next(iter(results.values()))
     entries = first.top(10)
-    places = [entry.position for entry in entries]
+    positions = [entry.position for entry in entries]
     scores = {name: result.plane()[0].double() for name, result in results.items()}
     rows = [
         (str(entry.position), repr(entry.token), *(f"{float(row[entry.position]):+.4g}" for row in scores.values()))
@@ -96,12 +100,19 @@ def _print_scores(results: Mapping[str, "Attribution"]) -> None:
     ]
     left = len(first.tokens[0]) - len(entries)
     if left > 0:
-        rest = (float(row.sum() - row[places].sum()) for row in scores.values())
+        rest = (float(row.sum() - row[positions].sum()) for row in scores.values())
         rows.append(("", f"{left} others", *(f"{value:+.4g}" for value in rest)))
-    bias = ("" if result.bias is None else f"{float(result.bias):+.4g}" for result in results.values())
-    total = ("" if result.total is None else f"{float(result.total):+.4g}" for result in results.values())
+    bias = (_number(result.bias) for result in results.values())
+    total = (_number(result.total) for result in results.values())
     sums = [("", "bias (no token)", *bias), ("", "total (the model's own)", *total)]
     show_table("the tokens that moved the prediction", ("position", "token", *results), rows, sums, left=("token",))
+
+
+def _number(value: "Tensor | None") -> str:
+    """A number of a table, empty where there is none."""
+    if value is None:
+        return ""
+    return f"{float(value):+.4g}"
 
 
 def _page(

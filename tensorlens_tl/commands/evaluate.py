@@ -30,7 +30,7 @@ EVALUATIONS = {
     "known-attention": "Do the sources of an attention score name what chose the attention of a program?",
     "patching": "Do scores of nodes, from a clean and a corrupted prompt, agree with patching the live model?",
     "circuits": "CPR and CMD: which scores choose the circuits that do the task?",
-    "relations": "Does a linear map made from a few examples give the objects of other subjects?",
+    "relations": "Does a linear map fitted to a few examples give the objects of other subjects?",
     "completeness": "Do scores sum to what they explain?",
     "randomisation": "Do scores change when the weights are scrambled?",
     "stability": "Do scores stay when the embeddings get a little noise?",
@@ -42,7 +42,7 @@ OF_PROGRAMS = ("known-components", "known-attention")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command: an evaluation each has its own."""
+    """Arguments of the command, which differ between evaluations."""
     kinds = parser.add_subparsers(required=True, metavar="evaluation", dest="what")
     for name, help in EVALUATIONS.items():
         sub = kinds.add_parser(name, help=help, description=help)
@@ -137,11 +137,11 @@ def _known_attention(args: argparse.Namespace, model: Any) -> Any:
 
 
 def _pairs(args: argparse.Namespace, model: Any) -> Any:
-    """Clean and corrupted prompts: a program's own, or those that a task's are made into."""
+    """Clean and corrupted prompts: those of a program, or of a task and what changes in it."""
     from tensorlens_tl import evaluate
 
     if args.task is None and args.model.startswith("program:"):
-        change = "source" if args.change == "source" else "choice"
+        change = {"source": "source", "question": "choice"}[args.change]
         return named_program(args.model).components(args.n or PROMPTS, seed=args.seed, change=change).pairs
     return evaluate.prompt_pairs(task_of(args, model), args.change, seed=args.seed)
 
@@ -163,7 +163,7 @@ def _circuits(args: argparse.Namespace, model: Any) -> Any:
 def _relations(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import evaluate
 
-    relations = None if args.relations is None else [evaluate.Relation.load(path) for path in args.relations]
+    relations = [evaluate.Relation.load(path) for path in args.relations or ()] or None
     return evaluate.relation_decoding(model, relations, splits=args.splits, seed=args.seed)
 
 

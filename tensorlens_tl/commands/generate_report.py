@@ -10,15 +10,19 @@ HELP = "What made a text that the model wrote, as one page that opens without a 
 
 def hops(text: str) -> int | str:
     """A number of hops, or all."""
-    if text != "all" and not text.isdecimal():
+    if text == "all":
+        return text
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of hops nor 'all'")
-    return text if text == "all" else int(text)
+    return int(text)
 
 
 def stretch(text: str) -> tuple[int, int] | str:
     """Generated tokens by number, ``2:5``, or a text of them."""
     start, colon, stop = text.partition(":")
-    return (int(start), int(stop)) if colon and start.isdecimal() and stop.isdecimal() else text
+    if colon and start.isdecimal() and stop.isdecimal():
+        return int(start), int(stop)
+    return text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +49,9 @@ def run(args: argparse.Namespace) -> None:
     import tensorlens_tl as tlens
 
     check_output(args.output)
-    most = 12 if args.max_new_tokens is None and args.continuation is None else args.max_new_tokens
+    most = args.max_new_tokens
+    if most is None and args.continuation is None:
+        most = 12
     picture = tlens.report.explain_generation(
         loaded_model(args),
         args.text,

@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parts(text: str) -> int | float:
     """How many neurons or source tokens, or a share of the largest."""
-    return int(text) if text.isdecimal() else float(text)
+    if text.isdecimal():
+        return int(text)
+    return float(text)
 
 
 def share(text: str) -> float:
@@ -71,8 +73,9 @@ def run(args: argparse.Namespace) -> None:
         sources=args.sources,
         query=prediction.query,
     )
-    graph = graph if args.keep == 1 else graph.prune(args.keep)
-    options = {"slug": args.output.stem} if chosen == "circuit-tracer" else {}
+    if args.keep < 1:
+        graph = graph.prune(args.keep)
+    options = {"circuit-tracer": {"slug": args.output.stem}}.get(chosen, {})
     graph.export(args.output, chosen, **options)
     print(graph)
     print(f"saved to {args.output}")

@@ -3,9 +3,15 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tensorlens_tl.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["hooked", "bridge"] | None
+"""The class of a model, None for a HookedTransformer where it exists."""
 
 DTYPES = ("float32", "float64", "bfloat16")
 PROMPTS = 32
@@ -31,7 +37,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import_argument(parser: argparse.ArgumentParser) -> None:
-    """Files that register methods of one's own."""
+    """Files that register the user's methods."""
     parser.add_argument(
         "--import",
         dest="imports",
@@ -44,7 +50,14 @@ def add_import_argument(parser: argparse.ArgumentParser) -> None:
 
 def position(text: str) -> int | str:
     """A query of the command line: a number, or a text of the prompt."""
-    return int(text) if text.removeprefix("-").isdecimal() else text
+    if text.removeprefix("-").isdecimal():
+        return int(text)
+    return text
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that the command line gives: those that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def count(text: str) -> int:
@@ -82,11 +95,10 @@ def check_output(path: Path | None, name: str = "--output") -> None:
 
 
 def named_model(args: argparse.Namespace, name: str | None = None, *, images: bool = False) -> Any:
-    """The model that the arguments name (or `name` does), whatever its checkpoint has."""
+    """The model that the arguments name (or `name` does), also where its checkpoint lacks weights."""
     import torch
 
-    chosen: str = args.model if name is None else name
-    return load_model(chosen, args.kind, getattr(torch, args.dtype), args.device, images=images)
+    return load_model(name or args.model, args.kind, getattr(torch, args.dtype), args.device, images=images)
 
 
 def loaded_model(
@@ -100,7 +112,7 @@ def loaded_model(
     """
     model = named_model(args, name, images=images)
     if not args.allow_untrained:
-        refuse_untrained(model, args.model if name is None else name, logits=logits)
+        refuse_untrained(model, name or args.model, logits=logits)
     return model
 
 
@@ -124,12 +136,19 @@ def refuse_untrained(model: Any, name: str, *, logits: bool) -> None:
 
 
 def _some(names: Sequence[str], most: int = 4) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        return f"{listed} and {len(names) - most} more"
+    return listed
 
 
 def load_model(
-    name: str, kind: str | None = None, dtype: Any = None, device: str | None = None, *, images: bool = False
+    name: str,
+    kind: Kind = None,
+    dtype: "torch.dtype | None" = None,
+    device: str | None = None,
+    *,
+    images: bool = False,
 ) -> Any:
     """A model by name: ``"demo"``, ``"demo:recall"``, ``"program:sort"``, a hub name, or a folder (always a Bridge).
 
@@ -142,27 +161,54 @@ def load_model(
 
     from tensorlens_tl import demo
 
-    dtype = torch.float32 if dtype is None else dtype
-    try:
-        where = None if device is None else torch.device(device)
-        if where is not None:
-            torch.empty(0, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidInputError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    dtype = dtype or torch.float32
+    place = checked_device(device)
     if name == "demo:digits" and not images:
         raise InvalidInputError("--model demo:digits: it reads images, and the commands take text; use it from Python.")
-    if name.partition(":")[0] == "demo":
-        model = demo.load_demo_model(kind, dtype, name=name.partition(":")[2] or "language")
-        return model if where is None else model.to(where)
-    if name.partition(":")[0] == "program":
+    source, _, rest = name.partition(":")
+    if source == "demo":
+        model = demo.load_demo_model(kind, dtype, name=rest or "language")
+    elif source == "program":
         model = named_program(name).model(kind, norm=name.endswith(":norm"), dtype=dtype)
-        return model if where is None else model.to(where)
-    placed: dict[str, Any] = {"dtype": dtype} if where is None else {"dtype": dtype, "device": where}
-    folder = Path(name).is_dir()
-    if folder and kind == "hooked":
-        raise InvalidInputError("--kind hooked: a folder is loaded as a TransformerBridge; leave --kind out.")
+    else:
+        return _load_checkpoint(name, kind, given(dtype=dtype, device=place))
+    if place is None:
+        return model
+    return model.to(place)
+
+
+def checked_device(device: str | None) -> "torch.device | None":
+    """A device by its name.
+
+    Raises:
+        InvalidInputError: there is none of this name.
+    """
+    import torch
+
+    if device is None:
+        return None
     try:
-        if kind != "bridge" and not folder:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInputError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    return place
+
+
+def _load_checkpoint(name: str, kind: Kind, placed: dict[str, Any]) -> Any:
+    """A model of the hub or of a folder.
+
+    Raises:
+        InvalidInputError: it cannot be loaded; carries the loader's own message.
+    """
+    tried = "no such folder, and the hub gives no model"
+    if Path(name).is_dir():
+        if kind == "hooked":
+            raise InvalidInputError("--kind hooked: a folder is loaded as a TransformerBridge; leave --kind out.")
+        tried = "the model in this folder cannot be loaded"
+        kind = "bridge"
+    try:
+        if kind != "bridge":
             try:
                 from transformer_lens import HookedTransformer
 
@@ -175,8 +221,8 @@ def load_model(
         return TransformerBridge.boot_transformers(name, **placed)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         why = " ".join(str(error).split())
-        why = why if len(why) <= 300 else f"{why[:300]} …"
-        tried = "the model in this folder cannot be loaded" if folder else "no such folder, and the hub gives no model"
+        if len(why) > 300:
+            why = f"{why[:300]} …"
         raise InvalidInputError(f"--model {name}: {tried} ({type(error).__name__}: {why}).") from error
 
 
@@ -196,7 +242,7 @@ def named_program(name: str) -> Any:
 
 
 def write_result(result: Any, title: str, path: Path | None) -> None:
-    """Save a result where asked: ``.html`` is a page, ``.csv`` a table, anything else a file that `load` reads."""
+    """Save a result where a path is given: ``.html`` is a page, ``.csv`` a table, else a file that `load` reads."""
     if path is None:
         return
     from tensorlens_tl.drawing.page import page
@@ -211,7 +257,7 @@ def write_result(result: Any, title: str, path: Path | None) -> None:
 
 
 def task_of(args: argparse.Namespace, model: Any) -> Any:
-    """The task with known answers that is asked for: the model's own unless said, or induction."""
+    """The task with known answers that the arguments name, by default the model's, or induction."""
     from tensorlens_tl import evaluate
 
     if args.task is None and args.model.startswith("program:"):

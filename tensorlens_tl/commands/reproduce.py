@@ -3,10 +3,13 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model, write_result
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
+
+if TYPE_CHECKING:
+    from tensorlens_tl.evaluate import Experiment, Relation
 
 HELP = "Run a table or a figure of the TensorLens paper on a model; published numbers are printed beside ours."
 EXPERIMENTS = ("table-1", "table-2", "figure-3", "figure-4", "figure-5", "figure-6", "figure-7")
@@ -42,8 +45,10 @@ def run(args: argparse.Namespace) -> None:
 
     check_output(args.output)
     experiment = experiment_named(args.name)
-    data = None if args.data is None else _read(args.data, experiment)
-    name = f"demo:{experiment.demo}" if args.model == "demo" else args.model  # one that fits the experiment
+    data = _read(args.data, experiment)
+    name = args.model
+    if name == "demo":
+        name = f"demo:{experiment.demo}"  # one that fits the experiment
     model = loaded_model(args, name, images=True)
     options: dict[str, Any] = {"length": args.length, "n": args.n, "replacement": args.replacement}
     if data is None and name.startswith("demo"):
@@ -53,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     write_result(result, f"Reproduction: {args.name}", args.output)
 
 
-def _embedded(name: str, model: Any, experiment: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _embedded(name: str, model: Any, experiment: "Experiment", options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Held-out text or images of an embedded model, and the options that are left; None where it has none."""
     from tensorlens_tl import demo
     from tensorlens_tl.evaluate.paper import LENGTH
@@ -71,22 +76,28 @@ def _embedded(name: str, model: Any, experiment: Any, options: dict[str, Any]) -
     return None, options
 
 
-def _read(path: Path, experiment: Any) -> Any:
-    """Texts, images or relations of a file or folder."""
+def _read(path: Path | None, experiment: "Experiment") -> Any:
+    """Texts, images or relations of a file or folder; None where none is named."""
+    if path is None:
+        return None
     if not path.exists():
         raise InvalidInputError(f"--data {path}: no such file.")
     if experiment.reads == "relations":
         return _relations(path)
     if path.is_dir():
         raise InvalidInputError(f"--data {path}: that is a folder; {experiment.name} reads a file.")
-    return _images(path) if experiment.reads == "images" else _texts(path)
+    if experiment.reads == "images":
+        return _images(path)
+    return _texts(path)
 
 
-def _relations(path: Path) -> list[Any]:
+def _relations(path: Path) -> "list[Relation]":
     """Every relation of a folder and of those in it; of a file, that one."""
     from tensorlens_tl.evaluate import Relation
 
-    files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.rglob("*.json"))
     if not files:
         raise InvalidInputError(f"--data {path}: no .json file in this folder.")
     return [Relation.load(file) for file in files]
@@ -108,7 +119,9 @@ def _texts(path: Path) -> list[str]:
     """The lines of a file, or the field "text" of each line of a .jsonl file; empty ones are left out."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-        texts = [json.loads(line)["text"] for line in lines] if path.suffix == ".jsonl" else lines
+        texts = lines
+        if path.suffix == ".jsonl":
+            texts = [json.loads(line)["text"] for line in lines]
     except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
         raise FileFormatError(
             f"--data {path}: not UTF-8 text, or a line that is no JSON with a field 'text' ({type(error).__name__}: "

@@ -1,9 +1,12 @@
 """``tensorlens-tl verify``: is this model supported?"""
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tensorlens_tl.commands.options import add_model_arguments, named_model
+
+if TYPE_CHECKING:
+    from tensorlens_tl.models import ModelView
 
 HELP = "Is this model supported? Proves every block, and what follows."
 TEXT = "The quick brown fox jumps over the lazy dog."
@@ -32,7 +35,8 @@ def run(args: argparse.Namespace) -> None:
     rows = []
     for part, error in report.errors.items():
         layer = part.removeprefix("blocks.")
-        rows.append((part, report.layouts[int(layer)] if layer.isdigit() else "", f"{error:.1e}"))
+        layout = report.layouts[int(layer)] if layer.isdigit() else ""
+        rows.append((part, layout, f"{error:.1e}"))
     rows += [(part, "", f"refused: {why}") for part, why in report.refused.items()]
     headings = ("part or claim", "layout", "relative error")
     caption = "0 means bit for bit: the same operations in the same order"
@@ -40,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     print(_newly_initialised(view))
 
 
-def _newly_initialised(view: Any) -> str:
+def _newly_initialised(view: "ModelView") -> str:
     """What is known about weights that the checkpoint does not have."""
     if view.newly_initialised is None:
         return "Whether a checkpoint had every weight is not known of this model."

@@ -41,31 +41,40 @@ def run(args: argparse.Namespace) -> None:
     model = loaded_model(args, logits=False)
     tokens = _tokens(args, model)
     half = len(tokens) // 2
-    least = 8 if args.filters else 4
-    if len(tokens) < least:
-        reason = " with --filters" if args.filters else ""
-        raise InvalidInputError(f"{len(tokens)} prompts; at least {least} are needed{reason}.")
-    # filters are made from the first half of the text, and everything is measured on the second
-    measured, skip = (tokens[half:], SETTLING) if args.filters else (tokens, 0)
+    _check_number(len(tokens), args.filters)
+    measured = tokens
+    skip = 0
+    heading = f"{len(tokens)} prompts of {tokens.shape[1]} tokens"
+    if args.filters:  # they are made from the first half of the text, and everything is measured on the second
+        measured = tokens[half:]
+        skip = SETTLING
+        heading = f"{len(measured)} prompts of {tokens.shape[1]} tokens, the first {skip} left out"
     table = whitening.measure(model, measured, args.points, skip=skip)
-    filtered = None
-    left_out = f", the first {skip} left out" if skip else ""
-    print(f"{len(measured)} prompts of {measured.shape[1]} tokens{left_out}")
+    tables = {"as it is": table}
+    print(heading)
     print(table.round(4).to_string())
     if args.filters:
         filters = whitening.stream_filters(model, tokens[:half], args.points)
-        filtered = whitening.measure(model, measured, filters=filters, skip=skip)
+        tables["filtered"] = whitening.measure(model, measured, filters=filters, skip=skip)
         print(f"\nafter filters made from the {half} prompts before them:")
         print("\n".join(f"{name}: {stream_filter}" for name, stream_filter in filters.items()))
-        print(filtered.round(4).to_string())
+        print(tables["filtered"].round(4).to_string())
     if args.output is None:
         return
     if args.output.suffix == ".csv":
-        pd.concat({"as it is": table, **({} if filtered is None else {"filtered": filtered})}).to_csv(args.output)
+        pd.concat(tables).to_csv(args.output)
     else:
         title = f"Whiteness of {args.model}: {len(measured)} prompts of {measured.shape[1]} tokens"
-        whitening.picture(table, filtered, title).save(args.output)
+        whitening.picture(table, tables.get("filtered"), title).save(args.output)
     print(f"saved to {args.output}")
+
+
+def _check_number(prompts: int, filters: bool) -> None:
+    """Raise `InvalidInputError` where there are too few prompts."""
+    if filters and prompts < 8:
+        raise InvalidInputError(f"{prompts} prompts; at least 8 are needed with --filters.")
+    if prompts < 4:
+        raise InvalidInputError(f"{prompts} prompts; at least 4 are needed.")
 
 
 def _bos(model: Any) -> int | None:

@@ -1,15 +1,16 @@
 """A method, or a function of `circuits`, over a data set."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.datasets.attributions import Attributions
 from tensorlens_tl.datasets.circuit_terms import CIRCUITS, CircuitTerms
+from tensorlens_tl.datasets.options import UNKNOWN_ID, Engine, LoadModel, Reading, RunOptions
 from tensorlens_tl.datasets.results import DatasetResults
-from tensorlens_tl.datasets.rows import UNKNOWN_ID, check_columns
-from tensorlens_tl.datasets.running import run_work
+from tensorlens_tl.datasets.rows import RowSource, check_columns
+from tensorlens_tl.datasets.running import read_prompts, run_work
 from tensorlens_tl.datasets.work import Work
 from tensorlens_tl.errors import RegistryError
 from tensorlens_tl.models.protocol import ModelLike
@@ -18,7 +19,7 @@ from tensorlens_tl.registry import list_methods, unknown_method
 
 def attribute_dataset(
     model: ModelLike,
-    rows: Any,
+    rows: RowSource,
     out: str | os.PathLike[str],
     *,
     method: str = "tensorlens",
@@ -32,23 +33,23 @@ def attribute_dataset(
     progress: bool = True,
     prepend_bos: bool | None = None,
     memory: Memory = None,
-    engine: str | None = None,
-    load_model: Callable[[], ModelLike] | None = None,
+    engine: Engine = None,
+    load_model: LoadModel | None = None,
     num_actors: int = 1,
     num_gpus: float | int = 0,
     **options: Any,
 ) -> DatasetResults:
     """Attribute every row of a data set, and write the results as Parquet shards.
 
-    Rows are run in batches of like length. A run that was interrupted, in whatever way, goes on where it stopped when
-    it is called again with the same arguments; several processes may work on one folder. A row that fails is written
+    Rows are run in batches of like length. A run that was interrupted resumes where it stopped when it is called again
+    with the same arguments; several processes may work on one folder. A row that fails is written
     with its error.
 
     Args:
         model: a TransformerLens model that reads text.
         rows: a ``.jsonl``, ``.csv`` or ``.parquet`` file, a Hugging Face data set, a data frame, or any iterable of
-            tables, texts, or lists of token ids. It is read once, before work starts; its token ids are kept.
-        out: the folder of the run, made where there is none.
+            tables, texts, or lists of token ids. It is read once, before work starts.
+        out: the folder of the run; a missing one is created.
         method: one of `list_methods()`; or ``"logit_attribution"`` or ``"total_effects"``, the functions of
             `tensorlens_tl.circuits` of these names: each row then is a `Terms`, and `DatasetResults.summary` says how
             every component's effect is distributed over the rows.
@@ -61,7 +62,7 @@ def attribute_dataset(
         keep: ``"scores"``, ``"top:32"`` (the largest scores of each query, and the sum of the others), or ``"all"``
             (whole results besides, as safetensors, with the maps of layers and standard errors).
         truncate: whether a text longer than the context loses its end (recorded); otherwise it is a row with an error.
-        resume: whether a run in this folder goes on; False refuses it.
+        resume: whether a run in this folder is resumed; False refuses it.
         progress: whether to show a bar.
         prepend_bos: as in TransformerLens.
         memory: see `attribute`.
@@ -71,37 +72,34 @@ def attribute_dataset(
         num_actors, num_gpus: of Ray: how many actors, and how many GPUs each of them has.
         options: the options of the method or function, and those of `freeze`.
 
+    Returns:
+        The results, read from the folder when they are needed: by id, as tables, or one shard after another.
+
     Raises:
         InvalidInputError: an unknown column or option, ids that are not different, no row, rows that all fail; a folder
             that cannot be written, holds something else, or a run of another model, data or options.
         FileFormatError: the folder's manifest or one of its shards is damaged.
         RegistryError: unknown method.
         OSError: a shard cannot be written; those before it are whole.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     results = tlens.attribute_dataset(model, [text, "for x in"], folder, target=" the", progress=False)
+    ...     results["1"].tokens, len(results.errors())
+    ([['<|bos|>', 'for', ' x', ' in']], 0)
     """
-    work = work_of(method, keep, options if memory is None else options | {"memory": memory}, columns)
     in_bytes(memory)
-    return run_work(
-        model,
-        rows,
-        out,
-        lambda _: work,
-        text=text,
-        id=id,
-        columns=columns,
-        tokens_per_batch=tokens_per_batch,
-        truncate=truncate,
-        resume=resume,
-        progress=progress,
-        prepend_bos=prepend_bos,
-        engine=engine,
-        load_model=load_model,
-        num_actors=num_actors,
-        num_gpus=num_gpus,
-    )
+    if memory is not None:
+        options["memory"] = memory
+    work = work_of(method, keep, options, columns)
+    reading = Reading(text, id, columns, truncate, prepend_bos)
+    run = RunOptions(out, reading, tokens_per_batch, resume, progress, engine, load_model, num_actors, num_gpus)
+    view, prompts = read_prompts(model, rows, run.reading)
+    return run_work(view, prompts, work, run)
 
 
 def work_of(method: str, keep: str, options: Mapping[str, Any], columns: Mapping[str, str] | None) -> Work:
-    """What `attribute_dataset` is asked to do with each row.
+    """What `attribute_dataset` computes of each row.
 
     Raises:
         RegistryError: unknown method.

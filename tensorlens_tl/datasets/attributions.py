@@ -7,6 +7,7 @@ from typing import Any
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.datasets.packing import entry_limit, facts_of, packed
 from tensorlens_tl.datasets.work import Record, Work
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.registry import PER_PROMPT, attribute, get_method, split_options
 from tensorlens_tl.results.attribution import Attribution
 
@@ -18,7 +19,7 @@ class Attributions(Work):
     Attributes:
         name: the method.
         keep, options: see `attribute_dataset`.
-        of_rows: the options of which every row has a value of its own.
+        of_rows: the options of which every row has another value.
 
     Raises:
         RegistryError: unknown method.
@@ -43,7 +44,9 @@ class Attributions(Work):
         """What must be the same when a run of it is resumed."""
         return {"method": self.name, "options": dict(self.options), "keep": self.keep}
 
-    def together(self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]) -> Attribution:
+    def together(
+        self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
+    ) -> Attribution:
         """The result of some rows."""
         options: dict[str, Any] = repeated_options(self.options, len(tokens)) | dict(per_row)
         return attribute(model, list(tokens), method=self.name, **options)
@@ -58,6 +61,6 @@ class Attributions(Work):
 
 
 def repeated_options(options: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Options as some rows take them: a list asks for one token at each query, whatever the number of rows."""
+    """Options as some rows take them: a list is of one token for each query, however many rows there are."""
     several = {name for name in PER_PROMPT[:2] if isinstance(plain(options.get(name)), list | tuple)}
-    return dict(options) | {name: [options[name]] * rows for name in several}
+    return {**options, **{name: [options[name]] * rows for name in several}}

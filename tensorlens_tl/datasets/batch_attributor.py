@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorlens_tl.datasets.attributing import work_of
+from tensorlens_tl.datasets.options import LoadModel, Reading
 from tensorlens_tl.datasets.rows import read_rows
-from tensorlens_tl.datasets.work import run_rows
+from tensorlens_tl.datasets.work import Record, run_rows
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.view import ModelView
 
@@ -22,12 +23,12 @@ class BatchAttributor:
         rows.map(BatchAttributor(load_model, target=" the"), batched=True)                                # Hugging Face
 
     The results have the columns of `attribute_dataset`'s shards, one row for each row; there is no folder, no plan of
-    batches and nothing to resume: the tool does these its own way.
+    batches and nothing to resume: the tool has its own way of doing these.
 
     Args:
         load_model: a function of no arguments that gives the model (a function of a module, where it is to be pickled).
         method, text, columns, keep, truncate, prepend_bos, options: see `attribute_dataset`.
-        id: the column that names rows; it must be there.
+        id: the column that names rows; it is required.
 
     Raises:
         InvalidInputError: `load_model` is no function, or an unknown option.
@@ -36,7 +37,7 @@ class BatchAttributor:
 
     def __init__(
         self,
-        load_model: Any,
+        load_model: LoadModel,
         *,
         method: str = "tensorlens",
         text: str = "text",
@@ -51,9 +52,7 @@ class BatchAttributor:
             raise InvalidInputError("load_model: pass a function that loads the model, such as lambda: model.")
         self.load_model = load_model
         self.work = work_of(method, keep, options, columns)
-        self.reading = {
-            "text": text, "id": id, "columns": columns, "truncate": truncate, "prepend_bos": prepend_bos,
-        }  # fmt: skip
+        self.reading = Reading(text, id, columns, truncate, prepend_bos)
         self._model: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,15 +67,18 @@ class BatchAttributor:
         if self._model is None:
             self._model = ModelView(self.load_model()).model
         names = list(batch)
-        if self.reading["id"] not in names:
-            raise InvalidInputError(f"rows: there is no column {self.reading['id']!r} to name them; pass id=.")
+        if self.reading.id not in names:
+            raise InvalidInputError(f"rows: there is no column {self.reading.id!r} to name them; pass id=.")
         tables = [dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        rows = read_rows(ModelView(self._model), tables, **self.reading)
+        rows = read_rows(ModelView(self._model), tables, self.reading)
+        by_row: dict[int, Record] = {row: {"error": error} for row, error in rows.errors.items()}
+        facts = dict[str, Any]()
         good = [row for row in range(len(rows)) if row not in rows.errors]
-        per_row = {name: [values[row] for row in good] for name, values in rows.options.items()}
-        tokens = [rows.tokens[row] for row in good]
-        records, results = run_rows(self.work, self._model, tokens, per_row) if good else ([], [])
-        by_row = dict(zip(good, records, strict=True)) | {row: {"error": error} for row, error in rows.errors.items()}
+        if good:
+            per_row = {name: [values[row] for row in good] for name, values in rows.options.items()}
+            records, results = run_rows(self.work, self._model, [rows.tokens[row] for row in good], per_row)
+            by_row |= dict(zip(good, records, strict=True))
+            if results:
+                facts = self.work.facts(results[-1][1])
         double = next(self._model.parameters()).dtype == torch.float64
-        whole_records = [rows.record(row) | by_row[row] for row in range(len(rows))]
-        return self.work.table(whole_records, self.work.facts(results[-1][1]) if results else {}, double)
+        return self.work.table([rows.record(row) | by_row[row] for row in range(len(rows))], facts, double)

@@ -10,8 +10,10 @@ import torch
 
 from tensorlens_tl.circuits.effects import logit_attribution, total_effects
 from tensorlens_tl.datasets.attributions import repeated_options
+from tensorlens_tl.datasets.packing import numbers_of_prompt, row_of_prompt, stored_dtype
 from tensorlens_tl.datasets.work import Record, Work
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.inputs import memory_batches
@@ -31,7 +33,7 @@ class CircuitTerms(Work):
         name: the function.
         keep: ``"scores"``: all that there is.
         options: the function's and those of `freeze`.
-        of_rows: the options of which every row has a value of its own.
+        of_rows: the options of which every row has another value.
 
     Raises:
         InvalidInputError: an unknown option, another `keep`, or terms by source token.
@@ -45,7 +47,7 @@ class CircuitTerms(Work):
     def __post_init__(self) -> None:
         split_options(self._function, dict(self.options) | dict.fromkeys(self.of_rows))
         if self.keep != "scores":
-            raise InvalidInputError(f"keep={self.keep!r}: {self.name} keeps a row's terms whole; use keep='scores'.")
+            raise InvalidInputError(f"keep={self.keep!r}: {self.name} stores a row's terms whole; use keep='scores'.")
         if self.options.get("by") == "head_token":
             raise InvalidInputError(
                 f"by='head_token': rows have no source tokens in common. Use by='head' over a data set, and "
@@ -61,14 +63,14 @@ class CircuitTerms(Work):
         return {"method": self.name, "options": dict(self.options), "keep": self.keep}
 
     def together(
-        self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
+        self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
     ) -> list[tuple[list[int], Terms]]:
         """The result of some rows."""
         freeze_options, options = split_options(self._function, self.options)
         parts = []
         for batch in memory_batches(ModelView(model), list(map(len, tokens)), self.options.get("memory")):
             frozen = freeze(model, [tokens[row] for row in batch], **freeze_options)
-            batch_options = {name: _of(name, values, batch) for name, values in per_row.items()}
+            batch_options = {name: _of_batch(name, values, batch) for name, values in per_row.items()}
             parts.append((batch, CIRCUITS[self.name](frozen, **repeated_options(options, len(batch)) | batch_options)))
         return parts
 
@@ -80,51 +82,45 @@ class CircuitTerms(Work):
     def facts(self, result: list[tuple[list[int], Terms]]) -> dict[str, Any]:
         """What the rows of such a result have in common."""
         first = result[0][1]
-        dtype = "float64" if first.scores.dtype == torch.float64 else "float32"
+        dtype = stored_dtype(first.scores)
         return {"result": "Terms", "options": tagged(self.options), "dtype": dtype, "soft_cap": first.soft_cap}
 
     def aligned(self, records: list[Record], facts: dict[str, Any]) -> tuple[list[Record], dict[str, Any]]:
         """Records of several batches with the same terms in the same order."""
         # a constant that is zero in every row of a batch, such as b_U, is no term of it
         names = list(dict.fromkeys(chain.from_iterable(record.get("names", ()) for record in records)))
-        places = {name: place for place, name in enumerate(names)}
+        columns = {name: column for column, name in enumerate(names)}
         for record in records:
             record_names = record.pop("names", names)
             if record_names != names:
                 wide = np.zeros((record["shape"][0], len(names)), dtype=record["scores"].dtype)
-                wide[:, [places[name] for name in record_names]] = record["scores"].reshape(record["shape"])
+                wide[:, [columns[name] for name in record_names]] = record["scores"].reshape(record["shape"])
                 record |= {"scores": wide.flatten(), "shape": list(wide.shape)}
-        return records, facts | ({"names": names} if names else {})
+        if names:
+            facts = facts | {"names": names}
+        return records, facts
 
 
-def _of(name: str, values: Sequence[Any], batch: Sequence[int]) -> Any:
+def _of_batch(name: str, values: Sequence[Any], batch: Sequence[int]) -> list[Any] | torch.Tensor:
+    """An option of some rows, as `freeze` and circuits take it."""
     chosen = [values[row] for row in batch]
-    return torch.as_tensor(np.asarray(chosen)) if name == "direction" else chosen
+    if name == "direction":
+        return torch.as_tensor(np.asarray(chosen))
+    return chosen
 
 
 def _packed(terms: Terms) -> list[Record]:
     """Each prompt's terms as a row; what is padding is left out."""
-    mask = terms.mask.cpu()
     queries = terms.queries.cpu()
-    numbers = {"rest": terms.remainder, "total": terms.total, "residual": terms.residual if terms.additive else None}
+    numbers = {"rest": terms.remainder, "total": terms.total}
+    if terms.additive:
+        numbers["residual"] = terms.residual
     rows = []
-    for number, real in enumerate(mask):
+    for number, real in enumerate(terms.mask.cpu()):
         is_real = real[queries[number]]  # a shorter prompt of the batch has fewer
+        row = row_of_prompt(terms, number, is_real) | numbers_of_prompt(numbers, number, is_real)
         scores = terms.scores[number].detach().cpu()[is_real]
-        rows.append(
-            {
-                "tokens": [terms.tokens[number][place] for place in real.nonzero()[:, 0].tolist()],
-                "queries": (real.long().cumsum(0) - 1)[queries[number][is_real]].numpy(),
-                "names": terms.names,
-                "shape": list(scores.shape),
-                "scores": scores.flatten().numpy(),
-                **{
-                    name: None if value is None else value[number].detach().cpu()[is_real].numpy()
-                    for name, value in numbers.items()
-                },
-                "target": terms.target or None,
-            }
-        )
+        rows.append(row | {"names": terms.names, "shape": list(scores.shape), "scores": scores.flatten().numpy()})
     return rows
 
 

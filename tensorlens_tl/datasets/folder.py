@@ -2,7 +2,7 @@
 
 ``manifest.json`` says what the run is (model, data, method, options) and which rows go into which batch and shard. A
 shard is written under a temporary name and renamed when it is whole; it says which run it belongs to (`seal`). Who
-writes one holds its lock, which the system releases when the process ends in whatever way.
+writes one holds its lock, which the system releases when the process ends.
 """
 
 import contextlib
@@ -69,10 +69,14 @@ class Manifest:
 def planned(
     lengths: Sequence[int], rejected: Sequence[int], tokens_per_batch: int
 ) -> tuple[list[list[int]], list[Any]]:
-    """Batches of rows of like length, longest first, none of more tokens than asked (one row may be); and shards."""
+    """Batches of rows of like length, longest first, and shards of batches.
+
+    No batch of several rows has more than `tokens_per_batch` tokens. Rows that are no prompt are a batch by themselves.
+    """
     refused = set(rejected)
     batches = list[list[int]]()
-    for row in sorted((row for row in range(len(lengths)) if row not in refused), key=lambda row: -lengths[row]):
+    prompts = [row for row in range(len(lengths)) if row not in refused]
+    for row in sorted(prompts, key=lambda row: -lengths[row]):
         # padded to the longest, which is the first
         if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch:
             batches.append([])
@@ -91,7 +95,7 @@ def planned(
 
 
 class Folder:
-    """Where a run is kept."""
+    """The folder that a run is written to."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -103,7 +107,7 @@ class Folder:
         return (self.path / MANIFEST).is_file()
 
     def begin(self, manifest: Manifest, resume: bool) -> Manifest:
-        """Write the manifest, or go on with the one that is there.
+        """Write the manifest, or resume the run whose manifest is in the folder.
 
         Raises:
             InvalidInputError: the folder cannot be written, holds something else, or holds a run of another model, data
@@ -112,7 +116,7 @@ class Folder:
         """
         import filelock
 
-        self._check_ours()  # also before anything is made there
+        self._check_ours()  # also before anything is written
         lock = filelock.FileLock(self.path / "locks" / "manifest")
         try:
             (self.path / "locks").mkdir(parents=True, exist_ok=True)
@@ -129,22 +133,28 @@ class Folder:
             if not resume:
                 raise InvalidInputError(f"out={self.path}: a run was begun there; name another folder, or resume it.")
             earlier = self.manifest()
-            for name, value in manifest.identity.items():
-                if json.dumps(earlier.identity.get(name), sort_keys=True) != json.dumps(value, sort_keys=True):
-                    raise InvalidInputError(
-                        f"out={self.path}: that run was begun with another {name} "
-                        f"({differing(earlier.identity.get(name), value)}). Pass the same to resume it, or name "
-                        "another folder."
-                    )
+            self._check_same(earlier, manifest)
             return earlier
         finally:
             lock.release()
 
+    def _check_same(self, earlier: Manifest, manifest: Manifest) -> None:
+        """Raise InvalidInputError where the run that was begun here is of another model, data or options."""
+        for name, value in manifest.identity.items():
+            before = earlier.identity.get(name)
+            if json.dumps(before, sort_keys=True) != json.dumps(value, sort_keys=True):
+                raise InvalidInputError(
+                    f"out={self.path}: that run was begun with another {name} ({differing(before, value)}). Pass the "
+                    "same to resume it, or name another folder."
+                )
+
     def _check_ours(self) -> None:
         """Raise InvalidInputError where the folder holds files and no run."""
-        names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+        if not self.path.is_dir() or self.begun():
+            return
+        names = [path.name for path in self.path.iterdir()]
         foreign = sorted(name for name in names if name != "locks" and not name.startswith(f".{MANIFEST}."))
-        if foreign and not self.begun():
+        if foreign:
             raise InvalidInputError(
                 f"out={self.path}: the folder holds {foreign[0]!r} and no {MANIFEST}; name a new or an empty folder."
             )
@@ -189,21 +199,28 @@ class Folder:
         """The file of a shard."""
         return self.path / f"part-{number:05d}.parquet"
 
+    def shards(self, manifest: Manifest) -> list[int]:
+        """The shards that are written."""
+        return [number for number in range(len(manifest.shards)) if self.shard(number).exists()]
+
     def results(self, batch: int, row: int | None) -> Path:
-        """The file of one whole result, where those are kept: of a batch, or of one row of a batch that failed."""
-        return self.path / (f"batch-{batch:06d}" + ("" if row is None else f"-row-{row}") + ".safetensors")
+        """The file of one whole result, where those are saved: of a batch, or of one row of a batch that failed."""
+        name = f"batch-{batch:06d}"
+        if row is not None:
+            name += f"-row-{row}"
+        return self.path / f"{name}.safetensors"
 
     @contextlib.contextmanager
     def claimed(self, number: int, wait: bool) -> Generator[bool, None, None]:
-        """Inside, whether this shard is ours to write: not there yet, and nobody else is writing it.
+        """Inside, whether this shard is ours to write: it is missing, and no other process is writing it.
 
-        `wait` until who writes it is done, or gone.
+        With `wait`, another process that is writing it is waited for.
         """
         import filelock
 
         lock = filelock.FileLock(self.path / "locks" / f"part-{number:05d}")
         try:
-            lock.acquire(timeout=-1 if wait else 0)
+            lock.acquire(blocking=wait)
         except filelock.Timeout:
             yield False
             return
@@ -228,7 +245,7 @@ class Folder:
             pq.write_table(whole, temporary, write_page_checksum=True, write_statistics=False)
 
     def read_shard(self, manifest: Manifest, number: int, columns: Sequence[str] | None = None) -> "pa.Table":
-        """One shard, or some of its columns; `row` is always there.
+        """One shard, or some of its columns and always `row`.
 
         Raises:
             FileFormatError: damaged or changed, of another run, or with other rows than the manifest says.
@@ -238,9 +255,10 @@ class Folder:
 
         path = self.shard(number)
         try:
-            names = None if columns is None else [*dict.fromkeys([*columns, "row"])]
+            if columns is not None:
+                columns = list(dict.fromkeys([*columns, "row"]))
             file = pq.ParquetFile(path, page_checksum_verification=True)
-            table = file.read(columns=names)
+            table = file.read(columns=columns)
         except (pa.ArrowException, OSError, ValueError) as error:
             why = " ".join(str(error).split())
             raise FileFormatError(f"{path}: damaged ({why}). Delete it and run again to write it anew.") from error
@@ -252,13 +270,12 @@ class Folder:
         return table
 
     def done(self, manifest: Manifest) -> int:
-        """How many rows are in shards that are there."""
-        shards = [number for number in range(len(manifest.shards)) if self.shard(number).exists()]
-        return sum(len(manifest.rows_of(number)) for number in shards)
+        """How many rows are in shards that are written."""
+        return sum(len(manifest.rows_of(number)) for number in self.shards(manifest))
 
     @contextlib.contextmanager
     def _whole(self, path: Path) -> Generator[Path, None, None]:
-        """A temporary name for a file, which has its own when it is written and on the disk."""
+        """A temporary name for a file, which is renamed once it is written and on the disk."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with disk_of(path):

@@ -11,6 +11,7 @@ from tensorlens_tl import __version__
 from tensorlens_tl.hooks import other_hooks
 from tensorlens_tl.models.lifecycle import changed, compact, configuration
 from tensorlens_tl.models.parameters import stored
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 
 CONFIGURATION = "configuration"
@@ -18,11 +19,11 @@ LISTED = 6
 """So many differences of two configurations are listed."""
 
 
-def model_identity(model: Any) -> dict[str, Any]:
+def model_identity(model: ModelLike) -> dict[str, Any]:
     """What tells one model from another: names, versions, dtype, a digest of all its numbers, configuration, hooks.
 
-    Versions are those of whatever decides what is computed: this library, TransformerLens and transformers. Another
-    PyTorch rounds otherwise, and is no other model. Of hooks only their places are known, not what they do.
+    Versions are those of the packages that decide what is computed: this library, TransformerLens and transformers.
+    Another PyTorch rounds otherwise, and is no other model. Of hooks only the hook points count, not what they do.
     """
     view = ModelView(model)
     digest = hashlib.sha256()
@@ -50,12 +51,16 @@ def differing(before: Any, now: Any) -> str:
 def _difference(name: str, before: Any, now: Any) -> str:
     if name == CONFIGURATION and before and now:
         changes = changed(before, now)
-        more = len(changes) - LISTED
-        return f"{name}: {'; '.join(changes[:LISTED])}" + (f"; and {more} more" if more > 0 else "")
+        listed = changes[:LISTED]
+        if len(changes) > LISTED:
+            listed.append(f"and {len(changes) - LISTED} more")
+        return f"{name}: {'; '.join(listed)}"
     if _is_digest(before) and _is_digest(now):
         return f"{name}: not the same"
-    if _is_digest(before) or _is_digest(now):
-        return f"{name}: {'there' if before else 'none'}, now {'there' if now else 'none'}"
+    if _is_digest(before):
+        return f"{name}: there, now none"
+    if _is_digest(now):
+        return f"{name}: none, now there"
     return f"{name}: {before!r}, now {now!r}"
 
 

@@ -1,4 +1,4 @@
-"""One run: what is asked of which rows, and how a shard of it is made."""
+"""One run: what is computed of which rows, and how a shard of it is written."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,8 +8,9 @@ from tensorlens_tl import __version__
 from tensorlens_tl.datasets.folder import Folder, Manifest, disk_of
 from tensorlens_tl.datasets.identity import model_identity
 from tensorlens_tl.datasets.rows import Rows
-from tensorlens_tl.datasets.work import Work, run_rows
+from tensorlens_tl.datasets.work import Record, Work, run_rows
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.results.storage import tagged
 
 PROBED = 4
@@ -19,12 +20,12 @@ them fail, the options are at fault."""
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What is asked of which rows.
+    """What is computed of which rows, and where the results go.
 
     Attributes:
-        model: a TransformerLens model.
+        model: a TransformerLens model; None where each actor loads it.
         rows: the data set.
-        work: what is asked of them.
+        work: what is computed of each row.
         folder: where the results go.
     """
 
@@ -35,14 +36,9 @@ class Job:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same when the run is resumed, as JSON holds it."""
-        identity = {
-            "model": model_identity(self.model),
-            "data": self.rows.identity(),
-            **self.work.identity(),
-        }
-        return tagged(identity)
+        return tagged({"model": model_identity(self.model), "data": self.rows.identity(), **self.work.identity()})
 
-    def with_model(self, model: Any) -> "Job":
+    def with_model(self, model: ModelLike | None) -> "Job":
         """The same run by another copy of its model."""
         return replace(self, model=model)
 
@@ -66,40 +62,41 @@ class Job:
         raise InvalidInputError(f"{self.work.name}: no row works of those that were tried ({len(tried)}). {error}")
 
     def write(self, manifest: Manifest, shard: int) -> None:
-        """Make and write one shard.
+        """Compute and write one shard.
 
         Raises:
             OSError: it cannot be written.
         """
         first, after = manifest.shards[shard]
-        records: list[dict[str, Any]] = []
+        records: list[Record] = []
         facts: dict[str, Any] = {}
         for at in range(first, after):
             batch = manifest.batches[at]
-            if manifest.rejected and at == len(manifest.batches) - 1:
-                batch_records = [{"error": self.rows.errors[row]} for row in batch]
-                results = []
-            else:
-                batch_records, results = self._records(batch)
-            for place, result in results:
+            batch_records, results = self._records(batch)
+            for row, result in results:
                 facts = self.work.facts(result)
                 if self.work.save_whole:
-                    path = self.folder.results(at, None if place is None else batch[place])
+                    path = self.folder.results(at, row)
                     with disk_of(path):
                         result.save(path)
             records += [self.rows.record(row) | record for row, record in zip(batch, batch_records, strict=True)]
         facts["version"] = __version__
         self.folder.write_shard(manifest, shard, self.work.table(records, facts, manifest.double))
 
-    def _records(self, batch: list[int]) -> tuple[list[dict[str, Any]], list[tuple[int | None, Any]]]:
+    def _records(self, batch: list[int]) -> tuple[list[Record], list[tuple[int | None, Any]]]:
+        """The records of a batch, and its results: one of all rows (None), or some of single rows, by their number."""
+        if batch[0] in self.rows.errors:  # rows that are no prompt are a batch by themselves
+            return [{"error": self.rows.errors[row]} for row in batch], []
         per_row = {name: [values[row] for row in batch] for name, values in self.rows.options.items()}
-        return run_rows(self.work, self.model, [self.rows.tokens[row] for row in batch], per_row)
+        records, results = run_rows(self.work, self.model, [self.rows.tokens[row] for row in batch], per_row)
+        numbers: dict[int | None, int] = dict(enumerate(batch))
+        return records, [(numbers.get(index), result) for index, result in results]
 
 
 def run_here(job: Job, manifest: Manifest) -> Iterator[int]:
-    """Write the shards that are not there, in this process; gives the number of each when it is there.
+    """Write the missing shards in this process; gives the number of each once it is written.
 
-    First those that nobody writes; then, when who writes them is done or gone, the others.
+    First those that no other process is writing; then the others, once that process has ended.
     """
     left = list(range(len(manifest.shards)))
     for wait in (False, True):
@@ -110,7 +107,7 @@ def run_here(job: Job, manifest: Manifest) -> Iterator[int]:
 
 
 def write_once(job: Job, manifest: Manifest, shard: int, wait: bool) -> bool:
-    """Write a shard unless it is there or somebody else is writing it; whether it is there now."""
+    """Write a shard unless it is written or another process is writing it; whether it is written now."""
     if job.folder.shard(shard).exists():
         return True
     with job.folder.claimed(shard, wait) as ours:

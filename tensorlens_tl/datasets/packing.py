@@ -1,15 +1,18 @@
-"""Results as rows of a table, and back: each row has its own tokens, without padding."""
+"""Results as rows of a table, and back: each row has the tokens of one prompt, without padding."""
 
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.storage import tagged, untagged
+from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,8 +24,8 @@ PER_QUERY = ("bias", "total", "residual")
 """Numbers of each query."""
 
 
-def entry_limit(keep: Any) -> int | None:
-    """How many scores of each query are kept: None for all of them.
+def entry_limit(keep: str) -> int | None:
+    """How many scores of each query are stored: None for all of them.
 
     Raises:
         InvalidInputError: neither ``"scores"``, ``"all"`` nor ``"top:N"``.
@@ -79,32 +82,40 @@ def packed(result: Attribution, keep: str) -> list[dict[str, Any]]:
     numbers = {name: getattr(result, name) for name in PER_QUERY}
     rows = []
     for number, real in enumerate(mask):
-        places = real.nonzero()[:, 0]
+        positions = real.nonzero()[:, 0]
         is_real = real[queries[number]]  # a shorter prompt of the batch has fewer
-        row_scores = scores[number].index_select(key, places).index_select(query, is_real.nonzero()[:, 0])
-        keys = None
-        rest = None
+        row = row_of_prompt(result, number, is_real) | numbers_of_prompt(numbers, number, is_real)
+        row_scores = scores[number].index_select(key, positions).index_select(query, is_real.nonzero()[:, 0])
         if limit is not None:
             row_scores, keys, rest = _largest(row_scores, limit)
-        positions = (real.long().cumsum(0) - 1)[queries[number][is_real]]
-        real_places = places.tolist()
-        rows.append(
-            {
-                "tokens": [result.tokens[number][place] for place in real_places],
-                "word_starts": None if starts is None else [starts[number][place] for place in real_places],
-                "queries": positions.numpy(),
-                "shape": list(row_scores.shape),
-                "keys": None if keys is None else keys.flatten().numpy(),
-                "scores": row_scores.flatten().numpy(),
-                "rest": None if rest is None else rest.flatten().numpy(),
-                **{
-                    name: None if value is None else value[number].detach().cpu()[is_real].numpy()
-                    for name, value in numbers.items()
-                },
-                "target": result.target or None,
-            }
-        )
+            row |= {"keys": keys.flatten().numpy(), "rest": rest.flatten().numpy()}
+        if starts is not None:
+            row["word_starts"] = [starts[number][position] for position in positions.tolist()]
+        rows.append(row | {"shape": list(row_scores.shape), "scores": row_scores.flatten().numpy()})
     return rows
+
+
+def row_of_prompt(result: Attribution | Terms, number: int, is_real: Bool[Tensor, "query"]) -> dict[str, Any]:
+    """What a row says of a prompt besides its scores: its tokens, its queries among them, and its target."""
+    real = result.mask[number].cpu()
+    queries = result.queries[number].cpu()[is_real]
+    return {
+        "tokens": [result.tokens[number][position] for position in real.nonzero()[:, 0].tolist()],
+        "queries": (real.long().cumsum(0) - 1)[queries].numpy(),
+        "target": result.target or None,
+    }
+
+
+def numbers_of_prompt(
+    numbers: Mapping[str, Tensor | None], number: int, is_real: Bool[Tensor, "query"]
+) -> dict[str, np.ndarray]:
+    """Numbers of each query, `[batch, query]`, of one prompt; a result that lacks some has no entry of them."""
+    return {name: value[number].detach().cpu()[is_real].numpy() for name, value in numbers.items() if value is not None}
+
+
+def stored_dtype(scores: Tensor) -> str:
+    """The dtype that a row's scores are read back in."""
+    return {torch.float64: "float64"}.get(scores.dtype, "float32")
 
 
 def _largest(scores: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,20 +126,21 @@ def _largest(scores: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unpacked(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Attribution:
-    """One row as a result. Scores that were not kept are zero, and the result then does not claim to be additive."""
+    """One row as a result. Scores that were not stored are zero, and then the result does not claim to be additive."""
     shape = list(row["shape"])
     dtype = getattr(torch, facts["dtype"])
     scores = torch.tensor(row["scores"], dtype=dtype).reshape(shape)
     if row["keys"] is not None:
         keys = torch.tensor(row["keys"]).reshape(shape)
         scores = scores.new_zeros(*shape[:-1], len(row["tokens"])).scatter(-1, keys, scores)
-    numbers: dict[str, Any] = {
+    optional: dict[str, Any] = {
         name: torch.tensor(row[name], dtype=dtype)[None] for name in PER_QUERY if row[name] is not None
     }
+    if row["word_starts"] is not None:
+        optional["word_starts"] = [list(row["word_starts"])]
     return Attribution(
         scores=scores[None],
         tokens=[list(row["tokens"])],
-        word_starts=None if row["word_starts"] is None else [list(row["word_starts"])],
         queries=torch.tensor(row["queries"])[None],
         mask=torch.ones(1, len(row["tokens"]), dtype=torch.bool),
         axes=tuple(facts["axes"]),
@@ -137,22 +149,21 @@ def unpacked(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Attribution:
         method=facts["method"],
         options=untagged(facts["options"] | json.loads(row["options"] or "{}")),
         provenance=facts["provenance"],
-        **numbers,
+        **optional,
     )
 
 
 def facts_of(result: Attribution, options: Mapping[str, Any]) -> dict[str, Any]:
     """What all rows of a result have in common; its options as they were given for one row."""
     row_options = {name: options.get(name, value) for name, value in result.options.items()}
-    dtype = "float64" if result.scores.dtype == torch.float64 else "float32"
     return {
         "method": result.method, "options": tagged(row_options), "axes": list(result.axes),
-        "additive": result.additive, "dtype": dtype, "provenance": result.provenance,
+        "additive": result.additive, "dtype": stored_dtype(result.scores), "provenance": result.provenance,
     }  # fmt: skip
 
 
 def table_of(records: list[dict[str, Any]], facts: Mapping[str, Any], double: bool) -> "pa.Table":
-    """Records as a shard, which says what they have in common in its metadata."""
+    """Records as a shard, whose metadata say what they have in common."""
     import pyarrow as pa
 
     return pa.Table.from_pylist(records, schema(double).with_metadata({FACTS: json.dumps(facts)}))

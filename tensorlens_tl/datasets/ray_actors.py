@@ -1,24 +1,23 @@
 """The shards of a run on the actors of a Ray cluster.
 
 Ray deals shards out; each actor loads the model once. What is done and what is not stands in the run's folder alone, so
-that an actor that dies costs the shard it was at, and a run begun here can go on anywhere.
+that an actor that dies costs the shard it was at, and a run begun here can be resumed anywhere.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.datasets.folder import Manifest
 from tensorlens_tl.datasets.identity import differing, model_identity
 from tensorlens_tl.datasets.job import Job, write_once
+from tensorlens_tl.datasets.options import RunOptions
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.storage import tagged
 
 
-def run_on_ray(
-    job: Job, manifest: Manifest, load_model: Callable[[], Any] | None, num_actors: int, num_gpus: float | int
-) -> Iterator[int]:
-    """Write the shards that are not there; gives the number of each when it is there.
+def run_on_ray(job: Job, manifest: Manifest, options: RunOptions) -> Iterator[int]:
+    """Write the missing shards; gives the number of each once it is written.
 
     Raises:
         InvalidInputError: Ray is not installed, or `load_model` loads another model.
@@ -28,7 +27,7 @@ def run_on_ray(
         import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InvalidInputError("engine='ray' needs Ray: pip install 'tensorlens_tl[ray]'.") from error
-    num_actors = whole_number("num_actors", num_actors, 1)
+    num_actors = whole_number("num_actors", options.num_actors, 1)
     left = []
     for number in range(len(manifest.shards)):
         if job.folder.shard(number).exists():
@@ -37,14 +36,16 @@ def run_on_ray(
             left.append({"shard": number})
     if not left:
         return
-    reference = ray.put((job if load_model is None else job.with_model(None), manifest, load_model))
+    if options.load_model is not None:
+        job = job.with_model(None)
+    reference = ray.put((job, manifest, options.load_model))
     shards = ray.data.from_items(left, override_num_blocks=len(left))
     batches = shards.map_batches(
         ShardWriter,
         fn_constructor_args=([reference],),  # in a list: Ray would open it before it calls
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=num_actors),
-        num_gpus=num_gpus or None,
+        num_gpus=options.num_gpus or None,
     )
     for batch in batches.iter_batches(batch_size=1, prefetch_batches=0):
         number = int(cast(Any, batch)["shard"][0])
@@ -59,10 +60,13 @@ class ShardWriter:
     def __init__(self, sent: list[Any]) -> None:
         import ray  # pyright: ignore[reportMissingImports]
 
-        job, self.manifest, load_model = ray.get(sent[0])
-        self.job: Job = job if load_model is None else job.with_model(load_model())
+        self.job: Job
+        self.job, self.manifest, load_model = ray.get(sent[0])
+        if load_model is not None:
+            self.job = self.job.with_model(load_model())
         loaded = tagged(model_identity(self.job.model))
-        if loaded != (passed := self.manifest.identity["model"]):
+        passed = self.manifest.identity["model"]
+        if loaded != passed:
             raise InvalidInputError(
                 f"load_model: it loads another model than the one that was passed ({differing(passed, loaded)})."
             )

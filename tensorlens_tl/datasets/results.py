@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DatasetResults:
-    """A run's results, finished or not; read from its folder when they are asked for.
+    """A run's results, finished or not; a result is read from the run's folder when it is needed.
 
     `path` is the folder and `manifest` what it says the run is. The shards are plain Parquet files, which
     ``datasets.load_dataset("parquet", data_files="run/part-*.parquet")``, pandas, polars and DuckDB read as well.
@@ -35,15 +35,15 @@ class DatasetResults:
         self.manifest = self._folder.manifest()
 
     def __repr__(self) -> str:
-        identity = self.manifest.identity
-        done = len(self)
-        rows = f"{done} rows" if self.complete else f"{done} of {self.manifest.rows} rows"
-        return f"DatasetResults({str(self.path)!r}, {identity['method']!r}, {rows})"
+        rows = f"{len(self)} rows"
+        if not self.complete:
+            rows = f"{len(self)} of {self.manifest.rows} rows"
+        return f"DatasetResults({str(self.path)!r}, {self.manifest.identity['method']!r}, {rows})"
 
     @property
     def shards(self) -> list[int]:
-        """The shards that are there."""
-        return [number for number in range(len(self.manifest.shards)) if self._folder.shard(number).exists()]
+        """The shards that are written."""
+        return self._folder.shards(self.manifest)
 
     @property
     def complete(self) -> bool:
@@ -70,19 +70,19 @@ class DatasetResults:
                 if row["error"] is None:
                     yield row["id"], self._result(row, table)
 
-    # what it is stands in the folder, not in the code that reads it
+    # which kind of result it is stands in the folder, not in the code that reads it
     def __getitem__(self, id: str | int) -> Any:
         """The result of one row: an Attribution, or Terms of a circuit, or an Evaluation of one unit.
 
         Raises:
             InvalidInputError: there is no such row (yet), or it failed.
         """
-        if str(id) not in self._places:
+        if str(id) not in self._rows:
             state = "" if self.complete else " among those that are done"
             raise InvalidInputError(f"{self.path}: no row has the id {id!r}{state}.")
-        shard, place = self._places[str(id)]
+        shard, index = self._rows[str(id)]
         table = self._folder.read_shard(self.manifest, shard)
-        (row,) = table.slice(place, 1).to_pylist()
+        (row,) = table.slice(index, 1).to_pylist()
         if row["error"] is not None:
             raise InvalidInputError(f"{self.path}: row {id!r} failed: {row['error']}")
         return self._result(row, table)
@@ -93,18 +93,21 @@ class DatasetResults:
         if kind == "Evaluation":
             curves = torch.tensor(row["scores"], dtype=torch.float64).reshape(row["shape"])
             return summing.evaluation_of(curves[:, :, None], [row["id"]], facts)
-        return unpacked_terms(row, facts) if kind == "Terms" else unpacked(row, facts)
+        if kind == "Terms":
+            return unpacked_terms(row, facts)
+        return unpacked(row, facts)
 
     @cached_property
-    def _places(self) -> dict[str, tuple[int, int]]:
+    def _rows(self) -> dict[str, tuple[int, int]]:
+        """Each row's shard, and its index in it, by id."""
         return {
-            name: (shard, place)
+            name: (shard, index)
             for shard, table in zip(self.shards, self.tables(["id"]), strict=True)
-            for place, name in enumerate(table["id"].to_pylist())
+            for index, name in enumerate(table["id"].to_pylist())
         }
 
     def to_dataframe(self, columns: Sequence[str] | None = None) -> "pd.DataFrame":
-        """All rows in their own order, a line each; `columns` names those to read."""
+        """All rows in the data set's order, a line each; `columns` names those to read."""
         import pyarrow as pa
 
         tables = list(self.tables(columns))
@@ -112,9 +115,13 @@ class DatasetResults:
             raise InvalidInputError(f"{self.path}: no row is done yet.")
         frame = pa.concat_tables([table.replace_schema_metadata() for table in tables]).to_pandas()
         frame = frame.sort_values("row", ignore_index=True)
-        return frame if columns is None else frame.reindex(columns=list(columns))
+        if columns is None:
+            return frame
+        return frame.reindex(columns=list(columns))
 
-    def summary(self, quantiles: Any = summing.QUANTILES, *, names: str = "*", memory: Memory = None) -> "pd.DataFrame":
+    def summary(
+        self, quantiles: summing.Quantiles = summing.QUANTILES, *, names: str = "*", memory: Memory = None
+    ) -> "pd.DataFrame":
         """How each component's effect is distributed over the rows that are done, of ``method="logit_attribution"``.
 
         Exact, from what the shards hold; memory is that of some components over all rows, or of one shard.
@@ -136,7 +143,7 @@ class DatasetResults:
         return summing.summary(self.tables, quantiles, names, memory)
 
     def evaluation(self) -> Evaluation:
-        """All rows that are done as one evaluation, in their own order, of `evaluate.perturbation_dataset`.
+        """All rows that are done as one evaluation, in the data set's order, of `evaluate.perturbation_dataset`.
 
         It holds every row's curves in memory: eight bytes for each metric, method and step.
 

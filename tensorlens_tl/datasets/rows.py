@@ -1,4 +1,4 @@
-"""Which rows does a data set hold? Read once, checked, and kept as token ids."""
+"""Which rows does a data set hold? Read once, checked, and turned into token ids."""
 
 import csv
 import hashlib
@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tensorlens_tl._arguments import plain
+from tensorlens_tl.datasets.options import UNKNOWN_ID, Reading
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import token_rows
@@ -20,13 +21,18 @@ from tensorlens_tl.registry import PER_PROMPT
 FILES = {".jsonl": "lines of JSON", ".csv": "CSV with a header", ".parquet": "Parquet"}
 """The files that are read, by the ends of their names."""
 
-UNKNOWN_ID = "id"
-"""The column of ids that need not be there: rows are then known by their number."""
+if TYPE_CHECKING:
+    import pandas as pd
+
+    RowSource = str | os.PathLike[str] | pd.DataFrame | Iterable[Mapping[str, Any] | str | Sequence[int]]
+    """A file, a data frame, a Hugging Face data set, or an iterable of tables, texts or lists of token ids."""
+else:
+    RowSource = Any  # what holds no rows is refused by `read_rows`
 
 
 @dataclass
 class Rows:
-    """The rows of a data set in their own order.
+    """The rows of a data set in its order.
 
     Attributes:
         ids: their names, all different.
@@ -47,8 +53,9 @@ class Rows:
 
     def record(self, row: int) -> dict[str, Any]:
         """What is known of a row before it is run, by the columns of a shard."""
-        known = {"id": self.ids[row], "row": row, "token_ids": self.tokens[row]}
-        return known | {"dropped_tokens": self.dropped.get(row, 0)}
+        return {
+            "id": self.ids[row], "row": row, "token_ids": self.tokens[row], "dropped_tokens": self.dropped.get(row, 0),
+        }  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
         """All that a run depends on: how many rows there are, and digests of ids, token ids and each column."""
@@ -79,77 +86,75 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def check_columns(columns: Mapping[str, str] | None, options: Mapping[str, Any]) -> None:
-    """Raise `InvalidInputError` where a column is to say what no row can have of its own, or what an option says."""
-    if unknown := sorted(set(columns or {}) - set(PER_PROMPT)):
+    """Raise `InvalidInputError` for a column of an option that rows cannot have, or that is also given."""
+    names = set(columns or {})
+    unknown = sorted(names - set(PER_PROMPT))
+    if unknown:
         raise InvalidInputError(f"columns: {unknown[0]!r} is not one of {', '.join(PER_PROMPT)}.")
-    if both := sorted(set(columns or {}) & set(options)):
+    both = sorted(names & set(options))
+    if both:
         raise InvalidInputError(f"columns: {both[0]!r} is in a column and an option as well; leave one out.")
 
 
-def read_rows(
-    view: ModelView,
-    source: Any,
-    *,
-    text: str = "text",
-    id: str = UNKNOWN_ID,
-    columns: Mapping[str, str] | None = None,
-    prepend_bos: bool | None = None,
-    truncate: bool = False,
-) -> Rows:
+def read_rows(view: ModelView, source: RowSource, reading: Reading) -> Rows:
     """Every row of a data set, tokenized; a row that is no prompt has an error instead.
 
     Args:
         view: the model, whose tokenizer and context count.
         source: a file (see `FILES`), a Hugging Face data set, a data frame, or any iterable of tables
             (``{"text": ...}``), texts, or lists of token ids.
-        text: the column that holds a text, or token ids.
-        id: the column that names rows; rows without ``"id"`` are named by their number.
-        columns: options that each row has a value of, and the column it is in: ``{"target": "answer"}``.
-        prepend_bos: as in TransformerLens; texts only.
-        truncate: whether what is longer than the context loses its end.
+        reading: which columns hold what, and what becomes of long texts.
 
     Raises:
         InvalidInputError: no row, no such file or column, or two rows with one id.
     """
-    rows = Rows(options={option: [] for option in columns or {}})
-    known = dict[str, int]()
-    numbered = False
-    for number, row in enumerate(_tables(source, text)):
+    columns = reading.columns or {}
+    rows = Rows(options={option: [] for option in columns})
+    number_of = dict[str, int]()
+    has_ids = False
+    for number, row in enumerate(_tables(source, reading.text)):
         if number == 0:
-            _check_present(row, [text, *(columns or {}).values(), *([id] if id != UNKNOWN_ID else [])])
-            numbered = id not in row
-        name = str(number) if numbered else _name(row.get(id), id, number)
-        if name in known:
+            _check_present(row, reading)
+            has_ids = reading.id in row
+        name = _name(row.get(reading.id), reading.id, number) if has_ids else str(number)
+        if name in number_of:
             raise InvalidInputError(
-                f"rows: {id}={name!r} names row {known[name]} and row {number}; ids must differ, also as texts (1 and "
-                "'1' do not). Name another column with id=, or leave the ids out."
+                f"rows: {reading.id}={name!r} names row {number_of[name]} and row {number}; ids must differ, also as "
+                "texts (1 and '1' do not). Name another column with id=, or leave the ids out."
             )
-        known[name] = number
+        number_of[name] = number
         rows.ids.append(name)
-        for option, column in (columns or {}).items():
+        for option, column in columns.items():
             rows.options[option].append(plain(row.get(column)))
             if row.get(column) is None:
                 rows.errors[number] = f"{column}: missing, and it is this row's {option}"
-        try:
-            ids = _token_ids(view, row.get(text), text, prepend_bos)
-        except TensorLensError as error:
-            rows.errors[number] = str(error)
-            ids = np.zeros(0, dtype=np.int64)
-        if len(ids) > view.n_ctx and truncate:
-            ends = (
-                1 if isinstance(row.get(text), str) and _is_special(view, int(ids[-1])) else 0
-            )  # an encoder's [SEP] stays
-            rows.dropped[number] = len(ids) - view.n_ctx
-            ids = np.concatenate([ids[: view.n_ctx - ends], ids[len(ids) - ends :]])
-        elif len(ids) > view.n_ctx:
-            rows.errors[number] = (
-                f"{text}: {len(ids)} tokens, but the context of this model is {view.n_ctx}; shorten the text, or pass "
-                "truncate=True to leave out its end"
-            )
-        rows.tokens.append(ids)
+        rows.tokens.append(_prompt(view, row, number, reading, rows))
     if not len(rows):
         raise InvalidInputError("rows: there is none. Pass a file, a data set, or a list of texts.")
     return rows
+
+
+def _prompt(view: ModelView, row: Mapping[str, Any], number: int, reading: Reading, rows: Rows) -> np.ndarray:
+    """One row's token ids, cut to the context where they may be; `rows` gets its error, or how many were cut off."""
+    value = row.get(reading.text)
+    try:
+        ids = _token_ids(view, value, reading.text, reading.prepend_bos)
+    except TensorLensError as error:
+        rows.errors[number] = str(error)
+        return np.zeros(0, dtype=np.int64)
+    excess = len(ids) - view.n_ctx
+    if excess <= 0:
+        return ids
+    if not reading.truncate:
+        rows.errors[number] = (
+            f"{reading.text}: {len(ids)} tokens, but the context of this model is {view.n_ctx}; shorten the text, or "
+            "pass truncate=True to leave out its end"
+        )
+        return ids
+    rows.dropped[number] = excess
+    if isinstance(value, str) and _is_special(view, int(ids[-1])):  # an encoder's [SEP] stays
+        return np.concatenate([ids[: view.n_ctx - 1], ids[-1:]])
+    return ids[: view.n_ctx]
 
 
 def _tables(source: Any, text: str) -> Iterator[Mapping[str, Any]]:
@@ -162,7 +167,9 @@ def _tables(source: Any, text: str) -> Iterator[Mapping[str, Any]]:
     if not isinstance(source, Iterable):
         raise InvalidInputError(f"rows: {type(source).__name__} holds no rows; pass a file, a data set, or a list.")
     for row in source:
-        yield row if isinstance(row, Mapping) else {text: row}
+        if not isinstance(row, Mapping):
+            row = {text: row}
+        yield row
 
 
 def _of_file(path: Path) -> Iterable[Mapping[str, Any]]:
@@ -202,8 +209,9 @@ def _of_csv(path: Path) -> Iterator[Mapping[str, Any]]:
         reader = csv.DictReader(file)
         try:
             names = reader.fieldnames or []
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise InvalidInputError(f"rows: {path} has two columns {twice[0]!r}.")
+            repeated = [name for name in names if names.count(name) > 1]
+            if repeated:
+                raise InvalidInputError(f"rows: {path} has two columns {repeated[0]!r}.")
             for row in reader:
                 if None in row:  # what csv calls fields without a column: most often a comma that is not quoted
                     raise InvalidInputError(
@@ -228,7 +236,11 @@ def _of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         raise InvalidInputError(f"rows: {path} is no Parquet file, or damaged ({error}).") from error
 
 
-def _check_present(row: Mapping[str, Any], columns: Sequence[str]) -> None:
+def _check_present(row: Mapping[str, Any], reading: Reading) -> None:
+    """Raise `InvalidInputError` where a row lacks a column that is named."""
+    columns = [reading.text, *(reading.columns or {}).values()]
+    if reading.id != UNKNOWN_ID:
+        columns.append(reading.id)
     missing = [name for name in columns if name not in row]
     if missing:
         raise InvalidInputError(f"rows: there is no column {missing[0]!r}, only {', '.join(map(repr, row))}.")
@@ -259,19 +271,19 @@ def _token_ids(view: ModelView, value: Any, column: str, prepend_bos: bool | Non
     Raises:
         InvalidInputError: it is neither a text nor token ids, is empty, or is outside the vocabulary.
     """
+    value = plain(value)
     if value is None or (isinstance(value, float) and value != value):  # a data frame's gap
         raise InvalidInputError(f"{column}: missing")
     if isinstance(value, bytes | bytearray):
         raise InvalidInputError(f"{column}: bytes, not text; decode them first, as with .decode('utf-8')")
-    if isinstance(value, str) and not value.strip():
-        raise InvalidInputError(f"{column}: empty")
     if isinstance(value, str):
+        if not value.strip():
+            raise InvalidInputError(f"{column}: empty")
         _check_unicode(value, column)
-    value = value if isinstance(value, str) else plain(value)
-    if not isinstance(value, str) and isinstance(value, Sequence) and any(isinstance(v, str | Sequence) for v in value):
-        raise InvalidInputError(f"{column}: a list of texts or of lists is no one prompt; pass a text, or token ids")
-    if not isinstance(value, str) and not (isinstance(value, Sequence) and value):
+    elif not isinstance(value, Sequence) or not value:
         raise InvalidInputError(f"{column}: {value!r} is neither a text nor token ids")
+    elif any(isinstance(entry, str | Sequence) for entry in value):
+        raise InvalidInputError(f"{column}: a list of texts or of lists is no one prompt; pass a text, or token ids")
     ids = np.asarray(token_rows(view, value, prepend_bos)[0].cpu(), dtype=np.int64)
     if int(ids.min()) < 0 or int(ids.max()) >= view.d_vocab:
         raise InvalidInputError(f"{column}: token ids are 0 to {view.d_vocab - 1}, not {ids.min()} to {ids.max()}")

@@ -1,6 +1,6 @@
-"""What a shard says of itself, so that nobody takes it for another: its run, its number, and digests of all it holds.
+"""What a shard says of itself, so that it is not taken for another: its run, its number, and digests of all it holds.
 
-A seal stands in the shard's own metadata, beside the facts that its rows have in common. It finds damage, edits and
+A seal stands in the shard's metadata, beside the facts that its rows have in common. It finds damage, edits and
 files of other runs; it is no signature.
 """
 
@@ -53,12 +53,16 @@ def broken(table: "pa.Table", names: list[str], run: str, shard: int) -> str | N
         columns = seal["columns"]
         if digest != _digest(seal, metadata[FACTS.encode()]) or list(columns) != names:
             return "its facts were changed after it was written"
-        if (seal["run"], seal["shard"]) != (run, shard):
-            return "it belongs to another run" if seal["run"] != run else f"it is shard {seal['shard']}"
+        if seal["run"] != run:
+            return "it belongs to another run"
+        if seal["shard"] != shard:
+            return f"it is shard {seal['shard']}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return "its facts cannot be read"
-    changed = [name for name in table.column_names if content_digest(table[name]) != columns[name]]
-    return f"its column {changed[0]!r} was changed after it was written" if changed else None
+    for name in table.column_names:
+        if content_digest(table[name]) != columns[name]:
+            return f"its column {name!r} was changed after it was written"
+    return None
 
 
 def content_digest(column: "pa.ChunkedArray") -> str:
@@ -74,7 +78,9 @@ def _kind(of: "pa.DataType") -> str:
     """A type by name, without what a file calls the entries of its lists."""
     import pyarrow as pa
 
-    return f"lists of {_kind(of.value_type)}" if pa.types.is_list(of) else str(of)
+    if pa.types.is_list(of):
+        return f"lists of {_kind(of.value_type)}"
+    return str(of)
 
 
 def _feed(array: "pa.Array", streams: Mapping[tuple[int, str], Any], depth: int) -> None:

@@ -19,11 +19,17 @@ if TYPE_CHECKING:
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
+if TYPE_CHECKING:
+    Quantiles = float | Sequence[float] | np.ndarray | torch.Tensor
+    """One share of the values, or several."""
+else:
+    Quantiles = Any  # what is no share is refused by `summary`
+
 Tables = Callable[[Sequence[str]], Iterator["pa.Table"]]
 """Some columns of every shard, one shard after another."""
 
 
-def summary(tables: Tables, quantiles: Any, names: str, memory: Memory) -> "pd.DataFrame":
+def summary(tables: Tables, quantiles: Quantiles, names: str, memory: Memory) -> "pd.DataFrame":
     """See `tensorlens_tl.datasets.DatasetResults.summary`.
 
     Shards hold a row's terms side by side. As many terms as fit the bound are gathered from all shards at once, so
@@ -45,14 +51,23 @@ def summary(tables: Tables, quantiles: Any, names: str, memory: Memory) -> "pd.D
     lines: list[list[float]] = []
     for start in range(0, len(chosen), at_once):
         values = _gathered(tables, chosen[start : start + at_once], count)
-        spread = values.var(axis=1, ddof=1) if count > 1 else np.full(len(values), np.nan)
-        places = np.quantile(values, shares, axis=1, overwrite_input=True) if shares else np.zeros((0, len(values)))
-        means = values.mean(axis=1)
-        lines += np.column_stack([means, spread, np.sqrt(spread), places.T]).tolist()
+        lines += _statistics(values, shares).tolist()
     columns = ["mean", "variance", "std", *(f"{100 * share:g}%" for share in shares)]
     frame = pd.DataFrame(lines, columns=pd.Index(columns), index=pd.Index(chosen, name="term"))
     frame.insert(0, "count", count)
     return frame
+
+
+def _statistics(values: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+    """Mean, variance, standard deviation and quantiles of each line of `[term, value]`, which is overwritten."""
+    mean = values.mean(axis=1)
+    variance = np.full(len(values), np.nan)
+    if values.shape[1] > 1:
+        variance = values.var(axis=1, ddof=1)
+    statistics = [mean, variance, np.sqrt(variance)]
+    if shares:
+        statistics += list(np.quantile(values, shares, axis=1, overwrite_input=True))
+    return np.column_stack(statistics)
 
 
 def _gathered(tables: Tables, terms: Sequence[str], count: int) -> np.ndarray:
@@ -60,7 +75,7 @@ def _gathered(tables: Tables, terms: Sequence[str], count: int) -> np.ndarray:
     values = np.zeros((len(terms), count))
     start = 0
     for table in tables(["scores"]):
-        columns = {name: place for place, name in enumerate(facts_in(table).get("names", ()))}
+        columns = {name: column for column, name in enumerate(facts_in(table).get("names", ()))}
         if not columns:  # every row of the shard failed
             continue
         parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["scores"].chunks]
@@ -72,10 +87,12 @@ def _gathered(tables: Tables, terms: Sequence[str], count: int) -> np.ndarray:
     return values
 
 
-def _quantiles(quantiles: Any) -> list[float]:
+def _quantiles(quantiles: Quantiles) -> list[float]:
     value = plain(quantiles)
+    if isinstance(value, int | float):
+        value = [value]
     try:
-        shares = [float(share) for share in ([value] if isinstance(value, int | float) else value)]
+        shares = [float(share) for share in value]
     except (TypeError, ValueError):
         shares = [-1.0]
     if not all(0 <= share <= 1 for share in shares):
@@ -85,13 +102,14 @@ def _quantiles(quantiles: Any) -> list[float]:
 
 def evaluation(tables: Tables) -> Evaluation:
     """See `tensorlens_tl.datasets.DatasetResults.evaluation`."""
-    names = list[str]()
     curves_of = dict[int, np.ndarray]()
     facts = dict[str, Any]()
     failed = 0
-    units: dict[int, str] = {}
+    units = dict[int, str]()
     for table in tables(["row", "id", "scores", "shape"]):
-        facts = facts_in(table) if "methods" in facts_in(table) else facts
+        shard_facts = facts_in(table)
+        if "methods" in shard_facts:
+            facts = shard_facts
         for row in table.to_pylist():
             if row["scores"] is None:
                 failed += 1
@@ -101,14 +119,16 @@ def evaluation(tables: Tables) -> Evaluation:
     if not curves_of:
         raise InvalidInputError("evaluation: no row of this run is done, or all failed.")
     order = sorted(curves_of)
-    names = [units[row] for row in order]
     curves = torch.from_numpy(np.stack([curves_of[row] for row in order], axis=2))
-    return evaluation_of(curves, names, facts, failed)
+    return evaluation_of(curves, [units[row] for row in order], facts, failed)
 
 
 def evaluation_of(curves: torch.Tensor, units: list[str], facts: Mapping[str, Any], failed: int = 0) -> Evaluation:
     """Curves `[metric, method, unit, step]` as an evaluation, described by a shard's `facts`."""
     axis = torch.tensor(facts["axis"], dtype=torch.float64)
+    settings = facts["settings"] | {"prompts": len(units)}
+    if failed:
+        settings["failed"] = failed
     return Evaluation(
         kind=facts["kind"],
         values=area(curves, axis),
@@ -118,6 +138,6 @@ def evaluation_of(curves: torch.Tensor, units: list[str], facts: Mapping[str, An
         curves=curves,
         axis=axis,
         axis_name=facts["axis_name"],
-        settings=facts["settings"] | {"prompts": len(units)} | ({"failed": failed} if failed else {}),
+        settings=settings,
         skipped=facts["skipped"],
     )

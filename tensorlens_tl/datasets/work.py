@@ -1,6 +1,6 @@
 """What a run does with some rows of a data set at once: for our own loop, for ``datasets.map`` and for Ray.
 
-A `Work` is a question asked of every row. `attributions` and `circuit_terms` hold those of `attribute_dataset`;
+A `Work` is what is computed of every row. `attributions` and `circuit_terms` hold those of `attribute_dataset`;
 `tensorlens_tl.evaluate.over_rows` holds that of a perturbation test.
 """
 
@@ -8,27 +8,32 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.datasets.packing import table_of
 from tensorlens_tl.errors import TensorLensError
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.operator import logit_label
 from tensorlens_tl.results.joining import SEVERAL_TARGETS
 from tensorlens_tl.results.storage import tagged
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 Record = dict[str, Any]
+"""A row of a shard, by column."""
 
 
 class Work(ABC):
     """What is computed of each row. It can be pickled, and holds no model.
 
     Attributes:
-        name: what it is called in messages.
-        double: whether its numbers are float64 whatever the model's dtype.
+        name: what messages call it.
+        double: whether its numbers are float64 in every model's dtype.
         save_whole: whether results are also saved as safetensors.
     """
 
@@ -42,8 +47,8 @@ class Work(ABC):
         """What must be the same when a run of it is resumed: ``method``, ``options``, ``keep``."""
 
     @abstractmethod
-    def together(self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]) -> Any:
-        """The result of some rows, given as token ids; `per_row` are options of which every row has its own value."""
+    def together(self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]) -> Any:
+        """The result of some rows, given as token ids; `per_row` are options of which every row has another value."""
 
     @abstractmethod
     def packed(self, result: Any) -> list[Record]:
@@ -57,23 +62,23 @@ class Work(ABC):
         """Records of several results, laid out alike, and what they have in common."""
         return records, facts
 
-    def table(self, records: list[Record], facts: dict[str, Any], double: bool) -> Any:
+    def table(self, records: list[Record], facts: dict[str, Any], double: bool) -> "pa.Table":
         """Records as an Arrow table."""
         return table_of(*self.aligned(records, facts), double or self.double)
 
 
 def run_rows(
-    work: Work, model: Any, tokens: Sequence[np.ndarray], per_row: Mapping[str, Sequence[Any]]
+    work: Work, model: ModelLike, tokens: Sequence[np.ndarray], per_row: Mapping[str, Sequence[Any]]
 ) -> tuple[list[Record], list[tuple[int | None, Any]]]:
-    """One record for each row, and the results they were made from: of all rows (None), or of one by its place.
+    """One record for each row, and the results they come from: of all rows (None), or of one row by its index.
 
     The rows are run together; where that fails, each by itself, and a row that fails then is a record with its error.
 
     Args:
-        work: what is asked.
+        work: what is computed.
         model: a TransformerLens model.
         tokens: each row's token ids.
-        per_row: options of which every row has a value of its own.
+        per_row: options of which every row has another value, `[row]`.
     """
 
     def run(rows: Sequence[int]) -> tuple[list[Record], Any]:
@@ -95,13 +100,19 @@ def run_rows(
             except TensorLensError as error:
                 message = re.sub(r"\b(?:row|prompt) 0\b", "this row", str(error))  # it was alone
                 records.append({"error": f"{type(error).__name__}: {message}"})
-    listed = any(isinstance(plain(work.options.get(name)), list | tuple) for name in ("target", "minus"))
-    for row, record in enumerate(records if per_row or listed else ()):
-        row_options = {name: values[row] for name, values in per_row.items()}
-        if per_row:
-            record["options"] = json.dumps(tagged(row_options))
-        # what is explained, in words for this row alone
-        if (record.get("target") or "").startswith(("logit of", SEVERAL_TARGETS)) and "direction" not in row_options:
-            options = {"target": None, "minus": None} | dict(work.options) | row_options
-            record["target"] = logit_label(ModelView(model), options["target"], options["minus"])
+    view = ModelView(model)
+    for row, record in enumerate(records):
+        _describe(record, view, work.options, {name: values[row] for name, values in per_row.items()})
     return records, results
+
+
+def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_options: Mapping[str, Any]) -> None:
+    """Complete a row's record by its options, and by the words for its target, which are not those of its batch."""
+    if row_options:
+        record["options"] = json.dumps(tagged(row_options))
+    lists_tokens = any(isinstance(plain(options.get(name)), list | tuple) for name in ("target", "minus"))
+    if not (row_options or lists_tokens) or "direction" in row_options:
+        return
+    if (record.get("target") or "").startswith(("logit of", SEVERAL_TARGETS)):
+        options = {**options, **row_options}
+        record["target"] = logit_label(view, options.get("target"), options.get("minus"))

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.evaluate.arguments import Methods, Prompts, Share, WholeNumber
 from tensorlens_tl.evaluate.scorers import Scorer, query_rows, scorers_of, usable
 from tensorlens_tl.hooks import lock_of
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.results.attribution import Attribution
@@ -28,7 +31,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def completeness(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, **freezing: Any) -> Evaluation:
+def completeness(
+    model: ModelLike, prompts: Prompts, methods: Methods = None, *, seed: int = 0, **freezing: Any
+) -> Evaluation:
     """How far each method's scores and bias are from the total they explain, and the bias' share of it.
 
     Args:
@@ -41,6 +46,10 @@ def completeness(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0
     Returns:
         An Evaluation: `residual` (abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias))) and `unexplained`
         (abs(bias) / (Σ abs(scores) + abs(bias))); NaN for methods that claim no total.
+
+    >>> from tensorlens_tl import evaluate
+    >>> evaluate.completeness(model, text, ["tensorlens target"]).mean("residual", "tensorlens target") < 1e-4
+    True
     """
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)
@@ -71,7 +80,9 @@ def _completeness(scorer: Scorer, frozen: FrozenPass) -> Float[Tensor, "2 batch"
     return torch.stack(numbers).double().cpu()
 
 
-def randomisation(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, **freezing: Any) -> Evaluation:
+def randomisation(
+    model: ModelLike, prompts: Prompts, methods: Methods = None, *, seed: int = 0, **freezing: Any
+) -> Evaluation:
     """Rank correlation of each method's scores with its scores on the same model, weights scrambled from the top down.
 
     Block by block from the last to the first, the entries of every weight matrix are permuted within it, on a copy of
@@ -90,7 +101,7 @@ def randomisation(model: Any, prompts: Any, methods: Any = None, *, seed: int = 
     frozen.view.refuse_encoder_decoder("randomisation")
     scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
     before = torch.stack([scorer(frozen) for scorer in scorers])
-    other = copy.deepcopy(model)
+    other: Any = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     layers = frozen.n_layers
     curve = [spearman(before, before, frozen.mask)]
@@ -122,12 +133,12 @@ def _scramble(block: nn.Module, generator: torch.Generator) -> None:
 
 
 def stability(
-    model: Any,
-    prompts: Any,
-    methods: Any = None,
+    model: ModelLike,
+    prompts: Prompts,
+    methods: Methods = None,
     *,
-    noise: Any = 0.01,
-    draws: Any = 4,
+    noise: Share = 0.01,
+    draws: WholeNumber = 4,
     seed: int = 0,
     **freezing: Any,
 ) -> Evaluation:
@@ -135,7 +146,7 @@ def stability(
 
     Args:
         model, prompts, methods, freezing: as in `completeness`.
-        noise: its size, as a share of each token's own vector.
+        noise: its size, as a share of each token's vector.
         draws: how many noisy inputs are averaged.
         seed: of the noise, and of the random baseline.
 
@@ -177,13 +188,15 @@ def stability(
 def _plus(value: Tensor) -> Callable[..., Tensor]:
     """A hook that adds the same to every copy of the prompts: methods run several at once."""
 
-    def hook(live: Tensor, *, hook: Any) -> Tensor:
+    def hook(live: Tensor, *, hook: HookPoint) -> Tensor:
         return live + value.to(live).repeat(len(live) // len(value), 1, 1)
 
     return hook
 
 
-def agreement(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, **freezing: Any) -> Evaluation:
+def agreement(
+    model: ModelLike, prompts: Prompts, methods: Methods = None, *, seed: int = 0, **freezing: Any
+) -> Evaluation:
     """Rank correlation of every two methods' scores for the last token.
 
     Args:
@@ -192,6 +205,10 @@ def agreement(model: Any, prompts: Any, methods: Any = None, *, seed: int = 0, *
 
     Returns:
         An Evaluation with one metric for each method, ``"with <method>"``: `agreement_table` makes a square of it.
+
+    >>> from tensorlens_tl import evaluate
+    >>> evaluate.agreement_table(evaluate.agreement(model, text, ["ifr", "alti"])).shape
+    (2, 2)
     """
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)

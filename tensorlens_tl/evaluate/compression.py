@@ -7,15 +7,15 @@ reported would look better than it is.
 
 | metric | of one prompt |
 | --- | --- |
-| `added loss` | −log p of what was asked, compressed less uncompressed |
+| `added loss` | −log p of the answer, compressed less uncompressed |
 | `accuracy change` | the share of answers that are the model's first choice, compressed less uncompressed |
 | `loss`, `accuracy` | of the compressed model itself |
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,10 +26,12 @@ from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.compress import Plan
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.arguments import Prompts, Share
 from tensorlens_tl.evaluate.known import KnownAnswers
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
 from tensorlens_tl.hooks import model_points, own_logits, own_run, refuse_attached
 from tensorlens_tl.models.lifecycle import refuse_dropout
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import Prompt, prepare
 from tensorlens_tl.results.evaluation import Evaluation
@@ -38,20 +40,34 @@ from tensorlens_tl.results.statistics import bootstrap_interval
 if TYPE_CHECKING:
     import pandas as pd
 
+if TYPE_CHECKING:
+    CompressionTask = Prompts | KnownAnswers | tuple[Tensor, Tensor]
+    """Prompts, prompts with known answers, or token ids and answers."""
+
+    Candidate = Plan | Callable[[], Plan]
+    """A plan, or a function that makes one."""
+
+    Plans = Mapping[str, Candidate | Sequence[Candidate] | Mapping[float, Candidate | Sequence[Candidate]]]
+    """Candidates by label, or by label and ratio."""
+
+    ChooseBy = Literal["loss", "accuracy"]
+else:
+    CompressionTask = Candidate = Plans = ChooseBy = Any  # our own errors say what is wrong
+
 METRICS: dict[str, bool | None] = {"added loss": False, "accuracy change": True, "loss": False, "accuracy": True}
 CHOOSE_BY = ("loss", "accuracy")
 UNCOMPRESSED = "uncompressed"
-NOT_ASKED = -100
-"""An answer that is not asked for, as torch's cross-entropy has it."""
+NO_ANSWER = -100
+"""At a position without an answer, as in torch's cross-entropy."""
 
 
 def compression(
-    model: Any,
-    task: Any,
-    plans: Any,
+    model: ModelLike,
+    task: CompressionTask,
+    plans: Plans,
     *,
-    validation: Any = 1 / 3,
-    choose_by: str = "loss",
+    validation: Share = 1 / 3,
+    choose_by: ChooseBy = "loss",
     seed: int = 0,
 ) -> Evaluation:
     """Loss and accuracy of a model under compressions.
@@ -60,7 +76,7 @@ def compression(
         model: a TransformerLens model that predicts tokens.
         task: prompts, as text or token ids, each token of which is to be predicted from those before; `KnownAnswers`,
             of which the answer is; or token ids and answers ``(tokens, answers)``, both `[prompt, pos]`, -100 where
-            none is asked for (for masked models).
+            there is none (for masked models).
         plans: label → a plan of `compress.plan`, a function that makes one, or several of either as candidates; or
             label → ratio → the same, the same ratios under every label (each plan has at least the ratio that it is
             under; with MLPs compressed as well, it is the attention's).
@@ -90,9 +106,8 @@ def compression(
     several = any(len(plans_at_ratio) > 1 for by_ratio in candidates.values() for plans_at_ratio in by_ratio)
     chosen_on, reported = _split(len(questions), validation, several, seed)
     base = _measure(view, questions, reported)
-    steps = len(ratios) if ratios else 1
     names: dict[str, list[str]] = {}
-    rows = {UNCOMPRESSED: [base] * steps}
+    rows = {UNCOMPRESSED: [base] * max(1, len(ratios))}
     bar = tqdm(total=sum(map(len, candidates.values())), desc="compression", leave=False, delay=2.0)
     for label, by_ratio in candidates.items():
         rows[label] = []
@@ -108,16 +123,12 @@ def compression(
     # [loss and accuracy, label, prompt, step]
     scores = torch.stack([torch.stack(row, dim=-1) for row in rows.values()], dim=1)
     curves = torch.cat([scores - base[:, None, :, None], scores])
-    units = [f"prompt {number}" for number in reported.tolist()]
-    return Evaluation(
+    result = Evaluation(
         kind="compression",
         values=curves.mean(-1),
         metrics=dict(METRICS),
         methods=list(rows),
-        units=units,
-        curves=curves if ratios else None,
-        axis=torch.tensor(ratios, dtype=torch.float64) if ratios else None,
-        axis_name="compression ratio" if ratios else "",
+        units=[f"prompt {number}" for number in reported.tolist()],
         settings={
             **view.provenance(),
             "task": questions.name,
@@ -129,6 +140,10 @@ def compression(
             "seed": seed,
         },
     )
+    if not ratios:
+        return result
+    axis = torch.tensor(ratios, dtype=torch.float64)
+    return replace(result, curves=curves, axis=axis, axis_name="compression ratio")
 
 
 def compression_table(result: Evaluation, metric: str = "added loss", *, level: float = 0.95) -> "pd.DataFrame":
@@ -191,13 +206,13 @@ class Questions:
             return cls(task.name, _in_parts(view, task.tokens), positions, answers, torch.ones_like(answers).bool())
         if isinstance(task, tuple) and len(task) == 2 and all(isinstance(part, Tensor) for part in task):
             tokens, answers = task
-            if tokens.ndim != 2 or tokens.shape != answers.shape or not bool((answers != NOT_ASKED).any(-1).all()):
+            if tokens.ndim != 2 or tokens.shape != answers.shape or not bool((answers != NO_ANSWER).any(-1).all()):
                 raise InvalidInputError(
                     f"task: tokens {tuple(tokens.shape)} and answers {tuple(answers.shape)} must be [prompt, pos] "
-                    f"both, with at least one answer in every prompt ({NOT_ASKED} where none is asked for)."
+                    f"both, with at least one answer in every prompt ({NO_ANSWER} where there is none)."
                 )
             positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-            counts = answers != NOT_ASKED
+            counts = answers != NO_ANSWER
             answers = _checked(view, answers)
             return cls("answers", _in_parts(view, tokens), positions, answers.clamp_min(0), counts)
         whole = prepare(view, task)
@@ -214,7 +229,7 @@ def _checked(view: ModelView, answers: Tensor) -> Tensor:
     """Answers that the model can give."""
     assert view.unembedding is not None
     tokens = view.unembedding[0].shape[1]
-    invalid = answers[(answers != NOT_ASKED) & ((answers < 0) | (answers >= tokens))]
+    invalid = answers[(answers != NO_ANSWER) & ((answers < 0) | (answers >= tokens))]
     if len(invalid):
         raise InvalidInputError(f"task: the answer {int(invalid[0])} is outside the vocabulary of {tokens} tokens.")
     return answers
@@ -224,12 +239,10 @@ def _in_parts(view: ModelView, tokens: Tensor, mask: Tensor | None = None) -> li
     """Prompts for the model, as many at once as their logits fit into the working memory."""
     per_prompt = 3 * tokens.shape[1] * view.d_vocab * 4
     step = max(1, min(PROMPTS_AT_ONCE, in_bytes(None) // per_prompt))
-    parts = []
-    for start in range(0, len(tokens), step):
-        rows = slice(start, start + step)
-        real = None if mask is None or bool(mask.all()) else mask[rows]
-        parts.append(prepare(view, tokens[rows], attention_mask=real))
-    return parts
+    if mask is None or bool(mask.all()):
+        return [prepare(view, rows) for rows in tokens.split(step)]
+    rows_and_masks = zip(tokens.split(step), mask.split(step), strict=True)
+    return [prepare(view, rows, attention_mask=real) for rows, real in rows_and_masks]
 
 
 # ------------------------------------------------------------------ what is measured
@@ -243,7 +256,8 @@ def _measure(
     assert unembed_in is not None  # it predicts tokens
     scores = []
     start = 0
-    with own_run(view.model), torch.no_grad(), nullcontext() if plan is None else plan.applied():
+    compressed = nullcontext() if plan is None else plan.applied()
+    with own_run(view.model), torch.no_grad(), compressed:
         for part in questions.parts:
             rows = slice(start, start + len(part.tokens))
             start = rows.stop
@@ -265,19 +279,23 @@ def _scores(logits: Any, answers: Tensor, counts: Tensor) -> Float[Tensor, "2 pr
     logits = upcast(logits)
     of_answer = torch.take_along_dim(logits, answers[..., None], dim=-1)[..., 0]
     loss = logits.logsumexp(-1) - of_answer
-    right = logits.argmax(-1) == answers
-    both = torch.stack([loss.double(), right.double()])
+    correct = logits.argmax(-1) == answers
+    both = torch.stack([loss.double(), correct.double()])
     return (torch.where(counts, both, 0).sum(-1) / counts.sum(-1)).cpu()
 
 
 def _best(
-    view: ModelView, questions: Questions, candidates: Sequence[Any], prompts: Int[Tensor, "chosen"], choose_by: str
+    view: ModelView,
+    questions: Questions,
+    candidates: Sequence[Candidate],
+    prompts: Int[Tensor, "chosen"],
+    choose_by: str,
 ) -> Plan:
     """The candidate that does best on the validation prompts."""
 
     def cost(plan: Plan) -> float:
         loss, accuracy = _measure(view, questions, prompts, plan).mean(-1).tolist()
-        return loss if choose_by == "loss" else -accuracy
+        return {"loss": loss, "accuracy": -accuracy}[choose_by]
 
     first, *others = candidates
     best = _plan(view, first)
@@ -286,7 +304,8 @@ def _best(
     least = cost(best)
     for candidate in others:  # one at a time: a plan may be a good part of the model
         plan = _plan(view, candidate)
-        if (plan_cost := cost(plan)) < least:
+        plan_cost = cost(plan)
+        if plan_cost < least:
             best = plan
             least = plan_cost
     return best
@@ -298,8 +317,10 @@ def _check_label(label: str, ratio: float, plan: Plan) -> None:
         raise InvalidInputError(f"plans: {label!r} at ratio {ratio:g} holds a plan of ratio {plan.ratio:.3g}.")
 
 
-def _plan(view: ModelView, candidate: Any) -> Plan:
-    plan = candidate() if callable(candidate) and not isinstance(candidate, Plan) else candidate
+def _plan(view: ModelView, candidate: Candidate) -> Plan:
+    plan = candidate
+    if callable(candidate) and not isinstance(candidate, Plan):
+        plan = candidate()
     if not isinstance(plan, Plan):
         raise InvalidInputError(f"plans: pass what compress.plan made, got {type(plan).__name__}.")
     if plan.model is not view.model:
@@ -307,7 +328,7 @@ def _plan(view: ModelView, candidate: Any) -> Plan:
     return plan
 
 
-def _candidates(plans: Any) -> tuple[dict[str, list[Sequence[Any]]], list[float]]:
+def _candidates(plans: Plans) -> tuple[dict[str, list[Sequence[Candidate]]], list[float]]:
     """The candidates by label and ratio, and the ratios (none where a label has no ratios)."""
     if not isinstance(plans, Mapping) or not plans:
         raise InvalidInputError("plans: pass a table of them by label, such as {'laser': compress.plan(...)}.")
@@ -323,18 +344,23 @@ def _candidates(plans: Any) -> tuple[dict[str, list[Sequence[Any]]], list[float]
     return by_ratio, [float(ratio) for ratio in ratios]
 
 
-def _as_list(entry: Any) -> Sequence[Any]:
-    candidates = list(entry) if isinstance(entry, list | tuple) else [entry]
-    if not candidates:
+def _as_list(entry: Any) -> Sequence[Candidate]:
+    if not isinstance(entry, list | tuple):
+        return [entry]
+    if not entry:
         raise InvalidInputError("plans: a label without any.")
-    return candidates
+    return list(entry)
 
 
-def _split(prompts: int, share: Any, several: bool, seed: int) -> tuple[Int[Tensor, "chosen"], Int[Tensor, "reported"]]:
+def _split(
+    prompts: int, share: Share, several: bool, seed: int
+) -> tuple[Int[Tensor, "chosen"], Int[Tensor, "reported"]]:
     """Which prompts candidates are chosen on, and which are reported."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise InvalidInputError(f"validation={share!r}: pass a share of the prompts, above 0 and below 1.")
-    count = max(1, round(share * prompts)) if several else 0
+    count = 0
+    if several:
+        count = max(1, round(share * prompts))
     if count >= prompts:
         raise InvalidInputError(f"task: {prompts} prompts are too few to choose on some and report on others.")
     order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))

@@ -1,9 +1,8 @@
 """Perturbation tests over the rows of a data set, in shards that a run resumes from."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.datasets.options import UNKNOWN_ID, Engine, LoadModel, Reading, RunOptions
 from tensorlens_tl.datasets.results import DatasetResults
-from tensorlens_tl.datasets.rows import UNKNOWN_ID, Rows
-from tensorlens_tl.datasets.running import run_work
+from tensorlens_tl.datasets.rows import Rows, RowSource
+from tensorlens_tl.datasets.running import read_prompts, run_work
 from tensorlens_tl.datasets.work import Record, Work
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.evaluate.arguments import (
+    Fractions,
+    Hidden,
+    MethodFunction,
+    Methods,
+    Metrics,
+    Order,
+    PerturbationQuery,
+    ReplacementName,
+)
 from tensorlens_tl.evaluate.perturbation import FRACTIONS, METRICS, PerturbationTest
 from tensorlens_tl.evaluate.scorers import Scorer, usable
 from tensorlens_tl.models.protocol import ModelLike
@@ -27,19 +38,19 @@ from tensorlens_tl.passes.replacement import Replacement, vocabulary_mean
 
 def perturbation_dataset(
     model: ModelLike,
-    rows: Any,
+    rows: RowSource,
     out: str | os.PathLike[str],
-    methods: Any = None,
+    methods: Methods = None,
     *,
-    query: Any = "last",
-    fractions: Any = FRACTIONS,
-    replacement: Any = None,
-    metrics: Any = METRICS,
-    order: str = "descending",
+    query: PerturbationQuery = "last",
+    fractions: Fractions = FRACTIONS,
+    replacement: ReplacementName = None,
+    metrics: Metrics = METRICS,
+    order: Order = "descending",
     absolute: bool = False,
-    hidden: str = "unembedded",
+    hidden: Hidden = "unembedded",
     seed: int = 0,
-    memory: Any = None,
+    memory: Memory = None,
     text: str = "text",
     id: str = UNKNOWN_ID,
     tokens_per_batch: int = 8192,
@@ -47,8 +58,8 @@ def perturbation_dataset(
     resume: bool = True,
     progress: bool = True,
     prepend_bos: bool | None = None,
-    engine: str | None = None,
-    load_model: Callable[[], ModelLike] | None = None,
+    engine: Engine = None,
+    load_model: LoadModel | None = None,
     num_actors: int = 1,
     num_gpus: float | int = 0,
 ) -> DatasetResults:
@@ -56,7 +67,7 @@ def perturbation_dataset(
 
     The numbers are those of one call of `perturbation` with all rows; `DatasetResults.evaluation` gives them as one
     `Evaluation`, with its table and comparisons. A row that is too short for the smallest fraction is written with its
-    error. Called again with the same arguments, a run that was interrupted goes on.
+    error. Called again with the same arguments, an interrupted run is resumed.
 
     Args:
         model: a TransformerLens model that reads text.
@@ -72,34 +83,12 @@ def perturbation_dataset(
         FileFormatError: the folder's manifest or one of its shards is damaged.
         OSError: a shard cannot be written; those before it are whole.
     """
-    test = PerturbationTest.of(
-        methods,
-        query=query,
-        fractions=fractions,
-        metrics=metrics,
-        order=order,
-        absolute=absolute,
-        hidden=hidden,
-        seed=seed,
-        memory=memory,
-    )
-    return run_work(
-        model,
-        rows,
-        out,
-        partial(_work, ModelView(model), test, replacement, methods is None),
-        text=text,
-        id=id,
-        tokens_per_batch=tokens_per_batch,
-        truncate=truncate,
-        resume=resume,
-        progress=progress,
-        prepend_bos=prepend_bos,
-        engine=engine,
-        load_model=load_model,
-        num_actors=num_actors,
-        num_gpus=num_gpus,
-    )
+    test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, memory)
+    reading = Reading(text, id, None, truncate, prepend_bos)
+    run = RunOptions(out, reading, tokens_per_batch, resume, progress, engine, load_model, num_actors, num_gpus)
+    view, prompts = read_prompts(model, rows, run.reading)
+    work = _work(view, prompts, test, replacement, skip=methods is None)
+    return run_work(view, prompts, work, run)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,13 +118,14 @@ class _Perturbing(Work):
         return {"method": self.name, "options": dict(self.options), "keep": "scores"}
 
     def together(
-        self, model: Any, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
+        self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
     ) -> tuple[Prompt, Float[Tensor, "metric method prompt step"]]:
         """The result of some rows."""
         view = ModelView(model)
         prompt = prepare(view, list(tokens))
-        engine = self.test.engine(model, view, prompt, lambda: self.replacement)
-        return prompt, self.test.curves(engine, self.scorers, progress=False)
+        self.test.query_of(view, prompt)
+        runs = self.test.runs(view, prompt, self.replacement)
+        return prompt, self.test.curves(runs, self.scorers, progress=False)
 
     def packed(self, result: tuple[Prompt, Tensor]) -> list[Record]:
         """Such a result as one record for each row."""
@@ -155,32 +145,37 @@ class _Perturbing(Work):
         return about | self.described
 
 
-def _work(view: ModelView, test: PerturbationTest, replacement: Any, skip: bool, rows: Rows) -> Work:
+def _work(view: ModelView, rows: Rows, test: PerturbationTest, replacement: ReplacementName, skip: bool) -> Work:
     """The test of these rows: methods that fit the model, and what tokens are replaced by."""
-    good = [ids for row, ids in enumerate(rows.tokens) if row not in rows.errors]
-    if not good:
+    prompts = [ids for row, ids in enumerate(rows.tokens) if row not in rows.errors]
+    if not prompts:
         first = min(rows.errors)
         raise InvalidInputError(f"rows: none is a prompt. Row {first}: {rows.errors[first]}.")
-    # a token's embedding is the same wherever it stands: the mean over all rows needs their counts alone
-    counts = torch.from_numpy(sum(np.bincount(ids, minlength=view.d_vocab) for ids in good))
-    longest = max(good, key=len).tolist()
+    # a token's embedding is the same at every position: the mean over all rows needs their counts alone
+    counts = torch.from_numpy(sum(np.bincount(ids, minlength=view.d_vocab) for ids in prompts))
+    longest = max(prompts, key=len).tolist()
     prompt = prepare(view, [longest])
-    by = Replacement.of(view, prompt, replacement, vocabulary_mean(view, counts))
     try:
-        place = test.engine(view.model, view, prompt, lambda: by).place
+        query = test.query_of(view, prompt)
     except InvalidInputError as error:
         raise InvalidInputError(f"perturbation: the longest row cannot be tested. {error}") from error
-    scorers, skipped = usable(test.scorers, freeze(view.model, [longest]), place, skip)
+    by = Replacement.of(view, prompt, replacement, vocabulary_mean(view, counts))
+    scorers, skipped = usable(test.scorers, freeze(view.model, [longest]), query, skip)
     options = {
         "methods": {scorer.label: [_name(scorer.method), repr(dict(scorer.options))] for scorer in scorers},
         "skipped": sorted(skipped),
         "fractions": test.steps,
         "replacement": by.name,
-        **{name: getattr(test, name) for name in ("query", "metrics", "order", "absolute", "hidden", "seed")},
+        "query": test.query,
+        "metrics": test.names,
+        **{name: getattr(test, name) for name in ("order", "absolute", "hidden", "seed")},
     }
-    described = test.described(view, by, scorers, len(good))
+    described = test.described(view, by, scorers, len(prompts))
     return _Perturbing(test, by, scorers, skipped, described, options)
 
 
-def _name(method: Any) -> str:
-    return method if isinstance(method, str) else f"{method.__module__}.{getattr(method, '__qualname__', '?')}"
+def _name(method: str | MethodFunction) -> str:
+    """A method in a manifest: a function is known by its name alone."""
+    if isinstance(method, str):
+        return method
+    return f"{method.__module__}.{getattr(method, '__qualname__', '?')}"

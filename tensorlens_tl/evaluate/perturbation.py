@@ -14,8 +14,8 @@ An area under the curve is the trapezoid rule over the fractions, divided by the
 Special tokens and padding are never replaced. (TensorLens 2026, Figures 3 to 7; AOPC: Samek et al. 2017.)
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -25,44 +25,53 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra.memory import in_bytes
-from tensorlens_tl.algebra.numerics import relative_error
-from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
+from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.arguments import (
+    Fractions,
+    Hidden,
+    Methods,
+    Metrics,
+    Order,
+    PerturbationQuery,
+    Prompts,
+    ReplacementName,
+)
+from tensorlens_tl.evaluate.perturbed_runs import PREDICTED, PerturbedRuns
 from tensorlens_tl.evaluate.scorers import MEAN_TOLERANCE, Scorer, random_scores, scorers_of, usable
-from tensorlens_tl.hooks import ModelPoints, capture, foreign_hooks, logit_hooks, logits_at, model_points
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import TOLERANCE, freeze
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.inputs import Prompt, prepare, query_positions
-from tensorlens_tl.passes.replacement import Replacement, inputs_of
+from tensorlens_tl.passes.replacement import Replacement
 from tensorlens_tl.results.evaluation import Evaluation, area
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 METRICS = ("hs_mse", "aopc", "logit")
 """The metrics that are measured unless others are named."""
 
-PREDICTED = ("aopc", "aopc_abs", "logit")
-"""Metrics of a prediction."""
-HIDDEN = ("unembedded", "output")
+KINDS = {"descending": "positive perturbation", "ascending": "negative perturbation"}
+"""What an evaluation is called, by the order of replacement."""
+
 PROMPTS_AT_ONCE = 16
 
 
 def perturbation(
-    model: Any,
-    prompts: Any,
-    methods: Any = None,
+    model: ModelLike,
+    prompts: Prompts,
+    methods: Methods = None,
     *,
-    query: Any = "last",
-    fractions: Any = FRACTIONS,
-    replacement: Any = None,
-    metrics: Any = METRICS,
-    order: str = "descending",
+    query: PerturbationQuery = "last",
+    fractions: Fractions = FRACTIONS,
+    replacement: ReplacementName = None,
+    metrics: Metrics = METRICS,
+    order: Order = "descending",
     absolute: bool = False,
-    hidden: str = "unembedded",
+    hidden: Hidden = "unembedded",
     attention_mask: Any = None,
     prepend_bos: bool | None = None,
     seed: int = 0,
-    memory: Any = None,
+    memory: Memory = None,
 ) -> Evaluation:
     """How much damage is done by replacing the tokens that each method names first.
 
@@ -81,7 +90,7 @@ def perturbation(
             token where there is one, else the mean. Of patches, `"mean"` and `"zero"` are those of what the patch
             embedding gives.
         metrics: of `hs_mse` (mean squared change of the final hidden state), `aopc` (how far the probability of the
-            model's own first choice falls), `aopc_abs` (the absolute value of that: TensorLens' Table 1), `logit` (how
+            model's first choice falls), `aopc_abs` (the absolute value of that: TensorLens' Table 1), `logit` (how
             far its logit falls).
         order: ``"descending"`` (positive perturbation) or ``"ascending"`` (negative).
         absolute: order by absolute score; the paper and the default keep the sign.
@@ -97,26 +106,23 @@ def perturbation(
 
     Raises:
         InvalidInputError: fractions outside [0, 1] or not ascending, an unknown metric, order or replacement, prompts
-            too short for the smallest fraction, or methods that cannot be run as asked.
+            too short for the smallest fraction, or methods that cannot be run with their options.
         UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
+
+    >>> from tensorlens_tl import evaluate
+    >>> result = evaluate.perturbation(model, [text], ["tensorlens target", "random"], fractions=(0, 0.5, 1))
+    >>> result.curves.shape  # metric, method, prompt, step
+    torch.Size([3, 2, 1, 3])
     """
-    test = PerturbationTest.of(
-        methods,
-        query=query,
-        fractions=fractions,
-        metrics=metrics,
-        order=order,
-        absolute=absolute,
-        hidden=hidden,
-        seed=seed,
-        memory=memory,
-    )
+    test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, memory)
     view = ModelView(model)
     view.refuse_encoder_decoder("perturbation")
     prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
-    engine = test.engine(model, view, prompt, lambda: Replacement.of(view, prompt, replacement))
-    scorers, skipped = usable(test.scorers, _pass(model, prompt, slice(0, 1)), engine.place, skip=methods is None)
-    curves = test.curves(engine, scorers)
+    position = test.query_of(view, prompt)
+    runs = test.runs(view, prompt, Replacement.of(view, prompt, replacement))
+    first = freeze(model, **prompt.again(slice(0, 1)))
+    scorers, skipped = usable(test.scorers, first, position, skip=methods is None)
+    curves = test.curves(runs, scorers)
     axis = torch.tensor(test.steps, dtype=torch.float64)
     return Evaluation(
         values=area(curves, axis),
@@ -124,95 +130,98 @@ def perturbation(
         curves=curves,
         axis=axis,
         skipped=skipped,
-        **test.described(view, engine.replacement, scorers, len(prompt.tokens)),
+        **test.described(view, runs.replacement, scorers, len(prompt.tokens)),
     )
 
 
 @dataclass(frozen=True)
 class PerturbationTest:
-    """What is asked of prompts; see `perturbation`. It can be pickled where its scorers can.
+    """What is measured of prompts; see `perturbation` for each option. It can be pickled where its scorers can.
 
     Attributes:
         scorers: the methods.
-        query, order, absolute, hidden, seed: as they were given.
         steps: the shares of tokens that are replaced.
-        metrics: what is measured.
-        memory: in bytes.
+        names: of the metrics.
+        working_bytes: what perturbed runs may allocate.
+
+    Raises:
+        InvalidInputError: see `perturbation`.
     """
 
-    scorers: list[Scorer]
-    query: Any
-    steps: list[float]
-    metrics: list[str]
-    order: str
+    methods: InitVar[Methods]
+    query: PerturbationQuery
+    fractions: InitVar[Fractions]
+    metrics: InitVar[Metrics]
+    order: Order
     absolute: bool
-    hidden: str
+    hidden: Hidden
     seed: int
-    memory: int
+    memory: InitVar[Memory]
+    scorers: list[Scorer] = field(init=False)
+    steps: list[float] = field(init=False)
+    names: list[str] = field(init=False)
+    working_bytes: int = field(init=False)
 
-    @classmethod
-    def of(
-        cls, methods: Any, *, query: Any, fractions: Any, metrics: Any, order: str, absolute: bool, hidden: str,
-        seed: int, memory: Any,
-    ) -> "PerturbationTest":  # fmt: skip
-        """The test, its options checked.
-
-        Raises:
-            InvalidInputError: see `perturbation`.
-        """
-        scorers = scorers_of(methods, seed=seed)
-        steps = _fractions(fractions)
-        metric_names = _metrics(metrics, query)
-        if order not in ("descending", "ascending"):
-            raise InvalidInputError(f"order={order!r}; use 'descending' (most relevant first) or 'ascending'.")
-        if hidden not in HIDDEN:
+    def __post_init__(self, methods: Methods, fractions: Fractions, metrics: Metrics, memory: Memory) -> None:
+        checked = {
+            "scorers": scorers_of(methods, seed=self.seed),
+            "steps": _fractions(fractions),
+            "names": _metrics(metrics, self.query),
+            "working_bytes": in_bytes(memory),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.order not in ("descending", "ascending"):
+            raise InvalidInputError(f"order={self.order!r}; use 'descending' (most relevant first) or 'ascending'.")
+        if self.hidden not in ("unembedded", "output"):
             raise InvalidInputError(
-                f"hidden={hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give)."
+                f"hidden={self.hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give)."
             )
-        return cls(scorers, query, steps, metric_names, order, absolute, hidden, seed, in_bytes(memory))
 
-    def engine(self, model: Any, view: ModelView, prompt: Prompt, replacement: Callable[[], Replacement]) -> "_Engine":
-        """What runs the live model on some prompts, which are checked before.
+    def query_of(self, view: ModelView, prompt: Prompt) -> int | None:
+        """The query of some prompts as methods take it, None for the mean; prompts and model are checked.
 
         Raises:
             InvalidInputError: prompts too short for the smallest fraction or for the query.
             UnsupportedModelError: a metric needs a prediction, and the model has none.
         """
-        place = _query(self.query, prompt)
-        predicts = bool(set(PREDICTED) & set(self.metrics))
-        if predicts and place is not None:
-            prompt.in_logits(query_positions(prompt, place))
-        if view.unembedding is None and predicts:
+        query = _query(self.query, prompt)
+        predicts = bool(set(PREDICTED) & set(self.names))
+        if predicts and query is not None:
+            prompt.in_logits(query_positions(prompt, query))
+        if predicts and view.unembedding is None:
             raise UnsupportedModelError(f"{view.description} predicts no tokens; use metrics=['hs_mse'].")
         _counts(perturbable(view, prompt), self.steps)
+        return query
+
+    def runs(self, view: ModelView, prompt: Prompt, replacement: Replacement) -> PerturbedRuns:
+        """The live model on some prompts, checked by `query_of`."""
+        query = _query(self.query, prompt)
         of_output = self.hidden == "output"
-        return _Engine(
-            model, view, model_points(view), prompt, place, replacement(), self.metrics, of_output, self.memory
-        )
+        return PerturbedRuns(view, prompt, query, replacement, self.names, of_output, self.working_bytes)
 
     def curves(
-        self, engine: "_Engine", scorers: Sequence[Scorer], progress: bool = True
+        self, runs: PerturbedRuns, scorers: Sequence[Scorer], progress: bool = True
     ) -> Float[Tensor, "metric method prompt step"]:
-        """The damage done to each of the engine's prompts after each step."""
-        model = engine.model
-        prompt = engine.prompt
-        place = engine.place
-        allowed = perturbable(ModelView(model), prompt)
+        """The damage done to each prompt after each step."""
+        prompt = runs.prompt
+        allowed = perturbable(ModelView(runs.model), prompt)
         counts = _counts(allowed, self.steps)
-        shape = len(self.metrics), len(scorers), len(prompt.tokens), len(self.steps)
-        curves = torch.zeros(shape, dtype=torch.float64)
+        curves = torch.zeros(len(self.names), len(scorers), len(prompt.tokens), len(self.steps), dtype=torch.float64)
         ties_of = random_scores(self.seed)
-        at_once = 1 if engine.alone else PROMPTS_AT_ONCE
+        at_once = 1 if runs.alone else PROMPTS_AT_ONCE
         starts = range(0, len(prompt.tokens), at_once)
         for start in tqdm(starts, desc="perturbation", leave=False, delay=2.0, disable=not progress):
             part = slice(start, start + at_once)
-            frozen = _pass(model, prompt, part)
-            ties = ties_of(frozen).cpu()  # a prompt's own, whatever is run beside it
+            frozen = freeze(runs.model, **prompt.again(part))
+            ties = ties_of(frozen).cpu()  # those of a prompt do not depend on its batch
             for number, scorer in enumerate(scorers):
-                scores = scorer(frozen, place).cpu()
-                ranks = rank(scores.abs() if self.absolute else scores, allowed[part], self.order, ties)
+                scores = scorer(frozen, runs.query).cpu()
+                if self.absolute:
+                    scores = scores.abs()
+                ranks = rank(scores, allowed[part], self.order, ties)
                 # nothing is replaced at the first step, and no damage done
-                curves[:, number, part, 1:] = engine.damage(part, ranks[:, None] < counts[part, 1:, None])
+                curves[:, number, part, 1:] = runs.damage(part, ranks[:, None] < counts[part, 1:, None])
         return curves
 
     def described(
@@ -234,8 +243,8 @@ class PerturbationTest:
         if self.query == "mean" and any(scorer.estimates_norms for scorer in scorers):
             settings["norms"] = f"estimated by random rows to a relative standard error of {MEAN_TOLERANCE:g}"
         return {
-            "kind": f"{'positive' if self.order == 'descending' else 'negative'} perturbation",
-            "metrics": dict.fromkeys(self.metrics, self.order == "descending"),
+            "kind": KINDS[self.order],
+            "metrics": dict.fromkeys(self.names, self.order == "descending"),
             "methods": [scorer.label for scorer in scorers],
             "axis_name": "share of tokens replaced",
             "settings": settings,
@@ -248,15 +257,17 @@ def rank(
     order: str = "descending",
     ties: Float[Tensor, "batch pos"] | None = None,
 ) -> Int[Tensor, "batch pos"]:
-    """Each token's place in the order of replacement, from 0; tokens that are not allowed come after all others.
+    """Each token's rank in the order of replacement, from 0; tokens that are not allowed come after all others.
 
     Equal scores are ordered by `ties`, by position without them. Reversing the order reverses the ranks.
     """
-    ties = torch.arange(scores.shape[1]).expand_as(scores) if ties is None else ties
+    if ties is None:
+        ties = torch.arange(scores.shape[1]).expand_as(scores)
     by_ties = ties.argsort(dim=1)
     key = scores.gather(1, by_ties)
     ordered = by_ties.gather(1, key.argsort(dim=1, stable=True))  # ascending
-    ordered = ordered.flip(1) if order == "descending" else ordered
+    if order == "descending":
+        ordered = ordered.flip(1)
     forbidden = ~allowed.gather(1, ordered)
     ordered = ordered.gather(1, forbidden.long().argsort(dim=1, stable=True))
     return ordered.argsort(dim=1)
@@ -274,7 +285,7 @@ def perturbable(view: ModelView, prompt: Prompt) -> Bool[Tensor, "prompt pos"]:
 # ------------------------------------------------------------------------------------------- checks
 
 
-def _fractions(fractions: Any) -> list[float]:
+def _fractions(fractions: Fractions) -> list[float]:
     try:
         steps = [float(f) for f in fractions]
     except (TypeError, ValueError):
@@ -284,29 +295,31 @@ def _fractions(fractions: Any) -> list[float]:
     return steps
 
 
-def _metrics(metrics: Any, query: Any) -> list[str]:
-    names = [metrics] if isinstance(metrics, str) else list(metrics)
+def _metrics(metrics: Metrics, query: PerturbationQuery) -> list[str]:
+    if isinstance(metrics, str):
+        metrics = [metrics]
+    names = list[str](metrics)
     known = ("hs_mse", *PREDICTED)
     unknown = [metric for metric in names if metric not in known]
     if unknown or not names:
         raise InvalidInputError(f"metrics={names!r}; use some of {', '.join(map(repr, known))}.")
-    if query == "mean":
-        names = ["hs_mse"] if tuple(names) == METRICS else names
-        if names != ["hs_mse"]:
-            raise InvalidInputError("query='mean' has no single prediction; use metrics=['hs_mse'], or one query.")
-    return names
+    if query != "mean":
+        return names
+    if tuple(names) not in (METRICS, ("hs_mse",)):
+        raise InvalidInputError("query='mean' has no single prediction; use metrics=['hs_mse'], or one query.")
+    return ["hs_mse"]
 
 
-def _query(query: Any, prompt: Prompt) -> int | None:
+def _query(query: PerturbationQuery, prompt: Prompt) -> int | None:
     """The query as the methods take it: an integer, or None for the mean."""
     if isinstance(query, str):
         known: dict[str, int | None] = {"last": -1, "cls": 0, "mean": None}
         if query not in known:
             raise InvalidInputError(f"query={query!r}; use 'last', 'cls', 'mean' or a position.")
         return known[query]
-    place = whole_number("query", query, why="or 'last', 'cls', 'mean'")
-    query_positions(prompt, place)
-    return place
+    position = whole_number("query", query, why="or 'last', 'cls', 'mean'")
+    query_positions(prompt, position)
+    return position
 
 
 def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[Tensor, "prompt step"]:
@@ -326,139 +339,3 @@ def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[
             f"none: use prompts of {least} or more, or larger fractions."
         )
     return counts
-
-
-# ------------------------------------------------------------------------------------- perturbed runs
-
-
-class _Engine:
-    """Runs the live model on perturbed prompts, and compares it with itself on the whole ones.
-
-    Somebody's code on the model may act on some rows of a batch only, as `tensorlens_tl.passes.live.runs` says: each
-    prompt is run by itself where such code is seen (`alone`), else between whole ones that must come out the same.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        view: ModelView,
-        points: ModelPoints,
-        prompt: Prompt,
-        place: int | None,
-        replacement: Replacement,
-        metrics: Sequence[str],
-        of_output: bool,
-        memory: int,
-    ) -> None:
-        self.model = model
-        self.prompt = prompt
-        self.replacement = replacement
-        self.metrics = metrics
-        # a mean over positions is one of the output; a classifier's head reads too few of them
-        of_output = of_output or (place is None and view.class_head is not None)
-        self.unembed_at = points.unembed_in or points.output
-        self.hidden_at = points.output if of_output else self.unembed_at
-        self.place = place
-        self.predicts = bool(set(PREDICTED) & set(metrics))
-        batch, pos = prompt.tokens.shape
-        self.positions = None if place is None else query_positions(prompt, place)
-        widest = max(block.mlp.hidden if block.mlp is not None else 0 for block in view.blocks)
-        heads = max((block.attention.heads for block in view.blocks if block.mixer is None), default=0)
-        per_row = pos * (8 * view.cfg.d_model + 2 * widest + 2 * pos * heads)
-        self.alone = bool(foreign_hooks(model))
-        if self.predicts:
-            per_row += view.d_vocab
-        self.rows = 1 if self.alone else max(1, memory // (4 * per_row))
-        self.tolerance = TOLERANCE.get(next(view.model.parameters()).dtype, 1e-4)
-        self._whole: list[Tensor] = []  # hidden states and logits of whole prompts, once they are known
-        self.hidden, logits = self._measure(torch.arange(batch), torch.zeros_like(prompt.mask).cpu())
-        self.logits = self.hidden if logits is None else logits  # without a metric that needs them, never read
-        self._whole = [self.hidden, self.logits]
-
-    def damage(self, part: slice, replaced: Bool[Tensor, "prompt step pos"]) -> Float[Tensor, "metric prompt step"]:
-        """Every metric of some prompts with some of their tokens replaced."""
-        prompts, steps, _ = replaced.shape
-        index = torch.arange(part.start, part.start + prompts).repeat_interleave(steps)
-        hidden, logits = self._measure(index, replaced.flatten(0, 1))
-        damages = []
-        for metric in self.metrics:
-            if metric == "hs_mse":
-                damages.append((hidden - self.hidden[index]).square().mean(-1))
-                continue
-            assert logits is not None
-            before = self.logits[index]
-            after = logits
-            token = before.argmax(-1, keepdim=True)
-            if metric != "logit":
-                before = before.softmax(-1)
-                after = after.softmax(-1)
-            fall = (before.gather(1, token) - after.gather(1, token))[:, 0]
-            damages.append(fall.abs() if metric == "aopc_abs" else fall)
-        return torch.stack(damages).unflatten(1, (prompts, steps))
-
-    def _measure(
-        self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"]
-    ) -> tuple[Float[Tensor, "row d_model"], Float[Tensor, "row d_vocab"] | None]:
-        """Final hidden state at the query, and logits there where a metric needs them."""
-        hidden = []
-        logits = []
-        for rows, part in zip(index.split(self.rows), replaced.split(self.rows), strict=True):
-            h, z = self._between_whole(rows, part)
-            hidden.append(h)
-            logits += [] if z is None else [z]
-        return torch.cat(hidden), torch.cat(logits) if logits else None
-
-    def _between_whole(self, rows: Tensor, replaced: Tensor) -> tuple[Tensor, Tensor | None]:
-        """One run: a row by itself, or several between the first and the last of their prompts, whole.
-
-        Raises:
-            FrozenModelError: a whole prompt does not come out the same in another row.
-        """
-        several = len(rows) > 1
-        if several:
-            whole = torch.zeros_like(replaced[:1])
-            rows = torch.cat([rows[:1], rows, rows[-1:]])
-            replaced = torch.cat([whole, replaced, whole])
-        h, z = self._run(rows.to(self.prompt.tokens.device), replaced.to(self.prompt.tokens.device))
-        h = h.double().cpu()
-        z = None if z is None else z.double().cpu()
-        if not several:
-            return h, z
-        outputs = [h] if z is None else [h, z]
-        for number, output in enumerate(outputs):
-            whole = self._whole[number][rows[[0, -1]].cpu()] if self._whole else output[[1, -2]]
-            error = relative_error(output[[0, -1]], whole)
-            if not error <= self.tolerance:
-                raise FrozenModelError(
-                    f"perturbation: a prompt gives another number in the first or the last row of a batch than "
-                    f"elsewhere (they differ by {error:.1e}): something acts on some rows only, and it is no hook that "
-                    "could be found. Let it act on every row; or put it on the model as a hook, and prompts are run "
-                    "one by one."
-                )
-        return h[1:-1], None if z is None else z[1:-1]
-
-    def _run(self, rows: Tensor, replaced: Tensor) -> tuple[Tensor, Tensor | None]:
-        inputs = inputs_of(self.prompt, rows)
-        mask = self.prompt.mask[rows]
-        inputs, hooks = self.replacement.put(inputs, replaced)
-        if self.positions is None:
-            activations, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
-            hidden = activations[self.hidden_at] * mask[..., None]
-            return hidden.sum(1) / mask.sum(1, keepdim=True), None
-        at = self.positions[rows]
-        if not self.predicts:
-            activations, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
-            return _vectors(activations[self.hidden_at], at), None
-        hooks += logit_hooks(self.model, self.unembed_at, at)
-        activations, logits = capture(self.model, inputs, [self.hidden_at], hooks=hooks)
-        return _vectors(activations[self.hidden_at], at), logits_at(logits, at)[:, 0]
-
-
-def _vectors(hidden: Tensor, at: Int[Tensor, "row 1"]) -> Tensor:
-    """Vectors at one position per prompt; a classifier's head may have been given no other."""
-    return hidden if hidden.ndim == 2 else torch.take_along_dim(hidden, at[..., None], dim=1)[:, 0]
-
-
-def _pass(model: Any, prompt: Prompt, part: slice) -> FrozenPass:
-    """Some of the prompts, frozen."""
-    return freeze(model, **prompt.again(part))

@@ -1,9 +1,10 @@
 """What is evaluated: a method with its options, under a label, as one score per source token.
 
-`methods=` of every evaluation is a list of labels of `STANDARD` or names of registered methods, or a mapping from a
-label of your own to a name, a pair of name and options, or a function of a `FrozenPass` that returns an `Attribution`
-or a tensor `[batch, key]`. `PREDICTED` among the options stands for the token that the model predicts at the query. A
-registered method that explains a prediction (`register_method`) is given it as its target, unless its options say more.
+`methods=` of every evaluation is a list of labels of `STANDARD` or names of registered methods, or a mapping from
+labels of your choice to a name, a pair of name and options, or a function of a `FrozenPass` that returns an
+`Attribution` or a tensor `[batch, key]`. `PREDICTED` among the options stands for the token that the model predicts at
+the query. A registered method that explains a prediction (`register_method`) is given it as its target, unless its
+options say more.
 
     >>> scorers_of({"mine": ("rollout", {"normalize": False}), "last token": lambda frozen: frozen.mask.cumsum(1)})
     [Scorer('mine'), Scorer('last token')]
@@ -20,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError, RegistryError, UnsupportedModelError
+from tensorlens_tl.evaluate.arguments import MethodFunction, Methods, MethodSpec
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.registry import attribute, get_method, list_methods, unknown_method
@@ -84,7 +86,7 @@ class Scorer:
     """One method under a label: called with a pass and a query it gives `[batch, pos]`, zero at padding."""
 
     label: str
-    method: str | Callable[[FrozenPass], Any]
+    method: str | MethodFunction
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -102,14 +104,14 @@ class Scorer:
         return norm and not {"probes", "tol"} & set(self.options)
 
     def result(self, frozen: FrozenPass, query: int | None = -1) -> Any:
-        """What the method itself returns: an Attribution, or of a function whatever that gives.
+        """What the method itself returns: an Attribution, or the output of a function.
 
         Raises:
-            InvalidInputError: the method's own, with the label in front.
+            InvalidInputError: the method's error, with the label in front.
         """
         if callable(self.method):
             return self.method(frozen)
-        predicted = None
+        options = dict(self.options)
         if self.needs_target:
             if query is None:
                 raise InvalidInputError(
@@ -117,9 +119,7 @@ class Scorer:
                     "methods or options without a target, such as 'tensorlens in+out'."
                 )
             predicted = predictions(frozen, query)[0].tolist()
-        options: dict[str, Any] = {
-            name: predicted if value is PREDICTED else value for name, value in self.options.items()
-        }
+            options |= {name: predicted for name, value in options.items() if value is PREDICTED}
         if query is None and self.estimates_norms:  # exactly, d_model rows are pulled for every query
             options["tol"] = MEAN_TOLERANCE
         if get_method(self.method).takes("query"):
@@ -133,11 +133,12 @@ class Scorer:
         """Scores of source tokens for one query, or averaged over all queries where it is None.
 
         Raises:
-            InvalidInputError: the method's own, with the label in front; also scores of another shape.
+            InvalidInputError: the method's error, with the label in front; also scores of another shape.
             UnsupportedModelError: the method does not fit this model.
         """
-        result = self.result(frozen, query)
-        scores = _one_query(result, frozen, query) if isinstance(result, Attribution) else result
+        scores = self.result(frozen, query)
+        if isinstance(scores, Attribution):
+            scores = _one_query(scores, frozen, query)
         expected = tuple(frozen.mask.shape)
         if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
             shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -171,16 +172,16 @@ def query_rows(result: Attribution, frozen: FrozenPass, query: int) -> Int[Tenso
     if not bool(matches.any(1).all()):
         raise InvalidInputError(
             f"{result.method}: asked for position {positions[:, 0].tolist()}, it holds {result.queries.tolist()}; a "
-            "function must attribute the query that the evaluation asks about."
+            "function must attribute the query that the evaluation is about."
         )
     return matches.long().argmax(1, keepdim=True)
 
 
-def scorers_of(methods: Any = None, *, seed: int = 0) -> list[Scorer]:
+def scorers_of(methods: Methods = None, *, seed: int = 0) -> list[Scorer]:
     """The methods of an evaluation, checked; see the module for what may be given. None is `STANDARD` and random.
 
     Raises:
-        InvalidInputError: none, one twice, or something that is no method.
+        InvalidInputError: no method, one twice, or something that is no method.
         RegistryError: an unknown name.
     """
     if methods is None:
@@ -189,21 +190,25 @@ def scorers_of(methods: Any = None, *, seed: int = 0) -> list[Scorer]:
         methods = [methods]
     if not isinstance(methods, Mapping | Sequence) or not methods:
         raise InvalidInputError(f"methods={methods!r}: pass a list of names, or a mapping from labels to methods.")
-    items = methods.items() if isinstance(methods, Mapping) else [(name, name) for name in methods]
-    labels = [label for label, _ in items]
-    twice = {label for label in labels if labels.count(label) > 1}
-    if twice:
-        raise InvalidInputError(f"methods: {sorted(map(str, twice))[0]!r} is there twice; give each its own label.")
-    return [_scorer(label, what, seed) for label, what in items]
+    if isinstance(methods, Mapping):
+        return [_scorer(label, method, seed) for label, method in methods.items()]
+    repeated = sorted(str(name) for name in methods if methods.count(name) > 1)
+    if repeated:
+        raise InvalidInputError(f"methods: {repeated[0]!r} is there twice; give each its own label.")
+    return [_scorer(name, name, seed) for name in methods]
 
 
-def _scorer(label: Any, what: Any, seed: int) -> Scorer:
+def _scorer(label: str, what: MethodSpec, seed: int) -> Scorer:
+    """One method of an evaluation, its options checked."""
     label = str(label)
     if callable(what):
         return Scorer(label, what)
     if what == RANDOM:
         return Scorer(label, random_scores(seed))
-    name, options = what if isinstance(what, tuple) and len(what) == 2 else STANDARD.get(str(what), (what, {}))
+    pair: tuple[Any, Any] = STANDARD.get(str(what), (what, {}))
+    if isinstance(what, tuple) and len(what) == 2:
+        pair = what
+    name, options = pair
     if not isinstance(name, str) or not isinstance(options, Mapping):
         raise InvalidInputError(f"methods: {label!r} is {what!r}; pass a name, (name, options), or a function.")
     if name not in list_methods():
@@ -220,16 +225,19 @@ def _scorer(label: Any, what: Any, seed: int) -> Scorer:
 
 
 def random_scores(seed: int = 0) -> Callable[[FrozenPass], Float[Tensor, "batch pos"]]:
-    """The random baseline: uniform scores that depend on the seed and on the prompt's own tokens, not on its batch."""
+    """The random baseline: uniform scores that depend on the seed and on the prompt's tokens, not on its batch."""
 
     def draw(frozen: FrozenPass) -> Tensor:
-        rows = []
-        inputs = frozen.inputs["input"]  # of images and sound, their values: they all have the same positions
-        prompts = frozen.tokens.tolist() if not inputs.is_floating_point() else inputs.flatten(1).tolist()
-        for tokens, mask in zip(prompts, frozen.mask.tolist(), strict=True):
-            rng = random.Random(hash((seed, *(tokens if inputs.is_floating_point() else compress(tokens, mask)))))
-            rows.append([rng.random() if real else 0.0 for real in mask])
-        return torch.tensor(rows, dtype=torch.float64, device=frozen.tokens.device)
+        masks = frozen.mask.tolist()
+        inputs = frozen.inputs["input"]
+        prompts: list[list[Any]] = inputs.flatten(1).tolist()  # of images and sound, all their values
+        if not inputs.is_floating_point():
+            prompts = [list(compress(tokens, mask)) for tokens, mask in zip(frozen.tokens.tolist(), masks, strict=True)]
+        scores = torch.zeros(frozen.mask.shape, dtype=torch.float64)
+        for row, (prompt, mask) in enumerate(zip(prompts, masks, strict=True)):
+            rng = random.Random(hash((seed, *prompt)))
+            scores[row, mask] = torch.tensor([rng.random() for _ in range(sum(mask))], dtype=torch.float64)
+        return scores.to(frozen.tokens.device)
 
     return draw
 
@@ -237,7 +245,7 @@ def random_scores(seed: int = 0) -> Callable[[FrozenPass], Float[Tensor, "batch 
 def usable(
     scorers: Sequence[Scorer], frozen: FrozenPass, query: int | None, skip: bool
 ) -> tuple[list[Scorer], dict[str, str]]:
-    """Try every method on a short pass before the work starts; where `skip`, those that do not fit the model go.
+    """Try every method on a short pass before the work starts; with `skip`, those that do not fit are left out.
 
     Returns:
         The methods that work, and the refusals of the others by label.

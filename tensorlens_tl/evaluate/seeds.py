@@ -22,15 +22,15 @@ def over_seeds(
     Args:
         run: makes the Evaluation of a seed.
         seeds: at least one.
-        units: ``"same"`` where every seed asks about the same prompts (a random order, noise, scrambled weights): each
+        units: ``"same"`` where every seed has the same prompts (a random order, noise, scrambled weights): each
             prompt's value is its mean over the seeds, so that intervals and tests still count prompts and not runs.
-            ``"drawn"`` where each seed draws prompts of its own: all of them are kept.
+            ``"drawn"`` where each seed draws other prompts: the result has all of them.
 
     Returns:
         An Evaluation as each run gives, with the list of seeds in ``settings["seed"]``.
 
     Raises:
-        InvalidInputError: no seed, one that is there twice, or runs that differ in metrics, methods, steps or, of the
+        InvalidInputError: no seed, a seed twice, or runs that differ in metrics, methods, steps or, of the
             same prompts, in their number.
     """
     chosen = list(seeds)
@@ -45,30 +45,37 @@ def over_seeds(
             raise InvalidInputError(
                 f"over_seeds: seed {seed} gives other metrics, methods, steps or units than seed {chosen[0]}."
             )
-    names = first.units
-    if units == "drawn":
-        names = [f"seed {seed}, {unit}" for seed, result in zip(chosen, runs, strict=True) for unit in result.units]
+    values = [result.values for result in runs]
+    curves = [result.curves for result in runs if result.curves is not None]
+    settings = first.settings | {"seed": chosen}
+    if units == "same":
+        return replace(first, values=_mean(values), curves=_mean(curves), settings=settings)
     return replace(
         first,
-        values=_together([result.values for result in runs], units),
-        curves=None if first.curves is None else _together([_curves(result) for result in runs], units),
-        units=names,
-        settings=first.settings | {"seed": chosen} | (_counts(runs) if units == "drawn" else {}),
+        values=_all(values),
+        curves=_all(curves),
+        units=[f"seed {seed}, {unit}" for seed, result in zip(chosen, runs, strict=True) for unit in result.units],
+        settings=settings | _counts(runs),
     )
 
 
 def _shape(result: Evaluation, units: str) -> tuple[Any, ...]:
-    axis = None if result.axis is None else result.axis.tolist()
-    return result.kind, result.metrics, result.methods, axis, result.units if units == "same" else None
+    """What must agree between the runs."""
+    steps = result.axis is not None and result.axis.tolist()
+    shape = (result.kind, result.metrics, result.methods, steps, result.curves is None)
+    if units == "same":
+        return (*shape, result.units)
+    return shape
 
 
-def _curves(result: Evaluation) -> Tensor:
-    assert result.curves is not None  # `_shape`
-    return result.curves
+def _mean(parts: list[Tensor]) -> Tensor | None:
+    """The mean over seeds; None of results without curves."""
+    return torch.stack(parts).nanmean(0) if parts else None
 
 
-def _together(parts: list[Tensor], units: str) -> Tensor:
-    return torch.stack(parts).nanmean(0) if units == "same" else torch.cat(parts, dim=2)
+def _all(parts: list[Tensor]) -> Tensor | None:
+    """The units of all seeds; None of results without curves."""
+    return torch.cat(parts, dim=2) if parts else None
 
 
 def _counts(runs: list[Evaluation]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Several results of one prompt, side by side."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from tensorlens_tl.drawing.heat_maps import side_by_side
 from tensorlens_tl.drawing.page import Picture, panel
@@ -9,13 +9,18 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.views import array
 
+if TYPE_CHECKING:
+    Results = Attribution | Iterable[Attribution] | Mapping[str, Attribution]
+else:
+    Results = Any  # what is no Attribution is refused by `compare`
+
 FACTS = ("bias", "total", "residual")
 
 
-def compare(results: Any, *, batch: int = 0, query: int | str = -1) -> Picture:
+def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Picture:
     """Several results of one prompt side by side: a row per source token, a column per result.
 
-    Every column has its own colours, since methods have their own units. Where a result is additive, its bias, total
+    Columns do not share their colours, since the units of methods differ. Where a result is additive, its bias, total
     and residual stand below.
 
     Args:
@@ -23,8 +28,15 @@ def compare(results: Any, *, batch: int = 0, query: int | str = -1) -> Picture:
         batch: the prompt.
         query: which query of those that hold several, counted over real ones, or a text.
 
+    Returns:
+        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+
     Raises:
         InvalidInputError: no results, or results of different prompts.
+
+    >>> results = {name: tlens.attribute(frozen, method=name) for name in ("ifr", "alti")}
+    >>> tlens.report.compare(results).title
+    '2 attributions of one prompt'
     """
     named = _named(results)
     first = next(iter(named.values()))
@@ -41,30 +53,43 @@ def compare(results: Any, *, batch: int = 0, query: int | str = -1) -> Picture:
     real = [position for position in range(len(tokens)) if first.mask[batch, position]]
     columns = {name: array(result.plane(batch)[rows[name]])[real] for name, result in named.items()}
     hints = {name: result.target or result.method for name, result in named.items()}
-    facts = {
-        fact: {
-            name: None if (held := getattr(result, fact)) is None else float(held[batch, rows[name]])
-            for name, result in named.items()
-        }
-        for fact in FACTS
-    }
+    facts = {fact: {name: _fact(result, fact, batch, rows[name]) for name, result in named.items()} for fact in FACTS}
     chart = side_by_side({position: tokens[position] for position in real}, columns, hints, facts)
     title = f"{len(named)} attributions of one prompt"
     return Picture(title, panel(title, chart))
 
 
-def _named(results: Any) -> dict[str, Attribution]:
+def _fact(result: Attribution, fact: str, batch: int, query: int) -> float | None:
+    """A number of one query, where the result has it."""
+    values = getattr(result, fact)
+    if values is None:
+        return None
+    return float(values[batch, query])
+
+
+def _named(results: Results) -> dict[str, Attribution]:
+    """Results by their headings: those that are given, or the methods' names."""
+    if isinstance(results, Attribution):
+        results = [results]
+    named: dict[str, Any] = {}
     if isinstance(results, Mapping):
         named = {str(name): result for name, result in results.items()}
     else:
-        results = [results] if isinstance(results, Attribution) else list(results)
-        named = {}
         for result in results:
-            kind = getattr(result, "options", {}).get("collapse") or getattr(result, "options", {}).get("aggregate")
-            name = f"{result.method} ({kind})" if kind else str(getattr(result, "method", result))
+            name = _heading(result)
             if name in named:
                 name = f"{name} {len(named)}"
             named[name] = result
     if not named or not all(isinstance(result, Attribution) for result in named.values()):
         raise InvalidInputError("compare: pass Attributions, [a, b, …] or {'heading': a, …}, of one prompt.")
     return named
+
+
+def _heading(result: Any) -> str:
+    """A method's name, and the option that says what its scores measure."""
+    options = getattr(result, "options", {})
+    kind = options.get("collapse") or options.get("aggregate")
+    name = str(getattr(result, "method", result))
+    if kind:
+        return f"{name} ({kind})"
+    return name

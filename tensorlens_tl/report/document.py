@@ -20,12 +20,12 @@ from tensorlens_tl.report.compare import compare
 from tensorlens_tl.report.prediction import Prediction, predict
 from tensorlens_tl.results.attribution import Attribution
 
-ASKED_IN_SEVERAL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "tensorlens": {"target": {"collapse": "target"}, "in+out": {"collapse": "in_out"}, "norm": {"collapse": "norm"}},
     "mean": {"norm": {"layer_map": "norm:attn_res_ln"}},  # of attention it is the same as that method
     "decompx": {"target": {"aggregate": "target"}, "norm": {"aggregate": "norm"}},
 }
-"""Methods that answer several questions; a way that names a target gets the report's own."""
+"""Methods that answer several questions, with the options of each; a target in them is the report's target."""
 
 
 def explain(
@@ -42,7 +42,7 @@ def explain(
     Args:
         model: a TransformerLens model, or a `FrozenPass` of one prompt (then leave `input` out).
         input: a string or token ids.
-        target, minus: the token that is explained, and one to hold it against. By default the model's first choice
+        target, minus: the token that is explained, and one to compare it with. By default the model's first choice
             against its second.
         query: the position whose prediction it is, counted over the prompt's tokens. By default the last; in a masked
             language model the first mask.
@@ -52,9 +52,18 @@ def explain(
     Raises:
         InvalidInputError: several prompts, no input, an unknown token, a query out of range.
         RegistryError: an unknown method.
+
+    Returns:
+        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+
+    >>> tlens.report.explain(frozen, methods=["tensorlens"]).title
+    'Where a prediction comes from: <|bos|>Return the value. Return the'
     """
-    named = [methods] if isinstance(methods, str) else methods
-    chosen = [get_method(name).name for name in (list_methods() if named is None else named)]
+    if methods is None:
+        methods = list_methods()
+    elif isinstance(methods, str):
+        methods = [methods]
+    chosen = [get_method(name).name for name in methods]
     if not isinstance(model, FrozenPass):
         if input is None:
             raise InvalidInputError("explain: `input` is missing; pass a string or token ids.")
@@ -83,8 +92,9 @@ def explain(
     parts.append(_refusals(refused))
     parts.append(_proofs(frozen, {name: float(r.max()) for name, r in proofs.items() if r is not None}))
     text = "".join(frozen.str_tokens[0])
-    title = f"Where a prediction comes from: {text if len(text) <= 60 else text[:59] + '…'}"
-    return Picture(title, "".join(parts))
+    if len(text) > 60:
+        text = f"{text[:59]}…"
+    return Picture(f"Where a prediction comes from: {text}", "".join(parts))
 
 
 def attributions(
@@ -93,12 +103,12 @@ def attributions(
     """Every method's answer for one query, and why some refused."""
     results: dict[str, Attribution] = {}
     refused: dict[str, str] = {}
-    ways = [
-        (method, way, options)
+    variants = [
+        (method, variant, options)
         for method in sorted(methods, key=lambda name: (name != "tensorlens", name))
-        for way, options in ASKED_IN_SEVERAL_WAYS.get(method, {"": {}}).items()
+        for variant, options in VARIANTS.get(method, {"": {}}).items()
     ]
-    for method, way, options in tqdm(ways, desc="methods", leave=False, disable=None):
+    for method, variant, options in tqdm(variants, desc="methods", leave=False, disable=None):
         registered = get_method(method)
         about_target = registered.explains_prediction(options)
         if about_target and not prediction.options:
@@ -107,7 +117,7 @@ def attributions(
         if about_target:
             question = {**prediction.options, **question}
         question = {option: value for option, value in question.items() if registered.takes(option)}
-        name = f"{method} ({way})" if way else method
+        name = f"{method} ({variant})" if variant else method
         try:
             result = attribute(frozen, method=method, **options, **question)
         except TensorLensError as error:

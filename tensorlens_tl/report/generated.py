@@ -32,13 +32,19 @@ def explain_generation(
     Args:
         model: a causal language model, or a `FrozenGeneration` of one prompt (then leave `prompt` out).
         prompt, max_new_tokens, continuation: as for `tlens.attribute_generation`.
-        span: the stretch that is asked about as a whole.
+        span: the stretch that is explained as a whole.
         hops: how far the page follows it; see `tensorlens_tl.generation.hops`.
-        minus: what each token is held against, as for `tlens.attribute_generation`.
+        minus: the token that each is compared with, as for `tlens.attribute_generation`.
 
     Raises:
         InvalidInputError: several prompts, none, and what `tlens.attribute_generation` refuses.
         UnsupportedModelError: not a causal language model, or one that cannot be frozen.
+
+    Returns:
+        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+
+    >>> tlens.report.explain_generation(model, "Return the", max_new_tokens=2).title.partition(":")[0]
+    'What made a generated text'
     """
     last = check_hops(hops)
     if isinstance(model, FrozenGeneration):
@@ -112,7 +118,7 @@ def _largest(result: Attribution) -> str:
 
 
 def _proofs(text: FrozenGeneration, results: dict[str, Attribution]) -> str:
-    """How exactly everything on the page sums to the model's own logits."""
+    """How exactly everything on the page sums to the model's logits."""
     measured = {
         f"{part}: the composed map against the model's own": error for part, error in text.frozen.errors.items()
     }

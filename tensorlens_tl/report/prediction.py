@@ -18,7 +18,7 @@ class Prediction:
         query: the position, as a query of the library's functions.
         position: the same, counted over all tokens.
         best: the likeliest tokens with their probabilities; none for a model that predicts no tokens.
-        target, minus: the token that is explained, and what it is held against.
+        target, minus: the token that is explained, and the one that it is compared with.
         label: both in words.
     """
 
@@ -37,17 +37,18 @@ class Prediction:
 
 
 def predict(frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = None, query: Query = None) -> Prediction:
-    """The model's own prediction, and what is to be explained about it.
+    """The model's prediction, and what is to be explained about it.
 
     Args:
         frozen: a pass of one prompt.
-        target, minus: a token, and one to hold it against. By default the model's first choice against its second.
+        target, minus: a token, and one to compare it with. By default the model's first choice against its second.
         query: one position. By default the last; in a masked language model the first mask.
 
     Raises:
         InvalidInputError: several positions, a token that is none, or a target of a model that predicts no tokens.
     """
-    query = _default_query(frozen) if query is None else query
+    if query is None:
+        query = _default_query(frozen)
     at = one_query(frozen.prompt, query)
     position = int(at)
     number = int(frozen.mask[0, :position].sum())  # real tokens before it
@@ -60,15 +61,20 @@ def predict(frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = Non
     chances = logits.double().softmax(-1)
     order = logits.argsort(descending=True).tolist()
     best = [(token_label(frozen.view, token), float(chances[token])) for token in order[:5]]
-    ids, others = target_ids(frozen, at, order[0] if target is None else target, minus)
+    if target is None:
+        target = order[0]
+        if minus is None:
+            minus = order[1]
+    ids, others = target_ids(frozen, at, target, minus)
     target_id = int(ids)
     minus_id = None if others is None else int(others)
-    if minus is None and target is None:
-        minus_id = order[1]
     return Prediction(number, position, best, target_id, minus_id, logit_label(frozen.view, target_id, minus_id))
 
 
 def _default_query(frozen: FrozenPass) -> int:
+    """The first mask of a masked language model, else the last token."""
     mask = getattr(frozen.view.tokenizer, "mask_token_id", None)
     real = frozen.tokens[0][frozen.mask[0]].tolist()
-    return real.index(mask) if frozen.view.mlm_head is not None and mask in real else -1
+    if frozen.view.mlm_head is not None and mask in real:
+        return real.index(mask)
+    return -1

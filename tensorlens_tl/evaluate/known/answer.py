@@ -10,7 +10,6 @@ For each prompt of a task (`tensorlens_tl.evaluate.known.tasks`), source tokens 
 """
 
 from collections import Counter
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,9 +17,11 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.known.tasks import KnownAnswers
+from tensorlens_tl.evaluate.arguments import Methods, WholeNumber
+from tensorlens_tl.evaluate.known.tasks import AnswerTask, KnownAnswers
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE, rank
 from tensorlens_tl.evaluate.scorers import predictions, scorers_of, usable
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.results.evaluation import Evaluation
@@ -29,11 +30,11 @@ METRICS = ("mrr", "precision", "mass")
 
 
 def known_answer(
-    model: Any,
-    task: Any,
-    methods: Any = None,
+    model: ModelLike,
+    task: AnswerTask,
+    methods: Methods = None,
     *,
-    k: Any = None,
+    k: WholeNumber | None = None,
     only_correct: bool = True,
     absolute: bool = False,
     seed: int = 0,
@@ -44,13 +45,13 @@ def known_answer(
         model: a TransformerLens model that can do the task.
         task: prompts, answers and true sources.
         methods: see `tensorlens_tl.evaluate.scorers`; None is every standard method that fits the model, and random.
-        k: of `precision`; None is each prompt's own number of true sources.
+        k: of `precision`; None is each prompt's number of true sources.
         only_correct: leave out prompts that the model answers wrongly, where the true sources need not have been used.
         absolute: rank by absolute score.
         seed: of the random baseline and of the order of equal scores.
 
     Returns:
-        An Evaluation with `mrr`, `precision` and `mass` per prompt; ``settings["accuracy"]`` is the model's own, and
+        An Evaluation with `mrr`, `precision` and `mass` per prompt; ``settings["accuracy"]`` is the model's, and
         ``settings["dropped"]`` counts the prompts that are left out for its wrong answers.
 
     Raises:
@@ -60,7 +61,8 @@ def known_answer(
         raise InvalidInputError(
             f"task={type(task).__name__}: pass prompts with known answers, such as evaluate.recall()."
         )
-    k = None if k is None else whole_number("k", k, 1, task.tokens.shape[1])
+    if k is not None:
+        k = whole_number("k", k, 1, task.tokens.shape[1])
     scorers = scorers_of(methods, seed=seed)
     ModelView(model).refuse_encoder_decoder("known_answer")
     first = freeze(model, task.tokens[:1])
@@ -75,7 +77,9 @@ def known_answer(
         ties = torch.rand(sources.shape, generator=generator, dtype=torch.float64)
         is_answered.append(predictions(frozen)[0].cpu() == task.answers[part])
         scores = torch.stack([scorer(frozen).cpu() for scorer in scorers])
-        rankings.append(torch.stack([ranking(s.abs() if absolute else s, sources, ties, k) for s in scores], dim=1))
+        if absolute:
+            scores = scores.abs()
+        rankings.append(torch.stack([ranking(row, sources, ties, k) for row in scores], dim=1))
     values = torch.cat(rankings, dim=2)
     correct = torch.cat(is_answered)
     accuracy = float(correct.double().mean())
@@ -84,8 +88,9 @@ def known_answer(
             f"known_answer: the model answers none of these {len(task)} {task.name} prompts, so the true sources say "
             "nothing about it. Use a model trained on the task, or only_correct=False."
         )
-    numbers = correct.nonzero()[:, 0] if only_correct else torch.arange(len(task))
-    pos = task.tokens.shape[1]
+    numbers = torch.arange(len(task))
+    if only_correct:
+        numbers = numbers[correct]
     return Evaluation(
         kind=f"known answers: {task.name}",
         values=values[:, :, numbers],
@@ -97,7 +102,7 @@ def known_answer(
             "task": task.name,
             "prompts": len(task),
             "dropped": len(task) - len(numbers),
-            "tokens": pos,
+            "tokens": task.tokens.shape[1],
             "accuracy": accuracy,
             "random_mrr": _random_mrr(task.sources[numbers]),
             "absolute": absolute,
@@ -116,7 +121,9 @@ def ranking(
     """`METRICS` of each prompt's scores."""
     ranks = rank(scores, torch.ones_like(sources), "descending", ties)
     best = ranks.masked_fill(~sources, scores.shape[1]).amin(1)
-    top = sources.sum(1) if k is None else torch.full_like(best, k)
+    top = sources.sum(1)
+    if k is not None:
+        top = torch.full_like(top, k)
     hits = (sources & (ranks < top[:, None])).sum(1)
     size = scores.abs()
     mass = (size * sources).sum(1) / size.sum(1).clamp_min(torch.finfo(size.dtype).tiny)
@@ -124,23 +131,27 @@ def ranking(
 
 
 def _random_mrr(sources: Bool[Tensor, "prompt pos"]) -> float:
-    """What a random order gets on average over these prompts, each with its own number of true sources."""
+    """What a random order gets on average over these prompts, each with its number of true sources."""
     counts = Counter(sources.sum(1).tolist())
     return sum(prompts / len(sources) * expected_mrr(sources.shape[1], count) for count, prompts in counts.items())
 
 
-def expected_mrr(tokens: Any, sources: Any = 1) -> float:
+def expected_mrr(tokens: WholeNumber, sources: WholeNumber = 1) -> float:
     """What a random order gets: H_n / n for one source among n tokens, Σ_r P(best rank = r) / r for several.
 
     Raises:
         InvalidInputError: more sources than tokens.
+
+    >>> from tensorlens_tl import evaluate
+    >>> evaluate.expected_mrr(4) == (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4
+    True
     """
     tokens = whole_number("tokens", tokens, least=1)
     miss = 1.0  # the probability that no source has come yet
     total = 0.0
     sources = whole_number("sources", sources, 1, tokens)
-    for place in range(1, tokens - sources + 2):
-        hit = sources / (tokens - place + 1)  # the probability of a source here, given that none came before
-        total += miss * hit / place
+    for best in range(1, tokens - sources + 2):
+        hit = sources / (tokens - best + 1)  # the probability of a source here, given that none came before
+        total += miss * hit / best
         miss *= 1 - hit
     return total

@@ -13,7 +13,6 @@ are ranked by it, the most positive first:
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,10 +20,12 @@ from torch import Tensor
 
 from tensorlens_tl.circuits.scores import qk_attribution
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.known.patching import checked_methods
-from tensorlens_tl.evaluate.known.truths import KnownAttention, KnownChoice
+from tensorlens_tl.evaluate.known.truths import AttentionTask, KnownAttention, KnownChoice
 from tensorlens_tl.evaluate.perturbation import rank
 from tensorlens_tl.evaluate.scorers import RANDOM
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -35,7 +36,7 @@ METHODS = ("qk_attribution", RANDOM)
 METRICS = ("query token", "key token", "token pair", "query part", "key part", "part pair")
 
 
-def known_attention(model: Any, task: Any, methods: Any = None, *, seed: int = 0) -> Evaluation:
+def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None, *, seed: int = 0) -> Evaluation:
     """How high the true sources of each head's query and key are ranked; see this module's table.
 
     Args:
@@ -74,7 +75,7 @@ def known_attention(model: Any, task: Any, methods: Any = None, *, seed: int = 0
             residuals.append(float(attribution.residual.max()))
             for scores, true in _questions(attribution, choice):
                 ties = torch.rand(scores.shape, generator=generator, dtype=torch.float64)
-                columns.append(torch.stack([_reciprocal(_of(method, scores, ties), true, ties) for method in chosen]))
+                columns.append(torch.stack([_reciprocal(_of(method, scores), true, ties) for method in chosen]))
         values.append(torch.stack(columns))
         units += [f"prompt {number}, L{choice.layer}H{choice.head}" for number in range(len(task))]
         attention += _attention(frozen, choice).tolist()
@@ -116,9 +117,9 @@ def _parts(choice: KnownChoice) -> tuple[frozenset[str], frozenset[str]]:
     return choice.query_parts, choice.key_parts
 
 
-def _marked(places: tuple[frozenset[int], ...], pos: int) -> Bool[Tensor, "batch pos"]:
+def _marked(positions: tuple[frozenset[int], ...], pos: int) -> Bool[Tensor, "batch pos"]:
     """True at the positions of each prompt."""
-    return torch.tensor([[position in prompt_places for position in range(pos)] for prompt_places in places])
+    return torch.tensor([[position in marked for position in range(pos)] for marked in positions])
 
 
 def _named(parts: frozenset[str], names: list[str], choice: KnownChoice) -> Bool[Tensor, "part"]:
@@ -136,9 +137,11 @@ def _named(parts: frozenset[str], names: list[str], choice: KnownChoice) -> Bool
     return torch.tensor([name in parts for name in names])
 
 
-def _of(method: str, scores: Tensor, ties: Tensor) -> Tensor:
-    """The method's scores; equal ones, ordered by `ties`, are random."""
-    return torch.zeros_like(ties) if method == RANDOM else scores
+def _of(method: str, scores: Tensor) -> Tensor:
+    """The method's scores; those of the random baseline are all equal, and ordered by ties alone."""
+    if method == RANDOM:
+        return torch.zeros_like(scores)
+    return scores
 
 
 def _reciprocal(scores: Tensor, true: Bool[Tensor, "batch source"], ties: Tensor) -> Float[Tensor, "batch"]:

@@ -4,8 +4,9 @@ Each method scores the nodes, and where it can the edges, of prompts whose truth
 (`tensorlens_tl.evaluate.known.truths`). What is explained is the logit of the answer minus that of the corrupted
 prompt's.
 
-* `logit_attribution`: direct effects of embeddings, heads, MLPs and biases, held to the last place of each path.
-* `contribution_graph`: weights of nodes at positions and of edges between them, held to the paths' places and steps.
+* `logit_attribution`: direct effects of embeddings, heads, MLPs and biases, compared with the last node of each path.
+* `contribution_graph`: weights of nodes at positions and of edges between them, compared with the paths' nodes and
+  steps.
 * `frozen`, `frozen+qk`, `gradient`, `integrated`, `patching`: `circuits.patch_scores` by head, held to `nodes`, and
   `circuits.edge_scores`, held to `edges`.
 
@@ -32,8 +33,10 @@ from tensorlens_tl.circuits.compare import METHODS as PAIR_METHODS, edge_scores,
 from tensorlens_tl.circuits.effects import logit_attribution
 from tensorlens_tl.circuits.graph import contribution_graph
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.known.patching import FrozenPairs, PairWork, checked_methods
-from tensorlens_tl.evaluate.known.truths import KnownComponents, Place
+from tensorlens_tl.evaluate.known.truths import ComponentTask, KnownComponents, Place
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.results.circuit import ARROW, TARGET
@@ -50,9 +53,9 @@ Scored = dict[Any, float]
 
 
 def known_components(
-    model: Any,
-    task: Any,
-    methods: Any = None,
+    model: ModelLike,
+    task: ComponentTask,
+    methods: Names = None,
     *,
     threshold: float = 0.05,
     only_correct: bool = True,
@@ -65,7 +68,7 @@ def known_components(
         model: the model whose components are known.
         task: what is known, such as ``demo.program("induction").components()``.
         methods: of this module's table; None is all that the model allows.
-        threshold: the share of the largest score from which a node or edge counts as found.
+        threshold: the share of the largest score from which a node or edge counts as predicted.
         only_correct: leave out pairs of which the model answers one prompt wrongly.
         steps: gradients of ``"integrated"`` and ``"frozen+qk"``.
         memory: what the runs of ``"patching"`` may allocate at once.
@@ -76,7 +79,7 @@ def known_components(
     Raises:
         InvalidInputError: no task, no such method, a threshold outside (0, 1], no pair that the model answers, or a
             true node or edge that the model does not have.
-        UnsupportedModelError: a method that is asked for, or every one, does not fit this model.
+        UnsupportedModelError: a method that is named, or every one, does not fit this model.
     """
     if not isinstance(task, KnownComponents):
         raise InvalidInputError(
@@ -194,6 +197,5 @@ def _ranking_metrics(scores: Scored, true: frozenset[Any], threshold: float) -> 
     size = torch.tensor(list(scores.values()), dtype=torch.float64).abs()
     is_true = torch.tensor([name in true for name in scores])
     predicted = (size >= threshold * size.max()) & (size > 0)
-    hits = float((predicted & is_true).sum())
-    precision = hits / float(predicted.sum()) if bool(predicted.any()) else torch.nan
-    return auroc(size, is_true), precision, hits / len(true)
+    hits = (predicted & is_true).sum().double()  # 0 / 0 is NaN: nothing scores above zero
+    return auroc(size, is_true), float(hits / predicted.sum()), float(hits / len(true))

@@ -5,19 +5,24 @@
 | `source` | the token that determines the answer, by another of its kind | what stands there: *what* heads move |
 | `question` | the last token, by another that is answered in the prompt | where to look: *from where* they move it |
 
-The corrupted prompt has an answer of its own; the logit difference of the two answers is what circuits are held to.
+The corrupted prompt has another answer; the logit difference of the two answers is what circuits are measured by.
 """
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.known.tasks import KEYS, RECALL_WORDS, VALUES, KnownAnswers, token_ids
+from tensorlens_tl.evaluate.known.tasks import KEYS, RECALL_WORDS, VALUES, AnswerTask, KnownAnswers, token_ids
+
+if TYPE_CHECKING:
+    Change = Literal["source", "question"]
+else:
+    Change = Any  # another one is refused by `prompt_pairs`
 
 CHANGES = ("source", "question")
 
@@ -62,12 +67,19 @@ class PromptPairs:
     def __repr__(self) -> str:
         return f"PromptPairs({self.name!r}, prompts={len(self)}, pos={self.clean.shape[1]})"
 
-    def only(self, keep: Bool[Tensor, "prompt"] | Int[Tensor, "kept"]) -> "PromptPairs":
+    def only(self, selection: Bool[Tensor, "prompt"] | Int[Tensor, "selected"]) -> "PromptPairs":
         """Some of the pairs, by a mask or by number."""
-        return PromptPairs(self.name, self.clean[keep], self.corrupted[keep], self.answers[keep], self.others[keep])
+        parts = (self.clean, self.corrupted, self.answers, self.others)
+        return PromptPairs(self.name, *(part[selection] for part in parts))
 
 
-def prompt_pairs(task: Any, change: str = "source", *, seed: int = 0) -> PromptPairs:
+if TYPE_CHECKING:
+    Pairs = PromptPairs
+else:
+    Pairs = Any  # another object is refused with a message
+
+
+def prompt_pairs(task: AnswerTask, change: Change = "source", *, seed: int = 0) -> PromptPairs:
     """A task's prompts, each beside one with another answer.
 
     Args:
@@ -77,19 +89,26 @@ def prompt_pairs(task: Any, change: str = "source", *, seed: int = 0) -> PromptP
 
     Raises:
         InvalidInputError: another task or change.
+
+    >>> from tensorlens_tl import evaluate
+    >>> pairs = evaluate.prompt_pairs(evaluate.recall(4))
+    >>> (pairs.clean != pairs.corrupted).sum(1).tolist()
+    [1, 1, 1, 1]
     """
     if change not in CHANGES:
         raise InvalidInputError(f"change={change!r}; use one of {', '.join(map(repr, CHANGES))}.")
     if not isinstance(task, KnownAnswers) or task.name not in ("recall", "induction"):
-        got = repr(task.name) if isinstance(task, KnownAnswers) else type(task).__name__
-        raise InvalidInputError(f"task={got}: pass evaluate.recall() or evaluate.induction(), or make PromptPairs.")
+        what = repr(task.name) if isinstance(task, KnownAnswers) else type(task).__name__
+        raise InvalidInputError(f"task={what}: pass evaluate.recall() or evaluate.induction(), or make PromptPairs.")
     rng = random.Random(seed)
     corrupted = task.tokens.clone()
     others = list[int]()
-    of_recall = task.name == "recall"
-    ids = {word: number for number, word in enumerate(RECALL_WORDS)}
-    keys = {ids[key] for key in KEYS} if of_recall else set[int]()
-    kind = {ids[value] for value in VALUES} if of_recall else set(task.tokens[:, 1:].flatten().tolist())
+    keys = set[int]()
+    kind = set(task.tokens[:, 1:].flatten().tolist())
+    if task.name == "recall":
+        ids = {word: number for number, word in enumerate(RECALL_WORDS)}
+        keys = {ids[key] for key in KEYS}
+        kind = {ids[value] for value in VALUES}
     rows = zip(task.tokens.tolist(), task.sources.tolist(), task.answers.tolist(), strict=True)
     for number, (row, sources, answer) in enumerate(rows):
         if change == "source":
@@ -99,17 +118,21 @@ def prompt_pairs(task: Any, change: str = "source", *, seed: int = 0) -> PromptP
             others.append(rng.choice(choices))
             corrupted[number, sources.index(True)] = others[-1]
             continue
-        places = [place for place in range(len(row) - 2) if _asks(row, place, answer, keys)]
-        if not places:
+        questions = [position for position in range(len(row) - 2) if _is_question(row, position, answer, keys)]
+        if not questions:
             raise InvalidInputError(f"prompt_pairs: prompt {number} answers no other question.")
-        place = rng.choice(places)
-        corrupted[number, -1] = row[place]
-        others.append(row[place + 1])
+        position = rng.choice(questions)
+        corrupted[number, -1] = row[position]
+        others.append(row[position + 1])
     return PromptPairs(f"{task.name}, {change} changed", task.tokens, corrupted, task.answers, torch.tensor(others))
 
 
-def _asks(row: list[int], place: int, answer: int, keys: set[int]) -> bool:
-    """Whether a token could stand at the end and have another answer: it stands once, before a token of its own."""
-    if row.count(row[place]) > 1 or row[place + 1] == answer:
+def _is_question(row: list[int], position: int, answer: int, keys: set[int]) -> bool:
+    """Whether a token at the end of the prompt would have another answer: it occurs once, and so does what follows."""
+    token = row[position]
+    following = row[position + 1]
+    if row.count(token) > 1 or following == answer:
         return False
-    return row[place] in keys if keys else row.count(row[place + 1]) == 1
+    if keys:
+        return token in keys
+    return row.count(following) == 1

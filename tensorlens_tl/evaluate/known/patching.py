@@ -1,6 +1,6 @@
 """Which scores of nodes and edges hold in the live model, and which circuits do the task?
 
-`patching_agreement` correlates each method's scores with activation patching, the live model's own answer, prompt by
+`patching_agreement` correlates each method's scores with activation patching, the live model's answer, prompt by
 prompt. `circuit_faithfulness` chooses circuits by each method's mean scores and runs them, as the Mechanistic
 Interpretability Benchmark does (MIB, Mueller et al. 2025). With m(k) the mean logit difference of the circuit of k
 edges, all others patched from the corrupted prompt,
@@ -10,15 +10,15 @@ edges, all others patched from the corrupted prompt,
 | metric | area over the proportions of edges, 0.001 to 1, by trapezoids | circuits take edges by |
 | --- | --- | --- |
 | `cpr` | ∫ f: how much of the behaviour circuits have; more than all of it counts as more | score |
-| `cmd` | ∫ abs(1 − f): how far circuits are from the model's own behaviour, lower is better | size of the score |
+| `cmd` | ∫ abs(1 − f): how far circuits are from the model's behaviour, lower is better | size of the score |
 
-Both are the benchmark's areas, of means over prompts. A prompt's own value is its share of them: its f has the mean
+Both are the benchmark's areas, of means over prompts. A prompt's value is its share of them: its f has the mean
 m(clean) − m(corrupted) below it, and its 1 − f the sign of the mean's. The mean over prompts is the benchmark's number.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,10 +27,12 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.compare import METHODS, edge_scores, patch_scores, run_circuits
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.checks import spearman
-from tensorlens_tl.evaluate.known.pairs import PromptPairs
+from tensorlens_tl.evaluate.known.pairs import Pairs, PromptPairs
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
 from tensorlens_tl.evaluate.scorers import RANDOM, predictions
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.results.circuit import CHOICES, EdgeScores
@@ -39,16 +41,22 @@ from tensorlens_tl.results.evaluation import Evaluation
 PROPORTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The benchmark's proportions of edges."""
 
+if TYPE_CHECKING:
+    PatchedBy = Literal["component", "head", "neuron", "stream", "edge"]
+    Choice = Literal["top", "greedy"]
+else:
+    PatchedBy = Choice = Any  # others are refused with a message
+
 SAVED_AT = 0.1
 """The proportion of edges that saved circuits have."""
 
 
 def patching_agreement(
-    model: Any,
-    pairs: Any,
-    methods: Any = None,
+    model: ModelLike,
+    pairs: Pairs,
+    methods: Names = None,
     *,
-    by: str = "head",
+    by: PatchedBy = "head",
     only_correct: bool = True,
     steps: int = 5,
     memory: Memory = None,
@@ -82,13 +90,11 @@ def patching_agreement(
     correlations: list[Tensor] = []
     for part in work.parts():
         options: dict[str, Any] = {"target": part.answers, "minus": part.others, "steps": steps, "memory": memory}
-        by_method = [_scores(part, by, name, options) for name in (*chosen, "patching")]
-        truth = by_method[-1].double().cpu()
-        scores = torch.stack(by_method[:-1]).double().cpu()
-        everything = torch.ones(truth.shape, dtype=torch.bool)
-        correlations.append(
-            torch.stack([_pearson(scores, truth), spearman(scores, truth.expand_as(scores), everything)])
-        )
+        scores = torch.stack([_scores(part, by, name, options) for name in chosen]).double().cpu()
+        truth = _scores(part, by, "patching", options).double().cpu()
+        every_part = torch.ones_like(truth, dtype=torch.bool)
+        ranks_agree = spearman(scores, truth.expand_as(scores), every_part)
+        correlations.append(torch.stack([_pearson(scores, truth), ranks_agree]))
     return Evaluation(
         kind=f"agreement with patching: {work.pairs.name}, by {by}",
         values=torch.cat(correlations, dim=-1),
@@ -101,13 +107,13 @@ def patching_agreement(
 
 
 def circuit_faithfulness(
-    model: Any,
-    pairs: Any,
-    methods: Any = None,
+    model: ModelLike,
+    pairs: Pairs,
+    methods: Names = None,
     *,
     proportions: Sequence[float] = PROPORTIONS,
     absolute: bool | None = None,
-    choice: str = "top",
+    choice: Choice = "top",
     only_correct: bool = True,
     steps: int = 5,
     seed: int = 0,
@@ -142,42 +148,27 @@ def circuit_faithfulness(
     axis = _axis(proportions)
     if choice not in CHOICES:
         raise InvalidInputError(f"choice={choice!r}; use one of {', '.join(map(repr, CHOICES))}.")
-    if folder is not None and not Path(folder).is_dir():
-        if Path(folder).exists() or not Path(folder).parent.is_dir():
-            raise InvalidInputError(f"folder: {folder} is a file, or there is no folder to make it in.")
-        Path(folder).mkdir()
+    _prepare_folder(folder)
     chosen = checked_methods(methods, [*METHODS, RANDOM], [name for name in (*METHODS, RANDOM) if name != "patching"])
     work = PairWork(model, pairs, only_correct)
-    parts = list(work.parts())
+    parts = work.parts()
     scores = {name: _mean_scores(parts, name, steps, seed, memory) for name in chosen}
     if folder is not None:
         for name, method_scores in scores.items():
             method_scores.circuit(int(SAVED_AT * len(method_scores))).save(Path(folder) / f"{name}.json")
-    sizes = (False, True) if absolute is None else (absolute, absolute)
+    sizes = [False, True] if absolute is None else [absolute]
     circuits = [
         method_scores.circuit(int(share * len(method_scores)), absolute=size, choice=choice)
-        for size in dict.fromkeys(sizes)
+        for size in sizes
         for method_scores in scores.values()
         for share in axis.tolist()
     ]
-    numbers = torch.cat(
+    differences = torch.cat(
         [run_circuits(p.clean, p.corrupted, circuits, p.answers, p.others, memory=memory) for p in parts], dim=1
     )
+    by_size = differences.double().cpu().unflatten(0, (len(sizes), len(chosen), len(axis))).mT
     first = next(iter(scores.values()))
-    clean = first.clean.double().cpu()
-    corrupted = first.corrupted.double().cpu()
-    gap = (clean - corrupted).mean()
-    if not float(gap.abs()) > 1e-6 * float((clean.abs() + corrupted.abs()).mean()):
-        raise InvalidInputError(
-            f"circuit_faithfulness: clean and corrupted prompts give the same mean logit difference ({float(gap):.1e} "
-            "apart), so that faithfulness has no unit. Corrupt the prompts so that the answer changes."
-        )
-    # [metric, method, prompt, step]
-    by_size = numbers.double().cpu().unflatten(0, (-1, len(chosen), len(axis))).mT
-    by_size = by_size[[0, -1]]
-    faithfulness = (by_size[0] - corrupted[:, None]) / gap
-    distance = (clean[:, None] - by_size[1]) / gap
-    curves = torch.stack([faithfulness, distance * distance.mean(1, keepdim=True).sign()])
+    curves = _faithfulness(by_size[0], by_size[-1], first.clean.double().cpu(), first.corrupted.double().cpu())
     return Evaluation(
         kind=f"circuits: {work.pairs.name}",
         values=torch.trapezoid(curves, axis, dim=-1),
@@ -192,13 +183,48 @@ def circuit_faithfulness(
     )
 
 
+def _prepare_folder(folder: str | Path | None) -> None:
+    """Create the folder for circuits where there is none.
+
+    Raises:
+        InvalidInputError: a file has its name, or the folder above it is missing.
+    """
+    if folder is None or Path(folder).is_dir():
+        return
+    if Path(folder).exists() or not Path(folder).parent.is_dir():
+        raise InvalidInputError(f"folder: {folder} is a file, or there is no folder to make it in.")
+    Path(folder).mkdir()
+
+
+def _faithfulness(
+    by_score: Float[Tensor, "method prompt step"],
+    by_size: Float[Tensor, "method prompt step"],
+    clean: Float[Tensor, "prompt"],
+    corrupted: Float[Tensor, "prompt"],
+) -> Float[Tensor, "metric method prompt step"]:
+    """The curves below CPR and CMD, from the logit differences of circuits, the model and the corrupted prompts.
+
+    Raises:
+        InvalidInputError: clean and corrupted prompts give one mean logit difference.
+    """
+    gap = (clean - corrupted).mean()
+    if not float(gap.abs()) > 1e-6 * float((clean.abs() + corrupted.abs()).mean()):
+        raise InvalidInputError(
+            f"circuit_faithfulness: clean and corrupted prompts give the same mean logit difference ({float(gap):.1e} "
+            "apart), so that faithfulness has no unit. Corrupt the prompts so that the answer changes."
+        )
+    faithfulness = (by_score - corrupted[:, None]) / gap
+    distance = (clean[:, None] - by_size) / gap
+    return torch.stack([faithfulness, distance * distance.mean(1, keepdim=True).sign()])
+
+
 # ------------------------------------------------------------------ prompts
 
 
 class FrozenPairs:
     """Some pairs, frozen."""
 
-    def __init__(self, model: Any, pairs: PromptPairs, verify: bool) -> None:
+    def __init__(self, model: ModelLike, pairs: PromptPairs, verify: bool) -> None:
         self.clean: FrozenPass = freeze(model, pairs.clean, verify=verify)
         self.corrupted: FrozenPass = freeze(model, pairs.corrupted, verify=verify)
         self.answers = pairs.answers.tolist()
@@ -208,7 +234,7 @@ class FrozenPairs:
 class PairWork:
     """The pairs that are measured, and their settings in an Evaluation."""
 
-    def __init__(self, model: Any, pairs: Any, only_correct: bool) -> None:
+    def __init__(self, model: ModelLike, pairs: Pairs, only_correct: bool) -> None:
         if not isinstance(pairs, PromptPairs):
             raise InvalidInputError(
                 f"pairs={type(pairs).__name__}: pass PromptPairs, such as evaluate.prompt_pairs(evaluate.recall())."
@@ -219,7 +245,9 @@ class PairWork:
                 f"{pairs.name}: the model answers both prompts of none of these {len(pairs)} pairs, so there is "
                 "nothing to explain. Use a model trained on the task, or only_correct=False."
             )
-        numbers = answered.nonzero()[:, 0] if only_correct else torch.arange(len(pairs))
+        numbers = torch.arange(len(pairs))
+        if only_correct:
+            numbers = numbers[answered]
         self.model = model
         self.pairs = pairs.only(numbers)
         self.units = [f"prompt {number}" for number in numbers.tolist()]
@@ -232,14 +260,16 @@ class PairWork:
         }
 
     @staticmethod
-    def _answered(model: Any, pairs: PromptPairs) -> Bool[Tensor, "prompt"]:
+    def _answered(model: ModelLike, pairs: PromptPairs) -> Bool[Tensor, "prompt"]:
         """Whether the model answers both prompts of each pair."""
         answered = []
         for start in range(0, len(pairs), PROMPTS_AT_ONCE):
             part = slice(start, start + PROMPTS_AT_ONCE)
             clean, _ = predictions(freeze(model, pairs.clean[part], verify=False))
             corrupted, _ = predictions(freeze(model, pairs.corrupted[part], verify=False))
-            answered.append((clean.cpu() == pairs.answers[part]) & (corrupted.cpu() == pairs.others[part]))
+            clean_answered = clean.cpu() == pairs.answers[part]
+            corrupted_answered = corrupted.cpu() == pairs.others[part]
+            answered.append(clean_answered & corrupted_answered)
         return torch.cat(answered)
 
     def usable(self, methods: Sequence[str], by: str) -> tuple[list[str], dict[str, str]]:
@@ -257,25 +287,22 @@ class PairWork:
             raise UnsupportedModelError(f"no method fits this model: {refused}")
         return names, refused
 
-    def parts(self) -> "list[FrozenPairs]":
+    def parts(self) -> list[FrozenPairs]:
         """The pairs, some at a time, frozen."""
-        starts = range(0, len(self.pairs), PROMPTS_AT_ONCE)
-        every = torch.arange(len(self.pairs))
-        return [
-            FrozenPairs(self.model, self.pairs.only(every[start : start + PROMPTS_AT_ONCE]), verify=not start)
-            for start in starts
-        ]
+        numbers = torch.arange(len(self.pairs)).split(PROMPTS_AT_ONCE)
+        return [FrozenPairs(self.model, self.pairs.only(part), verify=index == 0) for index, part in enumerate(numbers)]
 
 
 # ------------------------------------------------------------------ scores
 
 
-def checked_methods(methods: Any, known: Sequence[str], default: Sequence[str] | None = None) -> list[str]:
-    """The methods that are asked for, all known and none twice; None is `default`, or all that are known."""
-    chosen = methods
+def checked_methods(methods: Names, known: Sequence[str], default: Sequence[str] | None = None) -> list[str]:
+    """The methods of an evaluation, all known and none twice; None is `default`, or all that are known."""
     if methods is None:
-        chosen = known if default is None else default
-    chosen = [chosen] if isinstance(chosen, str) else list(chosen)
+        methods = default or known
+    if isinstance(methods, str):
+        methods = [methods]
+    chosen = list(methods)
     for name in chosen:
         if name not in known:
             raise InvalidInputError(f"methods: {name!r}; use some of {', '.join(map(repr, known))}.")
@@ -301,18 +328,10 @@ def _scores(part: FrozenPairs, by: str, method: str, options: dict[str, Any]) ->
 
 def _mean_scores(parts: Sequence[FrozenPairs], method: str, steps: int, seed: int, memory: Memory) -> EdgeScores:
     """One method's edge scores of all prompts."""
-    results = [
-        edge_scores(
-            part.clean,
-            part.corrupted,
-            part.answers,
-            part.others,
-            method="frozen" if method == RANDOM else method,
-            steps=steps,
-            memory=memory,
-        )
-        for part in parts
-    ]
+    options: dict[str, Any] = {"method": method, "steps": steps, "memory": memory}
+    if method == RANDOM:
+        options["method"] = "frozen"  # for the edges; their scores are drawn below
+    results = [edge_scores(p.clean, p.corrupted, p.answers, p.others, **options) for p in parts]
     first = results[0]
     scores = torch.cat([result.scores for result in results])
     if method == RANDOM:

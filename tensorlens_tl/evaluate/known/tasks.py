@@ -17,7 +17,7 @@ not. Every prompt of a task has the same length, so that they run as one batch.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.evaluate.arguments import Mask, TokenIds, WholeNumber
 
 BOS = "<|bos|>"
 PAD = "<|pad|>"
@@ -34,7 +35,7 @@ VALUES = tuple(str(number) for number in range(24))
 BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"), ("<", ">"), ("/", "\\"), ("«", "»"))
 
 RECALL_WORDS = (BOS, PAD, "?", *KEYS, *VALUES, *FILLERS)
-"""The vocabulary of the recall model: token ids are places in it."""
+"""The vocabulary of the recall model: token ids are indices into it."""
 BRACKET_WORDS = (BOS, PAD, *(opening for opening, _ in BRACKETS), *(closing for _, closing in BRACKETS), *FILLERS)
 """The vocabulary of the bracket model."""
 
@@ -77,19 +78,25 @@ class KnownAnswers:
         prompts, pos = self.tokens.shape
         return f"KnownAnswers({self.name!r}, prompts={prompts}, pos={pos})"
 
-    def only(self, keep: Bool[Tensor, "prompt"]) -> "KnownAnswers":
-        """Some of the prompts."""
-        return KnownAnswers(self.name, self.tokens[keep], self.answers[keep], self.sources[keep])
+    def only(self, selection: Bool[Tensor, "prompt"]) -> "KnownAnswers":
+        """Some of the prompts, by a mask."""
+        return KnownAnswers(self.name, self.tokens[selection], self.answers[selection], self.sources[selection])
 
 
-def token_ids(what: str, value: Any, axes: int) -> Int[Tensor, "..."]:
+if TYPE_CHECKING:
+    AnswerTask = KnownAnswers
+else:
+    AnswerTask = Any  # another object is refused with a message
+
+
+def token_ids(what: str, value: TokenIds, axes: int) -> Int[Tensor, "..."]:
     """Token ids as a tensor of so many axes; lists of them will do.
 
     Raises:
         InvalidInputError: texts, which only a model's tokenizer turns into tokens, or anything else.
     """
-    plural = "rows of one length" if axes == 2 else "one for each prompt"
-    hint = f"pass token ids, {plural}, such as model.to_tokens(texts, padding_side='right')"
+    shape = {1: "one for each prompt", 2: "rows of one length"}[axes]
+    hint = f"pass token ids, {shape}, such as model.to_tokens(texts, padding_side='right')"
     first = value
     while isinstance(first, Sequence) and not isinstance(first, str) and first:
         first = first[0]
@@ -104,7 +111,7 @@ def token_ids(what: str, value: Any, axes: int) -> Int[Tensor, "..."]:
     return ids
 
 
-def _truths(what: str, value: Any) -> Bool[Tensor, "..."]:
+def _truths(what: str, value: Mask) -> Bool[Tensor, "..."]:
     """A mask as a tensor of truth values."""
     try:
         mask = torch.as_tensor(value)
@@ -117,8 +124,10 @@ def _truths(what: str, value: Any) -> Bool[Tensor, "..."]:
     return mask
 
 
-def recall(prompts: Any = 200, *, seed: int = 0, pairs: Any = 8, distractors: Any = 10) -> KnownAnswers:
-    """Key–value pairs with distractors between them, and one key asked for.
+def recall(
+    prompts: WholeNumber = 200, *, seed: int = 0, pairs: WholeNumber = 8, distractors: WholeNumber = 10
+) -> KnownAnswers:
+    """Key–value pairs with distractors between them, and a question for one key's value.
 
     Args:
         prompts: how many.
@@ -136,28 +145,27 @@ def recall(prompts: Any = 200, *, seed: int = 0, pairs: Any = 8, distractors: An
     ids = {word: number for number, word in enumerate(RECALL_WORDS)}
     rows = [recall_row(rng, pairs, distractors) for _ in range(prompts)]
     tokens = torch.tensor([[ids[word] for word in words] for words, _ in rows])
-    places = [places[0] for _, places in rows]
-    return _task("recall", tokens[:, :-1], tokens[:, -1], places)
+    return _task("recall", tokens[:, :-1], tokens[:, -1], [positions[0] for _, positions in rows])
 
 
 def recall_row(rng: random.Random, pairs: int, distractors: int, questions: int = 1) -> tuple[list[str], list[int]]:
-    """The words of one prompt, questions answered, and where the value asked for stood, per question."""
+    """The words of one prompt with its questions answered, and for each question the position of its value."""
     keys = rng.sample(KEYS, pairs)
     values = rng.choices(VALUES, k=pairs)
     gaps = sorted(rng.choices(range(pairs + 1), k=distractors))
     words = [BOS]
-    place = {}
+    position_of = dict[str, int]()
     for number, (key, value) in enumerate(zip(keys, values, strict=True)):
         words += [rng.choice(FILLERS) for _ in range(gaps.count(number))] + [key, value]
-        place[key] = len(words) - 1
+        position_of[key] = len(words) - 1
     words += [rng.choice(FILLERS) for _ in range(gaps.count(pairs))]
     question_keys = rng.sample(keys, questions)
     for key in question_keys:
-        words += ["?", key, words[place[key]]]
-    return words, [place[key] for key in question_keys]
+        words += ["?", key, words[position_of[key]]]
+    return words, [position_of[key] for key in question_keys]
 
 
-def brackets(prompts: Any = 200, *, seed: int = 0, length: Any = 24) -> KnownAnswers:
+def brackets(prompts: WholeNumber = 200, *, seed: int = 0, length: WholeNumber = 24) -> KnownAnswers:
     """Nested brackets, fillers between them, ended where a bracket closes.
 
     Args:
@@ -167,6 +175,11 @@ def brackets(prompts: Any = 200, *, seed: int = 0, length: Any = 24) -> KnownAns
 
     Raises:
         InvalidInputError: a number out of range.
+
+    >>> from tensorlens_tl import evaluate
+    >>> task = evaluate.brackets(2)
+    >>> task.answers.tolist() == (task.tokens[task.sources] + 6).tolist()  # six kinds open, then six close
+    True
     """
     prompts = whole_number("prompts", prompts, least=1)
     length = whole_number("length", length, least=4)
@@ -178,7 +191,7 @@ def brackets(prompts: Any = 200, *, seed: int = 0, length: Any = 24) -> KnownAns
         if matches[-1] is not None:
             rows.append(([ids[word] for word in words], matches[-1]))
     tokens = torch.tensor([row for row, _ in rows])
-    return _task("brackets", tokens[:, :-1], tokens[:, -1], [place for _, place in rows])
+    return _task("brackets", tokens[:, :-1], tokens[:, -1], [source for _, source in rows])
 
 
 def bracket_row(rng: random.Random, length: int) -> tuple[list[str], list[int | None]]:
@@ -208,7 +221,13 @@ def bracket_row(rng: random.Random, length: int) -> tuple[list[str], list[int | 
 
 
 def induction(
-    prompts: Any = 200, *, d_vocab: Any, seed: int = 0, segment: Any = 16, start: int | None = 0, least_token: int = 1
+    prompts: WholeNumber = 200,
+    *,
+    d_vocab: WholeNumber,
+    seed: int = 0,
+    segment: WholeNumber = 16,
+    start: int | None = 0,
+    least_token: int = 1,
 ) -> KnownAnswers:
     """A random segment of different tokens, and the beginning of its second copy.
 
@@ -222,6 +241,11 @@ def induction(
 
     Raises:
         InvalidInputError: a number out of range.
+
+    >>> from tensorlens_tl import evaluate
+    >>> task = evaluate.induction(3, d_vocab=100)
+    >>> bool((task.tokens[task.sources] == task.answers).all())  # the source is the answer itself
+    True
     """
     prompts = whole_number("prompts", prompts, least=1)
     segment = whole_number("segment", segment, least=4)
@@ -234,7 +258,8 @@ def induction(
     return _task("induction", tokens, torch.tensor([row[repeated] for row in rows]), [len(before) + repeated] * prompts)
 
 
-def _task(name: str, tokens: Tensor, answers: Tensor, places: list[int]) -> KnownAnswers:
+def _task(name: str, tokens: Tensor, answers: Tensor, positions: list[int]) -> KnownAnswers:
+    """A task with one source token in each prompt."""
     sources = torch.zeros_like(tokens, dtype=torch.bool)
-    sources[torch.arange(len(tokens)), torch.tensor(places)] = True
+    sources[torch.arange(len(tokens)), torch.tensor(positions)] = True
     return KnownAnswers(name, tokens, answers, sources)

@@ -5,6 +5,7 @@ them of a trained model; a model that was written down states them (`tensorlens_
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
@@ -19,7 +20,7 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class KnownComponents:
-    """Prompts whose answer is made by known components.
+    """Prompts whose answer known components compute.
 
     Attributes:
         name: of the task.
@@ -99,8 +100,8 @@ class KnownAttention:
             if lengths != {prompts}:
                 raise InvalidInputError(f"{where} is stated for {sorted(lengths)} prompts; there are {prompts}.")
             ends = torch.cat([choice.query, choice.key])
-            places = {place for places in (*choice.query_tokens, *choice.key_tokens) for place in places}
-            if not all(0 <= place < pos for place in {*places, *ends.tolist()}):
+            positions = frozenset(ends.tolist()).union(*choice.query_tokens, *choice.key_tokens)
+            if not all(0 <= position < pos for position in positions):
                 raise InvalidInputError(f"{where} names a position outside 0 to {pos - 1}.")
             if not all((*choice.query_tokens, *choice.key_tokens, choice.query_parts, choice.key_parts)):
                 raise InvalidInputError(f"{where} lacks a true source of its query or of its key.")
@@ -111,3 +112,10 @@ class KnownAttention:
     def __repr__(self) -> str:
         heads = ", ".join(f"L{choice.layer}H{choice.head}" for choice in self.choices)
         return f"KnownAttention({self.name!r}, prompts={len(self)}, heads={heads})"
+
+
+if TYPE_CHECKING:
+    ComponentTask = KnownComponents
+    AttentionTask = KnownAttention
+else:
+    ComponentTask = AttentionTask = Any  # another object is refused with a message

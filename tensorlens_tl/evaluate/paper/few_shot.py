@@ -11,7 +11,9 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.evaluate.arguments import PromptLength, WholeNumber
 from tensorlens_tl.evaluate.paper.relations import Sample, few_shot_text
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import prepare
 
@@ -26,12 +28,12 @@ class Prompts:
 
 
 def few_shot_prompts(
-    model: Any,
+    model: ModelLike,
     template: str,
     subjects: Sequence[Sample],
     examples: Sequence[Sample] | Sequence[Sequence[Sample]] = (),
     *,
-    length: Any = None,
+    length: PromptLength = None,
     separator: str = "\n",
 ) -> Prompts:
     """Prompts that ask for the objects of some subjects, after examples.
@@ -39,9 +41,9 @@ def few_shot_prompts(
     Args:
         model: a TransformerLens model with a tokenizer.
         template: with ``{}`` for the subject.
-        subjects: what is asked for.
+        subjects: whose objects the prompts ask for.
         examples: shown before each subject, the same for all, or a list of them for each.
-        length: ``"most common"`` keeps the prompts of the most common token length (Appendix D), an integer those of
+        length: ``"most common"`` selects the prompts of the most common token length (Appendix D), an integer those of
             that length; None insists that all have the same.
         separator: between examples.
 
@@ -50,68 +52,70 @@ def few_shot_prompts(
     """
     if not subjects:
         raise InvalidInputError("few_shot_prompts: no subject to ask for.")
-    shown: list[Sequence[Any]] = [
-        examples[number] if examples and not isinstance(examples[0], Sample) else examples  # pyright: ignore[reportAssignmentType]
-        for number in range(len(subjects))
-    ]
+    shown: Sequence[Any] = examples
+    if not examples or isinstance(examples[0], Sample):
+        shown = [examples] * len(subjects)  # the same before each subject
     texts = [
         few_shot_text(template, sample_examples, sample.subject, separator)
-        for sample_examples, sample in zip(shown, subjects, strict=True)
+        for sample_examples, sample in zip(shown[: len(subjects)], subjects, strict=True)
     ]
     rows = token_rows(model, texts)
-    keep = of_one_length(rows, [sample.subject for sample in subjects], length)
+    selected = of_one_length(rows, [sample.subject for sample in subjects], length)
     view = ModelView(model)
-    ends = [_subject_end(view, template, rows[number], subjects[number], texts[number]) for number in keep]
+    ends = [_subject_end(view, template, rows[number], subjects[number], texts[number]) for number in selected]
     return Prompts(
-        torch.tensor([rows[number] for number in keep]),
+        torch.tensor([rows[number] for number in selected]),
         torch.tensor(ends),
-        tuple(subjects[number] for number in keep),
+        tuple(subjects[number] for number in selected),
     )
 
 
-def token_rows(model: Any, texts: Sequence[str]) -> list[list[int]]:
+def token_rows(model: ModelLike, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text."""
     view = ModelView(model)
     return [prepare(view, text).tokens[0].tolist() for text in texts]
 
 
-def of_one_length(rows: Sequence[Sequence[int]], names: Sequence[str], length: Any) -> list[int]:
+def of_one_length(rows: Sequence[Sequence[int]], names: Sequence[str], length: PromptLength) -> list[int]:
     """Which rows are of one token length: all of them, the most common, or a number.
 
     Raises:
-        InvalidInputError: unequal lengths where all must agree, or none of the asked length.
+        InvalidInputError: unequal lengths where all must agree, or no row of that length.
     """
     lengths = Counter(map(len, rows))
     common = lengths.most_common(1)[0][0]
-    target_length = common if length in (None, "most common") else whole_number("length", length, least=1)
-    keep = [number for number, row in enumerate(rows) if len(row) == target_length]
-    if length is None and len(keep) < len(rows):
+    target_length = common
+    if length not in (None, "most common"):
+        target_length = whole_number("length", length, least=1)
+    selected = [number for number, row in enumerate(rows) if len(row) == target_length]
+    if length is None and len(selected) < len(rows):
         odd = [f"{name!r} ({len(row)})" for name, row in zip(names, rows, strict=True) if len(row) != common]
         raise InvalidInputError(
             f"examples of unequal length: {', '.join(odd[:5])} differ from the most common length, {common} tokens. "
             "Leave them out, or pass length='most common'."
         )
-    if not keep:
+    if not selected:
         raise InvalidInputError(
             f"length={target_length}: no prompt has it; there are {dict(lengths)} (length: prompts)."
         )
-    return keep
+    return selected
 
 
 def _subject_end(view: ModelView, template: str, tokens: Sequence[int], sample: Sample, text: str) -> int:
     """The subject's last token: what comes after it is as long as the template's rest is by itself."""
-    rest = template.split("{}")[1]
-    before = text[: len(text) - len(rest)] if rest else text
-    known = prepare(view, before).tokens[0].tolist()
+    before = text.removesuffix(template.split("{}")[1])
+    before_tokens = prepare(view, before).tokens[0].tolist()
     same = 0
-    while same < min(len(known), len(tokens)) and known[same] == tokens[same]:
+    for token, other in zip(before_tokens, tokens, strict=False):
+        if token != other:
+            break
         same += 1
     if same == 0:
         raise InvalidInputError(f"cannot find the subject {sample.subject!r} among the tokens of its prompt.")
     return same - 1
 
 
-def of_common_length(model: Any, template: str, samples: Sequence[Sample]) -> list[Sample]:
+def of_common_length(model: ModelLike, template: str, samples: Sequence[Sample]) -> list[Sample]:
     """The samples whose prompts, alone and with their objects, have the most common token lengths (Appendix D).
 
     Few-shot prompts made of any of them then have the same length.
@@ -135,7 +139,12 @@ def require_enough(have: int, m: int) -> None:
 
 
 def leave_one_out(
-    model: Any, template: str, samples: Sequence[Sample], m: int, shots: Any = None, length: Any = None
+    model: ModelLike,
+    template: str,
+    samples: Sequence[Sample],
+    m: int,
+    shots: WholeNumber | None = None,
+    length: PromptLength = None,
 ) -> Prompts:
     """m prompts, each asking for one sample after showing `shots` of the others."""
     shots = m - 1 if shots is None else whole_number("shots", shots, 0, len(samples) - 1)
@@ -145,12 +154,12 @@ def leave_one_out(
     return Prompts(prompts.tokens[:m], prompts.subject_ends[:m], prompts.samples[:m])
 
 
-def object_tokens(model: Any, template: str, samples: Sequence[Sample]) -> dict[Sample, int]:
-    """The first token of each object, where it stands in a prompt."""
+def object_tokens(model: ModelLike, template: str, samples: Sequence[Sample]) -> dict[Sample, int]:
+    """The first token of each object after its prompt."""
     view = ModelView(model)
     tokens = {}
     for sample in samples:
         question = few_shot_text(template, [], sample.subject)
-        place = prepare(view, question).tokens.shape[1]
-        tokens[sample] = int(prepare(view, f"{question} {sample.object}").tokens[0, place])
+        position = prepare(view, question).tokens.shape[1]
+        tokens[sample] = int(prepare(view, f"{question} {sample.object}").tokens[0, position])
     return tokens

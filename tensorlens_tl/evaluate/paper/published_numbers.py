@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.perturbation import FRACTIONS
@@ -44,7 +44,7 @@ CATEGORIES = ("bias", "commonsense", "factual")
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or a figure of the paper, as far as its text says how it was made.
+    """A table or a figure of the paper, as far as the paper's text describes it.
 
     Attributes:
         name: such as ``"table-1"``.
@@ -60,10 +60,10 @@ class Experiment:
     name: str
     what: str
     data: str
-    reads: str = "tokens"
+    reads: Literal["tokens", "images", "relations"] = "tokens"
     metrics: tuple[str, ...] = ("hs_mse",)
     methods: tuple[str, ...] = tuple(name for name in PAPER_METHODS if name != "Tensor, In+Class")
-    query: str = "cls"
+    query: Literal["last", "cls"] = "cls"
     demo: str = "encoder"
 
     @property
@@ -92,7 +92,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 """What `reproduce` can run, by name."""
 
 
-def experiment_named(name: Any) -> Experiment:
+def experiment_named(name: str) -> Experiment:
     """An experiment by its name.
 
     Raises:
@@ -130,7 +130,9 @@ class PublishedNumber:
     bound: str = "="
 
     def __str__(self) -> str:
-        return "N.A" if self.value is None else f"{self.bound.strip('=')}{self.value:g}"
+        if self.value is None:
+            return "N.A"
+        return f"{self.bound.strip('=')}{self.value:g}"
 
 
 @lru_cache

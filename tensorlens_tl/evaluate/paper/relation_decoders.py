@@ -1,4 +1,4 @@
-"""Relation decoding: does one linear map, made from a few examples, give the objects of other subjects?
+"""Relation decoding: does one linear map, fitted to a few examples, give the objects of other subjects?
 
 * `RelationDecoder` (TensorLens 2026, section 4.2, Eq. 26): the frozen operators of m few-shot prompts of one length, at
   their last position, averaged: ``o(X) = (1/m) Σ_k (T_k X + B_k)``. Applied to another prompt's embeddings X it
@@ -6,22 +6,24 @@
 * `LinearRelation` (LRE, Hernandez et al. 2024): ``o(s) = β·W·s + b`` from the subject's last token at one layer, W the
   mean Jacobian of the final state and b the mean of ``o − W·s`` over the prompts. The live model, differentiated.
 
-Both are asked whether their highest-ranked token is the one that the model itself predicts.
+What counts for both is whether their highest-ranked token is the one that the model itself predicts.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformer_lens.hook_points import HookPoint
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.arguments import PromptLength, Prompts as TextPrompts, WholeNumber
 from tensorlens_tl.evaluate.paper.few_shot import (
     Prompts,
     few_shot_prompts,
@@ -35,6 +37,7 @@ from tensorlens_tl.evaluate.paper.few_shot import (
 from tensorlens_tl.evaluate.paper.relations import Relation, Sample, shipped_relations
 from tensorlens_tl.evaluate.scorers import RANDOM, predictions
 from tensorlens_tl.hooks import in_this_thread, run
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -44,13 +47,22 @@ from tensorlens_tl.results.evaluation import Evaluation
 if TYPE_CHECKING:
     import pandas as pd
 
+if TYPE_CHECKING:
+    Examples = Relation | Sequence[Sample] | Sequence[tuple[str, str]] | Sequence[str] | Prompts | Tensor
+    """A relation, pairs of subject and object, texts, or token ids `[prompt, pos]`."""
+
+    DecoderPrompts = Prompts | TextPrompts | FrozenPass
+    """Texts or token ids of the examples' length, or a pass of them."""
+else:
+    Examples = DecoderPrompts = Any  # our own errors say what is wrong
+
 BETA = 2.25
 """The scale that Hernandez et al. use for GPT-J; 1 is the first-order approximation itself."""
 
 PROTOCOLS: Mapping[str, Mapping[str, Any]] = {
     "paper": {"m": 3, "shots": None, "splits": 6, "top_k": 20, "layers": (0,), "betas": (2.5,)},
 }
-"""Settings by name: TensorLens' own (Section 4.2 and Appendix D), LRE from the input embeddings."""
+"""Settings by name: those of TensorLens (Section 4.2 and Appendix D), LRE from the input embeddings."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,16 +79,16 @@ class RelationDecoder:
     @classmethod
     def fit(
         cls,
-        model: Any,
-        examples: Any,
-        m: Any = 3,
+        model: ModelLike,
+        examples: Examples,
+        m: WholeNumber = 3,
         *,
         template: str | None = None,
-        shots: Any = None,
-        length: Any = None,
+        shots: WholeNumber | None = None,
+        length: PromptLength = None,
         activation: str = "ratio",
     ) -> "RelationDecoder":
-        """Freeze m prompts and keep their operators.
+        """Freeze m prompts, and average their operators.
 
         Args:
             model: a TransformerLens model that predicts tokens.
@@ -97,7 +109,7 @@ class RelationDecoder:
         frozen = freeze(model, tokens)
         return cls(frozen, frozen.operator(activation=activation))
 
-    def states(self, prompts: Any) -> Float[Tensor, "prompt d_model"]:
+    def states(self, prompts: DecoderPrompts) -> Float[Tensor, "prompt d_model"]:
         """What the mean operator makes of other prompts' embeddings: the predicted final state at their last token.
 
         Args:
@@ -113,23 +125,25 @@ class RelationDecoder:
             states[part.start : part.stop] = self.operator(rows)[:, :, -1].mean(1)
         return states
 
-    def logits(self, prompts: Any) -> Float[Tensor, "prompt d_vocab"]:
+    def logits(self, prompts: DecoderPrompts) -> Float[Tensor, "prompt d_vocab"]:
         """The predicted states, unembedded (before any soft cap, which changes no rank).
 
         Raises:
             InvalidInputError: prompts of another length.
-            UnsupportedModelError: the model predicts no tokens, or has a prediction head of its own.
+            UnsupportedModelError: the model predicts no tokens, or has a prediction head besides its unembedding.
         """
         return unembed(self.frozen, self.states(prompts))
 
-    def decode(self, prompts: Any) -> Int[Tensor, "prompt"]:
+    def decode(self, prompts: DecoderPrompts) -> Int[Tensor, "prompt"]:
         """The highest-ranked token for each prompt."""
         return self.logits(prompts).argmax(-1)
 
-    def _embeddings(self, prompts: Any) -> Tensor:
+    def _embeddings(self, prompts: DecoderPrompts) -> Tensor:
         if isinstance(prompts, Prompts):
             prompts = prompts.tokens
-        frozen = prompts if isinstance(prompts, FrozenPass) else freeze(self.frozen.model, prompts, verify=False)
+        frozen = prompts
+        if not isinstance(frozen, FrozenPass):
+            frozen = freeze(self.frozen.model, prompts, verify=False)
         length = self.frozen.tokens.shape[1]
         other_length = frozen.tokens.shape[1]
         if length != other_length or not bool(frozen.mask.all()):
@@ -141,29 +155,45 @@ class RelationDecoder:
 
 
 def _example_tokens(
-    model: Any, examples: Any, m: int, template: str | None, shots: Any, length: Any
+    model: ModelLike,
+    examples: Any,
+    m: int,
+    template: str | None,
+    shots: WholeNumber | None,
+    length: PromptLength,
 ) -> Int[Tensor, "m pos"]:
+    """The first m prompts of one length, from examples of any kind that `RelationDecoder.fit` takes."""
     if isinstance(examples, Relation):
-        template = examples.prompt_templates[0] if template is None else template
+        if template is None:
+            template = examples.prompt_templates[0]
         examples = examples.samples
-    if isinstance(examples, Prompts | Tensor):
-        tokens = examples.tokens if isinstance(examples, Prompts) else examples
-    elif not examples:
-        raise InvalidInputError("RelationDecoder.fit: no examples.")
-    elif template is not None:
-        pairs = [e if isinstance(e, Sample) else Sample(*map(str, e)) for e in examples]
-        require_enough(len(pairs), m)
-        return leave_one_out(model, template, pairs if length is not None else pairs[:m], m, shots, length).tokens
-    elif isinstance(examples[0], str):
+    if isinstance(examples, Prompts):
+        examples = examples.tokens
+    if not isinstance(examples, Tensor):
+        if not examples:
+            raise InvalidInputError("RelationDecoder.fit: no examples.")
+        if template is not None:
+            samples = [_sample(example) for example in examples]
+            require_enough(len(samples), m)
+            if length is None:
+                samples = samples[:m]
+            return leave_one_out(model, template, samples, m, shots, length).tokens
+        if not isinstance(examples[0], str):
+            raise InvalidInputError(
+                "RelationDecoder.fit: pass a Relation, texts, or token ids [prompt, pos]; pairs of subject and object "
+                "need template= with one {}."
+            )
         rows = token_rows(model, examples)
-        tokens = torch.tensor([rows[number] for number in of_one_length(rows, examples, length)])
-    else:
-        raise InvalidInputError(
-            "RelationDecoder.fit: pass a Relation, texts, or token ids [prompt, pos]; pairs of subject and object need "
-            "template= with one {}."
-        )
-    require_enough(len(tokens), m)
-    return tokens[:m]
+        examples = torch.tensor([rows[number] for number in of_one_length(rows, examples, length)])
+    require_enough(len(examples), m)
+    return examples[:m]
+
+
+def _sample(pair: Sample | Sequence[str]) -> Sample:
+    """A pair of subject and object as a Sample."""
+    if isinstance(pair, Sample):
+        return pair
+    return Sample(*map(str, pair))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -181,7 +211,9 @@ class LinearRelation:
         return f"LinearRelation(m={prompts}, layer={self.layer}, beta={self.beta:g}, {self.frozen.view.description})"
 
     @classmethod
-    def fit(cls, model: Any, prompts: Prompts, *, layer: Any = None, beta: float = 1.0) -> "LinearRelation":
+    def fit(
+        cls, model: ModelLike, prompts: Prompts, *, layer: WholeNumber | None = None, beta: float = 1.0
+    ) -> "LinearRelation":
         """Mean Jacobian and bias over some prompts, on the live model.
 
         Args:
@@ -228,13 +260,13 @@ def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tenso
     with torch.enable_grad():
         leaf = x[None].clone().requires_grad_(True)
 
-        def put(live: Tensor, *, hook: Any) -> Tensor:
+        def put(live: Tensor, *, hook: HookPoint) -> Tensor:
             return leaf
 
-        def keep(live: Tensor, *, hook: Any) -> None:
+        def read(live: Tensor, *, hook: HookPoint) -> None:
             output.append(live[0, -1])
 
-        hooks = [(frozen.points.blocks[layer].resid_pre, in_this_thread(put)), (at, in_this_thread(keep))]
+        hooks = [(frozen.points.blocks[layer].resid_pre, in_this_thread(put)), (at, in_this_thread(read))]
         run(frozen.model, {"input": frozen.tokens[row : row + 1]}, hooks)
         identity = torch.eye(len(output[0]), dtype=output[0].dtype, device=output[0].device)
         (gradient,) = torch.autograd.grad(output[0], leaf, identity, is_grads_batched=True)
@@ -260,23 +292,23 @@ def unembed(frozen: FrozenPass, states: Float[Tensor, "prompt d_model"]) -> Floa
 
 
 def relation_decoding(
-    model: Any,
-    relations: Any = None,
+    model: ModelLike,
+    relations: Iterable[Relation] | None = None,
     *,
-    m: Any = 3,
-    shots: Any = None,
-    splits: Any = 6,
-    top_k: Any = 1,
+    m: WholeNumber = 3,
+    shots: WholeNumber | None = None,
+    splits: WholeNumber = 6,
+    top_k: WholeNumber | None = 1,
     layers: Sequence[int] | None = None,
     betas: Sequence[float] = (1.0, BETA),
     activation: str = "ratio",
     protocol: str | None = None,
     seed: int = 0,
 ) -> Evaluation:
-    """How often the mean operator, LRE and a random object give the model's own answer for held-out subjects.
+    """How often the mean operator, LRE and a random object give the model's answer for held-out subjects.
 
     Per relation and split, m samples are drawn to fit on, and all others of the same token length (Appendix D) are
-    asked about, after the same examples.
+    decoded, after the same examples.
 
     Args:
         model: a TransformerLens model that predicts tokens and has a tokenizer.
@@ -284,7 +316,7 @@ def relation_decoding(
         m: prompts the operators are averaged over.
         shots: examples that each prompt shows before its subject; None is m − 1.
         splits: how many draws per relation.
-        top_k: ask only about subjects whose object is among the model's k highest tokens; None asks about all.
+        top_k: only subjects whose object is among the model's k highest tokens count; with None all do.
         layers: of LRE's subject state; None is every one.
         betas: of LRE.
         activation: of the frozen operators, see `FrozenPass.operator`.
@@ -293,7 +325,7 @@ def relation_decoding(
 
     Returns:
         An Evaluation, a unit for each relation, means over its splits (those are in `curves`; they share samples, so
-        only relations count as independent): `faithful` (the model's own highest token is reproduced) and `correct`
+        only relations count as independent): `faithful` (the model's highest token is reproduced) and `correct`
         (the true object is). Relations of which too few samples are left are in `skipped`.
 
     Raises:
@@ -305,30 +337,32 @@ def relation_decoding(
         return relation_decoding(model, relations, activation=activation, seed=seed, **PROTOCOLS[protocol])
     m = whole_number("m", m, least=1)
     splits = whole_number("splits", splits, least=1)
-    top_k = None if top_k is None else whole_number("top_k", top_k, least=1)
+    if top_k is not None:
+        top_k = whole_number("top_k", top_k, least=1)
     shots = m - 1 if shots is None else whole_number("shots", shots, 0, m - 1)
     view = ModelView(model)
     view.refuse_encoder_decoder("relation decoding")
-    chosen = list(shipped_relations().values()) if relations is None else list(relations)
-    layers = range(view.n_layers) if layers is None else layers
+    if relations is None:
+        relations = shipped_relations().values()
+    if layers is None:
+        layers = range(view.n_layers)
     lres = {f"LRE layer {layer}, β={beta:g}": (layer, beta) for layer in layers for beta in betas}
     labels = ["tensorlens mean operator", *lres, RANDOM]
     rng = random.Random(seed)
     values = []
     units = []
     skipped = {}
-    for relation in chosen:
+    for relation in relations:
         template = relation.prompt_templates[0]
         samples = of_common_length(model, template, relation.samples)
         if len(samples) <= m:
             skipped[relation.name] = f"fewer than {m} samples to fit on and one to ask about ({len(samples)})"
             continue
         shares = [_one_split(model, template, samples, (m, shots, top_k), lres, activation, rng) for _ in range(splits)]
-        none = torch.full((2, len(labels)), torch.nan, dtype=torch.float64)
-        if all(split is None for split in shares):
+        if all(bool(split.isnan().all()) for split in shares):
             skipped[relation.name] = f"no held-out subject whose object is among the model's {top_k} highest tokens"
             continue
-        values.append(torch.stack([none if split is None else split for split in shares], dim=-1))
+        values.append(torch.stack(shares, dim=-1))
         units.append(relation.name)
     if not values:
         raise InvalidInputError(f"relation_decoding: nothing to evaluate: {skipped}.")
@@ -362,15 +396,15 @@ def by_relation(result: Evaluation, metric: str = "faithful") -> "pd.DataFrame":
 
 
 def _one_split(
-    model: Any,
+    model: ModelLike,
     template: str,
     samples: Sequence[Sample],
     options: tuple[int, int, int | None],
     lres: dict[str, tuple[int, float]],
     activation: str,
     rng: random.Random,
-) -> Float[Tensor, "2 method"] | None:
-    """Shares of held-out subjects answered as the model does, and truly, by each method; None where it knows none."""
+) -> Float[Tensor, "2 method"]:
+    """Shares of held-out subjects answered as the model does, and truly, by each method; NaN where it knows none."""
     m, shots, top_k = options
     shuffled = rng.sample(list(samples), len(samples))
     fitted = shuffled[:m]
@@ -382,7 +416,7 @@ def _one_split(
     if top_k is not None:
         known = (logits.topk(min(top_k, logits.shape[-1])).indices.cpu() == objects[:, None]).any(1)
         if not bool(known.any()):
-            return None
+            return torch.full((2, len(lres) + 2), torch.nan, dtype=torch.float64)
         questions = Prompts(
             questions.tokens[known],
             questions.subject_ends[known],

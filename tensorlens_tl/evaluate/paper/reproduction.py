@@ -7,6 +7,7 @@ decoding (Section 4.2, Appendix D). The page "Reproduce the paper's tables" of t
 leaves open, and what was chosen here.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.drawing import page, terminal
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
+from tensorlens_tl.evaluate.arguments import Prompts, ReplacementName, WholeNumber
 from tensorlens_tl.evaluate.checks import spearman
 from tensorlens_tl.evaluate.paper.published_numbers import (
     CATEGORIES,
@@ -36,6 +39,7 @@ from tensorlens_tl.evaluate.paper.relation_decoders import by_relation, relation
 from tensorlens_tl.evaluate.paper.relations import Relation, shipped_relations
 from tensorlens_tl.evaluate.perturbation import perturbation
 from tensorlens_tl.evaluate.scorers import STANDARD, scorers_of, usable
+from tensorlens_tl.models.protocol import ModelLike
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.freezing import freeze
 from tensorlens_tl.passes.inputs import token_rows
@@ -44,7 +48,19 @@ from tensorlens_tl.results.evaluation import Evaluation
 if TYPE_CHECKING:
     import pandas as pd
 
+if TYPE_CHECKING:
+    Data = Prompts | Sequence[Relation] | None
+    """Texts, token ids or images; relations, or None for those that come with the library."""
+else:
+    Data = Any  # our own errors say what is wrong
+
 ENDS = ("mean", "low", "high")
+KINDS = {
+    "images": ("images [image, channel, height, width]", 4),
+    "tokens": ("a list of texts, or token ids [text, pos]", 2),
+}
+"""What the data of an experiment are, by what its model reads, and how many axes they have as one array."""
+
 RANKED = 3
 """From so many published numbers on, two orders of methods are compared."""
 
@@ -81,13 +97,14 @@ class Reproduction:
         for metric in self.evaluation.metrics:
             frame = self.evaluation.table(metric)
             for method in self._methods():
-                known = method in frame.index
-                ours = [float(frame.loc[method, (metric, end)]) if known else torch.nan for end in ENDS]
+                ours = [torch.nan] * len(ENDS)
+                if method in frame.index:
+                    ours = [float(frame.loc[method, (metric, end)]) for end in ENDS]
                 numbers = [n for n in self.published if (n.metric, n.method) == (metric, method)]
-                paper_rows = [(n.model, n.bound, torch.nan if n.value is None else n.value) for n in numbers]
-                rows += [(metric, method, *ours, *row) for row in paper_rows or [("", "", torch.nan)]]
+                paper_rows = [(n.model, n.bound, n.value) for n in numbers] or [("", "", None)]
+                rows += [(metric, method, *ours, *row) for row in paper_rows]
         names = ["metric", "method", "mean", "low", "high", "published model", "bound", "published"]
-        return pd.DataFrame(rows, columns=names)
+        return pd.DataFrame(rows, columns=names).astype({"published": float})
 
     def rank_correlations(self) -> dict[tuple[str, str], float]:
         """Spearman's correlation of our order of methods and the paper's, by metric and published model.
@@ -116,11 +133,12 @@ class Reproduction:
         print("\n".join(self._notes()))
 
     def to_html(self, *, style: bool = True) -> str:
-        """The same tables, and the evaluation's own curves and intervals."""
+        """The same tables, and the evaluation's curves and intervals."""
         parts = [f"<h4>{escape(title)}</h4>{page.table(headings, rows)}" for title, headings, rows in self._tables()]
         parts += [f"<div>{escape(note)}</div>" for note in self._notes()]
         curves = self.evaluation.to_html(style=False)
-        return (page.head() if style else "") + page.panel(self.experiment.name, *parts) + curves
+        head = page.head() if style else ""
+        return head + page.panel(self.experiment.name, *parts) + curves
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -145,7 +163,10 @@ class Reproduction:
     # ------------------------------------------------------------------ parts
 
     def _methods(self) -> Sequence[str]:
-        return self.evaluation.methods if self.experiment.reads == "relations" else self.experiment.methods
+        """The methods of the tables, those that are not defined on the model included."""
+        if self.experiment.reads == "relations":
+            return self.evaluation.methods
+        return self.experiment.methods
 
     def _tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, headings and rows: each method's area with its interval, then what was published of it."""
@@ -169,7 +190,9 @@ class Reproduction:
             return "N.A"
         frame = self.evaluation.table(metric)
         mean, low, high = (float(frame.loc[method, (metric, end)]) for end in ENDS)
-        return f"{mean:.3g}" + (f" [{low:.3g}, {high:.3g}]" if low == low else "")
+        if math.isnan(low):
+            return f"{mean:.3g}"
+        return f"{mean:.3g} [{low:.3g}, {high:.3g}]"
 
     def _relations(self) -> tuple[list[str], list[list[str]]]:
         """Figure 5: a row for each relation, by category, mean ± standard deviation over splits."""
@@ -195,34 +218,38 @@ class Reproduction:
             notes.append(
                 "area under the curve over 0 to 30 %, divided by its range, with its 95 % interval; higher is better"
             )
-            notes += [] if self.published else ["the paper's areas are drawn, not printed"]
+            if not self.published:
+                notes.append("the paper's areas are drawn, not printed")
         for (metric, model), rank in self.rank_correlations().items():
             notes.append(f"rank correlation of the methods' order with {model}, {metric}: {rank:.2f}")
         return notes + [f"left out: {name}: {why}" for name, why in self.evaluation.skipped.items()]
 
 
 def _spread(mean: float, std: float) -> str:
-    if mean != mean:
+    """Mean and standard deviation, as far as there are any."""
+    if math.isnan(mean):
         return "–"
-    return f"{mean:.2f}" + (f" ± {std:.2f}" if std == std else "")
+    if math.isnan(std):
+        return f"{mean:.2f}"
+    return f"{mean:.2f} ± {std:.2f}"
 
 
 def reproduce(
     name: str,
-    model: Any,
-    data: Any = None,
+    model: ModelLike,
+    data: Data = None,
     *,
-    length: Any = None,
-    n: Any = None,
-    replacement: Any = None,
+    length: WholeNumber | None = None,
+    n: WholeNumber | None = None,
+    replacement: ReplacementName = None,
     seed: int = 0,
-    memory: Any = None,
+    memory: Memory = None,
 ) -> Reproduction:
     """Run one experiment of the paper on a model, by the paper's protocol.
 
     Args:
         name: one of `EXPERIMENTS`: ``"table-1"``, ``"table-2"``, ``"figure-3"`` to ``"figure-7"``.
-        model: a TransformerLens model. The paper's own are named in `Experiment.what`; any other of the kind will do.
+        model: a TransformerLens model, those of the paper (`Experiment.what`) or any other of the kind.
         data: texts, or token ids `[text, pos]`, which are taken as they are; images `[image, channel, height, width]`
             as the model's image processor makes them; for Figure 5 `Relation` objects, or None for those that come
             with the library.
@@ -265,10 +292,10 @@ def _refuse_options(name: str, **options: Any) -> None:
             raise InvalidInputError(f"{option}={value!r}: {name} has no such option; leave it out.")
 
 
-def _perturbed(model: Any, inputs: Tensor, experiment: Experiment, options: dict[str, Any]) -> Evaluation:
+def _perturbed(model: ModelLike, inputs: Tensor, experiment: Experiment, options: dict[str, Any]) -> Evaluation:
     """The perturbation test, with those of the paper's methods that are defined on the model."""
     first = freeze(model, inputs[:1])
-    place = -1 if experiment.query == "last" else 0
+    position = {"last": -1, "cls": 0}[experiment.query]
     if experiment.query == "cls" and experiment.reads == "tokens" and first.causal:
         raise InvalidInputError(
             f"{experiment.name} compares the first token's final state, which in a causal model no other reaches; use "
@@ -277,20 +304,22 @@ def _perturbed(model: Any, inputs: Tensor, experiment: Experiment, options: dict
     if "Tensor, In+Class" in experiment.methods and not first.causal:
         raise InvalidInputError(f"{experiment.name} is about the next token; use a causal language model.")
     candidates = {method: STANDARD[PAPER_METHODS[method]] for method in experiment.methods}
-    scorers, skipped = usable(scorers_of(candidates), first, place, skip=True)
-    methods = {scorer.label: (scorer.method, scorer.options) for scorer in scorers}
+    scorers, skipped = usable(scorers_of(candidates), first, position, skip=True)
+    methods = {scorer.label: candidates[scorer.label] for scorer in scorers}
     return replace(perturbation(model, inputs, methods, **experiment.protocol, **options), skipped=skipped)
 
 
 # ------------------------------------------------------------------------------------------- data
 
 
-def _inputs(view: ModelView, data: Any, experiment: Experiment, length: Any, n: Any) -> tuple[Tensor, dict[str, Any]]:
+def _inputs(
+    view: ModelView, data: Any, experiment: Experiment, length: WholeNumber | None, n: WholeNumber | None
+) -> tuple[Tensor, dict[str, Any]]:
     """Token ids `[text, pos]` or images, and what is said about them in the settings."""
     name = experiment.name
-    images = experiment.reads == "images"
-    expected = "images [image, channel, height, width]" if images else "a list of texts, or token ids [text, pos]"
-    n = None if n is None else whole_number("n", n, least=1)
+    expected, axes = KINDS[experiment.reads]
+    if n is not None:
+        n = whole_number("n", n, least=1)
     if not hasattr(data, "__len__") or isinstance(data, str) or not len(data):
         what = "empty or no list"
         if data is None:
@@ -298,31 +327,34 @@ def _inputs(view: ModelView, data: Any, experiment: Experiment, length: Any, n: 
         elif isinstance(data, str) and data:
             what = "one text"
         raise InvalidInputError(f"{name}: data is {what}; pass {expected} (the paper's are of {experiment.data}).")
-    texts = [] if isinstance(data, Tensor) else [each for each in data if isinstance(each, str)]
-    if not images and len(texts) == len(data):
-        pos = _length(view, length)
-        tokens, short = _cut(view, texts, pos, n)
-        if not len(tokens):
-            raise InvalidInputError(
-                f"{name}: none of the {len(data)} texts has {pos} tokens; pass longer ones, or a smaller length."
-            )
-        return tokens, {"data": f"{len(tokens)} texts of {pos} tokens, {short} too short", "length": pos}
+    images = experiment.reads == "images"
+    if not images and not isinstance(data, Tensor) and all(isinstance(entry, str) for entry in data):
+        return _texts(view, data, name, length, n)
     try:
         values = torch.as_tensor(data)[:n]
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(f"{name}: data is neither texts nor one array ({error}); pass {expected}.") from error
-    if values.is_floating_point() != images or values.ndim != (4 if images else 2):
+    if values.is_floating_point() != images or values.ndim != axes:
         raise InvalidInputError(f"{name}: data is {tuple(values.shape)} of {values.dtype}; pass {expected}.")
-    if not images:
-        _refuse_options(f"{name} on token ids", length=length)
-    return values, {"data": f"{len(values)} {'images' if images else f'rows of {values.shape[1]} token ids'}"}
+    if images:
+        return values, {"data": f"{len(values)} images"}
+    _refuse_options(f"{name} on token ids", length=length)
+    return values, {"data": f"{len(values)} rows of {values.shape[1]} token ids"}
 
 
-def _length(view: ModelView, length: Any) -> int:
+def _texts(
+    view: ModelView, texts: Sequence[str], name: str, length: WholeNumber | None, n: int | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Texts as token ids of one length, and what is said about them."""
     pos = LENGTH if length is None else whole_number("length", length, least=2)
     if pos > view.n_ctx:
         raise InvalidInputError(f"length={pos}: the context of this model is {view.n_ctx} tokens; pass a smaller one.")
-    return pos
+    tokens, short = _cut(view, texts, pos, n)
+    if not len(tokens):
+        raise InvalidInputError(
+            f"{name}: none of the {len(texts)} texts has {pos} tokens; pass longer ones, or a smaller length."
+        )
+    return tokens, {"data": f"{len(tokens)} texts of {pos} tokens, {short} too short", "length": pos}
 
 
 def _cut(view: ModelView, texts: Sequence[str], pos: int, n: int | None) -> tuple[Int[Tensor, "text pos"], int]:
@@ -336,18 +368,26 @@ def _cut(view: ModelView, texts: Sequence[str], pos: int, n: int | None) -> tupl
     for text in texts:
         if n is not None and len(rows) == n:
             break
-        (row,) = token_rows(view, [text]) if text.strip() else (torch.empty(0, dtype=torch.long),)
+        row = torch.empty(0, dtype=torch.long)
+        if text.strip():
+            (row,) = token_rows(view, [text])
         if len(row) < pos:
             short += 1
             continue
-        end = row[-1:] if int(row[-1]) in special else row[pos - 1 : pos]
-        rows.append(torch.cat([row[: pos - 1], end]).cpu())
-    return torch.stack(rows) if rows else torch.empty(0, pos, dtype=torch.long), short
+        cut = row[:pos].clone()
+        if int(row[-1]) in special:
+            cut[-1] = row[-1]
+        rows.append(cut.cpu())
+    if not rows:
+        return torch.empty(0, pos, dtype=torch.long), short
+    return torch.stack(rows), short
 
 
-def _relations(model: Any, data: Any, experiment: Experiment, seed: int) -> Evaluation:
+def _relations(model: ModelLike, data: Any, experiment: Experiment, seed: int) -> Evaluation:
     """Figure 5: relations of the paper's categories; those without a category are taken too."""
-    relations = list(shipped_relations().values()) if data is None else data
+    relations = data
+    if data is None:
+        relations = list(shipped_relations().values())
     if not isinstance(relations, Sequence) or not relations or not all(isinstance(r, Relation) for r in relations):
         raise InvalidInputError(f"{experiment.name}: data is a list of Relation objects (Relation.load reads a file).")
     chosen = [relation for relation in relations if relation.category in ("", *CATEGORIES)]
@@ -355,8 +395,9 @@ def _relations(model: Any, data: Any, experiment: Experiment, seed: int) -> Eval
         raise InvalidInputError(f"{experiment.name}: no relation of the categories {', '.join(CATEGORIES)}.")
     result = relation_decoding(model, chosen, seed=seed, **experiment.protocol)
     others = {r.name: f"category {r.category!r}, not in the paper" for r in relations if r not in chosen}
+    origin = " that come with the library" if data is None else ""
     facts = {
-        "data": f"{len(result.units)} relations" + (" that come with the library" if data is None else ""),
+        "data": f"{len(result.units)} relations{origin}",
         "categories": {relation.name: relation.category for relation in chosen},
     }
     return replace(result, settings=result.settings | facts, skipped=result.skipped | others)

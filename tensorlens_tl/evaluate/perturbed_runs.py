@@ -1,0 +1,149 @@
+"""The live model on perturbed prompts, compared with itself on the whole ones."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.errors import FrozenModelError
+from tensorlens_tl.hooks import capture, foreign_hooks, logit_hooks, logits_at, model_points
+from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.freezing import TOLERANCE
+from tensorlens_tl.passes.inputs import Prompt, query_positions
+from tensorlens_tl.passes.replacement import Replacement, inputs_of
+
+PREDICTED = ("aopc", "aopc_abs", "logit")
+"""Metrics of a prediction."""
+
+
+class PerturbedRuns:
+    """Runs the live model on perturbed prompts, and compares it with itself on the whole ones.
+
+    Somebody's code on the model may act on some rows of a batch only, as `tensorlens_tl.passes.live.runs` says: each
+    prompt is run by itself where such code is seen (`alone`), else between whole ones that must come out the same.
+    """
+
+    def __init__(
+        self,
+        view: ModelView,
+        prompt: Prompt,
+        query: int | None,
+        replacement: Replacement,
+        metrics: Sequence[str],
+        of_output: bool,
+        memory: int,
+    ) -> None:
+        self.model = view.model
+        self.prompt = prompt
+        self.query = query
+        self.replacement = replacement
+        self.metrics = metrics
+        points = model_points(view)
+        self.unembed_at = points.unembed_in or points.output
+        # a mean over positions is one of the output; a classifier's head reads too few of them
+        of_output = of_output or (query is None and view.class_head is not None)
+        self.hidden_at = points.output if of_output else self.unembed_at
+        self.positions = None if query is None else query_positions(prompt, query)
+        self.predicts = bool(set(PREDICTED) & set(metrics))
+        self.alone = bool(foreign_hooks(view.model))
+        self.rows = self._rows_at_once(view, memory)
+        self.tolerance = TOLERANCE.get(next(view.model.parameters()).dtype, 1e-4)
+        self._whole: list[Tensor] = []  # hidden states of whole prompts, and logits where they are read, once known
+        self._whole = self._measure(torch.arange(len(prompt.tokens)), torch.zeros_like(prompt.mask).cpu())
+
+    def _rows_at_once(self, view: ModelView, memory: int) -> int:
+        """How many perturbed prompts are run together."""
+        if self.alone:
+            return 1
+        pos = self.prompt.tokens.shape[1]
+        widest = max((block.mlp.hidden for block in view.blocks if block.mlp is not None), default=0)
+        heads = max((block.attention.heads for block in view.blocks if block.mixer is None), default=0)
+        per_row = pos * (8 * view.cfg.d_model + 2 * widest + 2 * pos * heads)
+        if self.predicts:
+            per_row += view.d_vocab
+        return max(1, memory // (4 * per_row))
+
+    def damage(self, part: slice, replaced: Bool[Tensor, "prompt step pos"]) -> Float[Tensor, "metric prompt step"]:
+        """Every metric of some prompts with some of their tokens replaced."""
+        prompts, steps, _ = replaced.shape
+        index = torch.arange(part.start, part.start + prompts).repeat_interleave(steps)
+        after = self._measure(index, replaced.flatten(0, 1))
+        before = [whole[index] for whole in self._whole]
+        damages = [_damage(metric, before, after) for metric in self.metrics]
+        return torch.stack(damages).unflatten(1, (prompts, steps))
+
+    def _measure(self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"]) -> list[Float[Tensor, "row d"]]:
+        """Final hidden states at the query, and where a metric reads them the logits there."""
+        chunks = zip(index.split(self.rows), replaced.split(self.rows), strict=True)
+        outputs = [self._between_whole(rows, part) for rows, part in chunks]
+        return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+
+    def _between_whole(self, rows: Tensor, replaced: Tensor) -> list[Tensor]:
+        """One run: a row by itself, or several between the first and the last of their prompts, whole.
+
+        Raises:
+            FrozenModelError: a whole prompt does not come out the same in another row.
+        """
+        if len(rows) == 1:
+            return self._run(rows, replaced)
+        whole = torch.zeros_like(replaced[:1])
+        ends = rows[[0, -1]]
+        outputs = self._run(torch.cat([ends[:1], rows, ends[1:]]), torch.cat([whole, replaced, whole]))
+        # the whole prompts themselves are measured first: their rows beside the ends are the same prompts
+        expected = [known[ends] for known in self._whole] or [output[[1, -2]] for output in outputs]
+        for output, prompts in zip(outputs, expected, strict=True):
+            error = relative_error(output[[0, -1]], prompts)
+            if not error <= self.tolerance:
+                raise FrozenModelError(
+                    f"perturbation: a prompt gives another number in the first or the last row of a batch than "
+                    f"elsewhere (they differ by {error:.1e}): something acts on some rows only, and it is no hook that "
+                    "could be found. Let it act on every row; or put it on the model as a hook, and prompts are run "
+                    "one by one."
+                )
+        return [output[1:-1] for output in outputs]
+
+    def _run(self, rows: Tensor, replaced: Tensor) -> list[Tensor]:
+        """What `_measure` gives, of one batch."""
+        rows = rows.to(self.prompt.tokens.device)
+        inputs, hooks = self.replacement.put(inputs_of(self.prompt, rows), replaced.to(rows.device))
+        at = None if self.positions is None else self.positions[rows]
+        if at is not None and self.predicts:
+            hooks += logit_hooks(self.model, self.unembed_at, at)
+            activations, logits = capture(self.model, inputs, [self.hidden_at], hooks=hooks)
+            outputs = [_vectors(activations[self.hidden_at], at), logits_at(logits, at)[:, 0]]
+        else:
+            activations, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
+            outputs = [_query_state(activations[self.hidden_at], at, self.prompt.mask[rows])]
+        return [output.double().cpu() for output in outputs]
+
+
+def _damage(metric: str, before: list[Tensor], after: list[Tensor]) -> Float[Tensor, "row"]:
+    """One metric, from hidden states and logits of whole prompts and of perturbed ones."""
+    if metric == "hs_mse":
+        return (after[0] - before[0]).square().mean(-1)
+    whole = before[1]
+    perturbed = after[1]
+    token = whole.argmax(-1, keepdim=True)
+    if metric != "logit":
+        whole = whole.softmax(-1)
+        perturbed = perturbed.softmax(-1)
+    fall = (whole.gather(1, token) - perturbed.gather(1, token))[:, 0]
+    if metric == "aopc_abs":
+        return fall.abs()
+    return fall
+
+
+def _query_state(hidden: Tensor, at: Int[Tensor, "row 1"] | None, mask: Bool[Tensor, "row pos"]) -> Tensor:
+    """Final states at one position of each prompt, or averaged over its real tokens where `at` is None."""
+    if at is not None:
+        return _vectors(hidden, at)
+    return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def _vectors(hidden: Tensor, at: Int[Tensor, "row 1"]) -> Tensor:
+    """Vectors at one position per prompt; a classifier's head may have been given no other."""
+    if hidden.ndim == 2:
+        return hidden
+    return torch.take_along_dim(hidden, at[..., None], dim=1)[:, 0]
