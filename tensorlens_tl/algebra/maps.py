@@ -47,7 +47,7 @@ SHOWN = 6
 class AffineMap(ABC):
     """``m(x) = m.push(x) + m.bias``, with the adjoint of the linear part in ``m.pull``.
 
-    >>> block = frozen.block_map(0)
+    >>> block = frozen.maps.block_map(0)
     >>> x = frozen.resid_pre(0)
     >>> torch.allclose(block(x), block.push(x) + block.bias, atol=1e-3)
     True

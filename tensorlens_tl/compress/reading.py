@@ -44,7 +44,7 @@ def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
 
 def read(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> HeadWeights:
     """`head_weights`, with a pass of a few tokens that serves all layers and runs when it is first needed."""
-    _ = view.blocks[layer].plain_attention  # refuses what is more than four matrices
+    view.blocks[layer].require_plain_attention()  # not more than four matrices
     parameters = writable(view.blocks[layer])
     matrices = {letter: _copied(parameters[f"W_{letter}"]) for letter in "QKV"} | {"O": _copied(parameters["W_O"].mT)}
     biases = {letter: _copied(parameters[f"b_{letter}"]) for letter in "QKV" if f"b_{letter}" in parameters}

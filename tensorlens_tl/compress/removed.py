@@ -197,7 +197,7 @@ class Removed:
         With the ratios go routing, and what gates and parts held as a whole read.
         """
         points = self.frozen.points
-        cache = dict(self.compressed.cache)
+        activations = dict(self.compressed.capture.activations)
         values = []
         patterns = [block.pattern for block in points.blocks if block.pattern is not None]
         inside = [(b.pre, b.pre_linear, b.index, b.weight, b.per_layer_input) for b in points.blocks]
@@ -205,14 +205,17 @@ class Removed:
         ratios = [*(name for names in inside for name in names if name is not None), *whole]
         steps = ([], patterns, [*ratios, points.last_output], list(points.captured))
         for names in steps:  # a masked model's prediction head takes its ratios from the last output
-            cache |= {name: self.after[name] for name in names}
-            record = replace(self.compressed, cache=dict(cache), _ratios={}, _experts={})
-            end = Stream.of(record, activation, to_tokens=readout.read_at == points.unembed_in).x[-1]
+            activations |= {name: self.after[name] for name in names}
+            end = Stream.of(self._at(activations), activation, to_tokens=readout.read_at == points.unembed_in).x[-1]
             values.append((upcast(readout.seed) * end).sum((-2, -1)))
         settled = torch.stack([now - then for then, now in pairwise(values)], dim=-1)
-        after = replace(self.compressed, cache=dict(self.after))
-        activations = upcast(torch.take_along_dim(after.captured(readout.read_at), readout.positions[..., None], dim=1))
-        return settled, (activations * readout.vectors).sum(-1) + readout.constant
+        states = self._at(self.after).activation(readout.read_at)
+        states = upcast(torch.take_along_dim(states, readout.positions[..., None], dim=1))
+        return settled, (states * readout.vectors).sum(-1) + readout.constant
+
+    def _at(self, activations: Mapping[str, Tensor]) -> FrozenPass:
+        """The compressed weights at some activations."""
+        return _with_capture(self.compressed, replace(self.compressed.capture, activations=dict(activations)))
 
 
 def removed(frozen: PassLike, plan: Plan) -> Removed:
@@ -245,7 +248,7 @@ def removed(frozen: PassLike, plan: Plan) -> Removed:
     if plan.model is not frozen.model:
         raise InvalidInputError(f"plan: it was made for {plan.description}, and this pass is of another model.")
     for block in frozen.view.blocks:
-        _ = block.attention  # patterns of every layer are settled; a layer without one is refused before any work
+        block.require_attention()  # before any work: patterns of every layer are settled
     frozen.check_fresh()
     refuse_dropout(frozen.view.model)
     if other_hooks(frozen.model) != frozen.other_hooks:

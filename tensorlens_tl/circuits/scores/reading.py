@@ -1,7 +1,7 @@
 """How a layer makes its attention scores, read from its weights and proved against the pattern it made.
 
-The known ways are candidates (`tensorlens_tl.passes.attention_scores.reading`); a reading is right when the softmax of its scores is the
-pattern the model itself made.
+The known ways are candidates (`tensorlens_tl.passes.attention_scores.reading`); a reading is right when the softmax of
+its scores is the pattern of the model itself.
 """
 
 from dataclasses import replace

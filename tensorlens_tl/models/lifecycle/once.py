@@ -18,8 +18,8 @@ class OncePerWeights(Generic[Value]):
 
     >>> from tensorlens_tl.models.lifecycle import OncePerWeights
     >>> layouts = OncePerWeights()
-    >>> layouts.set(model, frozen.weights, "pre")
-    >>> layouts.get(model, frozen.weights)
+    >>> layouts.set(model, frozen.capture.weights, "pre")
+    >>> layouts.get(model, frozen.capture.weights)
     'pre'
     """
 

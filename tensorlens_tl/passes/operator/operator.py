@@ -18,7 +18,7 @@ from tensorlens_tl.algebra import AffineMap, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size
 from tensorlens_tl.algebra.numerics import relative_residual, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
-from tensorlens_tl.algebra.probes import check_probes, probed, stored_rows
+from tensorlens_tl.algebra.probes import Estimate, check_probes, probed, stored_rows
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.operator.collapse import Collapse
@@ -73,34 +73,18 @@ class FrozenOperator(FrozenTensor):
         check_probes(probes, tol, rows)
         positions = self._positions(query)
         sources = chosen_keys(self.frozen.prompt, keys)
-        scores = upcast(self.x[:0]).new_zeros(len(self.x), positions.shape[1], len(sources.places))
-        stderr = torch.zeros_like(scores)
-        freedom = torch.full_like(scores, torch.inf)
-        row_count = 0
-        sampled = probes is not None or tol is not None
-        generator = torch.Generator().manual_seed(seed)
-        for number in range(positions.shape[1]):
-            at = positions[:, number]
-            estimate = None
-            if sampled and (probes or 0) < width:
-                per_row = len(self.x) * len(sources.places) * width * upcast(self.x[:0]).element_size()
-                product_rows, free_memory = stored_rows(per_row, memory)
-                pull = partial(self._row_products, at=at, sources=sources, memory=free_memory)
-                shape = (len(self.x), width)
-                estimate = probed(pull, shape, generator, probes=probes, tol=tol, rows=rows, stored=product_rows)
-            if estimate is None:  # exact; or the tolerance asks for so many rows that exact is cheaper
-                for _, pulled in self._basis_rows(at, sources, "norm", memory):
-                    norms = torch.linalg.vector_norm(upcast(pulled), dim=(0, -1))
-                    scores[:, number, : norms.shape[-1]] += norms.square()
-                scores[:, number].sqrt_()
-                row_count = width
-            else:
-                scores[:, number] = estimate.norm
-                stderr[:, number] = estimate.stderr
-                freedom[:, number] = estimate.freedom
-                row_count = max(row_count, estimate.rows)
-        scores = sources.select(self._masked(scores, positions, sources), dim=2)
-        if not sampled:
+        is_estimated = probes is not None or tol is not None
+        norm_of: Callable[[Tensor], Estimate] = partial(self._norm, sources=sources, memory=memory)
+        if is_estimated and (probes or 0) < self.x.shape[-1]:
+            generator = torch.Generator().manual_seed(seed)
+            norm_of = partial(norm_of, generator=generator, probes=probes, tol=tol, rows=rows)
+        estimates = [norm_of(at) for at in positions.T]
+
+        def by_query(columns: list[Tensor]) -> Tensor:
+            return sources.select(self._masked(torch.stack(columns, dim=1), positions, sources), dim=2)
+
+        scores = by_query([estimate.norm for estimate in estimates])
+        if not is_estimated:
             return Collapse(scores)
         stderr = by_query([estimate.stderr for estimate in estimates])
         freedom = sources.select(torch.stack([estimate.freedom for estimate in estimates], dim=1), dim=2)
@@ -276,9 +260,9 @@ class FrozenOperator(FrozenTensor):
         batch, _, width = self.x.shape
         if generator is not None:
             per_row = batch * len(sources.positions) * width * upcast(self.x[:0]).element_size()
-            product_rows, free_memory = kept_rows(per_row, memory)
+            product_rows, free_memory = stored_rows(per_row, memory)
             pull = partial(self._row_products, at=at, sources=sources, memory=free_memory)
-            estimate = probed(pull, (batch, width), generator, kept=product_rows, **probes)
+            estimate = probed(pull, (batch, width), generator, stored=product_rows, **probes)
             if estimate is not None:
                 return estimate
         squares = upcast(self.x[:0]).new_zeros(batch, len(sources.positions))
