@@ -70,8 +70,7 @@ def direct_effects(asked: StreamTarget, by: str, memory: Memory = None) -> Terms
     """The same of what is asked about any stream; `by` is one of `BY`."""
     stream = asked.stream
     x = stream.x[0]
-    widest = max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
-    per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * widest) * x[..., 0].numel() * x.element_size()
+    per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * stream.widest) * x[..., 0].numel() * x.element_size()
     queries = len(asked.seed)
     names: list[str] = []
     scores = []
@@ -114,8 +113,11 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
             cotangent = sublayer.write.pull(pulled.sums[number])
             if by == "neuron" and not sublayer.is_attention and not sublayer.is_mixer:
                 _ = stream.frozen.view.blocks[sublayer.layer].dense_mlp  # refuses experts
-                neurons = [f"{sublayer.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
-                add(neurons, (cotangent.to(readout.total) * hidden).sum(-2), partial(_by_position, cotangent, hidden))
+                add(
+                    sublayer.neurons(hidden),
+                    (cotangent.to(readout.total) * hidden).sum(-2),
+                    partial(_by_position, cotangent, hidden),
+                )
             elif by == "component":
                 add([sublayer.name], dot(cotangent, hidden), partial(_by_position, cotangent, hidden))
             else:

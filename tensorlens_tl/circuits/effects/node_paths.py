@@ -196,8 +196,7 @@ def _named(stream: Stream, partial: "_Partial", candidates: Int[Tensor, "path 3"
 def _rows_at_once(stream: Stream) -> int:
     """How many partial paths the working memory holds, with the widest hidden layer beside each."""
     x = stream.x[0]
-    widest = max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
-    per_row = x[..., 0].numel() * (4 * x.shape[-1] + 2 * widest) * x.element_size()
+    per_row = x[..., 0].numel() * (4 * x.shape[-1] + 2 * stream.widest) * x.element_size()
     return max(1, min(MOST_ROWS, WORKING_BYTES // per_row))
 
 

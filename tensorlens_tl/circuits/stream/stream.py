@@ -125,6 +125,11 @@ class Stream:
         stream.x.append(x)
         return stream
 
+    @property
+    def widest(self) -> int:
+        """The width of the widest hidden vector."""
+        return max((hidden.shape[-1] for step in self.hidden for hidden in step), default=0)
+
     def sources(self) -> dict[str, Float[Tensor, "batch pos d_model"]]:
         """What the stream begins with: token and position embeddings, or the stream before the first layer."""
         if self.layers.start:
@@ -312,18 +317,18 @@ def stream_target(
 
 
 def token_pairs(
-    sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], met: Float[Tensor, "*rows batch pos width"]
+    sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], cotangent: Float[Tensor, "*rows batch pos width"]
 ) -> Float[Tensor, "*rows batch head query key"]:
-    """What each head moves from each source token to each query, along `met` (a vector at its hidden layer).
+    """What each head moves from each source token to each query, along a vector at its hidden layer.
 
-    ``A^h_ij ⟨met_i^h, v_j^h⟩``: summed over keys, the inner product of `met` with the hidden vector.
+    ``A^h_ij ⟨g_i^h, v_j^h⟩`` with the cotangent g: summed over keys, its inner product with the hidden vector.
     """
     *before, mix = sublayer.read.stages
     assert isinstance(mix, AnyAttention)
     values = rearrange(Chain(tuple(before))(x), "b k (kv d) -> b kv k d", kv=mix.kv_heads)
     pattern = mix.pattern
     values = values.repeat_interleave(pattern.shape[1] // mix.kv_heads, dim=1)
-    return pattern * (rearrange(sublayer.split(met), "... q h d -> ... h q d") @ values.mT)
+    return pattern * (rearrange(sublayer.split(cotangent), "... q h d -> ... h q d") @ values.mT)
 
 
 def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch 1"]:

@@ -53,22 +53,38 @@ class Sublayer:
         """All nodes together: ``"L0.attn"``, ``"MLP0"``, or ``"L0.mixer"``."""
         if self.is_attention:
             return f"L{self.layer}.attn"
-        return self.nodes[0] if self.nodes[0].endswith((".mixer", ".per_layer")) else f"MLP{self.layer}"
+        if self.is_mlp:
+            return f"MLP{self.layer}"
+        return self.nodes[0]
+
+    @property
+    def is_mlp(self) -> bool:
+        """Whether it is an MLP, or the experts in its place."""
+        return not self.is_attention and not self.is_per_layer and not self.nodes[0].endswith(".mixer")
+
+    @property
+    def is_per_layer(self) -> bool:
+        """Whether it is what a block adds for an input of each token."""
+        return self.nodes[0].endswith(".per_layer")
 
     @property
     def is_mixer(self) -> bool:
         """Whether it moves something between positions without attention."""
         return self.read.mixes and not self.is_attention
 
+    def neurons(self, hidden: Float[Tensor, "*rows width"]) -> list[str]:
+        """The names of the channels of a hidden vector: ``"MLP0.N7"``."""
+        return [f"{self.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
+
     def split(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows node channel"]:
         """A hidden vector by node."""
         return rearrange(hidden, "... (node channel) -> ... node channel", node=len(self.nodes))
 
     def shares(
-        self, met: Float[Tensor, "*rows batch pos width"], hidden: Float[Tensor, "batch pos width"]
+        self, cotangent: Float[Tensor, "*rows batch pos width"], hidden: Float[Tensor, "batch pos width"]
     ) -> Float[Tensor, "*rows batch node"]:
-        """Each node's part of ⟨met, hidden⟩, over all positions."""
-        return self.split(upcast(met) * hidden).sum((-3, -1))
+        """Each node's part of ⟨cotangent, hidden⟩, over all positions."""
+        return self.split(upcast(cotangent) * hidden).sum((-3, -1))
 
     def outputs(self, hidden: Float[Tensor, "batch pos width"]) -> Float[Tensor, "node batch pos d_model"]:
         """What each node writes by itself, biases apart."""
