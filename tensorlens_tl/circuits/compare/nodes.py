@@ -159,7 +159,7 @@ def _along(pulled: Pulled, stream: Stream, other: Stream, by: str) -> tuple[list
             if by == "component":
                 names.append(sublayer.name)
                 scores.append(product.sum(-1)[:, None])
-            elif by == "neuron" and sublayer.is_mlp:
+            elif by == "neuron" and sublayer.is_positionwise:
                 names += sublayer.neurons(hidden)
                 scores.append(product.mT)
             else:

@@ -111,7 +111,7 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
     for number, step in enumerate(stream.steps):
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             cotangent = sublayer.write.pull(pulled.sums[number])
-            if by == "neuron" and not sublayer.is_attention and not sublayer.is_mixer:
+            if by == "neuron" and sublayer.is_positionwise:
                 _ = stream.frozen.view.blocks[sublayer.layer].dense_mlp  # refuses experts
                 add(
                     sublayer.neurons(hidden),

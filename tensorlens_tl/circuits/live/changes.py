@@ -147,14 +147,12 @@ def sublayer_nodes(live: LiveTarget, by: str, advice: str) -> Iterator[NodeChang
 
 
 def _hidden_point(frozen: Record, sublayer: Sublayer) -> str | None:
-    """The hook point of a sublayer's hidden vector, or of what is linear in it; None where no hook reaches it."""
+    """The hook point of a sublayer's hidden vector; None where no hook reaches it."""
     points = frozen.points.blocks[sublayer.layer]
     if sublayer.is_mlp:
         return points.post
     if sublayer.is_attention and points.attention is None:
         return points.z
-    if sublayer.is_per_layer and points.per_layer is not None:
-        return points.per_layer.out
     return None
 
 

@@ -60,12 +60,12 @@ class Sublayer:
     @property
     def is_mlp(self) -> bool:
         """Whether it is an MLP, or the experts in its place."""
-        return not self.is_attention and not self.is_per_layer and not self.nodes[0].endswith(".mixer")
+        return not self.is_attention and not self.nodes[0].endswith((".mixer", ".per_layer"))
 
     @property
-    def is_per_layer(self) -> bool:
-        """Whether it is what a block adds for an input of each token."""
-        return self.nodes[0].endswith(".per_layer")
+    def is_positionwise(self) -> bool:
+        """Whether it moves nothing between positions: an MLP, or an input of each token."""
+        return not self.read.mixes
 
     @property
     def is_mixer(self) -> bool:
