@@ -25,10 +25,6 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import (
-    AnyAttention,
-    Chain,
-)
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits.stream.embeddings import embedding_parts
@@ -323,12 +319,8 @@ def token_pairs(
 
     ``A^h_ij ⟨g_i^h, v_j^h⟩`` with the cotangent g: summed over keys, its inner product with the hidden vector.
     """
-    *before, mix = sublayer.read.stages
-    assert isinstance(mix, AnyAttention)
-    values = rearrange(Chain(tuple(before))(x), "b k (kv d) -> b kv k d", kv=mix.kv_heads)
-    pattern = mix.pattern
-    values = values.repeat_interleave(pattern.shape[1] // mix.kv_heads, dim=1)
-    return pattern * (rearrange(sublayer.split(cotangent), "... q h d -> ... h q d") @ values.mT)
+    pairs = rearrange(sublayer.split(cotangent), "... q h d -> ... h q d") @ sublayer.values(x).mT
+    return sublayer.mixing.pattern * pairs
 
 
 def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch 1"]:

@@ -72,6 +72,19 @@ class Sublayer:
         """Whether it moves something between positions without attention."""
         return self.read.mixes and not self.is_attention
 
+    @property
+    def mixing(self) -> AnyAttention:
+        """What moves values between positions, of heads."""
+        mixing = self.read.stages[-1]
+        assert isinstance(mixing, AnyAttention)
+        return mixing
+
+    def values(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch head pos d_head"]:
+        """The values of every head; those of grouped-query attention are repeated."""
+        mixing = self.mixing
+        values = rearrange(Chain(self.read.stages[:-1])(x), "b k (kv d) -> b kv k d", kv=mixing.kv_heads)
+        return values.repeat_interleave(len(self.nodes) // mixing.kv_heads, dim=1)
+
     def neurons(self, hidden: Float[Tensor, "*rows width"]) -> list[str]:
         """The names of the channels of a hidden vector: ``"MLP0.N7"``."""
         return [f"{self.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
