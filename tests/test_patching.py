@@ -680,10 +680,10 @@ def test_circuits_of_several_devices_run_together(model_named):
 
         def to(self, device):
             seen.append(device)
-            return one.kept
+            return one.selection
 
     there = copy.copy(one)
-    object.__setattr__(there, "kept", Elsewhere())
+    object.__setattr__(there, "selection", Elsewhere())
     made = circuits.run_circuits(clean, corrupted, [one, there], **ASKED)
     assert seen == [clean.tokens.device]
     assert torch.equal(made[0], made[1])

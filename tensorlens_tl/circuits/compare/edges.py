@@ -158,7 +158,7 @@ def run_circuits(
             )
     if not circuits:
         raise InvalidInputError("circuits: none given.")
-    clean_edges = torch.stack([circuit.kept.to(readout.total.device) for circuit in circuits])
+    clean_edges = torch.stack([circuit.selection.to(readout.total.device) for circuit in circuits])
     return Replay(readout, clean, corrupted, layout.exists).numbers(clean_edges, memory)
 
 
