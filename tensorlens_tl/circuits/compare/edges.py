@@ -139,7 +139,9 @@ def run_circuits(
         raise InvalidInputError(
             f"circuits={circuits!r}: pass one or a list of circuits, such as edge_scores().circuit(100)."
         )
-    circuits = [circuits] if isinstance(circuits, Circuit) else list(circuits)
+    if isinstance(circuits, Circuit):
+        circuits = [circuits]
+    circuits = list(circuits)
     readout = pair_target(clean, corrupted, target, minus, direction, query)
     layout = edge_layout(readout.stream)
     config = _config(readout)
@@ -202,10 +204,11 @@ def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destinat
     first = 0
     for number, step in enumerate(readout.stream.steps):
         for sublayer in step.sublayers:
-            heads = len(sublayer.nodes) if sublayer.is_attention else 0
-            if heads:
-                joining[number] = responses[first : first + 2 * heads].sum(0)
-            first += 3 * heads or len(sublayer.nodes)
+            nodes = len(sublayer.nodes)
+            if sublayer.is_attention:
+                joining[number] = responses[first : first + 2 * nodes].sum(0)
+                first += 2 * nodes
+            first += nodes
     return readout.stream.pull(readout.seed, joining=joining)
 
 
@@ -215,7 +218,9 @@ def _frozen(
     """Each source's difference, carried past the sublayers to every destination, and dotted with the target there."""
     stream = readout.stream
     batch, pos = stream.x[0].shape[:2]
-    shape = (batch, *layout.exists.shape, pos) if positions else (batch, *layout.exists.shape)
+    shape = [batch, *layout.exists.shape]
+    if positions:
+        shape.append(pos)
     scores = upcast(stream.x[0]).new_zeros(shape)
     carried = (stream.x[0] - other.x[0])[None]
     first = 0

@@ -7,6 +7,7 @@ dictionary is read: `tensorlens_tl.models.dictionaries`; where it stands:
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -51,9 +52,9 @@ class Features:
     reconstruction: Float[Tensor, "batch pos d_out"]
 
     def __repr__(self) -> str:
-        to = "" if self.hook_out == self.hook else f" -> {self.hook_out!r}"
+        hooks = " -> ".join(dict.fromkeys((repr(self.hook), repr(self.hook_out))))
         return (
-            f"Features({self.dictionary.name} at {self.hook!r}{to}, {self.dictionary.features} features, "
+            f"Features({self.dictionary.name} at {hooks}, {self.dictionary.features} features, "
             f"{self.active_per_token:.1f} active at a token, explained={self.explained:.3f})"
         )
 
@@ -116,16 +117,17 @@ class Features:
     def reader(self) -> AffineMap:
         """From the stream to what the encoder is given, scales held."""
         how = self.dictionary.normalised(self.reads.x)
-        stages = [] if isinstance(self.reads.through, Identity) else [self.reads.through]
-        if how is not None:
-            stages.append(Norm(how.divided_by, centre=how.centred))
-        return Chain(tuple(stages)) if stages else Identity()
+        if how is None:
+            return chained([self.reads.through])
+        return chained([self.reads.through, Norm(how.divided_by, centre=how.centred)])
 
     @cached_property
     def writer(self) -> AffineMap | None:
         """What the decoder's output goes through, held: the scale of a dictionary that normalises; None for nothing."""
         how = self.dictionary.normalised(self.reads.x)
-        return None if how is None else Diagonal(how.multiplied_by)
+        if how is None:
+            return None
+        return Diagonal(how.multiplied_by)
 
     def pre_activation(
         self, features: Int[Tensor, "row"], positions: Int[Tensor, "row batch"]
@@ -136,6 +138,14 @@ class Features:
         return (
             torch.einsum("rbd,dr->rb", here, self.dictionary.W_enc[:, features]) + self.dictionary.b_enc[features, None]
         )
+
+
+def chained(maps: Iterable[AffineMap]) -> AffineMap:
+    """Maps one after the other, identities left out."""
+    stages = [m for m in maps if not isinstance(m, Identity)]
+    if not stages:
+        return Identity()
+    return Chain(tuple(stages))
 
 
 if TYPE_CHECKING:
@@ -173,8 +183,9 @@ def features(
         UnsupportedModelError: an encoder–decoder.
     """
     check_pass(frozen)
-    read = read_dictionary(dictionary, transcodes=None if hook_out is None else True)
-    hook = read.hook if hook is None else hook
+    read = read_dictionary(dictionary, transcodes=hook_out is not None or None)
+    if hook is None:
+        hook = read.hook
     for name, point in (("hook", hook), ("hook_out", hook_out)):
         if point is not None and not isinstance(point, str):
             raise InvalidInputError(

@@ -66,31 +66,35 @@ def logit_attribution(
     return direct_effects(readout, by, memory)
 
 
-def direct_effects(asked: StreamTarget, by: str, memory: Memory = None) -> Terms:
-    """The same of what is asked about any stream; `by` is one of `BY`."""
-    stream = asked.stream
+def direct_effects(readout: StreamTarget, by: str, memory: Memory = None) -> Terms:
+    """The direct effects on a target of any stream; `by` is one of `BY`."""
+    stream = readout.stream
     x = stream.x[0]
     per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * stream.widest) * x[..., 0].numel() * x.element_size()
-    queries = len(asked.seed)
+    queries = len(readout.seed)
+    if queries == 1:
+        memory = None
     names: list[str] = []
-    scores = []
-    keys = []
-    for rows in chunks(queries, per_row, memory if queries > 1 else None, "queries"):
-        names, effects, by_key = _effects(asked, slice(rows.start, rows.stop), by)
+    scores: list[Tensor] = []
+    keys: list[Tensor] = []
+    for rows in chunks(queries, per_row, memory, "queries"):
+        names, effects, by_key = _effects(readout, slice(rows.start, rows.stop), by)
         scores.append(effects)
-        if by_key is not None:
-            keys.append(by_key)
+        keys += by_key
+    shares = None
+    if keys:
+        shares = torch.cat(keys).transpose(0, 1)
     terms = Terms(
         names=names,
         scores=torch.cat(scores).transpose(0, 1),
-        remainder=torch.zeros_like(asked.total),
-        keys=torch.cat(keys).transpose(0, 1) if keys else None,
-        **asked.fields(),
+        remainder=torch.zeros_like(readout.total),
+        keys=shares,
+        **readout.fields(),
     )
     return stream.frozen.checked(terms)
 
 
-def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, Tensor | None]:
+def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, list[Tensor]]:
     """Some queries' names, effects `[query, batch, term]` and, by head and token, keys `[query, batch, term, key]`."""
     stream = readout.stream
     positions = readout.positions[:, rows]
@@ -133,7 +137,9 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
     if bool(readout.constant.any()):
         constant = readout.constant[:, rows].T[..., None]
         add([readout.constant_name], constant, partial(_at_query, constant, positions, stream.x[0].shape[1]))
-    return names, torch.cat(scores, dim=-1), torch.cat(keys, dim=2) if keys else None
+    if keys:
+        keys = [torch.cat(keys, dim=2)]
+    return names, torch.cat(scores, dim=-1), keys
 
 
 def _by_position(cotangent: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch 1 pos"]:

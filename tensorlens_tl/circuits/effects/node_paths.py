@@ -185,7 +185,7 @@ def _direct_path(readout: StreamTarget) -> Float[Tensor, "1 batch"]:
 
 
 def _label(path: tuple[str, ...]) -> str:
-    return " → ".join(path) if path else "direct"
+    return " → ".join(path) or "direct"
 
 
 def _named(stream: Stream, partial: "_Partial", candidates: Int[Tensor, "path 3"]) -> list[tuple[str, ...]]:

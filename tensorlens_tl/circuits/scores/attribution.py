@@ -81,7 +81,9 @@ def qk_attribution(
         names = [list(sources)] * len(frozen.tokens)
         q, k = (_by_component(frozen, layer, reading, *side, torch.stack(list(sources.values()))) for side in sides)
     scale = reading.scale
-    alibi = None if reading.alibi is None else reading.alibi[head][positions["query"], positions["key"]]
+    alibi = None
+    if reading.alibi is not None:
+        alibi = reading.alibi[head][positions["query"], positions["key"]]
     attribution = ScoreAttribution(
         names=names,
         pairs=scale * torch.einsum("cbi,cbj->bij", q.shares, k.shares),
@@ -192,12 +194,11 @@ def _by_token(
     """Each channel pulled back through everything before."""
     x0 = frozen.resid_pre(0)
     x = frozen.resid_read(layer)
-    whitening = frozen.whitening(layer)
     d_head = read(x).shape[-1] // heads
     channels = slice(head * d_head, (head + 1) * d_head)
     earlier = (frozen.block_map(number, activation=activation) for number in range(layer))
-    before = () if whitening is None else whitening.stages
-    whole = Chain((*earlier, *before, *read.stages))
+    whitening = frozen.whitening(layer) or Chain(())
+    whole = Chain((*earlier, *whitening.stages, *read.stages))
     R = _rotation(reading, at, x, d_head)
     shares = []
     constants = []

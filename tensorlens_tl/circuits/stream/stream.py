@@ -25,6 +25,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits.stream.embeddings import embedding_parts
@@ -54,7 +55,10 @@ class Pulled:
         """Every bias on the way: step, name, the bias, and the vector that meets it."""
         for number, step in enumerate(steps):
             for name, bias, inside in step.biases:
-                yield number, name, bias, self.sums[number] if inside else self.stream[number + 1]
+                vectors = self.stream[number + 1]
+                if inside:
+                    vectors = self.sums[number]
+                yield number, name, bias, vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,11 +109,12 @@ class Stream:
         frozen.view.refuse_encoder_decoder("circuits")
         steps = [step for layer in chosen for step in block_steps(frozen, layer, rule)]
         if chosen.stop == frozen.n_layers:
-            final = frozen.final_norm() if final_norm else None
-            head = frozen.prediction_head(rule) if to_tokens else None
-            for end, name in ((final, "ln_final.b"), (head, "prediction head b")):
-                if end is not None:
-                    steps.append(Step(-1, (), end, name))
+            ends = dict[str, AffineMap | None]()
+            if final_norm:
+                ends["ln_final.b"] = frozen.final_norm()
+            if to_tokens:
+                ends["prediction head b"] = frozen.prediction_head(rule)
+            steps += [Step(-1, (), end, name) for name, end in ends.items() if end is not None]
         stream = cls(frozen, chosen, final_norm, tuple(steps))
         x = frozen.resid_pre(chosen.start)
         for step in steps:
@@ -234,8 +239,8 @@ class StreamTarget:
 
     def number(self, read: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch query"]:
         """What is asked, of another stream at `read_at`, before any final soft cap."""
-        places = self.positions[..., None].expand(*read.shape[:-2], -1, 1)
-        activations = torch.take_along_dim(upcast(read.to(self.vectors.device)), places, dim=-2)
+        positions = self.positions[..., None].expand(*read.shape[:-2], -1, 1)
+        activations = torch.take_along_dim(upcast(read.to(self.vectors.device)), positions, dim=-2)
         return (activations * self.vectors).sum(-1) + self.constant
 
     def fields(self) -> dict[str, Any]:
@@ -286,7 +291,7 @@ def stream_target(
             f"target: what is asked about ends at {end_of(frozen, chosen.stop, normed)}, before the unembedding; use "
             "direction=, or all layers with their final norm."
         )
-    positions = (one_query if one else query_positions)(frozen.prompt, query)
+    positions = {True: one_query, False: query_positions}[one](frozen.prompt, query)
     resolved = resolve_target(frozen, target, minus, direction, positions)
     stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=resolved.of_tokens)
     if resolved.of_tokens:
@@ -296,6 +301,11 @@ def stream_target(
     else:
         read_at = frozen.points.output
     assert read_at is not None  # a token needs an unembedding
+    label = resolved.label
+    soft_cap = frozen.view.soft_cap
+    if not resolved.of_tokens:
+        label = f"{label} at {end_of(frozen, chosen.stop, normed)}"
+        soft_cap = None
     activations = upcast(torch.take_along_dim(frozen.captured(read_at), positions[..., None], dim=1))
     real = torch.take_along_dim(frozen.mask, positions, dim=1)  # nothing is asked at padding
     vectors = resolved.vectors * real[..., None]
@@ -307,8 +317,8 @@ def stream_target(
         constant,
         (activations * vectors).sum(-1) + constant,
         positions,
-        resolved.label if resolved.of_tokens else f"{resolved.label} at {end_of(frozen, chosen.stop, normed)}",
-        soft_cap=frozen.view.soft_cap if resolved.of_tokens else None,
+        label,
+        soft_cap=soft_cap,
     )
 
 

@@ -17,6 +17,7 @@ from tensorlens_tl.algebra import (
     GroupSum,
     Identity,
     Linear,
+    Norm,
     Routed,
     Sum,
     stages_of,
@@ -125,7 +126,9 @@ class Sublayer:
         width = values.weight.shape[1] // mix.kv_heads
         kv_head = node // group
         channels = slice(kv_head * width, (kv_head + 1) * width)
-        offset = None if values.offset is None else values.offset[channels]
+        offset = values.offset
+        if offset is not None:
+            offset = offset[channels]
         head_values = Linear(values.weight[:, channels], offset)
         scales = (Diagonal(factor.factor[..., channels]) for factor in factors)
         return Chain((*before, head_values, *scales, mix.of_head(node)))
@@ -182,10 +185,14 @@ def block_steps(frozen: Record, layer: int, rule: str) -> list[Step]:
     if frozen.view.blocks[layer].has_mlp:
         hidden, output, names = _mlp_nodes(frozen, layer, rule)
         sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (hidden,), output, names, "b_out", False)))
+    steps: list[Step] = []
     whitening = frozen.whitening(layer)
-    steps = [] if whitening is None else [Step(layer, (), whitening, f"L{layer}.whitening")]
+    if whitening is not None:
+        steps.append(Step(layer, (), whitening, f"L{layer}.whitening"))
+    ends: list[Step] = []
     per_layer = frozen.per_layer(layer, rule)
-    ends = [] if per_layer is None else [Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), "")]
+    if per_layer is not None:
+        ends.append(Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), ""))
     ends += [Step(layer, (), end, f"L{layer}.end") for end in frozen.ends(layer)]
     if layout.parallel:
         return [*steps, Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}"), *ends]
@@ -223,6 +230,13 @@ def _per_layer_node(frozen: Record, layer: int, per_layer: Chain) -> Sublayer:
     return Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", False)
 
 
+def _norms(frozen: Record, layer: int, name: str | None) -> tuple[Norm, ...]:
+    """The norm of this name, or none."""
+    if name is None:
+        return ()
+    return (frozen.norm(layer, name),)
+
+
 def _sublayer(
     frozen: Record,
     layer: int,
@@ -233,8 +247,7 @@ def _sublayer(
     bias_name: str,
     is_attention: bool,
 ) -> Sublayer:
-    before = () if at.before is None else (frozen.norm(layer, at.before),)
-    after = () if at.after is None else (frozen.norm(layer, at.after),)
+    before, after = (_norms(frozen, layer, name) for name in (at.before, at.after))
     bias = f"L{layer}.{bias_name}"
     inside = [stage for part in read for stage in stages_of(part)]
     return Sublayer(layer, Chain((*before, *inside)), Chain((*stages_of(output), *after)), nodes, bias, is_attention)

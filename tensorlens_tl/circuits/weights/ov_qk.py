@@ -121,7 +121,7 @@ def copying_scores(model: Any, *, fold_norms: bool = False) -> Float[Tensor, "la
     view = as_view(model)
     unembedding, embedding = _square_vocabulary(view, fold_norms)
     through = unembedding @ embedding  # [d_model, d_model]: the vocabulary once, for all heads
-    source = as_pass(model) if fold_norms else view
+    source = _source(model, fold_norms)
     scores = []
     for layer in range(view.n_layers):
         weights = LayerWeights.of(source, layer, fold_norms)
@@ -200,7 +200,9 @@ def svd_tokens(
                 row[f"{name}_negative"] = None
         else:
             writes = list(projected.values())[-1]
-            sign = 1.0 if float(writes.max()) >= -float(writes.min()) else -1.0  # the strongest token is a positive one
+            sign = 1.0
+            if -float(writes.min()) > float(writes.max()):  # the strongest token is a positive one
+                sign = -1.0
             for name, tokens in projected.items():
                 row[name] = _tokens(view, sign * tokens[:, 0], top)
                 row[f"{name}_negative"] = _tokens(view, -sign * tokens[:, 0], top)
@@ -232,7 +234,7 @@ def virtual_head(model: Any, heads: Any, *, fold_norms: bool = False) -> "Factor
     if any(later <= earlier for earlier, later in pairwise(layers)):
         raise InvalidInputError(f"virtual_head: each head must be in a later layer than the one before, got {heads}.")
     refuse_whitened(as_view(model), "virtual_head")
-    source = as_pass(model) if fold_norms else model
+    source = _source(model, fold_norms)
     circuits = [ov(source, layer, head, fold_norms=fold_norms) for layer, head in heads]
     left = circuits[0].A
     for before, after in pairwise(circuits):
@@ -294,7 +296,7 @@ def _norms_around(
         return None, None
     norms = source.view.blocks[layer].norms
     at = source.layouts[layer].attn
-    return (norms[at.before] if at.before else None), (norms[at.after] if at.after else None)
+    return norms.get(at.before or ""), norms.get(at.after or "")
 
 
 def _rotated(Q: HeadMatrix, reading: ScoreReading, offset: int | None) -> HeadMatrix:
@@ -307,7 +309,7 @@ def _rotated(Q: HeadMatrix, reading: ScoreReading, offset: int | None) -> HeadMa
             "offset=query position − key position."
         )
     R = reading.rotation
-    return product(Q, R[offset] @ R[0].T if offset >= 0 else R[0] @ R[-offset].T)
+    return product(Q, R[max(offset, 0)] @ R[max(-offset, 0)].T)
 
 
 def _reading(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
@@ -316,7 +318,9 @@ def _reading(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
         return W
     if norm.gain is not None:
         W = norm.gain[:, None] * W
-    return W - W.mean(-2, keepdim=True) if norm.centre else W
+    if norm.centre:
+        W = W - W.mean(-2, keepdim=True)
+    return W
 
 
 def _writing(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
@@ -325,15 +329,18 @@ def _writing(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
         return W
     if norm.centre:
         W = W - W.mean(-1, keepdim=True)
-    return W if norm.gain is None else W * norm.gain
+    if norm.gain is not None:
+        W = W * norm.gain
+    return W
 
 
 def _head_norm_gain(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
     """Query or key weights with the gain of their own norm, per head or over all of them."""
     if norm is None or norm.gain is None:
         return W
-    gain = norm.gain if norm.gain.numel() == W.shape[-1] else rearrange(norm.gain, "(h d) -> h 1 d", h=len(W))
-    return W * gain
+    if norm.gain.numel() == W.shape[-1]:
+        return W * norm.gain
+    return W * rearrange(norm.gain, "(h d) -> h 1 d", h=len(W))
 
 
 def _unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_model d_vocab"]:
@@ -345,7 +352,9 @@ def _unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_model d_
             "so no matrix leads from tokens to logits. Use ov() and qk(), or logit_attribution() on a frozen pass."
         )
     W_U = view.unembedding[0]
-    return _reading(W_U, view.final_norm) if fold_norms else W_U
+    if fold_norms:
+        W_U = _reading(W_U, view.final_norm)
+    return W_U
 
 
 def _square_vocabulary(view: ModelView, fold_norms: bool) -> tuple[Tensor, Tensor]:
@@ -380,9 +389,18 @@ def as_view(model: Any) -> ModelView:
     if isinstance(model, FrozenPass):
         model.check_fresh()
         model = model.view
-    view = model if isinstance(model, ModelView) else ModelView(model)
+    view = model
+    if not isinstance(model, ModelView):
+        view = ModelView(model)
     view.refuse_encoder_decoder("the weights of heads")
     return view
+
+
+def _source(model: Any, fold_norms: bool) -> ModelView | FrozenPass:
+    """What weights are read from: folding needs a pass, which knows how the blocks are put together."""
+    if fold_norms:
+        return as_pass(model)
+    return as_view(model)
 
 
 def as_pass(model: Any, offset: Any = None) -> FrozenPass:
