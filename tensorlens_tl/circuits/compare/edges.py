@@ -31,6 +31,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.compare.pairs import corrupted_stream, gradient_shares, number_of, pair_target
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
@@ -49,7 +50,7 @@ def edge_scores(
     method: str = "frozen",
     positions: bool = False,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     activation: str = "ratio",
     steps: int = 5,
     memory: Memory = None,
@@ -118,7 +119,7 @@ def run_circuits(
     minus: TokenLike = None,
     *,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     memory: Memory = None,
 ) -> Float[Tensor, "circuit batch"]:
     """The target's number in the live model with only a circuit's edges clean: all others carry corrupted values.

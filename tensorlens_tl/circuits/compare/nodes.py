@@ -33,6 +33,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.compare.edges import edge_layout, pull_with_patterns
 from tensorlens_tl.circuits.compare.pairs import (
     corrupted_stream,
@@ -63,7 +64,7 @@ def patch_scores(
     method: str = "frozen",
     positions: bool = False,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     activation: str = "ratio",
     steps: int = 5,
     memory: Memory = None,

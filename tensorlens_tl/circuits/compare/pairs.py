@@ -8,12 +8,11 @@ Sign of every score: what the target loses when the clean value is replaced by t
 ``number(clean) − number(patched)``. What helps the clean answer is positive.
 """
 
-from typing import Any
-
 from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import hook_numbers, other_hooks, refuse_attached
@@ -26,7 +25,7 @@ METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "patching")
 """The ways to get a score of a node or an edge."""
 
 
-def gradient_shares(method: str, steps: Any) -> list[float]:
+def gradient_shares(method: str, steps: Whole) -> list[float]:
     """Where a method takes gradients on the way from the corrupted to the clean embeddings: none, or shares of it.
 
     Raises:
@@ -108,7 +107,7 @@ def pair_target(
     corrupted: PassLike,
     target: TokenLike,
     minus: TokenLike,
-    direction: Any,
+    direction: Direction,
     query: Query,
     activation: str = "ratio",
 ) -> StreamTarget:

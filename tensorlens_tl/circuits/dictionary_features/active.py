@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Norm
+from tensorlens_tl.circuits.arguments import FeatureLike, HookName
 from tensorlens_tl.circuits.dictionary_features.hook_points import ReadAt, WriteAt, mlp_output, read_at, write_at
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.dictionaries import DictionaryWeights, read_dictionary
@@ -92,7 +93,7 @@ class Features:
         names = [f"F{feature}" for feature in self.index[here, 2].tolist()]
         return largest(self.values[here], names, k, [position] * len(names))
 
-    def value(self, feature: Any) -> Float[Tensor, "batch pos"]:
+    def value(self, feature: FeatureLike) -> Float[Tensor, "batch pos"]:
         """What one feature is worth at every token, zero where it is not active.
 
         Raises:
@@ -103,7 +104,7 @@ class Features:
         values[self.index[here, 0], self.index[here, 1]] = self.values[here]
         return values
 
-    def checked(self, feature: Any) -> int:
+    def checked(self, feature: FeatureLike) -> int:
         """A feature's number, which may be passed as its name, ``"F12"``.
 
         Raises:
@@ -158,9 +159,9 @@ else:
 def features(
     frozen: PassLike,
     dictionary: Any,
-    hook: Any = None,
+    hook: HookName = None,
     *,
-    hook_out: Any = None,
+    hook_out: HookName = None,
     any_model: bool = False,
 ) -> Features:
     """The active features of a sparse dictionary in a frozen pass.

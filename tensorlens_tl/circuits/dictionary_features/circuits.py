@@ -28,6 +28,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, Identity, RowPositions
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import BiasTerms, in_total
+from tensorlens_tl.circuits.arguments import Direction, FeatureLike
 from tensorlens_tl.circuits.dictionary_features.active import Features, FeaturesLike, chained
 from tensorlens_tl.circuits.dictionary_features.hook_points import Place, maps_between, stream_to
 from tensorlens_tl.circuits.effects import BY as DIRECT, direct_effects
@@ -47,7 +48,7 @@ BY = ("feature_token", "feature")
 
 def feature_attribution(
     features: FeaturesLike,
-    feature: Any,
+    feature: FeatureLike,
     *,
     query: Query = -1,
     by: str = "token",
@@ -111,7 +112,7 @@ def feature_effects(
     minus: TokenLike = None,
     *,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     by: str = "feature_token",
     activation: str = "ratio",
     memory: Memory = None,

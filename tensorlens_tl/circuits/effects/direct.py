@@ -8,7 +8,6 @@ component does through later ones is its *total* effect: `tensorlens_tl.circuits
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
@@ -32,7 +32,7 @@ def logit_attribution(
     *,
     by: str = "component",
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool = True,
     activation: str = "ratio",

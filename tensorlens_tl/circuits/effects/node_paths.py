@@ -11,7 +11,6 @@ A path is followed backwards, from the target to its first node; ``pulled`` is t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +19,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import WORKING_BYTES
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
@@ -53,9 +53,9 @@ def paths(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    max_order: Any = 1,
+    max_order: Whole = 1,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool = True,
     activation: str = "ratio",
@@ -125,10 +125,10 @@ def top_paths(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    k: Any = 10,
-    width: Any = 64,
+    k: Whole = 10,
+    width: Whole = 64,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool = True,
     activation: str = "ratio",

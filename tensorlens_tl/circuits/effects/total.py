@@ -7,13 +7,12 @@ The two differ by what the ablation does to patterns, activations and norms; a p
 induction head's *pattern*, which only the live model shows.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.live import LiveTarget, losses, sublayer_nodes
 from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
 from tensorlens_tl.errors import InvalidInputError
@@ -31,7 +30,7 @@ def total_effects(
     *,
     by: str = "head",
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool = True,
     activation: str = "ratio",

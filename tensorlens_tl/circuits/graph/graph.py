@@ -37,6 +37,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Direction, Share
 from tensorlens_tl.circuits.graph import nodes as graph_nodes
 from tensorlens_tl.circuits.graph.edges import Carried, Edges
 from tensorlens_tl.circuits.graph.features import Dictionaries, FeatureSplit, feature_splits
@@ -62,12 +63,12 @@ def contribution_graph(
     minus: TokenLike = None,
     *,
     threshold: Any = 0.01,
-    neurons: Any = None,
-    sources: Any = None,
+    neurons: Share = None,
+    sources: Share = None,
     dictionaries: Dictionaries = None,
-    features: Any = None,
+    features: Share = None,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool = True,
     activation: str = "ratio",
@@ -120,7 +121,7 @@ def contribution_graph(
     return builder.graph(_prediction(readout, target, minus, direction))
 
 
-def check_options(threshold: Any, neurons: Any, sources: Any, features: Any = None) -> None:
+def check_options(threshold: Any, neurons: Share, sources: Share, features: Share = None) -> None:
     """Raise `InvalidInputError` for options that `contribution_graph` refuses, before there is a pass."""
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
@@ -166,7 +167,7 @@ def _splits(sublayer: Sublayer) -> str:
     return "neurons"
 
 
-def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, direction: Any) -> dict[str, Any]:
+def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, direction: Direction) -> dict[str, Any]:
     """What others' formats say about the model and its prediction besides the graph."""
     frozen = readout.stream.frozen
     (query,) = readout.positions[0].tolist()

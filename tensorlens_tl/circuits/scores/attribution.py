@@ -6,7 +6,7 @@ biases' own product. Sources are the prompt's tokens, each with all it does thro
 that wrote the stream: embeddings, heads or whole attention layers, MLPs and their biases.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,7 @@ from tensorlens_tl.algebra import Chain, RowPositions
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import BiasTerms, in_total
+from tensorlens_tl.circuits.arguments import Whole
 from tensorlens_tl.circuits.scores.reading import ScoreReading, score_reading
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -32,8 +33,8 @@ BY = ("token", "component", "head")
 
 def qk_attribution(
     frozen: PassLike,
-    layer: Any,
-    head: Any,
+    layer: Whole,
+    head: Whole,
     query: Query = -1,
     key: Query = 0,
     *,

@@ -28,6 +28,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
+from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.stream.embeddings import embedding_parts
 from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
 from tensorlens_tl.errors import InvalidInputError
@@ -260,7 +261,7 @@ def stream_target(
     frozen: PassLike,
     target: TokenLike,
     minus: TokenLike,
-    direction: Any,
+    direction: Direction,
     query: Query,
     activation: str,
     layers: LayerRange = None,

@@ -7,7 +7,6 @@ and ``B = r₂l₂`` (reading and other side) the norm needs d_head × d_head ma
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -15,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Offset, WeightsLike
 from tensorlens_tl.circuits.weights.ov_qk import LayerWeights, as_pass, as_view, refuse_whitened
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
@@ -22,11 +22,11 @@ KINDS = ("Q", "K", "V")
 
 
 def composition_scores(
-    model: Any,
+    model: WeightsLike,
     kind: str,
     *,
     baseline: str | None = None,
-    offset: Any = None,
+    offset: Offset = None,
     fold_norms: bool = False,
 ) -> Float[Tensor, "layer head later_layer later_head"]:
     """Composition scores of all pairs of heads at once, zero where the second is not in a later layer.

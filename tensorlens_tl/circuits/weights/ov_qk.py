@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import product, upcast
+from tensorlens_tl.circuits.arguments import Offset, WeightsLike, Whole
 from tensorlens_tl.circuits.scores import ScoreReading, score_reading
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import other_hooks
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 HeadMatrix = Float[Tensor, "*head d_model d_head"]
 
 
-def ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
+def ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False) -> "FactoredMatrix":
     """``W_V W_O`` of one head, `[d_model, d_model]` of rank d_head.
 
     Args:
@@ -59,7 +60,9 @@ def ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "Facto
     return factored(weights.V[head], weights.O[head], weights.adapters)
 
 
-def qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms: bool = False) -> "FactoredMatrix":
+def qk(
+    model: WeightsLike, layer: Whole, head: Whole, *, offset: Offset = None, fold_norms: bool = False
+) -> "FactoredMatrix":
     """``W_Q R(offset) W_Kᵀ`` of one head, `[d_model, d_model]` of rank d_head, rows for the query.
 
     Args:
@@ -79,7 +82,7 @@ def qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms: boo
     return factored(weights.Q[head], weights.K[head].T, as_view(model).blocks[layer].adapters("QK"))
 
 
-def full_ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
+def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False) -> "FactoredMatrix":
     """``W_E W_V W_O W_U``, `[d_vocab, d_vocab]`: what a head writes to the logits for each token it reads.
 
     Raises:
@@ -95,7 +98,9 @@ def full_ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "
     )
 
 
-def full_qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms: bool = False) -> "FactoredMatrix":
+def full_qk(
+    model: WeightsLike, layer: Whole, head: Whole, *, offset: Offset = None, fold_norms: bool = False
+) -> "FactoredMatrix":
     """``W_E W_Q R W_Kᵀ W_Eᵀ``, `[d_vocab, d_vocab]`: how much one token, as query, attends to another, as key.
 
     Raises:
@@ -108,7 +113,9 @@ def full_qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms
     return factored(product(view.embedding, circuit.A), product(circuit.B, view.embedding.T), sorted(adapters))
 
 
-def ov_eigenvalues(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> Complex[Tensor, "d_head"]:
+def ov_eigenvalues(
+    model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False
+) -> Complex[Tensor, "d_head"]:
     """The non-zero eigenvalues of `full_ov`, largest first: positive ones copy tokens, negative ones suppress them."""
     unembedding, embedding = _square_vocabulary(as_view(model), fold_norms)
     circuit = ov(model, layer, head, fold_norms=fold_norms)
@@ -116,7 +123,7 @@ def ov_eigenvalues(model: Any, layer: Any, head: Any, *, fold_norms: bool = Fals
     return values[values.abs().argsort(descending=True)]
 
 
-def copying_scores(model: Any, *, fold_norms: bool = False) -> Float[Tensor, "layer head"]:
+def copying_scores(model: WeightsLike, *, fold_norms: bool = False) -> Float[Tensor, "layer head"]:
     """Σλ / Σ|λ| over the eigenvalues of every head's `full_ov`: 1 copies, −1 suppresses (Elhage et al. 2021)."""
     view = as_view(model)
     unembedding, embedding = _square_vocabulary(view, fold_norms)
@@ -131,14 +138,14 @@ def copying_scores(model: Any, *, fold_norms: bool = False) -> Float[Tensor, "la
 
 
 def svd_tokens(
-    model: Any,
-    layer: Any,
-    head: Any,
+    model: WeightsLike,
+    layer: Whole,
+    head: Whole,
     *,
     circuit: str = "ov",
-    k: Any = 5,
-    top: Any = 8,
-    offset: Any = None,
+    k: Whole = 5,
+    top: Whole = 8,
+    offset: Offset = None,
     fold_norms: bool = True,
     gap: Any = 1e-3,
 ) -> "pd.DataFrame":
@@ -213,7 +220,7 @@ def svd_tokens(
     return frame
 
 
-def virtual_head(model: Any, heads: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
+def virtual_head(model: WeightsLike, heads: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
     """The OV circuit of heads one after the other, ``W_OV¹ W_OV² …`` (Elhage et al. 2021).
 
     Args:
@@ -384,26 +391,25 @@ def refuse_whitened(view: ModelView, what: str) -> None:
         )
 
 
-def as_view(model: Any) -> ModelView:
+def as_view(model: WeightsLike) -> ModelView:
     """The reading of a model, or of a pass's model."""
     if isinstance(model, FrozenPass):
         model.check_fresh()
         model = model.view
-    view = model
     if not isinstance(model, ModelView):
-        view = ModelView(model)
-    view.refuse_encoder_decoder("the weights of heads")
-    return view
+        model = ModelView(model)
+    model.refuse_encoder_decoder("the weights of heads")
+    return model
 
 
-def _source(model: Any, fold_norms: bool) -> ModelView | FrozenPass:
+def _source(model: WeightsLike, fold_norms: bool) -> ModelView | FrozenPass:
     """What weights are read from: folding needs a pass, which knows how the blocks are put together."""
     if fold_norms:
         return as_pass(model)
     return as_view(model)
 
 
-def as_pass(model: Any, offset: Any = None) -> FrozenPass:
+def as_pass(model: WeightsLike, offset: Offset = None) -> FrozenPass:
     """A pass long enough for a distance between two tokens: the one given, or one on tokens of no meaning.
 
     Raises:
