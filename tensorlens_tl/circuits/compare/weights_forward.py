@@ -12,7 +12,7 @@ in a block besides. The run is proved: it must give every block's own output for
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -135,6 +135,7 @@ def _normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tenso
 # ------------------------------------------------------------------ what destinations read
 
 
+@runtime_checkable
 class _Inputs(Protocol):
     """What destinations read."""
 

@@ -59,6 +59,10 @@ def logit_attribution(
     Raises:
         InvalidInputError: no such `by`, a query out of range, no target, and what `target` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+
+    >>> terms = tlens.circuits.logit_attribution(frozen, " value", by="head")
+    >>> bool(torch.isclose(terms.scores.sum(), terms.total, rtol=1e-4))
+    True
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")

@@ -137,6 +137,9 @@ def head_map(
 
     Raises:
         InvalidInputError: no such layer or head.
+
+    >>> tlens.circuits.head_map(frozen, 0, 0).pattern.shape
+    torch.Size([1, 7, 7])
     """
     check_pass(frozen)
     layer, head = chosen_head(frozen.view, layer, head)

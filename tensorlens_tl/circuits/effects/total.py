@@ -60,6 +60,10 @@ def total_effects(
             Live effects where the model ignores hooks, or of a part that neither a hook nor a module's call reaches.
         FrozenModelError: live effects asked for while a frozen pass is attached, or where the live model no longer
             gives the number that the pass holds.
+
+    >>> effects = tlens.circuits.total_effects(frozen, " value")
+    >>> effects.additive, effects.scores.shape == (1, 1, len(effects))
+    (False, True)
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")

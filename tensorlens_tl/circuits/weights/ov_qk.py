@@ -54,6 +54,9 @@ def ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = Fals
 
     Raises:
         InvalidInputError: no such layer or head.
+
+    >>> tlens.circuits.ov(model, 0, 0).shape
+    torch.Size([128, 128])
     """
     layer, head = chosen_head(as_view(model), layer, head)
     weights = LayerWeights.of(as_pass(model) if fold_norms else as_view(model), layer, fold_norms)
