@@ -347,8 +347,8 @@ def test_methods_published_by_packages_are_found(clean_registry, monkeypatch):
 def test_reprs_are_short_and_do_nothing(frozen, monkeypatch):
     operator = frozen.operator()
     shown = [
-        frozen, frozen.view, frozen.prompt, operator, operator.map, operator.T, operator.in_out(), frozen.maps.attention(0),
-        frozen.maps.norm(0, "ln1"), tlens.attribute(frozen), tlens.get_method("rollout"),
+        frozen, frozen.view, frozen.prompt, operator, operator.map, operator.T, operator.in_out(),
+        frozen.maps.attention(0), frozen.maps.norm(0, "ln1"), tlens.attribute(frozen), tlens.get_method("rollout"),
         tlens.circuits.logit_attribution(frozen, 5), tlens.circuits.head_map(frozen, 0, 1),
     ]  # fmt: skip
     monkeypatch.setattr(frozen.model, "forward", lambda *a, **k: pytest.fail("a repr ran the model"))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
-from tensorlens_tl.circuits.compare import corrupted_stream, edge_layout, nodes as patching, pair_target
+from tensorlens_tl.circuits.compare import corrupted_stream, edge_layout, pair_target
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.commands import main
 from tensorlens_tl.results.circuit import edge_order, pruned
@@ -171,7 +171,7 @@ def test_integrated_gradients_of_the_embedding_find_the_whole_difference(model_n
 
 def test_one_prompt_twice_has_no_scores(model_named):
     clean, _ = two(model_named("bridge/gpt2"))
-    for method in patching.METHODS:
+    for method in circuits.compare.METHODS:
         assert float(circuits.patch_scores(clean, clean, **ASKED, method=method).scores.abs().max()) < 1e-12
 
 
@@ -682,10 +682,10 @@ def test_circuits_of_several_devices_run_together(model_named):
 
         def to(self, device):
             seen.append(device)
-            return one.kept
+            return one.selection
 
     there = copy.copy(one)
-    object.__setattr__(there, "kept", Elsewhere())
+    object.__setattr__(there, "selection", Elsewhere())
     made = circuits.run_circuits(clean, corrupted, [one, there], **ASKED)
     assert seen == [clean.tokens.device]
     assert torch.equal(made[0], made[1])

@@ -126,10 +126,10 @@ def test_edges_that_are_true_are_true_of_the_live_model():
         scores = tlens.circuits.edge_scores(clean, corrupted, **asked)
         circuits = []
         for left_out in [None, *sorted(task.edges)]:
-            kept = torch.zeros_like(scores.exists)
+            selection = torch.zeros_like(scores.exists)
             for source, end in (edge.split(ARROW) for edge in task.edges - {left_out}):
-                kept[scores.sources.index(source), scores.destinations.index(end)] = True
-            circuits.append(replace(scores.circuit(0), kept=kept))
+                selection[scores.sources.index(source), scores.destinations.index(end)] = True
+            circuits.append(replace(scores.circuit(0), selection=selection))
         numbers = tlens.circuits.run_circuits(clean, corrupted, circuits, **asked)
         share = (numbers - scores.corrupted) / (scores.clean - scores.corrupted)
         assert close(share[0], torch.ones_like(share[0]), 1e-6)

@@ -55,13 +55,13 @@ def implicit_attention(
     """
     check_pass(frozen)
     layer = whole_number("layer", layer, 0, frozen.n_layers - 1, why="a layer of this model")
-    made, each = _of_heads(frozen.maps.mixer(layer), channels, memory)
-    if channels and not each:
+    attention, by_channel = _of_heads(frozen.maps.mixer(layer), channels, memory)
+    if channels and not by_channel:
         raise InvalidInputError(
             f"channels: in layer {layer} the channels of a head take from the same positions; leave it out."
         )
     real = frozen.mask[:, slice(*frozen.capture.side(layer))]
-    return made * (real[:, None, :, None] & real[:, None, None, :])
+    return attention * (real[:, None, :, None] & real[:, None, None, :])
 
 
 def _of_heads(mixer: Chain, channels: bool, memory: Memory) -> tuple[Tensor, bool]:
@@ -86,10 +86,12 @@ def _convolved(gated: Chain, like: Tensor, channels: bool, memory: Memory) -> Fl
     batch, pos, width = like.shape
     heads = width if channels else 1
     check_size("implicit_attention", (batch, heads, pos, pos), like)
-    made = like.new_empty(pos, batch, pos, heads)
+    attention = like.new_empty(pos, batch, pos, heads)
     for keys in chunks(pos, 4 * like.numel() * like.element_size(), memory, "implicit attention"):
         ones = like.new_zeros(len(keys), batch, pos, width)
         ones[torch.arange(len(keys)), :, torch.tensor(keys)] = 1
         pushed = gated.push(ones)
-        made[keys.start : keys.stop] = pushed if channels else pushed.abs().mean(-1, keepdim=True)
-    return made.permute(1, 3, 2, 0)
+        if not channels:
+            pushed = pushed.abs().mean(-1, keepdim=True)
+        attention[keys.start : keys.stop] = pushed
+    return attention.permute(1, 3, 2, 0)

@@ -129,20 +129,22 @@ class LocalLayer:
         for norm in (*after, *outer):
             scores = scores / norm.scale.to(scores.dtype)
         if residual:
-            own, _ = self.own_and_others(outer, residual=True)
-            scores = torch.diagonal_scatter(scores, own.norm(dim=-1), dim1=-2, dim2=-1)
+            itself, _ = self.itself_and_others(outer, residual=True)
+            scores = torch.diagonal_scatter(scores, itself.norm(dim=-1), dim1=-2, dim2=-1)
         return scores * self.pairs
 
-    def own_and_others(
+    def itself_and_others(
         self, outer: Sequence[Norm] = (), *, residual: bool = False
     ) -> tuple[Float[Tensor, "batch query d_model"], Float[Tensor, "batch query d_model"]]:
         """What a token keeps of itself, ``N(a_ii + x_i)``, and what the others give it, ``N(Σ_{j≠i} a_ij)``."""
         after = self.norms(self.attn.after)
         diagonal = self.pattern.diagonal(dim1=-2, dim2=-1)
-        own = torch.einsum("bhi,bihm->bim", diagonal, self.outputs)
-        everything = torch.einsum("bhqk,bkhm->bqm", self.pattern, self.outputs)
-        own, others = through(after, own), through(after, everything - own)
-        return through(outer, own + self.x if residual else own), through(outer, others)
+        itself = torch.einsum("bhi,bihm->bim", diagonal, self.outputs)
+        others = torch.einsum("bhqk,bkhm->bqm", self.pattern, self.outputs) - itself
+        itself = through(after, itself)
+        if residual:
+            itself = itself + self.x
+        return through(outer, itself), through(outer, through(after, others))
 
     def head_distances(self, sums: Float[Tensor, "batch query d_model"]) -> Float[Tensor, "batch head query key"]:
         """‖y_i − A^h_ij u_j^h‖₁ of every head and pair, with a norm after the sublayer where there is one.
@@ -162,7 +164,9 @@ class LocalLayer:
         step = max(1, VECTOR_BUDGET // (sums.numel() * sums.element_size()))
         for start in range(0, len(shares), step):
             rows = slice(start, start + step)
-            reached = slice(start // self.pattern.shape[1] if self.frozen.causal else 0, None)
+            reached = slice(None)
+            if self.frozen.causal:
+                reached = slice(start // self.pattern.shape[1], None)
             away = torch.addcmul(sums[:, reached], shares[rows, :, reached], outputs[rows], value=-1)
             distances[rows, :, reached] = away.norm(p=1, dim=-1)
         return rearrange(distances, "(k h) b q -> b h q k", h=self.pattern.shape[1])

@@ -95,7 +95,7 @@ def mixing_ratio(frozen: FrozenPass, scope: str = "attn_res_ln") -> Float[Tensor
     for layer in locals_of(frozen):
         outer = layer.norms(layer.attn.outer) if scope == "attn_res_ln" else ()
         outer = globenc_norms(layer) if scope == "globenc" else outer
-        diagonal, others = layer.own_and_others(outer, residual=scope != "attn")
+        diagonal, others = layer.itself_and_others(outer, residual=scope != "attn")
         mixing = others.norm(dim=-1)
         ratios.append(mixing / (mixing + diagonal.norm(dim=-1)) * frozen.mask)
     return torch.stack(ratios)

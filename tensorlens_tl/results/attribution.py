@@ -107,9 +107,12 @@ class Attribution(Shown, Stored):
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.scores.shape, strict=True))
-        target = f", {self.target!r}" if self.target else ""
-        residual = "" if self.residual is None else f", residual={float(self.residual.max()):.1e}"
-        return f"Attribution({self.method!r}{target}, {shape}{residual})"
+        facts = [repr(self.method), shape]
+        if self.target:
+            facts.insert(1, repr(self.target))
+        if self.residual is not None:
+            facts.append(f"residual={float(self.residual.max()):.1e}")
+        return f"Attribution({', '.join(facts)})"
 
     # ------------------------------------------------------------------ reading
 
@@ -208,39 +211,24 @@ class Attribution(Shown, Stored):
         starts = self.word_starts or [word_starts(row) for row in self.tokens]
         words = [word_ids(row, mask) for row, mask in zip(starts, self.mask.tolist(), strict=True)]
         count = max(max(row) for row in words) + 1
-        length = self.mask.shape[1]
-        membership = self.scores.new_zeros(len(words), length, count + 1)  # padding goes to the extra column
-        prompts = torch.arange(len(words))[:, None]
-        membership[prompts, torch.arange(length)[None], torch.tensor(words) % (count + 1)] = 1
-        membership = membership[..., :count]
+        of_token = torch.tensor(words, device=self.scores.device)
+        membership = (of_token[..., None] == torch.arange(count, device=of_token.device)).to(self.scores)
         scores = self.scores @ membership
-        bias = self.bias
-        total = self.total
-        residual = self.residual
         n_queries = self.queries.shape[1]
-        first_queries = torch.arange(n_queries).expand_as(self.queries)
-        if n_queries > 1 and torch.equal(self.queries.cpu(), first_queries):
+        first_queries = torch.arange(n_queries).to(self.queries).expand_as(self.queries)
+        if n_queries > 1 and torch.equal(self.queries, first_queries):
             # every query, or the first of them: the last key may be a bias instead of a token
-            if n_queries < length and len({max(row) for row in words}) > 1:
+            if n_queries < len(of_token[0]) and len({max(row) for row in words}) > 1:
                 raise InvalidInputError("merge_words: one source is no token (a bias); merge one prompt at a time.")
-            mean = (membership / membership.sum(1, keepdim=True).clamp_min(1)).transpose(1, 2)[:, :, :n_queries]
-            mean = mean[:, : int(mean.any(2).sum(1).max())]
-            scores = mean @ scores
-            bias = None if bias is None else (mean @ bias[..., None])[..., 0]
-            total = None if total is None else (mean @ total[..., None])[..., 0]
-            residual = None
-            queries = torch.arange(mean.shape[1]).expand(len(words), -1)
+            by_query = self._averaged(scores, membership[:, :n_queries])
         else:
-            queries = torch.take_along_dim(torch.tensor(words), self.queries.cpu(), dim=1)
+            queries = torch.take_along_dim(of_token, self.queries.to(of_token), dim=1)
+            by_query = {"scores": scores, "queries": queries}
         return replace(
             self,
-            scores=scores,
+            **by_query,
             tokens=[_word_texts(row, ids, count) for row, ids in zip(self.tokens, words, strict=True)],
             mask=membership.any(1),
-            queries=queries,
-            bias=bias,
-            total=total,
-            residual=residual,
             sides=self.sides and [_word_sides(row, ids, count) for row, ids in zip(self.sides, words, strict=True)],
             layers=None,
             stderr=None,
@@ -248,6 +236,20 @@ class Attribution(Shown, Stored):
             # options of generated text hold token positions, which no longer apply
             options={name: value for name, value in self.options.items() if name not in OF_GENERATED},
         )
+
+    def _averaged(
+        self, scores: Float[Tensor, "batch query key"], membership: Float[Tensor, "batch query word"]
+    ) -> dict[str, Tensor | None]:
+        """The fields that have a query axis, averaged over the queries of each word."""
+        mean = (membership / membership.sum(1, keepdim=True).clamp_min(1)).mT
+        mean = mean[:, : int(mean.any(2).sum(1).max())]
+        fields = {"scores": mean @ scores, "residual": None}
+        fields["queries"] = torch.arange(mean.shape[1], device=mean.device).expand(len(mean), -1)
+        for name in ("bias", "total"):
+            values = getattr(self, name)
+            if values is not None:
+                fields[name] = (mean @ values[..., None])[..., 0]
+        return fields
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per score of real tokens: the axes, the two tokens, of an encoder–decoder their sides, the score."""
@@ -283,31 +285,39 @@ class Attribution(Shown, Stored):
             ("tokens", self.tokens, other.tokens),
             ("axes", self.axes, other.axes),
             ("queries", self.queries.tolist(), other.queries.tolist()),
-            ("weight processing", *(a.provenance.get("weight_processing") for a in (self, other))),
         ):
             if left != right:
-                values = f" ({left!r} and {right!r})" if name == "weight processing" else ""
-                raise InvalidInputError(f"difference: the two differ in {name}{values}; compare like with like.")
-
-        def difference(name: str) -> Tensor | None:
-            a = getattr(self, name)
-            b = getattr(other, name)
-            return a - b if a is not None and b is not None else None
-
+                raise InvalidInputError(f"difference: the two differ in {name}; compare like with like.")
+        left, right = (attribution.provenance.get("weight_processing") for attribution in (self, other))
+        if left != right:
+            raise InvalidInputError(
+                f"difference: the two differ in weight processing ({left!r} and {right!r}); compare like with like."
+            )
         additive = self.additive and other.additive
+        differences = {name: self._difference(other, name) for name in ("scores", "layers", "bias", "total")}
+        if not additive:
+            differences["total"] = None
+        method = self.method
+        if method != other.method:
+            method = f"{self.method} − {other.method}"
         return replace(
             self,
-            scores=self.scores - other.scores,
-            layers=difference("layers"),
-            bias=difference("bias"),
-            total=difference("total") if additive else None,
+            **differences,
             residual=None,
             stderr=None,
             additive=additive,
             target=f"{self.target} − {other.target}",
-            method=self.method if self.method == other.method else f"{self.method} − {other.method}",
+            method=method,
             options={"left": self.options, "right": other.options},
         )
+
+    def _difference(self, other: "Attribution", name: str) -> Tensor | None:
+        """One field minus another's; None where one of the two lacks it."""
+        left = getattr(self, name)
+        right = getattr(other, name)
+        if left is None or right is None:
+            return None
+        return left - right
 
 
 def _word_texts(tokens: list[str], words: list[int], count: int) -> list[str]:
@@ -325,62 +335,69 @@ def _word_sides(sides: list[str], words: list[int], count: int) -> list[str]:
     return [side_of.get(word, "") for word in range(count)]
 
 
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+SHAPES: dict[str, tuple[tuple[str, ...] | None, tuple[torch.dtype, ...]]] = {
+    "scores": (None, FLOATING),
+    "queries": (("batch", "query"), (torch.int64, torch.int32)),
+    "mask": (("batch", "key"), (torch.bool,)),
+    "bias": (("batch", "query"), FLOATING),
+    "total": (("batch", "query"), FLOATING),
+    "residual": (("batch", "query"), FLOATING),
+    "stderr": (None, FLOATING),
+    "image": (("batch", "channel", "height", "width"), (*FLOATING, torch.uint8)),
+}
+"""The axes of each tensor of an Attribution (None: those of its scores), and the dtypes it may have."""
+
+
 def _check_fit(result: Attribution) -> None:
     """Raise ValueError unless the parts of a result fit together, whether it was computed or read from a file."""
     if not isinstance(result.scores, Tensor):
         raise ValueError(f"scores are {type(result.scores).__name__}, not a tensor")
     _check_axes(result)
-    _check_shapes(result)
-    _check_numbers(result)
+    _check_tensors(result)
     _check_prompts(result)
 
 
 def _check_axes(result: Attribution) -> None:
     shape = tuple(result.scores.shape)
-    sizes = dict(zip(result.axes, shape, strict=False))
-    if len(result.axes) != len(shape):
-        raise ValueError(f"scores have {len(shape)} axes, {shape}, but {len(result.axes)} are named, {result.axes}")
-    if len(sizes) != len(shape) or [axis for axis in result.axes if axis in AXES] != list(AXES):
-        raise ValueError(f"axes are {result.axes}; they must hold {', '.join(AXES)} once each, in this order")
-    if result.axes[0] != "batch":
-        raise ValueError(f"axes are {result.axes}; the first must be 'batch'")
+    axes = result.axes
+    if len(axes) != len(shape):
+        raise ValueError(f"scores have {len(shape)} axes, {shape}, but {len(axes)} are named, {axes}")
+    if len(set(axes)) != len(axes) or [axis for axis in axes if axis in AXES] != list(AXES):
+        raise ValueError(f"axes are {axes}; they must hold {', '.join(AXES)} once each, in this order")
+    if axes[0] != "batch":
+        raise ValueError(f"axes are {axes}; the first must be 'batch'")
 
 
-def _check_shapes(result: Attribution) -> None:
+def _check_tensors(result: Attribution) -> None:
     shape = tuple(result.scores.shape)
-    batch, query, key = (shape[result.axes.index(axis)] for axis in AXES)
-    if result.queries.shape == (batch, 1) and query == key > 1:
+    sizes = dict(zip(result.axes, shape, strict=True))
+    if result.queries.shape == (sizes["batch"], 1) and sizes["query"] == sizes["key"] > 1:
         raise ValueError(
             f"scores {shape} are of every query, but one query was named; name query=None, or pass that query's scores"
         )
-    expected = dict.fromkeys(("queries", "bias", "total", "residual"), (batch, query))
-    expected |= {"mask": (batch, key), "stderr": shape}
-    for name, expected_shape in expected.items():
+    for name, (axes, dtypes) in SHAPES.items():
         tensor = getattr(result, name)
-        if tensor is not None and tuple(tensor.shape) != expected_shape:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {expected_shape}")
-    if result.layers is not None and (*result.layers.shape[1:2], result.layers.shape[-1]) != (batch, key):
-        raise ValueError(f"layers is {tuple(result.layers.shape)}, not [layer, {batch}, …, {key}]")
-
-
-def _check_numbers(result: Attribution) -> None:
-    floating = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    kinds_fit = (
-        result.mask.dtype == torch.bool,
-        result.queries.dtype in (torch.int64, torch.int32),
-        result.scores.dtype in floating,
-    )
-    if not all(kinds_fit):
-        raise ValueError("mask, queries or scores are not of their kind")
-    if bool(((result.queries < 0) | (result.queries >= result.mask.shape[1])).any()):
+        if tensor is None:
+            continue
+        axes = axes or result.axes
+        expected = [sizes.get(axis, size) for axis, size in zip(axes, tensor.shape, strict=False)]
+        if len(axes) != tensor.ndim or expected != list(tensor.shape):
+            wanted = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, not [{wanted}]")
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name} is of {tensor.dtype}")
+    layers = result.layers
+    if layers is not None and (*layers.shape[1:2], layers.shape[-1]) != (sizes["batch"], sizes["key"]):
+        raise ValueError(f"layers is {tuple(layers.shape)}, not [layer, {sizes['batch']}, …, {sizes['key']}]")
+    if bool(((result.queries < 0) | (result.queries >= sizes["key"])).any()):
         raise ValueError("queries lie outside the prompt")
 
 
 def _check_prompts(result: Attribution) -> None:
-    """What is known of the prompts besides numbers: images, tokens, words and sides."""
+    """What is known of the prompts besides numbers: tokens, words and sides."""
     batch, key = result.mask.shape
-    if result.image is not None and (result.image.ndim != 4 or len(result.image) != batch):
-        raise ValueError(f"image is {tuple(result.image.shape)}, not [{batch}, channel, height, width]")
     for lines in (result.tokens, result.word_starts, result.sides):
         if lines is None:
             continue

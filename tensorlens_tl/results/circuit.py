@@ -9,6 +9,7 @@ import heapq
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 ARROW = " → "
 TARGET = "target"
+BENCHMARK_NAMES = {"embed": "input", TARGET: "logits"}
 CHOICES = ("top", "greedy")
 
 
@@ -65,7 +67,7 @@ class EdgeScores(Stored):
     by_position: Float[Tensor, "batch source destination pos"] | None = None
 
     def __post_init__(self) -> None:
-        _check_shape(self.sources, self.destinations, self.exists, self.scores[0] if len(self.scores) else self.scores)
+        _check_shape(self.sources, self.destinations, self.exists, next(iter(self.scores), self.scores))
 
     def __len__(self) -> int:
         return int(self.exists.sum())
@@ -86,17 +88,16 @@ class EdgeScores(Stored):
         if source not in self.sources or destination not in self.destinations:
             some = ARROW.join((self.sources[0], self.destinations[0]))
             raise InvalidInputError(f"no edge {edge!r}; edges are called as {some!r}.")
-        place = self.sources.index(source), self.destinations.index(destination)
-        if not self.exists[place]:
+        pair = self.sources.index(source), self.destinations.index(destination)
+        if not self.exists[pair]:
             raise InvalidInputError(f"no edge {edge!r}: {source} does not come before {destination}.")
-        return self.scores[(slice(None), *place)]
+        return self.scores[(slice(None), *pair)]
 
     def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
         """The k edges of largest absolute score, of one prompt, or (None) of the mean over prompts."""
         scores = self._row(batch)
         order = edge_order(scores, self.exists, self.sources, self.destinations)[: whole_number("k", k, least=1)]
-        names = [self._name(place) for place in order.tolist()]
-        return [Entry(name, float(scores.flatten()[place])) for name, place in zip(names, order.tolist(), strict=True)]
+        return [Entry(self._name(edge), float(scores.flatten()[edge])) for edge in order.tolist()]
 
     def circuit(self, edges: Any, batch: int | None = None, *, absolute: bool = True, choice: str = "top") -> "Circuit":
         """The circuit of so many edges, without those that no path from the input to the target goes through.
@@ -123,13 +124,13 @@ class EdgeScores(Stored):
         """One line per prompt and edge: batch, source, destination, score."""
         import pandas as pd
 
-        source, destination = (places.tolist() for places in self.exists.nonzero(as_tuple=True))
+        source, destination = (numbers.tolist() for numbers in self.exists.nonzero(as_tuple=True))
         rows = self.scores[:, source, destination].double().cpu()
         return pd.DataFrame(
             {
                 "batch": [batch for batch in range(len(rows)) for _ in source],
-                "source": [self.sources[place] for place in source] * len(rows),
-                "destination": [self.destinations[place] for place in destination] * len(rows),
+                "source": [self.sources[number] for number in source] * len(rows),
+                "destination": [self.destinations[number] for number in destination] * len(rows),
                 "score": rows.flatten().tolist(),
             }
         )
@@ -137,7 +138,9 @@ class EdgeScores(Stored):
     def show(self, k: int = 10, batch: int | None = None) -> None:
         """Print the k edges of largest absolute score."""
         rows = [(entry.name, number(entry.score)) for entry in self.top(k, batch)]
-        of = f"mean of {len(self.scores)} prompts" if batch is None else f"prompt {batch}"
+        of = f"prompt {batch}"
+        if batch is None:
+            of = f"mean of {len(self.scores)} prompts"
         title = f"{self.target} · {self.method} · {of}"
         terminal.show_table(title, ("edge", "score"), rows, [], left=("edge",))
 
@@ -147,8 +150,8 @@ class EdgeScores(Stored):
         check_batch(batch, list(self.scores))
         return self.scores[batch]
 
-    def _name(self, place: int) -> str:
-        source, destination = divmod(place, len(self.destinations))
+    def _name(self, edge: int) -> str:
+        source, destination = divmod(edge, len(self.destinations))
         return self.sources[source] + ARROW + self.destinations[destination]
 
 
@@ -159,7 +162,7 @@ class Circuit:
     Attributes:
         sources, destinations, exists: as of `EdgeScores`.
         scores: by which it was chosen, `[source, destination]`.
-        kept: which edges are in it, `[source, destination]`.
+        selection: which edges are in it, `[source, destination]`.
         config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`.
     """
 
@@ -167,16 +170,16 @@ class Circuit:
     destinations: list[str]
     scores: Float[Tensor, "source destination"]
     exists: Bool[Tensor, "source destination"]
-    kept: Bool[Tensor, "source destination"]
+    selection: Bool[Tensor, "source destination"]
     config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_shape(self.sources, self.destinations, self.exists, self.scores, self.kept)
-        if bool((self.kept & ~self.exists).any()):
-            raise InvalidInputError("Circuit: it keeps a pair that is no edge.")
+        _check_shape(self.sources, self.destinations, self.exists, self.scores, self.selection)
+        if bool((self.selection & ~self.exists).any()):
+            raise InvalidInputError("Circuit: its selection has a pair that is no edge.")
 
     def __len__(self) -> int:
-        return int(self.kept.sum())
+        return int(self.selection.sum())
 
     def __repr__(self) -> str:
         return f"Circuit({len(self)} of {int(self.exists.sum())} edges, {len(self.nodes)} nodes)"
@@ -184,13 +187,13 @@ class Circuit:
     @property
     def edges(self) -> list[str]:
         """The names of its edges."""
-        pairs = self.kept.nonzero().tolist()
+        pairs = self.selection.nonzero().tolist()
         return [self.sources[source] + ARROW + self.destinations[destination] for source, destination in pairs]
 
     @property
     def nodes(self) -> list[str]:
         """The sources that an edge of it leads from."""
-        return [name for name, used in zip(self.sources, self.kept.any(1).tolist(), strict=True) if used]
+        return [name for name, used in zip(self.sources, self.selection.any(1).tolist(), strict=True) if used]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the JSON of the Mechanistic Interpretability Benchmark (Mueller et al. 2025).
@@ -216,14 +219,17 @@ class Circuit:
         if bool(self.scores[self.exists].isinf().any()):
             raise InvalidInputError("save: some scores are infinite, which JSON has no number for.")
         scores = self.scores.tolist()
-        selection = self.kept.tolist()
+        selection = self.selection.tolist()
         edges = {
             f"{sources[s]}->{destinations[d]}": {
-                "score": None if isnan(scores[s][d]) else scores[s][d],
+                "score": scores[s][d],
                 "in_graph": selection[s][d],
             }
             for s, d in self.exists.nonzero().tolist()
         }
+        for edge in edges.values():
+            if isnan(edge["score"]):
+                edge["score"] = None
         content = {"cfg": self.config, "nodes": nodes | {"logits": {"in_graph": True}}, "edges": edges}
         path.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
         return path
@@ -249,10 +255,10 @@ class Circuit:
             selection = exists.clone()
             scores = torch.zeros(exists.shape, dtype=torch.float64)
             for (source, destination), edge in zip(pairs, edges.values(), strict=True):
-                place = sources.index(source), destinations.index(destination)
-                exists[place] = True
-                selection[place] = _truth(edge["in_graph"], "in_graph")
-                scores[place] = _score(edge["score"])
+                pair = sources.index(source), destinations.index(destination)
+                exists[pair] = True
+                selection[pair] = _truth(edge["in_graph"], "in_graph")
+                scores[pair] = _score(edge["score"])
             parallel = "parallel_attn_mlp" in config and _truth(config["parallel_attn_mlp"], "parallel_attn_mlp")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FileFormatError(
@@ -301,7 +307,7 @@ def edge_order(
     absolute: bool = True,
     choice: str = "top",
 ) -> Int[Tensor, "edge"]:
-    """All edges in the order in which circuits take them in, as places in the flattened matrix; see `EdgeScores`.
+    """All edges in the order in which circuits take them in, by their number in the flattened matrix; see `EdgeScores`.
 
     Raises:
         InvalidInputError: no such choice, or scores that are not finite.
@@ -310,25 +316,27 @@ def edge_order(
         raise InvalidInputError(f"choice={choice!r}; use one of {', '.join(map(repr, CHOICES))}.")
     if not bool(torch.isfinite(scores[exists]).all()):
         raise InvalidInputError("edges: some of their scores are not finite, so that they have no order.")
-    size = scores.abs() if absolute else scores
-    places = exists.flatten().nonzero()[:, 0]
-    by_size = places[size.flatten()[places].argsort(descending=True, stable=True)]
+    size = scores
+    if absolute:
+        size = scores.abs()
+    edges = exists.flatten().nonzero()[:, 0]
+    by_size = edges[size.flatten()[edges].argsort(descending=True, stable=True)]
     if choice == "top":
         return by_size
     width = len(destinations)
     node_of = [node_read_at(name) for name in destinations]
     into: dict[str, list[int]] = {}
-    for place in by_size.tolist():
-        into.setdefault(node_of[place % width], []).append(place)
+    for edge in by_size.tolist():
+        into.setdefault(node_of[edge % width], []).append(edge)
     flat = size.flatten().tolist()
-    waiting = [(-flat[place], place) for place in into[TARGET]]
+    waiting = [(-flat[edge], edge) for edge in into[TARGET]]
     heapq.heapify(waiting)
     reached = {TARGET}
     order = list[int]()
     while waiting:
-        _, place = heapq.heappop(waiting)
-        order.append(place)
-        source = sources[place // width]
+        _, edge = heapq.heappop(waiting)
+        order.append(edge)
+        source = sources[edge // width]
         if source not in reached:
             reached.add(source)
             for other in into.get(source, ()):
@@ -346,13 +354,13 @@ def pruned(
     )  # [source, destination]: what the node reads at
     fed = torch.zeros(selection.shape[:-1], dtype=torch.bool, device=selection.device)
     fed[..., 0] = True
-    for place in range(1, len(sources)):  # in the order of the forward pass: what feeds a node is known before it
-        fed[..., place] = (selection[..., entries[place]] & fed[..., None]).flatten(-2).any(-1)
+    for source in range(1, len(sources)):  # in the order of the forward pass: what feeds a node is known before it
+        fed[..., source] = (selection[..., entries[source]] & fed[..., None]).flatten(-2).any(-1)
     used = torch.zeros_like(fed)
     to_target = torch.tensor([name == TARGET for name in node_of], device=selection.device)
-    for place in reversed(range(len(sources))):
-        goes_on = (used[..., None, :] & entries.T).any(-1) | to_target  # destinations whose node is used
-        used[..., place] = (selection[..., place, :] & goes_on).any(-1)
+    for source in reversed(range(len(sources))):
+        is_used = (used[..., None, :] & entries.T).any(-1) | to_target  # destinations whose node is used
+        used[..., source] = (selection[..., source, :] & is_used).any(-1)
     ends = (used[..., None, :] & fed[..., None, :] & entries.T).any(-1) | to_target
     return selection & (fed & used)[..., None] & ends[..., None, :]
 
@@ -382,11 +390,16 @@ def _check_all_edges(
     """
     ends = [TARGET]
     for name in sources[1:]:
-        ends += [name] if name.startswith("MLP") else [f"{name}.{letter}" for letter in "qkv"]
+        if name.startswith("MLP"):
+            ends.append(name)
+        else:
+            ends += [f"{name}.{letter}" for letter in "qkv"]
 
     def step(name: str) -> tuple[int, int]:
         layer, mlp, *_ = _place(name)
-        return layer, 0 if parallel else mlp
+        if parallel:
+            return layer, 0
+        return layer, mlp
 
     expected = {(source, end) for end in ends for source in sources if step(source) < step(end)}
     if missing := expected - set(pairs):
@@ -403,15 +416,18 @@ def _check_all_edges(
 
 def _benchmark_name(name: str) -> str:
     """``"L0H3.q"`` as ``"a0.h3<q>"``, ``"MLP1"`` as ``"m1"``, the first block's input as ``"input"``."""
-    if name in ("embed", TARGET):
-        return "input" if name == "embed" else "logits"
+    if name in BENCHMARK_NAMES:
+        return BENCHMARK_NAMES[name]
     head = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?", name)
     mlp = re.fullmatch(r"MLP(\d+)", name)
     if mlp is not None:
         return f"m{mlp[1]}"
     if head is None:
         raise InvalidInputError(f"save: the benchmark's files have heads and MLPs only, and no name for {name!r}.")
-    return f"a{head[1]}.h{head[2]}" + (f"<{head[3]}>" if head[3] else "")
+    node = f"a{head[1]}.h{head[2]}"
+    if head[3]:
+        return f"{node}<{head[3]}>"
+    return node
 
 
 def _library_name(name: str) -> str:
@@ -420,24 +436,28 @@ def _library_name(name: str) -> str:
     Raises:
         ValueError: no such name.
     """
-    if name in ("input", "logits"):
-        return "embed" if name == "input" else TARGET
+    for library_name, benchmark_name in BENCHMARK_NAMES.items():
+        if name == benchmark_name:
+            return library_name
     match = re.fullmatch(r"a(\d+)\.h(\d+)(?:<([qkv])>)?|m(\d+)", name)
     if match is None:
         raise ValueError(f"no node {name!r}")
     layer, head, letter, mlp = match.groups()
     if mlp is not None:
         return f"MLP{mlp}"
-    return f"L{layer}H{head}" + (f".{letter}" if letter else "")
+    return ".".join(filter(None, [f"L{layer}H{head}", letter]))
 
 
 def _place(name: str) -> tuple[int, int, str, int]:
     """Where a name comes in the order of the forward pass: queries of a layer, keys, values, its MLP."""
-    if name in ("embed", TARGET):
-        return (-1, 0, "", 0) if name == "embed" else (1 << 30, 0, "", 0)
+    if name == "embed":
+        return -1, 0, "", 0
+    if name == TARGET:
+        return sys.maxsize, 0, "", 0
     match = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?|MLP(\d+)", name)
     assert match is not None
     layer, head, letter, mlp = match.groups()
     if mlp is not None:
         return int(mlp), 1, "", 0
-    return int(layer), 0, "" if letter is None else str("qkv".index(letter)), int(head)
+    order = {None: "", "q": "0", "k": "1", "v": "2"}
+    return int(layer), 0, order[letter], int(head)

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.drawing import page
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.inputs import find_real
 
@@ -40,7 +41,8 @@ def largest(
     """
     k = whole_number("k", k, least=1, why="how many parts to show")
     order: list[int] = scores.abs().argsort(descending=True, stable=True)[:k].tolist()
-    return [Entry(names[i], float(scores[i]), None if positions is None else positions[i]) for i in order]
+    positions = positions or [None] * len(names)
+    return [Entry(names[i], float(scores[i]), positions[i]) for i in order]
 
 
 def with_others(entries: Sequence[Entry], everything: float, count: int) -> list[tuple[str, float]]:
@@ -49,7 +51,9 @@ def with_others(entries: Sequence[Entry], everything: float, count: int) -> list
     left = count - len(entries)
     if not left:
         return lines
-    others = "1 other" if left == 1 else f"{left} others"
+    others = f"{left} others"
+    if left == 1:
+        others = "1 other"
     return [*lines, (others, everything - sum(score for _, score in lines))]
 
 
@@ -88,7 +92,16 @@ def shown_query(queries: Int[Tensor, "batch query"], tokens: Sequence[Sequence[s
     """Which query and which prompt are shown, where a result holds several."""
     prompts, count = queries.shape
     position = int(queries[batch, row])
-    parts = [f"prompt {batch % prompts} of {prompts}"] if prompts > 1 else []
+    parts: list[str] = []
+    if prompts > 1:
+        parts.append(f"prompt {batch % prompts} of {prompts}")
     if count > 1:
         parts.append(f"query {position} {tokens[batch][position]!r}, one of {count}")
     return ", ".join(parts)
+
+
+def with_style(panel: str, style: bool) -> str:
+    """A picture, with the style and the script that a page needs once."""
+    if not style:
+        return panel
+    return page.head(panel) + panel

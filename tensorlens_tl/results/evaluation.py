@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from html import escape
+from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tensorlens_tl.drawing import charts, figure, page, terminal
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.entry import with_style
 from tensorlens_tl.results.statistics import bootstrap_interval, holm, sign_flip_p
 from tensorlens_tl.results.storage import Stored
 
@@ -72,7 +74,8 @@ class Evaluation(Stored):
     def __post_init__(self) -> None:
         for name in self.TENSORS:  # small, and read by people: wherever they were computed
             value = getattr(self, name)
-            object.__setattr__(self, name, value.cpu() if isinstance(value, Tensor) else value)
+            if isinstance(value, Tensor):
+                object.__setattr__(self, name, value.cpu())
         try:
             self._check_fit()
         except ValueError as error:
@@ -115,7 +118,7 @@ class Evaluation(Stored):
         if not 0 < level < 1:
             raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
         names = list(self.metrics)
-        by = names[0] if metric is None else metric
+        by = metric or names[0]
         self._row(by, self.methods[0])
         low, high = bootstrap_interval(self.values, level)
         columns = {}
@@ -178,17 +181,9 @@ class Evaluation(Stored):
         for name, higher in self.metrics.items():
             means = frame[name, "mean"].dropna()
             if higher is not None and len(means):
-                best[name] = means.idxmax() if higher else means.idxmin()
+                best[name] = {True: means.idxmax, False: means.idxmin}[higher]()
         for method in frame.index:
-            cells = []
-            for name in self.metrics:
-                mean, low, high = (float(frame.loc[method, (name, column)]) for column in ("mean", "low", "high"))
-                if mean != mean:
-                    cells.append("–")
-                    continue
-                cell = f"{mean:.{digits}g}"
-                cell = f"**{cell}**" if best.get(name) == method else cell
-                cells.append(cell + (f" [{low:.{digits}g}, {high:.{digits}g}]" if low == low else ""))
+            cells = [_cell(frame, method, name, digits, bold=best.get(name) == method) for name in self.metrics]
             lines.append(f"| {method} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
@@ -197,16 +192,11 @@ class Evaluation(Stored):
         frame = self.table()
         arrows = {True: " ↑", False: " ↓", None: ""}
         headings = ["method", *(name + arrows[higher] for name, higher in self.metrics.items())]
-        rows = []
-        for method in frame.index:
-            cells = []
-            for name in self.metrics:
-                mean, low, high = (float(frame.loc[method, (name, column)]) for column in ("mean", "low", "high"))
-                ends = f" [{low:.3g}, {high:.3g}]" if low == low else ""  # none of a single prompt
-                cells.append("–" if mean != mean else f"{mean:.3g}{ends}")
-            rows.append((str(method), *cells))
-        one = len(self.units) == 1
-        title = f"{self.kind}: " + ("one unit" if one else f"mean over {len(self.units)} with 95 % bootstrap intervals")
+        rows = [(str(method), *(_cell(frame, method, name, 3) for name in self.metrics)) for method in frame.index]
+        over = f"mean over {len(self.units)} with 95 % bootstrap intervals"
+        if len(self.units) == 1:
+            over = "one unit"
+        title = f"{self.kind}: {over}"
         notes = ["↑ higher is better, ↓ lower is better"]
         if self.settings.get("dropped"):
             notes.append(f"{self.settings['dropped']} prompts dropped, which the model answers wrongly")
@@ -223,7 +213,9 @@ class Evaluation(Stored):
         """
         frame = self.table(metric)
         metric = metric or next(iter(self.metrics))
-        chosen = [str(method) for method in (frame.index if methods is None else self.only(*methods).methods)]
+        chosen = [str(method) for method in frame.index]
+        if methods is not None:
+            chosen = self.only(*methods).methods
         if self.curves is not None and self.axis is not None:
             lines = {}
             for method in chosen:
@@ -242,23 +234,22 @@ class Evaluation(Stored):
         Curves show the mean over units; of many methods the best few are coloured, all can be pointed at and read.
         """
         parts = []
-        for place, (metric, higher) in enumerate(self.metrics.items()):
+        for metric, higher in self.metrics.items():
             better = {True: "higher is better", False: "lower is better", None: "neither is better"}[higher]
             frame = self.table(metric)
             names = [str(method) for method in frame.index]
             chart = charts.intervals(names, *(frame[metric, end].to_numpy() for end in _ENDS))
             chart = self._curves_html(metric, names) + chart
-            opened = " open" if place == 0 else ""
-            parts.append(f"<details{opened}><summary><b>{escape(metric)}</b>, {better}</summary>{chart}</details>")
+            details = "<details>"
+            if not parts:
+                details = "<details open>"
+            parts.append(f"{details}<summary><b>{escape(metric)}</b>, {better}</summary>{chart}</details>")
         if self.skipped:
             reasons = page.table(("method", "why"), self.skipped.items(), "words")
             parts.append(f"<details><summary>{len(self.skipped)} methods left out</summary>{reasons}</details>")
-        facts = " · ".join(
-            f"{name.replace('_', ' ')}: {f'{fact:.3g}' if isinstance(fact, float) else fact}"
-            for name, fact in self.settings.items()
-        )
+        facts = " · ".join(f"{name.replace('_', ' ')}: {_fact(fact)}" for name, fact in self.settings.items())
         title = f"{self.kind}: means over {len(self.units)}, with 95 % bootstrap intervals"
-        return (page.head() if style else "") + page.panel(title, *parts, notes=facts)
+        return with_style(page.panel(title, *parts, notes=facts), style)
 
     def _curves_html(self, metric: str, names: list[str]) -> str:
         """The metric over the axis, a line per method that has values."""
@@ -311,5 +302,27 @@ class Evaluation(Stored):
         for method in methods:
             self._row(next(iter(self.metrics)), method)
         rows = [self.methods.index(method) for method in methods]
-        curves = None if self.curves is None else self.curves[:, rows]
+        curves = self.curves
+        if curves is not None:
+            curves = curves[:, rows]
         return replace(self, values=self.values[:, rows], curves=curves, methods=list(methods))
+
+
+def _cell(frame: "pd.DataFrame", method: Any, metric: str, digits: int, *, bold: bool = False) -> str:
+    """A method's mean and interval in a table: a dash without a mean, no interval of a single prompt."""
+    mean, low, high = (float(frame.loc[method, (metric, end)]) for end in _ENDS)
+    if isnan(mean):
+        return "–"
+    cell = f"{mean:.{digits}g}"
+    if bold:
+        cell = f"**{cell}**"
+    if isnan(low):
+        return cell
+    return f"{cell} [{low:.{digits}g}, {high:.{digits}g}]"
+
+
+def _fact(value: Any) -> str:
+    """A setting in few digits."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value)

@@ -62,13 +62,15 @@ def format_of(path: Path, name: str | None) -> str:
         raise InvalidInputError(f"format: {path.name!r} does not end in {', '.join(SUFFIXES)}; {known}.")
     if name is not None and name not in FORMATS:
         raise InvalidInputError(f"format={name!r}: there is no such format; {known}.")
-    return SUFFIXES[path.suffix] if name is None else name
+    return name or SUFFIXES[path.suffix]
 
 
 def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
     """A graph as circuit-tracer writes one; see `ContributionGraph.to_circuit_tracer`."""
     import tensorlens_tl
 
+    if scan is None:
+        scan = graph.provenance.get("model", "custom")
     nodes = _nodes(graph)
     tokens = _tokens(graph)
     logit = nodes[-1]["node_id"]
@@ -86,7 +88,7 @@ def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) 
     return {
         "metadata": {
             "slug": slug,
-            "scan": graph.provenance.get("model", "custom") if scan is None else scan,
+            "scan": scan,
             "transcoder_list": [],
             "prompt_tokens": tokens,
             "prompt": "".join(tokens),
@@ -130,15 +132,16 @@ def _nodes(graph: Graph) -> list[dict[str, Any]]:
         if kind == "target":
             nodes.append(_logit(graph, pos, bias))
             continue
-        depth = graph.n_layers if layer < 0 else layer
-        level = "E" if kind == "embedding" else str(depth)
+        level = _level(graph, kind, layer)
         number = numbers.setdefault((level, name), -2 - len(numbers))
         type_ = FEATURE_TYPES[kind]
         if kind == "embedding" and name != "embed" and not name.endswith(" input"):
             type_ = "other embedding"  # its page names every ``embedding`` by the token alone
         node = _node(name, type_, level, pos, number, weight, token, bias)
         if type_ == "embedding":
-            vocabulary = graph.token_ids[pos] if len(graph.token_ids) else pos
+            vocabulary = pos
+            if len(graph.token_ids):
+                vocabulary = graph.token_ids[pos]
             node |= {"node_id": f"E_{vocabulary}_{pos}", "jsNodeId": f"E_{vocabulary}-{pos}", "feature": pos}
         elif kind in ("feature", "error"):
             dictionary = name.rpartition(".")[0]
@@ -154,6 +157,15 @@ def _nodes(graph: Graph) -> list[dict[str, Any]]:
         node_ids.add(node["node_id"])
         nodes.append(node)
     return nodes
+
+
+def _level(graph: Graph, kind: str, layer: int) -> str:
+    """circuit-tracer's name of a layer; parts of none are behind the last."""
+    if kind == "embedding":
+        return "E"
+    if layer < 0:
+        return str(graph.n_layers)
+    return str(layer)
 
 
 def _node(
@@ -181,7 +193,9 @@ def _logit(graph: Graph, pos: int, bias: float) -> dict[str, Any]:
     """The target. What is no single token has the number behind the vocabulary's last, and no probability."""
     layer = str(graph.n_layers + 1)
     chance = graph.probability or 0.0
-    number = graph.d_vocab if graph.token_id is None else graph.token_id
+    number = graph.token_id
+    if number is None:
+        number = graph.d_vocab
     token = graph.target.removeprefix("logit of ")
     with suppress(ValueError, SyntaxError):  # a single token stands there as Python writes it
         token = str(ast.literal_eval(token))
@@ -197,11 +211,11 @@ def _logit(graph: Graph, pos: int, bias: float) -> dict[str, Any]:
 
 def _note_influence(nodes: list[dict[str, Any]]) -> None:
     inner = nodes[:-1]
-    sizes = np.abs([node["activation"] for node in inner]) if inner else np.zeros(0)
+    sizes = np.abs(np.array([node["activation"] for node in inner], dtype=float))
     order = sizes.argsort(kind="stable")[::-1]
     shares = sizes[order].cumsum() / (sizes.sum() or 1.0)
-    for place, share in zip(order.tolist(), shares.tolist(), strict=True):
-        inner[place]["influence"] = min(share, 1.0)
+    for number, share in zip(order.tolist(), shares.tolist(), strict=True):
+        inner[number]["influence"] = min(share, 1.0)
 
 
 def _as_html(graph: Graph, options: Mapping[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ from tensorlens_tl.drawing import graphs, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
-from tensorlens_tl.results.entry import Entry, largest
+from tensorlens_tl.results.entry import Entry, largest, with_style
 from tensorlens_tl.results.storage import Stored
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ class ContributionGraph(Stored):
         inner = entering > 0
         share = np.minimum(inflow[inner] / entering[inner], 1.0)
         weight = np.abs(weight[inner])
-        return float((share * weight).sum() / weight.sum()) if weight.any() else 1.0
+        if not weight.any():
+            return 1.0
+        return float((share * weight).sum() / weight.sum())
 
     def prune(self, keep: Any = 0.8) -> "ContributionGraph":
         """The largest edges that together carry `keep` of this graph's edges, and what of them reaches the target.
@@ -132,7 +134,8 @@ class ContributionGraph(Stored):
         nodes = self.nodes.iloc[:-1]
         if kind is not None and kind not in KINDS:
             raise InvalidInputError(f"top: kind={kind!r}; use one of {', '.join(KINDS)}.")
-        nodes = nodes if kind is None else nodes[nodes["kind"] == kind]
+        if kind is not None:
+            nodes = nodes[nodes["kind"] == kind]
         weights = torch.tensor(nodes["weight"].to_numpy(float))
         return largest(weights, nodes["name"].tolist(), k, nodes["pos"].tolist())
 
@@ -156,24 +159,24 @@ class ContributionGraph(Stored):
 
     def _ends(self, name: str, position: int | None, k: int, near_end: str, far_end: str) -> list[Entry]:
         names = self.nodes["name"].to_numpy()
-        places = self.nodes["pos"].to_numpy(int)
-        matches = np.flatnonzero((names == name) & ((places == position) | (position is None)))
+        positions = self.nodes["pos"].to_numpy(int)
+        matches = np.flatnonzero((names == name) & ((positions == position) | (position is None)))
         if len(matches) != 1:
-            at = places[names == name].tolist()
-            where = "is none of this graph's nodes; top() names the largest"
-            if at:
-                where = f"stands at positions {at}; pass one"
-            raise InvalidInputError(f"node {name!r}{'' if position is None else f' at {position}'}: it {where}.")
+            known = positions[names == name].tolist()
+            node = f"node {name!r}"
+            if position is not None:
+                node += f" at {position}"
+            if known:
+                raise InvalidInputError(f"{node}: it stands at positions {known}; pass one.")
+            raise InvalidInputError(f"{node}: it is none of this graph's nodes; top() names the largest.")
         chosen = self.edges[near_end].to_numpy(int) == matches[0]
         ends = self.edges[far_end].to_numpy(int)[chosen]
         weights = torch.tensor(self.edges["weight"].to_numpy(float)[chosen])
-        return largest(weights, names[ends].tolist(), k, places[ends].tolist())
+        return largest(weights, names[ends].tolist(), k, positions[ends].tolist())
 
     def show(self, k: int = 10, *, kind: str | None = None) -> None:
         """Print the k largest nodes; a notebook draws the graph by itself, and `to_html` does so elsewhere."""
-        rows = [
-            (e.name, "" if e.position is None else str(e.position), number(e.score)) for e in self.top(k, kind=kind)
-        ]
+        rows = [(entry.name, str(entry.position), number(entry.score)) for entry in self.top(k, kind=kind)]
         title = f"nodes of {self.target} = {number(self.total)}, {len(rows)} of {len(self.nodes) - 1} shown"
         terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
 
@@ -238,9 +241,10 @@ class ContributionGraph(Stored):
         """
         path = Path(path)
         chosen = exchange.format_of(path, format)
-        if path.is_dir() or not path.parent.is_dir():
-            why = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            raise InvalidInputError(f"export: cannot write {path}, {why}.")
+        if path.is_dir():
+            raise InvalidInputError(f"export: cannot write {path}, that is a folder.")
+        if not path.parent.is_dir():
+            raise InvalidInputError(f"export: cannot write {path}, there is no folder {path.parent}.")
         content = exchange.WRITERS[chosen](self, options)  # before an older file is emptied
         try:
             path.write_bytes(content)
@@ -278,7 +282,7 @@ class ContributionGraph(Stored):
         )
         notes = f"{caption} · the graph with every edge sums to the logit to {self.residual:.1e}"
         panel = page.panel(title or f"How the {self.target} comes about", graphs.graph(picture), notes=notes)
-        return (page.head(panel) if style else "") + panel
+        return with_style(panel, style)
 
     def _small(self, most: int) -> "ContributionGraph":
         """The largest share of the edges, to a four-thousandth, that a picture can bear."""

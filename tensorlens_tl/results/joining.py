@@ -1,10 +1,11 @@
 """Attributions of several batches of prompts as one: the batches padded to the longest, prompts in their own order."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -13,6 +14,9 @@ from tensorlens_tl.results.attribution import Attribution
 SEVERAL_TARGETS = "a target of its own for each prompt"
 """What is explained, where that differs."""
 
+BATCH_AXES = {"layers": 1}
+"""The number of the batch axis, where it is not the first."""
+
 
 def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], options: dict[str, Any]) -> Attribution:
     """One Attribution out of those of batches of prompts.
@@ -20,63 +24,91 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
     Args:
         parts: one for each batch, made by the same method with the same options.
         batches: the prompts of each, by their number in the whole.
-        options: what the method was asked, for all prompts.
+        options: of the method, for all prompts.
     """
-    first = parts[0]
     order = torch.tensor([number for batch in batches for number in batch]).argsort()
     length = max(part.mask.shape[1] for part in parts)
-    uneven = any(part.queries.shape[1] != first.queries.shape[1] for part in parts)
-    every_query = uneven and all(_counts_up(row) for part in parts for row in part.queries)
+    queries = max(part.queries.shape[1] for part in parts)
+    uneven = any(part.queries.shape[1] != queries for part in parts)
+    every_query = uneven and all(map(_counts_up, parts))
     if uneven and not every_query:
         length += 1  # every prompt ends in padding, where its missing queries are placed
-    n_queries = max(part.queries.shape[1] for part in parts)
-    sizes = {"key": length, "query": n_queries}
-
-    def joined_field(name: str, axes: Sequence[str], batch: int = 0) -> Tensor | None:
-        """One field of every part, padded and in the order of the prompts; None where a part does not have it."""
-        tensors = [getattr(part, name) for part in parts]
-        if any(tensor is None for tensor in tensors):
-            return None
-        padded = []
-        fill = length - 1 if name == "queries" else 0
-        for tensor in tensors:
-            missing = [sizes.get(axis, size) - size for axis, size in zip(axes, tensor.shape, strict=True)]
-            widths = [width for added in reversed(missing) for width in (0, added)]
-            padded.append(pad(tensor, widths, value=fill))
-        return torch.cat(padded, batch).index_select(batch, order.to(padded[0].device))
-
-    layers = None
-    if first.layers is not None:
-        inner = [f"axis {number}" for number in range(first.layers.ndim - 4)]
-        sizes |= {"layer query": max(part.layers.shape[-2] for part in parts if part.layers is not None)}
-        layers = joined_field("layers", ("layer", "batch", *inner, "layer query", "key"), batch=1)
-    queries = joined_field("queries", ("batch", "query"))
-    if every_query and queries is not None:
-        queries = torch.arange(n_queries, device=queries.device).expand(len(queries), -1)
-    tokens = [row for part in parts for row in part.tokens]
-    starts = None if first.word_starts is None else [row for part in parts for row in part.word_starts or ()]
-    labels = list(dict.fromkeys(part.target for part in parts))
+    layer_queries = max((part.layers.shape[-2] for part in parts if part.layers is not None), default=0)
+    padded = [padded_to(part, length, queries, layer_queries) for part in parts]
+    tensors = {name: _concatenated(padded, name, order) for name in Attribution.TENSORS}
+    if every_query:
+        tensors["queries"] = torch.arange(queries, device=order.device).expand(len(order), -1)
+    first = padded[0]
+    target = SEVERAL_TARGETS
+    if all(part.target == first.target for part in parts):
+        target = first.target
     return replace(
         first,
-        scores=joined_field("scores", first.axes),
-        mask=joined_field("mask", ("batch", "key")),
-        queries=queries,
-        layers=layers,
-        stderr=joined_field("stderr", first.axes),
-        **{name: joined_field(name, ("batch", "query")) for name in ("bias", "total", "residual")},
-        image=joined_field("image", ("batch", "channel", "height", "width")),
-        tokens=[_filled(tokens[i], "", length) for i in order],
-        word_starts=None if starts is None else [_filled(starts[i], False, length) for i in order],
-        target=labels[0] if len(labels) == 1 else SEVERAL_TARGETS,
+        **tensors,
+        tokens=_rows(padded, "tokens", order),
+        word_starts=_rows(padded, "word_starts", order),
+        target=target,
         options=first.options | options,
     )
 
 
-def _counts_up(positions: Tensor) -> bool:
-    """Whether positions are 0, 1, 2, …"""
-    return bool((positions == torch.arange(len(positions)).to(positions)).all())
+def padded_to(part: Attribution, length: int, queries: int, layer_queries: int) -> Attribution:
+    """An Attribution with padding at the end of its axes.
+
+    Args:
+        part: of some prompts.
+        length: how many source tokens each prompt then has.
+        queries: how many queries; the added ones are those of the last position.
+        layer_queries: how many queries the maps of its layers have.
+    """
+    sizes = {"key": length, "query": queries, "layer query": layer_queries}
+    axes: dict[str, Sequence[str]] = dict.fromkeys(("queries", "bias", "total", "residual"), ("batch", "query"))
+    axes |= {"scores": part.axes, "stderr": part.axes, "mask": ("batch", "key")}
+    if part.layers is not None:
+        inner = [f"axis {number}" for number in range(part.layers.ndim - 4)]
+        axes["layers"] = ("layer", "batch", *inner, "layer query", "key")
+    tensors = {name: _padded(getattr(part, name), axes[name], sizes) for name in axes}
+    tensors["queries"] = _padded(part.queries, axes["queries"], sizes, value=length - 1)
+    return replace(
+        part,
+        **tensors,
+        tokens=[_filled(row, "", length) for row in part.tokens],
+        word_starts=part.word_starts and [_filled(row, False, length) for row in part.word_starts],
+    )
 
 
-def _filled(row: list[Any], fill: Any, length: int) -> list[Any]:
-    """A row, filled up at its end to so many entries."""
-    return row + [fill] * (length - len(row))
+def _padded(tensor: Tensor | None, axes: Sequence[str], sizes: Mapping[str, int], value: int = 0) -> Tensor | None:
+    """A tensor with a value added at the end of its axes, up to their sizes."""
+    if tensor is None:
+        return None
+    missing = [sizes.get(axis, size) - size for axis, size in zip(axes, tensor.shape, strict=True)]
+    widths = [width for count in reversed(missing) for width in (0, count)]
+    return pad(tensor, widths, value=value)
+
+
+def _concatenated(parts: Sequence[Attribution], name: str, order: Int[Tensor, "prompt"]) -> Tensor | None:
+    """One field of every part, in the order of the prompts; None where a part does not have it."""
+    tensors = [getattr(part, name) for part in parts]
+    if any(tensor is None for tensor in tensors):
+        return None
+    batch = BATCH_AXES.get(name, 0)
+    return torch.cat(tensors, batch).index_select(batch, order.to(tensors[0].device))
+
+
+def _rows(parts: Sequence[Attribution], name: str, order: Int[Tensor, "prompt"]) -> list[list[Any]] | None:
+    """One list for each prompt, in the order of the prompts; None where a part has none."""
+    lists = [getattr(part, name) for part in parts]
+    if any(rows is None for rows in lists):
+        return None
+    rows = [row for part in lists for row in part]
+    return [rows[number] for number in order.tolist()]
+
+
+def _counts_up(part: Attribution) -> bool:
+    """Whether the queries of every prompt are 0, 1, 2, …"""
+    return bool((part.queries == torch.arange(part.queries.shape[1]).to(part.queries)).all())
+
+
+def _filled(row: list[Any], value: Any, length: int) -> list[Any]:
+    """A row with a value added at its end, up to so many entries."""
+    return row + [value] * (length - len(row))

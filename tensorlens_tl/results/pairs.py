@@ -66,7 +66,9 @@ class ScoreAttribution(Stored):
 
     def _label(self, batch: int, source: int) -> str:
         name = self.names[batch][source]
-        return f"{source} {name}" if self.by == "token" else name
+        if self.by == "token":
+            return f"{source} {name}"
+        return name
 
     def top(self, k: int = 10, batch: int = 0) -> list[Entry]:
         """The k pairs of largest absolute score; positions are those of the two tokens, query first.
@@ -76,9 +78,12 @@ class ScoreAttribution(Stored):
         """
         check_batch(batch, self.names)
         pairs = self.pairs[batch]
-        places = [divmod(place, pairs.shape[1]) for place in range(pairs.numel())]
-        names = [f"{self._label(batch, i)} × {self._label(batch, j)}" for i, j in places]
-        return largest(pairs.flatten(), names, k, places if self.by == "token" else None)
+        sources = [divmod(number, pairs.shape[1]) for number in range(pairs.numel())]
+        names = [f"{self._label(batch, i)} × {self._label(batch, j)}" for i, j in sources]
+        positions = None
+        if self.by == "token":
+            positions = sources
+        return largest(pairs.flatten(), names, k, positions)
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per pair: batch, query_source, key_source, score."""

@@ -76,9 +76,9 @@ def auroc(scores: Float[Tensor, "item"], true: Bool[Tensor, "item"]) -> float:
 
     NaN where no item is true, or every one, or a score is NaN.
     """
-    if bool(scores.isnan().any()):
+    if bool(scores.isnan().any()) or bool(true.all()) or not bool(true.any()):
         return float("nan")
     above = scores[true].double()
     below = scores[~true].double().sort().values
     lower, upper = (torch.searchsorted(below, above, right=right) for right in (False, True))
-    return float((lower + upper).double().mean() / (2 * len(below))) if len(above) and len(below) else float("nan")
+    return float((lower + upper).double().mean() / (2 * len(below)))

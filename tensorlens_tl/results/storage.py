@@ -78,9 +78,10 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
     from safetensors.torch import save_file
 
     path = Path(path)
-    if path.suffix == ".html" or not path.parent.is_dir():
-        hint = "that is a page: use to_html()" if path.suffix == ".html" else f"there is no folder {path.parent}"
-        raise InvalidInputError(f"save: cannot write {path}, {hint}.")
+    if path.suffix == ".html":
+        raise InvalidInputError(f"save: cannot write {path}, that is a page: use to_html().")
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
     # clones: safetensors refuses tensors that share memory
     copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     text = json.dumps(tagged(facts))
@@ -105,7 +106,9 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
 def _system_error(error: Exception, path: Path) -> OSError:
     """What the system said when safetensors wrote a file, which tells it in its own words."""
     match = re.search(r"os error (\d+)", str(error))
-    number = int(match[1]) if match else errno.EIO
+    number = errno.EIO
+    if match:
+        number = int(match[1])
     return OSError(number, os.strerror(number), str(path))
 
 
@@ -141,7 +144,7 @@ def read(
         if isinstance(error, FileFormatError):
             raise
         raise FileFormatError(f"{path}: not a readable {kind} ({type(error).__name__}: {error}).") from error
-    unknown = [] if names is None else sorted(set(tensors) - set(names))
+    unknown = sorted(set(tensors) - set(names or tensors))
     if unknown:
         raise FileFormatError(f"{path}: holds a tensor {unknown[0]!r} that no {kind} has.")
     return tensors, facts
@@ -160,15 +163,19 @@ def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:
 def tagged(value: Any) -> Any:
     """Options as JSON can hold them; what JSON has no kind for is a table with one key that names it."""
     if isinstance(value, Tensor):
-        return {"$tensor": value.detach().double().tolist() if value.is_floating_point() else value.tolist()}
+        if value.is_floating_point():
+            value = value.detach().double()
+        return {"$tensor": value.tolist()}
     if isinstance(value, Relative):
         return {"$target": value.value}
     if isinstance(value, slice):
         return {"$slice": [value.start, value.stop, value.step]}
     if isinstance(value, range):
         return {"$range": [value.start, value.stop, value.step]}
-    if isinstance(value, tuple | set | frozenset):
-        return {"$tuple" if isinstance(value, tuple) else "$set": [tagged(item) for item in value]}
+    if isinstance(value, tuple):
+        return {"$tuple": [tagged(item) for item in value]}
+    if isinstance(value, set | frozenset):
+        return {"$set": [tagged(item) for item in value]}
     if isinstance(value, list):
         return [tagged(item) for item in value]
     if isinstance(value, Mapping):
@@ -177,7 +184,9 @@ def tagged(value: Any) -> Any:
         return {"$pairs": [[tagged(key), tagged(item)] for key, item in value.items()]}
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    return tagged(value.tolist()) if hasattr(value, "tolist") else repr(value)  # numpy's
+    if hasattr(value, "tolist"):  # numpy's
+        return tagged(value.tolist())
+    return repr(value)
 
 
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
@@ -199,4 +208,6 @@ def untagged(value: Any) -> Any:
         return value
     inner = {key: untagged(item) for key, item in value.items()}
     kind = next(iter(inner), "")
-    return _KINDS[kind](inner[kind]) if len(inner) == 1 and kind in _KINDS else inner
+    if len(inner) == 1 and kind in _KINDS:
+        return _KINDS[kind](inner[kind])
+    return inner

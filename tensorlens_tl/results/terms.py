@@ -14,7 +14,7 @@ from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.drawing import graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import Entry, check_batch, largest, query_row, shown_query, with_others
+from tensorlens_tl.results.entry import Entry, check_batch, largest, query_row, shown_query, with_others, with_style
 from tensorlens_tl.results.storage import Stored
 
 if TYPE_CHECKING:
@@ -84,8 +84,10 @@ class Terms(Stored):
 
     def __repr__(self) -> str:
         totals = ", ".join(f"{total:.4g}" for total in self.total.flatten().tolist()[:4])
-        residual = f", residual={float(self.residual.max()):.1e}" if self.additive else ", not additive"
-        return f"{type(self).__name__}({len(self)} of {self.target!r}, total={totals}{residual})"
+        residual = "not additive"
+        if self.additive:
+            residual = f"residual={float(self.residual.max()):.1e}"
+        return f"{type(self).__name__}({len(self)} of {self.target!r}, total={totals}, {residual})"
 
     def __getitem__(self, name: str) -> Float[Tensor, "batch query"]:
         """One part's score for every prompt and query.
@@ -131,9 +133,11 @@ class Terms(Stored):
         """
         import pandas as pd
 
-        if keys and self.keys is None:
+        values = self.scores
+        if keys:
+            values = self.keys
+        if values is None:
             raise InvalidInputError("keys: no source tokens' shares here; logit_attribution(by='head_token') has them.")
-        values = self.scores if not keys or self.keys is None else self.keys
         index = np.indices(values.shape).reshape(values.ndim, -1)
         batch = index[0]
         positions = self.queries.cpu().numpy()[index[0], index[1]]
@@ -163,14 +167,18 @@ class Terms(Stored):
         row = self.query_row(query, batch)
         entries = self.top(k, query, batch)
         everything = float(self.scores[batch, row].double().sum())
-        lines = with_others(entries, everything, len(self)) if self.additive else [(e.name, e.score) for e in entries]
+        lines = [(entry.name, entry.score) for entry in entries]
+        if self.additive:
+            lines = with_others(entries, everything, len(self))
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
         which = shown_query(self.queries, self.tokens, row, batch)
         total = float(self.total[batch, row])
         if not self.additive:  # a rule with a total below would look like a sum
             left = len(self) - len(entries)
-            note = f"effects on {number(total)}, which do not add up" + (f"; {left} more" if left else "")
+            note = f"effects on {number(total)}, which do not add up"
+            if left:
+                note += f"; {left} more"
             return " · ".join(filter(None, (which, note))), lines, []
         return which, lines, [("total", total)]
 
@@ -179,21 +187,22 @@ class Terms(Stored):
     ) -> str:
         """The k largest parts of one query as bars around zero; what they leave out, and their total, below."""
         which, lines, sums = self._lines(k, query, batch)
-        notes = [which] if which else []
+        notes = list(filter(None, [which]))
         if self.additive:
             residual = float(self.residual[batch, self.query_row(query, batch)])
             notes.append(f"sums to the model's own number to {residual:.1e}")
         heading = title or f"What adds to {self.target}"
-        return (page.head() if style else "") + page.panel(heading, graphs.bars(lines, sums), notes=" · ".join(notes))
+        return with_style(page.panel(heading, graphs.bars(lines, sums), notes=" · ".join(notes)), style)
 
     def heads_to_html(self, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True) -> str:
         """Terms of heads as a grid, a row per layer and a column per head, MLPs beside them; empty without any."""
         scores = self.scores[batch, self.query_row(query, batch)].tolist()
-        cells = {place: score for name, score in zip(self.names, scores, strict=True) if (place := _place(name))}
+        cells = {_cell(name): score for name, score in zip(self.names, scores, strict=True)}
+        cells = {cell: score for cell, score in cells.items() if cell is not None}
         if not cells:
             return ""
         heading = title or f"Heads and MLPs on {self.target}"
-        return (page.head() if style else "") + page.panel(heading, matrix.head_grid(cells, heading))
+        return with_style(page.panel(heading, matrix.head_grid(cells, heading)), style)
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -201,12 +210,12 @@ class Terms(Stored):
     def show(self, k: int = 10, query: int | str = -1, batch: int = 0) -> None:
         """Print the k largest parts of one query, all others in one line, and the total they sum to."""
         which, lines, sums = self._lines(k, query, batch)
-        title = f"{self.target}" + (f" · {which}" if which else "")
+        title = " · ".join(filter(None, [self.target, which]))
         rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
         terminal.show_table(title, ("part", "score"), rows, below, left=("part",))
 
 
-def _place(name: str) -> tuple[int, str] | None:
+def _cell(name: str) -> tuple[int, str] | None:
     """Layer and column of a head's or MLP's name: ``"L3H1"`` is (3, "H1"), ``"MLP2"`` (2, "MLP"); else None."""
     match = re.fullmatch(r"L(\d+)(H\d+)|MLP(\d+)", name)
     if match is None:

@@ -2,15 +2,17 @@
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.drawing import figure, generated, heat_maps, images, page, terminal
 from tensorlens_tl.drawing.marks import number
-from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, with_others
+from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, with_others, with_style
 
 AXES = ("batch", "query", "key")
 
@@ -50,7 +52,7 @@ class Shown(ABC):
 
     def describe(self) -> str:
         """What the scores are, in one line."""
-        notes = [f"{self.method}" + (f": {self.target}" if self.target else "")]
+        notes = [": ".join(filter(None, [self.method, self.target]))]
         if self.additive and self.residual is not None:
             notes.append(f"residual {float(self.residual.max()):.1e}")
         return " · ".join(notes)
@@ -62,7 +64,8 @@ class Shown(ABC):
         axes = list(self.axes[1:])
         for name in [axis for axis in axes if axis not in AXES]:
             axis = axes.index(name)
-            scores = scores.norm(dim=axis) if name == "d_model" else scores.mean(dim=axis)
+            reduce = {"d_model": torch.linalg.vector_norm}.get(name, torch.mean)
+            scores = reduce(scores, dim=axis)
             axes.remove(name)
         return scores
 
@@ -73,16 +76,12 @@ class Shown(ABC):
             batch: one prompt, or None for the first few of them.
             style: with the style and the script that a page needs once.
         """
-        if batch is not None:
-            check_batch(batch, self.tokens)
-        count = len(self.tokens)
-        chosen = range(min(count, MOST_PROMPTS)) if batch is None else [batch]
-        parts = [self._prompt_html(one) for one in chosen]
-        if batch is None and count > MOST_PROMPTS:
-            parts.append(f'<div class="n">{count - MOST_PROMPTS} more prompts: to_html(batch={MOST_PROMPTS}) …</div>')
+        prompts, left = self._prompts(batch)
+        parts = [self._prompt_html(prompt) for prompt in prompts]
+        if left:
+            parts.append(f'<div class="n">{left} more prompts: to_html(batch={MOST_PROMPTS}) …</div>')
         facts = " · ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in self.provenance.items())
-        panel = page.panel(self.describe(), *parts, notes=facts)
-        return (page.head(panel) if style else "") + panel
+        return with_style(page.panel(self.describe(), *parts, notes=facts), style)
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -99,20 +98,27 @@ class Shown(ABC):
         if shell is not None and shell.get_ipython() is not None:
             shell.display.display(shell.display.HTML(self.to_html(batch=batch)))
             return
+        prompts, left = self._prompts(batch)
+        for prompt in prompts:
+            self._print_table(k, query, prompt)
+        if left:
+            print(f"{left} more prompts: show(batch={MOST_PROMPTS}) …")
+
+    def _prompts(self, batch: int | None) -> tuple[Sequence[int], int]:
+        """The prompts that one picture shows, and how many more there are."""
+        if batch is not None:
+            check_batch(batch, self.tokens)
+            return [batch], 0
         count = len(self.tokens)
-        for one in range(min(count, MOST_PROMPTS)) if batch is None else [batch]:
-            self._print_table(k, query, one)
-        if batch is None and count > MOST_PROMPTS:
-            print(f"{count - MOST_PROMPTS} more prompts: show(batch={MOST_PROMPTS}) …")
+        return range(min(count, MOST_PROMPTS)), max(0, count - MOST_PROMPTS)
 
     def _print_table(self, k: int, query: int | str, batch: int) -> None:
         row = query_row(self.queries, self.mask, self.tokens, query, batch)
         entries = self.top(k, query, batch)
         everything = float((self.plane(batch)[row] * self.mask[batch]).double().sum())
         lines = with_others(entries, everything, int(self.mask[batch].sum()))
-        rows = [("", name, number(score)) for name, score in lines]
-        for place, entry in enumerate(entries):
-            rows[place] = (str(entry.position), repr(entry.name), number(entry.score))
+        rows = [(str(entry.position), repr(entry.name), number(entry.score)) for entry in entries]
+        rows += [("", name, number(score)) for name, score in lines[len(entries) :]]
         headings = ["position", "token", "score"]
         sums: list[tuple[str, ...]] = []
         if self.bias is not None and self.total is not None:
@@ -120,12 +126,14 @@ class Shown(ABC):
             sums.append(("", "total", number(float(self.total[batch, row]))))
         if self.sides is not None:  # a column more, between the token and its score
             headings.insert(2, "side")
-            sides = [self.sides[batch][int(row[0])] if row[0] else "" for row in rows]
+            sides = [self.sides[batch][int(str(entry.position))] for entry in entries]
+            sides += [""] * (len(rows) - len(entries))
             rows = [(*row[:2], side, row[2]) for row, side in zip(rows, sides, strict=True)]
             sums = [(*line[:2], "", line[2]) for line in sums]
         which = shown_query(self.queries, self.tokens, row, batch)
-        hint = "; show(query=...) shows another" if self.queries.shape[1] > 1 else ""
-        title = self.describe() + (f" · {which}{hint}" if which else "")
+        if self.queries.shape[1] > 1:
+            which += "; show(query=...) shows another"
+        title = " · ".join(filter(None, [self.describe(), which]))
         terminal.show_table(title, headings, rows, sums, left=("token", "side"))
 
     def plot(self, batch: int = 0, ax: Any = None, *, values: bool | None = None) -> Any:
@@ -166,16 +174,18 @@ class Shown(ABC):
             notes.append(f"bias, from no token: {number(bias)} · total: {number(total)}")
         stacks = []
         for name, planes in self._stacks(batch):
-            whole = planes.shape[1] != len(
-                positions
-            )  # a method's layers hold every query, also where one was asked for
-            chosen = list(keys) if whole else rows
-            labels = list(keys.values()) if whole else [token for _, token in queries]
+            chosen = rows
+            labels = [token for _, token in queries]
+            if planes.shape[1] != len(positions):  # a method's layers may hold every query beside scores of one
+                chosen = list(keys)
+                labels = list(keys.values())
             stacks.append(heat_maps.Stack(name, planes[:, chosen][:, :, list(keys)], labels))
         plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
         tokens = list(keys.values())
         label = self.describe()
-        sides = [] if self.sides is None else [self.sides[batch][position] for position in keys]
+        sides: list[str] = []
+        if self.sides is not None:
+            sides = [self.sides[batch][position] for position in keys]
         if sides and len(rows) > 1:
             notes.append(f"the first {sides.count('encoder')} keys are the encoder's tokens, then come the decoder's")
         prompt_html = heat_maps.prompt(
@@ -188,45 +198,46 @@ class Shown(ABC):
     def _generated_html(self, batch: int) -> str:
         """Generated text: each of its tokens can be asked; the matrix of all pairs below, to be opened."""
         keys, rows = self._shown(batch)
-        places = {position: number for number, position in enumerate(keys)}
+        columns = {position: column for column, position in enumerate(keys)}
         tokens = list(keys.values())
         plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
-        targets = [places[position] for position in self.options["asked"][batch]]
-        is_single = len(rows) == 1
+        targets = [columns[position] for position in self.options["asked"][batch]]
+        by_row = [[target] for target in targets]
+        if len(rows) == 1:
+            by_row = [targets]
         facts = []
-        for row, number_of in enumerate(rows):
-            what = "".join(tokens[place] for place in targets) if is_single else tokens[targets[row]]
-            sums = ""
+        for row, row_targets in zip(rows, by_row, strict=False):
+            fact = f"what made {''.join(tokens[target] for target in row_targets)!r}"
             if self.bias is not None and self.total is not None:
-                bias, total = (float(t[batch, number_of]) for t in (self.bias, self.total))
-                sums = f" · bias, from no token: {number(bias)} · total: {number(total)}"
-            facts.append(f"what made {what!r}{sums}")
+                bias, total = (float(values[batch, row]) for values in (self.bias, self.total))
+                fact += f" · bias, from no token: {number(bias)} · total: {number(total)}"
+            facts.append(fact)
         picture = generated.generated_text(
             tokens,
             list(keys),
             plane,
-            places[self.options["generated"][batch][0]],
-            [targets] if is_single else [[place] for place in targets],
+            columns[self.options["generated"][batch][0]],
+            by_row,
             facts,
         )
-        if is_single:
+        if len(rows) == 1:
             return picture
-        labels = [tokens[place] for place in targets]
+        labels = [tokens[target] for target in targets]
         whole = heat_maps.matrix(labels, tokens, plane, label=self.describe(), corner="generated ↓ source →")
         return f"{picture}<details><summary>All of them as a matrix</summary>{whole}</details>"
 
     def _image_html(self, batch: int, scores: np.ndarray, tokens: list[str]) -> str:
         """One query's scores over the image, beside those of tokens that are no patch."""
         assert self.image is not None
-        places = [place for place, token in enumerate(tokens) if token.startswith(PATCH)]
-        if not places:
+        patches = [number for number, token in enumerate(tokens) if token.startswith(PATCH)]
+        if not patches:
             return ""
-        corner = tokens[places[-1]].removeprefix(PATCH).split(",")
+        corner = tokens[patches[-1]].removeprefix(PATCH).split(",")
         rows, columns = (int(number) + 1 for number in corner)
-        others = {token.strip(): float(scores[n]) for n, token in enumerate(tokens) if n not in places}
+        others = {token.strip(): float(scores[n]) for n, token in enumerate(tokens) if n not in patches}
         return images.patch_scores(
             array(self.image[batch]),
-            scores[places].reshape(rows, columns),
+            scores[patches].reshape(rows, columns),
             title=self.target or self.method,
             special=others,
         )

@@ -29,10 +29,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits.compare.pairs import METHODS, corrupted_stream, number_of, pair_target
+from tensorlens_tl.circuits.arguments import Direction
+from tensorlens_tl.circuits.compare.pairs import corrupted_stream, gradient_shares, number_of, pair_target
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
 from tensorlens_tl.errors import InvalidInputError
@@ -50,7 +50,7 @@ def edge_scores(
     method: str = "frozen",
     positions: bool = False,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     activation: str = "ratio",
     steps: int = 5,
     memory: Memory = None,
@@ -73,40 +73,41 @@ def edge_scores(
         FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
             alone, hooks put on the model or taken off since, or a frozen pass attached to it.
     """
-    if method not in METHODS:
-        raise InvalidInputError(f"method={method!r}; use one of {', '.join(map(repr, METHODS))}.")
+    shares = gradient_shares(method, steps)
     if positions and method == "patching":
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
-    steps = whole_number("steps", steps, least=1)
     readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
     layout = edge_layout(readout.stream)
-    midpoints = [(step + 0.5) / steps for step in range(steps)]
     if method == "patching":
         scores = Replay(readout, clean, corrupted, layout.exists).patched(memory)
     elif method in ("gradient", "integrated"):
-        shares = [1.0] if method == "gradient" else midpoints
-        scores = Replay(readout, clean, corrupted, layout.exists).along_gradients(shares, positions)
+        replay = Replay(readout, clean, corrupted, layout.exists)
+        scores = replay.products(replay.gradients(shares), positions)
     else:
         other = corrupted_stream(readout, corrupted, activation)
         if method == "frozen":
             scores = _frozen(readout, other, layout, readout.stream.pull(readout.seed), positions)
         else:
             replay = Replay(readout, clean, corrupted, layout.exists)
-            responses = replay.gradients(midpoints)
+            responses = replay.gradients(shares)
             scores = _frozen(readout, other, layout, pull_with_patterns(readout, responses), positions)
             matching = [name.endswith((".q", ".k")) for name in layout.destinations]
             scores[:, :, matching] = replay.products(responses, positions)[:, :, matching]
+    by_position = None
+    if positions:
+        by_position = scores
+        scores = by_position.sum(-1)
     return EdgeScores(
         sources=layout.sources,
         destinations=layout.destinations,
-        scores=scores.sum(-1) if positions else scores,
+        scores=scores,
         exists=layout.exists,
         clean=readout.total[:, 0],
         corrupted=number_of(readout, corrupted)[:, 0],
         target=readout.label,
         method=method,
         config=_config(readout),
-        by_position=scores if positions else None,
+        by_position=by_position,
     )
 
 
@@ -118,7 +119,7 @@ def run_circuits(
     minus: TokenLike = None,
     *,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     memory: Memory = None,
 ) -> Float[Tensor, "circuit batch"]:
     """The target's number in the live model with only a circuit's edges clean: all others carry corrupted values.
@@ -139,7 +140,9 @@ def run_circuits(
         raise InvalidInputError(
             f"circuits={circuits!r}: pass one or a list of circuits, such as edge_scores().circuit(100)."
         )
-    circuits = [circuits] if isinstance(circuits, Circuit) else list(circuits)
+    if isinstance(circuits, Circuit):
+        circuits = [circuits]
+    circuits = list(circuits)
     readout = pair_target(clean, corrupted, target, minus, direction, query)
     layout = edge_layout(readout.stream)
     config = _config(readout)
@@ -158,7 +161,7 @@ def run_circuits(
             )
     if not circuits:
         raise InvalidInputError("circuits: none given.")
-    clean_edges = torch.stack([circuit.kept.to(readout.total.device) for circuit in circuits])
+    clean_edges = torch.stack([circuit.selection.to(readout.total.device) for circuit in circuits])
     return Replay(readout, clean, corrupted, layout.exists).numbers(clean_edges, memory)
 
 
@@ -195,17 +198,18 @@ def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destinat
     So a frozen pull also follows what acts through patterns, to the order that the gradients do.
 
     Args:
-        asked: the target.
+        readout: the target.
         responses: its gradient by what every destination reads; only those of queries and keys join.
     """
     joining = dict[int, Tensor]()
     first = 0
     for number, step in enumerate(readout.stream.steps):
         for sublayer in step.sublayers:
-            heads = sublayer.heads
-            if heads:
-                joining[number] = responses[first : first + 2 * heads].sum(0)
-            first += 3 * heads or len(sublayer.nodes)
+            nodes = len(sublayer.nodes)
+            if sublayer.is_attention:
+                joining[number] = responses[first : first + 2 * nodes].sum(0)
+                first += 2 * nodes
+            first += nodes
     return readout.stream.pull(readout.seed, joining=joining)
 
 
@@ -215,7 +219,9 @@ def _frozen(
     """Each source's difference, carried past the sublayers to every destination, and dotted with the target there."""
     stream = readout.stream
     batch, pos = stream.x[0].shape[:2]
-    shape = (batch, *layout.exists.shape, pos) if positions else (batch, *layout.exists.shape)
+    shape = [batch, *layout.exists.shape]
+    if positions:
+        shape.append(pos)
     scores = upcast(stream.x[0]).new_zeros(shape)
     carried = (stream.x[0] - other.x[0])[None]
     first = 0

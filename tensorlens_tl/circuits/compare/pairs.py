@@ -8,11 +8,11 @@ Sign of every score: what the target loses when the clean value is replaced by t
 ``number(clean) − number(patched)``. What helps the clean answer is positive.
 """
 
-from typing import Any
-
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import hook_numbers, other_hooks, refuse_attached
@@ -23,6 +23,19 @@ from tensorlens_tl.passes.linearisation import check_pass
 
 METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "patching")
 """The ways to get a score of a node or an edge."""
+
+
+def gradient_shares(method: str, steps: Whole) -> list[float]:
+    """Where a method takes gradients on the way from the corrupted to the clean embeddings: none, or shares of it.
+
+    Raises:
+        InvalidInputError: no such method, or no whole number of steps, 1 or more.
+    """
+    if method not in METHODS:
+        raise InvalidInputError(f"method={method!r}; use one of {', '.join(map(repr, METHODS))}.")
+    steps = whole_number("steps", steps, least=1)
+    midpoints = [(step + 0.5) / steps for step in range(steps)]
+    return {"gradient": [1.0], "integrated": midpoints, "frozen+qk": midpoints}.get(method, [])
 
 
 def check_pair(clean: PassLike, corrupted: PassLike) -> None:
@@ -94,7 +107,7 @@ def pair_target(
     corrupted: PassLike,
     target: TokenLike,
     minus: TokenLike,
-    direction: Any,
+    direction: Direction,
     query: Query,
     activation: str = "ratio",
 ) -> StreamTarget:
@@ -103,10 +116,10 @@ def pair_target(
     return stream_target(clean, target, minus, direction, query, activation)
 
 
-def corrupted_stream(asked: StreamTarget, corrupted: PassLike, activation: str = "ratio") -> Stream:
-    """The stream of the corrupted prompt as far as what is asked reads it."""
-    of_tokens = asked.read_at == corrupted.points.unembed_in
-    return Stream.of(corrupted, activation, final_norm=asked.stream.final_norm, to_tokens=of_tokens)
+def corrupted_stream(readout: StreamTarget, corrupted: PassLike, activation: str = "ratio") -> Stream:
+    """The stream of the corrupted prompt, up to where the target reads it."""
+    of_tokens = readout.read_at == corrupted.points.unembed_in
+    return Stream.of(corrupted, activation, final_norm=readout.stream.final_norm, to_tokens=of_tokens)
 
 
 def number_of(readout: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batch query"]:

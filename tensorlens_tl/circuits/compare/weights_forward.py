@@ -12,13 +12,14 @@ in a block besides. The run is proved: it must give every block's own output for
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Linear
+from tensorlens_tl.algebra import Linear, Norm
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.circuits.compare.pairs import refuse_hooks
@@ -26,14 +27,37 @@ from tensorlens_tl.circuits.scores import ScoreReading, score_reading
 from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models.parameters import MLPWeights, NormWeights, QueryKeyWeights, norm_epsilon
+from tensorlens_tl.models.parameters import MLPWeights, NormWeights, norm_epsilon
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.frozen import PassLike
 
-InputRule = Callable[
-    [slice, Float[Tensor, "source row batch pos d"], Tensor], Float[Tensor, "destination row batch pos d"]
-]
-"""What a range of destinations reads, given the outputs of all sources so far and the sum of the biases so far."""
+# ------------------------------------------------------------------ blocks
+
+
+@dataclass(frozen=True, eq=False)
+class _Projection:
+    """From what each head reads to its queries, keys or values.
+
+    Attributes:
+        W, b: of every head.
+        norm: the norm after them, or None.
+    """
+
+    W: Float[Tensor, "head d_model d_head"]
+    b: Float[Tensor, "head 1 d_head"] | None
+    norm: NormWeights | None = None
+
+    @classmethod
+    def of(cls, W: Tensor, b: Tensor | None, groups: int, heads: int, norm: NormWeights | None = None) -> "_Projection":
+        """A projection whose weights have groups of heads side by side, all heads of a group alike."""
+        each = heads // groups
+        W = rearrange(W, "d (group e) -> group d e", group=groups).repeat_interleave(each, dim=0)
+        if b is not None:
+            b = rearrange(b, "(group e) -> group 1 e", group=groups).repeat_interleave(each, dim=0)
+        return cls(W, b, norm)
+
+    def __call__(self, x: Float[Tensor, "head row pos d_model"]) -> Float[Tensor, "row head pos d_head"]:
+        return _normed(self.norm, _plus(_by_head("hrpd,hde->rhpe", x, self.W), self.b))
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +67,11 @@ class _Block:
     heads: int
     parallel: bool
     norm: NormWeights | None
-    weights: QueryKeyWeights
+    query: _Projection
+    key: _Projection
+    value: _Projection
     reading: ScoreReading
     allowed: Bool[Tensor, "query key"]
-    W_V: Float[Tensor, "head d_model d_head"]
-    b_V: Float[Tensor, "head d_head"] | None
     W_O: Float[Tensor, "head d_head d_model"]
     b_O: Tensor | None
     mlp_norm: NormWeights | None
@@ -56,42 +80,19 @@ class _Block:
     @property
     def destinations(self) -> int:
         """How many destinations it has: queries, keys and values of each head, and the MLP."""
-        return 3 * self.heads + (0 if self.mlp is None else 1)
+        return 3 * self.heads + int(self.mlp is not None)
 
-    def head_outputs(self, q_in: Tensor, k_in: Tensor, v_in: Tensor) -> Tensor:
+    def head_outputs(self, q_in: Tensor, k_in: Tensor, v_in: Tensor) -> Float[Tensor, "head row batch pos d_model"]:
         """What each head writes, b_O apart."""
-        reading = self.reading
-        weights = self.weights
-        q = self._queries_or_keys(q_in, weights.W_Q, weights.b_Q, reading.heads, weights.q_norm)
-        k = self._queries_or_keys(k_in, weights.W_K, weights.b_K, reading.kv_heads, weights.k_norm)
-        scores = reading.scale * (q @ k.mT)
-        if reading.soft_cap is not None:
-            scores = reading.soft_cap * torch.tanh(scores / reading.soft_cap)
-        if reading.alibi is not None:
-            scores = scores + reading.alibi[:, None, None]
-        scores = scores.masked_fill(~self.allowed, -torch.inf)
-        v = _by_head(_normed(self.norm, v_in), self.W_V)
-        if self.b_V is not None:
-            v = v + self.b_V[:, None, None, None].to(v)
-        z = torch.softmax(upcast(scores), dim=-1).to(v) @ v
-        return _by_head(z, self.W_O)
-
-    def _queries_or_keys(
-        self, x: Tensor, W: Tensor, b: Tensor | None, n_heads: int, norm: NormWeights | None
-    ) -> Tensor:
-        """Queries or keys of every head, after their own norm and rotation."""
-        group = self.heads // n_heads
-        W = rearrange(W, "d (h e) -> h d e", h=n_heads).repeat_interleave(group, dim=0)
-        vectors = _by_head(_normed(self.norm, x), W)
-        if b is not None:
-            bias = rearrange(b, "(h e) -> h 1 1 1 e", h=n_heads).repeat_interleave(group, dim=0)
-            vectors = vectors + bias.to(vectors)
-        if norm is not None:
-            vectors = _normed(replace(norm, epsilon=self.weights.epsilon), vectors)
+        rows = q_in.shape[1]
+        reads = [_normed(self.norm, x.flatten(1, 2)) for x in (q_in, k_in, v_in)]
+        q, k, v = (project(x) for project, x in zip((self.query, self.key, self.value), reads, strict=True))
         rotation = self.reading.rotation
-        if rotation is None:
-            return vectors
-        return torch.einsum("hrbpe,pef->hrbpf", vectors, rotation)
+        if rotation is not None:
+            q, k = (torch.einsum("rhpe,pef->rhpf", vectors, rotation) for vectors in (q, k))
+        scores = self.reading.finished(self.reading.scale * (q @ k.mT))
+        probabilities = torch.softmax(upcast(scores.masked_fill(~self.allowed, -torch.inf)), dim=-1)
+        return _by_head("rhpe,hed->hrpd", probabilities.to(v) @ v, self.W_O).unflatten(1, (rows, -1))
 
     def mlp_output(self, x: Tensor) -> Tensor:
         """What the MLP writes, b_out apart."""
@@ -102,22 +103,93 @@ class _Block:
         if mlp.W_gate is None:
             hidden = mlp.activation(linear)
         else:
-            gate = Linear(mlp.W_gate, mlp.b_gate)(x)
-            hidden = mlp.activation(gate)
             if mlp.linear_activation is not None:
                 linear = mlp.linear_activation(linear)
-            hidden = hidden * linear
-        if mlp.b_post is not None:
-            hidden = hidden + mlp.b_post
+            hidden = mlp.activation(Linear(mlp.W_gate, mlp.b_gate)(x)) * linear
+        hidden = _plus(hidden, mlp.b_post)
         if mlp.post_factor is not None:
             hidden = hidden * mlp.post_factor(hidden)
         return Linear(mlp.W_out)(hidden)
 
 
-def _by_head(x: Float[Tensor, "head row batch pos d"], W: Float[Tensor, "head d e"]) -> Tensor:
-    """x·W of every head, in the wider dtype of the two, as x."""
+def _by_head(equation: str, x: Tensor, W: Float[Tensor, "head d e"]) -> Tensor:
+    """Every head's vectors times its weights, in the wider dtype of the two, as x."""
     wide = torch.promote_types(x.dtype, W.dtype)
-    return torch.einsum("hrbpd,hde->hrbpe", x.to(wide), W.to(wide)).to(x)
+    return torch.einsum(equation, x.to(wide), W.to(wide)).to(x)
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    """A vector with a bias, where there is one."""
+    if bias is None:
+        return x
+    return x + bias.to(x)
+
+
+def _normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
+    """A norm as the live model computes it."""
+    if norm is None:
+        return x
+    return Norm(norm.scale_of(x), norm.gain, norm.shift, norm.centre)(x)
+
+
+# ------------------------------------------------------------------ what destinations read
+
+
+@runtime_checkable
+class _Inputs(Protocol):
+    """What destinations read."""
+
+    def read(
+        self, destinations: slice, written: Float[Tensor, "source row batch pos d"], biases: Tensor
+    ) -> Float[Tensor, "destination row batch pos d"]:
+        """What a range of destinations reads.
+
+        Args:
+            destinations: the range.
+            written: the outputs of all sources before them.
+            biases: the sum of the biases before them.
+        """
+        ...
+
+
+class _WholeStream:
+    """Every destination reads all that was written before it, as in the model; it is recorded.
+
+    Attributes:
+        streams: what each range of destinations read, by the first of them, `[destination, row, batch, pos, d]`.
+        written: the outputs of all sources before the last range.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Tensor] = {}
+        self.written = torch.empty(0)
+
+    def read(self, destinations: slice, written: Tensor, biases: Tensor) -> Tensor:
+        stream = written.sum(0) + biases
+        self.written = written
+        self.streams[destinations.start] = stream.expand(destinations.stop - destinations.start, *stream.shape)
+        return self.streams[destinations.start]
+
+
+@dataclass(frozen=True, eq=False)
+class _MixedStream:
+    """Destinations read the corrupted stream plus the differences along the clean edges.
+
+    Attributes:
+        clean_edges: 1 for a clean edge, 0 for a corrupted one.
+        corrupted: the run of the corrupted prompt.
+    """
+
+    clean_edges: Float[Tensor, "row source destination"]
+    corrupted: _WholeStream
+
+    def read(self, destinations: slice, written: Tensor, biases: Tensor) -> Tensor:
+        difference = written - self.corrupted.written[: len(written)]
+        edges = self.clean_edges[:, : len(written), destinations]
+        return self.corrupted.streams[destinations.start] + torch.einsum("rst,srbpd->trbpd", edges, difference)
+
+
+# ------------------------------------------------------------------ runs
 
 
 class Replay:
@@ -154,8 +226,8 @@ class Replay:
             module = view.model.get_submodule(view.final_norm_name)
             self.final = replace(view.final_norm, epsilon=norm_epsilon(module, view.cfg))
         with torch.no_grad():
-            self.clean_written, _ = self._source_outputs(clean)
-            self.other_written, self.other_read = self._source_outputs(corrupted)
+            self.clean_run = self._proved_run(clean)
+            self.corrupted_run = self._proved_run(corrupted)
 
     # ------------------------------------------------------------------ questions
 
@@ -174,7 +246,7 @@ class Replay:
         widest = max(3 * block.heads for block in self.blocks) + 4 * len(self.exists)
         per_row = 2 * widest * x.numel() * x.element_size() + (1 + x.element_size()) * self.exists.numel()
         numbers = [
-            self._run(x.expand(len(rows), *x.shape), self._mixed_inputs(clean_edges(rows).to(x)))
+            self._run(x.expand(len(rows), *x.shape), _MixedStream(clean_edges(rows).to(x), self.corrupted_run))
             for rows in chunks(circuits, per_row, memory, "circuits")
         ]
         return torch.cat(numbers)
@@ -194,12 +266,6 @@ class Replay:
         scores[:, self.exists] = losses.T
         return scores
 
-    def along_gradients(
-        self, shares: Sequence[float], positions: bool
-    ) -> Float[Tensor, "batch source destination *pos"]:
-        """(a_clean − a_corrupted) · mean gradient, embeddings at these shares of the way from corrupted to clean."""
-        return self.products(self.gradients(shares), positions)
-
     def products(
         self, cotangents: Float[Tensor, "destination batch pos d"], positions: bool
     ) -> Float[Tensor, "batch source destination *pos"]:
@@ -207,10 +273,12 @@ class Replay:
 
         The products are summed over positions unless `positions` is set.
         """
-        scores = edge_products(self.clean_written - self.other_written, cotangents, positions)
+        difference = self.clean_run.written - self.corrupted_run.written
+        scores = edge_products(difference[:, 0], cotangents, positions)
+        exists = self.exists
         if positions:
-            return scores * self.exists[..., None]
-        return scores * self.exists
+            exists = exists[..., None]
+        return scores * exists
 
     def gradients(self, shares: Sequence[float]) -> Float[Tensor, "destination batch pos d"]:
         """Gradients of the target by what every destination reads, averaged over these shares of the way."""
@@ -220,72 +288,41 @@ class Replay:
         return mean
 
     def _gradients(self, share: float) -> Float[Tensor, "destination batch pos d"]:
-        inputs: list[Tensor] = []
-
-        def recorded_inputs(destinations: slice, written: Tensor, biases: Tensor) -> Tensor:
-            stream = written.sum(0) + biases
-            inputs.append(stream.expand(destinations.stop - destinations.start, *stream.shape))
-            return inputs[-1]
-
+        recorded = _WholeStream()
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.lerp(self.corrupted.resid_pre(0), self.frozen.resid_pre(0), share).clone().requires_grad_(True)
-            gradients = torch.autograd.grad(self._run(x[None], recorded_inputs).sum(), inputs)
+            number = self._run(x[None], recorded).sum()
+            gradients = torch.autograd.grad(number, list(recorded.streams.values()))
         return torch.cat([gradient[:, 0] for gradient in gradients])
 
-    # ------------------------------------------------------------------ runs
-
-    def _run(self, x: Float[Tensor, "row batch pos d"], inputs_of: InputRule) -> Float[Tensor, "row batch"]:
-        """The target's number of one run from the first block's input; `inputs_of` gives what destinations read."""
+    def _run(self, x: Float[Tensor, "row batch pos d"], inputs: _Inputs) -> Float[Tensor, "row batch"]:
+        """The target's number of one run from the first block's input."""
         written = x[None]
         biases = torch.zeros_like(x)
         first = 0
         for block in self.blocks:
             heads = slice(first, first + 3 * block.heads)
-            head_outputs = block.head_outputs(*inputs_of(heads, written, biases).chunk(3))
-            first = heads.stop
-            mlp = slice(first, first + 1)
-            mlp_inputs = None
-            if block.mlp is not None and block.parallel:
-                mlp_inputs = inputs_of(mlp, written, biases)
-            written = torch.cat([written, head_outputs])
-            if block.b_O is not None:
-                biases = biases + block.b_O
+            first += block.destinations
+            before = (written, biases)
+            written = torch.cat([written, block.head_outputs(*inputs.read(heads, *before).chunk(3))])
+            biases = _plus(biases, block.b_O)
             if block.mlp is None:
                 continue
-            if mlp_inputs is None:
-                mlp_inputs = inputs_of(mlp, written, biases)
-            if block.mlp.b_out is not None:
-                biases = biases + block.mlp.b_out
+            if not block.parallel:
+                before = (written, biases)
+            mlp_inputs = inputs.read(slice(heads.stop, first), *before)
             written = torch.cat([written, block.mlp_output(mlp_inputs)])
-            first = mlp.stop
-        final = inputs_of(slice(first, first + 1), written, biases)[0]
+            biases = _plus(biases, block.mlp.b_out)
+        final = inputs.read(slice(first, first + 1), written, biases)[0]
         return self.readout.number(_normed(self.final, final))[..., 0]
 
-    def _mixed_inputs(self, clean_edges: Float[Tensor, "row source destination"]) -> InputRule:
-        """Inputs where only some edges are clean: the corrupted stream plus the differences along those edges."""
-
-        def mixed_inputs(destinations: slice, written: Tensor, biases: Tensor) -> Tensor:
-            difference = written - self.other_written[: len(written), None]
-            edges = clean_edges[:, : len(written), destinations]
-            return self.other_read[destinations.start] + torch.einsum("rst,srbpd->trbpd", edges, difference)
-
-        return mixed_inputs
-
-    def _source_outputs(self, frozen: PassLike) -> tuple[Float[Tensor, "source batch pos d"], dict[int, Tensor]]:
-        """What every source writes for a prompt, and the stream where it is read; proved against the model's own."""
-        streams: dict[int, Tensor] = {}
-        last: list[Tensor] = []
-
-        def recorded_streams(destinations: slice, written: Tensor, biases: Tensor) -> Tensor:
-            last[:] = [written]
-            stream = (written.sum(0) + biases)[0]
-            streams[destinations.start] = stream
-            return stream.expand(destinations.stop - destinations.start, 1, *stream.shape)
-
-        numbers = self._run(frozen.resid_pre(0)[None], recorded_streams)[0]
+    def _proved_run(self, frozen: PassLike) -> _WholeStream:
+        """The run of a prompt, which gives the outputs of the model's own blocks."""
+        recorded = _WholeStream()
+        numbers = self._run(frozen.resid_pre(0)[None], recorded)[0]
         first = 0
         for layer in range(len(self.blocks) + 1):
-            error = relative_error(streams[first], frozen.resid_pre(layer))
+            error = relative_error(recorded.streams[first][0, 0], frozen.resid_pre(layer))
             if not error <= frozen.tolerance:
                 where = f"blocks.{layer - 1}, run from its weights, differs from the model's own by {error:.1e}"
                 raise _refusal(frozen.view, where)
@@ -295,85 +332,90 @@ class Replay:
         size = float(expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
         if not float((numbers - expected).abs().max()) <= frozen.tolerance * max(size, 1.0):
             raise _refusal(frozen.view, "ln_final, run from its weights, differs from the model's own")
-        return last[0][:, 0], streams
+        return recorded
 
 
 def edge_products(
     written: Float[Tensor, "source batch pos d"], cotangents: Float[Tensor, "destination batch pos d"], positions: bool
 ) -> Float[Tensor, "batch source destination *pos"]:
     """What every source wrote, dotted with a vector at every destination, by position or summed over positions."""
-    equation = "sbpd,tbpd->bstp" if positions else "sbpd,tbpd->bst"
+    equation = "sbpd,tbpd->bst"
+    if positions:
+        equation += "p"
     return torch.einsum(equation, upcast(written), upcast(cotangents))
 
 
-def _normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
-    """A norm as the live model computes it."""
-    if norm is None:
-        return x
-    centred = x - x.mean(-1, keepdim=True) if norm.centre else x
-    y = centred / norm.scale_of(x).to(x)
-    if norm.gain is not None:
-        y = y * norm.gain
-    if norm.shift is not None:
-        y = y + norm.shift
-    return y.to(x)  # gains may be in float32 beside half precision
+# ------------------------------------------------------------------ reading blocks
 
 
 def _block(clean: PassLike, corrupted: PassLike, layer: int) -> _Block:
+    _check_parts(clean, layer)
     block = clean.view.blocks[layer]
     layout = clean.layouts[layer]
-    points = clean.points.blocks[layer]
     attention = block.attention
-    mlp = block.dense_mlp  # both refuse what is neither
-    sublayers = (layout.attn, layout.mlp) if block.has_mlp else (layout.attn,)
-    odd = {
-        f"its {layout.name} layout has norms between what a part writes and the stream": any(
-            place.after or place.outer for place in sublayers
-        ),
-        "its attention has a gate, a norm or a latent inside": not attention.hooked,
-        "whitening stands before it": block.whitening is not None,
-        "an input of each token or a factor is added to it": block.per_layer is not None or block.scalar is not None,
-        "its position embeddings are added to queries and keys only": getattr(
-            clean.view.cfg, "positional_embedding_type", None
-        )
-        == "shortformer",
-    }
-    for why, is_so in odd.items():
-        if is_so:
-            raise _refusal(clean.view, f"blocks.{layer}: {why}")
+    heads = attention.heads
+    groups = attention.kv_heads
     patterns = torch.stack([frozen.pattern(layer) for frozen in (clean, corrupted)])
     if float((patterns.sum(-1) - 1).abs().max()) > clean.tolerance:
         raise _refusal(clean.view, f"blocks.{layer}: its attention has sinks, which take a share of every row")
-    heads = attention.heads
-    kv = attention.kv_heads
     weights = block.query_key
+    d_head = weights.W_Q.shape[1] // heads
     for norm in (weights.q_norm, weights.k_norm):
-        if norm is not None and norm.gain is not None and norm.gain.numel() != weights.W_Q.shape[1] // heads:
+        if norm is not None and norm.gain is not None and norm.gain.numel() != d_head:
             raise _refusal(clean.view, f"blocks.{layer}: its queries are normed over all heads together")
 
-    def by_kv(tensor: Tensor, pattern: str) -> Tensor:
-        return rearrange(tensor, pattern, kv=kv).repeat_interleave(heads // kv, dim=0)
-
-    def norm_of(name: str | None) -> NormWeights | None:
+    def live_norm(name: str | None) -> NormWeights | None:
+        """One of the block's norms, by name."""
         if name is None:
             return None
         return replace(block.norms[name], epsilon=norm_epsilon(getattr(block.module, name), clean.view.cfg))
 
-    assert points.pattern is not None
+    def head_norm(norm: NormWeights | None) -> NormWeights | None:
+        """The norm of queries or of keys."""
+        return norm and replace(norm, epsilon=weights.epsilon)
+
     return _Block(
         heads=heads,
         parallel=layout.parallel,
-        norm=norm_of(layout.attn.before),
-        weights=weights,
+        norm=live_norm(layout.attn.before),
+        query=_Projection.of(weights.W_Q, weights.b_Q, heads, heads, head_norm(weights.q_norm)),
+        key=_Projection.of(weights.W_K, weights.b_K, groups, heads, head_norm(weights.k_norm)),
+        value=_Projection.of(attention.W_V, attention.b_V, groups, heads),
         reading=score_reading(clean, layer),
         allowed=_allowed(clean, layer, patterns),
-        W_V=by_kv(attention.W_V, "d (kv e) -> kv d e"),
-        b_V=None if attention.b_V is None else by_kv(attention.b_V, "(kv e) -> kv e"),
         W_O=rearrange(attention.W_O, "(h e) d -> h e d", h=heads),
         b_O=attention.b_O,
-        mlp_norm=norm_of(layout.mlp.before) if mlp is not None else None,
-        mlp=mlp,
+        mlp_norm=live_norm(layout.mlp.before) if block.has_mlp else None,
+        mlp=block.dense_mlp,
     )
+
+
+def _check_parts(frozen: PassLike, layer: int) -> None:
+    """Refuse a block that does more than attention and an MLP that add what they write to the stream.
+
+    Raises:
+        UnsupportedModelError: saying what it does.
+    """
+    block = frozen.view.blocks[layer]
+    layout = frozen.layouts[layer]
+    hooked = block.attention.hooked
+    _ = block.dense_mlp  # both refuse what is neither
+    sublayers = [layout.attn]
+    if block.has_mlp:
+        sublayers.append(layout.mlp)
+    shortformer = getattr(frozen.view.cfg, "positional_embedding_type", None) == "shortformer"
+    reasons = {
+        f"its {layout.name} layout has norms between what a part writes and the stream": any(
+            part.after or part.outer for part in sublayers
+        ),
+        "its attention has a gate, a norm or a latent inside": not hooked,
+        "whitening stands before it": block.whitening is not None,
+        "an input of each token or a factor is added to it": block.per_layer is not None or block.scalar is not None,
+        "its position embeddings are added to queries and keys only": shortformer,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise _refusal(frozen.view, f"blocks.{layer}: {reason}")
 
 
 def _allowed(
@@ -406,11 +448,11 @@ def _allowed(
         allowed = (scores > torch.finfo(scores.dtype).min / 2).flatten(0, 1).any(0).to(weighted.device)
         if not bool((allowed & ~structure | weighted & ~allowed).any()):
             return allowed
+    pairs = int((structure & ~weighted).sum())
     raise _refusal(
         frozen.view,
-        f"blocks.{layer}: no head has a probability above zero in {int((structure & ~weighted).sum())} places that a "
-        f"query might attend to, and {name} does not show whether a mask closes them or they underflowed (a wider "
-        "dtype may help)",
+        f"blocks.{layer}: no head has a probability above zero at {pairs} pairs of a query and a key that it might "
+        f"attend to, and {name} does not show whether a mask closes them or they underflowed (a wider dtype may help)",
     )
 
 

@@ -7,6 +7,7 @@ dictionary is read: `tensorlens_tl.models.dictionaries`; where it stands:
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AffineMap, Diagonal, Identity, Norm
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Norm
+from tensorlens_tl.circuits.arguments import FeatureLike, HookName
 from tensorlens_tl.circuits.dictionary_features.hook_points import ReadAt, WriteAt, mlp_output, read_at, write_at
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models.dictionaries import DictionaryWeights, read_dictionary
@@ -51,9 +53,9 @@ class Features:
     reconstruction: Float[Tensor, "batch pos d_out"]
 
     def __repr__(self) -> str:
-        to = "" if self.hook_out == self.hook else f" -> {self.hook_out!r}"
+        hooks = " -> ".join(dict.fromkeys((repr(self.hook), repr(self.hook_out))))
         return (
-            f"Features({self.dictionary.name} at {self.hook!r}{to}, {self.dictionary.features} features, "
+            f"Features({self.dictionary.name} at {hooks}, {self.dictionary.features} features, "
             f"{self.active_per_token:.1f} active at a token, explained={self.explained:.3f})"
         )
 
@@ -91,7 +93,7 @@ class Features:
         names = [f"F{feature}" for feature in self.index[here, 2].tolist()]
         return largest(self.values[here], names, k, [position] * len(names))
 
-    def value(self, feature: Any) -> Float[Tensor, "batch pos"]:
+    def value(self, feature: FeatureLike) -> Float[Tensor, "batch pos"]:
         """What one feature is worth at every token, zero where it is not active.
 
         Raises:
@@ -102,7 +104,7 @@ class Features:
         values[self.index[here, 0], self.index[here, 1]] = self.values[here]
         return values
 
-    def checked(self, feature: Any) -> int:
+    def checked(self, feature: FeatureLike) -> int:
         """A feature's number, which may be passed as its name, ``"F12"``.
 
         Raises:
@@ -117,14 +119,16 @@ class Features:
         """From the stream to what the encoder is given, scales held."""
         how = self.dictionary.normalised(self.reads.x)
         if how is None:
-            return self.reads.through
-        return Norm(how.divided_by, centre=how.centred) @ self.reads.through
+            return chained([self.reads.through])
+        return chained([self.reads.through, Norm(how.divided_by, centre=how.centred)])
 
     @cached_property
     def writer(self) -> AffineMap | None:
         """What the decoder's output goes through, held: the scale of a dictionary that normalises; None for nothing."""
         how = self.dictionary.normalised(self.reads.x)
-        return None if how is None else Diagonal(how.multiplied_by)
+        if how is None:
+            return None
+        return Diagonal(how.multiplied_by)
 
     def pre_activation(
         self, features: Int[Tensor, "row"], positions: Int[Tensor, "row batch"]
@@ -137,6 +141,14 @@ class Features:
         )
 
 
+def chained(maps: Iterable[AffineMap]) -> AffineMap:
+    """Maps one after the other, identities left out."""
+    stages = [m for m in maps if not isinstance(m, Identity)]
+    if not stages:
+        return Identity()
+    return Chain(tuple(stages))
+
+
 if TYPE_CHECKING:
     FeaturesLike = Features
     """Features, as a user passes them."""
@@ -147,9 +159,9 @@ else:
 def features(
     frozen: PassLike,
     dictionary: Any,
-    hook: Any = None,
+    hook: HookName = None,
     *,
-    hook_out: Any = None,
+    hook_out: HookName = None,
     any_model: bool = False,
 ) -> Features:
     """The active features of a sparse dictionary in a frozen pass.
@@ -172,8 +184,9 @@ def features(
         UnsupportedModelError: an encoder–decoder.
     """
     check_pass(frozen)
-    read = read_dictionary(dictionary, transcodes=None if hook_out is None else True)
-    hook = read.hook if hook is None else hook
+    read = read_dictionary(dictionary, transcodes=hook_out is not None or None)
+    if hook is None:
+        hook = read.hook
     for name, point in (("hook", hook), ("hook_out", hook_out)):
         if point is not None and not isinstance(point, str):
             raise InvalidInputError(
@@ -181,7 +194,8 @@ def features(
             )
     if hook is None:
         raise InvalidInputError(
-            f"features: this {read.name} does not say where it belongs; pass hook=, such as {frozen.capture.output_name(0)!r}."
+            f"features: this {read.name} does not say where it belongs; pass hook=, such as "
+            f"{frozen.capture.output_name(0)!r}."
         )
     if read.transcodes:
         hook_out = hook_out or read.hook_out or mlp_output(hook)

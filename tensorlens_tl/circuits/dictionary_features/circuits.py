@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tensorlens_tl._arguments import plain
-from tensorlens_tl.algebra import AffineMap, Chain, Identity, RowPositions
+from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import BiasTerms, in_total
-from tensorlens_tl.circuits.dictionary_features.active import Features, FeaturesLike
+from tensorlens_tl.circuits.arguments import Direction, FeatureLike
+from tensorlens_tl.circuits.dictionary_features.active import Features, FeaturesLike, chained
 from tensorlens_tl.circuits.dictionary_features.hook_points import Place, maps_between, stream_to
 from tensorlens_tl.circuits.effects import BY as DIRECT, direct_effects
 from tensorlens_tl.circuits.stream import StreamTarget
@@ -46,8 +47,8 @@ BY = ("feature_token", "feature")
 
 
 def feature_attribution(
-    found: FeaturesLike,
-    feature: Any,
+    features: FeaturesLike,
+    feature: FeatureLike,
     *,
     query: Query = -1,
     by: str = "token",
@@ -57,7 +58,7 @@ def feature_attribution(
     """What a feature's pre-activation is made of.
 
     Args:
-        found: the features of a pass, by `features`.
+        features: those of a pass, made by `circuits.features`.
         feature: its number or name (``"F12"``); it need not be active.
         query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         by: ``"token"``, source tokens through everything before the dictionary; or direct effects by ``"component"``,
@@ -73,20 +74,20 @@ def feature_attribution(
         InvalidInputError: no such feature, query or `by`.
         FrozenModelError: the weights were changed since the pass.
     """
-    frozen = _checked(found).frozen
-    number = found.checked(feature)
+    frozen = _checked(features).frozen
+    number = features.checked(feature)
     if by not in ("token", *DIRECT):
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(('token', *DIRECT))}.")
     rule = check_rule(activation)
     positions = query_positions(frozen.prompt, query)
     frozen.check_fresh()
     numbers = torch.full((positions.shape[1],), number, device=positions.device)
-    readouts = _pre_activations(found, numbers, positions.T)
-    label = f"pre-activation of F{number} at {found.hook}"
+    readouts = _pre_activations(features, numbers, positions.T)
+    label = f"pre-activation of F{number} at {features.hook}"
     if by != "token":
-        stream = stream_to(frozen, found.reads.place, rule)
-        return direct_effects(readouts.of_stream(stream, found.hook, label), by, memory)
-    through = _chain(maps_between(frozen, Place(0, 0), found.reads.place, rule))
+        stream = stream_to(frozen, features.reads.place, rule)
+        return direct_effects(readouts.of_stream(stream, features.hook, label), by, memory)
+    through = chained(maps_between(frozen, Place(0, 0), features.reads.place, rule))
     x = frozen.resid_pre(0)
     scores = x.new_zeros(*positions.shape, x.shape[1])
     bias = x.new_zeros(positions.shape)
@@ -98,7 +99,7 @@ def feature_attribution(
         pulled = _pulled(frozen, through, part, terms)
         scores[:, rows.start : rows.stop] = (upcast(pulled) * x).sum(-1).transpose(0, 1)
         bias[:, rows.start : rows.stop] = (in_total(terms, part.constant) + part.constant).T
-    options = {"feature": number, "hook": found.hook, "query": query, "activation": activation}
+    options = {"feature": number, "hook": features.hook, "query": query, "activation": activation}
     return Attribution.of(
         frozen, scores * frozen.mask[:, None], method="tensorlens", query=query, bias=bias, total=readouts.total.T,
         additive=True, target=label, options=options,
@@ -106,12 +107,12 @@ def feature_attribution(
 
 
 def feature_effects(
-    found: FeaturesLike,
+    features: FeaturesLike,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     by: str = "feature_token",
     activation: str = "ratio",
     memory: Memory = None,
@@ -121,7 +122,7 @@ def feature_effects(
     A score is what the frozen model's logit loses when the feature is taken out of what it is written to.
 
     Args:
-        found: the features of a pass, by `features`.
+        features: those of a pass, made by `circuits.features`.
         target, minus, direction: as in `FrozenOperator.target`.
         query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         by: ``"feature_token"`` (``"F12@7"`` is feature 12 at position 7, ``"error@7"`` the error there), or
@@ -134,26 +135,29 @@ def feature_effects(
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
         FrozenModelError: the weights were changed since the pass.
     """
-    frozen = _checked(found).frozen
+    frozen = _checked(features).frozen
     rule = check_rule(activation)
     positions = query_positions(frozen.prompt, query)
     resolved = resolve_target(frozen, target, minus, direction, positions)
     frozen.check_fresh()
-    output = frozen.unembedded() if resolved.of_tokens else frozen.output
+    output = frozen.output
+    soft_cap = None
+    stages = maps_between(frozen, features.writes.place, Place(frozen.n_layers, 0), rule)
+    ends = [frozen.final_map()]
+    if resolved.of_tokens:
+        output = frozen.unembedded()
+        soft_cap = frozen.view.soft_cap
+        ends.append(frozen.prediction_head(rule))
+    stages += [end for end in ends if end is not None]
     output = upcast(torch.take_along_dim(output, positions[..., None], dim=1))
     total = (output * resolved.vectors).sum(-1) + resolved.constant
     readouts = _Readouts(resolved.vectors.transpose(0, 1), resolved.constant.T, total.T, positions.T).at_real(frozen)
-    ends: Iterable[AffineMap | None] = (
-        frozen.final_map(),
-        frozen.prediction_head(rule) if resolved.of_tokens else None,
-    )
-    stages = maps_between(frozen, found.writes.place, Place(frozen.n_layers, 0), rule)
-    names, scores = _effects(found, _chain([*stages, *(end for end in ends if end is not None)]), readouts, by, memory)
+    names, scores = _effects(features, chained(stages), readouts, by, memory)
     terms = Terms(
         names=names,
         scores=scores.transpose(0, 1),
         remainder=torch.zeros_like(readouts.total.T),
-        soft_cap=frozen.view.soft_cap if resolved.of_tokens else None,
+        soft_cap=soft_cap,
         **readouts.fields(frozen, resolved.label),
     )
     return frozen.checked(terms)
@@ -198,7 +202,7 @@ def feature_edges(
     frozen.check_fresh()
     columns, numbers = _late_features(late, features, positions)
     readouts = _pre_activations(late, numbers, positions.T[columns])
-    through = _chain(maps_between(frozen, early.writes.place, late.reads.place, rule))
+    through = chained(maps_between(frozen, early.writes.place, late.reads.place, rule))
     names, scores = _effects(early, through, readouts, by, memory)
     return FeatureEdges(
         names=names,
@@ -259,10 +263,6 @@ def _checked(features: Any) -> Features:
             f"features are needed, got {type(features).__name__}: make them with circuits.features(frozen, dictionary)."
         )
     return features
-
-
-def _chain(stages: list[AffineMap]) -> AffineMap:
-    return Chain(tuple(stages)) if stages else Identity()
 
 
 def _pre_activations(features: Features, numbers: Int[Tensor, "row"], positions: Int[Tensor, "row batch"]) -> _Readouts:
@@ -331,8 +331,10 @@ def _effects(
             columns.append((upcast(g) * writes.beside).sum((-2, -1))[..., None])
         columns.append((in_total(terms, part.constant) + part.constant)[..., None])
         scores.append(torch.cat(columns, dim=-1))
-    beside = [] if writes.beside is None else [writes.beside_name]
-    return [*parts.names, *beside, "bias"], torch.cat(scores)
+    names = [*parts.names, "bias"]
+    if writes.beside is not None:
+        names.insert(-1, writes.beside_name)
+    return names, torch.cat(scores)
 
 
 class _Parts(NamedTuple):
@@ -353,26 +355,34 @@ class _Parts(NamedTuple):
     @classmethod
     def of(cls, features: Features, by: str) -> "_Parts":
         _, position, feature = features.index.T
-        pos = features.frozen.tokens.shape[1]
         count = features.dictionary.features
-        key = feature if by == "feature" else position * count + feature
-        unique_keys, column = key.unique(return_inverse=True)
-        names = [f"F{k}" if by == "feature" else f"F{k % count}@{k // count}" for k in unique_keys.tolist()]
-        tokens = [] if by == "feature" else [at for at in range(pos) if bool(features.frozen.mask[:, at].any())]
+        if by == "feature":
+            numbers, column = feature.unique(return_inverse=True)
+            names = [f"F{number}" for number in numbers.tolist()]
+            tokens: list[int] = []
+            errors = ["error"]
+        else:
+            numbers, column = (position * count + feature).unique(return_inverse=True)
+            names = [f"F{number % count}@{number // count}" for number in numbers.tolist()]
+            tokens = features.frozen.mask.any(0).nonzero()[:, 0].tolist()
+            errors = [f"error@{at}" for at in tokens]
         mask = features.frozen.mask[..., None]
         b_dec = features.dictionary.b_dec.expand_as(features.error)
-        scaled = b_dec if features.writer is None else features.writer(b_dec)
+        scaled = b_dec
+        if features.writer is not None:
+            scaled = features.writer(b_dec)
         beside = features.dictionary.beside(features.reads.x)
         others = {"error": features.error} | {name: x * mask for name, x in ({"b_dec": scaled} | beside).items()}
-        errors = [f"error@{at}" for at in tokens] if tokens else ["error"]
         return cls(features, [*names, *errors, *list(others)[1:]], column, len(names), tokens, others)
 
     def scores(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row batch term"]:
         """Each part's inner product with vectors pulled to the dictionary's output."""
         at = {name: (upcast(g) * x).sum(-1) for name, x in self.others.items()}
         error = at.pop("error")
-        error = error[..., self.by_token] if self.by_token else error.sum(-1)[..., None]
-        return torch.cat([self._of_features(g), error, *(part.sum(-1)[..., None] for part in at.values())], dim=-1)
+        errors = error.sum(-1, keepdim=True)
+        if self.by_token:
+            errors = error[..., self.by_token]
+        return torch.cat([self._of_features(g), errors, *(part.sum(-1)[..., None] for part in at.values())], dim=-1)
 
     def _of_features(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row batch term"]:
         features = self.features

@@ -74,9 +74,11 @@ def maps_between(frozen: FrozenPass, start: Place, stop: Place, rule: Rule) -> l
     maps: list[AffineMap] = []
     for layer in range(start.layer, min(stop.layer + 1, frozen.n_layers)):
         steps = block_steps(frozen, layer, rule)
-        last = stop.step if layer == stop.layer else len(steps)
-        first = start.step if layer == start.layer else 0
-        maps += [step.map for step in steps[first:last]]
+        if layer == stop.layer:
+            steps = steps[: stop.step]
+        if layer == start.layer:
+            steps = steps[start.step :]
+        maps += [step.map for step in steps]
     return maps
 
 
@@ -85,7 +87,9 @@ def stream_to(frozen: FrozenPass, place: Place, rule: Rule) -> Stream:
     last = min(place.layer, frozen.n_layers - 1)
     stream = Stream.of(frozen, rule, layers=slice(0, last + 1), final_norm=False, to_tokens=False)
     layers = [step.layer for step in stream.steps]
-    count = len(layers) if place.layer > last else layers.index(last) + place.step
+    count = len(layers)
+    if place.layer == last:
+        count = layers.index(last) + place.step
     return replace(
         stream, steps=stream.steps[:count], x=stream.x[: count + 1], hidden=stream.hidden[:count]
     )  # fmt: skip
@@ -111,7 +115,9 @@ def read_at(frozen: FrozenPass, hook: str, *, mlp: bool) -> ReadAt:
     for place, through, at in candidates:
         if _same(frozen, at, x):
             return ReadAt(place, through, x)
-    what = "the residual stream or what the MLP reads" if mlp else "the residual stream"
+    what = "the residual stream"
+    if mlp:
+        what += " or what the MLP reads"
     raise _other(frozen, layer, hook, what, mlp)
 
 
@@ -166,21 +172,24 @@ def _places(frozen: FrozenPass, stream: Stream) -> Iterator[tuple[Place, Tensor]
 
 def _normal(place: Place, steps: int) -> Place:
     """The end of a block is the beginning of the next."""
-    return Place(place.layer + 1, 0) if place.step == steps else place
+    if place.step == steps:
+        return Place(place.layer + 1, 0)
+    return place
 
 
 def _mlps(step: Step) -> list[Sublayer]:
-    return [sublayer for sublayer in step.sublayers if sublayer.name == f"MLP{sublayer.layer}"]
+    return [sublayer for sublayer in step.sublayers if sublayer.is_mlp]
 
 
 def _held(frozen: FrozenPass, hook: str, mlp: bool) -> tuple[int, Tensor]:
     """A hook point's block, and what it holds in this pass."""
     frozen.view.refuse_encoder_decoder("sparse dictionaries")
     match = re.match(r"blocks\.(\d+)\.", hook)
-    ends = {
-        frozen.capture.output_name(layer): layer for layer in range(frozen.n_layers)
-    }  # GPT-1's last is no block's own
-    layer = int(match[1]) if match else ends.get(hook, -1)
+    # GPT-1's last output is at no hook point of a block
+    ends = {frozen.capture.output_name(layer): layer for layer in range(frozen.n_layers)}
+    layer = ends.get(hook, -1)
+    if match:
+        layer = int(match[1])
     if hook not in frozen.model.hook_dict or not 0 <= layer < frozen.n_layers:
         near = min(max(layer, 0), frozen.n_layers - 1)
         raise InvalidInputError(
@@ -203,8 +212,10 @@ def _names(frozen: FrozenPass, layer: int, mlp: bool) -> list[str]:
     """Hook points of a block that can be asked for."""
     known = frozen.model.hook_dict
     at = frozen.view.blocks[layer].name
-    places = (*RESIDUAL, *MLP_IN, *MLP_OUT) if mlp else RESIDUAL
-    names = [f"{at}.{name}" for name in places]
+    suffixes = list(RESIDUAL)
+    if mlp:
+        suffixes += [*MLP_IN, *MLP_OUT]
+    names = [f"{at}.{suffix}" for suffix in suffixes]
     stream_names = [frozen.points.blocks[layer].resid_pre, frozen.capture.output_name(layer)]
     return list(dict.fromkeys(name for name in (*stream_names, *names) if name in known))
 

@@ -2,17 +2,14 @@
 
 from tensorlens_tl.circuits.effects.direct import BY, direct_effects, logit_attribution
 from tensorlens_tl.circuits.effects.heads import HeadMap, head_map
-from tensorlens_tl.circuits.effects.live_target import LiveTarget, hidden_point
 from tensorlens_tl.circuits.effects.node_paths import paths, top_paths
 from tensorlens_tl.circuits.effects.total import total_effects
 
 __all__ = [
     "BY",
     "HeadMap",
-    "LiveTarget",
     "direct_effects",
     "head_map",
-    "hidden_point",
     "logit_attribution",
     "paths",
     "top_paths",

@@ -8,7 +8,6 @@ component does through later ones is its *total* effect: `tensorlens_tl.circuits
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
@@ -32,7 +32,7 @@ def logit_attribution(
     *,
     by: str = "component",
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool = True,
     activation: str = "ratio",
@@ -59,6 +59,10 @@ def logit_attribution(
     Raises:
         InvalidInputError: no such `by`, a query out of range, no target, and what `target` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+
+    >>> terms = tlens.circuits.logit_attribution(frozen, " value", by="head")
+    >>> bool(torch.isclose(terms.scores.sum(), terms.total, rtol=1e-4))
+    True
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
@@ -66,32 +70,35 @@ def logit_attribution(
     return direct_effects(readout, by, memory)
 
 
-def direct_effects(asked: StreamTarget, by: str, memory: Memory = None) -> Terms:
-    """The same of what is asked about any stream; `by` is one of `BY`."""
-    stream = asked.stream
+def direct_effects(readout: StreamTarget, by: str, memory: Memory = None) -> Terms:
+    """The direct effects on a target of any stream; `by` is one of `BY`."""
+    stream = readout.stream
     x = stream.x[0]
-    widest = max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
-    per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * widest) * x[..., 0].numel() * x.element_size()
-    queries = len(asked.seed)
+    per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * stream.widest) * x[..., 0].numel() * x.element_size()
+    queries = len(readout.seed)
+    if queries == 1:
+        memory = None
     names: list[str] = []
-    scores = []
-    keys = []
-    for rows in chunks(queries, per_row, memory if queries > 1 else None, "queries"):
-        names, effects, by_key = _effects(asked, slice(rows.start, rows.stop), by)
+    scores: list[Tensor] = []
+    keys: list[Tensor] = []
+    for rows in chunks(queries, per_row, memory, "queries"):
+        names, effects, by_key = _effects(readout, slice(rows.start, rows.stop), by)
         scores.append(effects)
-        if by_key is not None:
-            keys.append(by_key)
+        keys += by_key
+    shares = None
+    if keys:
+        shares = torch.cat(keys).transpose(0, 1)
     terms = Terms(
         names=names,
         scores=torch.cat(scores).transpose(0, 1),
-        remainder=torch.zeros_like(asked.total),
-        keys=torch.cat(keys).transpose(0, 1) if keys else None,
-        **asked.fields(),
+        remainder=torch.zeros_like(readout.total),
+        keys=shares,
+        **readout.fields(),
     )
     return stream.frozen.checked(terms)
 
 
-def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, Tensor | None]:
+def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, list[Tensor]]:
     """Some queries' names, effects `[query, batch, term]` and, by head and token, keys `[query, batch, term, key]`."""
     stream = readout.stream
     positions = readout.positions[:, rows]
@@ -112,10 +119,13 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
     for number, step in enumerate(stream.steps):
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             cotangent = sublayer.write.pull(pulled.sums[number])
-            if by == "neuron" and sublayer.kind == "mlp":
+            if by == "neuron" and sublayer.is_positionwise:
                 stream.frozen.view.blocks[sublayer.layer].require_dense_mlp()
-                neurons = [f"{sublayer.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
-                add(neurons, (cotangent.to(readout.total) * hidden).sum(-2), partial(_by_position, cotangent, hidden))
+                add(
+                    sublayer.neurons(hidden),
+                    (cotangent.to(readout.total) * hidden).sum(-2),
+                    partial(_by_position, cotangent, hidden),
+                )
             elif by == "component":
                 add([sublayer.name], dot(cotangent, hidden), partial(_by_position, cotangent, hidden))
             else:
@@ -131,7 +141,9 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
     if bool(readout.constant.any()):
         constant = readout.constant[:, rows].T[..., None]
         add([readout.constant_name], constant, partial(_at_query, constant, positions, stream.x[0].shape[1]))
-    return names, torch.cat(scores, dim=-1), torch.cat(keys, dim=2) if keys else None
+    if keys:
+        keys = [torch.cat(keys, dim=2)]
+    return names, torch.cat(scores, dim=-1), keys
 
 
 def _by_position(cotangent: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch 1 pos"]:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm
 from tensorlens_tl.algebra.memory import check_size
+from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, stream_target, token_pairs
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
@@ -94,7 +94,7 @@ class HeadMap:
         minus: TokenLike = None,
         *,
         query: Query = -1,
-        direction: Any = None,
+        direction: Direction = None,
         direct: bool = False,
     ) -> Float[Tensor, "batch query key"]:
         """What each token pair of this head adds to a logit through everything later, `[batch, query, key]`.
@@ -119,8 +119,8 @@ class HeadMap:
 
 def head_map(
     frozen: PassLike,
-    layer: Any,
-    head: Any,
+    layer: Whole,
+    head: Whole,
     *,
     layers: LayerRange = None,
     final_norm: bool = True,
@@ -137,6 +137,9 @@ def head_map(
 
     Raises:
         InvalidInputError: no such layer or head.
+
+    >>> tlens.circuits.head_map(frozen, 0, 0).pattern.shape
+    torch.Size([1, 7, 7])
     """
     check_pass(frozen)
     layer, head = chosen_head(frozen.view, layer, head)

@@ -11,7 +11,6 @@ A path is followed backwards, from the target to its first node; ``pulled`` is t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +19,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import WORKING_BYTES
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
@@ -53,9 +53,9 @@ def paths(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    max_order: Any = 1,
+    max_order: Whole = 1,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool = True,
     activation: str = "ratio",
@@ -125,10 +125,10 @@ def top_paths(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    k: Any = 10,
-    width: Any = 64,
+    k: Whole = 10,
+    width: Whole = 64,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool = True,
     activation: str = "ratio",
@@ -185,7 +185,7 @@ def _direct_path(readout: StreamTarget) -> Float[Tensor, "1 batch"]:
 
 
 def _label(path: tuple[str, ...]) -> str:
-    return " → ".join(path) if path else "direct"
+    return " → ".join(path) or "direct"
 
 
 def _named(stream: Stream, partial: "_Partial", candidates: Int[Tensor, "path 3"]) -> list[tuple[str, ...]]:
@@ -196,8 +196,7 @@ def _named(stream: Stream, partial: "_Partial", candidates: Int[Tensor, "path 3"
 def _rows_at_once(stream: Stream) -> int:
     """How many partial paths the working memory holds, with the widest hidden layer beside each."""
     x = stream.x[0]
-    widest = max((hidden.shape[-1] for held in stream.hidden for hidden in held), default=0)
-    per_row = x[..., 0].numel() * (4 * x.shape[-1] + 2 * widest) * x.element_size()
+    per_row = x[..., 0].numel() * (4 * x.shape[-1] + 2 * stream.widest) * x.element_size()
     return max(1, min(MOST_ROWS, WORKING_BYTES // per_row))
 
 

@@ -1,13 +1,14 @@
-"""The edges of a contribution graph: what enters each node from every source before it, and which of it is kept."""
+"""The edges of a contribution graph: what enters each node from every source before it, and which of it is large."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain
+from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits.graph.nodes import Node, row_of, rows_alone
@@ -18,6 +19,28 @@ EDGE_BYTES = 256 * 2**20
 """Bytes of edge weights that are looked at at once."""
 
 
+class Carried(NamedTuple):
+    """What the stream carries before a step.
+
+    Attributes:
+        outputs: what each source so far has written, carried to the stream there.
+        rows: their rows.
+    """
+
+    outputs: Float[Tensor, "source pos d_model"]
+    rows: Int[Tensor, "source"]
+
+    @property
+    def positions(self) -> Int[Tensor, "pos"]:
+        """0, 1, 2, …"""
+        return torch.arange(self.outputs.shape[1], device=self.outputs.device)
+
+    @property
+    def numbers(self) -> Int[Tensor, "source pos"]:
+        """The sources' numbers at every position."""
+        return self.rows[:, None] * self.outputs.shape[1] + self.positions
+
+
 @dataclass(eq=False)
 class Edges:
     """The edges that are large beside the largest, and the size of all that enter each node.
@@ -26,7 +49,7 @@ class Edges:
 
     Attributes:
         threshold: the share of the largest edge below which edges are left out.
-        most: how many may be kept.
+        most: how many there may be.
         entering: Σ abs of all edges into nodes, `[row, pos]`, by the first of the rows.
     """
 
@@ -42,8 +65,7 @@ class Edges:
         nodes: list[Node],
         first: int,
         cotangent: Float[Tensor, "1 1 pos width"],
-        outputs: Float[Tensor, "source pos d_model"],
-        carried: Int[Tensor, "source"],
+        carried: Carried,
     ) -> None:
         """Edges into an MLP, its neurons or its experts: what was written at a position stays there.
 
@@ -52,42 +74,31 @@ class Edges:
             nodes: its nodes.
             first: the first one's row.
             cotangent: what the target becomes at the hidden vector, pulled back.
-            outputs: what each source so far has written, carried to what the sublayer reads.
-            carried: their rows.
+            carried: the sources.
         """
         parts = sublayer.split(cotangent[0, 0])
         for number, node in enumerate(nodes):
             read = sublayer.read_of(number)
             for alone in rows_alone(parts[:, number], node.chosen):
-                self.into_rows(first, read.pull(alone[:, None])[:, 0], outputs, carried)
+                self.into_rows(first, read.pull(alone[:, None])[:, 0], carried)
                 first += len(alone)
 
-    def into_rows(
-        self,
-        first: int,
-        reads: Float[Tensor, "row pos d_model"],
-        outputs: Float[Tensor, "source pos d_model"],
-        carried: Int[Tensor, "source"],
-    ) -> None:
+    def into_rows(self, first: int, reads: Float[Tensor, "row pos d_model"], carried: Carried) -> None:
         """Edges into nodes that take what was written at their own position.
 
         Args:
             first: the first one's row.
             reads: the target, pulled through each node to the stream.
-            outputs, carried: as in `into_positionwise`.
+            carried: the sources.
         """
+        outputs = carried.outputs
         pos = outputs.shape[1]
-        at = torch.arange(pos, device=outputs.device)
-        for part in reads.split(self._at_once(outputs)):
+        for part in reads.split(_at_once(outputs[..., 0].numel(), outputs)):
             weights = torch.einsum("rpd,mpd->rmp", part, outputs)
             self.entering[first] = weights.abs().sum(1)
-            rows = first + torch.arange(len(part), device=at.device)
-            self.keep(carried[:, None] * pos + at, rows[:, None, None] * pos + at, weights)
+            rows = first + torch.arange(len(part), device=outputs.device)
+            self.add(carried.numbers, rows[:, None, None] * pos + carried.positions, weights)
             first += len(part)
-
-    def _at_once(self, outputs: Float[Tensor, "source pos d_model"]) -> int:
-        """Rows whose edges are looked at at once."""
-        return max(1, EDGE_BYTES // (outputs[..., 0].numel() * outputs.element_size()))
 
     def into_heads(
         self,
@@ -95,55 +106,48 @@ class Edges:
         nodes: list[Node],
         first: int,
         cotangent: Float[Tensor, "1 1 pos width"],
-        outputs: Float[Tensor, "source pos d_model"],
-        carried: Int[Tensor, "source"],
+        carried: Carried,
     ) -> None:
         """Edges into heads, from every position that they read; arguments as in `into_positionwise`."""
-        *before, mix = sublayer.read.stages
-        assert isinstance(mix, AnyAttention)
+        outputs = carried.outputs
         pos = outputs.shape[1]
-        at = torch.arange(pos, device=outputs.device)
-        values = rearrange(Chain(tuple(before)).push(outputs[:, None])[:, 0], "m k (kv d) -> kv m k d", kv=mix.kv_heads)
+        at = carried.positions
+        mixing = sublayer.mixing
+        pattern = mixing.pattern[0]
+        read = Chain(sublayer.read.stages[:-1])
+        values = rearrange(read.push(outputs[:, None])[:, 0], "m k (kv d) -> kv m k d", kv=mixing.kv_heads)
         head_cotangents = sublayer.split(cotangent[0, 0])
-        pattern = mix.pattern
-        chunk = max(1, EDGE_BYTES // (pos * pos * outputs.element_size()))
+        at_once = _at_once(pos * pos, outputs)
         for head, node in enumerate(nodes):
             rows = first + row_of(node.chosen, pos)  # which row a source token's share goes to, [query, key]
             ends = rows * pos + at[:, None]
             entering = torch.zeros(len(node.weights), pos).to(outputs)
-            head_values = values[head // (len(nodes) // mix.kv_heads)]
-            for start in range(0, len(outputs), chunk):
-                weights = pattern[0, head] * (
-                    head_cotangents[:, head] @ head_values[start : start + chunk].mT
-                )  # [source, query, key]
+            head_values = values[head // (len(nodes) // mixing.kv_heads)]
+            for start in range(0, len(outputs), at_once):
+                part = slice(start, start + at_once)
+                # [source, query, key]
+                weights = pattern[head] * (head_cotangents[:, head] @ head_values[part].mT)
                 entering.T.scatter_add_(1, rows - first, weights.abs().sum(0).to(entering))
-                source = carried[start : start + len(weights)] * pos
-                self.keep(source[:, None, None] + at, ends, weights)
+                self.add(carried.numbers[part, None], ends, weights)
             self.entering[first] = entering
             first += len(entering)
 
-    def into_mixing(
-        self,
-        row: int,
-        m: AffineMap,
-        cotangent: Float[Tensor, "pos width"],
-        outputs: Float[Tensor, "source pos d_model"],
-        carried: Int[Tensor, "source"],
-    ) -> None:
+    def into_mixing(self, row: int, m: AffineMap, cotangent: Float[Tensor, "pos width"], carried: Carried) -> None:
         """Edges from every position into what mixes positions without a pattern, a few queries at a time."""
+        outputs = carried.outputs
         pos, width = cotangent.shape
+        at = carried.positions
         self.entering[row] = torch.zeros(1, pos).to(outputs)
-        at = torch.arange(pos, device=cotangent.device)
-        chunk = max(1, EDGE_BYTES // ((len(outputs) + 3 * width) * pos * outputs.element_size()))
-        for start in range(0, pos, chunk):
-            queries = at[start : start + chunk]
+        at_once = _at_once((len(outputs) + 3 * width) * pos, outputs)
+        for start in range(0, pos, at_once):
+            queries = at[start : start + at_once]
             rows = place(cotangent[queries][:, None], queries[:, None], cotangent[None])
             weights = torch.einsum("qkd,mkd->mqk", m.pull(rows)[:, 0], outputs)
             self.entering[row][0, queries] = weights.abs().sum((0, 2))
-            self.keep(carried[:, None, None] * pos + at, row * pos + queries[:, None], weights)
+            self.add(carried.numbers[:, None], row * pos + queries[:, None], weights)
 
-    def keep(self, source: Tensor, target: Tensor, weights: Tensor) -> None:
-        """Note the edges that are worth it; numbers of nodes broadcast to `weights`."""
+    def add(self, source: Tensor, target: Tensor, weights: Tensor) -> None:
+        """Add the edges that are large enough; numbers of nodes broadcast to `weights`."""
         sizes = weights.abs()
         self.largest = max(self.largest, float(sizes.max()))
         large = (sizes >= self.threshold * self.largest) & (sizes > 0)
@@ -153,7 +157,7 @@ class Edges:
             self._check_count(4 * self.most)
 
     def table(self) -> tuple[Int[Tensor, "edge"], Int[Tensor, "edge"], Float[Tensor, "edge"]]:
-        """Sources, targets and weights of the edges that are kept.
+        """Sources, targets and weights of the edges that are large enough.
 
         Raises:
             SizeError: they are more than `most`.
@@ -175,3 +179,8 @@ class Edges:
         source, target, weights = (torch.cat(column) for column in zip(*self.tables, strict=True))
         large = weights.abs() >= self.threshold * self.largest
         self.tables = [(source[large], target[large], weights[large])]
+
+
+def _at_once(numbers: int, like: Tensor) -> int:
+    """How many rows of so many numbers are looked at at once."""
+    return max(1, EDGE_BYTES // (numbers * like.element_size()))

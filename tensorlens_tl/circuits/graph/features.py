@@ -181,10 +181,14 @@ class FeatureSplit:
         return {name: x[0] * mask for name, x in self.features.dictionary.beside(self.features.reads.x).items()}
 
     def _before_scale(self, g: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_model"]:
-        return g if self.features.writer is None else self.features.writer.pull(g[None])[0]
+        if self.features.writer is None:
+            return g
+        return self.features.writer.pull(g[None])[0]
 
     def _after_scale(self, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos d_model"]:
-        return x if self.features.writer is None else self.features.writer.push(x[:, None])[:, 0]
+        if self.features.writer is None:
+            return x
+        return self.features.writer.push(x[:, None])[:, 0]
 
     def _slots(self, chosen: Int[Tensor, "slot pos"]) -> Iterator[Int[Tensor, "some pos"]]:
         size = max(1, ROW_BYTES // (self.cotangent.numel() * self.cotangent.element_size()))
@@ -249,10 +253,14 @@ def feature_splits(dictionaries: Any, stream: Stream, pulled: Pulled) -> dict[in
                 f"{features.hook}. What was written before can end in the features of one only; make a graph with each."
             )
         at = features.writes.place
-        after = at.step == 0 and at.layer > 0
-        layer = at.layer - 1 if after else at.layer
-        prefix = f"L{layer}." if after else f"L{layer}.{at.step}."
-        splits[number] = FeatureSplit(features, layer, prefix if len(given) > 1 else "", pulled.stream[number][0, 0])
+        layer = at.layer
+        prefix = f"L{layer}.{at.step}."
+        if at.step == 0 and layer > 0:  # it stands after the block before
+            layer -= 1
+            prefix = f"L{layer}."
+        if len(given) == 1:
+            prefix = ""
+        splits[number] = FeatureSplit(features, layer, prefix, pulled.stream[number][0, 0])
     return splits
 
 

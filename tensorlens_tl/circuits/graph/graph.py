@@ -37,13 +37,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Direction, Share
 from tensorlens_tl.circuits.graph import nodes as graph_nodes
-from tensorlens_tl.circuits.graph.edges import Edges
+from tensorlens_tl.circuits.graph.edges import Carried, Edges
 from tensorlens_tl.circuits.graph.features import Dictionaries, FeatureSplit, feature_splits
 from tensorlens_tl.circuits.graph.nodes import Choice
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, Sublayer, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.frozen import PassLike
 from tensorlens_tl.passes.operator import target_ids
 from tensorlens_tl.results.graph import ContributionGraph
@@ -61,12 +63,12 @@ def contribution_graph(
     minus: TokenLike = None,
     *,
     threshold: Any = 0.01,
-    neurons: Any = None,
-    sources: Any = None,
+    neurons: Share = None,
+    sources: Share = None,
     dictionaries: Dictionaries = None,
-    features: Any = None,
+    features: Share = None,
     query: Query = -1,
-    direction: Any = None,
+    direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool = True,
     activation: str = "ratio",
@@ -109,15 +111,17 @@ def contribution_graph(
     pulled = readout.stream.pull(readout.seed)
     split = {"neurons": neurons, "sources": sources}
     choices = {name: _choice(readout.stream, pulled, name, value) for name, value in split.items() if value is not None}
-    places = feature_splits(dictionaries, readout.stream, pulled)
+    splits = feature_splits(dictionaries, readout.stream, pulled)
     if features is not None:
-        shares = torch.cat([split.weights.abs() for split in places.values()])
-        choices["features"] = _of_largest("features", features, float(shares.max()) if len(shares) else 0.0)
-    builder = _Builder(readout, pulled, Edges(float(threshold), MOST_EDGES), choices, places)
+        largest = max(
+            (float(split.weights.abs().max()) for split in splits.values() if len(split.weights)), default=0.0
+        )
+        choices["features"] = _of_largest("features", features, largest)
+    builder = _Builder(readout, pulled, Edges(float(threshold), MOST_EDGES), choices, splits)
     return builder.graph(_prediction(readout, target, minus, direction))
 
 
-def check_options(threshold: Any, neurons: Any, sources: Any, features: Any = None) -> None:
+def check_options(threshold: Any, neurons: Share, sources: Share, features: Share = None) -> None:
     """Raise `InvalidInputError` for options that `contribution_graph` refuses, before there is a pass."""
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
@@ -140,7 +144,9 @@ def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Ch
             if _splits(sublayer) != name:
                 continue
             cotangent = sublayer.write.pull(pulled.sums[number])
-            shares = cotangent[0] * hidden if name == "neurons" else token_pairs(sublayer, stream.x[number], cotangent)
+            shares = cotangent[0] * hidden
+            if sublayer.is_attention:
+                shares = token_pairs(sublayer, stream.x[number], cotangent)
             largest = max(largest, float(shares.abs().max()))
     return _of_largest(name, value, largest)
 
@@ -157,29 +163,33 @@ def _splits(sublayer: Sublayer) -> str:
     return {"head": "sources", "mlp": "neurons"}.get(sublayer.kind, "")
 
 
-def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, direction: Any) -> dict[str, Any]:
+def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, direction: Direction) -> dict[str, Any]:
     """What others' formats say about the model and its prediction besides the graph."""
     frozen = readout.stream.frozen
     (query,) = readout.positions[0].tolist()
     view = frozen.view
+    token_ids: list[int] = []
+    if not frozen.tokens.is_floating_point():
+        token_ids = frozen.tokens[0].tolist()
     facts: dict[str, Any] = {
         "tokens": list(frozen.str_tokens[0]),
-        "token_ids": frozen.tokens[0].tolist() if not frozen.tokens.is_floating_point() else [],
+        "token_ids": token_ids,
         "n_layers": frozen.n_layers,
-        "d_vocab": 0 if view.unembedding is None else view.unembedding[0].shape[1],
+        "d_vocab": _vocabulary(view),
         "provenance": frozen.provenance(),
     }
     if direction is None and minus is None and view.unembedding is not None:
-        W_U, b_U = view.unembedding
-        logits = frozen.unembedded()[0, query].to(W_U) @ W_U
-        if b_U is not None:
-            logits = logits + b_U
-        logits = upcast(logits) * view.logit_factor
-        if view.soft_cap is not None:
-            logits = view.soft_cap * torch.tanh(logits / view.soft_cap)
+        logits = upcast(view.logits(frozen.unembedded()[0, query]))
         token = int(target_ids(frozen, readout.positions, target)[0])
         facts |= {"token_id": token, "probability": float(logits.softmax(-1)[token])}
     return facts
+
+
+def _vocabulary(view: ModelView) -> int:
+    """How many tokens or classes the logits are of."""
+    if view.unembedding is None:
+        return 0
+    return view.unembedding[0].shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +203,20 @@ class _Row:
     biases: Float[Tensor, "pos"]
     numbers: Int[Tensor, "pos"] | None = None
 
+    @property
+    def parts(self) -> Int[Tensor, "pos"]:
+        """The parts' numbers, −1 where the node is whole."""
+        if self.numbers is not None:
+            return self.numbers
+        return torch.full_like(self.weights, -1, dtype=torch.long)
+
+    @property
+    def names(self) -> list[str]:
+        """Its name at every position."""
+        if self.numbers is None:
+            return [self.name] * len(self.weights)
+        return [f"{self.name}{part}" for part in self.numbers.tolist()]
+
 
 @dataclass(eq=False)
 class _Builder:
@@ -205,7 +229,7 @@ class _Builder:
     pulled: Pulled
     edges: Edges
     choices: dict[str, Choice]
-    places: dict[int, FeatureSplit] = field(default_factory=dict[int, FeatureSplit])
+    splits: dict[int, FeatureSplit] = field(default_factory=dict[int, FeatureSplit])
     rows: list[_Row] = field(default_factory=list)
     carried: list[int] = field(default_factory=list)
 
@@ -217,8 +241,8 @@ class _Builder:
         for name, weights in zip(sources, (outputs * self.pulled.stream[0][0, 0]).sum(-1), strict=True):
             self.carried.append(self._add(name, "embedding", -1, weights))
         for number, step in enumerate(stream.steps):
-            if number in self.places:
-                outputs = self._features(self.places[number], outputs)
+            if number in self.splits:
+                outputs = self._features(self.splits[number], outputs)
             if step.outer.mixes:
                 outputs = self._through(number, outputs)
                 continue
@@ -235,8 +259,8 @@ class _Builder:
                     cotangent = self.pulled.stream[number + 1]
                     outputs = torch.cat([outputs, self._bias(name, step.layer, bias, cotangent)])
             self.carried += range(before, len(self.rows))
-        if len(stream.steps) in self.places:
-            outputs = self._features(self.places[len(stream.steps)], outputs)
+        if len(stream.steps) in self.splits:
+            outputs = self._features(self.splits[len(stream.steps)], outputs)
         return self._tables((outputs * self.pulled.stream[-1][0, 0]).sum(-1), prediction)
 
     def _tables(self, final: Float[Tensor, "source pos"], prediction: dict[str, Any]) -> ContributionGraph:
@@ -249,11 +273,11 @@ class _Builder:
         count = len(self.rows)
         tokens = prediction["tokens"]
         final = final[:, query]
-        carried = self._carried(final)
-        self.edges.keep(carried * pos + query, torch.full_like(carried, count * pos), final)
+        carried = torch.tensor(self.carried, device=final.device)
+        self.edges.add(carried * pos + query, torch.full_like(carried, count * pos), final)
         weights = torch.stack([row.weights for row in self.rows])
         biases = torch.stack([row.biases.to(weights) for row in self.rows])
-        numbers = torch.stack([self._numbers(row, pos) for row in self.rows]).cpu()
+        numbers = torch.stack([row.parts for row in self.rows]).cpu()
         entering = torch.zeros_like(weights)
         for first, amounts in self.edges.entering.items():
             entering[first : first + len(amounts)] = amounts
@@ -261,12 +285,7 @@ class _Builder:
         reached = [float(final.sum() + constant), float(weights[sources].sum() + biases[~sources].sum() + constant)]
         size = float(final.abs().sum() + constant.abs())
         residual = max(abs(value - float(total)) for value in reached) / max(size, torch.finfo(weights.dtype).tiny)
-        split = [row.numbers is not None for row in self.rows]
-        names = [
-            row.name if row.numbers is None else f"{row.name}{part}"
-            for row, parts in zip(self.rows, numbers.tolist(), strict=True)
-            for part in parts
-        ]
+        names = [name for row in self.rows for name in row.names]
         nodes = pd.DataFrame(
             {
                 "name": [*names, "target"],
@@ -280,7 +299,8 @@ class _Builder:
                 "entering": [*entering.flatten().tolist(), float(final.abs().sum())],
             }
         )
-        exists = torch.cat([((numbers >= 0) | ~torch.tensor(split)[:, None]).flatten(), torch.tensor([True])])
+        is_whole = torch.tensor([row.numbers is None for row in self.rows])
+        exists = torch.cat([((numbers >= 0) | is_whole[:, None]).flatten(), torch.tensor([True])])
         source, end, weight = self.edges.table()
         renumbered = exists.cumsum(0) - 1
         edges = pd.DataFrame(
@@ -308,13 +328,8 @@ class _Builder:
         self.rows.append(_Row(name, kind, layer, weights, biases, numbers))
         return len(self.rows) - 1
 
-    def _numbers(self, row: _Row, pos: int) -> Int[Tensor, "pos"]:
-        if row.numbers is not None:
-            return row.numbers
-        return torch.full((pos,), -1, device=row.weights.device)
-
-    def _carried(self, like: Tensor) -> Int[Tensor, "source"]:
-        return torch.tensor(self.carried, device=like.device)
+    def _carried(self, outputs: Float[Tensor, "source pos d_model"]) -> Carried:
+        return Carried(outputs, torch.tensor(self.carried, device=outputs.device))
 
     def _bias(self, name: str, layer: int, bias: Tensor, cotangent: Tensor) -> Float[Tensor, "1 pos d_model"]:
         bias = bias.expand_as(cotangent[0])
@@ -345,11 +360,11 @@ class _Builder:
         self._check_count(x.shape[1], sublayer.layer)
         carried = self._carried(outputs)
         if sublayer.kind == "mixer":
-            self.edges.into_mixing(first, sublayer.read, cotangent[0, 0], outputs, carried)
+            self.edges.into_mixing(first, sublayer.read, cotangent[0, 0], carried)
         elif sublayer.is_attention:
-            self.edges.into_heads(sublayer, nodes, first, cotangent, outputs, carried)
+            self.edges.into_heads(sublayer, nodes, first, cotangent, carried)
         else:
-            self.edges.into_positionwise(sublayer, nodes, first, cotangent, outputs, carried)
+            self.edges.into_positionwise(sublayer, nodes, first, cotangent, carried)
         return [node.outputs for node in nodes]
 
     def _check_count(self, pos: int, layer: int) -> None:
@@ -373,7 +388,7 @@ class _Builder:
         row = first
         carried = self._carried(outputs)
         for reads in split.reads(chosen, rest):
-            self.edges.into_rows(row, reads, outputs, carried)
+            self.edges.into_rows(row, reads, carried)
             row += len(reads)
         self.carried = list(range(first, len(self.rows)))
         return split.outputs(chosen, rest)
@@ -387,6 +402,6 @@ class _Builder:
         cotangent = self.pulled.stream[number + 1][0, 0]
         output = self.readout.stream.x[number + 1][0]
         row = self._add(step.outer_name, "whitening", step.layer, (cotangent * output).sum(-1))
-        self.edges.into_mixing(row, step.outer, cotangent, outputs, self._carried(outputs))
+        self.edges.into_mixing(row, step.outer, cotangent, self._carried(outputs))
         self.carried = [row]
         return output[None]

@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AnyAttention, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import Sublayer, token_pairs
 from tensorlens_tl.errors import SizeError
@@ -79,9 +77,12 @@ class Node:
     @property
     def rows(self) -> list[tuple[str, str, Int[Tensor, "pos"] | None]]:
         """Name, kind and part numbers of each row; a slot's name lacks the part's number, which differs by position."""
-        mark, kind = ("←", "head") if self.kind == "head" else (".N", "neuron")
-        slots = [(f"{self.name}{mark}", kind, numbers) for numbers in self.chosen]
-        return [*slots, (f"{self.name}.rest" if slots else self.name, self.kind, None)]
+        if not len(self.chosen):
+            return [(self.name, self.kind, None)]
+        name, kind = (f"{self.name}←", "head")
+        if self.kind == "mlp":
+            name, kind = (f"{self.name}.N", "neuron")
+        return [*((name, kind, numbers) for numbers in self.chosen), (f"{self.name}.rest", self.kind, None)]
 
 
 def whole(
@@ -120,7 +121,7 @@ def rows_alone(
     """A hidden vector taken apart: rows with one chosen neuron each, some at a time; the last holds all the others."""
     width = values.shape[1]
     size = max(1, ROW_BYTES // (values.numel() * values.element_size()))
-    at = torch.where(chosen >= 0, chosen, width)  # what is in no slot goes to a place beyond, and is cut off
+    at = torch.where(chosen >= 0, chosen, width)  # empty slots write past the end, which is cut off
     for start in range(0, len(at), size):
         numbers = at[start : start + size]
         alone = values.new_zeros(len(numbers), values.shape[0], width + 1)
@@ -141,7 +142,8 @@ def sources(
         cotangent: what the target becomes at its hidden vector, pulled back.
         choice: which tokens become nodes.
     """
-    pattern, values = head_values(sublayer, x)
+    pattern = sublayer.mixing.pattern[0]
+    values = sublayer.values(x)[0]
     shares = token_pairs(sublayer, x, cotangent)[0, 0]
     bias_shares = token_pairs(sublayer, torch.zeros_like(x), cotangent)[0, 0]
     nodes = list[Node]()
@@ -164,20 +166,9 @@ def sources(
     return nodes
 
 
-def head_values(
-    sublayer: Sublayer, x: Float[Tensor, "1 pos d_model"]
-) -> tuple[Float[Tensor, "head query key"], Float[Tensor, "head key d_head"]]:
-    """The pattern and the values of each head of one prompt."""
-    *before, mix = sublayer.read.stages
-    assert isinstance(mix, AnyAttention)
-    values = rearrange(Chain(tuple(before))(x)[0], "k (kv d) -> kv k d", kv=mix.kv_heads)
-    pattern = mix.pattern[0]
-    return pattern, values.repeat_interleave(len(pattern) // mix.kv_heads, dim=0)
-
-
 def row_of(chosen: Int[Tensor, "slot query"], keys: int) -> Int[Tensor, "query key"]:
     """The row of its node that each source token of a head belongs to: a slot, or the rest, which is the last."""
-    rows = torch.full((chosen.shape[1], keys + 1), len(chosen), device=chosen.device)  # empty slots note theirs beyond
+    rows = torch.full((chosen.shape[1], keys + 1), len(chosen), device=chosen.device)  # empty slots write past the end
     at = torch.where(chosen >= 0, chosen, keys).T
     return rows.scatter_(1, at, torch.arange(len(chosen), device=chosen.device).expand_as(at))[:, :keys]
 
@@ -185,4 +176,6 @@ def row_of(chosen: Int[Tensor, "slot query"], keys: int) -> Int[Tensor, "query k
 def _hidden_bias(sublayer: Sublayer) -> Float[Tensor, "..."]:
     """What the sublayer's hidden vector holds of its own biases."""
     bias = sublayer.read.bias
-    return bias if bias.ndim < 3 else bias[0]
+    if bias.ndim < 3:
+        return bias
+    return bias[0]

@@ -6,7 +6,7 @@ biases' own product. Sources are the prompt's tokens, each with all it does thro
 that wrote the stream: embeddings, heads or whole attention layers, MLPs and their biases.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,7 @@ from tensorlens_tl.algebra import Chain, RowPositions
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import BiasTerms, in_total
+from tensorlens_tl.circuits.arguments import Whole
 from tensorlens_tl.circuits.scores.reading import ScoreReading, score_reading
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -32,8 +33,8 @@ BY = ("token", "component", "head")
 
 def qk_attribution(
     frozen: PassLike,
-    layer: Any,
-    head: Any,
+    layer: Whole,
+    head: Whole,
     query: Query = -1,
     key: Query = 0,
     *,
@@ -81,7 +82,9 @@ def qk_attribution(
         names = [list(sources)] * len(frozen.tokens)
         q, k = (_by_component(frozen, layer, reading, *side, torch.stack(list(sources.values()))) for side in sides)
     scale = reading.scale
-    alibi = None if reading.alibi is None else reading.alibi[head][positions["query"], positions["key"]]
+    alibi = None
+    if reading.alibi is not None:
+        alibi = reading.alibi[head][positions["query"], positions["key"]]
     attribution = ScoreAttribution(
         names=names,
         pairs=scale * torch.einsum("cbi,cbj->bij", q.shares, k.shares),
@@ -192,12 +195,11 @@ def _by_token(
     """Each channel pulled back through everything before."""
     x0 = frozen.resid_pre(0)
     x = frozen.capture.resid_read(layer)
-    whitening = frozen.maps.whitening(layer)
     d_head = read(x).shape[-1] // heads
     channels = slice(head * d_head, (head + 1) * d_head)
     earlier = (frozen.maps.block_map(number, activation=activation) for number in range(layer))
-    before = () if whitening is None else whitening.stages
-    whole = Chain((*earlier, *before, *read.stages))
+    whitening = frozen.maps.whitening(layer) or Chain(())
+    whole = Chain((*earlier, *whitening.stages, *read.stages))
     R = _rotation(reading, at, x, d_head)
     shares = []
     constants = []

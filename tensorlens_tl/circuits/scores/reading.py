@@ -35,7 +35,7 @@ def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
     ]
     best = min(candidates, key=lambda reading: reading.error, default=None)
     if best is None or not best.error <= frozen.tolerance:
-        nearest = float("nan") if best is None else best.error
+        nearest = min((candidate.error for candidate in candidates), default=float("nan"))
         raise UnsupportedModelError(
             f"blocks.{layer} of this {frozen.view.description}: its attention scores cannot be read; no known scale "
             f"and position encoding reproduces its pattern (nearest: off by {nearest:.1e}). "
@@ -51,7 +51,9 @@ def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
             f"its pattern equally well (off by {best.error:.1e} and {unlike[0].error:.1e}); it is too even to tell. "
             "Freeze a longer prompt, or use a wider dtype."
         )
-    return near[0] if unlike else best
+    if unlike:
+        return near[0]
+    return best
 
 
 def _error(reading: ScoreReading, x: Tensor, pattern: Tensor, mask: Tensor) -> float:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap
+from tensorlens_tl.algebra import AffineMap, Norm
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.size.spectrum import one_prompt, spectral_norm
 from tensorlens_tl.errors import InvalidInputError
@@ -127,7 +127,8 @@ def proposition_1(
         InvalidInputError: several prompts, a shape that is not the pass's, or a norm that is not positive.
     """
     op, x = _other_input(frozen, x, activation)
-    norm = spectral_norm(op) if norm is None else norm
+    if norm is None:
+        norm = spectral_norm(op)
     if not isinstance(norm, (int, float)) or not norm > 0:
         raise InvalidInputError(f"norm={norm!r}: pass the tensor's spectral norm or a bound of it, a positive number.")
     end = frozen.capture.output_name(frozen.n_layers - 1)
@@ -170,14 +171,17 @@ def appendix_e_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
         ]
         branches = [before * part * after for part, before, after, _ in around]
         whitening = frozen.maps.whitening(layer)
-        bound *= 1.0 if whitening is None else whitening.norm_bound()
+        if whitening is not None:
+            bound *= whitening.norm_bound()
         if layout.parallel:
             bound *= 1 + sum(branches)
             continue
         for branch, (*_, outer) in zip(branches, around, strict=True):
             bound *= outer * (1 + branch)
     final = frozen.maps.final_norm()
-    return bound if final is None else bound * _of_norm(final, frozen.mask, as_printed)
+    if final is None:
+        return bound
+    return bound * _of_norm(final, frozen.mask, as_printed)
 
 
 def _attention_norm(frozen: FrozenPass, layer: int) -> float:
@@ -194,19 +198,27 @@ def _mlp_norm(frozen: FrozenPass, layer: int, as_printed: bool) -> float | None:
     held = frozen.maps.mlp_coefficients(layer)
     if weights is None or held is None:
         return None
-    largest = 1.0 if as_printed else float(held.through[frozen.mask].abs().max())
+    largest = 1.0
+    if not as_printed:
+        largest = float(held.through[frozen.mask].abs().max())
     into, out = (float(torch.linalg.matrix_norm(upcast(W), 2)) for W in (weights.W_in, weights.W_out))
     return largest * into * out
 
 
 def _norm_factor(frozen: FrozenPass, layer: int, name: str | None, as_printed: bool) -> float:
-    return 1.0 if name is None else _of_norm(frozen.maps.norm(layer, name), frozen.mask, as_printed)
+    if name is None:
+        return 1.0
+    return _of_norm(frozen.maps.norm(layer, name), frozen.mask, as_printed)
 
 
-def _of_norm(norm: Any, mask: Tensor, as_printed: bool) -> float:
-    gain = 1.0 if norm.gain is None else float(norm.gain.abs().max())
+def _of_norm(norm: Norm, mask: Tensor, as_printed: bool) -> float:
+    gain = 1.0
+    if norm.gain is not None:
+        gain = float(norm.gain.abs().max())
     smallest = float(norm.scale[mask].min())
-    return gain / (smallest**2 if as_printed else smallest)
+    if as_printed:
+        return gain / smallest**2
+    return gain / smallest
 
 
 def _other_input(frozen: Any, x: Any, activation: str) -> tuple[FrozenOperator, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Whole
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.inputs import one_query
@@ -83,7 +84,7 @@ class Directions:
     read: Float[Tensor, "k d_in"]
 
 
-def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Any = 5) -> Directions:
+def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Whole = 5) -> Directions:
     """Which directions of one token another token's output depends on most, exactly, for `d_model` pulls.
 
     Args:

@@ -25,12 +25,10 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import (
-    AnyAttention,
-    Chain,
-)
+from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
+from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.stream.embeddings import embedding_parts
 from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
 from tensorlens_tl.errors import InvalidInputError
@@ -58,7 +56,10 @@ class Pulled:
         """Every bias on the way: step, name, the bias, and the vector that meets it."""
         for number, step in enumerate(steps):
             for name, bias, inside in step.biases:
-                yield number, name, bias, self.sums[number] if inside else self.stream[number + 1]
+                vectors = self.stream[number + 1]
+                if inside:
+                    vectors = self.sums[number]
+                yield number, name, bias, vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,11 +110,12 @@ class Stream:
         frozen.view.refuse_encoder_decoder("circuits")
         steps = [step for layer in chosen for step in block_steps(frozen, layer, rule)]
         if chosen.stop == frozen.n_layers:
-            final = frozen.maps.final_norm() if final_norm else None
-            head = frozen.prediction_head(rule) if to_tokens else None
-            for end, name in ((final, "ln_final.b"), (head, "prediction head b")):
-                if end is not None:
-                    steps.append(Step(-1, (), end, name))
+            ends = dict[str, AffineMap | None]()
+            if final_norm:
+                ends["ln_final.b"] = frozen.maps.final_norm()
+            if to_tokens:
+                ends["prediction head b"] = frozen.prediction_head(rule)
+            steps += [Step(-1, (), end, name) for name, end in ends.items() if end is not None]
         stream = cls(frozen, chosen, final_norm, tuple(steps))
         x = frozen.resid_pre(chosen.start)
         for step in steps:
@@ -124,6 +126,11 @@ class Stream:
             x = step.outer(written)
         stream.x.append(x)
         return stream
+
+    @property
+    def widest(self) -> int:
+        """The width of the widest hidden vector."""
+        return max((hidden.shape[-1] for step in self.hidden for hidden in step), default=0)
 
     def sources(self) -> dict[str, Float[Tensor, "batch pos d_model"]]:
         """What the stream begins with: token and position embeddings, or the stream before the first layer."""
@@ -233,8 +240,8 @@ class StreamTarget:
 
     def number(self, read: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch query"]:
         """What is asked, of another stream at `read_at`, before any final soft cap."""
-        places = self.positions[..., None].expand(*read.shape[:-2], -1, 1)
-        activations = torch.take_along_dim(upcast(read.to(self.vectors.device)), places, dim=-2)
+        positions = self.positions[..., None].expand(*read.shape[:-2], -1, 1)
+        activations = torch.take_along_dim(upcast(read.to(self.vectors.device)), positions, dim=-2)
         return (activations * self.vectors).sum(-1) + self.constant
 
     def fields(self) -> dict[str, Any]:
@@ -254,7 +261,7 @@ def stream_target(
     frozen: PassLike,
     target: TokenLike,
     minus: TokenLike,
-    direction: Any,
+    direction: Direction,
     query: Query,
     activation: str,
     layers: LayerRange = None,
@@ -285,7 +292,7 @@ def stream_target(
             f"target: what is asked about ends at {end_of(frozen, chosen.stop, normed)}, before the unembedding; use "
             "direction=, or all layers with their final norm."
         )
-    positions = (one_query if one else query_positions)(frozen.prompt, query)
+    positions = {True: one_query, False: query_positions}[one](frozen.prompt, query)
     resolved = resolve_target(frozen, target, minus, direction, positions)
     stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=resolved.of_tokens)
     if resolved.of_tokens:
@@ -295,6 +302,11 @@ def stream_target(
     else:
         read_at = frozen.points.output
     assert read_at is not None  # a token needs an unembedding
+    label = resolved.label
+    soft_cap = frozen.view.soft_cap
+    if not resolved.of_tokens:
+        label = f"{label} at {end_of(frozen, chosen.stop, normed)}"
+        soft_cap = None
     activations = upcast(torch.take_along_dim(frozen.activation(read_at), positions[..., None], dim=1))
     real = torch.take_along_dim(frozen.mask, positions, dim=1)  # nothing is asked at padding
     vectors = resolved.vectors * real[..., None]
@@ -306,24 +318,20 @@ def stream_target(
         constant,
         (activations * vectors).sum(-1) + constant,
         positions,
-        resolved.label if resolved.of_tokens else f"{resolved.label} at {end_of(frozen, chosen.stop, normed)}",
-        soft_cap=frozen.view.soft_cap if resolved.of_tokens else None,
+        label,
+        soft_cap=soft_cap,
     )
 
 
 def token_pairs(
-    sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], met: Float[Tensor, "*rows batch pos width"]
+    sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], cotangent: Float[Tensor, "*rows batch pos width"]
 ) -> Float[Tensor, "*rows batch head query key"]:
-    """What each head moves from each source token to each query, along `met` (a vector at its hidden layer).
+    """What each head moves from each source token to each query, along a vector at its hidden layer.
 
-    ``A^h_ij ⟨met_i^h, v_j^h⟩``: summed over keys, the inner product of `met` with the hidden vector.
+    ``A^h_ij ⟨g_i^h, v_j^h⟩`` with the cotangent g: summed over keys, its inner product with the hidden vector.
     """
-    *before, mix = sublayer.read.stages
-    assert isinstance(mix, AnyAttention)
-    values = rearrange(Chain(tuple(before))(x), "b k (kv d) -> b kv k d", kv=mix.kv_heads)
-    pattern = mix.pattern
-    values = values.repeat_interleave(pattern.shape[1] // mix.kv_heads, dim=1)
-    return pattern * (rearrange(sublayer.split(met), "... q h d -> ... h q d") @ values.mT)
+    pairs = rearrange(sublayer.split(cotangent), "... q h d -> ... h q d") @ sublayer.values(x).mT
+    return sublayer.mixing.pattern * pairs
 
 
 def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch 1"]:

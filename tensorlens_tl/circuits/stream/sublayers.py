@@ -11,10 +11,12 @@ from torch import Tensor
 from tensorlens_tl.algebra import (
     ZERO,
     AffineMap,
+    AnyAttention,
     Beside,
     Chain,
     GroupSum,
     Identity,
+    Norm,
     Routed,
     Sum,
     stages_of,
@@ -53,7 +55,19 @@ class Sublayer:
         """All nodes together: ``"L0.attn"``, ``"MLP0"``, or ``"L0.mixer"``."""
         if self.is_attention:
             return f"L{self.layer}.attn"
-        return self.nodes[0] if self.nodes[0].endswith((".mixer", ".per_layer")) else f"MLP{self.layer}"
+        if self.is_mlp:
+            return f"MLP{self.layer}"
+        return self.nodes[0]
+
+    @property
+    def is_mlp(self) -> bool:
+        """Whether it is an MLP, or the experts in its place."""
+        return not self.is_attention and not self.nodes[0].endswith((".mixer", ".per_layer"))
+
+    @property
+    def is_positionwise(self) -> bool:
+        """Whether it moves nothing between positions: an MLP, or an input of each token."""
+        return not self.read.mixes
 
     @property
     def kind(self) -> Kind:
@@ -67,15 +81,32 @@ class Sublayer:
         """How many attention heads it has."""
         return len(self.nodes) if self.is_attention else 0
 
+    @property
+    def mixing(self) -> AnyAttention:
+        """What moves values between positions, of heads."""
+        mixing = self.read.stages[-1]
+        assert isinstance(mixing, AnyAttention)
+        return mixing
+
+    def values(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch head pos d_head"]:
+        """The values of every head; those of grouped-query attention are repeated."""
+        mixing = self.mixing
+        values = rearrange(Chain(self.read.stages[:-1])(x), "b k (kv d) -> b kv k d", kv=mixing.kv_heads)
+        return values.repeat_interleave(len(self.nodes) // mixing.kv_heads, dim=1)
+
+    def neurons(self, hidden: Float[Tensor, "*rows width"]) -> list[str]:
+        """The names of the channels of a hidden vector: ``"MLP0.N7"``."""
+        return [f"{self.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
+
     def split(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows node channel"]:
         """A hidden vector by node."""
         return rearrange(hidden, "... (node channel) -> ... node channel", node=len(self.nodes))
 
     def shares(
-        self, met: Float[Tensor, "*rows batch pos width"], hidden: Float[Tensor, "batch pos width"]
+        self, cotangent: Float[Tensor, "*rows batch pos width"], hidden: Float[Tensor, "batch pos width"]
     ) -> Float[Tensor, "*rows batch node"]:
-        """Each node's part of ⟨met, hidden⟩, over all positions."""
-        return self.split(upcast(met) * hidden).sum((-3, -1))
+        """Each node's part of ⟨cotangent, hidden⟩, over all positions."""
+        return self.split(upcast(cotangent) * hidden).sum((-3, -1))
 
     def outputs(self, hidden: Float[Tensor, "batch pos width"]) -> Float[Tensor, "node batch pos d_model"]:
         """What each node writes by itself, biases apart."""
@@ -140,10 +171,14 @@ def block_steps(frozen: FrozenPass, layer: int, rule: str) -> list[Step]:
     if frozen.view.blocks[layer].has_mlp:
         hidden, output, names = _mlp_nodes(frozen, layer, rule)
         sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (hidden,), output, names, "b_out", False)))
+    steps: list[Step] = []
     whitening = frozen.maps.whitening(layer)
-    steps = [] if whitening is None else [Step(layer, (), whitening, f"L{layer}.whitening")]
+    if whitening is not None:
+        steps.append(Step(layer, (), whitening, f"L{layer}.whitening"))
+    ends: list[Step] = []
     per_layer = frozen.maps.per_layer(layer, rule)
-    ends = [] if per_layer is None else [Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), "")]
+    if per_layer is not None:
+        ends.append(Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), ""))
     ends += [Step(layer, (), end, f"L{layer}.end") for end in frozen.maps.ends(layer)]
     if layout.parallel:
         return [*steps, Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}"), *ends]
@@ -181,6 +216,13 @@ def _per_layer_node(frozen: FrozenPass, layer: int, per_layer: Chain) -> Sublaye
     return Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", False)
 
 
+def _norms(frozen: FrozenPass, layer: int, name: str | None) -> tuple[Norm, ...]:
+    """The norm of this name, or none."""
+    if name is None:
+        return ()
+    return (frozen.maps.norm(layer, name),)
+
+
 def _sublayer(
     frozen: FrozenPass,
     layer: int,
@@ -191,8 +233,7 @@ def _sublayer(
     bias_name: str,
     is_attention: bool,
 ) -> Sublayer:
-    before = () if at.before is None else (frozen.maps.norm(layer, at.before),)
-    after = () if at.after is None else (frozen.maps.norm(layer, at.after),)
+    before, after = (_norms(frozen, layer, name) for name in (at.before, at.after))
     bias = f"L{layer}.{bias_name}"
     inside = [stage for part in read for stage in stages_of(part)]
     return Sublayer(layer, Chain((*before, *inside)), Chain((*stages_of(output), *after)), nodes, bias, is_attention)

@@ -6,7 +6,7 @@ and ``B = r₂l₂`` (reading and other side) the norm needs d_head × d_head ma
 ``‖AB‖² = tr(V₁ᵀV₁ · C · l₂l₂ᵀ · Cᵀ)``, ``C = O₁r₂``; so no d_model × d_model matrix is ever formed.
 """
 
-from typing import Any
+from functools import partial
 
 import torch
 from einops import rearrange
@@ -14,19 +14,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Offset, WeightsLike
 from tensorlens_tl.circuits.weights.ov_qk import LayerWeights, as_pass, as_view, refuse_whitened
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.passes.frozen import FrozenPass
 
 KINDS = ("Q", "K", "V")
 
 
 def composition_scores(
-    model: Any,
+    model: WeightsLike,
     kind: str,
     *,
     baseline: str | None = None,
-    offset: Any = None,
+    offset: Offset = None,
     fold_norms: bool = False,
 ) -> Float[Tensor, "layer head later_layer later_head"]:
     """Composition scores of all pairs of heads at once, zero where the second is not in a later layer.
@@ -52,13 +52,14 @@ def composition_scores(
     view = as_view(model)
     scores = kind != "V"
     refuse_whitened(view, "composition_scores")
-    source = as_pass(model, offset) if scores or fold_norms else view  # once for all layers
-    layers = [
-        LayerWeights.with_scores(source, layer, fold_norms, offset)
-        if scores and isinstance(source, FrozenPass)
-        else LayerWeights.of(source, layer, fold_norms)
-        for layer in range(view.n_layers)
-    ]
+    if scores or fold_norms:
+        frozen = as_pass(model, offset)  # once for all layers
+        read = partial(LayerWeights.of, frozen, fold_norms=fold_norms)
+        if scores:
+            read = partial(LayerWeights.with_scores, frozen, fold_norms=fold_norms, offset=offset)
+    else:
+        read = partial(LayerWeights.of, view, fold_norms=False)
+    layers = [read(layer) for layer in range(view.n_layers)]
     if len({layer.V.shape for layer in layers}) > 1:
         raise UnsupportedModelError(
             f"{view.description}: its layers differ in their heads, which do not fit one table."
@@ -70,7 +71,7 @@ def composition_scores(
     if scores:
         Q = upcast(torch.stack([layer.Q for layer in layers if layer.Q is not None]))
         K = upcast(torch.stack([layer.K for layer in layers if layer.K is not None]))
-        reads, others = (Q, K) if kind == "Q" else (K, Q)
+        reads, others = {"Q": (Q, K), "K": (K, Q)}[kind]
     gram_v = V.mT @ V
     gram_other = others.mT @ others
     norms = (gram_v * (O @ O.mT)).sum((-2, -1)).sqrt()

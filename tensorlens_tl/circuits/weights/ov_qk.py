@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import product, upcast
+from tensorlens_tl.circuits.arguments import Offset, WeightsLike, Whole
 from tensorlens_tl.circuits.scores import ScoreReading, score_reading
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import other_hooks
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 HeadMatrix = Float[Tensor, "*head d_model d_head"]
 
 
-def ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
+def ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False) -> "FactoredMatrix":
     """``W_V W_O`` of one head, `[d_model, d_model]` of rank d_head.
 
     Args:
@@ -53,13 +54,18 @@ def ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "Facto
 
     Raises:
         InvalidInputError: no such layer or head.
+
+    >>> tlens.circuits.ov(model, 0, 0).shape
+    torch.Size([128, 128])
     """
     layer, head = chosen_head(as_view(model), layer, head)
     weights = LayerWeights.of(as_pass(model) if fold_norms else as_view(model), layer, fold_norms)
     return factored(weights.V[head], weights.O[head], weights.adapters)
 
 
-def qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms: bool = False) -> "FactoredMatrix":
+def qk(
+    model: WeightsLike, layer: Whole, head: Whole, *, offset: Offset = None, fold_norms: bool = False
+) -> "FactoredMatrix":
     """``W_Q R(offset) W_Kᵀ`` of one head, `[d_model, d_model]` of rank d_head, rows for the query.
 
     Args:
@@ -79,7 +85,7 @@ def qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms: boo
     return factored(weights.Q[head], weights.K[head].T, as_view(model).blocks[layer].adapters("QK"))
 
 
-def full_ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
+def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False) -> "FactoredMatrix":
     """``W_E W_V W_O W_U``, `[d_vocab, d_vocab]`: what a head writes to the logits for each token it reads.
 
     Raises:
@@ -95,7 +101,9 @@ def full_ov(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> "
     )
 
 
-def full_qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms: bool = False) -> "FactoredMatrix":
+def full_qk(
+    model: WeightsLike, layer: Whole, head: Whole, *, offset: Offset = None, fold_norms: bool = False
+) -> "FactoredMatrix":
     """``W_E W_Q R W_Kᵀ W_Eᵀ``, `[d_vocab, d_vocab]`: how much one token, as query, attends to another, as key.
 
     Raises:
@@ -108,7 +116,9 @@ def full_qk(model: Any, layer: Any, head: Any, *, offset: Any = None, fold_norms
     return factored(product(view.embedding, circuit.A), product(circuit.B, view.embedding.T), sorted(adapters))
 
 
-def ov_eigenvalues(model: Any, layer: Any, head: Any, *, fold_norms: bool = False) -> Complex[Tensor, "d_head"]:
+def ov_eigenvalues(
+    model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False
+) -> Complex[Tensor, "d_head"]:
     """The non-zero eigenvalues of `full_ov`, largest first: positive ones copy tokens, negative ones suppress them."""
     unembedding, embedding = _square_vocabulary(as_view(model), fold_norms)
     circuit = ov(model, layer, head, fold_norms=fold_norms)
@@ -116,12 +126,12 @@ def ov_eigenvalues(model: Any, layer: Any, head: Any, *, fold_norms: bool = Fals
     return values[values.abs().argsort(descending=True)]
 
 
-def copying_scores(model: Any, *, fold_norms: bool = False) -> Float[Tensor, "layer head"]:
+def copying_scores(model: WeightsLike, *, fold_norms: bool = False) -> Float[Tensor, "layer head"]:
     """Σλ / Σ|λ| over the eigenvalues of every head's `full_ov`: 1 copies, −1 suppresses (Elhage et al. 2021)."""
     view = as_view(model)
     unembedding, embedding = _square_vocabulary(view, fold_norms)
     through = unembedding @ embedding  # [d_model, d_model]: the vocabulary once, for all heads
-    source = as_pass(model) if fold_norms else view
+    source = _source(model, fold_norms)
     scores = []
     for layer in range(view.n_layers):
         weights = LayerWeights.of(source, layer, fold_norms)
@@ -131,14 +141,14 @@ def copying_scores(model: Any, *, fold_norms: bool = False) -> Float[Tensor, "la
 
 
 def svd_tokens(
-    model: Any,
-    layer: Any,
-    head: Any,
+    model: WeightsLike,
+    layer: Whole,
+    head: Whole,
     *,
     circuit: str = "ov",
-    k: Any = 5,
-    top: Any = 8,
-    offset: Any = None,
+    k: Whole = 5,
+    top: Whole = 8,
+    offset: Offset = None,
     fold_norms: bool = True,
     gap: Any = 1e-3,
 ) -> "pd.DataFrame":
@@ -200,7 +210,9 @@ def svd_tokens(
                 row[f"{name}_negative"] = None
         else:
             writes = list(projected.values())[-1]
-            sign = 1.0 if float(writes.max()) >= -float(writes.min()) else -1.0  # the strongest token is a positive one
+            sign = 1.0
+            if -float(writes.min()) > float(writes.max()):  # the strongest token is a positive one
+                sign = -1.0
             for name, tokens in projected.items():
                 row[name] = _tokens(view, sign * tokens[:, 0], top)
                 row[f"{name}_negative"] = _tokens(view, -sign * tokens[:, 0], top)
@@ -211,7 +223,7 @@ def svd_tokens(
     return frame
 
 
-def virtual_head(model: Any, heads: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
+def virtual_head(model: WeightsLike, heads: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
     """The OV circuit of heads one after the other, ``W_OV¹ W_OV² …`` (Elhage et al. 2021).
 
     Args:
@@ -232,7 +244,7 @@ def virtual_head(model: Any, heads: Any, *, fold_norms: bool = False) -> "Factor
     if any(later <= earlier for earlier, later in pairwise(layers)):
         raise InvalidInputError(f"virtual_head: each head must be in a later layer than the one before, got {heads}.")
     refuse_whitened(as_view(model), "virtual_head")
-    source = as_pass(model) if fold_norms else model
+    source = _source(model, fold_norms)
     circuits = [ov(source, layer, head, fold_norms=fold_norms) for layer, head in heads]
     left = circuits[0].A
     for before, after in pairwise(circuits):
@@ -294,7 +306,7 @@ def _norms_around(
         return None, None
     norms = source.view.blocks[layer].norms
     at = source.layouts[layer].attn
-    return (norms[at.before] if at.before else None), (norms[at.after] if at.after else None)
+    return norms.get(at.before or ""), norms.get(at.after or "")
 
 
 def _rotated(Q: HeadMatrix, reading: ScoreReading, offset: int | None) -> HeadMatrix:
@@ -307,7 +319,7 @@ def _rotated(Q: HeadMatrix, reading: ScoreReading, offset: int | None) -> HeadMa
             "offset=query position − key position."
         )
     R = reading.rotation
-    return product(Q, R[offset] @ R[0].T if offset >= 0 else R[0] @ R[-offset].T)
+    return product(Q, R[max(offset, 0)] @ R[max(-offset, 0)].T)
 
 
 def _reading(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
@@ -316,7 +328,9 @@ def _reading(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
         return W
     if norm.gain is not None:
         W = norm.gain[:, None] * W
-    return W - W.mean(-2, keepdim=True) if norm.centre else W
+    if norm.centre:
+        W = W - W.mean(-2, keepdim=True)
+    return W
 
 
 def _writing(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
@@ -325,15 +339,18 @@ def _writing(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
         return W
     if norm.centre:
         W = W - W.mean(-1, keepdim=True)
-    return W if norm.gain is None else W * norm.gain
+    if norm.gain is not None:
+        W = W * norm.gain
+    return W
 
 
 def _head_norm_gain(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
     """Query or key weights with the gain of their own norm, per head or over all of them."""
     if norm is None or norm.gain is None:
         return W
-    gain = norm.gain if norm.gain.numel() == W.shape[-1] else rearrange(norm.gain, "(h d) -> h 1 d", h=len(W))
-    return W * gain
+    if norm.gain.numel() == W.shape[-1]:
+        return W * norm.gain
+    return W * rearrange(norm.gain, "(h d) -> h 1 d", h=len(W))
 
 
 def _unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_model d_vocab"]:
@@ -345,7 +362,9 @@ def _unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_model d_
             "so no matrix leads from tokens to logits. Use ov() and qk(), or logit_attribution() on a frozen pass."
         )
     W_U = view.unembedding[0]
-    return _reading(W_U, view.final_norm) if fold_norms else W_U
+    if fold_norms:
+        W_U = _reading(W_U, view.final_norm)
+    return W_U
 
 
 def _square_vocabulary(view: ModelView, fold_norms: bool) -> tuple[Tensor, Tensor]:
@@ -375,17 +394,25 @@ def refuse_whitened(view: ModelView, what: str) -> None:
         )
 
 
-def as_view(model: Any) -> ModelView:
+def as_view(model: WeightsLike) -> ModelView:
     """The reading of a model, or of a pass's model."""
     if isinstance(model, FrozenPass):
         model.check_fresh()
         model = model.view
-    view = model if isinstance(model, ModelView) else ModelView(model)
-    view.refuse_encoder_decoder("the weights of heads")
-    return view
+    if not isinstance(model, ModelView):
+        model = ModelView(model)
+    model.refuse_encoder_decoder("the weights of heads")
+    return model
 
 
-def as_pass(model: Any, offset: Any = None) -> FrozenPass:
+def _source(model: WeightsLike, fold_norms: bool) -> ModelView | FrozenPass:
+    """What weights are read from: folding needs a pass, which knows how the blocks are put together."""
+    if fold_norms:
+        return as_pass(model)
+    return as_view(model)
+
+
+def as_pass(model: WeightsLike, offset: Offset = None) -> FrozenPass:
     """A pass long enough for a distance between two tokens: the one given, or one on tokens of no meaning.
 
     Raises:

@@ -1,0 +1,37 @@
+"""What may be passed to circuits, for type checkers and readers; at run time our own errors say what is wrong."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import SupportsIndex
+
+    import numpy as np
+    from torch import Tensor
+
+    from tensorlens_tl.models.protocol import ModelLike
+    from tensorlens_tl.models.view import ModelView
+    from tensorlens_tl.passes.frozen import FrozenPass
+
+    Direction = Tensor | np.ndarray | Sequence[float] | None
+    """A vector in place of a token, as in `FrozenOperator.target`."""
+
+    Whole = SupportsIndex
+    """An integer: Python's, numpy's or torch's."""
+
+    Offset = int | None
+    """Query position minus key position; None where no position is rotated."""
+
+    WeightsLike = ModelLike | ModelView | FrozenPass
+    """What weights are read from."""
+
+    FeatureLike = SupportsIndex | str
+    """A feature's number, or its name ``"F12"``."""
+
+    HookName = str | None
+    """A hook point."""
+
+    Share = float | None
+    """So many (a whole number), or a share of the largest (below 1); None for no such choice."""
+else:
+    Direction = Whole = Offset = WeightsLike = FeatureLike = HookName = Share = Any

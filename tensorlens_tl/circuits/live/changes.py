@@ -1,0 +1,196 @@
+"""Nodes of the live model taken away, or given other values, one in each copy of the prompts.
+
+A node is a part of what the model has at a hook point: a head's vector, a neuron, the whole of an MLP. An expert that
+no hook point shows is taken away where it is called (`tensorlens_tl.circuits.live.experts`).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import Beside
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.circuits.live.experts import Expert, without_experts
+from tensorlens_tl.circuits.live.target import LiveTarget
+from tensorlens_tl.circuits.stream import Sublayer
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks import FwdHook, changed_calls, in_this_thread
+from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes.live import Copies
+
+EVERY_POSITION = slice(None)
+
+
+class NodeChange(NamedTuple):
+    """A node that is changed in one copy of the prompts.
+
+    Attributes:
+        name: of the node.
+        points: the hook points of its hidden vector, or of what it writes.
+        part, parts: which of how many equal parts of the vector there it is.
+        position: where it is changed.
+        expert: the expert that it is, where no hook point shows it.
+    """
+
+    name: str
+    points: tuple[str, ...] = ()
+    part: int = 0
+    parts: int = 1
+    position: int | slice = EVERY_POSITION
+    expert: Expert | None = None
+
+
+def losses(
+    live: LiveTarget,
+    changes: Sequence[NodeChange],
+    values: Mapping[str, Float[Tensor, "batch pos width"]] | None,
+    memory: Memory,
+    title: str,
+) -> Float[Tensor, "batch query change"]:
+    """What the target's number loses under each change by itself.
+
+    Args:
+        live: the target.
+        changes: of nodes.
+        values: what nodes have instead, by hook point; None takes them away.
+        memory: what the copies of one run may allocate at once.
+        title: of the progress bar.
+    """
+
+    def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
+        chosen = [(copy, changes[number]) for copy, number in enumerate(copies) if number is not None]
+        experts = [(copy, change.expert) for copy, change in chosen if change.expert is not None]
+        calls = without_experts(experts, len(copies), live.frozen.tokens)
+        return live.numbers(len(copies), _hooks(live.frozen, chosen, len(copies), values), changed_calls(calls))
+
+    remaining = [numbers for _, numbers in live.changed(len(changes), run, memory, title)]
+    return live.readout.total[..., None] - torch.cat(remaining).permute(1, 2, 0)
+
+
+def _hooks(
+    frozen: FrozenPass,
+    changes: Sequence[tuple[int, NodeChange]],
+    copies: int,
+    values: Mapping[str, Float[Tensor, "batch pos width"]] | None,
+) -> list[FwdHook]:
+    """The hooks that change nodes, each in its copy of the prompts."""
+    by_point = defaultdict[str, list[tuple[int, NodeChange]]](list)
+    for copy, change in changes:
+        for point in change.points:
+            by_point[point].append((copy, change))
+    batch, pos = frozen.tokens.shape
+    hooks: list[FwdHook] = []
+    for point, point_changes in by_point.items():
+        parts = point_changes[0][1].parts
+        marked = torch.zeros(copies, batch, pos, parts, 1, dtype=torch.bool, device=frozen.tokens.device)
+        for copy, change in point_changes:
+            marked[copy, :, change.position, change.part] = True
+        replacement = None
+        if values is not None:
+            replacement = values[point].reshape(batch, pos, parts, -1)
+        hooks.append((point, in_this_thread(partial(_changed, marked=marked, replacement=replacement))))
+    return hooks
+
+
+def _changed(
+    tensor: Tensor,
+    *,
+    hook: Any,
+    marked: Bool[Tensor, "copy batch pos part 1"],
+    replacement: Float[Tensor, "batch pos part width"] | None,
+) -> Tensor:
+    """What a hook point has in copies of the prompts, with other values, or zeros, in the parts that are marked.
+
+    Some classes flatten batch and position, some have heads side by side.
+    """
+    copies, batch, pos, parts, _ = marked.shape
+    split = tensor.reshape(copies, batch, pos, parts, -1)
+    marked = marked.to(tensor.device)
+    if replacement is None:
+        changed = split.masked_fill(marked, 0)
+    else:
+        changed = torch.where(marked, replacement.to(tensor), split)
+    return changed.reshape(tensor.shape)
+
+
+def sublayer_nodes(live: LiveTarget, by: str, advice: str) -> Iterator[NodeChange]:
+    """Every sublayer's nodes where the live model has them.
+
+    Args:
+        live: the target whose stream they belong to.
+        by: ``"component"`` (attention and MLPs whole), ``"head"`` (attention by head, a mixture by expert) or
+            ``"neuron"`` (MLPs by neuron as well).
+        advice: what to do where no hook reaches a sublayer, for the message.
+
+    Raises:
+        UnsupportedModelError: neither a hook nor a module's call reaches a sublayer's nodes.
+    """
+    for step in live.readout.stream.steps:
+        for sublayer in step.sublayers:
+            if isinstance(sublayer.read.stages[-1], Beside):
+                yield from _expert_nodes(live, sublayer, by)
+                continue
+            point = _hidden_point(live.frozen, sublayer)
+            if point is None:
+                raise UnsupportedModelError(
+                    f"{live.question}: nothing inside {sublayer.name} of this {live.frozen.view.description} can be "
+                    f"changed by a hook (a gate or a norm inside, a mixer in place of attention). {advice}"
+                )
+            names = _node_names(live.frozen, sublayer, by)
+            yield from (NodeChange(name, (point,), part, len(names)) for part, name in enumerate(names))
+
+
+def _hidden_point(frozen: FrozenPass, sublayer: Sublayer) -> str | None:
+    """The hook point of a sublayer's hidden vector; None where no hook reaches it."""
+    points = frozen.points.blocks[sublayer.layer]
+    if sublayer.is_mlp:
+        return points.post
+    if sublayer.is_attention and points.attention is None:
+        return points.z
+    return None
+
+
+def _node_names(frozen: FrozenPass, sublayer: Sublayer, by: str) -> Sequence[str]:
+    """The names of a sublayer's nodes, which are equal parts of its hidden vector."""
+    if by == "component":
+        return (sublayer.name,)
+    if by == "neuron" and sublayer.is_mlp:
+        mlp = frozen.view.blocks[sublayer.layer].dense_mlp
+        assert mlp is not None
+        return [f"{sublayer.name}.N{neuron}" for neuron in range(mlp.W_out.shape[0])]
+    return sublayer.nodes
+
+
+def _expert_nodes(live: LiveTarget, sublayer: Sublayer, by: str) -> Iterator[NodeChange]:
+    """A mixture of experts at its end, or each of them where it is called.
+
+    Raises:
+        UnsupportedModelError: a shared expert that is called in a way that is not known.
+    """
+    points = live.frozen.points.blocks[sublayer.layer]
+    weights = live.frozen.view.blocks[sublayer.layer].mlp
+    assert isinstance(weights, ExpertsWeights)
+    assert points.mlp is not None  # experts are held as a whole
+    shared = () if points.shared is None else (points.shared.out,)
+    if by == "component":
+        yield NodeChange(sublayer.name, (points.mlp.out, *shared))
+        return
+    for name in sublayer.nodes:
+        number = name.removeprefix(f"L{sublayer.layer}E")
+        if number != name:
+            yield NodeChange(name, expert=Expert(weights, int(number)))
+        elif shared:
+            yield NodeChange(name, shared)
+        elif weights.shared_module is not None:
+            yield NodeChange(name, expert=Expert(weights, None))
+        else:
+            raise UnsupportedModelError(
+                f"{live.question}: no hook and no module is known where {name} could be taken away. "
+                "by='component' takes all experts of a layer away; or leave live out."
+            )

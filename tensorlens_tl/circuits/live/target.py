@@ -1,0 +1,92 @@
+"""The target's number in runs of the live model, with something changed in copies of the prompts."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.circuits.stream import StreamTarget
+from tensorlens_tl.hooks import FwdHook, capture
+from tensorlens_tl.passes.live import Copies, prove_obedience, repeated
+
+
+class LiveTarget:
+    """A target of the live model.
+
+    Attributes:
+        readout: the target of the pass.
+        frozen: the pass.
+        question: the function that was called, for messages.
+
+    Raises:
+        UnsupportedModelError: the model ignores hooks.
+        FrozenModelError: it is no longer that of the pass, gives another number now, or a frozen pass is attached to
+            it.
+    """
+
+    def __init__(self, readout: StreamTarget, question: str) -> None:
+        self.readout = readout
+        self.frozen = readout.stream.frozen
+        self.question = question
+        self._model = self.frozen.live(question)
+        activations = torch.take_along_dim(self.frozen.activation(readout.read_at), readout.positions[..., None], dim=1)
+        sizes = activations.norm(dim=-1).to(readout.vectors) * readout.vectors.norm(dim=-1)
+        # a difference of two logits may be small beside the rounding of what it is made from
+        rounding = 32 * torch.finfo(activations.dtype).eps / activations.shape[-1] ** 0.5
+        self._scale = max(float(readout.total.abs().max()), rounding / self._model.tolerance * float(sizes.max()))
+        error = self._error(self.numbers(1, [])[0])
+        self._model.refuse(error, f"they differ by {error:.1e}")
+        prove_obedience(self.frozen.maps)  # after the number: a hook put on since would look like disobedience
+
+    def numbers(
+        self, copies: int, hooks: Sequence[FwdHook], inside: AbstractContextManager[None] | None = None
+    ) -> Float[Tensor, "copy batch query"]:
+        """The number in one run of copies of the prompts, as hooks make it.
+
+        Args:
+            copies: how many there are.
+            hooks: what changes them.
+            inside: what the run takes place in, for changes where there is no hook point.
+        """
+        read_at = self.readout.read_at
+        inputs = repeated(self.frozen.inputs, copies)
+        with inside or nullcontext():
+            activations, _ = capture(self.frozen.model, inputs, [read_at], hooks=hooks, last=read_at)
+        return self.number(activations[read_at], copies)
+
+    def number(self, activations: Float[Tensor, "..."], copies: int = 1) -> Float[Tensor, "copy batch query"]:
+        """The number of what copies of some prompts have where the target reads it."""
+        # a classifier's head is given one vector for each prompt
+        vectors = activations.reshape(copies, len(self.frozen.tokens), -1, activations.shape[-1])
+        return self.readout.number(vectors)
+
+    def changed(
+        self,
+        changes: int,
+        run: Callable[[Copies], Float[Tensor, "copy batch query"]],
+        memory: Memory,
+        title: str,
+    ) -> Iterator[tuple[range, Float[Tensor, "change batch query"]]]:
+        """The number under each of some changes; see `LiveModel.changed`."""
+        return self._model.changed(changes, run, self._error, self._bytes_per_copy, memory, title)
+
+    def check_other(self, other: Float[Tensor, "batch query"], held: Float[Tensor, "batch query"]) -> None:
+        """Refuse a run of other prompts that gives another number than their pass holds."""
+        error = float((other - held).abs().max()) / max(self._scale, float(held.abs().max()))
+        self._model.refuse(error, f"of the corrupted prompts they differ by {error:.1e}")
+
+    def _error(self, numbers: Float[Tensor, "batch query"]) -> float:
+        tiny = torch.finfo(self.readout.total.dtype).tiny
+        return float((numbers - self.readout.total).abs().max()) / max(self._scale, tiny)
+
+    @property
+    def _bytes_per_copy(self) -> int:
+        """About what one copy of the prompts allocates in a run."""
+        stream = self.readout.stream
+        x = stream.x[0]
+        heads = max((len(step.nodes) for step in stream.steps), default=1)
+        per_position = 2 * x.shape[2] + stream.widest + heads * x.shape[1]
+        return 4 * x.shape[0] * x.shape[1] * per_position * x.element_size()
