@@ -107,13 +107,16 @@ def section(rows: Iterable[dict[str, str]]) -> str:
     """A table, with the reasons of refusals below it."""
     rows = list(rows)
     answers = ["QK", *methods()]
-    reasons = dict.fromkeys(first_sentence(row[column]) for row in rows for column in answers if row[column])
-    marks = {reason: str(number) for number, reason in enumerate(reasons, start=1)} | {first_sentence(""): "✓"}
-    lines = [row | {column: marks[first_sentence(row[column])] for column in answers} for row in rows]
+    notes_of = [{column: note(column, row[column]) for column in answers} for row in rows]
+    reasons = dict.fromkeys(reason for notes in notes_of for reason in notes.values() if reason)
+    marks = {"": "✓"} | {reason: str(number) for number, reason in enumerate(reasons, start=1)}
+    lines = [
+        row | {column: marks[notes[column]] for column in answers} for row, notes in zip(rows, notes_of, strict=True)
+    ]
     table = [list(rows[0]), ["---"] * len(rows[0]), *(line.values() for line in lines)]
-    notes = [f"{marks[reason]}. {reason}" for reason in reasons]
+    footnotes = [f"{marks[reason]}. {reason}" for reason in reasons]
     body = [f"| {' | '.join(cells)} |" for cells in table]
-    return "\n".join([f"{HEADING}{version('transformer-lens')}", "", *body, "", *notes]).rstrip() + "\n"
+    return "\n".join([f"{HEADING}{version('transformer-lens')}", "", *body, "", *footnotes]).rstrip() + "\n"
 
 
 def needs() -> str:
@@ -127,9 +130,10 @@ def needs() -> str:
     return "\n".join(lines) + "\n"
 
 
-def first_sentence(reason: str) -> str:
-    """Enough of a refusal for a note."""
-    return reason.split(". ", 1)[0].rstrip(".") + "."
+def note(method: str, refusal: str) -> str:
+    """The first sentence of a refusal, without the method's name, which the column has."""
+    sentence = refusal.removeprefix(f"{method}: ").split(". ", 1)[0].rstrip(".")
+    return f"{sentence}." if sentence else ""
 
 
 def sections(text: str) -> dict[str, str]:

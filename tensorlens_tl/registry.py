@@ -308,8 +308,9 @@ def register_alias(
         fixed: the options of the other method that are fixed.
 
     Returns:
-        A decorator of a function without a body, which declares the options that are left and documents the name. The
-        function that it returns calls the other method; its results have the new name and the declared options.
+        A decorator of a function that declares the options which are left and documents the name; its body is not run.
+        The function that the decorator returns calls the other method, and gives its results the new name and the
+        declared options.
 
     Raises:
         RegistryError: the name belongs to another function, or `needs` names no requirement.

@@ -39,3 +39,4 @@ def cp_lrp(
     >>> torch.equal(result.scores, tlens.methods.tensorlens(frozen, target=" value").scores)
     True
     """
+    raise NotImplementedError  # the decorator puts a call of the other method in place of this body

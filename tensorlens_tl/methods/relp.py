@@ -14,7 +14,7 @@ from tensorlens_tl.registry import register_method, renamed
 from tensorlens_tl.results.attribution import Attribution
 
 RELP = BackwardRule(activation="split", values=1.0, scores=1.0)
-"""The rules for norms, activations and gates alone: attention keeps its own gradient."""
+"""The rules for norms, activations and gates alone: attention keeps its gradient."""
 
 
 def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -64,5 +64,5 @@ def relp(
     if attention == "live":
         result = by_rule(frozen, "relp", RELP, memory=memory, **explained)
     else:
-        result = tensorlens(frozen, collapse="target", activation=RELP.activation, memory=memory, **explained)
+        result = tensorlens(frozen, collapse="target", activation="split", memory=memory, **explained)
     return renamed(result, "relp", {**explained, "attention": attention})
