@@ -168,7 +168,7 @@ class Method:
         What its registration says, or else its signature: a method that accepts a `target` explains it, unless it is
         given a `direction` instead.
         """
-        options = {} if options is None else options
+        options = options or {}
         if callable(self.about_prediction):
             return self.about_prediction(options)
         if self.about_prediction is not None:
@@ -217,8 +217,8 @@ class LayerMap:
         maps = self.function(frozen)
         batch, pos = frozen.tokens.shape
         wanted = (frozen.n_layers, batch, pos, pos)
-        if not isinstance(maps, Tensor) or tuple(maps.shape) != wanted:
-            shape = tuple(maps.shape) if isinstance(maps, Tensor) else type(maps).__name__
+        shape = tuple(maps.shape) if isinstance(maps, Tensor) else type(maps).__name__
+        if shape != wanted:
             raise RegistryError(f"layer map {self.name!r} gives {shape}, not [layer, batch, query, key] = {wanted}.")
         return maps
 
@@ -241,9 +241,9 @@ def register_method(
 
     Args:
         name: what `attribute`, evaluations and the command line call it.
-        needs: what it needs of a model: names of `tensorlens_tl.requirements.REQUIREMENTS`, or requirements of your
-            own. Other models are refused before it is called. A function of the options, defaults included, gives the
-            needs of a method that has other ones with other options. None is none.
+        needs: what it needs of a model: names of `tensorlens_tl.requirements.REQUIREMENTS`, or requirements that
+            you define. Other models are refused before it is called. Where needs depend on options, pass a function of
+            the options, defaults included, that returns them. None is none.
         explains_prediction: whether it explains a predicted token. Evaluations, reports and the command line give such
             a method the model's own prediction as `target`, unless one is given. None goes by the signature: a method
             with an option `target`, or with ``**options``, explains it. A function of the options says it of a method
@@ -544,10 +544,21 @@ def attribute(
             `probes`); options of `freeze` (`attention_mask`, `prepend_bos`, `verify` …) are passed to
             it.
 
+    Returns:
+        The scores, `[batch, query, key]` unless the method says otherwise, with tokens, positions and provenance.
+
     Raises:
         RegistryError: unknown method.
         InvalidInputError: an option that neither knows; see also `freeze`.
-        FrozenModelError: the model's weights were changed after the frozen pass was made.
+        UnsupportedModelError: the model does not meet what the method needs; see also `freeze`.
+        FrozenModelError: the model's weights changed after it was frozen.
+
+    Every built-in method is a function of a frozen pass, too, with its options in its signature, for editors to
+    complete and `help` to show:
+
+    >>> attribution = tlens.attribute(model, text, method="alti", distance="l2")
+    >>> torch.equal(attribution.scores, tlens.methods.alti(frozen, distance="l2").scores)
+    True
     """
     chosen = get_method(method)
     in_bytes(memory)
@@ -571,14 +582,14 @@ def attribute(
     check_slice(for_method.get("query"), [len(row) for row in rows])
     parts = []
     for batch in batches:
-        own = {name: taken(values, batch) for name, values in split.items() if values is not None}
+        of_batch = {name: taken(values, batch) for name, values in split.items() if values is not None}
         try:
             frozen = freeze(model, [rows[i] for i in batch], **for_freeze)
-            parts.append(_answered(chosen, frozen, for_method | own))
+            parts.append(_answered(chosen, frozen, for_method | of_batch))
         except InvalidInputError as error:
             raise InvalidInputError(numbered(str(error), batch)) from error
-    given = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
-    return joined(parts, batches, given)
+    explained = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
+    return joined(parts, batches, explained)
 
 
 def _answered(method: Method, frozen: FrozenPass, options: Mapping[str, Any]) -> Attribution:
@@ -589,7 +600,7 @@ def _answered(method: Method, frozen: FrozenPass, options: Mapping[str, Any]) ->
 
 
 def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of `freeze`, and the method's own.
+    """Options of `freeze`, and those of the method.
 
     Raises:
         InvalidInputError: one that neither knows; suggests the nearest.

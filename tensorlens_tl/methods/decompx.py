@@ -41,7 +41,9 @@ def _aggregates_onto_token(options: Mapping[str, Any]) -> bool:
 
 
 def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return () if options["target"] is None else ("predictions",)
+    if options["target"] is None:
+        return ()
+    return ("predictions",)
 
 
 @register_method("decompx", needs=_needs, explains_prediction=_aggregates_onto_token)

@@ -18,7 +18,9 @@ RELP = BackwardRule(activation="split", values=1.0, scores=1.0)
 
 
 def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("predictions", "hooked_products") if options["attention"] == "live" else ("predictions",)
+    if options["attention"] == "live":
+        return "predictions", "hooked_products"
+    return ("predictions",)
 
 
 @register_method("relp", needs=_needs)
