@@ -18,16 +18,12 @@ from typing import (
     get_origin,
 )
 
-from beartype import BeartypeConf
 from beartype.door import is_bearable
 
 from tensorlens_tl.errors import InvalidInputError
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
-
-LENIENT = BeartypeConf(is_pep484_tower=True)
-"""An integer is a number, too, where a float is annotated."""
 
 WORDS: Mapping[Any, str] = {
     bool: "True or False",
@@ -55,7 +51,7 @@ def checked_arguments(function: Callable[Parameters, Returned]) -> Callable[Para
             what is accepted.
 
     >>> @checked_arguments
-    ... def share(x: float, of: Literal["rows", "columns"] = "rows"):
+    ... def share(x: int | float, of: Literal["rows", "columns"] = "rows"):
     ...     return x
     >>> share(1)
     1
@@ -79,7 +75,7 @@ def checked_arguments(function: Callable[Parameters, Returned]) -> Callable[Para
         except TypeError:  # another number of arguments: Python's own words are said by the call
             passed = {}
         for name, value in passed.items():
-            if name in accepted and not is_bearable(value, accepted[name], conf=LENIENT):
+            if name in accepted and not is_bearable(value, accepted[name]):
                 words = in_words(accepted[name])
                 raise InvalidInputError(f"{function.__name__}: {name}={_in_short(value)}; use {words}.")
         return function(*args, **kwargs)

@@ -283,7 +283,7 @@ def _checking(method: Method) -> Callable[..., Attribution]:
     """A method's function that checks what the method needs before it is called."""
 
     @wraps(method.function)
-    def checked(frozen: FrozenPass, **options: Any) -> Attribution:
+    def checked(frozen: Any, **options: Any) -> Attribution:
         check_pass(frozen)
         method.check(frozen, options)
         return method.function(frozen, **options)

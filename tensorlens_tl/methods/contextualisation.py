@@ -24,7 +24,7 @@ def context_change(
     before: Scope,
     after: Scope,
     *,
-    without_low_gain: Annotated[float, SHARE] = 0.0,
+    without_low_gain: Annotated[int | float, SHARE] = 0.0,
     as_printed: bool = False,
 ) -> Float[Tensor, "layer batch"]:
     """1 − ρ (Spearman) between two scopes' maps over each prompt's pairs: how much the steps between reorder them.

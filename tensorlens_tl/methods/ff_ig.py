@@ -85,7 +85,7 @@ def ff_scope(frozen: FrozenPass, scope: str | None) -> Scope:
 
 @register_layer_map("ff-ig", holds_residual=True, needs=_needs({"scope": None}))
 def ff_map(
-    frozen: FrozenPass, scope: Scope | None = None, *, without_low_gain: float = 0.0, as_printed: bool = False
+    frozen: FrozenPass, scope: Scope | None = None, *, without_low_gain: int | float = 0.0, as_printed: bool = False
 ) -> Maps:
     """Kobayashi et al. 2024: the block up to `scope`, its feed-forward part by integrated gradients.
 
@@ -104,7 +104,7 @@ def ff_map(
     return torch.stack(maps)
 
 
-def _channels(layer: LocalLayer, without_low_gain: float) -> Tensor | slice:
+def _channels(layer: LocalLayer, without_low_gain: int | float) -> Tensor | slice:
     """The channels without a share of those of smallest gain, one at least; all for a share of 0, or without gains."""
     if without_low_gain == 0:
         return slice(None)

@@ -37,7 +37,7 @@ from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results.attribution import Attribution
 
 THRESHOLD = "a share of a sum, at least 0, below 1"
-Threshold = Annotated[float, THRESHOLD]
+Threshold = Annotated[int | float, THRESHOLD]
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,12 +154,12 @@ def ifr(
     )
 
 
-def _check_threshold(threshold: float) -> None:
+def _check_threshold(threshold: Threshold) -> None:
     if isinstance(threshold, bool) or not 0 <= threshold < 1:
         raise InvalidInputError(f"threshold={threshold!r}; use {THRESHOLD}.")
 
 
-def _edges(layer: LocalLayer, threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _edges(layer: LocalLayer, threshold: Threshold) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One layer's heads, stream, MLP and bypass, as in `FlowEdges`."""
     y = layer.attention_sum()
     mlp = _mlp(layer)
@@ -200,7 +200,7 @@ def _proximities(summands: list[Tensor], y: Float[Tensor, "batch query d"]) -> F
     return torch.stack([y.norm(p=1, dim=-1) - (y - a).norm(p=1, dim=-1) for a in summands], dim=-1).clamp_min(0)
 
 
-def _shares(nearer: Float[Tensor, "batch query summand"], threshold: float) -> Float[Tensor, "batch query summand"]:
+def _shares(nearer: Float[Tensor, "batch query summand"], threshold: Threshold) -> Float[Tensor, "batch query summand"]:
     """Proximities as importances, of those above the threshold."""
     shares = normalize_rows(nearer)
     if threshold == 0:

@@ -29,7 +29,7 @@ def rollout(
     frozen: FrozenPass,
     *,
     layer_map: str = "attention",
-    residual: Annotated[float | Literal["auto"] | None, SHARE] = "auto",
+    residual: Annotated[int | float | Literal["auto"] | None, SHARE] = "auto",
     normalize: bool = True,
     query: Query = None,
 ) -> Attribution:
