@@ -1,7 +1,8 @@
 """Which model holds what, on the installed TransformerLens: writes its section of docs/support.md (`make support`).
 
 Everything in the table was run: `check_model` on a tiny random model of every class and family, then `check_method`
-with every built-in method, and a reading of one head's attention score. A method that refuses a model says why below.
+with every built-in method, and a reading of one head's attention score. A method refuses the models that do not meet the
+requirements of its registration (`tensorlens_tl.requirements`), and says why below.
 """
 
 import sys
@@ -15,6 +16,7 @@ from tqdm.auto import tqdm
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
+from tensorlens_tl.requirements import REQUIREMENTS
 from tensorlens_tl.testing import check_method, check_model, model_names, tiny_input, tiny_model
 
 PATH = Path(__file__).parents[1] / "docs" / "support.md"
@@ -33,10 +35,12 @@ goes through `check_model`, every method through `check_method`, and one head's 
   and `tensorlens-tl verify --model NAME` runs the same proof on yours.
 * Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) hold everything that needs the operator or the live model alone, with scores over both sides; T5 runs on TransformerLens 4 only.
 * Every architecture that TransformerLens 4 maps, exact or refused and why: [the census](census.md).
+
+A method refuses a model before any work starts where the model does not meet what the method needs, called with its default
+options (of `rollout` and `mean`: what their layer map needs):
 """
-TARGETED = (
-    "alti-logit", "input-x-gradient", "integrated-gradients", "chefer", "leave-one-out", "relp", "attnlrp", "cp-lrp", "gim",
-)  # fmt: skip
+OPTIONS: dict[str, Any] = {"target": 5, "steps": 3}
+"""What a method is called with, of what it takes: a token where it explains one, and few steps."""
 
 
 def methods() -> list[str]:
@@ -46,12 +50,26 @@ def methods() -> list[str]:
 
 
 def options(method: str) -> dict[str, Any]:
-    """What a method must be asked with."""
-    return {"target": 5, **({"steps": 3} if method == "integrated-gradients" else {})} if method in TARGETED else {}
+    """The options that a method is called with: a target where it cannot do without one."""
+    registered = tlens.get_method(method)
+    if REQUIREMENTS["predictions"] not in registered.requirements():
+        return {}
+    return {name: value for name, value in OPTIONS.items() if name in registered.options}
+
+
+def refusals(model: Any) -> dict[str, str]:
+    """Why each method refuses a model, by the requirements of its registration: "" where it does not."""
+    frozen = tlens.freeze(model, torch.tensor([[3, 4, 5]]), **tiny_input(model, 1, 3)[1])
+    return {method: tlens.get_method(method).refusal(frozen, options(method)) for method in methods()}
 
 
 def row(name: str) -> dict[str, str]:
-    """One model's line: what was measured, and for every method "" or the reason of its refusal."""
+    """One model's line: what was measured, and for every method "" or the reason of its refusal.
+
+    Raises:
+        ConformanceError: a method does not hold what every method must.
+        AssertionError: a method refuses what meets its requirements, or the reverse.
+    """
     model = tiny_model(name)
     report = check_model(model)
     proof, claims = (
@@ -59,7 +77,7 @@ def row(name: str) -> dict[str, str]:
         for part in (True, False)
     )
     sides = [side for side in ("left", "right") if f"padding on the {side}" not in report.refused]
-    found = {
+    cells = {
         "model": f"`{name}`",
         "blocks": ", ".join(dict.fromkeys(report.layouts)),
         "proof": f"{proof:.0e}",
@@ -67,9 +85,12 @@ def row(name: str) -> dict[str, str]:
         "padding": ", ".join(sides) or "none",
         "QK": scores_read(model),
     }
-    for method in methods():
-        found[method], *_ = (*check_method(method, model, options=options(method)).values(), "")
-    return {column: text.replace(report.description, "model") for column, text in found.items()}
+    reasons = refusals(model)
+    for method, reason in reasons.items():
+        measured = next(iter(check_method(method, model, options=options(method)).values()), "")
+        assert measured == reason, (name, method)
+    cells |= reasons
+    return {column: text.replace(report.description, "model") for column, text in cells.items()}
 
 
 def scores_read(model: Any) -> str:
@@ -85,24 +106,34 @@ def scores_read(model: Any) -> str:
 def section(rows: Iterable[dict[str, str]]) -> str:
     """A table, with the reasons of refusals below it."""
     rows = list(rows)
-    asked, reasons, lines = ["QK", *methods()], {}, []
-    for found in rows:
-        for column in asked:
-            if found[column]:
-                reasons.setdefault(first_sentence(found[column]), len(reasons) + 1)
-        cells = (
-            text if column not in asked else str(reasons[first_sentence(text)]) if text else "✓"
-            for column, text in found.items()
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    heads = [f"| {' | '.join(rows[0])} |", f"|{' --- |' * len(rows[0])}"]
-    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([f"{HEADING}{version('transformer-lens')}", "", *heads, *lines, "", *notes]).rstrip() + "\n"
+    answers = ["QK", *methods()]
+    notes_of = [{column: note(column, row[column]) for column in answers} for row in rows]
+    reasons = dict.fromkeys(reason for notes in notes_of for reason in notes.values() if reason)
+    marks = {"": "✓"} | {reason: str(number) for number, reason in enumerate(reasons, start=1)}
+    lines = [
+        row | {column: marks[notes[column]] for column in answers} for row, notes in zip(rows, notes_of, strict=True)
+    ]
+    table = [list(rows[0]), ["---"] * len(rows[0]), *(line.values() for line in lines)]
+    footnotes = [f"{marks[reason]}. {reason}" for reason in reasons]
+    body = [f"| {' | '.join(cells)} |" for cells in table]
+    return "\n".join([f"{HEADING}{version('transformer-lens')}", "", *body, "", *footnotes]).rstrip() + "\n"
 
 
-def first_sentence(reason: str) -> str:
-    """Enough of a refusal for a note."""
-    return reason.split(". ", 1)[0].rstrip(".") + "."
+def needs() -> str:
+    """What methods need of a model, called with their default options, as a table."""
+    needed = {method: tlens.get_method(method).requirements(options(method)) for method in methods()}
+    requirements = dict.fromkeys([*REQUIREMENTS.values(), *(need for some in needed.values() for need in some)])
+    lines = ["| needed of the model | by |", "| --- | --- |"]
+    for requirement in requirements:
+        names = ", ".join(method for method, some in needed.items() if requirement in some)
+        lines.append(f"| `{requirement.name}`: {requirement.summary} | {names} |")
+    return "\n".join(lines) + "\n"
+
+
+def note(method: str, refusal: str) -> str:
+    """The first sentence of a refusal, without the method's name, which the column has."""
+    sentence = refusal.removeprefix(f"{method}: ").split(". ", 1)[0].rstrip(".")
+    return f"{sentence}." if sentence else ""
 
 
 def sections(text: str) -> dict[str, str]:
@@ -113,9 +144,9 @@ def sections(text: str) -> dict[str, str]:
 def main() -> int:
     """Write this line's section, and leave the others."""
     torch.set_num_threads(1)
-    kept = sections(PATH.read_text(encoding="utf-8")) if PATH.exists() else {}
-    kept[version("transformer-lens")] = section(row(name) for name in tqdm(model_names(), desc="models"))
-    PATH.write_text("\n".join([INTRODUCTION, *(kept[line] for line in sorted(kept))]), encoding="utf-8")
+    written = sections(PATH.read_text(encoding="utf-8"))
+    written[version("transformer-lens")] = section(row(name) for name in tqdm(model_names(), desc="models"))
+    PATH.write_text("\n".join([INTRODUCTION, needs(), *(written[line] for line in sorted(written))]), encoding="utf-8")
     return 0
 
 

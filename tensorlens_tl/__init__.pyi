@@ -86,6 +86,9 @@ from tensorlens_tl.registry import (
     register_layer_map as register_layer_map,
     register_method as register_method,
 )
+from tensorlens_tl.requirements import (
+    Requirement as Requirement,
+)
 from tensorlens_tl.results import (
     Attribution as Attribution,
     ContributionGraph as ContributionGraph,

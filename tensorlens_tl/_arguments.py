@@ -1,9 +1,117 @@
 """Checks that many functions share, with one way to say what is wrong."""
 
+import inspect
 import operator
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    SupportsFloat,
+    SupportsIndex,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
+
+from beartype.door import is_bearable
 
 from tensorlens_tl.errors import InvalidInputError
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+
+WORDS: Mapping[Any, str] = {
+    bool: "True or False",
+    int: "an integer",
+    SupportsIndex: "an integer",
+    float: "a number",
+    SupportsFloat: "a number",
+    str: "a text",
+    NoneType: "None",
+    Mapping: "a mapping",
+    Sequence: "a list",
+    Callable: "a function",
+}
+"""What is said of the types that are annotated most."""
+
+
+def checked_arguments(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """A function that refuses arguments which are not what it is annotated to take, as a decorator.
+
+    Where a type does not say enough, ``Annotated[type, "words"]`` says what to pass. `Any` is not checked: arguments
+    that the function checks, with better words than a type has, are annotated so (see `tensorlens_tl.models.protocol`).
+
+    Raises:
+        InvalidInputError: an argument is something else; names the function and the argument, what was passed and
+            what is accepted.
+
+    >>> @checked_arguments
+    ... def share(x: int | float, of: Literal["rows", "columns"] = "rows"):
+    ...     return x
+    >>> share(1)
+    1
+    >>> share(0.5, of="layers")
+    Traceback (most recent call last):
+        ...
+    tensorlens_tl.errors.InvalidInputError: share: of='layers'; use 'rows' or 'columns'.
+    """
+    signature = inspect.signature(function)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    accepted = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if parameter.annotation not in (parameter.empty, Any) and parameter.kind not in variadic
+    }
+
+    @wraps(function)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+        try:
+            passed = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # another number of arguments: Python's own words are said by the call
+            passed = {}
+        for name, value in passed.items():
+            if name in accepted and not is_bearable(value, accepted[name]):
+                words = in_words(accepted[name])
+                raise InvalidInputError(f"{function.__name__}: {name}={_in_short(value)}; use {words}.")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def in_words(hint: Any) -> str:
+    """What an annotation accepts: the choices of a `Literal`, the members of a union, or what is said of a type.
+
+    >>> in_words(Literal["l1", "l2"] | None)
+    "'l1', 'l2' or None"
+    """
+    *most, last = dict.fromkeys(_alternatives(hint))
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _alternatives(hint: Any) -> list[str]:
+    origin = get_origin(hint)
+    arguments = get_args(hint)
+    if origin is Annotated:
+        return [arguments[1]] if isinstance(arguments[1], str) else _alternatives(arguments[0])
+    if origin is Literal:
+        return [repr(value) for value in arguments]
+    if origin in (Union, UnionType):
+        return [words for member in arguments for words in _alternatives(member)]
+    kind = origin or hint
+    return [WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"]
+
+
+def _in_short(value: Any) -> str:
+    """A value in a message: the kind and shape of a tensor or an array, and the beginning of anything longer."""
+    if getattr(value, "shape", None):
+        return f"<{type(value).__name__} {list(value.shape)} {value.dtype}>"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def whole_number(name: str, value: Any, least: int | None = None, most: int | None = None, why: str = "") -> int:

@@ -181,10 +181,16 @@ PARTS = {
         lambda m, f: compress.sharing(m),
         lambda m, f: compress.head_weights(f, 0),
     ],
+    **{
+        method: [lambda m, f, method=method: tlens.attribute(f, method=method)]
+        for method in ("alti", "attention", "ff-ig", "globenc", "ifr", "mean", "norm", "rollout", "value-zeroing")
+    },
+    **{
+        method: [lambda m, f, method=method: tlens.attribute(f, method=method, target=7)]
+        for method in ("alti-logit", "chefer", "leave-one-out")
+    },
     "layer map": [
-        *(lambda m, f, method=method: tlens.attribute(f, method=method)
-          for method in ("alti", "attention", "ff-ig", "globenc", "ifr", "mean", "norm", "rollout")),
-        lambda m, f: tlens.attribute(f, method="alti-logit", target=7),
+        lambda m, f: tlens.registry.get_layer_map("attention")(f),
         lambda m, f: contextualisation.context_change(f, "atb", "atb_ff"),
         lambda m, f: contextualisation.gain_against_ff(f),
     ],

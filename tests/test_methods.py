@@ -1,76 +1,53 @@
 """Every method on every family, by the shipped battery: it holds, or it refuses and says why."""
 
+import inspect
+import re
 from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import FLOAT32_INSIDE, MIXED, hooks_left, some_tokens
+from conftest import FLOAT32_INSIDE, hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import contextualisation
+from tensorlens_tl.requirements import REQUIREMENTS
 from tensorlens_tl.testing import check_attribution, method_checks, model_names, parametrize_with_checks, tiny_model
 
-CASES = {
-    "attention": ("attention", {}),
+METHODS = "tensorlens_tl.methods."
+BUILT_IN = [name for name in tlens.list_methods() if tlens.get_method(name).function.__module__.startswith(METHODS)]
+
+
+def options_of(method):
+    """What a method cannot be called without, and few steps."""
+    registered = tlens.get_method(method)
+    if REQUIREMENTS["predictions"] not in registered.requirements():
+        return {}
+    return {name: value for name, value in {"target": 5, "steps": 3}.items() if name in registered.options}
+
+
+VARIED = {
     "attention, heads": ("attention", {"head_reduction": None}),
     "mean": ("mean", {"layer_map": "norm:attn_res_ln"}),
-    "rollout": ("rollout", {}),
     "norm": ("norm", {"scope": "attn_res_ln"}),
-    "ff-ig": ("ff-ig", {}),
-    "globenc": ("globenc", {}),
-    "alti": ("alti", {}),
-    "alti-logit": ("alti-logit", {"target": 5}),
-    "ifr": ("ifr", {}),
-    "decompx": ("decompx", {}),
     "decompx, target": ("decompx", {"aggregate": "target", "target": 5, "query": -1}),
     "decompx, vectors": ("decompx", {"aggregate": "vector", "bias": "token", "query": 0}),
     "tensorlens": ("tensorlens", {"query": None}),
     "tensorlens, norm": ("tensorlens", {"collapse": "norm"}),
     "tensorlens, target": ("tensorlens", {"collapse": "target", "target": 5, "minus": 9}),
-    "input-x-gradient": ("input-x-gradient", {"target": 5}),
-    "integrated-gradients": ("integrated-gradients", {"target": 5, "steps": 3}),
-    "value-zeroing": ("value-zeroing", {}),
     "chefer": ("chefer", {"target": 5, "minus": 9}),
-    "leave-one-out": ("leave-one-out", {"target": 5}),
     "leave-one-out, deleted": ("leave-one-out", {"target": 5, "of": "probability", "replacement": "delete"}),
-    "relp": ("relp", {"target": 5}),
     "attnlrp": ("attnlrp", {"target": 5, "minus": 9}),
-    "cp-lrp": ("cp-lrp", {"target": 5}),
-    "gim": ("gim", {"target": 5}),
 }
-FACTORS = ("afmoe", "bitnet")
-"""A gate, or a norm before W_O: what a source token gives a query depends on the query by more than the pattern."""
-
-REFUSES = {
-    "globenc": ("parallel", "neox", "phi", "gptj", "attn-only", "olmo2", "post-only", *FACTORS),
-    "ff-ig": ("parallel", "neox", "phi", "gptj", "attn-only", *FACTORS),
-    **dict.fromkeys(("norm", "mean", "alti", "alti-logit", "ifr", "value-zeroing", "chefer"), FACTORS),
-    "attnlrp": ("deepseek", "llama4", *FACTORS),
-    "gim": ("deepseek", "llama4", "sinks", "gpt-oss", *FACTORS),
-}
-
-
-WHITENED = ("rollout", "alti", "alti-logit", "ifr", "globenc", "ff-ig", "value-zeroing", "chefer")
-"""They refuse where vectors are passed on between positions outside attention."""
+CASES = {method: (method, options_of(method)) for method in BUILT_IN} | VARIED
 
 
 REFUSAL = (
-    r"undefined at blocks\.0| is whitened|blocks\.0 .*(no softmax attention|a gate or a norm|held as a whole)"
+    r"undefined at blocks\.0|is whitened|blocks\.0 .*(no softmax attention|a gate or a norm|held as a whole)"
     r"|attention sinks|a norm inside attention"
 )
-ANY_MAP = (
-    "tensorlens", "decompx", "input-x-gradient", "integrated-gradients", "leave-one-out", "relp", "cp-lrp",
-)  # fmt: skip
-"""All that asks for nothing but maps, or the model itself."""
-
-
-def refuses(method, name):
-    if name.removeprefix("bridge/") in MIXED:
-        return method not in ANY_MAP
-    if "whitened" in name and method in WHITENED:
-        return True
-    sequential = "sequential" in name or name == "bridge/phi3" or "whitened" in name
-    return not sequential and any(part in name for part in REFUSES.get(method, ()))
+"""Every refusal names the block, or what the whole model has."""
 
 
 FULLY = (
@@ -111,28 +88,160 @@ def test_battery_on_other_layouts(check):
     check()
 
 
-def test_every_method_on_every_family(name, model):
-    """It holds what every result must, or refuses, naming the block."""
-    frozen = tlens.freeze(model, some_tokens())
-    for method, options in CASES.values():
-        if refuses(method, name):
-            with pytest.raises(
-                tlens.UnsupportedModelError,
-                match=REFUSAL,
-            ):
-                tlens.attribute(frozen, method=method, **options)
-            continue
+@cache
+def frozen_named(name):
+    return tlens.freeze(tiny_model(name), some_tokens())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_method_on_every_family(name, case):
+    """It holds what every result must, or refuses what its registration says that it needs, naming the block."""
+    method, options = CASES[case]
+    frozen = frozen_named(name)
+    refusal = tlens.get_method(method).refusal(frozen, options)
+    if not refusal:
         check_attribution(tlens.attribute(frozen, method=method, **options), frozen, tolerance=tolerance(name))
-    assert hooks_left(model) == 0
+    else:
+        assert re.search(REFUSAL, refusal)
+        with pytest.raises(tlens.UnsupportedModelError, match=re.escape(refusal)):
+            tlens.attribute(frozen, method=method, **options)
+    assert hooks_left(frozen.model) == 0
 
 
-def test_every_registered_method_is_in_the_battery():
-    built_in = {"attention", "mean", "rollout", "norm", "ff-ig", "globenc", "alti", "decompx", "tensorlens"}
-    built_in |= {"alti-logit", "ifr"}
-    built_in |= {"input-x-gradient", "integrated-gradients", "value-zeroing", "chefer", "leave-one-out"}
-    built_in |= {"relp", "attnlrp", "cp-lrp", "gim"}
-    assert built_in <= set(tlens.list_methods())
-    assert {method for method, _ in CASES.values()} >= built_in
+def test_every_built_in_method_is_in_the_battery():
+    """What the package publishes, found in another way than the battery finds it: by the files of its folder."""
+    sources = [path.read_text(encoding="utf-8") for path in Path(tlens.methods.__file__).parent.glob("*.py")]
+    registered = {name for source in sources for name in re.findall(r'@register_(?:method|alias)\("([^"]+)"', source)}
+    assert registered == set(BUILT_IN) == {method for method, _ in CASES.values()}
+
+
+# ------------------------------------------------------------------- requirements
+
+
+def test_requirements_have_a_sentence_and_an_order():
+    for name, requirement in REQUIREMENTS.items():
+        assert requirement.name == name
+        assert re.fullmatch(r"[A-Z].*\.", requirement.summary)
+    method = tlens.get_method("chefer")
+    assert [need.name for need in method.requirements()] == ["one_stack", "predictions", "head_vectors", "unwhitened"]
+    assert "needs: one_stack, predictions, head_vectors, unwhitened" in repr(method)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "needs"),
+    [
+        ("rollout", {}, ["one_stack", "patterns", "unwhitened"]),
+        ("rollout", {"layer_map": "globenc"}, ["one_stack", "norm_after_sum", "head_vectors", "unwhitened"]),
+        ("mean", {"layer_map": "value-zeroing"}, ["one_stack", "head_vectors"]),
+        ("ifr", {"aggregate": "sum"}, ["one_stack", "head_vectors"]),
+        ("ff-ig", {"scope": "atb"}, ["one_stack", "sequential_mlp", "head_vectors"]),
+        ("relp", {}, ["predictions"]),
+        ("relp", {"attention": "live"}, ["predictions", "hooked_products"]),
+        ("cp-lrp", {}, ["predictions"]),
+        ("decompx", {"target": 5}, ["predictions"]),
+        ("tensorlens", {"target": 5}, []),
+    ],
+)
+def test_requirements_follow_the_options(method, options, needs):
+    assert [need.name for need in tlens.get_method(method).requirements(options)] == needs
+
+
+def test_a_method_of_ones_own_is_refused_before_it_is_called(model_named, clean_registry):
+    calls = []
+
+    @tlens.Requirement
+    def short(frozen, method):
+        """The prompts have four tokens at most."""
+        if frozen.tokens.shape[1] > 4:
+            raise tlens.UnsupportedModelError(f"{method}: blocks.0 is too long")
+
+    @tlens.register_method("mine", needs=[short, "patterns"])
+    def mine(frozen, *, query=-1):
+        calls.append(query)
+        return tlens.attribute(frozen, method="rollout", query=query)
+
+    long, brief = (tlens.freeze(model_named("bridge/gpt2"), some_tokens(1, length)) for length in (6, 3))
+    assert [need.name for need in tlens.get_method("mine").requirements()] == ["patterns", "short"]
+    for call in (mine, lambda frozen: tlens.attribute(frozen, method="mine")):
+        with pytest.raises(tlens.UnsupportedModelError, match=r"mine: blocks\.0 is too long"):
+            call(long)
+    assert not calls
+    assert mine(brief).method == "rollout"
+    assert "mine" in tlens.list_methods(brief)
+    assert "mine" not in tlens.list_methods(long)
+    with pytest.raises(tlens.InvalidInputError, match="a frozen pass is needed"):
+        mine("Return the value")
+
+
+@pytest.mark.parametrize(
+    ("needs", "error", "message"),
+    [
+        (("pattern",), tlens.RegistryError, "needs 'pattern', which is no requirement; there are 'one_stack'"),
+        ("patterns", tlens.RegistryError, r"needs=\('patterns',\)"),
+        ((3,), tlens.InvalidInputError, r"needs=\(3,\); use names of requirements"),
+        (3, tlens.InvalidInputError, "needs=3; use names of requirements"),
+    ],
+)
+@pytest.mark.parametrize("register", [tlens.register_method, partial(tlens.register_layer_map, holds_residual=False)])
+def test_needs_that_are_none_are_refused(clean_registry, register, needs, error, message):
+    with pytest.raises(error, match=message):
+        register("mine", needs=needs)
+
+
+def test_a_layer_map_of_ones_own_has_needs(clean_registry):
+    tlens.register_layer_map("whole", holds_residual=False, needs=("unwhitened",))(lambda frozen: None)
+    whitened = tlens.freeze(tiny_model("bridge/whitened"), some_tokens())
+    with pytest.raises(tlens.UnsupportedModelError, match=r"mean: the stream .* is whitened"):
+        tlens.attribute(whitened, method="mean", layer_map="whole")
+    with pytest.raises(tlens.UnsupportedModelError, match=r"layer map 'whole': the stream .* is whitened"):
+        tlens.registry.get_layer_map("whole")(whitened)
+
+
+# ------------------------------------------------------------------- functions
+
+
+@pytest.mark.parametrize("method", BUILT_IN)
+def test_every_method_is_a_typed_function_of_a_pass(method):
+    """`tlens.methods.alti(frozen, distance="l2")`: a signature that tools complete, and the same numbers."""
+    function = getattr(tlens.methods, method.replace("-", "_"))
+    assert function is tlens.get_method(method).function
+    first, *options = inspect.signature(function).parameters.values()
+    assert first.annotation is tlens.FrozenPass
+    assert all(option.kind is option.KEYWORD_ONLY and option.annotation is not option.empty for option in options)
+    for section in ("Args:", "Returns:", "Raises:", ">>> "):
+        assert section in inspect.getdoc(function)
+    frozen = frozen_named("bridge/gpt2")
+    by_name = tlens.attribute(frozen, method=method, **options_of(method))
+    assert torch.equal(function(frozen, **options_of(method)).scores, by_name.scores)
+    with pytest.raises(tlens.InvalidInputError, match="a frozen pass is needed, got str"):
+        function("Return the value")
+
+
+def test_an_alias_is_its_method_with_another_name(model_named, clean_registry):
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
+    assert tlens.get_method("cp-lrp").alias_of == ("tensorlens", {"collapse": "target"})
+    assert tlens.get_method("tensorlens").alias_of is None
+    alias = tlens.attribute(frozen, method="cp-lrp", target=5)
+    original = tlens.attribute(frozen, method="tensorlens", collapse="target", target=5)
+    for field in ("scores", "bias", "total", "residual"):
+        assert torch.equal(getattr(alias, field), getattr(original, field))
+    assert (alias.method, alias.target, alias.additive) == ("cp-lrp", original.target, True)
+    assert alias.options == {"target": 5, "minus": None, "query": -1}
+    assert alias.provenance.keys() == original.provenance.keys()
+
+    @tlens.registry.register_alias("norms", of="rollout", layer_map="norm:attn")
+    def norms(frozen, *, query=None):
+        """A rollout of norms."""
+
+    assert [need.name for need in tlens.get_method("norms").requirements()] == [
+        "one_stack",
+        "head_vectors",
+        "unwhitened",
+    ]
+    assert not tlens.get_method("norms").explains_prediction()
+    assert norms(frozen, query=2).options == {"query": 2}
+    with pytest.raises(tlens.InvalidInputError, match="no option 'layer_map'"):
+        tlens.attribute(frozen, method="norms", layer_map="attention")
 
 
 @pytest.fixture(params=["bridge/gpt2", "bridge/bert", "bridge/llama"])
@@ -159,11 +268,11 @@ def test_rollout_by_hand(frozen):
     assert torch.allclose(bare.scores, patterns[1] @ patterns[0])
 
 
-def test_one_query_is_a_row_of_all(frozen):
-    for method in ("attention", "rollout", "norm", "globenc", "alti", "ifr", "ff-ig", "decompx", "value-zeroing"):
-        every, one = (tlens.attribute(frozen, method=method, query=query) for query in (None, 2))
-        assert torch.allclose(one.scores[:, 0], every.scores[:, 2])
-        assert one.queries.tolist() == [[2], [2]]
+@pytest.mark.parametrize("method", BUILT_IN)
+def test_one_query_is_a_row_of_all(frozen, method):
+    every, one = (tlens.attribute(frozen, method=method, query=query, **options_of(method)) for query in (None, 2))
+    assert torch.allclose(one.scores[:, 0], every.scores[:, 2])
+    assert one.queries.tolist() == [[2], [2]]
 
 
 def test_decompx_target_is_additive_and_without_bias_is_not(frozen):
@@ -209,7 +318,7 @@ def test_integrated_gradients_converge(model_named):
         ("ff-ig", {"scope": "atb_ln_ff_everything"}, "-LN model; use one of"),
         ("alti", {"distance": "cosine"}, "'l1' or 'l2'"),
         ("decompx", {"bias": "even"}, "'abssim'"),
-        ("decompx", {"activation": "ig"}, "'ratio' and 'tangent'"),
+        ("decompx", {"activation": "ig"}, "'ratio' or 'tangent'"),
         ("decompx", {"aggregate": "sum"}, "'vector'"),
         ("decompx", {"aggregate": "target"}, "needs one"),
         ("decompx", {"aggregate": "norm", "target": 3}, "needs one"),
@@ -225,6 +334,13 @@ def test_integrated_gradients_converge(model_named):
         ("integrated-gradients", {"target": 5, "steps": 0}, "at least 1"),
         ("relp", {"target": 5, "attention": "half"}, "'frozen' or 'live'"),
         ("gim", {}, "missing"),
+        ("ifr", {"aggregate": "max"}, "'product' or 'sum'"),
+        ("ifr", {"threshold": "much"}, "at least 0, below 1"),
+        ("alti-logit", {"target": 5, "updates": "mlp"}, "'attention' or 'all'"),
+        ("rollout", {"residual": "half"}, "between 0 and 1, None or 'auto'"),
+        ("rollout", {"normalize": "yes"}, "normalize='yes'; use True or False"),
+        ("tensorlens", {"final_norm": torch.ones(2, 3)}, r"final_norm=<Tensor \[2, 3\] torch.float32>; use True"),
+        ("tensorlens", {"collapse": "norm", "probes": 3, "seed": "a"}, "seed='a'; use an integer"),
         ("globenc", {"query": 9}, "out of range"),
         ("globenc", {"scope": "attn"}, "no option 'scope'"),
     ],

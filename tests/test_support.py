@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from conftest import REPRESENTATIVES
 
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import model_names, tiny_input
@@ -31,6 +32,17 @@ def test_every_model_and_method_is_there():
     reasons = re.findall(r"^\d+\. (.*)$", SECTION, flags=re.M)
     used = {int(cell) for row in rows.values() for cell in row.values() if cell.isdigit()}
     assert used == set(range(1, len(reasons) + 1))
+
+
+def test_needs_of_methods_are_there():
+    assert support["needs"]() in support["PATH"].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(REPRESENTATIVES & set(model_names())))
+def test_refusals_are_those_of_the_requirements(name, model):
+    """The table says of each cell what the registrations say; what holds is run by the battery."""
+    row, refusals = table()[name], support["refusals"](model)
+    assert {method for method in refusals if row[method] != "✓"} == {method for method, why in refusals.items() if why}
 
 
 @pytest.mark.whole

@@ -1,4 +1,10 @@
-"""Attribution methods, one file each; importing this package registers them."""
+"""Attribution methods, one file each; importing this package registers them.
+
+A method is a function of a frozen pass with its options as keywords, beside its name for `attribute`:
+
+    >>> tlens.methods.globenc(frozen, normalize=True, query=-1)
+    Attribution('globenc', batch=1, query=1, key=7)
+"""
 
 from tensorlens_tl.methods import contextualisation
 from tensorlens_tl.methods.alti import alti

@@ -7,18 +7,23 @@ Pre-LN and parallel blocks (ours): no norm around the sum, y = x + attention out
 component inside its distance, an error of about 1e-5; here the formula is exact.
 """
 
+from typing import Literal
+
 import torch
 
-from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.layerwise import Maps, locals_of, normalize_rows, product, refuse_whitened, select_query
+from tensorlens_tl._arguments import checked_arguments
+from tensorlens_tl.layerwise import Maps, locals_of, normalize_rows, product, select_query
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results.attribution import Attribution
 
+Distance = Literal["l1", "l2"]
+"""How far a vector is from a layer's output."""
 
-@register_layer_map("alti", holds_residual=True)
-def alti_map(frozen: FrozenPass, distance: str = "l1") -> Maps:
+
+@register_layer_map("alti", holds_residual=True, needs=("head_vectors",))
+def alti_map(frozen: FrozenPass, distance: Distance = "l1") -> Maps:
     """C_ij of every layer."""
     order = {"l1": 1, "l2": 2}[distance]
     maps = []
@@ -33,8 +38,9 @@ def alti_map(frozen: FrozenPass, distance: str = "l1") -> Maps:
     return torch.stack(maps)
 
 
-@register_method("alti")
-def alti(frozen: FrozenPass, *, distance: str = "l1", query: Query = None) -> Attribution:
+@register_method("alti", needs=("one_stack", "head_vectors", "unwhitened"))
+@checked_arguments
+def alti(frozen: FrozenPass, *, distance: Distance = "l1", query: Query = None) -> Attribution:
     """How much nearer each token's vector brings a layer's output, rolled out over layers (Ferrando 2022).
 
     Rows are distributions: they sum to 1.
@@ -44,13 +50,17 @@ def alti(frozen: FrozenPass, *, distance: str = "l1", query: Query = None) -> At
         distance: `"l1"` or `"l2"`.
         query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
 
+    Returns:
+        Scores `[batch, query, key]`, and each layer's map in `layers`.
+
     Raises:
         InvalidInputError: an unknown distance, or a query out of range.
-        UnsupportedModelError: the model is whitened.
+        UnsupportedModelError: the model is whitened, an encoder–decoder, has a layer without softmax attention, or a
+            gate or a norm inside attention.
+
+    >>> tlens.methods.alti(frozen, query=-1).scores.sum(-1).round(decimals=4)
+    tensor([[1.]])
     """
-    if distance not in ("l1", "l2"):
-        raise InvalidInputError(f"distance={distance!r}; use 'l1' or 'l2'.")
-    refuse_whitened(frozen, "alti")
     maps = alti_map(frozen, distance)
     return Attribution.of(
         frozen,

@@ -13,15 +13,18 @@ reads: by R^l behind attention, in a parallel block by R^{l−1}. A position tha
 empty row in ALTI, passes on to itself (ours).
 """
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import Stream, token_pairs
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.layerwise import Maps, normalize_rows, refuse_whitened
-from tensorlens_tl.methods.alti import alti_map
+from tensorlens_tl.layerwise import Maps, normalize_rows
+from tensorlens_tl.methods.alti import Distance, alti_map
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
@@ -30,14 +33,15 @@ from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
 
 
-@register_method("alti-logit")
+@register_method("alti-logit", needs=("one_stack", "predictions", "head_vectors", "unwhitened"))
+@checked_arguments
 def alti_logit(
     frozen: FrozenPass,
     *,
     target: TokenLike = None,
     minus: TokenLike = None,
-    updates: str = "attention",
-    distance: str = "l1",
+    updates: Literal["attention", "all"] = "attention",
+    distance: Distance = "l1",
     query: Query = -1,
 ) -> Attribution:
     """What each layer's attention adds to a logit, by source token, through ALTI's rollout (Ferrando 2023).
@@ -52,17 +56,19 @@ def alti_logit(
         distance: of ALTI, ``"l1"`` or ``"l2"``.
         query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
 
+    Returns:
+        Scores `[batch, query, key]`, the logit and its bias `[batch, query]`, and each layer's part in `layers`.
+
     Raises:
         InvalidInputError: no target, several tokens, an unknown option, or a query out of range.
         UnsupportedModelError: the model predicts no tokens, is whitened, or `alti` is not defined for it.
+
+    >>> result = tlens.methods.alti_logit(frozen, target=" value")
+    >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
+    True
     """
-    if updates not in ("attention", "all"):
-        raise InvalidInputError(f"updates={updates!r}; use 'attention' or 'all'.")
-    if distance not in ("l1", "l2"):
-        raise InvalidInputError(f"distance={distance!r}; use 'l1' or 'l2'.")
     if target is None:
         raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
-    refuse_whitened(frozen, "alti-logit")
     positions = query_positions(frozen.prompt, query)
     vectors, constant = unembedding_rows(frozen, positions, target, minus)
     real = torch.take_along_dim(frozen.mask, positions, dim=1)

@@ -1,8 +1,10 @@
 """Raw attention."""
 
+from typing import Literal
+
 import torch
 
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.layerwise import Maps, locals_of, select_query
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -10,14 +12,17 @@ from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results.attribution import AXES, Attribution
 
 
-@register_layer_map("attention", holds_residual=False)
+@register_layer_map("attention", holds_residual=False, needs=("patterns",))
 def attention_map(frozen: FrozenPass) -> Maps:
     """The pattern, averaged over heads."""
     return torch.stack([layer.pattern.mean(1) * layer.pairs for layer in locals_of(frozen)])
 
 
-@register_method("attention")
-def attention(frozen: FrozenPass, *, head_reduction: str | None = "mean", query: Query = None) -> Attribution:
+@register_method("attention", needs=("one_stack", "patterns"))
+@checked_arguments
+def attention(
+    frozen: FrozenPass, *, head_reduction: Literal["mean", "max"] | None = "mean", query: Query = None
+) -> Attribution:
     """The attention pattern itself, averaged over layers; per layer and head in `layers`.
 
     Args:
@@ -25,15 +30,21 @@ def attention(frozen: FrozenPass, *, head_reduction: str | None = "mean", query:
         head_reduction: `"mean"` or `"max"` over heads, or None for every head (axes batch, head, query, key).
         query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
 
+    Returns:
+        Scores `[batch, query, key]`, or `[batch, head, query, key]`, and each layer's patterns in `layers`.
+
     Raises:
         InvalidInputError: an unknown reduction, or a query out of range.
+        UnsupportedModelError: a layer without softmax attention, or an encoder–decoder.
+
+    >>> tlens.methods.attention(frozen, head_reduction=None, query=-1)
+    Attribution('attention', batch=1, head=4, query=1, key=7)
     """
-    if head_reduction not in ("mean", "max", None):
-        raise InvalidInputError(f"head_reduction={head_reduction!r}; use 'mean', 'max' or None.")
-    patterns = [layer.pattern * layer.pairs[:, None] for layer in locals_of(frozen)]
-    if head_reduction is not None:
-        patterns = [p.mean(1) if head_reduction == "mean" else p.amax(1) for p in patterns]
-    layers = torch.stack(patterns)
+    layers = torch.stack([layer.pattern * layer.pairs[:, None] for layer in locals_of(frozen)])
+    if head_reduction == "mean":
+        layers = layers.mean(2)
+    elif head_reduction == "max":
+        layers = layers.amax(2)
     return Attribution.of(
         frozen,
         select_query(frozen, layers.mean(0), query),

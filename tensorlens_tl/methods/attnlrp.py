@@ -1,5 +1,6 @@
 """AttnLRP (Achtibat et al. 2024): relevance that every product shares between its two factors, softmax live."""
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.hooks import BackwardRule
 from tensorlens_tl.methods.ruled import by_rule
@@ -12,7 +13,8 @@ ATTNLRP = BackwardRule(activation="split", values=0.5, scores=0.25)
 """A·V halved; Q·K, reached through A, halved again; φ(z)/z, and φ(g)·u halved."""
 
 
-@register_method("attnlrp")
+@register_method("attnlrp", needs=("predictions", "hooked_products"))
+@checked_arguments
 def attnlrp(
     frozen: FrozenPass,
     *,
@@ -35,10 +37,17 @@ def attnlrp(
         query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
 
+    Returns:
+        Scores `[batch, query, key]`, and the logit and the residual `[batch, query]`.
+
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens, or a block's attention is held as a whole, so that its
             products are not reached.
         NumericalError: gradients are not finite.
+
+    >>> result = tlens.methods.attnlrp(frozen, target=" value")
+    >>> result.additive, result.scores.shape
+    (False, torch.Size([1, 1, 7]))
     """
     return by_rule(frozen, "attnlrp", ATTNLRP, target, minus, query, memory)

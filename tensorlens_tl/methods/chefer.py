@@ -15,11 +15,11 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, in_this_thread
-from tensorlens_tl.layerwise import refuse_whitened
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -27,7 +27,8 @@ from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
 
 
-@register_method("chefer")
+@register_method("chefer", needs=("one_stack", "predictions", "head_vectors", "unwhitened"))
+@checked_arguments
 def chefer(
     frozen: FrozenPass,
     *,
@@ -46,15 +47,19 @@ def chefer(
         query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         memory: what the runs of several queries may allocate at once, as ``"512MB"`` or bytes.
 
+    Returns:
+        Scores `[batch, query, key]`.
+
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens, has two streams (an encoder–decoder), a layer without
             softmax attention or with a gate or a norm inside it, or is whitened.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
         NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
+
+    >>> bool((tlens.methods.chefer(frozen, target=" value").scores >= 0).all())
+    True
     """
-    frozen.view.refuse_encoder_decoder("chefer (self-attention only: cross-attention joins two streams)")
-    refuse_whitened(frozen, "chefer")
     sites = [_Site(frozen, layer) for layer in range(frozen.n_layers)]
     live_logits = LiveLogits(frozen, target, minus, query, "chefer")
     in_bytes(memory)
@@ -108,20 +113,11 @@ class _Site:
 
     `output` is what the last run gave there: the heads' mixed values, or the output of attention that is held as a
     whole.
-
-    Raises:
-        UnsupportedModelError: no softmax attention there, or one with a gate or a norm inside.
     """
 
     def __init__(self, frozen: FrozenPass, layer: int) -> None:
         block = frozen.view.blocks[layer]
         points = frozen.points.blocks[layer]
-        if block.attention.output_factor is not None:  # refuses what is no attention, naming the block
-            raise UnsupportedModelError(
-                f"chefer: blocks.{layer} of this {frozen.view.description} has a gate or a norm inside its attention, "
-                "so that what a token gives is not its pattern times a value. Methods over the operator (tensorlens, "
-                "decompx) and input-x-gradient work."
-            )
         assert points.heads is not None
         self.frozen = frozen
         self.layer = layer

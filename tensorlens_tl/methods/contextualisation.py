@@ -1,20 +1,31 @@
 """What feed-forward layers do to contextualisation: the analyses of Kobayashi et al. 2024, over the maps of `ff-ig`."""
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Chain, stages_of
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import locals_of
-from tensorlens_tl.methods.ff_ig import ff_map, ff_scope, gain_after
+from tensorlens_tl.methods.ff_ig import Scope, ff_map, ff_scope, gain_after
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.results.entry import Entry, check_batch
 
+SHARE = "a share of the channels, at least 0, below 1"
 
+
+@checked_arguments
 def context_change(
-    frozen: FrozenPass, before: str, after: str, *, without_low_gain: float = 0.0, as_printed: bool = False
+    frozen: FrozenPass,
+    before: Scope,
+    after: Scope,
+    *,
+    without_low_gain: Annotated[int | float, SHARE] = 0.0,
+    as_printed: bool = False,
 ) -> Float[Tensor, "layer batch"]:
     """1 − ρ (Spearman) between two scopes' maps over each prompt's pairs: how much the steps between reorder them.
 
@@ -25,14 +36,18 @@ def context_change(
             reads the feed-forward layer's output (the paper leaves out 0.01).
         as_printed: see the `ff-ig` method.
 
+    Returns:
+        A number between 0 and 2 for each layer and prompt; 0 where the order of the pairs is the same.
+
     Raises:
         InvalidInputError: a scope this model does not have, or a share outside [0, 1).
         UnsupportedModelError: see the `ff-ig` method.
+
+    >>> tlens.contextualisation.context_change(frozen, "atb", "atb_ln_ff").shape
+    torch.Size([4, 1])
     """
     if not 0 <= without_low_gain < 1:
-        raise InvalidInputError(
-            f"without_low_gain={without_low_gain}; use a share of the channels, at least 0, below 1."
-        )
+        raise InvalidInputError(f"without_low_gain={without_low_gain}; use {SHARE}.")
     options = {"without_low_gain": without_low_gain, "as_printed": as_printed}
     first, second = (ff_map(frozen, ff_scope(frozen, scope), **options) for scope in (before, after))
     live = _live(frozen)
@@ -44,7 +59,7 @@ def context_change(
 
 
 def ff_amp(
-    frozen: FrozenPass, before: str, after: str, *, as_printed: bool = False
+    frozen: FrozenPass, before: Scope, after: Scope, *, as_printed: bool = False
 ) -> Float[Tensor, "layer batch query key"]:
     """Two scopes' maps, each divided by its column sums, subtracted: which pairs the steps between amplify.
 
@@ -52,6 +67,17 @@ def ff_amp(
         frozen: the pass.
         before, after: scopes of the `ff-ig` method.
         as_printed: see the `ff-ig` method.
+
+    Returns:
+        What the second scope's map has more than the first's, for each layer and pair; columns sum to 0.
+
+    Raises:
+        InvalidInputError: a scope this model does not have.
+        UnsupportedModelError: see the `ff-ig` method.
+
+    >>> amplified = tlens.contextualisation.ff_amp(frozen, "atb", "atb_ln_ff")
+    >>> bool(amplified.sum(-2).abs().max() < 1e-5)
+    True
     """
     first, second = (ff_map(frozen, ff_scope(frozen, scope), as_printed=as_printed) for scope in (before, after))
     return _by_column(second) - _by_column(first)
@@ -62,27 +88,44 @@ def top_pairs(
 ) -> list[Entry]:
     """The k most amplified pairs of one prompt, largest first: entries named by layer, query token and source token.
 
+    Args:
+        frozen: the pass.
+        amp: what `ff_amp` returns.
+        k: how many.
+        batch: the prompt.
+
+    Returns:
+        Entries whose position is the pair of query and key.
+
     Raises:
         InvalidInputError: k below 1, or no such prompt.
+
+    >>> amplified = tlens.contextualisation.ff_amp(frozen, "atb", "atb_ln_ff")
+    >>> first, second = tlens.contextualisation.top_pairs(frozen, amplified, 2)
+    >>> first.score >= second.score
+    True
     """
     check_batch(batch, frozen.str_tokens)
     if k < 1:
-        raise InvalidInputError(f"top_pairs: k={k}; ask for at least one pair.")
+        raise InvalidInputError(f"top_pairs: k={k}; use at least one pair.")
     tokens = frozen.str_tokens[batch]
     live = _live(frozen)[batch].expand(amp[:, batch].shape)
-    places = live.nonzero().tolist()
-    scores = amp[:, batch][live]
-    order = scores.argsort(descending=True)[:k].tolist()
+    largest = amp[:, batch][live].sort(descending=True)
+    pairs = live.nonzero()[largest.indices[:k]]
     return [
-        Entry(f"layer {layer}: {tokens[query]!r} from {tokens[key]!r}", float(scores[i]), (query, key))
-        for i, (layer, query, key) in ((i, places[i]) for i in order)
+        Entry(f"layer {layer}: {tokens[query]!r} from {tokens[key]!r}", score, (query, key))
+        for (layer, query, key), score in zip(pairs.tolist(), largest.values[:k].tolist(), strict=True)
     ]
 
 
 def ff_against_bypass(frozen: FrozenPass) -> Float[Tensor, "layer batch pos"]:
-    """‖FF output‖ / ‖bypass‖: the feed-forward layer's own output beside the stream it is added to, biases included."""
-    sizes = [(output.norm(dim=-1), bypass.norm(dim=-1)) for bypass, output in _ff_parts(frozen)]
-    return torch.stack([output / bypass for output, bypass in sizes]) * frozen.mask
+    """‖FF output‖ / ‖bypass‖: the feed-forward layer's output beside the stream it is added to, biases included.
+
+    >>> tlens.contextualisation.ff_against_bypass(frozen).shape
+    torch.Size([4, 1, 7])
+    """
+    ratios = [output.norm(dim=-1) / bypass.norm(dim=-1) for bypass, output in _ff_parts(frozen)]
+    return torch.stack(ratios) * frozen.mask
 
 
 def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
@@ -90,12 +133,19 @@ def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
 
     Negative where the norm damps the channels in which the feed-forward layer writes outliers; NaN where no norm with a
     gain follows.
+
+    >>> correlations = tlens.contextualisation.gain_against_ff(frozen)
+    >>> correlations.shape, bool(correlations.abs().max() <= 1)
+    (torch.Size([4]), True)
     """
     correlations = []
     for local, (_, output) in zip(locals_of(frozen), _ff_parts(frozen), strict=True):
         gain = gain_after(local)
         size = output[frozen.mask].abs().mean(0)
-        correlations.append(size.new_tensor(float("nan")) if gain is None else _correlation(gain, size))
+        if gain is None:
+            correlations.append(torch.tensor(float("nan"), device=size.device))
+        else:
+            correlations.append(_correlation(gain, size))
     return torch.stack(correlations)
 
 
@@ -106,7 +156,8 @@ def _ff_parts(frozen: FrozenPass) -> list[tuple[Tensor, Tensor]]:
     for local in locals_of(frozen):
         mlp = frozen.maps.mlp(local.layer)
         bypass = local.attended()
-        stages = (*local.norms(local.mlp.before), *(stages_of(mlp) if mlp else ()), *local.norms(local.mlp.after))
+        assert mlp is not None  # of a model that meets `sequential_mlp`
+        stages = (*local.norms(local.mlp.before), *stages_of(mlp), *local.norms(local.mlp.after))
         parts.append((bypass, Chain(stages)(bypass)))
     return parts
 
@@ -114,7 +165,9 @@ def _ff_parts(frozen: FrozenPass) -> list[tuple[Tensor, Tensor]]:
 def _live(frozen: FrozenPass) -> Tensor:
     """`[batch, query, key]`: pairs of real tokens in which the source can reach the query."""
     pairs = frozen.mask[:, :, None] & frozen.mask[:, None, :]
-    return pairs.tril() if frozen.causal else pairs
+    if frozen.causal:
+        return pairs.tril()
+    return pairs
 
 
 def _by_column(maps: Tensor) -> Tensor:

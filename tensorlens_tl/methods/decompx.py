@@ -12,13 +12,15 @@ layer of an encoder–decoder, whose sources are the tokens of both sides.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import AffineMap, Chain, Identity, Sum
-from tensorlens_tl.algebra.bias_spreading import CHUNK_BUDGET, Spread, check_bias_rule, source_vectors, walk
+from tensorlens_tl.algebra.bias_spreading import CHUNK_BUDGET, BiasRule, Spread, check_bias_rule, source_vectors, walk
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_residual, upcast
 from tensorlens_tl.errors import InvalidInputError, SizeError
@@ -30,18 +32,28 @@ from tensorlens_tl.passes.operator import logit_label, unembedding_rows
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import AXES, Attribution
 
+Activation = Literal["ratio", "tangent"]
+Aggregate = Literal["norm", "target", "vector"]
+
 
 def _aggregates_onto_token(options: Mapping[str, Any]) -> bool:
     return options.get("aggregate") in (None, "target")
 
 
-@register_method("decompx", explains_prediction=_aggregates_onto_token)
+def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    if options["target"] is None:
+        return ()
+    return ("predictions",)
+
+
+@register_method("decompx", needs=_needs, explains_prediction=_aggregates_onto_token)
+@checked_arguments
 def decompx(
     frozen: FrozenPass,
     *,
-    bias: str = "absdot",
-    activation: str = "ratio",
-    aggregate: str | None = None,
+    bias: BiasRule = "absdot",
+    activation: Activation = "ratio",
+    aggregate: Aggregate | None = None,
     target: TokenLike = None,
     minus: TokenLike = None,
     query: Query = None,
@@ -61,17 +73,22 @@ def decompx(
         memory: what may be allocated at once, the vectors included, as ``"512MB"`` or bytes. There is a vector for
             every source token at every position (in causal models up to the last query), twice with parallel blocks.
 
+    Returns:
+        Scores `[batch, query, key]`, or vectors `[batch, query, key, d_model]`; for a target the logit, its bias and
+        the residual `[batch, query]` as well.
+
     Raises:
-        InvalidInputError: an unknown option, a target missing or not asked for, or a query out of range.
+        InvalidInputError: an unknown option, a target that is missing or belongs to another aggregate, or a query out
+            of range.
+        UnsupportedModelError: a target, and the model predicts no tokens.
         SizeError: the vectors alone take more than `memory`; says how much.
+
+    >>> result = tlens.methods.decompx(frozen, target=" value", query=-1)
+    >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
+    True
     """
-    rule = check_bias_rule(bias)
-    if activation not in ("ratio", "tangent"):
-        raise InvalidInputError(f"activation={activation!r}; DecompX has 'ratio' and 'tangent'.")
     if aggregate is None:
         aggregate = "norm" if target is None else "target"
-    if aggregate not in ("norm", "target", "vector"):
-        raise InvalidInputError(f"aggregate={aggregate!r}; use 'norm', 'target' or 'vector'.")
     if (aggregate == "target") != (target is not None):
         raise InvalidInputError(
             "target: aggregate='target' needs one (target=' Paris'), and no other aggregate takes one."
@@ -79,54 +96,72 @@ def decompx(
     options = {"bias": bias, "activation": activation, "aggregate": aggregate, "query": query}
     fields: dict[str, Any] = {}
     positions = query_positions(frozen.prompt, query)
-    unembedding = unembedding_rows(frozen, positions, target, minus) if aggregate == "target" else None
-    vectors = _vectors_at(frozen, None if query is None else positions, rule, activation, aggregate, memory)
-    if unembedding is not None:
-        vectors = upcast(vectors)
-        direction = upcast(unembedding[0])
-        constant = upcast(unembedding[1])
-        scores = torch.einsum("kbqd,bqd->bqk", vectors, direction)
+    carry = partial(_vectors_at, frozen, None if query is None else positions, bias, activation, memory=memory)
+    axes = AXES
+    if aggregate == "target":
+        direction, constant = map(upcast, unembedding_rows(frozen, positions, target, minus))
+        scores = torch.einsum("kbqd,bqd->bqk", upcast(carry(through_head=True)), direction)
         states = upcast(torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1))
         total = (states * direction).sum(-1) + constant
         real = torch.take_along_dim(frozen.mask, positions, dim=1)
-        bias_u = constant * real
+        constant = constant * real
         total = total * real
-        fields = {"bias": bias_u, "total": total, "residual": relative_residual(scores, bias_u, total)}
+        fields = {"bias": constant, "total": total, "residual": relative_residual(scores, constant, total)}
         fields |= {"additive": bias != "none", "target": logit_label(frozen.view, target, minus)}
         options |= {"target": target, "minus": minus}
+    elif aggregate == "norm":
+        scores = carry().norm(dim=-1).permute(1, 2, 0)
     else:
-        scores = vectors.norm(dim=-1).permute(1, 2, 0) if aggregate == "norm" else vectors.permute(1, 2, 0, 3)
-    axes = AXES if aggregate != "vector" else (*AXES, "d_model")
-    if rule == "token":
-        starts = frozen.prompt.word_starts
-        fields |= {
-            "tokens": [[*row, "[bias]"] for row in frozen.str_tokens],
-            "word_starts": None if starts is None else [[*row, True] for row in starts],
-            "sides": None if frozen.prompt.sides is None else [[*row, ""] for row in frozen.prompt.sides],
-            "mask": torch.cat([frozen.mask, torch.ones_like(frozen.mask[:, :1])], dim=1),
-        }
+        scores = carry().permute(1, 2, 0, 3)
+        axes = (*AXES, "d_model")
+    if bias == "token":
+        fields |= _with_bias_token(frozen)
     attribution = Attribution.of(frozen, scores, method="decompx", query=query, axes=axes, options=options, **fields)
     return frozen.checked(attribution) if attribution.additive else attribution
 
 
+def _with_bias_token(frozen: FrozenPass) -> dict[str, Any]:
+    """The fields of a result whose last source is the biases."""
+    prompt = frozen.prompt
+    return {
+        "tokens": [[*row, "[bias]"] for row in frozen.str_tokens],
+        "word_starts": prompt.word_starts and [[*row, True] for row in prompt.word_starts],
+        "sides": prompt.sides and [[*row, ""] for row in prompt.sides],
+        "mask": torch.nn.functional.pad(frozen.mask, (0, 1), value=True),
+    }
+
+
 def _vectors_at(
-    frozen: FrozenPass, positions: Tensor | None, rule: str, activation: str, aggregate: str, memory: Memory
+    frozen: FrozenPass,
+    positions: Tensor | None,
+    rule: BiasRule,
+    activation: Activation,
+    *,
+    through_head: bool = False,
+    memory: Memory = None,
 ) -> Tensor:
     """Source vectors at some positions, `[key, batch, query, d_model]`; nothing that cannot reach them is carried."""
     length = frozen.tokens.shape[1]
-    end = length if positions is None or not frozen.causal else int(positions.max()) + 1
+    end = length
+    if positions is not None and frozen.causal:
+        end = int(positions.max()) + 1
     prefix = frozen if end == length else frozen.cut(end)
-    vectors = source_to_output(prefix, rule, activation, through_head=aggregate == "target", memory=memory)
+    vectors = source_to_output(prefix, rule, activation, through_head=through_head, memory=memory)
     if positions is not None:
         vectors = torch.take_along_dim(vectors, positions[None, ..., None], dim=2)
     if end == length:
         return vectors
-    keys = length + 1 if rule == "token" else length
+    keys = _sources(length, rule)
     padded = vectors.new_zeros(keys, *vectors.shape[1:])
     padded[:end] = vectors[:end]
     if rule == "token":
         padded[-1] = vectors[-1]
     return padded
+
+
+def _sources(length: int, rule: BiasRule) -> int:
+    """How many sources there are: one for each token, and for the rule ``"token"`` one for all biases."""
+    return length + 1 if rule == "token" else length
 
 
 def source_to_output(
@@ -151,22 +186,28 @@ def source_to_output(
     width = 3 * frozen.resid_pre(0).shape[-1] + _widest(frozen)
     spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))
     stages = _stages(frozen.maps.block_map(0, activation=activation))
-    attention = frozen.view.blocks[0].attention if frozen.view.blocks[0].mixer is None else None
-    plain = attention is not None and attention.output_factor is None
-    if frozen.maps.whitening(0) is None and frozen.sides is None and plain:
+    first = frozen.view.blocks[0]
+    has_head_vectors = first.mixer is None and first.attention.output_factor is None
+    if frozen.maps.whitening(0) is None and frozen.sides is None and has_head_vectors:
         vectors = _first_attention(frozen, spread, activation, width)
         stages = stages[1:]
     else:
         vectors = source_vectors(frozen.resid_pre(0), rule == "token")
-    last = frozen.n_layers if layers is None else layers
-    for layer in range(1, last):
-        stages += _stages(frozen.maps.block_map(layer, activation=activation))
     if layers is None:
-        ends = (frozen.final_map(), frozen.prediction_head() if through_head else None)
-        stages += [end for end in ends if end is not None]
+        ends = [frozen.final_map()]
+        if through_head:
+            ends.append(frozen.prediction_head())
+        layers = frozen.n_layers
+    else:
+        ends = []
+    for layer in range(1, layers):
+        stages += _stages(frozen.maps.block_map(layer, activation=activation))
+    stages += [end for end in ends if end is not None]
     vectors = walk(Chain(tuple(stages)), vectors, spread, causal=frozen.causal, width=width)
     pairs = frozen.mask[None, :, :] & _real_keys(frozen, len(vectors))
-    return vectors if bool(pairs.all()) else vectors.mul_(pairs[..., None])
+    if bool(pairs.all()):
+        return vectors
+    return vectors.mul_(pairs[..., None])
 
 
 def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width: int) -> Tensor:
@@ -175,13 +216,15 @@ def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width:
     extra = spread.rule == "token"
     vectors = source_vectors(local.x, extra)
     first = _stages(frozen.maps.block_map(0, activation=activation))[0]
-    parallel = [t for t in first.terms if not isinstance(t, Identity) and not t.mixes] if isinstance(first, Sum) else []
+    terms = first.terms if isinstance(first, Sum) else ()
+    parallel = [term for term in terms if not isinstance(term, Identity) and not term.mixes]
     beside = [walk(term, vectors.clone(), spread, causal=frozen.causal, width=width) for term in parallel]
     for keys, contribution in local.vectors(width=width, budget=spread.budget):
         vectors[keys] += contribution
     constant = frozen.view.blocks[0].attention.b_O
     after = local.norms(local.attn.after)
-    constant = local.x.new_zeros(local.x.shape[-1]) if constant is None else constant
+    if constant is None:
+        constant = local.x.new_zeros(local.x.shape[-1])
     constant = constant.expand(local.x.shape)
     for norm in after:
         constant = norm(constant)
@@ -190,13 +233,14 @@ def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width:
     return spread.add_everywhere(vectors, constant)
 
 
-def _budget(frozen: FrozenPass, rule: str, width: int, memory: Memory) -> int:
+def _budget(frozen: FrozenPass, rule: BiasRule, width: int, memory: Memory) -> int:
     """What a chunk may take besides the vectors themselves."""
     if memory is None:
         return CHUNK_BUDGET
     x = frozen.resid_pre(0)
-    keys = x.shape[1] + 1 if rule == "token" else x.shape[1]
-    vectors = keys * x.numel() * x.element_size() * (2 if any(layout.parallel for layout in frozen.layouts) else 1)
+    keys = _sources(x.shape[1], rule)
+    copies = 2 if any(layout.parallel for layout in frozen.layouts) else 1
+    vectors = copies * keys * x.numel() * x.element_size()
     least = max(keys, x.shape[1]) * len(x) * width * x.element_size()
     left = in_bytes(memory) - vectors
     if left < least:
@@ -219,8 +263,8 @@ def _widest(frozen: FrozenPass) -> int:
 
 
 def _real_keys(frozen: FrozenPass, keys: int) -> Tensor:
-    real = frozen.mask.T[:, :, None]
-    return real if keys == len(real) else torch.cat([real, torch.ones_like(real[:1])])
+    real = frozen.mask.T
+    return torch.nn.functional.pad(real, (0, 0, 0, keys - len(real)), value=True)[:, :, None]
 
 
 def _reach(frozen: FrozenPass) -> Tensor:

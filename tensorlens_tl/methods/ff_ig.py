@@ -12,27 +12,57 @@ feed-forward layer by integrated gradients with a zero baseline, whose closed fo
 All norms by their linear parts. For gated MLPs `ig` is ours, see `tensorlens_tl.models.activations`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Norm
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.layerwise import LocalLayer, Maps, select_query, through
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
+from tensorlens_tl.requirements import Requirement, sequential_mlp
 from tensorlens_tl.results.attribution import Attribution
 
-FF_SCOPES = {
-    "post": ("atb", "atb_ff", "atb_ff_res", "atb_ff_res_ln"),
-    "pre": ("atb", "atb_ln", "atb_ln_ff", "atb_ln_ff_res", "atb_ln_ff_res_nextln"),
-}
+PostScope = Literal["atb", "atb_ff", "atb_ff_res", "atb_ff_res_ln"]
+PreScope = Literal["atb", "atb_ln", "atb_ln_ff", "atb_ln_ff_res", "atb_ln_ff_res_nextln"]
+if TYPE_CHECKING:
+    Scope = PostScope | PreScope
+else:
+    Scope = Any  # which of them a model has is said by `ff_scope`
+FF_SCOPES: dict[str, tuple[Scope, ...]] = {"post": get_args(PostScope), "pre": get_args(PreScope)}
 
 
-def ff_scope(frozen: FrozenPass, scope: str | None) -> str:
+@Requirement
+def next_norm_reads_block(frozen: FrozenPass, method: str) -> None:
+    """Every pre-LN block's norm reads what the block before it writes: no block after the first is whitened."""
+    if _kind(frozen) == "post":
+        return
+    for number in range(1, frozen.n_layers):
+        if frozen.maps.whitening(number) is not None:
+            raise UnsupportedModelError(
+                f"{method}: blocks.{number} of this {frozen.view.description} is whitened, so its norm reads other "
+                "vectors than the block before it writes; use scope='atb_ln_ff_res', the last one before it."
+            )
+
+
+def _needs(options: Mapping[str, Any]) -> tuple[str | Requirement, ...]:
+    needs = ("one_stack", sequential_mlp, "head_vectors")
+    if options["scope"] in (None, "atb_ln_ff_res_nextln"):
+        return (*needs, next_norm_reads_block)
+    return needs
+
+
+def _kind(frozen: FrozenPass) -> Literal["post", "pre"]:
+    return "pre" if frozen.layouts[0].attn.outer is None else "post"
+
+
+def ff_scope(frozen: FrozenPass, scope: str | None) -> Scope:
     """The scope itself, or the widest one for None, checked against the model's layout.
 
     Raises:
@@ -41,23 +71,21 @@ def ff_scope(frozen: FrozenPass, scope: str | None) -> str:
         FrozenModelError: the model is no longer the one that the pass was taken from.
     """
     frozen.check_fresh()
-    for number, layout in enumerate(frozen.layouts):
-        if layout.parallel or not frozen.view.blocks[number].has_mlp:
-            raise UnsupportedModelError(
-                f"ff-ig: undefined at blocks.{number} of this {frozen.view.description}: no MLP reads attention."
-            )
-    kind = "post" if frozen.layouts[0].attn.outer is not None else "pre"
-    scope = scope or FF_SCOPES[kind][-1]
-    if scope not in FF_SCOPES[kind]:
-        raise InvalidInputError(
-            f"scope={scope!r}: this is a {kind}-LN model; use one of {', '.join(map(repr, FF_SCOPES[kind]))}."
-        )
-    return scope
+    sequential_mlp.check(frozen, "ff-ig")
+    kind = _kind(frozen)
+    for known in FF_SCOPES[kind]:
+        if scope == known:
+            return known
+    if scope is None:
+        return FF_SCOPES[kind][-1]
+    raise InvalidInputError(
+        f"scope={scope!r}: this is a {kind}-LN model; use one of {', '.join(map(repr, FF_SCOPES[kind]))}."
+    )
 
 
-@register_layer_map("ff-ig", holds_residual=True)
+@register_layer_map("ff-ig", holds_residual=True, needs=_needs({"scope": None}))
 def ff_map(
-    frozen: FrozenPass, scope: str | None = None, *, without_low_gain: float = 0.0, as_printed: bool = False
+    frozen: FrozenPass, scope: Scope | None = None, *, without_low_gain: int | float = 0.0, as_printed: bool = False
 ) -> Maps:
     """Kobayashi et al. 2024: the block up to `scope`, its feed-forward part by integrated gradients.
 
@@ -69,32 +97,44 @@ def ff_map(
     for number in range(frozen.n_layers):
         layer = LocalLayer(frozen, number, with_biases=not as_printed)
         scores = layer.x.new_empty(*layer.pairs.shape)
-        gain = gain_after(layer) if without_low_gain else None
-        channels = slice(None) if gain is None else gain.argsort()[max(1, int(without_low_gain * len(gain))) :]
+        channels = _channels(layer, without_low_gain)
         for keys, vectors in ff_vectors(layer, scope, as_printed):
             scores[..., keys] = vectors[..., channels].norm(dim=-1).permute(1, 2, 0)
         maps.append(scores * layer.pairs)
     return torch.stack(maps)
 
 
+def _channels(layer: LocalLayer, without_low_gain: int | float) -> Tensor | slice:
+    """The channels without a share of those of smallest gain, one at least; all for a share of 0, or without gains."""
+    if without_low_gain == 0:
+        return slice(None)
+    gain = gain_after(layer)
+    if gain is None:
+        return slice(None)
+    return gain.argsort()[max(1, int(without_low_gain * len(gain))) :]
+
+
 def ff_vectors(
-    layer: LocalLayer, scope: str, as_printed: bool = False
+    layer: LocalLayer, scope: Scope, as_printed: bool = False
 ) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
     """The vectors whose norms `ff_map` takes, a few source tokens at a time."""
-    place = layer.mlp
+    norms = layer.mlp
     mlp = layer.frozen.maps.mlp(layer.layer, "ig")
     weights = layer.frozen.view.blocks[layer.layer].mlp
-    if mlp is None or weights is None:
-        raise UnsupportedModelError(f"ff-ig: blocks.{layer.layer} has no MLP.")
+    assert mlp is not None  # of a model that meets `sequential_mlp`
+    assert weights is not None
     width = weights.hidden if "ff" in scope else 0
     for keys, atb in layer.vectors(layer.norms(layer.attn.outer), residual=True, width=width):
-        vectors = atb if scope == "atb" else through(layer.norms(place.before), atb)
+        vectors = atb
+        bypass = _diagonal(atb, keys) if as_printed else atb
+        if scope != "atb":
+            vectors = through(layer.norms(norms.before), vectors)
         if "ff" in scope:
-            vectors = through(layer.norms(place.after), mlp.push(vectors))
+            vectors = through(layer.norms(norms.after), mlp.push(vectors))
         if "res" in scope:
-            vectors = vectors + (_diagonal(atb, keys) if as_printed else atb)
+            vectors = vectors + bypass
         if scope == "atb_ff_res_ln":
-            vectors = through(layer.norms(place.outer), vectors)
+            vectors = through(layer.norms(norms.outer), vectors)
         if scope == "atb_ln_ff_res_nextln":
             vectors = through(_next_norm(layer.frozen, layer.layer), vectors)
         yield keys, vectors
@@ -116,20 +156,17 @@ def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:
 
 def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
     if number + 1 < frozen.n_layers:
-        if frozen.maps.whitening(number + 1) is not None:
-            raise UnsupportedModelError(
-                f"ff-ig: blocks.{number + 1} of this {frozen.view.description} is whitened, so its norm reads other "
-                "vectors than this block writes; use scope='atb_ln_ff_res', the last one before it."
-            )
+        next_norm_reads_block.check(frozen, "ff-ig")
         following = LocalLayer(frozen, number + 1)
         return following.norms(following.attn.before)
     final = frozen.maps.final_norm()
     return () if final is None else (final,)
 
 
-@register_method("ff-ig")
+@register_method("ff-ig", needs=_needs)
+@checked_arguments
 def ff_ig(
-    frozen: FrozenPass, *, scope: str | None = None, as_printed: bool = False, query: Query = None
+    frozen: FrozenPass, *, scope: Scope | None = None, as_printed: bool = False, query: Query = None
 ) -> Attribution:
     """Norms of token-to-token vectors through the feed-forward layer (Kobayashi 2024), averaged over layers.
 
@@ -143,9 +180,17 @@ def ff_ig(
             passes on what a token gives itself, but not what others gave it (Eq. 53).
         query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
 
+    Returns:
+        Scores `[batch, query, key]`, and each layer's map in `layers`.
+
     Raises:
         InvalidInputError: a scope that this kind of block does not have, or a query out of range.
-        UnsupportedModelError: parallel or attention-only blocks, where no MLP reads the attention output.
+        UnsupportedModelError: parallel or attention-only blocks, where no MLP reads the attention output; a layer
+            without softmax attention, a gate or a norm inside it, or an encoder–decoder; for the widest scope, a
+            whitened pre-LN model.
+
+    >>> tlens.methods.ff_ig(frozen).options["scope"]
+    'atb_ln_ff_res_nextln'
     """
     scope = ff_scope(frozen, scope)
     layers = ff_map(frozen, scope, as_printed=as_printed)

@@ -1,5 +1,6 @@
 """GIM (Edin et al. 2025): gradients that undo the self-repair of attention, by a softer softmax on the way back."""
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.hooks import BackwardRule
 from tensorlens_tl.methods.ruled import by_rule
@@ -12,7 +13,8 @@ GIM = BackwardRule(activation="tangent", values=0.5, scores=0.25, temperature=2.
 """A·V halved, Q and K a quarter each, softmax differentiated at temperature 2; MLPs keep their own gradient."""
 
 
-@register_method("gim")
+@register_method("gim", needs=("predictions", "hooked_products", "full_rows"))
+@checked_arguments
 def gim(
     frozen: FrozenPass,
     *,
@@ -35,10 +37,17 @@ def gim(
         query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
 
+    Returns:
+        Scores `[batch, query, key]`, and the logit and the residual `[batch, query]`.
+
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens, or a block's attention is held as a whole, so that its
             products are not reached; rows of a pattern that do not sum to 1 (attention sinks).
         NumericalError: gradients are not finite.
+
+    >>> result = tlens.methods.gim(frozen, target=" value")
+    >>> result.additive, result.scores.shape
+    (False, torch.Size([1, 1, 7]))
     """
     return by_rule(frozen, "gim", GIM, target, minus, query, memory)

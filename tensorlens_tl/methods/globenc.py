@@ -8,52 +8,33 @@ aggregated by the plain matrix product: no residual is added again, and rows are
 
 import torch
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Norm
-from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.layerwise import (
-    LocalLayer,
-    Maps,
-    locals_of,
-    normalize_rows,
-    product,
-    refuse_whitened,
-    select_query,
-)
+from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, normalize_rows, product, select_query
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results.attribution import Attribution
 
 
-@register_layer_map("globenc", holds_residual=True)
+@register_layer_map("globenc", holds_residual=True, needs=("norm_after_sum", "head_vectors"))
 def globenc_map(frozen: FrozenPass) -> Maps:
     """N_ij of every layer."""
-    layers = locals_of(frozen)
-    outer = [globenc_norms(layer) for layer in layers]  # refuse before work
-    return torch.stack([layer.pair_norms(norms, residual=True) for layer, norms in zip(layers, outer, strict=True)])
+    return torch.stack([layer.pair_norms(globenc_norms(layer), residual=True) for layer in locals_of(frozen)])
 
 
-def globenc_norms(layer: LocalLayer, method: str = "globenc") -> tuple[Norm, ...]:
+def globenc_norms(layer: LocalLayer) -> tuple[Norm, ...]:
     """The norms GlobEnc pushes attention and residual through: both of a post-LN block, else the one before the MLP.
 
-    Raises:
-        UnsupportedModelError: parallel blocks, and blocks without a norm that reads the sum.
+    Of a model that meets `norm_after_sum`.
     """
-    layout = layer.frozen.layouts[layer.layer]
-    if layout.attn.outer is not None:
-        return layer.norms(layout.attn.outer, layout.mlp.outer)
-    if layout.name == "pre" and layout.mlp.before is None and layer.frozen.view.blocks[layer.layer].has_mlp:
-        return ()  # a model without norms: the MLP reads the sum itself
-    if layout.parallel or layout.mlp.before is None or not layer.frozen.view.blocks[layer.layer].has_mlp:
-        why = "attention and MLP are parallel" if layout.parallel else "no norm reads attention plus residual"
-        raise UnsupportedModelError(
-            f"{method}: undefined at blocks.{layer.layer} of this {layer.frozen.view.description}, where {why}. "
-            "Use norm with scope='attn_res_ln', which is defined for every block."
-        )
-    return layer.norms(layout.mlp.before)
+    if layer.attn.outer is not None:
+        return layer.norms(layer.attn.outer, layer.mlp.outer)
+    return layer.norms(layer.mlp.before)
 
 
-@register_method("globenc")
+@register_method("globenc", needs=("one_stack", "norm_after_sum", "head_vectors", "unwhitened"))
+@checked_arguments
 def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = None) -> Attribution:
     """The product over layers of norms through attention, residual and both norms (Modarressi 2022).
 
@@ -62,13 +43,20 @@ def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = None)
         normalize: whether the rows of each layer are divided by their sum (the original does not).
         query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
 
+    Returns:
+        Scores `[batch, query, key]`, and each layer's map in `layers`.
+
     Raises:
-        UnsupportedModelError: parallel blocks, no norm that reads attention plus residual, or a whitened model.
+        UnsupportedModelError: parallel blocks, no norm that reads attention plus residual, or a whitened model; a layer
+            without softmax attention, a gate or a norm inside it, or an encoder–decoder.
         InvalidInputError: a query out of range.
+
+    >>> tlens.methods.globenc(frozen, normalize=True, query=-1).scores.sum(-1).round(decimals=4)
+    tensor([[1.]])
     """
-    refuse_whitened(frozen, "globenc")
     maps = globenc_map(frozen)
-    maps = normalize_rows(maps) if normalize else maps
+    if normalize:
+        maps = normalize_rows(maps)
     return Attribution.of(
         frozen,
         select_query(frozen, product(maps), query),

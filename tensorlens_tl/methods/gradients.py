@@ -5,11 +5,13 @@ norm), in an encoder–decoder that of both its sides; the target is a logit at 
 run of the prompts serves all queries, and at the pass's own input it must repeat the pass.
 """
 
+from typing import SupportsIndex
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_arguments, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.methods.live_logits import LiveLogits
@@ -19,7 +21,8 @@ from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
 
 
-@register_method("input-x-gradient")
+@register_method("input-x-gradient", needs=("predictions",))
+@checked_arguments
 def input_x_gradient(
     frozen: FrozenPass,
     *,
@@ -36,11 +39,17 @@ def input_x_gradient(
         query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         memory: what the runs of several queries may allocate at once, as ``"512MB"`` or bytes.
 
+    Returns:
+        Scores `[batch, query, key]`.
+
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
         NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
+
+    >>> tlens.methods.input_x_gradient(frozen, target=" value", query=[2, -1])
+    Attribution('input-x-gradient', "logit of ' value'", batch=1, query=2, key=7)
     """
     logit = _Logit(LiveLogits(frozen, target, minus, query, "input-x-gradient"), memory)
     _, gradient = logit.at(1.0)
@@ -54,14 +63,15 @@ def input_x_gradient(
     )
 
 
-@register_method("integrated-gradients")
+@register_method("integrated-gradients", needs=("predictions",))
+@checked_arguments
 def integrated_gradients(
     frozen: FrozenPass,
     *,
     target: TokenLike = None,
     minus: TokenLike = None,
     query: Query = -1,
-    steps: int = 32,
+    steps: SupportsIndex = 32,
     memory: Memory = None,
 ) -> Attribution:
     """x_j · ∫₀¹ ∂logit/∂x_j (αx) dα on the live model, from a zero baseline, by the midpoint rule.
@@ -74,19 +84,27 @@ def integrated_gradients(
         target, minus, query, memory: as for `input-x-gradient`.
         steps: gradient evaluations.
 
+    Returns:
+        Scores `[batch, query, key]`, and the logit, its bias and the residual `[batch, query]`.
+
     Raises:
         InvalidInputError: no target, several tokens, fewer than one step, or a query out of range.
         UnsupportedModelError: the model predicts no tokens.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
         NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
+
+    >>> result = tlens.methods.integrated_gradients(frozen, target=" value", steps=8)
+    >>> result.scores.shape, result.residual.shape
+    (torch.Size([1, 1, 7]), torch.Size([1, 1]))
     """
-    steps = whole_number("steps", steps, least=1)
+    count = whole_number("steps", steps, least=1)
     live_logits = LiveLogits(frozen, target, minus, query, "integrated-gradients")
     logit = _Logit(live_logits, memory)
     total = logit.value(1.0) * live_logits.real
     bias = logit.value(0.0) * live_logits.real
-    mean = sum((logit.at((step + 0.5) / steps)[1] / steps for step in range(steps)), start=torch.zeros(()))
-    scores = logit.scores(mean)
+    midpoints = [(step + 0.5) / count for step in range(count)]
+    gradients = (logit.at(midpoint)[1] / count for midpoint in midpoints)
+    scores = logit.scores(sum(gradients, start=torch.zeros(())))
     return Attribution.of(
         frozen,
         scores,
@@ -96,7 +114,7 @@ def integrated_gradients(
         total=total,
         residual=relative_residual(scores, bias, total),
         target=live_logits.label,
-        options={"target": target, "minus": minus, "query": query, "steps": steps},
+        options={"target": target, "minus": minus, "query": query, "steps": count},
     )
 
 
@@ -114,16 +132,16 @@ class _Logit:
         return (self.frozen.resid_pre(0)[:, None] * gradient).sum(-1) * pairs
 
     def value(self, share: float) -> Float[Tensor, "batch query"]:
-        """Logits with the first block's input at a share of its own."""
+        """Logits with the first block's input multiplied by a share."""
         with torch.inference_mode(False), torch.no_grad():
             _, numbers = self.live_logits.graph(self.frozen.resid_pre(0) * share, is_pass_input=share == 1)
         return numbers
 
     def at(self, share: float) -> tuple[Float[Tensor, "batch query"], Float[Tensor, "batch query pos d"]]:
-        """Logits and their gradients with the first block's input at a share of its own."""
+        """Logits and their gradients with the first block's input multiplied by a share."""
         x = self.frozen.resid_pre(0)
         per_query = 16 * self.frozen.n_layers * x.numel() * x.element_size()
-        # what autograd keeps must not have been made in somebody's inference mode
+        # autograd stores no tensor of somebody's inference mode
         with torch.inference_mode(False), torch.enable_grad():
             leaf, numbers = self.live_logits.graph(x * share, is_pass_input=share == 1)
             rows = [gradient for _, (gradient,) in self.live_logits.gradients(numbers, [leaf], per_query, self.memory)]

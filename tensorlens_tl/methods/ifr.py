@@ -17,22 +17,27 @@ The paper draws the graph of edges above a threshold; the product of the maps ov
 paths, summed (ours). In a post-LN block y is the sum before the norm (ours).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.layerwise import LocalLayer, Maps, normalize_rows, product, refuse_whitened, select_query
+from tensorlens_tl.layerwise import LocalLayer, Maps, normalize_rows, product, select_query
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results.attribution import Attribution
+
+THRESHOLD = "a share of a sum, at least 0, below 1"
+Threshold = Annotated[int | float, THRESHOLD]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +59,25 @@ class FlowEdges:
     bypass: Float[Tensor, "layer batch query"]
 
 
-def flow_edges(frozen: FrozenPass, threshold: Any = 0.0, *, value_bias: bool = True) -> FlowEdges:
+@checked_arguments
+def flow_edges(frozen: FrozenPass, threshold: Threshold = 0.0, *, value_bias: bool = True) -> FlowEdges:
     """The edges that `ifr` multiplies, by head, and those through MLPs.
 
     Args:
         frozen: the pass.
         threshold, value_bias: as for `ifr`.
 
+    Returns:
+        The importance of every edge of every layer.
+
     Raises:
         InvalidInputError: a threshold outside [0, 1).
         UnsupportedModelError: a layer without softmax attention, or with a factor on what its heads give.
+
+    >>> edges = tlens.methods.flow_edges(frozen)
+    >>> sums = edges.heads.sum((2, 4)) + edges.stream  # of what meets in attention's sum
+    >>> torch.allclose(sums, torch.ones_like(sums), rtol=1e-3)
+    True
     """
     _check_threshold(threshold)
     frozen.check_fresh()
@@ -71,23 +85,32 @@ def flow_edges(frozen: FrozenPass, threshold: Any = 0.0, *, value_bias: bool = T
     return FlowEdges(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
 
 
-@register_layer_map("ifr", holds_residual=True)
-def ifr_map(frozen: FrozenPass, threshold: Any = 0.0, *, value_bias: bool = True) -> Maps:
+@register_layer_map("ifr", holds_residual=True, needs=("head_vectors",))
+def ifr_map(frozen: FrozenPass, threshold: Threshold = 0.0, *, value_bias: bool = True) -> Maps:
     """The importance of each source token for each query, of every layer; the residual is on the diagonal."""
     _check_threshold(threshold)
     maps = []
     for number, layout in enumerate(frozen.layouts):
         heads, stream, mlp, _ = _edges(LocalLayer(frozen, number, value_bias), threshold)
-        maps.append(heads.sum(1) + torch.diag_embed(stream + mlp if layout.parallel else stream))
+        if layout.parallel:
+            stream = stream + mlp
+        maps.append(heads.sum(1) + torch.diag_embed(stream))
     return torch.stack(maps)
 
 
-@register_method("ifr")
+def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    if options["aggregate"] == "product":
+        return "one_stack", "head_vectors", "unwhitened"
+    return "one_stack", "head_vectors"
+
+
+@register_method("ifr", needs=_needs)
+@checked_arguments
 def ifr(
     frozen: FrozenPass,
     *,
-    aggregate: str = "product",
-    threshold: Any = 0.0,
+    aggregate: Literal["product", "sum"] = "product",
+    threshold: Threshold = 0.0,
     value_bias: bool = True,
     query: Query = None,
 ) -> Attribution:
@@ -103,15 +126,19 @@ def ifr(
             what FlashTrace computes, where the model has one.
         query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
 
+    Returns:
+        Scores `[batch, query, key]`, and each layer's map in `layers`.
+
     Raises:
         InvalidInputError: an unknown aggregate, a threshold outside [0, 1), or a query out of range.
         UnsupportedModelError: the model is whitened (for the product), has layers without softmax attention, or a
             factor on what heads give.
+
+    >>> result = tlens.methods.ifr(frozen, threshold=0.01, query=-1)
+    >>> [entry.name for entry in result.top(2)]
+    [' value', ' the']
     """
-    if aggregate not in ("product", "sum"):
-        raise InvalidInputError(f"aggregate={aggregate!r}; use 'product' or 'sum'.")
     if aggregate == "product":
-        refuse_whitened(frozen, "ifr")
         maps = ifr_map(frozen, threshold, value_bias=value_bias)
         scores = product(maps)
     else:
@@ -127,12 +154,12 @@ def ifr(
     )
 
 
-def _check_threshold(threshold: Any) -> None:
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < 1:
-        raise InvalidInputError(f"threshold={threshold!r}; use a share of a sum, at least 0, below 1.")
+def _check_threshold(threshold: Threshold) -> None:
+    if isinstance(threshold, bool) or not 0 <= threshold < 1:
+        raise InvalidInputError(f"threshold={threshold!r}; use {THRESHOLD}.")
 
 
-def _edges(layer: LocalLayer, threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _edges(layer: LocalLayer, threshold: Threshold) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One layer's heads, stream, MLP and bypass, as in `FlowEdges`."""
     y = layer.attention_sum()
     mlp = _mlp(layer)
@@ -148,10 +175,11 @@ def _edges(layer: LocalLayer, threshold: float) -> tuple[Tensor, Tensor, Tensor,
     shares, others = shares.split([nearer.shape[-1], len(summands)], dim=-1)
     heads = rearrange(shares, "b q (h k) -> b h q k", k=y.shape[1])
     zero = torch.zeros_like(real)
-    if mlp is None:
-        return heads, others[..., 0], zero, zero if parallel else real
     if parallel:
-        return heads, others[..., 0], others[..., 1], zero
+        beside = zero if mlp is None else others[..., 1]
+        return heads, others[..., 0], beside, zero
+    if mlp is None:
+        return heads, others[..., 0], zero, real
     x = layer.attended()
     update = mlp(x)
     through, bypass = _shares(_proximities([update, x], x + update) * real[..., None], threshold).unbind(-1)
@@ -161,8 +189,9 @@ def _edges(layer: LocalLayer, threshold: float) -> tuple[Tensor, Tensor, Tensor,
 def _mlp(layer: LocalLayer) -> AffineMap | None:
     """What the MLP adds to the stream, norms before and after it included; None without one."""
     mlp = layer.frozen.maps.mlp(layer.layer)
-    layout = layer.mlp
-    return None if mlp is None else Chain((*layer.norms(layout.before), mlp, *layer.norms(layout.after)))
+    if mlp is None:
+        return None
+    return Chain((*layer.norms(layer.mlp.before), mlp, *layer.norms(layer.mlp.after)))
 
 
 def _proximities(summands: list[Tensor], y: Float[Tensor, "batch query d"]) -> Float[Tensor, "batch query summand"]:
@@ -171,7 +200,9 @@ def _proximities(summands: list[Tensor], y: Float[Tensor, "batch query d"]) -> F
     return torch.stack([y.norm(p=1, dim=-1) - (y - a).norm(p=1, dim=-1) for a in summands], dim=-1).clamp_min(0)
 
 
-def _shares(nearer: Float[Tensor, "batch query summand"], threshold: float) -> Float[Tensor, "batch query summand"]:
+def _shares(nearer: Float[Tensor, "batch query summand"], threshold: Threshold) -> Float[Tensor, "batch query summand"]:
     """Proximities as importances, of those above the threshold."""
     shares = normalize_rows(nearer)
-    return normalize_rows(shares * (shares > threshold)) if threshold else shares
+    if threshold == 0:
+        return shares
+    return normalize_rows(shares * (shares > threshold))

@@ -13,12 +13,13 @@ it, whole prompts are run: bidirectional models, padded batches, deleted tokens,
 state-space models among them.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
@@ -32,7 +33,7 @@ from tensorlens_tl.passes.replacement import REPLACEMENTS, Replacement, vocabula
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
 
-NUMBERS = ("logit", "probability", "log_probability")
+Compared = Literal["logit", "probability", "log_probability"]
 """What may be compared."""
 
 DELETE = "delete"
@@ -45,13 +46,14 @@ LEAST = 4
 """The fewest tokens of one such run; short prompts take fewer runs than `PARTS`."""
 
 
-@register_method("leave-one-out")
+@register_method("leave-one-out", needs=("one_stack", "predictions"))
+@checked_arguments
 def leave_one_out(
     frozen: FrozenPass,
     *,
     target: TokenLike = None,
     minus: TokenLike = None,
-    of: str = "logit",
+    of: Compared = "logit",
     replacement: Any = None,
     query: Query = -1,
     memory: Memory = None,
@@ -72,15 +74,19 @@ def leave_one_out(
             both ways cannot be read, nor can any at its first token, and the score is 0.
         memory: what the runs may allocate at once, as ``"512MB"`` or bytes.
 
+    Returns:
+        Scores `[batch, query, key]`.
+
     Raises:
         InvalidInputError: no target, several tokens, a query out of range, an unknown `of` or replacement, or
             ``"delete"`` where a model reads more than tokens.
         UnsupportedModelError: the model predicts no tokens, or is an encoder–decoder.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
+
+    >>> result = tlens.methods.leave_one_out(frozen, target=" value", of="probability", replacement="delete")
+    >>> result.target, result.scores.shape
+    ("probability of ' value'", torch.Size([1, 1, 7]))
     """
-    if of not in NUMBERS:
-        raise InvalidInputError(f"of={of!r}; use one of {', '.join(map(repr, NUMBERS))}.")
-    frozen.view.refuse_encoder_decoder("leave-one-out")
     live_logits = LiveLogits(frozen, target, minus, query, "leave-one-out")
     in_bytes(memory)
     if replacement == DELETE:
@@ -93,8 +99,9 @@ def leave_one_out(
         name = chosen.name
     batch, pos = frozen.tokens.shape
     losses = torch.zeros(pos, batch, live_logits.positions.shape[1], dtype=upcast(frozen.resid_pre(0)).dtype)
-    # what follows the last query of a causal model changes nothing
-    stop = int(live_logits.positions.max()) + 1 if frozen.causal else pos
+    stop = pos
+    if frozen.causal:  # what follows the last query changes nothing
+        stop = int(live_logits.positions.max()) + 1
     changed = live_logits.live.changed(
         stop, runs.numbers, runs.error, runs.bytes_per_copy, memory, "leave one out", parts=runs.parts
     )
@@ -106,7 +113,7 @@ def leave_one_out(
         scores,
         method="leave-one-out",
         query=query,
-        target=live_logits.label if of == "logit" else live_logits.label.replace("logit", of.replace("_", "-"), 1),
+        target=live_logits.label.replace("logit", of.replace("_", "-"), 1),
         options={"target": target, "minus": minus, "of": of, "replacement": name, "query": query},
     )
 
@@ -137,7 +144,9 @@ def _scored(frozen: FrozenPass, live_logits: LiveLogits) -> Bool[Tensor, "batch 
     """Which tokens can matter to which query."""
     number = torch.arange(frozen.tokens.shape[1], device=frozen.mask.device)
     scored = live_logits.real[:, :, None] & frozen.mask[:, None] & (number >= frozen.prompt.special)
-    return scored & (number <= live_logits.positions[..., None]) if frozen.causal else scored
+    if frozen.causal:
+        scored = scored & (number <= live_logits.positions[..., None])
+    return scored
 
 
 def _looks_back(frozen: FrozenPass) -> bool:
@@ -155,7 +164,7 @@ class _Runs:
         parts: in how many runs at least.
     """
 
-    def __init__(self, frozen: FrozenPass, live_logits: LiveLogits, of: str) -> None:
+    def __init__(self, frozen: FrozenPass, live_logits: LiveLogits, of: Compared) -> None:
         self.frozen = frozen
         self.live_logits = live_logits
         self.of = of
@@ -205,34 +214,42 @@ class _Runs:
 
     def _read(self, logits: Float[Tensor, "*copy batch query d_vocab"]) -> Float[Tensor, "*copy batch query"]:
         logits = upcast(logits)
-        if self.of != "logit":
-            logits = logits.softmax(-1) if self.of == "probability" else logits.log_softmax(-1)
+        if self.of == "probability":
+            logits = logits.softmax(-1)
+        elif self.of == "log_probability":
+            logits = logits.log_softmax(-1)
         return self.live_logits.read(logits)
 
 
 class _Replaced(_Runs):
     """Something else stands in the token's place."""
 
-    def __init__(self, frozen: FrozenPass, live_logits: LiveLogits, of: str, replacement: Replacement) -> None:
+    def __init__(self, frozen: FrozenPass, live_logits: LiveLogits, of: Compared, replacement: Replacement) -> None:
         super().__init__(frozen, live_logits, of)
         self.replacement = replacement
-        self.prefix = SharedPrefix(frozen) if SharedPrefix.applies(frozen) and not live_logits.live.alone else None
-        self.parts = 1 if self.prefix is None else max(1, min(PARTS, frozen.tokens.shape[1] // LEAST))
+        self.prefix = None
+        if SharedPrefix.applies(frozen) and not live_logits.live.alone:
+            self.prefix = SharedPrefix(frozen)
+            self.parts = max(1, min(PARTS, frozen.tokens.shape[1] // LEAST))
 
     def numbers(self, copies: Copies) -> Float[Tensor, "copy batch query"]:
         """See `_Runs.numbers`."""
         numbers = self._after_prefix(copies)
-        return self._with_replaced(copies, 0) if numbers is None else numbers
+        if numbers is None:
+            return self._with_replaced(copies, 0)
+        return numbers
 
     def _after_prefix(self, copies: Copies) -> Float[Tensor, "copy batch query"] | None:
         """The numbers from a run that begins at the first of the tokens; None where the model cannot begin there."""
         start = min((token for token in copies if token is not None), default=0)
         if self.prefix is None or not start:
             return None
+        numbers = None
         try:
             with torch.no_grad():
-                numbers = self._with_replaced(copies, start) if self.prefix.reach(start) else None
-        except Exception:  # whatever a model does with a cache that is not for it: whole prompts are run instead
+                if self.prefix.reach(start):
+                    numbers = self._with_replaced(copies, start)
+        except Exception:  # a model may raise anything for a cache that is not for it: whole prompts are run instead
             numbers = None
         if numbers is not None:
             after = self.live_logits.positions >= start
@@ -283,8 +300,8 @@ class _Deleted(_Runs):
         batch, pos = frozen.tokens.shape
         number = torch.arange(pos - 1, device=frozen.tokens.device)
         deleted = torch.tensor(tokens, device=frozen.tokens.device)
-        left = number + (number >= deleted[:, None]).long()  # [copy, pos - 1]
-        index = left.repeat_interleave(batch, dim=0)
+        remaining = torch.where(number >= deleted[:, None], number + 1, number)  # [copy, pos - 1]
+        index = remaining.repeat_interleave(batch, dim=0)
         inputs = repeated(frozen.inputs, len(tokens))
         for name, value in inputs.items():
             if isinstance(value, Tensor) and value.shape[:2] == (batch * len(tokens), pos):
@@ -293,11 +310,11 @@ class _Deleted(_Runs):
         return self._run(inputs, [], at.clamp_min(0))
 
     def losses(self, tokens: range, numbers: Float[Tensor, "token batch query"]) -> Float[Tensor, "token batch query"]:
-        """See `_Runs.lost`; 0 where a query's own token is deleted and no other stands for it."""
+        """See `_Runs.losses`; 0 where the query's token is deleted and no other stands for it."""
         frozen = self.frozen
         positions = self.live_logits.positions
         deleted = torch.tensor(tokens, device=frozen.tokens.device)[:, None, None]
         has_predecessor = torch.take_along_dim(frozen.mask, (positions - 1).clamp_min(0), dim=1) & (positions > 0)
-        askable = (deleted != positions) | (has_predecessor & _looks_back(frozen))
+        readable = (deleted != positions) | (has_predecessor & _looks_back(frozen))
         losses = self.unchanged - numbers
-        return torch.where(askable, losses, torch.zeros_like(losses))
+        return torch.where(readable, losses, torch.zeros_like(losses))

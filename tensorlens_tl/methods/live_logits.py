@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
-from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
 from tensorlens_tl.models.protocol import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -19,7 +19,7 @@ class LiveLogits:
     """Logits of the live model at some queries of a pass.
 
     Args:
-        frozen: the pass.
+        frozen: the pass, of a model that predicts tokens.
         target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
         query: see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         what: the name of the method, for messages.
@@ -34,15 +34,12 @@ class LiveLogits:
     Raises:
         InvalidInputError: no target, several tokens, a query out of range or without a prediction, or dropout that is
             on.
-        UnsupportedModelError: the model predicts no tokens.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
     """
 
     def __init__(self, frozen: FrozenPass, target: TokenLike, minus: TokenLike, query: Query, what: str) -> None:
         if target is None:
             raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
-        if frozen.view.unembedding is None:
-            raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens.")
         self.live = frozen.live(what)
         self.frozen = frozen
         self.positions = query_positions(frozen.prompt, query)
@@ -59,7 +56,9 @@ class LiveLogits:
             index = ids[..., None].clone().to(logits.device).expand(*logits.shape[:-1], 1)
             return logits.gather(-1, index)[..., 0]
 
-        return at_ids(self.ids) if self.others is None else at_ids(self.ids) - at_ids(self.others)
+        if self.others is None:
+            return at_ids(self.ids)
+        return at_ids(self.ids) - at_ids(self.others)
 
     def check(self, states: Tensor, logits: Float[Tensor, "batch query d_vocab"]) -> None:
         """Refuse a run of the pass's prompts that unembeds something else than the pass did, or in another way.
@@ -75,16 +74,18 @@ class LiveLogits:
         name = frozen.points.unembed_in
         assert name is not None  # a model with an unembedding
         self.live.check({name: states})
-        # the weights' logits are the pass's own where they were compared
+        # the weights' logits are those of the pass where they were compared
         expected = frozen.view.logits(torch.take_along_dim(frozen.unembedded(), self.positions[..., None], dim=1))
-        known = self.real if not self.live.same_hooks else self.real & self._compared
+        known = self.real
+        if self.live.same_hooks:
+            known = known & self._compared
         errors = (logits.detach().to(expected) - expected).abs().amax(-1) / expected.abs().amax(-1)
-        error = float(errors[known].max()) if bool(known.any()) else 0.0
+        error = float(errors.where(known, 0).max())
         self.live.refuse(error, f"the logits differ by {error:.1e}")
 
     @property
     def _compared(self) -> Tensor:
-        """At which queries the weights' logits were found to be the pass's own."""
+        """At which queries the weights' logits were compared with those of the pass, and are the same."""
         frozen = self.frozen
         if frozen.logits_check.compared is None or not frozen.errors.get("unembed", 1.0) <= frozen.tolerance:
             return torch.zeros_like(self.real)

@@ -11,50 +11,63 @@ Ours, outside post-LN: pre-LN and parallel blocks have no norm around the sum, s
 whitened model x_j is the whitened vector of token j, which contains contributions from the tokens before it.
 """
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.layerwise import Maps, locals_of, select_query
+from tensorlens_tl._arguments import checked_arguments
+from tensorlens_tl.algebra import Norm
+from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, select_query
 from tensorlens_tl.methods.globenc import globenc_norms
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
+from tensorlens_tl.requirements import norm_after_sum
 from tensorlens_tl.results.attribution import Attribution
 
-SCOPES = ("attn", "attn_res", "attn_res_ln")
+Scope = Literal["attn", "attn_res", "attn_res_ln"]
+"""How much of what is around attention belongs to a vector."""
 
 
-def norm_map(frozen: FrozenPass, scope: str = "attn") -> Maps:
+def norm_map(frozen: FrozenPass, scope: Scope = "attn") -> Maps:
     """One scope's norms, of every layer."""
-    maps = []
-    for layer in locals_of(frozen):
-        outer = layer.norms(layer.attn.outer) if scope == "attn_res_ln" else ()
-        maps.append(layer.pair_norms(outer, residual=scope != "attn"))
-    return torch.stack(maps)
+    return torch.stack(
+        [layer.pair_norms(_outer_norms(layer, scope), residual=scope != "attn") for layer in locals_of(frozen)]
+    )
 
 
-@register_layer_map("norm:attn", holds_residual=False)
+def _outer_norms(layer: LocalLayer, scope: Scope | Literal["globenc"]) -> tuple[Norm, ...]:
+    """The norms that a scope pushes attention's vectors through."""
+    if scope == "globenc":
+        return globenc_norms(layer)
+    if scope == "attn_res_ln":
+        return layer.norms(layer.attn.outer)
+    return ()
+
+
+@register_layer_map("norm:attn", holds_residual=False, needs=("head_vectors",))
 def attn_map(frozen: FrozenPass) -> Maps:
     """The norms of attention alone."""
     return norm_map(frozen, "attn")
 
 
-@register_layer_map("norm:attn_res", holds_residual=True)
+@register_layer_map("norm:attn_res", holds_residual=True, needs=("head_vectors",))
 def attn_res_map(frozen: FrozenPass) -> Maps:
     """The norms with the residual connection."""
     return norm_map(frozen, "attn_res")
 
 
-@register_layer_map("norm:attn_res_ln", holds_residual=True)
+@register_layer_map("norm:attn_res_ln", holds_residual=True, needs=("head_vectors",))
 def attn_res_ln_map(frozen: FrozenPass) -> Maps:
     """The norms with the residual connection and the norm around it."""
     return norm_map(frozen, "attn_res_ln")
 
 
-@register_method("norm")
-def norm(frozen: FrozenPass, *, scope: str = "attn", query: Query = None) -> Attribution:
+@register_method("norm", needs=("one_stack", "head_vectors"))
+@checked_arguments
+def norm(frozen: FrozenPass, *, scope: Scope = "attn", query: Query = None) -> Attribution:
     """The norms of attention's token-to-token vectors (Kobayashi 2020, 2021), averaged over layers.
 
     Args:
@@ -63,10 +76,16 @@ def norm(frozen: FrozenPass, *, scope: str = "attn", query: Query = None) -> Att
             around both).
         query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
 
+    Returns:
+        Scores `[batch, query, key]`, and each layer's norms in `layers`.
+
     Raises:
         InvalidInputError: an unknown scope, or a query out of range.
+        UnsupportedModelError: a layer without softmax attention, a gate or a norm inside it, or an encoder–decoder.
+
+    >>> tlens.methods.norm(frozen, scope="attn_res").layers.shape
+    torch.Size([4, 1, 7, 7])
     """
-    _check(scope, SCOPES)
     layers = norm_map(frozen, scope)
     return Attribution.of(
         frozen,
@@ -79,28 +98,40 @@ def norm(frozen: FrozenPass, *, scope: str = "attn", query: Query = None) -> Att
 
 
 def head_norms(frozen: FrozenPass) -> Float[Tensor, "layer batch head query key"]:
-    """‖α^h_ij f^h(x_j)‖ per head (Kobayashi 2020)."""
+    """‖α^h_ij f^h(x_j)‖ per head (Kobayashi 2020).
+
+    >>> tlens.methods.head_norms(frozen).shape
+    torch.Size([4, 1, 4, 7, 7])
+    """
     return torch.stack([layer.head_norms() for layer in locals_of(frozen)])
 
 
-def mixing_ratio(frozen: FrozenPass, scope: str = "attn_res_ln") -> Float[Tensor, "layer batch query"]:
+@checked_arguments
+def mixing_ratio(
+    frozen: FrozenPass, scope: Scope | Literal["globenc"] = "attn_res_ln"
+) -> Float[Tensor, "layer batch query"]:
     """How much a token takes from the others: ‖Σ_{j≠i}‖ / (‖Σ_{j≠i}‖ + ‖own‖) (Kobayashi 2021).
 
     Args:
         frozen: the pass.
-        scope: one of `SCOPES`, or ``"globenc"`` for the whole of GlobEnc's block (Modarressi 2022).
+        scope: one of `norm`'s, or ``"globenc"`` for the whole of GlobEnc's block (Modarressi 2022).
+
+    Returns:
+        A share between 0 and 1 of each layer and token; 0 at padding.
+
+    Raises:
+        InvalidInputError: an unknown scope.
+        UnsupportedModelError: see the `norm` and `globenc` methods.
+
+    >>> ratios = tlens.methods.mixing_ratio(frozen)
+    >>> ratios.shape, bool(ratios[..., 0].max() == 0)  # the first token takes from itself alone
+    (torch.Size([4, 1, 7]), True)
     """
-    _check(scope, (*SCOPES, "globenc"))
+    if scope == "globenc":
+        norm_after_sum.check(frozen, "globenc")
     ratios = []
     for layer in locals_of(frozen):
-        outer = layer.norms(layer.attn.outer) if scope == "attn_res_ln" else ()
-        outer = globenc_norms(layer) if scope == "globenc" else outer
-        diagonal, others = layer.itself_and_others(outer, residual=scope != "attn")
+        diagonal, others = layer.itself_and_others(_outer_norms(layer, scope), residual=scope != "attn")
         mixing = others.norm(dim=-1)
         ratios.append(mixing / (mixing + diagonal.norm(dim=-1)) * frozen.mask)
     return torch.stack(ratios)
-
-
-def _check(scope: str, known: tuple[str, ...]) -> None:
-    if scope not in known:
-        raise InvalidInputError(f"scope={scope!r}; use one of {', '.join(map(repr, known))}.")

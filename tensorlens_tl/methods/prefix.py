@@ -49,7 +49,8 @@ class SharedPrefix:
             inputs: dict[str, Any] = {"input": self.frozen.inputs["input"][:, self.length : stop]}
             if self._bridge:
                 inputs |= {"use_cache": True, "return_type": "logits_and_cache"}
-                inputs |= {} if self._cache is None else {"past_key_values": self._cache}
+                if self._cache is not None:
+                    inputs["past_key_values"] = self._cache
                 output = run(self.frozen.model, inputs, [])
                 self._cache = output[1] if isinstance(output, tuple) else None
             else:

@@ -1,27 +1,37 @@
 """RelP (Jafari et al. 2025): the propagation coefficients of layer-wise relevance, held or live attention."""
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import BackwardRule
+from tensorlens_tl.methods.ruled import by_rule
+from tensorlens_tl.methods.tensorlens import tensorlens
 from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.operator import logit_label
-from tensorlens_tl.registry import register_method
+from tensorlens_tl.registry import register_method, renamed
 from tensorlens_tl.results.attribution import Attribution
 
 RELP = BackwardRule(activation="split", values=1.0, scores=1.0)
-"""The rules for norms, activations and gates alone: attention keeps its own gradient."""
+"""The rules for norms, activations and gates alone: attention keeps its gradient."""
 
 
-@register_method("relp")
+def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    if options["attention"] == "live":
+        return "predictions", "hooked_products"
+    return ("predictions",)
+
+
+@register_method("relp", needs=_needs)
+@checked_arguments
 def relp(
     frozen: FrozenPass,
     *,
     target: TokenLike = None,
     minus: TokenLike = None,
     query: Query = -1,
-    attention: str = "frozen",
+    attention: Literal["frozen", "live"] = "frozen",
     memory: Memory = None,
 ) -> Attribution:
     """x_j · ∂logit/∂x_j with norm scales held, φ(z)/z, and gated products φ(g)·u halved.
@@ -38,27 +48,23 @@ def relp(
         attention: ``"frozen"`` (the paper's AH-rule) or ``"live"`` (the paper's code without it).
         memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
 
+    Returns:
+        Scores `[batch, query, key]`, and the logit and the residual `[batch, query]`; with held attention its bias.
+
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range; `attention` is neither.
         UnsupportedModelError: the model predicts no tokens, or its logits are not ``cap(W_U·x + b_U)``;
             with ``attention="live"``, a block's attention is held as a whole, so that its products are not reached.
         NumericalError: gradients are not finite.
+
+    >>> tlens.methods.relp(frozen, target=" value").additive
+    True
+    >>> tlens.methods.relp(frozen, target=" value", attention="live").additive
+    False
     """
-    if attention not in ("frozen", "live"):
-        raise InvalidInputError(f"attention={attention!r}; use 'frozen' or 'live'.")
+    explained: dict[str, Any] = {"target": target, "minus": minus, "query": query}
     if attention == "live":
-        result = rule_scores(frozen, RELP, target, minus, query=query, memory=memory)
+        result = by_rule(frozen, "relp", RELP, memory=memory, **explained)
     else:
-        result = frozen.operator(activation=RELP.activation).target(target, minus, query=query, memory=memory)
-    return Attribution.of(
-        frozen,
-        result.scores,
-        method="relp",
-        query=query,
-        bias=result.bias,
-        total=result.total,
-        residual=result.residual,
-        additive=attention == "frozen",
-        target=logit_label(frozen.view, target, minus),
-        options={"target": target, "minus": minus, "query": query, "attention": attention},
-    )
+        result = tensorlens(frozen, collapse="target", activation="split", memory=memory, **explained)
+    return renamed(result, "relp", {**explained, "attention": attention})

@@ -1,21 +1,35 @@
 """Aggregating a per-layer map over layers: attention rollout (Abnar & Zuidema 2020), and the plain mean."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.layerwise import add_residual, normalize_rows, product, refuse_whitened, select_query
+from tensorlens_tl.layerwise import add_residual, normalize_rows, product, select_query
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.registry import get_layer_map, register_method
+from tensorlens_tl.requirements import Requirement
 from tensorlens_tl.results.attribution import Attribution
 
+SHARE = "a share between 0 and 1, None or 'auto'"
 
-@register_method("rollout")
+
+def _needs_of_map(options: Mapping[str, Any]) -> tuple[Requirement, ...]:
+    return get_layer_map(options["layer_map"]).requirements()
+
+
+def _needs_of_product(options: Mapping[str, Any]) -> tuple[Requirement | str, ...]:
+    return (*_needs_of_map(options), "unwhitened")
+
+
+@register_method("rollout", needs=_needs_of_product)
+@checked_arguments
 def rollout(
     frozen: FrozenPass,
     *,
     layer_map: str = "attention",
-    residual: Any = "auto",
+    residual: Annotated[int | float | Literal["auto"] | None, SHARE] = "auto",
     normalize: bool = True,
     query: Query = None,
 ) -> Attribution:
@@ -32,31 +46,38 @@ def rollout(
         normalize: whether rows are divided by their sum first.
         query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
 
+    Returns:
+        Scores `[batch, query, key]`, and each layer's map, with the residual connection, in `layers`.
+
     Raises:
         InvalidInputError: an unknown map, a residual outside [0, 1], or a query out of range.
         UnsupportedModelError: the map is undefined for this model, or the model is whitened.
+
+    >>> tlens.methods.rollout(frozen, layer_map="norm:attn", query=-1).options["residual"]
+    0.5
     """
-    refuse_whitened(frozen, "rollout")
     chosen = get_layer_map(layer_map)
-    share = residual
-    if share == "auto":
-        share = None if chosen.holds_residual else 0.5
-    if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
-        raise InvalidInputError(f"residual={share!r}; use a share between 0 and 1, None or 'auto'.")
+    if residual == "auto":
+        residual = None if chosen.holds_residual else 0.5
+    if residual is not None and not 0 <= residual <= 1:
+        raise InvalidInputError(f"residual={residual!r}; use {SHARE}.")
     maps = chosen(frozen)
-    maps = normalize_rows(maps) if normalize else maps
-    maps = add_residual(maps, float(share), frozen.mask) if isinstance(share, int | float) else maps
+    if normalize:
+        maps = normalize_rows(maps)
+    if residual is not None:
+        maps = add_residual(maps, float(residual), frozen.mask)
     return Attribution.of(
         frozen,
         select_query(frozen, product(maps), query),
         method="rollout",
         query=query,
         layers=maps,
-        options={"layer_map": layer_map, "residual": share, "normalize": normalize, "query": query},
+        options={"layer_map": layer_map, "residual": residual, "normalize": normalize, "query": query},
     )
 
 
-@register_method("mean")
+@register_method("mean", needs=_needs_of_map)
+@checked_arguments
 def mean(
     frozen: FrozenPass, *, layer_map: str = "attention", normalize: bool = False, query: Query = None
 ) -> Attribution:
@@ -68,12 +89,19 @@ def mean(
         normalize: whether rows are divided by their sum first.
         query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
 
+    Returns:
+        Scores `[batch, query, key]`, and each layer's map in `layers`.
+
     Raises:
         InvalidInputError: an unknown map, or a query out of range.
         UnsupportedModelError: the map is undefined for this model.
+
+    >>> torch.equal(tlens.methods.mean(frozen).scores, tlens.methods.attention(frozen).scores)
+    True
     """
     maps = get_layer_map(layer_map)(frozen)
-    maps = normalize_rows(maps) if normalize else maps
+    if normalize:
+        maps = normalize_rows(maps)
     return Attribution.of(
         frozen,
         select_query(frozen, maps.mean(0), query),

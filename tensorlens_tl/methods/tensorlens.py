@@ -1,43 +1,46 @@
 """TensorLens (2026): the whole model as one affine map, collapsed to one score per source token."""
 
-from collections.abc import Collection, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, SupportsFloat, SupportsIndex
 
-from torch import Tensor
-
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
+from tensorlens_tl.models.activations import Rule
+from tensorlens_tl.models.protocol import Direction, HeadChoice, LayerRange, MlpChoice, Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.operator import logit_label
+from tensorlens_tl.passes.operator import FrozenOperator, logit_label
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results.attribution import Attribution
 
 CollapseName = Literal["in_out", "norm", "target"]
+Bias = Annotated[Literal["apart", "position"], "'apart' (not part of the scores) or 'position'"]
+Tolerance = Annotated[SupportsFloat | None, "the relative standard error to reach, such as 0.05"]
 
 
 def _collapses_onto_token(options: Mapping[str, Any]) -> bool:
     return options.get("collapse") in (None, "target") and options.get("direction") is None
 
 
-@register_method("tensorlens", explains_prediction=_collapses_onto_token)
+@register_method("tensorlens", needs=(), explains_prediction=_collapses_onto_token)
+@checked_arguments
 def tensorlens(
     frozen: FrozenPass,
     *,
-    collapse: str | None = None,
+    collapse: CollapseName | None = None,
     query: Query = -1,
     target: TokenLike = None,
     minus: TokenLike = None,
-    direction: Tensor | None = None,
+    direction: Direction = None,
     layers: LayerRange = None,
-    heads: Mapping[int, Collection[int]] | None = None,
-    mlp: bool | Collection[int] = True,
+    heads: HeadChoice = None,
+    mlp: MlpChoice = True,
     final_norm: bool = True,
-    activation: str = "ratio",
-    bias: str = "apart",
-    probes: Any = None,
-    tol: Any = None,
-    rows: str = "gaussian",
+    activation: Rule = "ratio",
+    bias: Bias = "apart",
+    probes: SupportsIndex | None = None,
+    tol: Tolerance = None,
+    rows: Literal["gaussian", "orthonormal"] = "gaussian",
     seed: int = 0,
     memory: Memory = None,
 ) -> Attribution:
@@ -55,41 +58,35 @@ def tensorlens(
         probes, tol, rows, seed: estimate the norm; see `FrozenOperator.norm`.
         memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
+    Returns:
+        Scores `[batch, query, key]`; of the additive collapses what they sum to, their bias and the residual
+        `[batch, query]`; of an estimated norm its standard errors.
+
     Raises:
         InvalidInputError: an unknown collapse, a target without ``collapse="target"`` or the reverse, and what
             `FrozenPass.operator` and the collapses raise.
+
+    >>> result = tlens.methods.tensorlens(frozen, target=" value", query=-1)
+    >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
+    True
     """
-    has_target = any(option is not None for option in (target, minus, direction))
-    if collapse is None:
-        collapse = "target" if has_target else "in_out"
-    if collapse not in get_args(CollapseName):
-        raise InvalidInputError(f"collapse={collapse!r}; use one of {', '.join(map(repr, get_args(CollapseName)))}.")
-    if collapse != "target" and has_target:
-        raise InvalidInputError(f"target, minus and direction belong to collapse='target'; leave {collapse!r} out.")
-    if collapse == "norm" and bias != "apart":
-        raise InvalidInputError(f"bias={bias!r}: the norm of T has no biases; use collapse='in_out' or 'target'.")
-    if collapse != "norm" and (probes is not None or tol is not None):
-        raise InvalidInputError(f"probes and tol belong to collapse='norm', not {collapse!r}.")
+    explained: dict[str, Any] = {"target": target, "minus": minus, "direction": direction}
+    estimate: dict[str, Any] = {"probes": probes, "tol": tol}
+    chosen = _collapse(collapse, explained, estimate, bias)
     operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, activation=activation)
-    if collapse == "norm":
-        result = operator.norm(query, probes=probes, tol=tol, rows=rows, seed=seed, memory=memory)
-        what = "norm of T"
-    elif collapse == "in_out":
-        result = operator.in_out(query, bias=bias, memory=memory)
-        what = "squared norm of the output"
-    else:
-        result = operator.target(target, minus, query=query, direction=direction, bias=bias, memory=memory)
-        what = "a direction" if direction is not None else logit_label(frozen.view, target, minus)
-    if direction is not None or not operator.reaches_end:
-        what += f" at {operator.end}"
-    if operator.first:
-        what += f", from blocks.{operator.first} input"
-    if not operator.whole:
-        what += ", heads or MLPs left out"
+    match chosen:
+        case "norm":
+            result = operator.norm(query, **estimate, rows=rows, seed=seed, memory=memory)
+            label = "norm of T"
+        case "in_out":
+            result = operator.in_out(query, bias=bias, memory=memory)
+            label = "squared norm of the output"
+        case "target":
+            result = operator.target(**explained, query=query, bias=bias, memory=memory)
+            label = "a direction" if direction is not None else logit_label(frozen.view, target, minus)
     options = {
-        "collapse": collapse, "query": query, "target": target, "minus": minus, "direction": direction,
-        "layers": layers, "heads": heads, "mlp": mlp, "final_norm": None if final_norm else False,
-        "activation": activation, "bias": bias, "probes": probes, "tol": tol,
+        "collapse": chosen, "query": query, **explained, "layers": layers, "heads": heads, "mlp": mlp,
+        "final_norm": None if final_norm else False, "activation": activation, "bias": bias, **estimate,
     }  # fmt: skip
     if probes or tol:
         options |= {"rows": rows, "seed": seed}
@@ -103,6 +100,38 @@ def tensorlens(
         residual=result.residual,
         stderr=result.stderr,
         additive=result.total is not None,
-        target=what,
+        target=label + _of_part(operator, always=direction is not None),
         options={name: value for name, value in options.items() if value is not None},
     )
+
+
+def _collapse(
+    collapse: CollapseName | None, explained: Mapping[str, Any], estimate: Mapping[str, Any], bias: Bias
+) -> CollapseName:
+    """The collapse itself, or the one that the target implies for None, checked against the options of others.
+
+    Raises:
+        InvalidInputError: an option that belongs to another collapse.
+    """
+    has_target = any(option is not None for option in explained.values())
+    if collapse is None:
+        collapse = "target" if has_target else "in_out"
+    if collapse != "target" and has_target:
+        raise InvalidInputError(f"target, minus and direction belong to collapse='target'; leave {collapse!r} out.")
+    if collapse == "norm" and bias != "apart":
+        raise InvalidInputError(f"bias={bias!r}: the norm of T has no biases; use collapse='in_out' or 'target'.")
+    if collapse != "norm" and any(option is not None for option in estimate.values()):
+        raise InvalidInputError(f"probes and tol belong to collapse='norm', not {collapse!r}.")
+    return collapse
+
+
+def _of_part(operator: FrozenOperator, always: bool) -> str:
+    """Which part of the model an operator is, in words; where it ends only if it is not the model's end, or always."""
+    parts = []
+    if always or not operator.reaches_end:
+        parts.append(f" at {operator.end}")
+    if operator.first:
+        parts.append(f", from blocks.{operator.first} input")
+    if not operator.whole:
+        parts.append(", heads or MLPs left out")
+    return "".join(parts)

@@ -21,12 +21,13 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Chain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread
-from tensorlens_tl.layerwise import Maps, normalize_rows, product, refuse_whitened, select_query
+from tensorlens_tl.layerwise import Maps, normalize_rows, product, select_query
 from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.live import Copies, prove_obedience, repeated
@@ -34,11 +35,9 @@ from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results.attribution import Attribution
 
 
-@register_layer_map("value-zeroing", holds_residual=True)
+@register_layer_map("value-zeroing", holds_residual=True, needs=("head_vectors",))
 def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     """C_ij of every layer, rows divided by their sum."""
-    frozen.view.refuse_encoder_decoder("value-zeroing")
-    _refuse_attention(frozen)
     in_bytes(memory)
     live = frozen.live("value-zeroing")
     live.check(_streams(frozen))
@@ -63,11 +62,13 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     for tokens, values in live.changed(pos, run, turned, per_token, memory, "value zeroing"):
         changes[..., tokens.start : tokens.stop] = values.permute(1, 2, 3, 0)
     pairs = frozen.mask[:, :, None] & frozen.mask[:, None]
-    pairs = pairs.tril() if frozen.causal else pairs  # what rounding leaves ahead of a query is no change
+    if frozen.causal:  # what rounding leaves ahead of a query is no change
+        pairs = pairs.tril()
     return normalize_rows(changes * pairs).to(x)
 
 
-@register_method("value-zeroing")
+@register_method("value-zeroing", needs=("one_stack", "head_vectors", "unwhitened"))
+@checked_arguments
 def value_zeroing(frozen: FrozenPass, *, query: Query = None, memory: Memory = None) -> Attribution:
     """How far a layer's outputs turn when the value of a token is zeroed, rolled out over layers (Mohebbi 2023).
 
@@ -78,13 +79,18 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = None, memory: Memory = N
         query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
         memory: what the runs with zeroed values may allocate at once, as ``"512MB"`` or bytes.
 
+    Returns:
+        Scores `[batch, query, key]`, and each layer's map in `layers`.
+
     Raises:
         InvalidInputError: a query out of range.
         UnsupportedModelError: a layer without softmax attention or with a gate or a norm inside it, an
             encoder–decoder, a whitened model, or one that ignores hooks.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
+
+    >>> tlens.methods.value_zeroing(frozen, query=-1).scores.sum(-1).round(decimals=4)
+    tensor([[1.]])
     """
-    refuse_whitened(frozen, "value-zeroing")
     maps = value_zeroing_map(frozen, memory)
     return Attribution.of(
         frozen,
@@ -100,21 +106,6 @@ def _streams(frozen: FrozenPass) -> dict[str, Tensor]:
     """What the live model now gives at every layer's output."""
     names = dict.fromkeys(frozen.capture.output_name(layer) for layer in range(frozen.n_layers))
     return capture(frozen.model, frozen.inputs, list(names), last=frozen.points.last_output)[0]
-
-
-def _refuse_attention(frozen: FrozenPass) -> None:
-    """Refuse layers whose attention is not a pattern times values of source tokens.
-
-    Raises:
-        UnsupportedModelError: naming the first.
-    """
-    for layer, block in enumerate(frozen.view.blocks):
-        if block.attention.output_factor is not None:  # refuses what is no attention, naming the block
-            raise UnsupportedModelError(
-                f"value-zeroing: blocks.{layer} of this {frozen.view.description} has a gate or a norm inside its "
-                "attention, which responds to the values that are zeroed and is not recomputed. Methods over the "
-                "operator (tensorlens, decompx) work."
-            )
 
 
 class _Run:

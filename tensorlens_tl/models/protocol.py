@@ -1,11 +1,12 @@
 """What a model must be able to do, and the kinds of argument that many functions share.
 
 Models are typed by what they can do, never by their class: HookedTransformer does not exist in TransformerLens 4. The
-aliases tell a type checker, and whoever reads a signature, what may be passed; at run time they are `Any`, because what
-is wrong with an argument is said by our own errors, which name the argument and what to do.
+aliases tell a type checker, and whoever reads a signature, what may be passed; at run time they are `Any`, so that
+`tensorlens_tl._arguments.checked_arguments` leaves them to the functions that read them: those refuse with the names of
+the values, the model's layers or positions, and what to pass, which a type cannot say.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -67,9 +68,18 @@ if TYPE_CHECKING:
     Query = int | str | slice | Sequence[int | str] | Tensor | None
     """Positions, counted over each prompt's real tokens: one, a list or a slice of them, a text, or None for all."""
 
+    Direction = Tensor | None
+    """A vector `[d_model]`, one for each prompt, `[batch, d_model]`, or for each query, `[batch, query, d_model]`."""
+
+    HeadChoice = Mapping[int, Collection[int]] | None
+    """Layer → the heads that stay; a layer that is not named keeps all."""
+
+    MlpChoice = bool | Collection[int]
+    """Whether MLPs stay, or the layers whose MLPs do."""
+
     LayerRange = slice | Sequence[int] | None
     """Consecutive layers, None for all."""
 
     Device = str | torch.device | None
 else:
-    ModelLike = TokenLike = Query = LayerRange = Device = Any
+    ModelLike = TokenLike = Query = Direction = HeadChoice = MlpChoice = LayerRange = Device = Any

@@ -65,7 +65,7 @@ def rule_scores(
     positions = query_positions(frozen.prompt, query)
     asked = resolve_target(frozen, target, minus, positions=positions)
     frozen.live("a backward rule").check_hooks()
-    sites, scales = _sites(frozen)
+    sites, scales = product_points(frozen)
     x = frozen.resid_pre(0)
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
     # what is held is made here: autograd keeps no tensor that was made in somebody's inference mode
@@ -92,7 +92,7 @@ def rule_scores(
     return Collapse(scores, total=total, residual=residual, soft_cap=frozen.view.soft_cap)
 
 
-def _sites(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]]:
+def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]]:
     """The attention of every block, and the scales of its norms of queries and keys.
 
     Raises:

@@ -325,6 +325,7 @@ LEFT_OUT = {
     "whitening.whiten": "changes a model",
     "methods.": "the functions of registered methods, asked by name",
     "registry.register": "a decorator",
+    "registry.list_methods": "names, by the requirements that methods check themselves",
     "contextualisation.top_pairs": "the largest of what is asked",
     "algebra.": "maps, which a pass or an operator is asked for",
 }  # fmt: skip
