@@ -42,7 +42,7 @@ def alti(frozen: FrozenPass, *, distance: str = "l1", query: Query = None) -> At
     Args:
         frozen: the pass.
         distance: `"l1"` or `"l2"`.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Raises:
         InvalidInputError: an unknown distance, or a query out of range.

@@ -23,7 +23,7 @@ def attention(frozen: FrozenPass, *, head_reduction: str | None = "mean", query:
     Args:
         frozen: the pass.
         head_reduction: `"mean"` or `"max"` over heads, or None for every head (axes batch, head, query, key).
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Raises:
         InvalidInputError: an unknown reduction, or a query out of range.

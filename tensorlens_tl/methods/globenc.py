@@ -60,7 +60,7 @@ def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = None)
     Args:
         frozen: the pass.
         normalize: whether the rows of each layer are divided by their sum (the original does not).
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Raises:
         UnsupportedModelError: parallel blocks, no norm that reads attention plus residual, or a whitened model.

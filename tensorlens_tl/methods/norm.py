@@ -61,7 +61,7 @@ def norm(frozen: FrozenPass, *, scope: str = "attn", query: Query = None) -> Att
         frozen: the pass.
         scope: `"attn"` (attention alone), `"attn_res"` (with the residual connection) or `"attn_res_ln"` (with the norm
             around both).
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Raises:
         InvalidInputError: an unknown scope, or a query out of range.

@@ -391,7 +391,7 @@ class FrozenPass(Linearisation):
         """The model's own logits at some positions, by running it once more; None where it gives none.
 
         Args:
-            query: see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+            query: see `tensorlens_tl.passes.inputs.query_positions`.
 
         Raises:
             FrozenModelError: the model is no longer that of the pass.

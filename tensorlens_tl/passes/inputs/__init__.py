@@ -9,7 +9,8 @@ from tensorlens_tl.passes.inputs.batches import (
     taken,
     tokenized,
 )
-from tensorlens_tl.passes.inputs.prompts import Prompt, one_query, prepare, query_positions, span_positions, token_rows
+from tensorlens_tl.passes.inputs.positions import one_query, query_positions, span_positions
+from tensorlens_tl.passes.inputs.prompts import Prompt, prepare, token_rows
 from tensorlens_tl.passes.inputs.spans import find, find_real, without_mark, word_ids, word_starts
 
 __all__ = [

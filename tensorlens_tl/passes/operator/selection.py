@@ -120,7 +120,7 @@ def chosen_keys(prompt: Prompt, keys: Query) -> Keys:
     """Source tokens, counted over each prompt's real tokens; a text stands for all its tokens, None for all there are.
 
     Raises:
-        InvalidInputError: see `tensorlens_tl.passes.inputs.prompts.span_positions`.
+        InvalidInputError: see `tensorlens_tl.passes.inputs.span_positions`.
     """
     mask = prompt.mask
     if keys is None:

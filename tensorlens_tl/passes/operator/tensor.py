@@ -150,7 +150,7 @@ class FrozenTensor:
         triangle is skipped.
 
         Args:
-            query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+            query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
             keys: source tokens, counted likewise (a text stands for all its tokens), or None for all; the others cost
                 nothing.
             memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
