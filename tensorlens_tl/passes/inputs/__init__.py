@@ -1,5 +1,16 @@
 """From what a user passes to what a model takes: tokens and masks, signals, positions, batches."""
 
+from tensorlens_tl.passes.inputs.arguments import (
+    CacheLike,
+    IdsLike,
+    InputLike,
+    ModelInputs,
+    Patterns,
+    Side,
+    Store,
+    Tolerance,
+    Verify,
+)
 from tensorlens_tl.passes.inputs.batches import (
     captured_bytes,
     check_slice,
@@ -14,7 +25,16 @@ from tensorlens_tl.passes.inputs.prompts import Prompt, prepare, token_rows
 from tensorlens_tl.passes.inputs.spans import find, find_real, without_mark, word_ids, word_starts
 
 __all__ = [
+    "CacheLike",
+    "IdsLike",
+    "InputLike",
+    "ModelInputs",
+    "Patterns",
     "Prompt",
+    "Side",
+    "Store",
+    "Tolerance",
+    "Verify",
     "captured_bytes",
     "check_slice",
     "find",

@@ -10,14 +10,16 @@ from torch import Tensor
 from tensorlens_tl._arguments import plain, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs.arguments import InputLike
 from tensorlens_tl.passes.inputs.prompts import token_rows
 
 WASTE = 0.25
 """The share of a batch that may be padding before a new one begins."""
 
 
-def tokenized(view: ModelView, input: Any, prepend_bos: bool | None = None) -> list[list[int]]:
+def tokenized(view: ModelView, input: InputLike, prepend_bos: bool | None = None) -> list[list[int]]:
     """Each prompt's token ids; see `tensorlens_tl.passes.inputs.prepare` for what may be passed."""
     return [row.tolist() for row in token_rows(view, input, prepend_bos)]
 
@@ -46,7 +48,7 @@ def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = Non
     return batches
 
 
-def one_per_prompt(name: str, value: Any, prompts: int) -> list[Any] | Tensor | None:
+def one_per_prompt(name: str, value: object, prompts: int) -> list[Any] | Tensor | None:
     """What an option (a token or a direction) names for each prompt, or None where one value serves them all.
 
     Raises:
@@ -58,7 +60,7 @@ def one_per_prompt(name: str, value: Any, prompts: int) -> list[Any] | Tensor | 
     return values
 
 
-def _several(value: Any, is_vector: bool) -> list[Any] | Tensor | None:
+def _several(value: object, is_vector: bool) -> list[Any] | Tensor | None:
     """The values of an option that has several: tokens, or vectors; None of an option that has one."""
     if value is None:
         return None
@@ -81,7 +83,7 @@ def numbered(message: str, batch: Sequence[int]) -> str:
     return re.sub(r"\b(?:row|prompt) (\d+)\b", lambda match: f"prompt {batch[int(match[1])]}", message)
 
 
-def check_slice(query: Any, lengths: Sequence[int]) -> None:
+def check_slice(query: Query, lengths: Sequence[int]) -> None:
     """Refuse a slice that stands for more positions in one prompt than in another, as a single pass does."""
     if not isinstance(query, slice):
         return

@@ -1,7 +1,6 @@
 """Which positions a query or a key stands for: the one rule everywhere in the library."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -30,9 +29,9 @@ def query_positions(prompt: Prompt, query: Query = None, name: str = "query") ->
 
     >>> from tensorlens_tl.passes.inputs import query_positions
     >>> frozen.str_tokens[0]
-    ['Return', ' the', ' value', '.', ' Return', ' the']
+    ['<|bos|>', 'Return', ' the', ' value', '.', ' Return', ' the']
     >>> query_positions(frozen.prompt, -1), query_positions(frozen.prompt, [0, " value"])
-    (tensor([[5]]), tensor([[0, 2]]))
+    (tensor([[6]]), tensor([[0, 3]]))
 
     Raises:
         InvalidInputError: beyond a prompt's real tokens, not in it, none, or a slice of unequal lengths.
@@ -102,7 +101,7 @@ def _spans(prompt: Prompt, text: str, name: str) -> list[list[int]]:
     return spans
 
 
-def _position(prompt: Prompt, query: Any, name: str) -> Int[Tensor, "batch 1"]:
+def _position(prompt: Prompt, query: object, name: str) -> Int[Tensor, "batch 1"]:
     mask = prompt.mask
     if isinstance(query, str):
         return torch.tensor([[span[-1]] for span in _spans(prompt, query, name)], device=mask.device)

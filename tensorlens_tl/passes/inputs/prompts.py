@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs.arguments import IdsLike, InputLike, ModelInputs, Side
 from tensorlens_tl.passes.inputs.signals import Signal, extra_inputs, named_images, read_signal, refuse_signal
 
 
@@ -99,15 +100,15 @@ class Prompt:
 
 def prepare(
     view: ModelView,
-    input: Any,
+    input: InputLike,
     *,
-    attention_mask: Any = None,
-    token_type_ids: Any = None,
-    decoder_input_ids: Any = None,
-    decoder_attention_mask: Any = None,
+    attention_mask: IdsLike = None,
+    token_type_ids: IdsLike = None,
+    decoder_input_ids: InputLike | None = None,
+    decoder_attention_mask: IdsLike = None,
     prepend_bos: bool | None = None,
-    padding_side: str | None = None,
-    model_inputs: Any = None,
+    padding_side: Side = None,
+    model_inputs: ModelInputs = None,
 ) -> Prompt:
     """Check an input and turn it into a `Prompt`.
 
@@ -186,7 +187,7 @@ def _check_decoder(view: ModelView, decoder_input_ids: object) -> None:
         raise InvalidInputError(f"decoder_input_ids: {view.description} is no encoder–decoder.")
 
 
-def _of_tokenizer(view: ModelView, encoding: Mapping[Any, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
+def _of_tokenizer(view: ModelView, encoding: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
     """What a tokenizer or processor returns, as arguments of `prepare`.
 
     Raises:
@@ -218,15 +219,15 @@ def _of_tokenizer(view: ModelView, encoding: Mapping[Any, Any], passed: Mapping[
     return arguments
 
 
-def _all_ones(mask: Any) -> bool:
+def _all_ones(mask: IdsLike) -> bool:
     return mask is not None and all(bool(torch.as_tensor(row).all()) for row in mask)
 
 
-def _any_number(segments: Any) -> bool:
+def _any_number(segments: IdsLike) -> bool:
     return segments is not None and any(bool(torch.as_tensor(row).any()) for row in segments)
 
 
-def _refuse_chat(input: Any) -> None:
+def _refuse_chat(input: object) -> None:
     """Raise `InvalidInputError` for messages of a chat: how they become tokens is the template's, and the caller's."""
     first = input
     while isinstance(first, Sequence) and not isinstance(first, str) and first:
@@ -258,13 +259,13 @@ def _of_signal(signal: Signal) -> Prompt:
 
 def _rows(
     view: ModelView,
-    input: Any,
-    attention_mask: Any,
+    input: InputLike,
+    attention_mask: IdsLike,
     name: str,
     vocabulary: int,
     *,
     prepend_bos: bool | None,
-    padding_side: str | None,
+    padding_side: Side,
 ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
     """Token ids and mask of one input, on the model's device."""
     if _is_text(input) or _is_ragged(input):
@@ -293,16 +294,11 @@ def _rows(
     return tokens.to(view.device), mask.to(view.device)
 
 
-def token_rows(view: ModelView, input: Any, prepend_bos: bool | None = None) -> list[Int[Tensor, "pos"]]:
+def token_rows(view: ModelView, input: InputLike, prepend_bos: bool | None = None) -> list[Int[Tensor, "pos"]]:
     """Each prompt's token ids, unpadded; see `prepare` for the arguments and errors."""
     if isinstance(input, str):
         input = [input]
     if _is_text(input):
-        if wrong := [number for number, text in enumerate(input) if not isinstance(text, str)]:
-            raise InvalidInputError(
-                f"input: prompt 0 is text and prompt {wrong[0]} is {type(input[wrong[0]]).__name__}; pass all as text "
-                "or all as token ids."
-            )
         return [_tokenize(view, text, number, prepend_bos) for number, text in enumerate(input)]
     if _is_ragged(input):
         return [_as_ids(row)[0] for row in input]
@@ -314,18 +310,18 @@ def _batched(row: Tensor) -> Tensor:
     return row[None] if row.ndim == 1 else row
 
 
-def _is_text(input: Any) -> bool:
+def _is_text(input: object) -> TypeGuard[Sequence[object]]:
     return isinstance(input, str) or (isinstance(input, Sequence) and bool(input) and isinstance(input[0], str))
 
 
-def _is_ragged(input: Any) -> bool:
+def _is_ragged(input: object) -> bool:
     """Whether it is a list of rows of token ids of different lengths."""
     if not isinstance(input, Sequence) or not all(hasattr(row, "__len__") for row in input):
         return False
     return len({len(row) for row in input}) > 1
 
 
-def _segments(view: ModelView, token_type_ids: Any, tokens: Tensor) -> Tensor:
+def _segments(view: ModelView, token_type_ids: IdsLike, tokens: Tensor) -> Tensor:
     if not (view.is_bridge or view.is_hooked_encoder):
         raise InvalidInputError(f"token_type_ids: {view.class_name} takes none; they are for BERT-like encoders.")
     segments = _batched(torch.as_tensor(token_type_ids, device=tokens.device))
@@ -336,8 +332,13 @@ def _segments(view: ModelView, token_type_ids: Any, tokens: Tensor) -> Tensor:
     return segments
 
 
-def _tokenize(view: ModelView, text: str, number: int, prepend_bos: bool | None) -> Tensor:
+def _tokenize(view: ModelView, text: object, number: int, prepend_bos: bool | None) -> Tensor:
     model = view.model
+    if not isinstance(text, str):
+        raise InvalidInputError(
+            f"input: prompt 0 is text and prompt {number} is {type(text).__name__}; pass all as text or all as token "
+            "ids."
+        )
     if not text:
         raise InvalidInputError(f"input: text number {number} is empty; pass at least one token.")
     if view.tokenizer is None:
@@ -352,7 +353,7 @@ def _tokenize(view: ModelView, text: str, number: int, prepend_bos: bool | None)
     return tokens
 
 
-def _pad(view: ModelView, rows: list[Tensor], padding_side: str | None) -> tuple[Tensor, Tensor]:
+def _pad(view: ModelView, rows: list[Tensor], padding_side: Side) -> tuple[Tensor, Tensor]:
     """Rows of token ids of one length, and a mask that is True at real tokens."""
     side = padding_side or "right"
     if side not in ("left", "right"):
@@ -363,7 +364,7 @@ def _pad(view: ModelView, rows: list[Tensor], padding_side: str | None) -> tuple
     return pad(ids, padding_value=fill), pad([torch.ones_like(row, dtype=torch.bool) for row in ids])
 
 
-def _as_ids(input: Any) -> Tensor:
+def _as_ids(input: object) -> Tensor:
     _refuse_chat(input)
     try:
         tokens = torch.as_tensor(input)

@@ -22,6 +22,7 @@ from torch import Tensor
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs.arguments import InputLike, ModelInputs
 
 SPECIAL = ("CLS", "distillation")
 """What the positions before the first patch are called, in this order."""
@@ -59,7 +60,7 @@ class Signal:
     image: Float[Tensor, "batch channel height width"] | None
 
 
-def read_signal(view: ModelView, input: Any, others: Mapping[str, Any]) -> Signal:
+def read_signal(view: ModelView, input: InputLike, others: Mapping[str, object]) -> Signal:
     """Check what a model of images or sound reads, and name its positions.
 
     Args:
@@ -101,7 +102,7 @@ def read_signal(view: ModelView, input: Any, others: Mapping[str, Any]) -> Signa
     return Signal(x, names, special, class_at, image.detach().cpu())
 
 
-def _values(view: ModelView, input: Any) -> Tensor:
+def _values(view: ModelView, input: InputLike) -> Tensor:
     axes, sizes = _expected(view)
     expected = f"{view.reads}, floating-point values [{', '.join(axes)}]"
     if isinstance(input, str) or (isinstance(input, Sequence) and any(isinstance(one, str) for one in input)):
@@ -146,7 +147,7 @@ def _expected(view: ModelView) -> tuple[tuple[str, ...], tuple[int | None, ...]]
     return ("batch", "sample"), (None, None)
 
 
-def refuse_signal(view: ModelView, input: Any) -> None:
+def refuse_signal(view: ModelView, input: object) -> None:
     """Raise `InvalidInputError` where a language model is given pixels or sound."""
     if isinstance(input, Tensor) and input.is_floating_point() and input.ndim > 2:
         raise InvalidInputError(
@@ -156,7 +157,7 @@ def refuse_signal(view: ModelView, input: Any) -> None:
         )
 
 
-def extra_inputs(view: ModelView, given: Any) -> dict[str, Any]:
+def extra_inputs(view: ModelView, given: ModelInputs) -> dict[str, Any]:
     """What a multimodal model takes besides tokens, checked by name and put on its device.
 
     Raises:
@@ -190,7 +191,7 @@ def extra_inputs(view: ModelView, given: Any) -> dict[str, Any]:
     return {name: value for name, value in moved.items() if value is not None}
 
 
-def _refuse_deep_stack(view: ModelView, given: Mapping[str, Any]) -> None:
+def _refuse_deep_stack(view: ModelView, given: Mapping[str, object]) -> None:
     """Raise `UnsupportedModelError` where features of an image go in between blocks too, which no block's map has."""
     layers = getattr(getattr(view.config, "vision_config", None), "deepstack_visual_indexes", None)
     images = [name for name in given if name.startswith("pixel_values")]
