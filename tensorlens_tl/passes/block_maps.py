@@ -83,7 +83,7 @@ class BlockParts(NamedTuple):
 
 @dataclass(eq=False)
 class _Cache:
-    """What is made once for each layer under the default activation rule.
+    """What is computed once for each layer under the default activation rule.
 
     Attributes:
         ratios: the coefficients of a dense MLP's activation.

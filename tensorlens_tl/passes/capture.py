@@ -39,7 +39,7 @@ class Capture:
         points: the hook points whose activations it has.
         prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
         activations: by hook-point name (listed in `tensorlens_tl.hooks.points`).
-        held_scores: of a pass frozen with ``patterns="recompute"``, what each pattern is made from, by hook-point name.
+        held_scores: of a pass frozen with ``patterns="recompute"``, the factors of each pattern, by hook-point name.
         weights: what the model's weights were, to tell whether they still are.
         configuration: what decided the model's numbers besides its weights
             (`tensorlens_tl.models.lifecycle.settings`).

@@ -107,7 +107,7 @@ def freeze(
             length.
         model_inputs: what a multimodal model takes besides its tokens, by the names of its forward:
             ``{"pixel_values": ...}``.
-        cache: the ActivationCache of an earlier ``run_with_cache`` on the same input; a copy is kept instead of this
+        cache: the ActivationCache of an earlier ``run_with_cache`` on the same input; a copy is stored instead of this
             run's activations, and each of them is compared with this run's.
         store: ``"cpu"`` keeps the captured activations off the model's device.
         patterns: ``"recompute"`` keeps queries and keys instead of attention patterns, so that memory grows with the

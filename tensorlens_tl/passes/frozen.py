@@ -301,7 +301,7 @@ class FrozenPass(Linearisation):
     def stage(
         self, layer: int, *, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
     ) -> AffineMap:
-        """`block` without its checks; where weights are offloaded, the map is made each time it is used."""
+        """`block` without its checks; where weights are offloaded, the map is composed each time it is used."""
         return self.maps.stage(layer, activation=activation, heads=heads, mlp=mlp)
 
     def final_map(self) -> AffineMap | None:
@@ -341,7 +341,7 @@ class FrozenPass(Linearisation):
         """TransformerLens hooks that hold this pass's patterns, activation ratios and norm scales fixed.
 
         They fit inputs of the same length and batch; a pass of one prompt fits any batch. Put your own hooks
-        after them: these replace whatever an earlier one wrote at a pattern, an activation or a scale. A masked
+        after them: these replace what an earlier one wrote at a pattern, an activation or a scale. A masked
         language model's prediction head has no hook between its linear map and its activation: it stays live.
 
         Raises:

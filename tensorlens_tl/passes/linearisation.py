@@ -7,7 +7,7 @@ block maps are affine, the residual stream at the first block enters, biases are
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -18,6 +18,7 @@ from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import Prompt
 
 
+@runtime_checkable
 class Sum(Protocol):
     """A result whose parts explain a number of the model."""
 

@@ -1,8 +1,8 @@
-"""Patterns that are not kept: recomputed from queries and keys when they are needed, and proved while the pass runs.
+"""Patterns that are not stored: recomputed from queries and keys when they are needed, and proved while the pass runs.
 
 The model computes a pattern for every layer anyway. A hook reads each of them and chooses the reading of the layer's
 scores (`tensorlens_tl.passes.attention_scores.reading`) that fits it. The pattern recomputed from queries and keys is
-then compared with the model's, a few queries at a time, and the model's is dropped. What is kept of a layer is linear
+then compared with the model's, a few queries at a time, and the model's is dropped. What is stored of a layer is linear
 in the number of tokens: queries, keys, and the sum of each row of the pattern, which is less than 1 with attention
 sinks.
 """

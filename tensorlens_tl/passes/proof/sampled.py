@@ -59,4 +59,4 @@ def attention_at(
     mixed = mixing.at_queries(values(x), positions)
     # one position per row, as what follows the mixing may hold a factor for each position
     attended = out.at(RowPositions(positions.T))(mixed.transpose(0, 1)[:, :, None])[:, :, 0].transpose(0, 1)
-    return mixed, Diagonal(torch.zeros_like(attended), attended)  # whatever it reads, this is what it gives
+    return mixed, Diagonal(torch.zeros_like(attended), attended)  # a constant: it ignores what it reads
