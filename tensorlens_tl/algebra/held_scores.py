@@ -10,6 +10,14 @@ from tensorlens_tl.algebra import RecomputedAttention
 from tensorlens_tl.algebra.numerics import refuse_autocast, upcast
 
 
+def grouped_products(
+    queries: Float[Tensor, "batch head query d_head"], keys: Float[Tensor, "batch kv key d_head"]
+) -> Float[Tensor, "batch head query key"]:
+    """q·kᵀ for every query head; each key head serves as many consecutive query heads as any other."""
+    grouped = queries.unflatten(1, (keys.shape[1], -1))
+    return (grouped @ keys[:, :, None].mT).flatten(1, 2)
+
+
 @dataclass(frozen=True, eq=False)
 class HeldScores:
     """What one layer's pattern is recomputed from; a `PatternRows`.
@@ -53,8 +61,7 @@ class HeldScores:
         reached = pos if self.ahead is None or not at.numel() else min(pos, int(at.max()) + 1 + self.ahead)
         q = torch.take_along_dim(self.queries, at[:, None, :, None], dim=2).to(self.device)
         k = self.keys[:, :, :reached].to(self.device)
-        kv = self.keys.shape[1]
-        scores = (q.unflatten(1, (kv, -1)) @ k[:, :, None].mT).flatten(1, 2).mul_(self.scale)
+        scores = grouped_products(q, k).mul_(self.scale)
         if self.soft_cap is not None:
             scores = scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         distance = (at[:, :, None] - torch.arange(reached, device=at.device)).to(self.device)[:, None]

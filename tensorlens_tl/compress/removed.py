@@ -134,7 +134,7 @@ class Removed:
         Args:
             target, minus, direction: as in `FrozenOperator.target`.
             query: positions, the last real token unless said; see
-                `tensorlens_tl.passes.inputs.prompts.query_positions`.
+                `tensorlens_tl.passes.inputs.query_positions`.
             activation: the rule for the MLPs that the parts go through.
 
         Returns:

@@ -48,7 +48,7 @@ def alti(frozen: FrozenPass, *, distance: Distance = "l1", query: Query = None) 
     Args:
         frozen: the pass.
         distance: `"l1"` or `"l2"`.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map in `layers`.

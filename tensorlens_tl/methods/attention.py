@@ -28,7 +28,7 @@ def attention(
     Args:
         frozen: the pass.
         head_reduction: `"mean"` or `"max"` over heads, or None for every head (axes batch, head, query, key).
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, or `[batch, head, query, key]`, and each layer's patterns in `layers`.

@@ -69,7 +69,7 @@ def decompx(
         aggregate: `"norm"` of the vectors, `"target"` (their share of a logit; additive), or `"vector"` (axes batch,
             query, key, d_model). None is `"target"` where one is given, else `"norm"`.
         target, minus: the token of ``aggregate="target"``, and one to subtract.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
         memory: what may be allocated at once, the vectors included, as ``"512MB"`` or bytes. There is a vector for
             every source token at every position (in causal models up to the last query), twice with parallel blocks.
 

@@ -178,7 +178,7 @@ def ff_ig(
         as_printed: the paper's formulas to the letter: b_V is bias, not part of a source token's vector (Eqs. 7, 20,
             21; so is what a norm before attention adds), and the residual connection after the feed-forward layer
             passes on what a token gives itself, but not what others gave it (Eq. 53).
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map in `layers`.

@@ -41,7 +41,7 @@ def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = None)
     Args:
         frozen: the pass.
         normalize: whether the rows of each layer are divided by their sum (the original does not).
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map in `layers`.

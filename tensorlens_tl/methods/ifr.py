@@ -124,7 +124,7 @@ def ifr(
         threshold: edges of no more than this importance are left out, and the others of a sum divided by what is left.
         value_bias: whether b_V (and what a norm before attention adds) belongs to a source token's vector. False is
             what FlashTrace computes, where the model has one.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map in `layers`.

@@ -21,7 +21,7 @@ class LiveLogits:
     Args:
         frozen: the pass, of a model that predicts tokens.
         target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        query: see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: see `tensorlens_tl.passes.inputs.query_positions`.
         what: the name of the method, for messages.
 
     Attributes:

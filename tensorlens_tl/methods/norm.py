@@ -74,7 +74,7 @@ def norm(frozen: FrozenPass, *, scope: Scope = "attn", query: Query = None) -> A
         frozen: the pass.
         scope: `"attn"` (attention alone), `"attn_res"` (with the residual connection) or `"attn_res_ln"` (with the norm
             around both).
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's norms in `layers`.

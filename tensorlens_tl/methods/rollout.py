@@ -44,7 +44,7 @@ def rollout(
         residual: the share of the residual connection, or None for none. ``"auto"`` is 0.5, and none for maps that hold
             the residual connection already.
         normalize: whether rows are divided by their sum first.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map, with the residual connection, in `layers`.
@@ -87,7 +87,7 @@ def mean(
         frozen: the pass.
         layer_map: as for `rollout`.
         normalize: whether rows are divided by their sum first.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map in `layers`.

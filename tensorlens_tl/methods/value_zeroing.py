@@ -76,7 +76,7 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = None, memory: Memory = N
 
     Args:
         frozen: the pass.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
         memory: what the runs with zeroed values may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:

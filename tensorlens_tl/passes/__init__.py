@@ -1,17 +1,17 @@
-"""One forward pass as an exact affine map: captured, proved, held fixed, and asked.
+"""One forward pass as an exact affine map: captured, proved, held fixed, and read.
 
 | module | question |
 | --- | --- |
 | `inputs` | what does a model take, which positions does a query stand for, where does a text stand? |
 | `capture` | what does one pass leave behind? |
 | `block_maps`, `mlps` | which maps do the parts of a block become? |
-| `attention_scores` | how are attention scores made, and how is a pattern recomputed from them? |
+| `attention_scores` | how are attention scores computed, and how is a pattern recomputed from them? |
 | `preflight`, `proof` | can this pass be frozen, and is what the weights say what the model does? |
 | `linearisation` | what do operators, targets and circuits need of a pass? |
-| `operator` | about what, of which part, and with what result is the whole map asked? |
+| `operator` | which scores does the whole map give, for which target and which of its parts? |
 | `live` | how is the live model held fixed, or run again with something changed? |
 | `frozen` | the pass that users hold, composed of capture, maps and proof |
-| `freezing` | how is a pass made? |
+| `freezing` | how does one run of the model become a pass? |
 | `backward`, `replacement` | what gives the live model under other backward rules, or with a token replaced? |
 """
 

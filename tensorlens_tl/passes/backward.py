@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, relative_residual, upcast
@@ -46,7 +46,7 @@ def rule_scores(
 ) -> Collapse:
     """x_j · ∂logit/∂x_j at the stream entering the first block, under a rule.
 
-    The total is the logit before any soft cap. There is no bias: what is given to no token (additive biases, and what
+    The total is the logit before any soft cap. There is no bias: what no token receives (additive biases, and what
     a live softmax does not pass on) is the residual, abs(Σ scores − total) / Σ abs(scores).
 
     Args:
@@ -63,31 +63,31 @@ def rule_scores(
         NumericalError: gradients are not finite, or the run does not repeat the pass.
     """
     positions = query_positions(frozen.prompt, query)
-    asked = resolve_target(frozen, target, minus, positions=positions)
+    readout = resolve_target(frozen, target, minus, positions=positions)
     frozen.live("a backward rule").check_hooks()
     sites, scales = product_points(frozen)
     x = frozen.resid_pre(0)
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
-    # what is held is made here: autograd keeps no tensor that was made in somebody's inference mode
+    # outside any inference mode of the caller, whose tensors autograd does not accept
     with lock_of(frozen.model), torch.inference_mode(False), torch.enable_grad():
         held = holding_hooks(frozen.maps, patterns=False, activation=rule.activation)
         live = RuleHooks(rule, sites, scales)
         leaf = x.detach().clone().requires_grad_(True)
-        parts = leaf.split([leaf.shape[1]] if frozen.sides is None else list(frozen.sides), dim=1)
+        parts = leaf.split(list(frozen.sides or (leaf.shape[1],)), dim=1)
         entry: list[FwdHook] = [
             (name, in_this_thread(lambda stream, *, hook, part=part: part))
             for name, part in zip(frozen.capture.stream_names(0), parts, strict=True)
         ]
         outputs = graph_of(frozen.model, frozen.inputs, _ends(frozen), [*entry, *held, *live.hooks])
         _check_run(frozen, live, outputs)
-        some = _at_output(frozen, rule, asked.vectors, positions, memory)
-        rows = [_pulled(outputs, leaf, given) for given in some]
+        cotangents = _at_output(frozen, rule, readout.vectors, positions, memory)
+        rows = [_pulled(outputs, leaf, cotangent) for cotangent in cotangents]
     gradient = torch.cat(rows).transpose(0, 1)
     if not bool(torch.isfinite(gradient).all()):
         raise NumericalError(f"{frozen.view.description}: gradients are not finite; use float32 or float64.")
     scores = (upcast(x)[:, None] * gradient).sum(-1) * (real[:, :, None] & frozen.mask[:, None])
     explained = torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1)
-    total = ((upcast(explained) * asked.vectors).sum(-1) + asked.constant) * real
+    total = ((upcast(explained) * readout.vectors).sum(-1) + readout.constant) * real
     residual = relative_residual(scores, torch.zeros_like(total), total)
     return Collapse(scores, total=total, residual=residual, soft_cap=frozen.view.soft_cap)
 
@@ -109,7 +109,8 @@ def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]
         sites += [site for site in (points.heads, points.cross) if site is not None]
     known = frozen.model.hook_dict
     scales = [f"{norm}.hook_scale" for site in sites for norm in _norms_inside(frozen, site)]
-    if unknown := [name for name in scales if name not in known]:
+    unknown = [name for name in scales if name not in known]
+    if unknown:
         raise UnsupportedModelError(
             f"{unknown[0].removesuffix('.hook_scale')} of {frozen.view.description}: a norm inside attention without a "
             "hook point for its scale, so that it cannot be held. tensorlens, cp-lrp and relp with attention='frozen' "
@@ -124,26 +125,25 @@ def _norms_inside(frozen: FrozenPass, site: AttentionPoints) -> list[str]:
     A module of attention may hold the block's own norm as well (BERT's does): it has the same weights as that.
     """
     norms = [norm for block in frozen.view.blocks for norm in block.norms.values()]
-    own = {norm.gain.data_ptr() for norm in norms if norm.gain is not None}
+    gains = {norm.gain.data_ptr() for norm in norms if norm.gain is not None}
     at = site.pattern.removesuffix(".hook_pattern")
-    attention: Any = frozen.model
-    for name in at.split("."):
-        attention = attention[int(name)] if name.isdigit() else getattr(attention, name)
-    found = [
+    assert isinstance(frozen.model, nn.Module)
+    attention = frozen.model.get_submodule(at)
+    inside = [
         ".".join(part for part in (at, *name.split(".")) if part != "_original_component")
         for name, module in attention.named_modules()
         if type(module).__name__.lower().removesuffix("pre").endswith("norm")
-        and not own & {weight.data_ptr() for weight in module.parameters()}
+        and not gains & {weight.data_ptr() for weight in module.parameters()}
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(inside))
 
 
 def _check_run(frozen: FrozenPass, live: RuleHooks, outputs: list[Tensor]) -> None:
     """The run repeats the pass, and every product follows the rule (proved once for a model and its weights)."""
-    own = [frozen.activation(name) for name in _ends(frozen)]
-    masks = frozen.mask.split([made.shape[1] for made in outputs], dim=1)
-    error = max(relative_error(made.detach(), seen, real) for made, seen, real in zip(outputs, own, masks, strict=True))
-    allowed = frozen.tolerance * frozen.n_layers  # a block's own, and each passes on what those before it add
+    expected = [frozen.activation(name) for name in _ends(frozen)]
+    masks = frozen.mask.split([output.shape[1] for output in outputs], dim=1)
+    error = max(relative_error(*ends) for ends in zip([y.detach() for y in outputs], expected, masks, strict=True))
+    allowed = frozen.tolerance * frozen.n_layers  # errors of blocks add up
     if not error <= allowed:
         raise NumericalError(
             f"{frozen.view.description}: the run with a backward rule differs from the frozen pass by {error:.1e} "
@@ -168,26 +168,24 @@ def _at_output(
     positions: Int[Tensor, "batch query"],
     memory: Memory,
 ) -> Iterator[Float[Tensor, "row batch pos d_model"]]:
-    """What is asked about as gradients of the model's output, some queries at a time."""
+    """The vectors of a target as gradients of the model's output, some queries at a time."""
     head = frozen.prediction_head(rule.activation)
     x = frozen.resid_pre(0)
     heads = max(frozen.view.cfg.n_heads, 1) * x.shape[1] ** 2 * len(x) * x.element_size()
     queries = positions.shape[1]
     for rows in chunks(queries, 4 * (frozen.row_bytes + heads), memory if queries > 1 else None, "gradients"):
         chosen = slice(rows.start, rows.stop)
-        asked = vectors[:, chosen].transpose(0, 1)[:, :, None]
-        placed = asked.new_zeros(len(rows), *x.shape[:2], asked.shape[-1])
-        at = positions[:, chosen].T[:, :, None, None].expand_as(asked)
-        placed.scatter_(2, at, asked)
-        yield placed if head is None else head.pull(placed)
+        sources = vectors[:, chosen].transpose(0, 1)[:, :, None]
+        at = positions[:, chosen].T[:, :, None, None].expand_as(sources)
+        cotangents = sources.new_zeros(len(rows), *x.shape[:2], sources.shape[-1]).scatter_(2, at, sources)
+        yield cotangents if head is None else head.pull(cotangents)
 
 
 def _pulled(
-    outputs: Sequence[Tensor], leaf: Tensor, asked: Float[Tensor, "row batch pos d_model"]
+    outputs: Sequence[Tensor], leaf: Tensor, cotangent: Float[Tensor, "row batch pos d_model"]
 ) -> Float[Tensor, "row batch pos d_model"]:
     """The gradients of the first block's input, one batched backward pass; the graph is kept."""
-    given = asked.split([y.shape[1] for y in outputs], dim=2)
-    (found,) = torch.autograd.grad(
-        outputs, leaf, [g.to(y) for g, y in zip(given, outputs, strict=True)], retain_graph=True, is_grads_batched=True
-    )
-    return found
+    parts = cotangent.split([y.shape[1] for y in outputs], dim=2)
+    cotangents = [part.to(y) for part, y in zip(parts, outputs, strict=True)]
+    (gradient,) = torch.autograd.grad(outputs, leaf, cotangents, retain_graph=True, is_grads_batched=True)
+    return gradient

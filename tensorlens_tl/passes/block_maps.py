@@ -1,14 +1,14 @@
 """The maps that the parts of a pass become, composed of its captured activations and the model's weights.
 
 Nothing here runs the model or proves anything: `tensorlens_tl.passes.freezing` makes the capture, and
-`tensorlens_tl.passes.proof` finds out how each block is put together, and whether its map is right.
+`tensorlens_tl.passes.proof` determines how each block is put together, and whether its map is right.
 """
 
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -41,14 +41,17 @@ from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 
+Options = ParamSpec("Options")
 Result = TypeVar("Result")
 
 
-def _reads_weights(method: Callable[..., Result]) -> Callable[..., Result]:
+def _reads_weights(
+    method: Callable[Concatenate["BlockMaps", int, Options], Result],
+) -> Callable[Concatenate["BlockMaps", int, Options], Result]:
     """A method that reads one layer's weights: they are brought in for it where they are offloaded."""
 
     @wraps(method)
-    def reading(self: Any, layer: int, *arguments: Any, **options: Any) -> Result:
+    def reading(self: "BlockMaps", layer: int, *arguments: Options.args, **options: Options.kwargs) -> Result:
         blocks = self.view.blocks
         if not isinstance(layer, int) or not 0 <= layer < len(blocks) or not blocks[layer].offloaded:
             return method(self, layer, *arguments, **options)
@@ -80,7 +83,7 @@ class BlockParts(NamedTuple):
 
 @dataclass(eq=False)
 class _Cache:
-    """What is made once for each layer under the default activation rule.
+    """What is computed once for each layer under the default activation rule.
 
     Attributes:
         ratios: the coefficients of a dense MLP's activation.
@@ -132,12 +135,15 @@ class BlockMaps:
         """True at real tokens."""
         return self.capture.mask
 
+    @property
+    def _recursion_mask(self) -> Bool[Tensor, "batch pos"] | None:
+        """The mask, for maps that pass something on from token to token; None where every token is real."""
+        return None if bool(self.mask.all()) else self.mask
+
     @cached_property
     def row_bytes(self) -> int:
         """What a vector allocates on its way at most: the stream, a sublayer's input, and the widest hidden layer."""
-        widest = 0
-        for block in self.view.blocks:
-            widest = max(widest, block.widest)
+        widest = max((block.widest for block in self.view.blocks), default=0)
         x = self.capture.resid_pre(0)
         return x[..., 0].numel() * (3 * x.shape[-1] + widest) * x.element_size()
 
@@ -156,12 +162,13 @@ class BlockMaps:
         return self._norm(self.view.final_norm, self.points.final_scale)
 
     def _norm(self, weights: NormWeights, scale_name: str) -> Norm:
-        captured = self.capture.activation(scale_name)
-        scale = captured if weights.epsilon is None else weights.scale_of(captured)
+        scale = self.capture.activation(scale_name)
+        if weights.epsilon is not None:  # the hook point shows what the norm reads
+            scale = weights.scale_of(scale)
         return Norm(scale, weights.gain, weights.shift, weights.centre)
 
     def final_map(self) -> AffineMap | None:
-        """The same as a map of all positions: of an encoder–decoder it acts on the decoder's."""
+        """The same as a map of all positions: in an encoder–decoder it acts on the decoder's."""
         norm = self.final_norm()
         if norm is None or self.capture.sides is None:
             return norm
@@ -191,12 +198,11 @@ class BlockMaps:
         return Within(start, stop, length, read, Linear(weights.W_O, weights.b_O))
 
     def whitening(self, layer: int) -> Chain | None:
-        """What the stream goes through before a block of a whitened model, linear as it is; None of any other."""
+        """The whitening of the stream before a block of a whitened model, a linear map; None of any other model."""
         weights = self.view.blocks[layer].whitening
         if weights is None:
             return None
-        keep = None if bool(self.mask.all()) else self.mask
-        return Chain((Linear(weights.entry), Recursion(weights.step, keep)))
+        return Chain((Linear(weights.entry), Recursion(weights.step, self._recursion_mask)))
 
     @_reads_weights
     def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
@@ -234,7 +240,9 @@ class BlockMaps:
         if name is not None and name not in self.capture.activations and name in self.capture.held_scores:
             return self.capture.held_scores[name].attention(dtype, head_mask)
         pattern = self.capture.pattern(layer).to(dtype)
-        return Attention(pattern if head_mask is None else pattern * head_mask[:, None, None], weights.kv_heads)
+        if head_mask is not None:
+            pattern = pattern * head_mask[:, None, None]
+        return Attention(pattern, weights.kv_heads)
 
     @_reads_weights
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
@@ -245,7 +253,7 @@ class BlockMaps:
             return self.attention(layer, heads)
         if heads is not None:
             self.view.blocks[layer].require_attention()
-        mixing = read(self.capture.activation(ends.into), None if bool(self.mask.all()) else self.mask)
+        mixing = read(self.capture.activation(ends.into), self._recursion_mask)
         factor = self.view.blocks[layer].branch_factor
         if factor == 1:
             return mixing
@@ -254,22 +262,25 @@ class BlockMaps:
     @_reads_weights
     def attention_alone(self, layer: int) -> AffineMap:
         """The same as the model's own module computes it, without what the block multiplies its branches by."""
-        return _divided(self.mixer(layer), self.view.blocks[layer].branch_factor, self.capture.tokens.device)
+        return self._divided(layer, self.mixer(layer))
 
     @_reads_weights
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
         mlp = self.mlp(layer, activation)
-        return None if mlp is None else _divided(mlp, self.view.blocks[layer].branch_factor, self.capture.tokens.device)
+        return None if mlp is None else self._divided(layer, mlp)
 
     @_reads_weights
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """The parts of a mixture of experts likewise."""
+        return {name: self._divided(layer, part) for name, part in self.experts(layer, activation).items()}
+
+    def _divided(self, layer: int, branch: AffineMap) -> AffineMap:
+        """A branch of a block without what the block multiplies it by."""
         factor = self.view.blocks[layer].branch_factor
-        return {
-            name: _divided(part, factor, self.capture.tokens.device)
-            for name, part in self.experts(layer, activation).items()
-        }
+        if factor == 1:
+            return branch
+        return Chain((branch, Diagonal(torch.full((1, 1, 1), 1 / factor, device=self.capture.tokens.device))))
 
     @_reads_weights
     def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:
@@ -288,7 +299,7 @@ class BlockMaps:
             held = held_coefficients(weights, self.capture.activation(points.mlp.into), activation)
         else:
             assert points.pre is not None
-            linear = self.capture.activation(points.pre_linear) if points.pre_linear else None
+            linear = None if points.pre_linear is None else self.capture.activation(points.pre_linear)
             held = coefficients(weights.activation, self.capture.activation(points.pre), linear, activation)
         if activation == "ratio":
             self.cache.ratios[layer] = held
@@ -313,13 +324,13 @@ class BlockMaps:
 
     @_reads_weights
     def check_gate(self, layer: int) -> None:
-        """Compare what a gate makes of what it reads with what was captured of it; once for each layer.
+        """Compare a gate's pre-activations, as its weights give them, with the captured ones; once for each layer.
 
         The default rule holds the gate's activation and never reads its weights; a rule that pulls through them is
-        right only where they are what made it.
+        right only where they give that activation.
 
         Raises:
-            UnsupportedModelError: they are not: a hook on the gate, or something that was put on its module.
+            UnsupportedModelError: they do not: there is a hook on the gate, or its module was changed.
         """
         weights = self.view.blocks[layer].dense_mlp
         name = self.points.blocks[layer].pre
@@ -343,7 +354,7 @@ class BlockMaps:
 
     @_reads_weights
     def _mlp_input(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """What a block's MLP reads, made from the block's own input, at the positions that the block acts on."""
+        """What a block's MLP reads, computed from the block's input, at the positions that the block acts on."""
         layout = self.layouts[layer]
         start, stop = self.capture.side(layer)
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
@@ -355,7 +366,9 @@ class BlockMaps:
                 self.capture.resid_pre(layer)
             )
         x = x[:, start:stop]
-        return x if layout.mlp.before is None else norms[layout.mlp.before](x)
+        if layout.mlp.before is None:
+            return x
+        return norms[layout.mlp.before](x)
 
     @_reads_weights
     def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
@@ -370,7 +383,7 @@ class BlockMaps:
         weights = self._expert_weights(layer)
         assert points.mlp is not None  # experts are held as a whole
         x = self.capture.activation(points.mlp.into)
-        beside = x if points.shared is None else self.capture.activation(points.shared.into)
+        beside = self.capture.activation((points.shared or points.mlp).into)
         experts = expert_maps(weights, x, beside, self.routing(layer), activation)
         if activation == "ratio":
             self.cache.experts[layer] = experts
@@ -378,7 +391,7 @@ class BlockMaps:
 
     @_reads_weights
     def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
-        """A part of a mixture of experts with the norms around it, where it has some of its own."""
+        """A part of a mixture of experts with the norms around it, where it has any."""
         weights = self.view.blocks[layer].mlp
         if not isinstance(weights, ExpertsWeights) or name not in weights.around:
             return part
@@ -387,16 +400,16 @@ class BlockMaps:
 
     @_reads_weights
     def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
-        """What a block adds for an input of each token at this layer, gate and input held; None without."""
+        """What a block adds for a separate input of each token at this layer, gate and input held; None without one."""
         weights = self.view.blocks[layer].per_layer
         points = self.points.blocks[layer]
         if weights is None or points.per_layer is None or points.per_layer_input is None:
             return None
         gate = Linear(weights.W_gate)
-        given = self.capture.activation(points.per_layer_input)
+        factor = self.capture.activation(points.per_layer_input)
         held = coefficients(weights.activation, gate(self.capture.activation(points.per_layer.into)), None, activation)
-        rest = None if held.rest is None else held.rest * given
-        return Chain((gate, Diagonal(held.through * given, rest), Linear(weights.W_out)))
+        rest = None if held.rest is None else held.rest * factor
+        return Chain((gate, Diagonal(held.through * factor, rest), Linear(weights.W_out)))
 
     @_reads_weights
     def routing(self, layer: int) -> Routes:
@@ -462,10 +475,11 @@ class BlockMaps:
         ends = self.ends(layer)
         if per_layer is not None:
             ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
-        return Chain((compose(layout, *parts), *ends)) if ends else compose(layout, *parts)
+        block = compose(layout, *parts)
+        return Chain((block, *ends)) if ends else block
 
     def stage(self, layer: int, **options: Any) -> AffineMap:
-        """`block_map`, of a block whose weights are offloaded made each time it is used and dropped after."""
+        """`block_map`; where a block's weights are offloaded, composed each time it is used, and dropped afterwards."""
         block = self.view.blocks[layer]
         if not block.offloaded:
             return self.block_map(layer, **options)
@@ -478,12 +492,12 @@ class BlockMaps:
         return LazyMap(block_map, self.capture.tokens.shape[1], self.row_bytes, block.name)
 
     def ends(self, layer: int) -> list[AffineMap]:
-        """What a block's output goes through besides: a factor of its own, an encoder's final norm."""
+        """The maps after a block's sublayers: the block's scalar factor, an encoder's final norm."""
+        ends: list[AffineMap] = []
         scalar = self.view.blocks[layer].scalar
+        if scalar is not None:
+            ends.append(Diagonal(scalar.to(self.capture.resid_pre(layer)).reshape(1, 1, 1)))
         norm = self.encoder_norm()
-        ends: list[AffineMap] = (
-            [] if scalar is None else [Diagonal(scalar.to(self.capture.resid_pre(layer)).reshape(1, 1, 1))]
-        )
         if norm is not None and layer + 1 == self.view.encoder_layers:
             ends.append(Segment(norm, *self.capture.side(layer), self.capture.tokens.shape[1]))
         return ends
@@ -511,9 +525,3 @@ class BlockMaps:
             return Chain((*inside, self._norm(head.norm, head.scale_name)))
         scale = head.norm.scale_of(Chain(inside)(self.capture.output))
         return Chain((*inside, Norm(scale, head.norm.gain, head.norm.shift, head.norm.centre)))
-
-
-def _divided(branch: AffineMap, factor: float, device: torch.device) -> AffineMap:
-    if factor == 1:
-        return branch
-    return Chain((branch, Diagonal(torch.full((1, 1, 1), 1 / factor, device=device))))

@@ -39,7 +39,7 @@ class Capture:
         points: the hook points whose activations it has.
         prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
         activations: by hook-point name (listed in `tensorlens_tl.hooks.points`).
-        held_scores: of a pass frozen with ``patterns="recompute"``, what each pattern is made from, by hook-point name.
+        held_scores: of a pass frozen with ``patterns="recompute"``, the factors of each pattern, by hook-point name.
         weights: what the model's weights were, to tell whether they still are.
         configuration: what decided the model's numbers besides its weights
             (`tensorlens_tl.models.lifecycle.settings`).
@@ -93,9 +93,9 @@ class Capture:
         """Raise `FrozenModelError` if the model's weights or its configuration are no longer those of this pass.
 
         Weights that were changed, moved or cast, adapters that were switched, scaled or merged; also writes through
-        ``.data``, unless they touch no more than lone numbers (see `WeightState`). Where another thread runs the model,
-        or has given it other weights for a while, it is waited for. Inside ``torch.autocast``, whose products are not
-        the pass's, it raises `InvalidInputError`.
+        ``.data``, unless they touch no more than lone numbers (see `WeightState`). It waits for another thread that
+        runs the model, or that has given it other weights for a while. Inside ``torch.autocast``, whose products are
+        not the pass's, it raises `InvalidInputError`.
         """
         refuse_autocast(self.view.device)
         with lock_of(self.view.model):
@@ -107,29 +107,40 @@ class Capture:
                 "frozen, so the two no longer belong together. Freeze again (or leave the `with plan.applied():` that "
                 "changed them)."
             )
-        differences = [] if self.configuration is None else changed(self.configuration.texts, now)
-        if differences:
-            more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-            raise FrozenModelError(
-                f"the model's configuration was changed after this pass was frozen ({'; '.join(differences[:3])}"
-                f"{more}), so the two no longer belong together. Change it back, or freeze again."
-            )
+        self._check_configuration(now)
+
+    def _check_configuration(self, now: Mapping[str, str]) -> None:
+        if self.configuration is None:
+            return
+        differences = changed(self.configuration.texts, now)
+        if not differences:
+            return
+        listed = "; ".join(differences[:3])
+        if len(differences) > 3:
+            listed += f" and {len(differences) - 3} more"
+        raise FrozenModelError(
+            f"the model's configuration was changed after this pass was frozen ({listed}), so the two no longer belong "
+            "together. Change it back, or freeze again."
+        )
 
     def provenance(self) -> dict[str, str]:
-        """What results depend on besides the prompt: the model's provenance, and other people's hooks where any are."""
-        hooks = {"hooks": ", ".join(self.other_hooks)} if self.other_hooks else {}
-        return self.view.provenance() | hooks
+        """What results depend on besides the prompt: the model's provenance, and any hooks of other people."""
+        if not self.other_hooks:
+            return self.view.provenance()
+        return self.view.provenance() | {"hooks": ", ".join(self.other_hooks)}
 
     # ------------------------------------------------------------------ activations
 
     def activation(self, name: str) -> Tensor:
-        """The activation kept at one hook point, on the prompt's device, with batch and position apart."""
+        """The activation at one hook point, on the prompt's device, with batch and position apart."""
         if name not in self.activations and name in self.held_scores:
             held = self.held_scores[name]
             return held.attention(held.sums.dtype).pattern
         tensor = self.activations[name].to(self.tokens.device)
+        if tensor.ndim > 2:
+            return tensor
         # OPT flattens batch and position inside its MLP, and experts are called with them flattened.
-        return tensor if tensor.ndim > 2 else tensor.reshape(len(self.tokens), -1, tensor.shape[-1])
+        return tensor.reshape(len(self.tokens), -1, tensor.shape[-1])
 
     @property
     def sides(self) -> tuple[int, int] | None:
@@ -144,19 +155,25 @@ class Capture:
         if self.sides is None:
             return 0, self.tokens.shape[1]
         encoder, decoder = self.sides
-        return (0, encoder) if layer < self.view.encoder_layers else (encoder, encoder + decoder)
+        if layer < self.view.encoder_layers:
+            return 0, encoder
+        return encoder, encoder + decoder
 
     def span(self, name: str) -> slice:
         """The positions that an activation is of: all of them, or one side of an encoder–decoder."""
         encoder = self.prompt.encoder_length
-        return slice(0, encoder) if encoder and name.startswith("encoder") else slice(encoder, self.tokens.shape[1])
+        if encoder and name.startswith("encoder"):
+            return slice(0, encoder)
+        return slice(encoder, self.tokens.shape[1])
 
     def output_name(self, layer: int) -> str:
         """The hook point that holds a block's output."""
         blocks = self.points.blocks
         if self.points.encoder_output is not None and layer + 1 == self.view.encoder_layers:
             return self.points.encoder_output
-        return blocks[layer + 1].resid_pre if layer + 1 < len(blocks) else self.points.last_output
+        if layer + 1 == len(blocks):
+            return self.points.last_output
+        return blocks[layer + 1].resid_pre
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream entering a block; ``layer == n_layers`` is the last block's output.
@@ -165,27 +182,29 @@ class Capture:
             InvalidInputError: no such layer.
         """
         layer = whole_number("layer", layer, 0, self.n_layers, why="a layer, or their number for the last one's output")
-        if self.sides is not None:
-            return torch.cat([self.activation(name) for name in self.stream_names(layer)], dim=1)
-        return self.activation(self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1))
+        streams = [self.activation(name) for name in self.stream_names(layer)]
+        return streams[0] if len(streams) == 1 else torch.cat(streams, dim=1)
 
     def stream_names(self, layer: int) -> list[str]:
         """The hook points that together hold what `resid_pre` gives."""
-        if self.sides is None:
-            return [self.points.blocks[0].resid_pre if layer == 0 else self.output_name(layer - 1)]
-        first = self.view.encoder_layers
         blocks = self.points.blocks
-        output = self.points.encoder_output
-        assert output is not None
-        encoder = blocks[layer].resid_pre if layer < first else output
-        decoder = blocks[max(layer, first)].resid_pre if layer < self.n_layers else self.points.last_output
-        return [encoder, decoder]
+        first = self.view.encoder_layers
+        if self.sides is None and layer > 0:
+            return [self.output_name(layer - 1)]
+        if self.sides is None:
+            return [blocks[0].resid_pre]
+        if layer < first:
+            return [blocks[layer].resid_pre, blocks[first].resid_pre]
+        assert self.points.encoder_output is not None
+        decoder = self.points.last_output if layer == self.n_layers else blocks[layer].resid_pre
+        return [self.points.encoder_output, decoder]
 
     def resid_read(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that a block's norms, attention and MLP read: `resid_pre`, whitened where it is."""
         x = self.resid_pre(layer)
-        blocks = self.points.blocks
-        name = blocks[layer].whitened if layer < len(blocks) else None
+        if layer == self.n_layers:
+            return x
+        name = self.points.blocks[layer].whitened
         return x if name is None else self.activation(name)
 
     @property
@@ -194,7 +213,7 @@ class Capture:
         return self.beside_encoder(self.activation(self.points.output))
 
     def beside_encoder(self, decoder: Tensor) -> Tensor:
-        """Beside what an encoder–decoder's decoder gives, its encoder's output."""
+        """The output of an encoder–decoder's encoder, followed by a result of its decoder; of one stack, its result."""
         if self.points.encoder_output is None:
             return decoder
         return torch.cat([self.activation(self.points.encoder_output), decoder], dim=1)
@@ -204,7 +223,9 @@ class Capture:
         if self.points.unembed_in is None:
             raise UnsupportedModelError(f"{self.view.description} predicts no tokens.")
         states = self.beside_encoder(self.activation(self.points.unembed_in))
-        return states if self.view.class_head is None else states.expand(-1, self.tokens.shape[1], -1)
+        if self.view.class_head is None:
+            return states
+        return states.expand(-1, self.tokens.shape[1], -1)
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """The attention probabilities of one layer; of an encoder–decoder's, between the positions of its own side.
@@ -244,8 +265,10 @@ class Capture:
         points = self.points.blocks[layer].cross
         first = self.view.encoder_layers
         if points is None:
-            some = f"layers {first} to {self.n_layers - 1} have" if self.view.is_encoder_decoder else "no layer has"
-            raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {some}.")
+            layers = "no layer has"
+            if self.view.is_encoder_decoder:
+                layers = f"layers {first} to {self.n_layers - 1} have"
+            raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {layers}.")
         return self.activation(points.pattern)
 
     @cached_property
@@ -256,7 +279,7 @@ class Capture:
         )
 
     def _looks_ahead(self, pattern: str) -> bool:
-        """Whether a pattern has weight on later tokens; one that is recomputed says so without being made."""
+        """Whether a pattern has weight on later tokens; of a recomputed one, the reach of its keys tells."""
         if pattern not in self.activations and pattern in self.held_scores:
             return self.held_scores[pattern].ahead != 0
         return bool(self.activation(pattern).triu(1).any())
@@ -289,13 +312,13 @@ class Capture:
         pattern = self.points.blocks[layer].pattern
         if self.sides is not None or not bool(mask.any(1).all()):
             return self
-        first = None if pattern is None else self.pattern_rows(layer, length)
-        if first is not None and bool(first[..., length:].any()):
-            return self
         names = {*self.points.blocks[layer].captured, self.output_name(layer)} - {pattern}
         activations = {name: self.activation(name)[:, :length] for name in names}
-        if pattern is not None and first is not None:
-            activations[pattern] = first[..., :length]
+        if pattern is not None:
+            rows = self.pattern_rows(layer, length)
+            if bool(rows[..., length:].any()):
+                return self
+            activations[pattern] = rows[..., :length]
         prompt = Prompt(self.tokens[:, :length], mask, {}, [])
         return replace(self, prompt=prompt, activations=activations, held_scores={})
 

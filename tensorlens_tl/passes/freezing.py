@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.held_scores import HeldScores
@@ -36,7 +37,20 @@ from tensorlens_tl.passes.attention_scores import PatternReader, refuse_unreadab
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture, HeldConfiguration
 from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.inputs import Prompt, prepare, query_positions
+from tensorlens_tl.passes.inputs import (
+    CacheLike,
+    IdsLike,
+    InputLike,
+    ModelInputs,
+    Patterns,
+    Prompt,
+    Side,
+    Store,
+    Tolerance,
+    Verify,
+    prepare,
+    query_positions,
+)
 from tensorlens_tl.passes.preflight import (
     check_dtype,
     check_growth,
@@ -55,20 +69,20 @@ what float32 allows: it loses some 1e-7 there, and a sublayer whose terms cancel
 
 def freeze(
     model: ModelLike,
-    input: Any,
+    input: InputLike,
     *,
-    attention_mask: Any = None,
-    token_type_ids: Any = None,
-    decoder_input_ids: Any = None,
-    decoder_attention_mask: Any = None,
+    attention_mask: IdsLike = None,
+    token_type_ids: IdsLike = None,
+    decoder_input_ids: InputLike | None = None,
+    decoder_attention_mask: IdsLike = None,
     prepend_bos: bool | None = None,
-    padding_side: str | None = None,
-    model_inputs: Any = None,
-    cache: Any = None,
-    store: str = "model",
-    patterns: str = "keep",
-    verify: Any = True,
-    tolerance: Any = None,
+    padding_side: Side = None,
+    model_inputs: ModelInputs = None,
+    cache: CacheLike = None,
+    store: Store = "model",
+    patterns: Patterns = "keep",
+    verify: Verify = True,
+    tolerance: Tolerance = None,
     strict: bool = False,
 ) -> FrozenPass:
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
@@ -93,17 +107,17 @@ def freeze(
             length.
         model_inputs: what a multimodal model takes besides its tokens, by the names of its forward:
             ``{"pixel_values": ...}``.
-        cache: the ActivationCache of an earlier ``run_with_cache`` on the same input; a copy is kept instead of this
+        cache: the ActivationCache of an earlier ``run_with_cache`` on the same input; a copy is stored instead of this
             run's activations, and each of them is compared with this run's.
         store: ``"cpu"`` keeps the captured activations off the model's device.
         patterns: ``"recompute"`` keeps queries and keys instead of attention patterns, so that memory grows with the
-            prompt's length and not with its square: a layer's pattern is made anew, a few queries at a time, when it is
-            used. Every one is compared with the model's own while the pass runs.
+            prompt's length and not with its square: a layer's pattern is recomputed, a few queries at a time, when it
+            is used. Every one is compared with the model's own while the pass runs.
         verify: True proves every block against the model's own output at every token. ``"sample"`` proves every block
-            at up to 8 tokens of each prompt, its last one always among them (`proved_positions` of the pass): a part
-            that is read wrongly is found, an activation that was changed at another token is not. Blocks with
-            whitening or a mixer in place of attention, and those of encoder–decoders, are proved at every token all
-            the same. False proves only the first block of each kind.
+            at up to 8 tokens of each prompt, among them its last one (``proof.positions`` of the pass): this detects
+            a part that is read wrongly, and no activation that was changed at another token. Blocks with whitening or
+            a mixer in place of attention, and those of encoder–decoders, are proved at every token all the same. False
+            proves only the first block of each kind.
         tolerance: largest relative error that a block may show in its output, and every head, neuron and sublayer in
             what it gives; None takes `TOLERANCE` for the model's dtype.
         strict: whether a sum that is further from the model's number than its proof allows (`allowed_residual` of the
@@ -111,17 +125,23 @@ def freeze(
 
     Raises:
         InvalidInputError: an input that is empty, longer than the context or outside the vocabulary, or shapes that
-            differ; a model in train mode whose dropout is active; a cache of another prompt, of other weights, or made
-            under other hooks.
+            differ; a model in train mode whose dropout is active; a cache of another prompt, other weights or other
+            hooks.
         FrozenModelError: inside ``with frozen.attached()``, where the run would not be the model's own.
         UnsupportedModelError: the model has a part that no known map reproduces, a block's proof fails, or its blocks
             run in a loop.
         NumericalError: NaN or Inf in an activation.
+
+    >>> frozen = tlens.freeze(model, ["Return the value.", "Return the"])
+    >>> frozen.tokens.shape, frozen.mask.sum(1)
+    (torch.Size([2, 5]), tensor([5, 3]))
+    >>> max(frozen.errors.values()) < frozen.tolerance
+    True
     """
     options = FreezeOptions(store, patterns, verify, tolerance, bool(strict))
     if patterns == "recompute" and cache is not None:
         raise InvalidInputError("cache: patterns='recompute' sees patterns while the model runs; leave one out.")
-    # what is kept must be usable with gradients later, also when the caller is in inference mode
+    # activations must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         view = ModelView(model)
         with own_run(view.model):
@@ -147,13 +167,13 @@ class FreezeOptions:
     """What `freeze` takes besides the model and its input; see there.
 
     Raises:
-        InvalidInputError: an option that there is not.
+        InvalidInputError: an unknown value of an option.
     """
 
-    store: str = "model"
-    patterns: str = "keep"
-    verify: bool | str = True
-    tolerance: float | None = None
+    store: Store = "model"
+    patterns: Patterns = "keep"
+    verify: Verify = True
+    tolerance: Tolerance = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -177,7 +197,7 @@ class FreezeOptions:
         return TOLERANCE.get(torch.float32 if view.norms_in_float32 else dtype, 1e-4)
 
 
-def _freeze(view: ModelView, prompt: Prompt, options: FreezeOptions, cache: Any) -> FrozenPass:
+def _freeze(view: ModelView, prompt: Prompt, options: FreezeOptions, cache: CacheLike) -> FrozenPass:
     """Capture, check and prove one pass, in this order."""
     allowed = partial(options.tolerance_of, view)
     points = model_points(view)
@@ -238,8 +258,10 @@ class _Run:
         self.points = points
         self.store = options.store
         self.activations: dict[str, Tensor] = {}
-        self.sampled = sampled_positions(prompt.mask) if options.verify == "sample" else None
+        self.sampled: Int[Tensor, "batch query"] | None = None
         self.writes: SeenWrites | None = None
+        if options.verify == "sample":
+            self.sampled = sampled_positions(prompt.mask)
         if options.verify:
             self.writes = SeenWrites.of(view, points, len(prompt.tokens), self.sampled, options.store)
         self.reader: PatternReader | None = None
@@ -262,9 +284,8 @@ class _Run:
             UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers; some
                 models whose weights are offloaded).
         """
-        keep = partial(keep_in, self.activations, self.store) if self.reader is None else self.reader.see
         try:
-            return self._observe(keep)
+            return self._observe(self._store)
         except TensorLensError:
             raise
         except (KeyError, RuntimeError, ValueError) as error:
@@ -273,8 +294,17 @@ class _Run:
                 raise
             raise refusal from error
 
+    def _store(self, name: str, activation: Tensor) -> None:
+        """Hold an activation, or what a pattern is recomputed from."""
+        if self.reader is None:
+            keep_in(self.activations, self.store, name, activation)
+        else:
+            self.reader.see(name, activation)
+
     def _observe(self, see: Callable[[str, Tensor], None]) -> Any:
-        proved: list[str] = [] if self.writes is None else self.points.proved
+        proved: list[str] = []
+        if self.writes is not None:
+            proved = self.points.proved
         names = [*self.points.captured, *self.points.routers, *proved]
         calls = {**self.points.calls, **self.points.routers}
 
@@ -300,8 +330,8 @@ class _Run:
         if self.prompt.extra:
             return InvalidInputError(
                 f"model_inputs: {description} does not run on {', '.join(self.prompt.extra)} with these tokens "
-                f"({type(error).__name__}: {error}). Pass token ids and values that one call of the model's processor "
-                "made: each image or sound has its number of tokens."
+                f"({type(error).__name__}: {error}). Pass token ids and values from one call of the model's processor: "
+                "each image or sound has its number of tokens."
             )
         if isinstance(error, ValueError) and self.view.is_encoder_decoder:
             return UnsupportedModelError(
@@ -321,7 +351,7 @@ class _Run:
                 return
             cached = capture.activation(name)
             expected = activation.to(cached).reshape(cached.shape)
-            if cached.ndim == 4:  # a pattern: its queries are compared one by one
+            if cached.ndim == 4:  # a pattern: each of its queries is compared
                 cached = cached.transpose(1, 2)
                 expected = expected.transpose(1, 2)
             errors[name] = relative_error(cached, expected, capture.mask[:, capture.span(name)])
@@ -331,8 +361,8 @@ class _Run:
             if not error <= tolerance:
                 raise InvalidInputError(
                     f"cache: it was made from another input, under other hooks, or with other weights: {name} differs "
-                    f"from the model's own run of this prompt by {error:.1e}. Pass the same tokens, in the same order "
-                    "and padding, that made the cache, or leave `cache` out."
+                    f"from the model's own run of this prompt by {error:.1e}. Pass the tokens of the cache's run, in "
+                    "the same order and padding, or leave `cache` out."
                 )
         return logits
 

@@ -35,10 +35,10 @@ from tensorlens_tl.passes.proof import LogitsCheck, Proof, logits_error
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FrozenPass(Linearisation):
-    """One forward pass, held fixed. Made by `freeze`.
+    """One forward pass, held fixed; `freeze` returns one.
 
-    A value: it is composed of what was captured, of the maps made from that, and of their proof. Asking it writes
-    nothing but caches.
+    A value: it is composed of a capture, the maps of its blocks, and their proof. Its methods change nothing but
+    caches.
 
     Attributes:
         maps: the parts of every block as maps; ``maps.capture`` has the activations.
@@ -59,14 +59,14 @@ class FrozenPass(Linearisation):
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
-        worst = f"{max(self.errors.values()):.1e}" if self.errors else "not verified"
+        residual = f"{max(self.errors.values()):.1e}" if self.errors else "not verified"
         if self.proof.positions is not None:
-            worst += f" at {self.proof.scope}"
-        hooks = f", other_hooks={len(self.other_hooks)}" if self.other_hooks else ""
-        return (
-            f"FrozenPass({self.view.description}, batch={batch}, pos={pos}, layers={self.n_layers}, "
-            f"residual={worst}{hooks})"
-        )
+            residual += f" at {self.proof.scope}"
+        shape = f"batch={batch}, pos={pos}, layers={self.n_layers}"
+        parts = [self.view.description, shape, f"residual={residual}"]
+        if self.other_hooks:
+            parts.append(f"other_hooks={len(self.other_hooks)}")
+        return f"FrozenPass({', '.join(parts)})"
 
     # ------------------------------------------------------------------ what was captured
 
@@ -185,10 +185,11 @@ class FrozenPass(Linearisation):
         self.capture.check_fresh()
 
     def provenance(self) -> dict[str, str]:
-        """What results depend on besides the prompt: the model's provenance, other people's hooks where any are, and
-        that the proof was of sampled positions where it was."""
-        sampled = {} if self.proof.positions is None else {"proof": self.proof.scope}
-        return self.capture.provenance() | sampled
+        """What results depend on besides the prompt: the model's provenance, any hooks of other people, and the
+        positions of a sampled proof."""
+        if self.proof.positions is None:
+            return self.capture.provenance()
+        return self.capture.provenance() | {"proof": self.proof.scope}
 
     # ------------------------------------------------------------------ what was proved
 
@@ -205,9 +206,11 @@ class FrozenPass(Linearisation):
     @property
     def errors(self) -> dict[str, float]:
         """The errors of the proof, and ``"unembed"``: of the tokens whose logits were compared (the last ones, and
-        those that somebody asked about since)."""
-        unembed = {} if self.logits_check.error is None else {"unembed": self.logits_check.error}
-        return {**self.proof.errors, **unembed}
+        those that results were computed for since)."""
+        errors = dict(self.proof.errors)
+        if self.logits_check.error is not None:
+            errors["unembed"] = self.logits_check.error
+        return errors
 
     @property
     def allowed_residual(self) -> float:
@@ -216,7 +219,7 @@ class FrozenPass(Linearisation):
         return max(self.tolerance, sum(outputs))
 
     def checked(self, result: SumType) -> SumType:
-        """A sum made from this pass, after a look at its residual.
+        """A sum computed from this pass, unchanged, after a look at its residual.
 
         Warns (`ResidualWarning`) where that is above `allowed_residual`.
 
@@ -262,6 +265,10 @@ class FrozenPass(Linearisation):
             final_norm: False ends at the last block's output.
             activation: `"ratio"`, `"ig"`, `"split"` or `"tangent"` (see `tensorlens_tl.models.activations`).
 
+        >>> op = frozen.operator()
+        >>> torch.allclose(op(op.x), frozen.output, atol=1e-4)
+        True
+
         Raises:
             InvalidInputError: a layer or head out of range, a gap in the layers, or no such rule.
         """
@@ -280,6 +287,9 @@ class FrozenPass(Linearisation):
     ) -> AffineMap:
         """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out.
 
+        >>> torch.allclose(frozen.block(0)(frozen.resid_pre(0)), frozen.resid_pre(1), atol=1e-4)
+        True
+
         Raises:
             InvalidInputError: no such layer or rule.
             FrozenModelError: the model is no longer the one that the pass was taken from.
@@ -291,7 +301,7 @@ class FrozenPass(Linearisation):
     def stage(
         self, layer: int, *, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
     ) -> AffineMap:
-        """`block` without its checks; where weights are offloaded, the map is made each time it is used."""
+        """`block` without its checks; where weights are offloaded, the map is composed each time it is used."""
         return self.maps.stage(layer, activation=activation, heads=heads, mlp=mlp)
 
     def final_map(self) -> AffineMap | None:
@@ -331,7 +341,7 @@ class FrozenPass(Linearisation):
         """TransformerLens hooks that hold this pass's patterns, activation ratios and norm scales fixed.
 
         They fit inputs of the same length and batch; a pass of one prompt fits any batch. Put your own hooks
-        after them: these replace whatever an earlier one wrote at a pattern, an activation or a scale. A masked
+        after them: these replace what an earlier one wrote at a pattern, an activation or a scale. A masked
         language model's prediction head has no hook between its linear map and its activation: it stays live.
 
         Raises:
@@ -352,8 +362,13 @@ class FrozenPass(Linearisation):
     def attached(self, **options: Any) -> Generator[Any, None, None]:
         """``with frozen.attached(): ...`` runs the frozen model; takes the options of `fwd_hooks`.
 
-        Only these hooks are removed at the end, also after an exception. Other threads wait with their own passes of
-        this model until then.
+        Only these hooks are removed at the end, also after an exception. Other threads that run this model wait until
+        then.
+
+        >>> with frozen.attached() as held:
+        ...     logits = held(frozen.tokens)
+        >>> torch.allclose(logits[:, -1], frozen.last_logits, atol=1e-4)
+        True
 
         Raises:
             FrozenModelError: the hooks were taken off inside, as ``model.reset_hooks()`` does.
@@ -372,7 +387,7 @@ class FrozenPass(Linearisation):
         """The model, to be run once more.
 
         Args:
-            question: what is asked, for messages.
+            question: the subject of messages, such as ``"logits"``.
 
         Raises:
             InvalidInputError: the model was put in train mode since, and drops activations there.
@@ -383,15 +398,18 @@ class FrozenPass(Linearisation):
 
     @cached_property
     def last_logits(self) -> Float[Tensor, "batch d_vocab"] | None:
-        """The model's own logits at each row's last real token, by running it once more; None where it gives none."""
+        """The model's own logits at each row's last real token, by one more run; None of a model without logits."""
         logits = self.logits(-1)
         return None if logits is None else logits[:, 0]
 
     def logits(self, query: Query = -1) -> Float[Tensor, "batch query d_vocab"] | None:
-        """The model's own logits at some positions, by running it once more; None where it gives none.
+        """The model's own logits at some positions, by one more run; None of a model without logits.
 
         Args:
-            query: see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+            query: see `tensorlens_tl.passes.inputs.query_positions`.
+
+        >>> frozen.logits([0, -1]).shape[:2]
+        torch.Size([1, 2])
 
         Raises:
             FrozenModelError: the model is no longer that of the pass.
@@ -408,7 +426,9 @@ class FrozenPass(Linearisation):
                     f"logits: hooks were put on the model or taken off since this pass, and its logits are not "
                     f"W_U·x + b_U now (relative error {error:.1e}). Freeze again."
                 )
-        return logits.detach() if isinstance(logits, Tensor) and logits.ndim == 3 else None
+        if not isinstance(logits, Tensor) or logits.ndim != 3:
+            return None
+        return logits.detach()
 
     @property
     def unembedding_error(self) -> float | None:
@@ -416,7 +436,7 @@ class FrozenPass(Linearisation):
 
         The largest ``max abs(ours − logits) / max abs(logits)`` of all the tokens compared so far, padding left out.
         Each prompt's last real token was compared when the pass was frozen. Others are compared, by one more run of the
-        model, when they are first asked about.
+        model, when a result first needs them.
         """
         return self._unembedding_error(query_positions(self.prompt, -1))
 
@@ -468,4 +488,4 @@ if TYPE_CHECKING:
     PassLike = FrozenPass
     """A pass, as a user passes it."""
 else:
-    PassLike = Any  # anything else is refused by `check_pass`, in our own words
+    PassLike = Any  # `check_pass` refuses anything else with our own error

@@ -1,13 +1,13 @@
-"""What operators, targets and circuits ask of a model that stands still as an affine map: a linearisation.
+"""What operators, targets and circuits need of a model that is held fixed as an affine map: a linearisation.
 
 A linearisation gives every block a map that is exact at one point, a vector that enters, and a number of the model
-that a sum over what enters must meet. Nothing above this package asks for more. The frozen pass of one run is one: its
+that a sum over what enters must equal. Nothing above this package needs more. The frozen pass of one run is one: its
 block maps are affine, the residual stream at the first block enters, biases are the constants, and the sum is a logit.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -18,6 +18,7 @@ from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import Prompt
 
 
+@runtime_checkable
 class Sum(Protocol):
     """A result whose parts explain a number of the model."""
 
@@ -112,12 +113,12 @@ class Linearisation(ABC):
 
     @abstractmethod
     def checked(self, result: SumType) -> SumType:
-        """A sum made from these maps, after a look at its residual: a warning or an error where that is too large."""
+        """A sum computed from these maps, after a look at its residual: too large a one is a warning or an error."""
 
 
 def check_pass(frozen: Any) -> None:
     """Raise `InvalidInputError` where a model, or anything else, was passed instead of a frozen pass."""
     if not isinstance(frozen, Linearisation):
         raise InvalidInputError(
-            f"a frozen pass is needed, got {type(frozen).__name__}: make one with tlens.freeze(model, text)."
+            f"a frozen pass is needed, got {type(frozen).__name__}: tlens.freeze(model, text) returns one."
         )

@@ -46,8 +46,9 @@ def mlp_chain(weights: MLPWeights, held: Coefficients, post: Tensor | None = Non
             Chain((Linear(weights.W_gate, weights.b_gate), Diagonal(held.gate))),
         )
         hidden = (Sum(branches),)
-    factor = () if post is None else (Diagonal(post),)
-    return Chain((*hidden, *factor, Linear(weights.W_out, weights.b_out)))
+    if post is not None:
+        hidden = (*hidden, Diagonal(post))
+    return Chain((*hidden, Linear(weights.W_out, weights.b_out)))
 
 
 def frozen_mlp(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"], activation: str) -> Chain:
@@ -71,7 +72,7 @@ def expert_maps(
     Args:
         weights: of the experts.
         x: what the experts read.
-        beside: what stands beside them reads.
+        beside: what the shared expert reads.
         routes: where its tokens are sent.
         activation: the rule for their activations.
 
@@ -88,26 +89,28 @@ def expert_maps(
     flat_x = x.flatten(0, 1)
     branches = []
     for number in flat_index[flat_weight != 0].unique().tolist():
-        if number >= weights.count:  # a place that is no expert
+        if number >= weights.count:  # some routers have a choice that is no expert
             continue
-        places, choice = ((flat_index == number) & (flat_weight != 0)).nonzero(as_tuple=True)
-        scale = flat_weight[places, choice]
-        packed = flat_x[places][None]
+        tokens, choice = ((flat_index == number) & (flat_weight != 0)).nonzero(as_tuple=True)
+        scale = flat_weight[tokens, choice]
+        packed = flat_x[tokens][None]
         if weights.routing.scales_input:
             inner = frozen_mlp(weights.expert(number), packed * scale[:, None], activation)
-            made = Chain((Diagonal(scale[None, :, None]), *inner.stages))
+            expert = Chain((Diagonal(scale[None, :, None]), *inner.stages))
             scale = torch.ones_like(scale)
         else:
-            made = frozen_mlp(weights.expert(number), packed, activation)
-        branches.append(Branch(made, places, scale * weights.branch_factor, number))
+            expert = frozen_mlp(weights.expert(number), packed, activation)
+        branches.append(Branch(expert, tokens, scale * weights.branch_factor, number))
     if not branches:  # every token's choices count nothing
         nothing = frozen_mlp(weights.expert(0), flat_x[:0][None], activation)
         branches.append(Branch(nothing, flat_index.new_zeros(0), flat_weight.new_zeros(0)))
     maps: dict[str, AffineMap] = {"experts": Routed(tuple(branches), tuple(x.shape[:2]), x.shape[-1])}
     if weights.shared is not None:
         shared = frozen_mlp(weights.shared, beside, activation)
-        gates = [] if weights.shared_gate is None else [weights.shared_gate(beside)]
+        stages = list(shared.stages)
+        if weights.shared_gate is not None:
+            stages.append(Diagonal(weights.shared_gate(beside)))
         if weights.branch_factor != 1:
-            gates.append(torch.full_like(x[:1, :1, :1], weights.branch_factor))
-        maps["shared"] = Chain((*shared.stages, *(Diagonal(gate) for gate in gates)))
+            stages.append(Diagonal(torch.full_like(x[:1, :1, :1], weights.branch_factor)))
+        maps["shared"] = Chain(tuple(stages))
     return maps

@@ -18,7 +18,7 @@ from tensorlens_tl.passes.proof import check_pattern, looks_ahead
 
 
 def check_growth(capture: Capture, tolerance: float) -> None:
-    """Refuse whitening that grows so much over a prompt that a proof would see nothing but the recursion.
+    """Refuse whitening whose growth over a prompt hides from a proof all but the recursion.
 
     Raises:
         NumericalError: what a block adds to its later tokens is lost beside what they have of the earlier ones.
@@ -32,7 +32,7 @@ def check_growth(capture: Capture, tolerance: float) -> None:
         ]
         growth = float(sizes[1] / sizes[0])
         most = max(1 / tolerance, 1e3)
-        if growth <= most**0.5 or not bool(torch.isfinite(sizes[0])):  # what is not finite before it is named elsewhere
+        if growth <= most**0.5 or not bool(torch.isfinite(sizes[0])):  # another check names what is not finite
             continue
         radius = spectral_radius(block.whitening.step)
         what = (
@@ -58,15 +58,15 @@ def warn_of_ties(capture: Capture, logits: Mapping[str, Tensor]) -> None:
         if numbers.shape != (len(index), count):
             continue
         chosen = torch.zeros(len(index), count + 1, dtype=torch.bool, device=index.device)
-        chosen = chosen.scatter(1, index.clamp_max(count), True)[:, :count]  # some have a place that is no expert
+        chosen = chosen.scatter(1, index.clamp_max(count), True)[:, :count]  # some have a choice that is no expert
         least = torch.where(chosen, numbers, torch.inf).amin(1, keepdim=True)
         tied = ((numbers == least) & ~chosen).any(1).unflatten(0, capture.tokens.shape) & capture.mask
         if bool(tied.any()):
             row, pos = tied.nonzero()[0].tolist()
             warnings.warn(
                 f"{block.name}.mlp of this {capture.view.description}: {int(tied.sum())} tokens (first: prompt {row}, "
-                f"position {pos}) are sent to an expert whose router logit another expert equals that is left out. "
-                "Which of the two it is is arbitrary, and may differ on another machine or in another batch.",
+                f"position {pos}) are sent to an expert whose router logit equals that of an expert that is left out. "
+                "Which of the two is chosen is arbitrary, and may differ on another machine or in another batch.",
                 stacklevel=3,
             )
 
@@ -111,7 +111,7 @@ def check_width(capture: Capture) -> None:
     if stream != tokens:
         raise UnsupportedModelError(
             f"{capture.view.description} makes {stream[1]} positions of {tokens[1]} tokens (virtual tokens of a "
-            "prompt or prefix adapter, or a hook?); only models with one position for each token can be capture."
+            "prompt or prefix adapter, or a hook?); only models with one position for each token can be frozen."
         )
 
 
@@ -121,10 +121,9 @@ def check_padding(capture: Capture) -> None:
     points = capture.points
     if bool(prompt.mask.all()):
         return
-    encoder_layers = sum(block.cross is None for block in points.blocks) if prompt.encoder_length else 0
-    for number, block in enumerate(points.blocks):
-        start = prompt.encoder_length if number >= encoder_layers and encoder_layers else 0
-        queries = slice(start, None) if start or not encoder_layers else slice(0, prompt.encoder_length)
+    for layer, block in enumerate(points.blocks):
+        start, stop = capture.side(layer)
+        queries = slice(start, stop)
         spans: dict[str, slice] = {}
         if block.pattern is not None:
             spans[block.pattern] = queries
@@ -134,14 +133,16 @@ def check_padding(capture: Capture) -> None:
             if name in capture.activations:  # a pattern that is recomputed was checked while the model ran
                 check_pattern(name, capture.activation(name), prompt.mask[:, queries], prompt.mask[:, keys])
     first = points.blocks[0].pattern
-    if first is None or encoder_layers:
+    if first is None or capture.sides is not None:
         return
-    ahead = looks_ahead(capture.activation(first), prompt.mask) if first in capture.activations else not capture.causal
+    ahead = not capture.causal
+    if ahead and first in capture.activations:
+        ahead = looks_ahead(capture.activation(first), prompt.mask)  # of real queries
     if not ahead:
         return
     # GPT-1's Bridge is bidirectional when it is given a mask, and only then
     short = {name: value for name, value in prompt.kwargs.items() if "attention_mask" not in name}
-    short = {name: value[:1, :2] if isinstance(value, Tensor) else value for name, value in short.items()}
+    short |= {name: value[:1, :2] for name, value in short.items() if isinstance(value, Tensor)}
     alone, _ = run_and_capture(capture.model, short, [first], last=first)
     if prompt.tokens.shape[1] > 1 and not bool(alone[first].triu(1).any()):
         raise UnsupportedModelError(

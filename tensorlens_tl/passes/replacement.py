@@ -36,7 +36,7 @@ class Replacement:
 
     @classmethod
     def of(cls, view: ModelView, prompt: Prompt, replacement: Any, mean: Mean | None = None) -> "Replacement":
-        """What a user asked for.
+        """The replacement that a user names.
 
         Args:
             view: the model.
@@ -51,7 +51,8 @@ class Replacement:
         """
         tokenizer = view.tokenizer
         if replacement is None:
-            replacement = "mask" if getattr(tokenizer, "mask_token_id", None) is not None else "mean"
+            has_mask = getattr(tokenizer, "mask_token_id", None) is not None
+            replacement = "mask" if has_mask else "mean"
         if view.reads != "tokens":
             if replacement not in ("mean", "zero"):
                 raise InvalidInputError(f"replacement={replacement!r}: of {view.reads}, use 'mean' or 'zero'.")
@@ -71,7 +72,9 @@ class Replacement:
                     f"replacement={replacement!r}: {view.description} has no hook point for token embeddings; use a "
                     "token."
                 )
-            vector = (mean or _of_prompts(view, prompt))(known[0]) if replacement == "mean" else torch.zeros(())
+            vector = torch.zeros(())
+            if replacement == "mean":
+                vector = (mean or _of_prompts(view, prompt))(known[0])
             return cls(replacement, at=known[0], vector=vector)
         try:
             token = int(token_ids(view, replacement, 1, "replacement"))
@@ -86,13 +89,16 @@ class Replacement:
         Where no position embedding is read (sound), it is the mean vector of the first block's input, or zero.
         """
         at = model_points(view).blocks[0].resid_pre
-        stream = torch.cat([kept.cpu() for _, kept in _activations(view, prompt, at)])
-        positions = torch.zeros_like(stream[0]) if view.patches is None else view.patches.constant.to(stream)
-        mean = (stream - positions)[:, prompt.special :].mean((0, 1))
-        return cls(replacement, at=at, vector=positions + mean if replacement == "mean" else positions)
+        stream = torch.cat([activation.cpu() for _, activation in _activations(view, prompt, at)])
+        vector = torch.zeros_like(stream[0])
+        if view.patches is not None:
+            vector = view.patches.constant.to(stream)
+        if replacement == "mean":
+            vector = vector + (stream - vector)[:, prompt.special :].mean((0, 1))
+        return cls(replacement, at=at, vector=vector)
 
     def put(self, inputs: dict[str, Any], replaced: Bool[Tensor, "row pos"]) -> tuple[dict[str, Any], list[FwdHook]]:
-        """The inputs of a run with some tokens replaced, and the hooks that replace what is no token."""
+        """The inputs of a run with some tokens replaced, and the hooks that replace their vectors."""
         if self.token is not None:
             return {**inputs, "input": inputs["input"].masked_fill(replaced, self.token)}, []
         if self.at is None or self.vector is None:
@@ -112,7 +118,8 @@ def inputs_of(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:
 
 def _of_prompts(view: ModelView, prompt: Prompt) -> Mean:
     def mean(at: str) -> Tensor:
-        return torch.cat([kept[prompt.mask[part]] for part, kept in _activations(view, prompt, at)]).mean(0)
+        real = [activation[prompt.mask[part]] for part, activation in _activations(view, prompt, at)]
+        return torch.cat(real).mean(0)
 
     return mean
 
@@ -127,7 +134,7 @@ def _activations(view: ModelView, prompt: Prompt, at: str) -> Iterator[tuple[sli
 def vocabulary_mean(view: ModelView, counts: Int[Tensor, "token"] | None = None) -> Mean:
     """The mean embedding of all tokens that the model knows, as it reads them: the same for every prompt.
 
-    With `counts`, how often each token is there, it is the mean over those tokens.
+    With `counts`, how often each token occurs, it is the mean over those tokens.
     """
 
     def mean(at: str) -> Tensor:
@@ -140,8 +147,8 @@ def vocabulary_mean(view: ModelView, counts: Int[Tensor, "token"] | None = None)
         sums: list[Tensor] = []
         for some, times in zip(ids.split(64 * width), often.split(64 * width), strict=True):
             padded = torch.nn.functional.pad(some, (0, -len(some) % width)).view(-1, width)
-            kept, _ = capture(view.model, {"input": padded}, [at], last=at)
-            sums.append(times @ kept[at].flatten(0, 1)[: len(some)].double())
+            captured, _ = capture(view.model, {"input": padded}, [at], last=at)
+            sums.append(times @ captured[at].flatten(0, 1)[: len(some)].double())
         return torch.stack(sums).sum(0) / often.sum()
 
     return mean

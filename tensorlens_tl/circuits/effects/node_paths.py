@@ -66,7 +66,7 @@ def paths(
         frozen: the pass.
         target, minus, direction, layers, final_norm: as in `logit_attribution`.
         max_order: the most nodes a listed path has; the longer ones are the remainder, summed by a pull of their own.
-        query: one position; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
         activation: the rule for MLPs.
 
     Returns:

@@ -88,7 +88,7 @@ def contribution_graph(
             `tensorlens_tl.circuits.features`. Each takes the residual stream apart at its place; one place takes one.
         features: which active features become nodes, in the same way: so many at each position, or all that are at
             least this share of the largest. None makes a node of each.
-        query: one position; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
         activation: the rule for MLPs.
 
     Raises:

@@ -49,7 +49,7 @@ def qk_attribution(
     Args:
         frozen: the pass.
         layer, head: which head (with grouped-query attention a query head).
-        query, key: one position each; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query, key: one position each; see `tensorlens_tl.passes.inputs.query_positions`.
         by: ``"token"`` (source tokens, through everything before), ``"component"`` (embeddings, each earlier layer's
             attention and MLP, and their biases) or ``"head"`` (attention by head).
         activation: the rule for the MLPs before.

@@ -89,7 +89,7 @@ def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Whole 
 
     Args:
         op: the operator of one prompt.
-        query, key: one position each; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+        query, key: one position each; see `tensorlens_tl.passes.inputs.query_positions`.
         k: how many directions; d_model at most.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Patterns that are not kept: recomputed from queries and keys when they are needed, and proved while the pass runs.
+"""Patterns that are not stored: recomputed from queries and keys when they are needed, and proved while the pass runs.
 
 The model computes a pattern for every layer anyway. A hook reads each of them and chooses the reading of the layer's
 scores (`tensorlens_tl.passes.attention_scores.reading`) that fits it. The pattern recomputed from queries and keys is
-then compared with the model's, a few queries at a time, and the model's is dropped. What is kept of a layer is linear
+then compared with the model's, a few queries at a time, and the model's is dropped. What is stored of a layer is linear
 in the number of tokens: queries, keys, and the sum of each row of the pattern, which is less than 1 with attention
 sinks.
 """
@@ -20,7 +20,7 @@ from tensorlens_tl.algebra.held_scores import HeldScores
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.algebra.recomputed import query_chunks
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import FwdHook, ModelPoints, check_finite, hook_points, in_this_thread
+from tensorlens_tl.hooks import FwdHook, ModelPoints, check_finite, hook_points, in_this_thread, keep_in
 from tensorlens_tl.models.layouts import candidates
 from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.models.parameters import innermost
@@ -66,15 +66,15 @@ def refuse_unreadable(view: ModelView) -> None:
 def _refusal(view: ModelView, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"freeze(patterns='recompute') of this {view.description}: {why}. Use patterns='keep', which holds every "
-        "pattern as the model made it."
+        "pattern as the model computes it."
     )
 
 
 class PatternReader:
-    """Reads every layer's pattern while the pass runs, and keeps what it can be recomputed from.
+    """Reads every layer's pattern while the pass runs, and stores what it can be recomputed from.
 
     Attributes:
-        activations: every other one, by hook-point name.
+        activations: those that are no pattern, by hook-point name.
         scores: what each pattern is recomputed from, by its hook point's name.
 
     Args:
@@ -111,7 +111,7 @@ class PatternReader:
         return [(name, in_this_thread(partial(read, name=name))) for name in names if name in known]
 
     def see(self, name: str, activation: Tensor) -> None:
-        """Keep an activation, or of a pattern what it is recomputed from.
+        """Store an activation, or of a pattern what it is recomputed from.
 
         Raises:
             NumericalError, UnsupportedModelError: see `check_pattern` and `_read_pattern`.
@@ -119,7 +119,7 @@ class PatternReader:
         if name in self.layers:
             self._read_pattern(name, activation)
         else:
-            self.activations[name] = activation.cpu() if self.store == "cpu" else activation
+            keep_in(self.activations, self.store, name, activation)
 
     def _read_pattern(self, name: str, pattern: Float[Tensor, "batch head query key"]) -> None:
         """Find what a layer's pattern is recomputed from, and prove that all of it is.
@@ -136,7 +136,9 @@ class PatternReader:
         check_finite({name: pattern})
         best = self._best(layer, pattern, ENOUGH * tolerance)
         self._model_vectors.clear()
-        error = float("nan") if best is None else best.error
+        error = float("nan")
+        if best is not None:
+            error = best.error
         if best is not None and error <= tolerance:
             chunks = query_chunks(pattern.shape[2], pattern[:, :, :1].numel() * pattern.element_size())
             error = max((self._error(best, queries, pattern) for queries in chunks), default=0.0)
@@ -175,7 +177,7 @@ class PatternReader:
                     yield replace(candidate, error=self._error(candidate, rows, pattern))
 
     def _readings(self, layer: int) -> Iterator[ScoreReading]:
-        """The known ways in which the layer may make its scores."""
+        """The known ways in which the layer may compute its scores."""
         block = self.maps.view.blocks[layer]
         layouts = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
         scales = self.maps.points.blocks[layer].scales

@@ -1,5 +1,16 @@
 """From what a user passes to what a model takes: tokens and masks, signals, positions, batches."""
 
+from tensorlens_tl.passes.inputs.arguments import (
+    CacheLike,
+    IdsLike,
+    InputLike,
+    ModelInputs,
+    Patterns,
+    Side,
+    Store,
+    Tolerance,
+    Verify,
+)
 from tensorlens_tl.passes.inputs.batches import (
     captured_bytes,
     check_slice,
@@ -9,11 +20,21 @@ from tensorlens_tl.passes.inputs.batches import (
     taken,
     tokenized,
 )
-from tensorlens_tl.passes.inputs.prompts import Prompt, one_query, prepare, query_positions, span_positions, token_rows
+from tensorlens_tl.passes.inputs.positions import one_query, query_positions, span_positions
+from tensorlens_tl.passes.inputs.prompts import Prompt, prepare, token_rows
 from tensorlens_tl.passes.inputs.spans import find, find_real, without_mark, word_ids, word_starts
 
 __all__ = [
+    "CacheLike",
+    "IdsLike",
+    "InputLike",
+    "ModelInputs",
+    "Patterns",
     "Prompt",
+    "Side",
+    "Store",
+    "Tolerance",
+    "Verify",
     "captured_bytes",
     "check_slice",
     "find",

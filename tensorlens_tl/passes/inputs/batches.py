@@ -10,15 +10,17 @@ from torch import Tensor
 from tensorlens_tl._arguments import plain, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs.arguments import InputLike
 from tensorlens_tl.passes.inputs.prompts import token_rows
 
 WASTE = 0.25
 """The share of a batch that may be padding before a new one begins."""
 
 
-def tokenized(view: ModelView, input: Any, prepend_bos: bool | None = None) -> list[list[int]]:
-    """Each prompt's token ids; see `tensorlens_tl.passes.inputs.prompts.prepare` for what may be passed."""
+def tokenized(view: ModelView, input: InputLike, prepend_bos: bool | None = None) -> list[list[int]]:
+    """Each prompt's token ids; see `tensorlens_tl.passes.inputs.prepare` for what may be passed."""
     return [row.tolist() for row in token_rows(view, input, prepend_bos)]
 
 
@@ -37,30 +39,38 @@ def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = Non
     batches: list[list[int]] = []
     longest = 0
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-        batch = batches[-1] if batches else []
-        full = (len(batch) + 1) * captured_bytes(view, longest) > bound
-        if not batch or full or (len(batch) >= 8 and lengths[number] < (1 - WASTE) * longest):
+        count = len(batches[-1]) if batches else 0
+        full = (count + 1) * captured_bytes(view, longest) > bound
+        if not count or full or (count >= 8 and lengths[number] < (1 - WASTE) * longest):
             batches.append([])
             longest = lengths[number]
         batches[-1].append(number)
     return batches
 
 
-def one_per_prompt(name: str, value: Any, prompts: int) -> list[Any] | Tensor | None:
+def one_per_prompt(name: str, value: object, prompts: int) -> list[Any] | Tensor | None:
     """What an option (a token or a direction) names for each prompt, or None where one value serves them all.
 
     Raises:
         InvalidInputError: it names several, but not one for each prompt.
     """
-    if name == "direction":
-        vectors = None if value is None else torch.as_tensor(value)
-        several = None if vectors is None or vectors.ndim < 2 else vectors
-    else:
-        value = plain(value)
-        several = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
-    if several is not None and len(several) != prompts:
-        raise InvalidInputError(f"{name}: {len(several)} for {prompts} prompts; pass one, or one for each prompt.")
-    return several
+    values = _several(value, name == "direction")
+    if values is not None and len(values) != prompts:
+        raise InvalidInputError(f"{name}: {len(values)} for {prompts} prompts; pass one, or one for each prompt.")
+    return values
+
+
+def _several(value: object, is_vector: bool) -> list[Any] | Tensor | None:
+    """The values of an option that has several: tokens, or vectors; None of an option that has one."""
+    if value is None:
+        return None
+    if is_vector:
+        vectors = torch.as_tensor(value)
+        return vectors if vectors.ndim > 1 else None
+    value = plain(value)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return None
+    return list(value)
 
 
 def taken(values: list[Any] | Tensor, batch: Sequence[int]) -> list[Any] | Tensor:
@@ -73,7 +83,7 @@ def numbered(message: str, batch: Sequence[int]) -> str:
     return re.sub(r"\b(?:row|prompt) (\d+)\b", lambda match: f"prompt {batch[int(match[1])]}", message)
 
 
-def check_slice(query: Any, lengths: Sequence[int]) -> None:
+def check_slice(query: Query, lengths: Sequence[int]) -> None:
     """Refuse a slice that stands for more positions in one prompt than in another, as a single pass does."""
     if not isinstance(query, slice):
         return
@@ -86,7 +96,7 @@ def check_slice(query: Any, lengths: Sequence[int]) -> None:
 
 
 def captured_bytes(view: ModelView, length: int) -> int:
-    """What freezing keeps of one prompt of so many tokens: streams, patterns, pre-activations and ratios."""
-    kept = [block.captured for block in view.blocks]
-    numbers = length * sum(by_token + by_pair * length for by_token, by_pair in kept)
+    """What freezing stores of one prompt of so many tokens: streams, patterns, pre-activations and ratios."""
+    sizes = [block.captured for block in view.blocks]
+    numbers = length * sum(by_token + by_pair * length for by_token, by_pair in sizes)
     return numbers * next(view.model.parameters()).element_size()

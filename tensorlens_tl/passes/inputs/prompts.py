@@ -4,18 +4,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from tensorlens_tl._arguments import plain, whole_number, whole_slice
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import Query
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs.arguments import IdsLike, InputLike, ModelInputs, Side
 from tensorlens_tl.passes.inputs.signals import Signal, extra_inputs, named_images, read_signal, refuse_signal
-from tensorlens_tl.passes.inputs.spans import find_real
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +50,7 @@ class Prompt:
         return [["encoder"] * self.encoder_length + ["decoder"] * decoder for _ in self.tokens]
 
     def in_logits(self, positions: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
-        """Positions as the model's logits count them: an encoder–decoder's decoder has its own, a classifier just one.
+        """Positions as the model's logits count them: an encoder–decoder has the decoder's alone, a classifier one.
 
         Raises:
             InvalidInputError: a position of the encoder, or of a classifier that its classes are not read from: these
@@ -59,8 +58,8 @@ class Prompt:
         """
         if self.class_at is not None and bool((positions != self.class_at).any()):
             raise InvalidInputError(
-                f"query: this model tells its classes at position {self.class_at} alone; use query={self.class_at} (or "
-                "leave it out), or direction= for another position."
+                f"query: this model predicts its classes at position {self.class_at} alone; use query={self.class_at} "
+                "(or leave it out), or direction= for another position."
             )
         if self.encoder_length and bool((positions < self.encoder_length).any()):
             raise InvalidInputError(
@@ -70,26 +69,29 @@ class Prompt:
         return positions - self.encoder_length
 
     def again(self, rows: slice | Tensor = slice(None)) -> dict[str, Any]:
-        """What `freeze` takes to run these prompts, or some of them, once more.
+        """The arguments of `freeze` that run these prompts, or some of them, once more.
 
         Raises:
-            InvalidInputError: some prompts of several, where a model was given more than tokens: images need not be
-                one for each prompt.
+            InvalidInputError: some prompts of several, where the model reads more than tokens: there need not be one
+                image for each prompt.
         """
-        some = isinstance(rows, Tensor) or rows != slice(None)
-        if self.extra and some and len(self.tokens) > 1:
+        selects = isinstance(rows, Tensor) or rows != slice(None)
+        if self.extra and selects and len(self.tokens) > 1:
             raise InvalidInputError("model_inputs: these belong to all prompts together; pass one prompt at a time.")
         if self.kwargs["input"].is_floating_point():
             return {"input": self.kwargs["input"][rows]}
         mask = self.mask[rows]
         start = self.encoder_length or self.mask.shape[1]
         given: dict[str, Any] = {"input": self.kwargs["input"][rows]}
-        given |= {} if bool(mask[:, :start].all()) else {"attention_mask": mask[:, :start]}
+        if not bool(mask[:, :start].all()):
+            given["attention_mask"] = mask[:, :start]
         named = [name for name in ("token_type_ids", "decoder_input_ids") if name in self.kwargs]
         given |= {name: self.kwargs[name][rows] for name in named}
         if self.encoder_length and not bool(mask[:, start:].all()):
             given["decoder_attention_mask"] = mask[:, start:]
-        return given | ({"model_inputs": {name: self.kwargs[name] for name in self.extra}} if self.extra else {})
+        if self.extra:
+            given["model_inputs"] = {name: self.kwargs[name] for name in self.extra}
+        return given
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
@@ -98,15 +100,15 @@ class Prompt:
 
 def prepare(
     view: ModelView,
-    input: Any,
+    input: InputLike,
     *,
-    attention_mask: Any = None,
-    token_type_ids: Any = None,
-    decoder_input_ids: Any = None,
-    decoder_attention_mask: Any = None,
+    attention_mask: IdsLike = None,
+    token_type_ids: IdsLike = None,
+    decoder_input_ids: InputLike | None = None,
+    decoder_attention_mask: IdsLike = None,
     prepend_bos: bool | None = None,
-    padding_side: str | None = None,
-    model_inputs: Any = None,
+    padding_side: Side = None,
+    model_inputs: ModelInputs = None,
 ) -> Prompt:
     """Check an input and turn it into a `Prompt`.
 
@@ -122,31 +124,28 @@ def prepare(
         prepend_bos: as in TransformerLens; None is the model's default. Strings only.
         padding_side: ``"left"`` or ``"right"``, where several strings differ in length. None pads right, whatever the
             tokenizer says: real tokens never see it, while some bridges give NaN for left-padded prompts.
-        model_inputs: what else a multimodal model's forward takes, by name; goes to the model as it is.
+        model_inputs: what else a multimodal model's forward takes, by name; passed on as it is.
 
     Raises:
         InvalidInputError: empty, longer than the context, token ids outside the vocabulary, shapes that differ, or
             messages of a chat; see also `read_signal` and `extra_inputs`.
     """
+    arguments = {
+        "attention_mask": attention_mask,
+        "token_type_ids": token_type_ids,
+        "model_inputs": model_inputs,
+        "decoder_input_ids": decoder_input_ids,
+        "decoder_attention_mask": decoder_attention_mask,
+    }
+    tokenizing: dict[str, Any] = {"prepend_bos": prepend_bos, "padding_side": padding_side}
     if isinstance(input, Mapping):
-        passed = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "model_inputs": model_inputs}
-        passed |= {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
-        encoded = _of_tokenizer(view, input, passed)
-        return prepare(view, **encoded, prepend_bos=prepend_bos, padding_side=padding_side)
+        return prepare(view, **_of_tokenizer(view, input, arguments), **tokenizing)
     if view.reads != "tokens":
-        others = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "model_inputs": model_inputs}
-        others |= {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
-        return _of_signal(read_signal(view, input, others | {"prepend_bos": prepend_bos, "padding_side": padding_side}))
+        return _of_signal(read_signal(view, input, arguments | tokenizing))
     refuse_signal(view, input)
     extra = extra_inputs(view, model_inputs)
-    if (decoder_input_ids is not None) != view.is_encoder_decoder:
-        raise InvalidInputError(
-            f"decoder_input_ids: {view.description} is an encoder–decoder; pass what its decoder reads, beginning with "
-            "its start token (model.original_model.config.decoder_start_token_id)."
-            if view.is_encoder_decoder
-            else f"decoder_input_ids: {view.description} is no encoder–decoder."
-        )
-    read = partial(_rows, view, prepend_bos=prepend_bos, padding_side=padding_side)
+    _check_decoder(view, decoder_input_ids)
+    read = partial(_rows, view, **tokenizing)
     tokens, mask = read(input, attention_mask, "attention_mask", view.d_vocab)
     kwargs: dict[str, Any] = {"input": tokens}
     # HookedTransformer derives a mask of its own from padding tokens where it pads left; an explicit one is exact.
@@ -173,21 +172,32 @@ def prepare(
     length = tokens.shape[1]
     texts, starts = _readable(view, both)
     for row, first in zip(starts or (), real.long().argmax(1).tolist(), strict=starts is not None):
-        row[length + first] = True  # a word never goes on from the encoder to the decoder
+        row[length + first] = True  # no word continues from the encoder to the decoder
     return Prompt(both, torch.cat([mask, real], dim=1), kwargs, texts, starts, length, extra=tuple(extra))
 
 
-def _of_tokenizer(view: ModelView, encoding: Mapping[Any, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
+def _check_decoder(view: ModelView, decoder_input_ids: object) -> None:
+    """Raise `InvalidInputError` unless an encoder–decoder, and no other model, has input for its decoder."""
+    if view.is_encoder_decoder and decoder_input_ids is None:
+        raise InvalidInputError(
+            f"decoder_input_ids: {view.description} is an encoder–decoder; pass what its decoder reads, beginning with "
+            "its start token (model.original_model.config.decoder_start_token_id)."
+        )
+    if decoder_input_ids is not None and not view.is_encoder_decoder:
+        raise InvalidInputError(f"decoder_input_ids: {view.description} is no encoder–decoder.")
+
+
+def _of_tokenizer(view: ModelView, encoding: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
     """What a tokenizer or processor returns, as arguments of `prepare`.
 
     Raises:
-        InvalidInputError: it has no token ids, or something that was passed besides.
+        InvalidInputError: no token ids, or an argument that the user passed as well.
     """
     if "input_ids" not in encoding:
         _refuse_chat(encoding)
         raise InvalidInputError(
             f"input: a mapping with {', '.join(map(repr, encoding)) or 'nothing'} in it and without 'input_ids'; pass "
-            "what a tokenizer returns, or the values that this model reads themselves."
+            "what a tokenizer returns, or the values themselves that this model reads."
         )
     arguments: dict[str, Any] = {"input": encoding["input_ids"]}
     others: dict[str, Any] = {}
@@ -209,15 +219,15 @@ def _of_tokenizer(view: ModelView, encoding: Mapping[Any, Any], passed: Mapping[
     return arguments
 
 
-def _all_ones(mask: Any) -> bool:
+def _all_ones(mask: IdsLike) -> bool:
     return mask is not None and all(bool(torch.as_tensor(row).all()) for row in mask)
 
 
-def _any_number(segments: Any) -> bool:
+def _any_number(segments: IdsLike) -> bool:
     return segments is not None and any(bool(torch.as_tensor(row).any()) for row in segments)
 
 
-def _refuse_chat(input: Any) -> None:
+def _refuse_chat(input: object) -> None:
     """Raise `InvalidInputError` for messages of a chat: how they become tokens is the template's, and the caller's."""
     first = input
     while isinstance(first, Sequence) and not isinstance(first, str) and first:
@@ -249,19 +259,19 @@ def _of_signal(signal: Signal) -> Prompt:
 
 def _rows(
     view: ModelView,
-    input: Any,
-    attention_mask: Any,
+    input: InputLike,
+    attention_mask: IdsLike,
     name: str,
     vocabulary: int,
     *,
     prepend_bos: bool | None,
-    padding_side: str | None,
+    padding_side: Side,
 ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
     """Token ids and mask of one input, on the model's device."""
     if _is_text(input) or _is_ragged(input):
         if attention_mask is not None:
             raise InvalidInputError(
-                f"{name}: made from the text or the rows themselves; pass it only together with token ids of "
+                f"{name}: it follows from the text or the rows themselves; pass it only together with token ids of "
                 "equal length."
             )
         tokens, mask = _pad(view, token_rows(view, input, prepend_bos), padding_side)
@@ -269,8 +279,7 @@ def _rows(
         tokens = _as_ids(input)
         mask = torch.ones_like(tokens, dtype=torch.bool)
         if attention_mask is not None:
-            mask = torch.as_tensor(attention_mask).bool()
-            mask = mask[None] if mask.ndim == 1 else mask
+            mask = _batched(torch.as_tensor(attention_mask).bool())
             if mask.shape != tokens.shape:
                 raise InvalidInputError(
                     f"{name} is {tuple(mask.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
@@ -285,38 +294,37 @@ def _rows(
     return tokens.to(view.device), mask.to(view.device)
 
 
-def token_rows(view: ModelView, input: Any, prepend_bos: bool | None = None) -> list[Int[Tensor, "pos"]]:
+def token_rows(view: ModelView, input: InputLike, prepend_bos: bool | None = None) -> list[Int[Tensor, "pos"]]:
     """Each prompt's token ids, unpadded; see `prepare` for the arguments and errors."""
     if isinstance(input, str):
         input = [input]
     if _is_text(input):
-        if wrong := [number for number, text in enumerate(input) if not isinstance(text, str)]:
-            raise InvalidInputError(
-                f"input: prompt 0 is text and prompt {wrong[0]} is {type(input[wrong[0]]).__name__}; pass all as text "
-                "or all as token ids."
-            )
         return [_tokenize(view, text, number, prepend_bos) for number, text in enumerate(input)]
     if _is_ragged(input):
         return [_as_ids(row)[0] for row in input]
     return list(_as_ids(input))
 
 
-def _is_text(input: Any) -> bool:
+def _batched(row: Tensor) -> Tensor:
+    """The values of one prompt as a batch of one prompt; a batch as it is."""
+    return row[None] if row.ndim == 1 else row
+
+
+def _is_text(input: object) -> TypeGuard[Sequence[object]]:
     return isinstance(input, str) or (isinstance(input, Sequence) and bool(input) and isinstance(input[0], str))
 
 
-def _is_ragged(input: Any) -> bool:
+def _is_ragged(input: object) -> bool:
     """Whether it is a list of rows of token ids of different lengths."""
     if not isinstance(input, Sequence) or not all(hasattr(row, "__len__") for row in input):
         return False
     return len({len(row) for row in input}) > 1
 
 
-def _segments(view: ModelView, token_type_ids: Any, tokens: Tensor) -> Tensor:
+def _segments(view: ModelView, token_type_ids: IdsLike, tokens: Tensor) -> Tensor:
     if not (view.is_bridge or view.is_hooked_encoder):
         raise InvalidInputError(f"token_type_ids: {view.class_name} takes none; they are for BERT-like encoders.")
-    segments = torch.as_tensor(token_type_ids, device=tokens.device)
-    segments = segments[None] if segments.ndim == 1 else segments
+    segments = _batched(torch.as_tensor(token_type_ids, device=tokens.device))
     if segments.shape != tokens.shape:
         raise InvalidInputError(
             f"token_type_ids is {tuple(segments.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
@@ -324,8 +332,13 @@ def _segments(view: ModelView, token_type_ids: Any, tokens: Tensor) -> Tensor:
     return segments
 
 
-def _tokenize(view: ModelView, text: str, number: int, prepend_bos: bool | None) -> Tensor:
+def _tokenize(view: ModelView, text: object, number: int, prepend_bos: bool | None) -> Tensor:
     model = view.model
+    if not isinstance(text, str):
+        raise InvalidInputError(
+            f"input: prompt 0 is text and prompt {number} is {type(text).__name__}; pass all as text or all as token "
+            "ids."
+        )
     if not text:
         raise InvalidInputError(f"input: text number {number} is empty; pass at least one token.")
     if view.tokenizer is None:
@@ -334,30 +347,24 @@ def _tokenize(view: ModelView, text: str, number: int, prepend_bos: bool | None)
         )
     if view.is_hooked_encoder:
         return model.to_tokens(text, truncate=False)[0][0]
-    options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
-    tokens = model.to_tokens(text, truncate=False, **options)[0]
+    tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
     if len(tokens) == 0:
         raise InvalidInputError(f"input: text number {number} ({text!r}) has no token; add text or prepend_bos=True.")
     return tokens
 
 
-def _pad(view: ModelView, rows: list[Tensor], padding_side: str | None) -> tuple[Tensor, Tensor]:
-    tokenizer = view.tokenizer
+def _pad(view: ModelView, rows: list[Tensor], padding_side: Side) -> tuple[Tensor, Tensor]:
+    """Rows of token ids of one length, and a mask that is True at real tokens."""
     side = padding_side or "right"
     if side not in ("left", "right"):
         raise InvalidInputError(f"padding_side={side!r}; use 'left' or 'right'.")
-    longest = max(map(len, rows))
-    fill = getattr(tokenizer, "pad_token_id", None) or 0
-    tokens = torch.full((len(rows), longest), fill)
-    mask = torch.zeros(len(rows), longest, dtype=torch.bool)
-    for row, ids in enumerate(rows):
-        place = slice(longest - len(ids), None) if side == "left" else slice(None, len(ids))
-        tokens[row, place] = ids.cpu()
-        mask[row, place] = True
-    return tokens, mask
+    pad = partial(pad_sequence, batch_first=True, padding_side=side)
+    ids = [row.cpu() for row in rows]
+    fill = getattr(view.tokenizer, "pad_token_id", None) or 0
+    return pad(ids, padding_value=fill), pad([torch.ones_like(row, dtype=torch.bool) for row in ids])
 
 
-def _as_ids(input: Any) -> Tensor:
+def _as_ids(input: object) -> Tensor:
     _refuse_chat(input)
     try:
         tokens = torch.as_tensor(input)
@@ -366,7 +373,7 @@ def _as_ids(input: Any) -> Tensor:
             f"input: cannot read {type(input).__name__} as token ids ({error}). Pass a string, a list of strings, or "
             "token ids of equal length with an attention_mask."
         ) from error
-    tokens = tokens[None] if tokens.ndim == 1 else tokens
+    tokens = _batched(tokens)
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise InvalidInputError(f"input: token ids must be [batch, pos] and not empty, got {tuple(tokens.shape)}.")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
@@ -405,134 +412,25 @@ def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[li
     """Tokens as text, and which begin a word, as the tokenizer itself marks it (Ġ, ▁, or ## for what continues)."""
     tokenizer = view.tokenizer
     if tokenizer is None:
-        return [[f" {int(token)}" for token in row] for row in tokens], None  # ids are words: they do not run together
+        return [[f" {int(token)}" for token in row] for row in tokens], None  # each id reads as a word
     word_pieces = tokenizer.convert_tokens_to_ids("##s") not in (None, getattr(tokenizer, "unk_token_id", None))
     special = set(tokenizer.all_special_ids)
-    texts = []
-    starts = []
+    known = len(tokenizer)
+    texts: list[list[str]] = []
+    starts: list[list[bool]] = []
     for row in tokens.tolist():
-        known = len(tokenizer)
         pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(row)]
         decoded = tokenizer.batch_decode([[token] for token in row], clean_up_tokenization_spaces=False)
-        # decoding one token drops the space that SentencePiece writes as ▁
-        shown = [f" {t}" if p.startswith("▁") and t[:1] != " " else t for p, t in zip(pieces, decoded, strict=True)]
-        texts.append([t if token < known else f" {token}" for token, t in zip(row, shown, strict=True)])
+        texts.append([])
+        starts.append([])
         after_gap = True
-        begins = []
-        for token, piece, text in zip(row, pieces, texts[-1], strict=True):
-            starting = not piece.startswith("##") if word_pieces else text[:1].isspace()
-            begins.append(after_gap or token in special or starting)
+        for token, piece, text in zip(row, pieces, decoded, strict=True):
+            if token >= known:
+                text = f" {token}"
+            elif piece.startswith("▁") and text[:1] != " ":
+                text = f" {text}"  # decoding one token drops the space that SentencePiece writes as ▁
+            continues = piece.startswith("##") if word_pieces else not text[:1].isspace()
+            texts[-1].append(text)
+            starts[-1].append(after_gap or token in special or not continues)
             after_gap = token in special or text[-1:].isspace()
-        starts.append(begins)
     return texts, starts
-
-
-def query_positions(prompt: Prompt, query: Query = None, name: str = "query") -> Int[Tensor, "batch query"]:
-    """The positions a query stands for: the one rule for `query` everywhere in the library.
-
-    Args:
-        prompt: the prompts.
-        query: an integer counts each prompt's real tokens (−1 is the last, or where a classifier of images or sound
-            reads its classes: the CLS token); a list holds several; a slice is taken of the real tokens; a text stands
-            for the last token of its last occurrence; None for every position, padding included (whose entries are
-            zero in every result). A tensor `[batch, query]` names places of each prompt, padding counted.
-        name: the argument's name, for messages. Keys predict nothing: of them −1 is always the last.
-
-    Raises:
-        InvalidInputError: beyond a prompt's real tokens, not in it, none, or a slice of unequal lengths.
-    """
-    mask = prompt.mask
-    if query is None:
-        return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-    if isinstance(query, Tensor) and query.ndim == 2:
-        return _places(query.to(mask.device), mask, name)
-    if isinstance(query, slice):
-        query = whole_slice(name, query, why="positions of a prompt")
-        return _equally_many([where[query] for where in _real_positions(mask)], mask, f"{name}={query}")
-    query = plain(query)
-    if isinstance(query, str) or not isinstance(query, Sequence):
-        return _position(prompt, query, name)
-    if not query:
-        raise InvalidInputError(f"{name}=[]: pass at least one position, or None for every one.")
-    return torch.cat([_position(prompt, one, name) for one in query], dim=1)
-
-
-def _places(places: Tensor, mask: Bool[Tensor, "batch pos"], name: str) -> Int[Tensor, "batch query"]:
-    """Places of each prompt as they were passed, checked."""
-    batch, pos = mask.shape
-    whole = not (places.is_floating_point() or places.is_complex() or places.dtype == torch.bool)
-    if len(places) != batch or not places.numel() or not whole or not bool(((places >= 0) & (places < pos)).all()):
-        raise InvalidInputError(
-            f"{name}: a tensor {tuple(places.shape)} of {places.dtype}; places of several prompts are integers of 0 to "
-            f"{pos - 1}, [{batch}, query]."
-        )
-    return places.long()
-
-
-def one_query(prompt: Prompt, query: Query, name: str = "query") -> Int[Tensor, "batch 1"]:
-    """The position a query stands for, where an answer is about one.
-
-    Raises:
-        InvalidInputError: several positions, or what `query_positions` refuses.
-    """
-    positions = query_positions(prompt, query, name)
-    if positions.shape[1] != 1:
-        raise InvalidInputError(
-            f"{name}={query!r} stands for {positions.shape[1]} positions; this is about one: pass an integer or a text."
-        )
-    return positions
-
-
-def span_positions(prompt: Prompt, keys: Query, name: str = "keys") -> Int[Tensor, "batch key"]:
-    """The same for source tokens, where a text stands for all of its tokens.
-
-    Raises:
-        InvalidInputError: see `query_positions`; also a text that has another number of tokens in another prompt.
-    """
-    if not isinstance(keys, str):
-        return query_positions(prompt, keys, name)
-    return _equally_many(_spans(prompt, keys, name), prompt.mask, f"{name}={keys!r}")
-
-
-def _spans(prompt: Prompt, text: str, name: str) -> list[list[int]]:
-    """The positions of each prompt's last occurrence of a text."""
-    places = []
-    for row, (tokens, mask) in enumerate(zip(prompt.str_tokens, prompt.mask.tolist(), strict=True)):
-        try:
-            places.append(find_real(tokens, mask, text)[-1])
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{name}, prompt {row}: {error}") from None
-    return places
-
-
-def _position(prompt: Prompt, query: Any, name: str) -> Int[Tensor, "batch 1"]:
-    mask = prompt.mask
-    if isinstance(query, str):
-        return torch.tensor([[span[-1]] for span in _spans(prompt, query, name)], device=mask.device)
-    query = whole_number(name, query, why="a position, a list or a slice of them, a text, or None for all")
-    if query == -1 and prompt.class_at is not None and not name.startswith("key"):
-        return torch.full((len(mask), 1), prompt.class_at, device=mask.device)
-    counts = mask.sum(1)
-    shortest = int(counts.min())
-    if not -shortest <= query < shortest:
-        row = int(counts.argmin())
-        raise InvalidInputError(
-            f"{name}={query} is out of range: row {row} has {shortest} real tokens; use -{shortest} to {shortest - 1}."
-        )
-    order = mask.long().cumsum(1) - 1
-    wanted = (counts + query if query < 0 else torch.full_like(counts, query))[:, None]
-    return ((order == wanted) & mask).long().argmax(1, keepdim=True)
-
-
-def _real_positions(mask: Bool[Tensor, "batch pos"]) -> list[list[int]]:
-    return [row.nonzero()[:, 0].tolist() for row in mask]
-
-
-def _equally_many(rows: list[list[int]], mask: Tensor, what: str) -> Int[Tensor, "batch query"]:
-    counts = [len(row) for row in rows]
-    if len(set(counts)) > 1 or not counts[0]:
-        raise InvalidInputError(
-            f"{what} stands for {sorted(set(counts))} tokens of these prompts; it must be the same number in each, and "
-            "at least one."
-        )
-    return torch.tensor(rows, device=mask.device)

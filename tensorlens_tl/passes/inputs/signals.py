@@ -6,8 +6,8 @@
 | audio spectrogram transformer | `[batch, time, mel]` |
 | Hubert, Wav2Vec2 | samples, `[batch, sample]` |
 
-Values are taken as they are: prepare them as the model's image processor or feature extractor does. How many positions
-they become is the model's own word: it runs up to its first block.
+Values are used as they are: prepare them as the model's image processor or feature extractor does. The model runs up to
+its first block, which shows how many positions they become.
 """
 
 import inspect
@@ -22,6 +22,7 @@ from torch import Tensor
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.passes.inputs.arguments import InputLike, ModelInputs
 
 SPECIAL = ("CLS", "distillation")
 """What the positions before the first patch are called, in this order."""
@@ -59,7 +60,7 @@ class Signal:
     image: Float[Tensor, "batch channel height width"] | None
 
 
-def read_signal(view: ModelView, input: Any, others: Mapping[str, Any]) -> Signal:
+def read_signal(view: ModelView, input: InputLike, others: Mapping[str, object]) -> Signal:
     """Check what a model of images or sound reads, and name its positions.
 
     Args:
@@ -80,44 +81,50 @@ def read_signal(view: ModelView, input: Any, others: Mapping[str, Any]) -> Signa
     x = x.to(dtype=parameter.dtype, device=view.device)
     name = f"{view.blocks[0].name}.hook_resid_pre"
     try:
-        kept, _ = capture(view.model, {"input": x[:1]}, [name], last=name)
+        captured, _ = capture(view.model, {"input": x[:1]}, [name], last=name)
     except (RuntimeError, ValueError) as error:
         raise InvalidInputError(f"input: {view.description} does not read {list(x.shape)} ({error}).") from error
-    positions = kept[name].shape[1]
-    patches = view.patches
+    positions = captured[name].shape[1]
     class_at = None if view.class_head is None else 0
-    rows, columns = (0, 0) if patches is None else patches.grid(x)
+    frames = Signal(x, [f" frame {number}" for number in range(positions)], 0, class_at, None)
+    patches = view.patches
+    if patches is None:
+        return frames
+    rows, columns = patches.grid(x)
     special = positions - rows * columns
-    if patches is None or not 0 <= special <= len(SPECIAL):
-        return Signal(x, [f" frame {number}" for number in range(positions)], 0, class_at, None)
+    if not 0 <= special <= len(SPECIAL):
+        return frames
     names = [f" {name}" for name in SPECIAL[:special]]
     names += [f" patch {row},{column}" for row in range(rows) for column in range(columns)]
     image = patches.image(x)[..., : rows * patches.kernel[0], : columns * patches.kernel[1]]
-    shown = patches.tiles and image.shape[1] in (1, 3)
-    return Signal(x, names, special, class_at, image.detach().cpu() if shown else None)
+    if not patches.tiles or image.shape[1] not in (1, 3):
+        return Signal(x, names, special, class_at, None)
+    return Signal(x, names, special, class_at, image.detach().cpu())
 
 
-def _values(view: ModelView, input: Any) -> Tensor:
+def _values(view: ModelView, input: InputLike) -> Tensor:
     axes, sizes = _expected(view)
-    wanted = f"{view.reads}, floating-point values [{', '.join(axes)}]"
+    expected = f"{view.reads}, floating-point values [{', '.join(axes)}]"
     if isinstance(input, str) or (isinstance(input, Sequence) and any(isinstance(one, str) for one in input)):
-        raise InvalidInputError(f"input: {view.description} reads {wanted}, not text.")
+        raise InvalidInputError(f"input: {view.description} reads {expected}, not text.")
     try:
-        stacked = torch.stack([torch.as_tensor(one) for one in input]) if isinstance(input, list | tuple) else input
-        x = torch.as_tensor(stacked).detach().clone()  # an inference tensor would not do where gradients are wanted
+        if isinstance(input, list | tuple):
+            input = torch.stack([torch.as_tensor(one) for one in input])
+        x = torch.as_tensor(input).detach().clone()  # an inference tensor would not do where gradients are wanted
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
-            f"input: cannot read {type(input).__name__} as {wanted} of one size ({error})."
+            f"input: cannot read {type(input).__name__} as {expected} of one size ({error})."
         ) from error
     if not x.is_floating_point():
         raise InvalidInputError(
-            f"input: {view.description} reads {wanted}, got {x.dtype}. Token ids are for language models; make pixels "
-            "of an image with the model's image processor."
+            f"input: {view.description} reads {expected}, got {x.dtype}. Token ids are for language models; the "
+            "model's image processor turns an image into pixels."
         )
-    x = x[None] if x.ndim == len(axes) - 1 else x
+    if x.ndim == len(axes) - 1:
+        x = x[None]
     fits = x.ndim == len(axes) and x.numel() > 0
-    if not fits or any(size not in (None, found) for size, found in zip(sizes, x.shape, strict=True)):
-        shape = ", ".join(name if size is None else str(size) for name, size in zip(axes, sizes, strict=True))
+    if not fits or any(size not in (None, length) for size, length in zip(sizes, x.shape, strict=True)):
+        shape = ", ".join(str(size or name) for name, size in zip(axes, sizes, strict=True))
         raise InvalidInputError(f"input: {view.description} reads {view.reads} [{shape}], got {list(x.shape)}.")
     if not bool(torch.isfinite(x).all()):
         raise InvalidInputError("input: it has values that are not finite (NaN or Inf).")
@@ -140,7 +147,7 @@ def _expected(view: ModelView) -> tuple[tuple[str, ...], tuple[int | None, ...]]
     return ("batch", "sample"), (None, None)
 
 
-def refuse_signal(view: ModelView, input: Any) -> None:
+def refuse_signal(view: ModelView, input: object) -> None:
     """Raise `InvalidInputError` where a language model is given pixels or sound."""
     if isinstance(input, Tensor) and input.is_floating_point() and input.ndim > 2:
         raise InvalidInputError(
@@ -150,7 +157,7 @@ def refuse_signal(view: ModelView, input: Any) -> None:
         )
 
 
-def extra_inputs(view: ModelView, given: Any) -> dict[str, Any]:
+def extra_inputs(view: ModelView, given: ModelInputs) -> dict[str, Any]:
     """What a multimodal model takes besides tokens, checked by name and put on its device.
 
     Raises:
@@ -164,15 +171,15 @@ def extra_inputs(view: ModelView, given: Any) -> dict[str, Any]:
         raise InvalidInputError(
             f"model_inputs={type(given).__name__}: pass a mapping, such as {{'pixel_values': ...}}."
         )
-    own = {"input", "input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "labels"}
+    named = {"input", "input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "labels"}
     forward = inspect.signature(getattr(view.model, "original_model", view.model).forward).parameters
     takes = [name for name, parameter in forward.items() if parameter.kind is not parameter.VAR_KEYWORD]
     for name, value in given.items():
-        if name in own or name not in takes:
-            why = "freeze has its own argument for it" if name in own else "its forward has no such argument"
+        if name in named or name not in takes:
+            why = "freeze has its own argument for it" if name in named else "its forward has no such argument"
             raise InvalidInputError(
                 f"model_inputs: {name!r} cannot be given to {view.description}: {why}. It takes "
-                f"{', '.join(sorted(set(takes) - own))}."
+                f"{', '.join(sorted(set(takes) - named))}."
             )
         if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise InvalidInputError(f"model_inputs: {name} has values that are not finite (NaN or Inf).")
@@ -180,11 +187,11 @@ def extra_inputs(view: ModelView, given: Any) -> dict[str, Any]:
             raise InvalidInputError(f"model_inputs: {name!r} {NOT_TOKENS[name]}.")
     _refuse_deep_stack(view, given)
     parameter = next(view.model.parameters())
-    made = {name: _on(value, parameter.dtype, view.device) for name, value in given.items()}
-    return {name: value for name, value in made.items() if value is not None}
+    moved = {name: _moved(value, parameter.dtype, view.device) for name, value in given.items()}
+    return {name: value for name, value in moved.items() if value is not None}
 
 
-def _refuse_deep_stack(view: ModelView, given: Mapping[str, Any]) -> None:
+def _refuse_deep_stack(view: ModelView, given: Mapping[str, object]) -> None:
     """Raise `UnsupportedModelError` where features of an image go in between blocks too, which no block's map has."""
     layers = getattr(getattr(view.config, "vision_config", None), "deepstack_visual_indexes", None)
     images = [name for name in given if name.startswith("pixel_values")]
@@ -195,10 +202,13 @@ def _refuse_deep_stack(view: ModelView, given: Mapping[str, Any]) -> None:
         )
 
 
-def _on(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _moved(value: object, dtype: torch.dtype, device: torch.device) -> object:
+    """A tensor on the device, its floating-point numbers in the dtype; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
-    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+    if value.is_floating_point():
+        value = value.to(dtype)
+    return value.to(device)
 
 
 def named_images(view: ModelView, tokens: Int[Tensor, "batch pos"], texts: list[list[str]]) -> list[list[str]]:
@@ -206,7 +216,7 @@ def named_images(view: ModelView, tokens: Int[Tensor, "batch pos"], texts: list[
     ids = {getattr(view.config, name, None) for name in IMAGE_TOKENS} - {None}
     rows = []
     for row, names in zip(tokens.tolist(), texts, strict=True):
-        places = [place for place, token in enumerate(row) if token in ids]
-        named = {place: f" image {number}" for number, place in enumerate(places)}
-        rows.append([named.get(place, text) for place, text in enumerate(names)])
+        positions = [position for position, token in enumerate(row) if token in ids]
+        named = {position: f" image {number}" for number, position in enumerate(positions)}
+        rows.append([named.get(position, text) for position, text in enumerate(names)])
     return rows

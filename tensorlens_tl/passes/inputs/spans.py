@@ -22,10 +22,10 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
         InvalidInputError: no such occurrence.
     """
     pieces = any(token.startswith("##") for token in tokens)
-    texts = [without_mark(token) if token.startswith("##") else " " * pieces + token for token in tokens]
+    texts = [_continued(token) for token in tokens] if pieces else tokens
     for trimmed in (str.strip, _bare):
         wanted = trimmed(text)
-        found = []
+        matches: list[tuple[int, int]] = []
         for first in range(len(texts) if wanted else 0):
             start = trimmed(texts[first])
             if not start or not wanted.startswith(start):
@@ -34,12 +34,12 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
             for last in range(first, len(texts)):
                 joined += texts[last]
                 if trimmed(joined) == wanted:
-                    found.append((first, last + 1))
+                    matches.append((first, last + 1))
                     break
                 if len(trimmed(joined)) > len(wanted):
                     break
-        if found:
-            return found
+        if matches:
+            return matches
     raise InvalidInputError(f"{text!r} does not occur as whole tokens; the prompt's tokens are {list(tokens)}.")
 
 
@@ -49,8 +49,13 @@ def find_real(tokens: Sequence[str], mask: Sequence[bool], text: str) -> list[li
     Raises:
         InvalidInputError: no such occurrence.
     """
-    real = [position for position, kept in enumerate(mask) if kept]
+    real = [position for position, is_real in enumerate(mask) if is_real]
     return [real[first:last] for first, last in find([tokens[position] for position in real], text)]
+
+
+def _continued(token: str) -> str:
+    """A token of WordPiece as it joins the text before it: after a space, or without one where it continues a word."""
+    return without_mark(token) if token.startswith("##") else f" {token}"
 
 
 def _bare(text: str) -> str:
@@ -60,21 +65,21 @@ def _bare(text: str) -> str:
 
 def word_starts(tokens: Sequence[str]) -> list[bool]:
     """Word starts by white space alone, for tokens without a tokenizer; ``##`` continues."""
-    pieces = any(token.startswith("##") for token in tokens)
+    if any(token.startswith("##") for token in tokens):
+        return [not token.startswith("##") for token in tokens]
     before = (" ", *tokens[:-1])
-    return [
-        not token.startswith("##") if pieces else token[:1].isspace() or last[-1:].isspace()
-        for token, last in zip(tokens, before, strict=True)
-    ]
+    return [token[:1].isspace() or last[-1:].isspace() for token, last in zip(tokens, before, strict=True)]
 
 
 def word_ids(starts: Sequence[bool], mask: Sequence[bool]) -> list[int]:
     """The word each token belongs to, counted from 0; padding is −1."""
-    ids = []
+    ids = [-1] * len(starts)
     word = -1
-    for starting, real in zip(starts, mask, strict=True):
-        word += real and (starting or word < 0)
-        ids.append(word if real else -1)
+    for position, (starts_word, real) in enumerate(zip(starts, mask, strict=True)):
+        if real and (starts_word or word < 0):
+            word += 1
+        if real:
+            ids[position] = word
     return ids
 
 

@@ -1,21 +1,22 @@
 """Holding the live model fixed: which hooks, and whether the model obeys them.
 
 On some models a hook point only observes: what a hook returns there is ignored, and the model would run unfrozen
-without a word. Patterns have another way (`tensorlens_tl.hooks.freeze`); anything else that is ignored is refused. Both
-are found by trying, once per model: the model runs, held, with something else in its residual stream, and every block
-must do what its map says.
+without a word. Patterns have another way (`tensorlens_tl.hooks.freeze`); anything else that is ignored is refused. A
+trial decides both, once per model: the model runs, held, with another residual stream, and every block must do what its
+map says.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from tensorlens_tl.algebra import Identity, Norm
+from tensorlens_tl.algebra import AffineMap, Norm
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import (
@@ -45,7 +46,10 @@ _proved: "WeakKeyDictionary[Any, _Proved]" = WeakKeyDictionary()  # by model
 
 
 def prove_obedience(maps: BlockMaps) -> frozenset[str]:
-    """Try, once per model, whether it obeys hooks; tells at which patterns' hook points.
+    """Try, once per model, whether it obeys hooks.
+
+    Returns:
+        The hook points of patterns at which a hook takes effect.
 
     Raises:
         UnsupportedModelError: it ignores what a hook returns at `hook_z`, `mlp.hook_post` or a norm's `hook_scale`; or
@@ -55,7 +59,7 @@ def prove_obedience(maps: BlockMaps) -> frozenset[str]:
         raise UnsupportedModelError(
             f"the weights of this {maps.view.description} are offloaded: a Bridge whose norms are held reads their "
             "weights where no hook of accelerate brings them in, so that fwd_hooks, attached and what runs the held "
-            "model do not work. The operator and what is made from it do; or load the model into memory."
+            "model do not work. The operator and what is computed from it do; or load the model into memory."
         )
     known = _proved.get(maps.capture.model)
     if known is None or known.versions != maps.capture.weights.versions or other_hooks(maps.capture.model):
@@ -80,39 +84,23 @@ def holding_hooks(
 
 def _hooks(
     maps: BlockMaps,
-    taken: frozenset[str],
+    effective: frozenset[str],
     patterns: bool = True,
     activations: bool = True,
     norms: bool = True,
     activation: str = "ratio",
 ) -> list[FwdHook]:
+    """The same, given the hook points of patterns at which a hook takes effect."""
     hooks: list[FwdHook] = []
-    batch = maps.capture.tokens.shape[0]
-    for layer, points in enumerate(maps.points.blocks):
-        start, stop = maps.capture.side(layer)
-        shape = batch, stop - start
-        if points.whitened is not None and not bool(maps.mask.all()):
-            hooks.append(leave_out(points.resid_pre, ~maps.mask))
-        if patterns and points.attention is None and points.heads is not None:
-            hooks += attention_hooks(points.heads, _held_pattern(maps, layer), points.pattern in taken)
-        elif patterns and points.attention is not None:
-            hooks += whole_hooks(points.attention, maps.attention_alone(layer), shape)
-        if patterns and points.cross is not None:
-            held = maps.capture.activation(points.cross.pattern)
-            hooks += attention_hooks(points.cross, held, points.cross.pattern in taken)
+    for layer in range(maps.capture.n_layers):
+        hooks += _padding_hooks(maps, layer)
+        if patterns:
+            hooks += _pattern_hooks(maps, layer, effective)
         if norms:
-            hooks += [
-                replace(at, maps.capture.activation(at))
-                for name, at in points.scales.items()
-                if name not in points.norms
-            ]
-            for name, ends in points.norms.items():
-                hooks += whole_hooks(ends, maps.norm(layer, name), shape)
-        per_layer = maps.per_layer(layer, activation) if activations else None
-        if per_layer is not None and points.per_layer is not None:
-            hooks += whole_hooks(points.per_layer, per_layer, shape)
+            hooks += _norm_hooks(maps, layer)
         if activations:
-            hooks += _mlp_hooks(maps, layer, activation, shape)
+            hooks += _per_layer_hooks(maps, layer, activation)
+            hooks += _mlp_hooks(maps, layer, activation)
     if norms:
         hooks += _end_hooks(maps, maps.encoder_norm(), maps.points.encoder_scale, maps.points.encoder_norm, 0)
         last = maps.capture.n_layers - 1
@@ -121,8 +109,55 @@ def _hooks(
     return hooks
 
 
+def _shape(maps: BlockMaps, layer: int) -> tuple[int, int]:
+    """Prompts, and the number of positions that a block acts on."""
+    start, stop = maps.capture.side(layer)
+    return len(maps.mask), stop - start
+
+
+def _padding_hooks(maps: BlockMaps, layer: int) -> list[FwdHook]:
+    """What keeps padding out of the recursion of a whitened block."""
+    points = maps.points.blocks[layer]
+    if points.whitened is None or bool(maps.mask.all()):
+        return []
+    return [leave_out(points.resid_pre, ~maps.mask)]
+
+
+def _pattern_hooks(maps: BlockMaps, layer: int, effective: frozenset[str]) -> list[FwdHook]:
+    """What holds one layer's patterns, or all of its attention where nothing inside can be held."""
+    points = maps.points.blocks[layer]
+    hooks: list[FwdHook] = []
+    if points.attention is not None:
+        hooks += whole_hooks(points.attention, maps.attention_alone(layer), _shape(maps, layer))
+    elif points.heads is not None:
+        hooks += attention_hooks(points.heads, _held_pattern(maps, layer), points.pattern in effective)
+    if points.cross is not None:
+        pattern = maps.capture.activation(points.cross.pattern)
+        hooks += attention_hooks(points.cross, pattern, points.cross.pattern in effective)
+    return hooks
+
+
+def _norm_hooks(maps: BlockMaps, layer: int) -> list[FwdHook]:
+    """What holds the scales of one layer's norms, or whole norms where no scale can be held."""
+    points = maps.points.blocks[layer]
+    scales = [name for norm, name in points.scales.items() if norm not in points.norms]
+    hooks = [replace(name, maps.capture.activation(name)) for name in scales]
+    for norm, ends in points.norms.items():
+        hooks += whole_hooks(ends, maps.norm(layer, norm), _shape(maps, layer))
+    return hooks
+
+
+def _per_layer_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]:
+    """What holds the branch that reads a separate input of each token at this layer."""
+    branch = maps.per_layer(layer, activation)
+    ends = maps.points.blocks[layer].per_layer
+    if branch is None or ends is None:
+        return []
+    return whole_hooks(ends, branch, _shape(maps, layer))
+
+
 def _held_pattern(maps: BlockMaps, layer: int) -> Tensor | Callable[[], Tensor]:
-    """One layer's pattern; where it is not kept, what recomputes it when the hook runs."""
+    """One layer's pattern; where it is not stored, a function that recomputes it when the hook runs."""
     if maps.points.blocks[layer].pattern in maps.capture.held_scores:
         return partial(maps.capture.pattern, layer)
     return maps.capture.pattern(layer)
@@ -134,8 +169,7 @@ def _end_hooks(maps: BlockMaps, norm: Norm | None, scale: str | None, whole: End
         return []
     if whole is None:
         return [replace(scale, maps.capture.activation(scale))]
-    start, stop = maps.capture.side(layer)
-    return whole_hooks(whole, norm, (maps.capture.tokens.shape[0], stop - start), again=True)
+    return whole_hooks(whole, norm, _shape(maps, layer), again=True)
 
 
 def _class_hooks(maps: BlockMaps) -> list[FwdHook]:
@@ -147,16 +181,16 @@ def _class_hooks(maps: BlockMaps) -> list[FwdHook]:
     return [replace(scale, maps.capture.activation(scale)[:, 0])]
 
 
-def _mlp_hooks(maps: BlockMaps, layer: int, activation: str, shape: tuple[int, int]) -> list[FwdHook]:
+def _mlp_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]:
     """What holds one layer's MLP: its activation, or all of it where nothing inside can be held."""
     points = maps.points.blocks[layer]
-    weights = maps.view.blocks[layer].mlp
-    if weights is None:
-        return []
+    shape = _shape(maps, layer)
     if points.mlp is None:
         held = maps.mlp_coefficients(layer, activation)
         dense = maps.view.blocks[layer].dense_mlp
-        return [] if held is None or dense is None else mlp_hooks(points, held, dense.b_post)
+        if held is None or dense is None:
+            return []
+        return mlp_hooks(points, held, dense.b_post)
     if points.shared is not None:
         parts = maps.experts_alone(layer, activation)
         return [
@@ -164,7 +198,9 @@ def _mlp_hooks(maps: BlockMaps, layer: int, activation: str, shape: tuple[int, i
             *whole_hooks(points.shared, parts["shared"], shape),
         ]
     whole = maps.mlp_alone(layer, activation)
-    return [] if whole is None else whole_hooks(points.mlp, whole, shape)
+    if whole is None:
+        return []
+    return whole_hooks(points.mlp, whole, shape)
 
 
 def _prove(maps: BlockMaps) -> _Proved:
@@ -174,27 +210,29 @@ def _prove(maps: BlockMaps) -> _Proved:
     with own_run(model):
         sites = [site for block in points.blocks for site in (block.heads, block.cross) if site is not None]
         reached = patterns_take_effect(model, maps.capture.inputs, sites)
-        taken = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
-        proved = _Proved(maps.capture.weights.versions, taken)
+        effective = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
+        proved = _Proved(maps.capture.weights.versions, effective)
     # another stream and not another prompt: a model of images and tokens checks that both fit together
     others = [replace(name, _other(maps.capture.activation(name))) for name in maps.capture.stream_names(0)]
-    names = list(
-        dict.fromkeys(name for layer in range(maps.capture.n_layers + 1) for name in maps.capture.stream_names(layer))
-    )
-    after = maps.final_map() or Identity()
-    ends = [] if maps.final_map() is None else [points.output]
+    depths = range(maps.capture.n_layers + 1)
+    names = [name for layer in depths for name in maps.capture.stream_names(layer)]
+    last = points.last_output
+    final = maps.final_map()
+    if final is not None:
+        last = points.output
+        names.append(last)
     # patterns by way of hook_z: live ablations take heads away there, and hook_pattern was tried above
     hooks = [*others, *_hooks(maps, frozenset())]
-    last = points.output if ends else points.last_output
-    seen, _ = capture(model, maps.capture.inputs, [*dict.fromkeys(names + ends)], hooks=hooks, last=last, changed=True)
+    seen, _ = capture(model, maps.capture.inputs, [*dict.fromkeys(names)], hooks=hooks, last=last, changed=True)
     live = dataclasses.replace(maps.capture, activations=seen)
-    streams = [live.resid_pre(layer) for layer in range(maps.capture.n_layers + 1)]
-    streams += [live.output] if ends else []
-    steps = [*map(maps.block_map, range(maps.capture.n_layers)), after]
-    for layer, (step, before, own) in enumerate(zip(steps, streams, streams[1:], strict=False)):
-        error = relative_error(step(before), own, maps.mask)
+    streams = [live.resid_pre(layer) for layer in depths]
+    steps: dict[str, AffineMap] = {f"blocks.{layer}": maps.block_map(layer) for layer in depths[:-1]}
+    if final is not None:
+        streams.append(live.output)
+        steps["ln_final"] = final
+    for (where, step), (before, after) in zip(steps.items(), pairwise(streams), strict=True):
+        error = relative_error(step(before), after, maps.mask)
         if not error <= maps.tolerance:
-            where = f"blocks.{layer}" if layer < maps.capture.n_layers else "ln_final"
             raise UnsupportedModelError(
                 f"{where} of this {maps.view.description} does not obey the hooks that should hold it fixed: held, "
                 f"and with another stream, it differs from its map by {error:.1e} (allowed {maps.tolerance:.0e}). "

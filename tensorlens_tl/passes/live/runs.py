@@ -1,7 +1,7 @@
 """Runs of the live model on behalf of a pass, with something changed in copies of its prompts.
 
-Whatever runs the model once more for a pass goes through `LiveModel`, which refuses a model that is no longer that of
-the pass: other weights, another configuration, dropout, a frozen pass attached, or activations that differ.
+Every further run of the model for a pass goes through `LiveModel`, which refuses a model that is no longer that of the
+pass: other weights, another configuration, dropout, a frozen pass attached, or activations that differ.
 
 Several changes are run at once as copies of the prompts, one after the other in the rows of a batch. Code that
 somebody put on the model may act on one row only (``t[0, 3] += v``, the usual idiom with one prompt), and would not
@@ -15,6 +15,7 @@ reach the copies in the other rows. So
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -37,7 +38,7 @@ class LiveModel:
 
     Attributes:
         capture: the pass.
-        question: what is asked, for messages.
+        question: the subject of messages, such as ``"logits"``.
         alone: whether somebody's hooks are on the model, so that every copy of the prompts is run by itself.
         tolerance: how far the model may be from the pass, relative to the pass's own vectors. Where hooks were put on
             or taken off since, a run of the same batch must repeat the pass but for rounding.
@@ -62,7 +63,7 @@ class LiveModel:
         """Refuse activations of a run of the pass's own prompts that are not those of the pass.
 
         Args:
-            seen: activations `[batch, pos, d]` by hook-point name, all of them kept by the pass.
+            seen: activations `[batch, pos, d]` by hook-point name, all of them stored in the pass.
 
         Raises:
             FrozenModelError: naming the first that differs.
@@ -147,14 +148,12 @@ class LiveModel:
         if not last <= self.copies_tolerance:
             raise FrozenModelError(
                 f"{self.question}: the prompts give another number in the last rows of a batch than in the first (they "
-                f"differ by {last:.1e}): something acts on some rows only, and it is no hook that could be found. Let "
-                "it act on every row; or put it on the model as a hook, and prompts are run one by one."
+                f"differ by {last:.1e}): something acts on some rows only, and it is no hook that we can see. Let it "
+                "act on every row; or put it on the model as a hook, and prompts are run one by one."
             )
 
 
 def repeated(inputs: Mapping[str, Any], copies: int) -> dict[str, Any]:
     """A pass's inputs with every prompt as often as there are copies, copy after copy."""
-    return {
-        name: value.repeat(copies, *(1,) * (value.ndim - 1)) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    return dict(inputs) | {name: torch.cat([value] * copies) for name, value in tensors.items()}

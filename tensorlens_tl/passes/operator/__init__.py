@@ -1,4 +1,4 @@
-"""The frozen pass as one affine map, and the questions that are put to it."""
+"""The frozen pass as one affine map, and what is computed from it: scores, norms, gradients, pixels."""
 
 from tensorlens_tl.passes.operator.collapse import Collapse
 from tensorlens_tl.passes.operator.operator import FrozenOperator

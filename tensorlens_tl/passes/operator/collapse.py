@@ -47,7 +47,7 @@ class Collapse:
         """Where the true score lies with this confidence; the score itself if exact.
 
         The mean of the squares is taken to be distributed as a χ² of `freedom` degrees (Satterthwaite). At a level of
-        0.95 it covers 91 to 99 % from 4 probes on, whatever the effective rank of the block; with 2 probes it covers
+        0.95 it covers 91 to 99 % from 4 probes on, at any effective rank of the block; with 2 probes it covers
         as little as 80 % where that is above one.
 
         Returns:

@@ -54,7 +54,7 @@ class FrozenOperator(FrozenTensor):
 
         Exact by default: `d_model` rows are pulled per query. With `probes` or `tol` it is estimated from fewer, random
         rows: the mean of ‖row·T_ij‖² is unbiased for ‖T_ij‖², and `stderr` is the norm's by the delta method. From
-        `d_model` rows on the exact norm is the cheaper one, and is what you get.
+        `d_model` rows on the exact norm is cheaper, and is what this returns.
 
         Args:
             query: positions, the last real token unless said; see `contributions`.
@@ -69,6 +69,9 @@ class FrozenOperator(FrozenTensor):
             InvalidInputError: a query or key out of range, fewer than 2 probes, a tolerance that is not positive, or
                 no such rows.
             SizeError: one row is larger than `memory`.
+
+        >>> frozen.operator().norm().scores.shape
+        torch.Size([1, 1, 7])
         """
         check_probes(probes, tol, rows)
         positions = self._positions(query)
@@ -101,6 +104,13 @@ class FrozenOperator(FrozenTensor):
             bias: ``"apart"`` from the scores, as in the paper, or by ``"position"`` (ours): each bias of the model
                 counts for the position it is added at, b_V for the source token.
             memory: as in `contributions`.
+
+        Returns:
+            Scores `[batch, query, key]` with bias, total and residual.
+
+        >>> collapse = frozen.operator().in_out()
+        >>> torch.allclose(collapse.total, frozen.output[:, -1:].square().sum(-1))
+        True
 
         Raises:
             InvalidInputError: a query out of range, or no such way with biases.
@@ -135,9 +145,16 @@ class FrozenOperator(FrozenTensor):
             direction: instead of a token, a vector at the operator's output (a probe, a feature, a classifier column):
                 `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]`.
             bias: as in `in_out`; b_U stays apart.
-            summed: one answer instead of one per query: what the source tokens give to the sum of all the queries'
-                targets, by one pull of a vector that lives at all of them.
+            summed: one row of scores instead of one per query: what the source tokens give to the sum of all the
+                queries' targets, by one pull of a vector that lives at all of them.
             memory: as in `contributions`.
+
+        Returns:
+            Scores `[batch, query, key]` with bias, total and residual.
+
+        >>> collapse = frozen.operator().target(" value")
+        >>> torch.allclose(collapse.scores.sum(-1) + collapse.bias, collapse.total, atol=1e-4)
+        True
 
         Raises:
             InvalidInputError: no target, both kinds, target and minus the same, several tokens, out of the vocabulary,
@@ -147,11 +164,15 @@ class FrozenOperator(FrozenTensor):
         positions = self._positions(query)
         place_bias = places_bias(bias)
         resolved, through = self._resolved(target, minus, direction, positions)
-        states = self.output
         soft_cap = None
         if resolved.of_tokens:
-            states = self.frozen.unembedded() if self.whole else through(self.x)
             soft_cap = self.frozen.view.soft_cap
+        if not resolved.of_tokens:
+            states = self.output
+        elif self.whole:
+            states = self.frozen.unembedded()
+        else:
+            states = through(self.x)
         states = torch.take_along_dim(states, positions[..., None], dim=1)
         total = (upcast(states) * resolved.vectors).sum(-1) + resolved.constant
         question = _Question(resolved.vectors, positions, through, total, resolved.constant, soft_cap)
@@ -169,11 +190,14 @@ class FrozenOperator(FrozenTensor):
         """The frozen model's gradient of a logit with respect to the stream at the operator's input: Tᵀ·g, one pull.
 
         The frozen model is affine, so this is no approximation: adding a vector v to the stream at a position changes
-        the number asked about (before a final soft cap) by ⟨gradient at that position, v⟩, whatever the size of v.
+        the target's number (before a final soft cap) by ⟨gradient at that position, v⟩ for a v of any size.
 
         Args:
             target, minus, query, direction: as in `target`.
             memory: as in `contributions`.
+
+        >>> frozen.operator().gradient(" value").shape == (1, 1, *frozen.output.shape[1:])
+        True
 
         Raises:
             InvalidInputError, UnsupportedModelError: as `target`.
@@ -185,7 +209,8 @@ class FrozenOperator(FrozenTensor):
         _, pos, width = self.x.shape
         check_size("gradient", (batch, queries, pos, width), self.x)
         result = self.x.new_zeros(batch, queries, pos, width)
-        for rows in self._chunks(queries, "queries", memory, parts=CAUSAL_PARTS if self.frozen.causal else 1):
+        parts = CAUSAL_PARTS if self.frozen.causal else 1
+        for rows in self._chunks(queries, "queries", memory, parts=parts):
             chunk = slice(rows.start, rows.stop)
             vectors = resolved.vectors[:, chunk].transpose(0, 1)
             pulled = self._pull(through, vectors, RowPositions(positions[:, chunk].T))
@@ -205,7 +230,9 @@ class FrozenOperator(FrozenTensor):
                 "with their final norm."
             )
         resolved = resolve_target(self.frozen, target, minus, direction, positions)
-        head = self.frozen.prediction_head(self.activation) if resolved.of_tokens else None
+        if not resolved.of_tokens:
+            return resolved, self.map
+        head = self.frozen.prediction_head(self.activation)
         return resolved, self.map if head is None else head @ self.map
 
     def _scores(
@@ -312,7 +339,7 @@ class _Question:
 
     def where(self, chunk: slice) -> Queries:
         """Where the vectors of some queries live."""
-        return RowPositions(self.positions[:, chunk].T) if self.span is None else self.span
+        return self.span or RowPositions(self.positions[:, chunk].T)
 
     def at_real_tokens(self, mask: Bool[Tensor, "batch pos"]) -> "_Question":
         """The same, zero at queries that are padding."""
@@ -324,8 +351,8 @@ class _Question:
         """One vector, over the span that the queries cover (`whole`: from the first position on), that is their sum."""
         real = torch.take_along_dim(mask, self.positions, dim=1)
         first = 0 if whole else int(self.positions.min())
-        width = self.vectors.shape[-1]
-        vectors = self.vectors.new_zeros(len(self.vectors), int(self.positions.max()) + 1 - first, width)
+        length = int(self.positions.max()) + 1 - first
+        vectors = self.vectors.new_zeros(len(self.vectors), length, self.vectors.shape[-1])
         vectors.scatter_add_(1, (self.positions - first)[..., None].expand_as(self.vectors), self.vectors)
         return replace(
             self,

@@ -50,7 +50,7 @@ class PatchEmbedding:
 
     @property
     def bias(self) -> Float[Tensor, "pos d_model"]:
-        """What the stream holds whatever is shown: special tokens, position embeddings, the convolution's bias."""
+        """What the stream holds for every image: special tokens, position embeddings, the convolution's bias."""
         bias = self.weights.constant.clone()
         if self.weights.bias is not None:
             bias[self.special :] += self.weights.bias
@@ -149,9 +149,8 @@ def pixel_scores(
     """
     embedding = patch_embedding(frozen)
     operator = FrozenOperator.of(frozen, activation=activation)
-    question = {"query": query, "direction": direction, "memory": memory}
-    collapse = operator.target(target, minus, **question)
-    gradient = operator.gradient(target, minus, **question)
+    collapse = operator.target(target, minus, query=query, direction=direction, memory=memory)
+    gradient = operator.gradient(target, minus, query=query, direction=direction, memory=memory)
     assert collapse.bias is not None
     assert collapse.total is not None
     x = embedding.x

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -20,7 +19,8 @@ def chosen_layers(n_layers: int, layers: LayerRange) -> range:
     """A contiguous range out of a slice, a sequence, or None for all."""
     if layers is None:
         return range(n_layers)
-    layers = layers if isinstance(layers, slice) else plain(layers)
+    if not isinstance(layers, slice):
+        layers = plain(layers)
     if not isinstance(layers, slice | Sequence):
         raise InvalidInputError(
             f"layers={layers!r}: use a slice or consecutive layers, such as slice(0, {layers}) for those before the "
@@ -29,8 +29,8 @@ def chosen_layers(n_layers: int, layers: LayerRange) -> range:
     if isinstance(layers, slice):
         layers = whole_slice("layers", layers, why="layers of this model")
         start, stop, step = layers.indices(n_layers)
-        wanted = [bound for bound in (layers.start, layers.stop) if bound is not None]
-        if step != 1 or start >= stop or any(not -n_layers <= bound <= n_layers for bound in wanted):
+        bounds = [bound for bound in (layers.start, layers.stop) if bound is not None]
+        if step != 1 or start >= stop or any(not -n_layers <= bound <= n_layers for bound in bounds):
             raise InvalidInputError(f"layers={layers}: no such range in a model of {n_layers} layers.")
         return range(start, stop)
     chosen = [whole_number("layers", layer, 0, n_layers - 1, why="layers of this model") for layer in layers]
@@ -45,10 +45,12 @@ def end_of(frozen: Linearisation, last: int, final_norm: bool) -> str:
     """Where some layers end, in words; `last` is the first layer after them."""
     if last < frozen.n_layers:
         return f"{frozen.view.blocks[last].name} input"
-    return "the final norm's output" if final_norm and frozen.view.final_norm is not None else "the last block's output"
+    if final_norm and frozen.view.final_norm is not None:
+        return "the final norm's output"
+    return "the last block's output"
 
 
-def chosen_heads(frozen: Linearisation, layer: int, chosen: range, ids: Any) -> list[int]:
+def chosen_heads(frozen: Linearisation, layer: int, chosen: range, ids: object) -> list[int]:
     """The heads of one layer to keep."""
     if layer not in chosen:
         raise InvalidInputError(f"heads: layer {layer} is not among the operator's layers {list(chosen)}.")
@@ -58,18 +60,19 @@ def chosen_heads(frozen: Linearisation, layer: int, chosen: range, ids: Any) -> 
     return [whole_number(f"heads[{layer}]", head, 0, count - 1, why=f"heads of layer {layer}") for head in ids]
 
 
-def chosen_head(view: ModelView, layer: Any, head: Any) -> tuple[int, int]:
+def chosen_head(view: ModelView, layer: object, head: object) -> tuple[int, int]:
     """One head, as a layer and a query head of it."""
     layer = whole_number("layer", layer, 0, view.n_layers - 1, why="a layer of this model")
     weights = view.blocks[layer].attention
     heads = weights.heads
     kv_heads = weights.kv_heads
-    grouped = f" (query heads; each of {kv_heads} key-value heads serves {heads // kv_heads})"
-    which = f"a head of layer {layer}{grouped if kv_heads != heads else ''}"
+    which = f"a head of layer {layer}"
+    if kv_heads != heads:
+        which += f" (query heads; each of {kv_heads} key-value heads serves {heads // kv_heads})"
     return layer, whole_number("head", head, 0, heads - 1, why=which)
 
 
-def chosen_mlps(layers: Any, chosen: range) -> set[int]:
+def chosen_mlps(layers: object, chosen: range) -> set[int]:
     """The layers whose MLPs to keep."""
     if not isinstance(layers, Collection) or isinstance(layers, Mapping):
         raise InvalidInputError(f"mlp={layers!r}: use True, False, or the layers whose MLPs to keep (each whole).")
@@ -120,7 +123,7 @@ def chosen_keys(prompt: Prompt, keys: Query) -> Keys:
     """Source tokens, counted over each prompt's real tokens; a text stands for all its tokens, None for all there are.
 
     Raises:
-        InvalidInputError: see `tensorlens_tl.passes.inputs.prompts.span_positions`.
+        InvalidInputError: see `tensorlens_tl.passes.inputs.span_positions`.
     """
     mask = prompt.mask
     if keys is None:

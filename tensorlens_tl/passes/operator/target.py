@@ -1,4 +1,4 @@
-"""What a prediction is asked about: a token, a difference of two, or any direction of the residual stream."""
+"""The targets of results: a token's logit, a difference of two, or any direction of the residual stream."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ def token_ids(
         view: the model.
         tokens: a string of one token or a token id, for every prompt and query; a list of one for each prompt, or, of
             a single prompt, for each query; or a list of lists, ``[batch][query]``.
-        batch, queries: how many there are.
+        batch, queries: their numbers.
         name: the argument's name, for messages.
 
     Raises:
@@ -55,7 +55,7 @@ def token_ids(
 
 
 def next_ids(prompt: Prompt, positions: Int[Tensor, "batch query"], name: str = "target") -> Int[Tensor, "batch query"]:
-    """The token that follows each query in its prompt; at padding, where nothing is asked, any.
+    """The token that follows each query in its prompt; at padding, which no result shows, any token.
 
     Raises:
         InvalidInputError: a query at a prompt's last real token, or a prompt of images or sound.
@@ -63,7 +63,7 @@ def next_ids(prompt: Prompt, positions: Int[Tensor, "batch query"], name: str = 
     if prompt.kwargs.get("input", prompt.tokens).is_floating_point():
         raise InvalidInputError(f"{name}=NEXT: images and sound have no next token; pass a class, or direction=.")
     pos = prompt.mask.shape[1]
-    numbers = torch.arange(prompt.mask.shape[1], device=prompt.mask.device)
+    numbers = torch.arange(pos, device=prompt.mask.device)
     last = (numbers * prompt.mask).amax(1, keepdim=True)
     if prompt.encoder_length:  # nor does the decoder's first token follow the encoder's last
         inside = prompt.mask[:, : prompt.encoder_length]
@@ -72,75 +72,83 @@ def next_ids(prompt: Prompt, positions: Int[Tensor, "batch query"], name: str = 
     if bool(ends.any()):
         row, query = ends.nonzero()[0].tolist()
         at = int(positions[row, query])
-        token = prompt.str_tokens[row][at] if prompt.str_tokens else ""
+        token = prompt.str_tokens[row][at]
         raise InvalidInputError(
-            f"{name}=NEXT: nothing follows position {at} ({token!r}), the last token of prompt {row}. Ask at earlier "
-            "ones, such as query=slice(None, -1), or name a token."
+            f"{name}=NEXT: nothing follows position {at} ({token!r}), the last token of prompt {row}. Use earlier "
+            "queries, such as query=slice(None, -1), or name a token."
         )
     return torch.take_along_dim(prompt.tokens, (positions + 1).clamp_max(pos - 1), dim=1)
 
 
-def _token_id(view: ModelView, token: Any, name: str) -> int:
-    vocabulary = view.d_vocab if view.unembedding is None else view.unembedding[0].shape[1]
+def _token_id(view: ModelView, token: object, name: str) -> int:
+    if isinstance(token, str) and view.labels:
+        return _class_number(view, token, name)
     if isinstance(token, str):
-        tokenizer = view.tokenizer
-        if view.labels:
-            return _class_number(view, token, name)
-        if tokenizer is None:
-            raise InvalidInputError(f"{name}={token!r}: this model has no tokenizer; pass a token id.")
-        ids = tokenizer(token, add_special_tokens=False)["input_ids"]
-        if len(ids) != 1:
-            pieces = [tokenizer.decode([piece]) for piece in ids]
-            spaced = " " + token.lstrip()
-            helps = len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1
-            hint = f" Words inside a text often start with a space: try {spaced!r}." if helps else ""
-            raise InvalidInputError(f"{name}={token!r} is {len(ids)} tokens {pieces}; a target is one token.{hint}")
-        if ids[0] == getattr(tokenizer, "unk_token_id", None) and token != tokenizer.unk_token:
-            raise InvalidInputError(f"{name}={token!r} is not in the vocabulary; pass a token the tokenizer knows.")
-        return int(ids[0])
+        return _id_of_text(view, token, name)
     if isinstance(token, bool) or not isinstance(token, int):
         raise InvalidInputError(f"{name}={token!r}: pass a token as a string or an id, or use direction= for a vector.")
+    vocabulary = view.d_vocab
+    if view.unembedding is not None:
+        vocabulary = view.unembedding[0].shape[1]
     if not 0 <= token < vocabulary:
         raise InvalidInputError(f"{name}={token} is outside the vocabulary of {vocabulary} tokens.")
     return token
 
 
+def _id_of_text(view: ModelView, text: str, name: str) -> int:
+    """The id of a text that is one token."""
+    tokenizer = view.tokenizer
+    if tokenizer is None:
+        raise InvalidInputError(f"{name}={text!r}: this model has no tokenizer; pass a token id.")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        pieces = [tokenizer.decode([piece]) for piece in ids]
+        message = f"{name}={text!r} is {len(ids)} tokens {pieces}; a target is one token."
+        spaced = " " + text.lstrip()
+        if len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1:
+            message += f" Words inside a text often start with a space: try {spaced!r}."
+        raise InvalidInputError(message)
+    if ids[0] == getattr(tokenizer, "unk_token_id", None) and text != tokenizer.unk_token:
+        raise InvalidInputError(f"{name}={text!r} is not in the vocabulary; pass a token the tokenizer knows.")
+    return int(ids[0])
+
+
 def _class_number(view: ModelView, label: str, name: str) -> int:
     """The class that a label, or one of its synonyms between commas, belongs to."""
-    wanted = label.strip()
-    found = [number for number, text in view.labels.items() if text.strip() == wanted]
-    found = found or [n for n, text in view.labels.items() if wanted in [part.strip() for part in text.split(",")]]
-    if len(found) != 1:
-        few = ", ".join(repr(text) for text in list(view.labels.values())[:8])
-        what = "no class" if not found else f"the label of classes {found}"
-        raise InvalidInputError(
-            f"{name}={label!r} is {what} of this model, whose labels are {few} …; or pass a number."
-        )
-    return found[0]
+    label = label.strip()
+    synonyms = {number: [part.strip() for part in text.split(",")] for number, text in view.labels.items()}
+    matches = [number for number, text in view.labels.items() if text.strip() == label]
+    matches = matches or [number for number, names in synonyms.items() if label in names]
+    if len(matches) == 1:
+        return matches[0]
+    labels = ", ".join(repr(text) for text in list(view.labels.values())[:8])
+    what = f"the label of classes {matches}" if matches else "no class"
+    raise InvalidInputError(f"{name}={label!r} is {what} of this model, whose labels are {labels} …; or pass a number.")
 
 
 def token_label(view: ModelView, token: int) -> str:
     """A token id, or the number of a class, as readable text."""
-    tokenizer = view.tokenizer
-    if view.labels:
+    if view.labels or view.tokenizer is None:
         return view.labels.get(token, str(token))
-    return str(token) if tokenizer is None else tokenizer.decode([token])
+    return view.tokenizer.decode([token])
 
 
 def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> str:
     """What a token target explains, in words: ids are named by their text."""
 
-    def named(token: Any) -> str:
+    def named(token: object) -> str:
         if token is NEXT:
             return "each query's next token"
-        return repr(token_label(view, token)) if isinstance(token, int) else repr(token)
+        if isinstance(token, int):
+            token = token_label(view, token)
+        return repr(token)
 
     return "logit of " + " − ".join(named(plain(token)) for token in (target, minus) if token is not None)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked about the end of a model: ``vector · stream + constant``, one for each prompt and query.
+    """Numbers read at the end of a model: ``vector · stream + constant``, one for each prompt and query.
 
     `of_tokens` tells whether the stream is the one that is unembedded (a token's logit) or the operator's own output.
     """
@@ -158,7 +166,7 @@ def resolve_target(
     direction: Any = None,
     positions: Int[Tensor, "batch query"] | None = None,
 ) -> Target:
-    """What `target`, `minus` and `direction` ask, checked.
+    """The target that `target`, `minus` and `direction` name, checked.
 
     Args:
         frozen: the pass.
@@ -167,7 +175,7 @@ def resolve_target(
         minus: another token, for ``logit(target) − logit(minus)``.
         direction: instead of a token, a vector `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]` at the
             operator's output.
-        positions: which queries are asked about, None for each prompt's last real token.
+        positions: the queries, None for each prompt's last real token.
 
     Raises:
         InvalidInputError: no target, both kinds, target and minus the same, several tokens, out of the vocabulary, or
@@ -175,15 +183,16 @@ def resolve_target(
         UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
     """
     check_pass(frozen)
-    positions = query_positions(frozen.prompt, -1) if positions is None else positions
+    if positions is None:
+        positions = query_positions(frozen.prompt, -1)
     if direction is not None:
         if target is not None or minus is not None:
             raise InvalidInputError("target: pass either tokens or direction=, not both.")
         vectors = _directions(frozen, direction, positions.shape[1])
         return Target(vectors, vectors.new_zeros(vectors.shape[:2]), False, "direction")
     if target is None:
-        also = " (minus alone is no target)" if minus is not None else ""
-        raise InvalidInputError(f"target: missing{also}. Pass a token (target=' Paris'), or direction=Tensor[d_model].")
+        missing = "missing" if minus is None else "missing (minus alone is no target)"
+        raise InvalidInputError(f"target: {missing}. Pass a token (target=' Paris'), or direction=Tensor[d_model].")
     vectors, constant = unembedding_rows(frozen, positions, target, minus)
     return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
 
@@ -210,10 +219,10 @@ def _directions(frozen: Linearisation, direction: Any, queries: int) -> Float[Te
 def target_ids(
     frozen: Linearisation, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
 ) -> tuple[Int[Tensor, "batch query"], Int[Tensor, "batch query"] | None]:
-    """The ids of a token target, and of what it is held against, on the pass's device.
+    """The ids of a token target, and of the token that is subtracted, on the pass's device.
 
     Raises:
-        InvalidInputError: see `token_ids` and `next_ids`; also a token held against itself.
+        InvalidInputError: see `token_ids` and `next_ids`; also a token minus itself.
     """
     batch, queries = positions.shape
 
@@ -223,14 +232,13 @@ def target_ids(
         return token_ids(frozen.view, tokens, batch, name, queries).to(positions.device)
 
     ids = read(target, "target")
-    others = None if minus is None else read(minus, "minus")
-    real = torch.take_along_dim(frozen.mask, positions, dim=1)
-    if others is not None and bool((same := (ids == others) & real).any()):
-        view = frozen.view
-        token = int(ids[same][0])
-        raise InvalidInputError(
-            f"target and minus are the same token, {token_label(view, token)!r}: their difference is zero everywhere."
-        )
+    if minus is None:
+        return ids, None
+    others = read(minus, "minus")
+    same = (ids == others) & torch.take_along_dim(frozen.mask, positions, dim=1)
+    if bool(same.any()):
+        label = token_label(frozen.view, int(ids[same][0]))
+        raise InvalidInputError(f"target and minus are the same token, {label!r}: their difference is zero everywhere.")
     return ids, others
 
 

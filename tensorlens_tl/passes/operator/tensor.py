@@ -1,7 +1,7 @@
 """The frozen pass as one affine map, and its tensor, whole or in parts.
 
-The tensor ``T[query, :, key, :]`` of TensorLens is never stored unless asked for. Contributions push the
-source tokens as rows; a slice pulls the basis vectors of one query. Padded entries are zero in every result.
+Only `dense` stores the tensor ``T[query, :, key, :]`` of TensorLens. Contributions push the source tokens as rows; a
+slice pulls the basis vectors of one query. Padded entries are zero in every result.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ class FrozenTensor:
     """An affine map from the residual stream at one depth to another: ``op(x) = op.push(x) + op.bias``.
 
     Attributes:
-        frozen: the pass it was made from.
+        frozen: the pass.
         map: the map itself; `push`, `pull` and `bias` are its own.
         x: the pass's residual stream at the map's input, `[batch, pos, d_model]`.
         first, last: the first layer inside, and the first one after.
@@ -75,12 +75,13 @@ class FrozenTensor:
             frozen.stage(layer, activation=rule, heads=head_choice.get(layer), mlp=layer in with_mlp)
             for layer in chosen
         ]
-        final = frozen.final_map() if final_norm and chosen.stop == frozen.n_layers else None
-        if final is not None:
+        reaches_last = chosen.stop == frozen.n_layers
+        final = frozen.final_map()
+        if final is not None and final_norm and reaches_last:
             stages.append(final)
         whole = not head_choice and all(layer in with_mlp or not frozen.view.blocks[layer].has_mlp for layer in chosen)
-        ends = chosen.stop == frozen.n_layers and (final_norm or frozen.view.final_norm is None)
-        return cls(frozen, Chain(tuple(stages)), chosen.start, chosen.stop, whole, ends, rule)
+        reaches_end = reaches_last and (final_norm or frozen.view.final_norm is None)
+        return cls(frozen, Chain(tuple(stages)), chosen.start, chosen.stop, whole, reaches_end, rule)
 
     def __repr__(self) -> str:
         batch, pos = self.frozen.mask.shape
@@ -132,7 +133,9 @@ class FrozenTensor:
         """What the operator reproduces: the model's own activation where it is whole, else its own value at `x`."""
         if not self.whole:
             return self(self.x)
-        return self.frozen.output if self.reaches_end else self.frozen.resid_pre(self.last)
+        if self.reaches_end:
+            return self.frozen.output
+        return self.frozen.resid_pre(self.last)
 
     @property
     def end(self) -> str:
@@ -150,10 +153,14 @@ class FrozenTensor:
         triangle is skipped.
 
         Args:
-            query: positions, every one unless said; see `tensorlens_tl.passes.inputs.prompts.query_positions`.
+            query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
             keys: source tokens, counted likewise (a text stands for all its tokens), or None for all; the others cost
                 nothing.
             memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
+
+        >>> op = frozen.operator()
+        >>> torch.allclose(op.contributions().sum(2) + op.bias, frozen.output, atol=1e-4)
+        True
 
         Raises:
             InvalidInputError: a query or key out of range.
@@ -239,7 +246,9 @@ class FrozenTensor:
     def _masked(self, result: Tensor, positions: Int[Tensor, "batch query"], sources: Keys) -> Tensor:
         """Zero at padding, in place."""
         pairs = torch.take_along_dim(self.frozen.mask, positions, dim=1)[:, :, None] & sources.mask[:, None, :]
-        return result if bool(pairs.all()) else result.mul_(pairs.reshape(*pairs.shape, *(1,) * (result.ndim - 3)))
+        if bool(pairs.all()):
+            return result
+        return result.mul_(pairs.reshape(*pairs.shape, *(1,) * (result.ndim - 3)))
 
     def _basis_rows(
         self, positions: Int[Tensor, "batch"], sources: Keys, what: str, memory: Memory

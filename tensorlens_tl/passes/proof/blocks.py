@@ -9,6 +9,7 @@ refused, with the first component that differs. A proof may look at a few positi
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from jaxtyping import Int
@@ -165,17 +166,18 @@ class _BlockProof:
             UnsupportedModelError: no layout reproduces the block, or a part of it is not what its weights give.
         """
         # blocks of a model mostly share one layout
-        layout = self.search.expected(previous)
-        errors = None if layout is None else self.errors(layout)
-        if errors is None or not errors.output <= self.maps.tolerance:
-            layout = self.search.best()
-            errors = None if layout is None else self.errors(layout)
-        if layout is None or errors is None or not errors.output <= self.maps.tolerance:
-            raise UnsupportedModelError(self._refusal())
-        write = errors.first_above(self.maps.tolerance)
-        if write is not None:
-            raise UnsupportedModelError(self._refusal_of_write(write, errors.output))
-        return layout, errors
+        for suggest in (partial(self.search.expected, previous), self.search.best):
+            layout = suggest()
+            if layout is None:
+                continue
+            errors = self.errors(layout)
+            if not errors.output <= self.maps.tolerance:
+                continue
+            write = errors.first_above(self.maps.tolerance)
+            if write is not None:
+                raise UnsupportedModelError(self._refusal_of_write(write, errors.output))
+            return layout, errors
+        raise UnsupportedModelError(self._refusal())
 
     def errors(self, layout: Layout) -> BlockErrors:
         """What a proof measures of the block, at every position or at some."""
@@ -199,7 +201,7 @@ class _BlockProof:
         block = maps.view.blocks[self.layer]
         start = f"blocks.{self.layer} of this {maps.view.description} cannot be frozen: "
         if not self.search.candidates:
-            return start + f"no known layout has the norms it has ({', '.join(block.norms) or 'none'})."
+            return start + f"no known layout has its norms ({', '.join(block.norms) or 'none'})."
         if not self.seen:
             self.seen = self._writes_again()
         errors = {layout: self.errors(layout) for layout in self.search.candidates}

@@ -1,6 +1,4 @@
-"""Whether the model's logits are ``cap(W_U·x + b_U)``: compared at every position that somebody asks about."""
-
-from typing import Any
+"""Whether the model's logits are ``cap(W_U·x + b_U)``: compared at every position that a result is about."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,7 +10,7 @@ from tensorlens_tl.passes.capture import Capture
 class LogitsCheck:
     """The positions whose logits were compared with the model's own, and the largest error there.
 
-    A cache of a pass: it grows as positions are asked about, and nothing else depends on it.
+    A cache of a pass: it grows with the positions that results are about, and nothing else depends on it.
 
     Attributes:
         error: the largest ``max abs(ours − logits) / max abs(logits)`` so far; None before any comparison.
@@ -34,7 +32,7 @@ class LogitsCheck:
 
 
 def logits_error(
-    capture: Capture, states: Float[Tensor, "batch pos d_model"], logits: Any, positions: Int[Tensor, "batch query"]
+    capture: Capture, states: Float[Tensor, "batch pos d_model"], logits: object, positions: Int[Tensor, "batch query"]
 ) -> float:
     """How far the weights' logits of the model's last states are from the model's own, at some positions.
 

@@ -48,7 +48,7 @@ def check_pattern(
 
 
 def _some_queries(pattern: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the queries and their positions: nothing of the whole pattern's size is made of it."""
+    """Slices of the queries and their positions, so that no other tensor of the whole pattern's size is allocated."""
     positions = torch.arange(pattern.shape[2], device=pattern.device)
     per_query = pattern[:, :, :1].numel() * pattern.element_size()
     return ((at, positions[at]) for at in query_chunks(pattern.shape[2], per_query))

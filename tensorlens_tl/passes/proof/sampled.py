@@ -1,8 +1,8 @@
 """Proofs at a few positions: which ones, and a block's attention there.
 
 A query's output needs the values of all its keys, and of everything else only what happens at the query itself. So
-attention's values are made at every token, and patterns, norms, activations and matrices after them are met at the
-sampled queries alone: about a tenth of what the whole block costs at GPT-2 small's shape.
+attention's values are computed at every token, and patterns, norms, activations and matrices after them only at the
+sampled queries: about a tenth of what the whole block costs at GPT-2 small's shape.
 """
 
 import torch
@@ -25,12 +25,12 @@ def sampled_positions(mask: Bool[Tensor, "batch pos"], count: int = POSITIONS) -
     A prompt with fewer real tokens than others gives its last one several times.
     """
     real = mask.cpu()
-    places = torch.arange(real.shape[1])
-    last = (real * (places + 1)).amax(1, keepdim=True).sub(1).clamp_min(0)
-    drawn = torch.rand(real.shape, generator=torch.Generator().manual_seed(0)).masked_fill(~real, -1.0)
-    drawn = drawn.scatter(1, last, 2.0)
-    size, found = drawn.topk(min(count, int(real.sum(1).amax().clamp_min(1))), dim=1)
-    return torch.where(size < 0, last, found).sort(dim=1).values.to(mask.device)
+    numbers = torch.arange(real.shape[1])
+    last = (real * (numbers + 1)).amax(1, keepdim=True).sub(1).clamp_min(0)
+    priorities = torch.rand(real.shape, generator=torch.Generator().manual_seed(0)).masked_fill(~real, -1.0)
+    priorities = priorities.scatter(1, last, 2.0)
+    priority, drawn = priorities.topk(min(count, int(real.sum(1).amax().clamp_min(1))), dim=1)
+    return torch.where(priority < 0, last, drawn).sort(dim=1).values.to(mask.device)
 
 
 def can_be_sampled(view: ModelView, layer: int) -> bool:
@@ -59,4 +59,4 @@ def attention_at(
     mixed = mixing.at_queries(values(x), positions)
     # one position per row, as what follows the mixing may hold a factor for each position
     attended = out.at(RowPositions(positions.T))(mixed.transpose(0, 1)[:, :, None])[:, :, 0].transpose(0, 1)
-    return mixed, Diagonal(torch.zeros_like(attended), attended)  # whatever it reads, this is what it gives
+    return mixed, Diagonal(torch.zeros_like(attended), attended)  # a constant: it ignores what it reads

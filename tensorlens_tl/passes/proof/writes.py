@@ -7,7 +7,8 @@ what each head gathers, what each neuron computes and what each sublayer writes,
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeGuard
+from types import UnionType
+from typing import NamedTuple, TypeGuard
 
 import torch
 from einops import rearrange
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Diagonal, Tap
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.hooks import ModelPoints
+from tensorlens_tl.hooks import ModelPoints, keep_in
 from tensorlens_tl.models.layouts import Layout, Place
 from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.block_maps import BlockMaps, BlockParts
@@ -25,12 +26,12 @@ from tensorlens_tl.passes.proof.sampled import can_be_sampled
 
 @dataclass
 class SeenWrites:
-    """What the model showed at the hook points of `ModelPoints.proved`; kept until its blocks are proved.
+    """What the model showed at the hook points of `ModelPoints.proved`; stored until its blocks are proved.
 
     Attributes:
         names: the hook points that are looked at.
-        batch: how many prompts there are.
-        at: of points whose blocks are proved at some positions only, those, `[batch, query]`.
+        batch: the number of prompts.
+        at: the positions `[batch, query]` of the points whose blocks are proved at some positions only.
         store: ``"cpu"`` keeps them off the model's device.
         tensors: batch and position apart and everything else side by side, `[batch, pos, width]`, by name.
     """
@@ -54,12 +55,12 @@ class SeenWrites:
         return cls(frozenset(points.proved), batch, at, store)
 
     def see(self, name: str, activation: Tensor) -> None:
-        """Keep what one hook point shows."""
+        """Store what one hook point shows."""
         by_token = activation.reshape(self.batch, -1, _width(activation))
         if name in self.at:
-            places = self.at[name].to(by_token.device)
-            by_token = torch.take_along_dim(by_token, places[..., None], dim=1)
-        self.tensors[name] = by_token.cpu() if self.store == "cpu" else by_token
+            positions = self.at[name].to(by_token.device)
+            by_token = torch.take_along_dim(by_token, positions[..., None], dim=1)
+        keep_in(self.tensors, self.store, name, by_token)
 
 
 def _width(activation: Tensor) -> int:
@@ -93,12 +94,12 @@ def tapped(parts: BlockParts, seen: dict[str, Tensor]) -> BlockParts:
     return parts._replace(attention=attention, mlp=mlp, within=within)
 
 
-def _tapped_after(sublayer: AffineMap, kind: Any, inside: Tap, end: Tap) -> Chain:
+def _tapped_after(sublayer: AffineMap, kind: type | UnionType, inside: Tap, end: Tap) -> Chain:
     """A sublayer with taps after its first stage of a kind, if it has one, and at its end."""
     stages = list(sublayer.stages) if isinstance(sublayer, Chain) else [sublayer]
-    number = next((number for number, stage in enumerate(stages) if isinstance(stage, kind)), None)
-    if number is not None and number < len(stages) - 1:
-        stages.insert(number + 1, inside)
+    matches = [number for number, stage in enumerate(stages) if isinstance(stage, kind)]
+    if matches and matches[0] < len(stages) - 1:
+        stages.insert(matches[0] + 1, inside)
     return Chain((*stages, end))
 
 
@@ -164,8 +165,9 @@ class _Comparison:
         return upcast(x.flatten(0, 1) if bool(self.mask.all()) else x[self.mask])
 
     def _heads(self, point: str, ours: Tensor, heads: int) -> WriteError:
-        ours, own = (self._real(x).unflatten(-1, (heads, -1)) for x in (ours, self.seen[point]))
-        return _furthest(point, "head", (ours - own).norm(dim=-1), own.norm(dim=-1))
+        expected = self._real(self.seen[point]).unflatten(-1, (heads, -1))
+        difference = self._real(ours).unflatten(-1, (heads, -1)) - expected
+        return _furthest(point, "head", difference.norm(dim=-1), expected.norm(dim=-1))
 
     def _head_writes(self) -> Float[Tensor, "batch pos width"]:
         weights = self.block.attention
@@ -179,26 +181,26 @@ class _Comparison:
         Rounding of a pre-activation is that of an average one, and reaches a neuron by its ratio. What lies below the
         smallest normal number does not count: a processor may flush it to zero.
         """
-        own = self._real(self.seen[post])
+        expected = self._real(self.seen[post])
         hidden = self._real(self.noted["hidden"])
         held = self.maps.mlp_coefficients(self.layer)
         assert held is not None  # it has neurons
         linear = self._real(self.maps.capture.activation(self.points.pre_linear or self.points.pre or ""))
         typical = torch.linalg.vector_norm(linear, dim=-1, keepdim=True) / linear.shape[-1] ** 0.5
         lost = torch.clamp(self.rounding * typical, min=torch.finfo(typical.dtype).tiny) / self.maps.tolerance
-        sizes = torch.addcmul(lost, self._real(held.through).abs(), typical).add_(own.abs())
-        return _worst(post, "neuron", (hidden - own).abs_().div_(sizes))
+        sizes = torch.addcmul(lost, self._real(held.through).abs(), typical).add_(expected.abs())
+        return _worst(post, "neuron", (hidden - expected).abs_().div_(sizes))
 
     def _write(self, point: str, ours: Tensor, place: Place) -> WriteError:
         """What a sublayer writes, relative to its size; what is lost in the stream's own rounding does not count."""
         if ours.shape != self.seen[point].shape:
             return WriteError(point, float("inf"))
-        own = self._real(self.seen[point])
+        expected = self._real(self.seen[point])
         rounding = self.rounding * self._real(self.stream).abs()
-        made = [self._real(write) for write in self._as_shown(ours, place)]
-        errors = [self._beyond(write - own, rounding, own) for write in made]
+        writes = [self._real(write) for write in self._as_shown(ours, place)]
+        errors = [self._beyond(write - expected, rounding, expected) for write in writes]
         best = min(errors, key=lambda error: float(error.nan_to_num(torch.inf).sum()))
-        return WriteError(point, float(best.max()) if len(best) else 0.0)
+        return WriteError(point, _largest(best))
 
     def _added(self, output: Tensor) -> WriteError:
         """The error of the block's output, relative to what the block adds to the stream.
@@ -210,7 +212,7 @@ class _Comparison:
         composed = self._real(output[:, self.side])
         rounding = self.rounding * (before.abs() + after.abs())
         errors = self._beyond(composed - after, rounding, after - before)
-        return WriteError(f"what blocks.{self.layer} adds to the stream", float(errors.max()) if len(errors) else 0.0)
+        return WriteError(f"what blocks.{self.layer} adds to the stream", _largest(errors))
 
     def _beyond(
         self, difference: Float[Tensor, "token d"], rounding: Float[Tensor, "token d"], write: Float[Tensor, "token d"]
@@ -218,11 +220,11 @@ class _Comparison:
         """How much of a difference is not rounding, relative to the size of each token's write."""
         sizes = write.norm(dim=-1)
         if self.block.mixer is not None and len(sizes):
-            sizes = sizes + sizes.median()  # what a scan has gathered may cancel at a token; its rounding does not
+            sizes = sizes + sizes.median()  # the terms of a scan may cancel at a token; their rounding does not
         return difference.abs().sub_(rounding).clamp_min_(0).norm(dim=-1) / _positive(sizes)
 
     def _as_shown(self, write: Tensor, place: Place) -> Iterator[Tensor]:
-        """A write as classes show it: as it is, before the block's constant, after its norm, or after the sum's."""
+        """A write in each form that some class shows: plain, before the block's factor, after its norm or the sum's."""
         yield write
         if self.block.branch_factor != 1:
             yield write / self.block.branch_factor
@@ -230,6 +232,10 @@ class _Comparison:
             yield self.maps.norm(self.layer, place.after)(write)
         if place.outer is not None:
             yield self.maps.norm(self.layer, place.outer)(self.stream + write)
+
+
+def _largest(errors: Float[Tensor, "token"]) -> float:
+    return float(errors.max()) if len(errors) else 0.0
 
 
 def _furthest(point: str, what: str, differences: Float[Tensor, "token unit"], sizes: Tensor) -> WriteError:
