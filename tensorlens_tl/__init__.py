@@ -32,11 +32,12 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOMES[name]
-    found = (
-        importlib.import_module(f"{home}.{name}") if home == __name__ else getattr(importlib.import_module(home), name)
-    )
-    globals()[name] = found
-    return found
+    if home == __name__:
+        member = importlib.import_module(f"{home}.{name}")
+    else:
+        member = getattr(importlib.import_module(home), name)
+    globals()[name] = member
+    return member
 
 
 def __dir__() -> list[str]:

@@ -47,15 +47,11 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, RegistryError, UnsupportedModelError
 from tensorlens_tl.hooks import lock_of
 from tensorlens_tl.layerwise import Maps
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import FrozenPass, check_pass, freeze
 from tensorlens_tl.passes.inputs import check_slice, memory_batches, numbered, one_per_prompt, prepare, taken, tokenized
-from tensorlens_tl.passes.linearisation import check_pass
 from tensorlens_tl.requirements import Requirement, resolved
-from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.results.joining import joined
+from tensorlens_tl.results import Attribution, joined
 
 __all__ = [
     "LayerMap",

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from tensorlens_tl.errors import RegistryError, UnsupportedModelError
 from tensorlens_tl.layerwise import refuse_whitened
-from tensorlens_tl.passes.backward import product_points
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes import FrozenPass, product_points
 
 __all__ = ["REQUIREMENTS", "Requirement"]
 

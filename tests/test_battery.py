@@ -435,7 +435,7 @@ BROKEN_METHODS = {
     overstates: "additive, but off by",
     claims_without_a_total: "without a bias",
     not_finite: "not finite",
-    too_many_queries: r"queries is \(2, 6\), not \(2, 5\)",
+    too_many_queries: r"queries is \(2, 6\), not \[2, 5\]",
     right_by_default_only: "by default is not what query=None gives",
     other_queries_know_the_end: "change with a token after it",
     ignores_a_bad_query: "takes a query out of range",

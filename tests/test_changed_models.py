@@ -213,7 +213,7 @@ def test_what_is_wrong_is_seen(wrong, monkeypatch):
     assert cells("bridge/gpt2", changed, "float64", [asked])[question].outcome in (WRONG, CRASH)
 
 
-def own_logits(model, edits=(), tokens=TOKENS):
+def states_and_logits(model, edits=(), tokens=TOKENS):
     """One prompt, one run, hooks beside those that are on the model."""
     with torch.no_grad():
         logits = model.run_with_hooks(torch.tensor([tokens]), fwd_hooks=list(edits))
@@ -247,7 +247,7 @@ def test_an_equivalent_computes_the_same(name, change):
         pytest.skip("no untouched model computes the same")
     with applied(change, built(name, torch.float64)) as model:
         if model.__dict__.get("_a_plan") is None:
-            assert close(own_logits(model), own_logits(equivalent), tolerance(name))
+            assert close(states_and_logits(model), states_and_logits(equivalent), tolerance(name))
 
 
 # ------------------------------------------------------------------ live answers, by hand
@@ -259,7 +259,7 @@ def without_head(model, layer, head):
         flat[..., head * HEAD : (head + 1) * HEAD] = 0
         return flat.view_as(z)
 
-    return of(own_logits(model, [(f"blocks.{layer}.attn.hook_z", edit)]))
+    return of(states_and_logits(model, [(f"blocks.{layer}.attn.hook_z", edit)]))
 
 
 def with_heads_of(model, layer, head, z_of_other):
@@ -268,12 +268,12 @@ def with_heads_of(model, layer, head, z_of_other):
         flat[..., head * HEAD : (head + 1) * HEAD] = z_of_other.flatten(2)[..., head * HEAD : (head + 1) * HEAD]
         return flat.view_as(z)
 
-    return of(own_logits(model, [(f"blocks.{layer}.attn.hook_z", edit)]))
+    return of(states_and_logits(model, [(f"blocks.{layer}.attn.hook_z", edit)]))
 
 
 def captured(model, point, tokens):
     found = []
-    own_logits(model, [(point, lambda t, hook: found.append(t.detach().clone()))], tokens)
+    states_and_logits(model, [(point, lambda t, hook: found.append(t.detach().clone()))], tokens)
     return found[0]
 
 
@@ -292,7 +292,7 @@ def test_live_answers_are_those_of_runs_by_hand(name, change):
     with applied(NAMED[change], built(name, torch.float64)) as model:
         setting = Setting(model)
         setting.freeze()
-        own = of(own_logits(model))
+        own = of(states_and_logits(model))
         effects = circuits.total_effects(setting.frozen, TARGET, MINUS, live=True)
         left_out = tlens.attribute(
             setting.frozen, method="leave-one-out", target=TARGET, minus=MINUS, replacement=REPLACEMENT
@@ -308,7 +308,7 @@ def test_live_answers_are_those_of_runs_by_hand(name, change):
                 assert abs(float(patched[label]) - (own - moved)) < allowed
         for position in range(len(TOKENS)):
             replaced = [*TOKENS[:position], REPLACEMENT, *TOKENS[position + 1 :]]
-            lost = own - of(own_logits(model, tokens=replaced))
+            lost = own - of(states_and_logits(model, tokens=replaced))
             assert abs(float(left_out.scores[0, 0, position]) - lost) < allowed
         expected = hooks_left(model)
     assert expected == (0 if change == "nothing" else 1)

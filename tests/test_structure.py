@@ -1,4 +1,4 @@
-"""A package's folders have faces: other modules import what a folder's `__init__` names, and nothing past it."""
+"""Packages and their folders have faces: others import what an `__init__` names, and nothing past it."""
 
 import ast
 import importlib
@@ -16,6 +16,17 @@ FOLDERS = sorted(
     if path.parent.parent.name != "demo"
 )
 
+PACKAGES = sorted(f"tensorlens_tl.{path.parent.name}" for path in ROOT.glob("*/__init__.py"))
+OPEN = {
+    "algebra": {"bias_spreading", "memory", "numerics", "positions", "probes"},
+    "datasets": {"work"},
+    "drawing": {"charts", "heat_maps", "marks", "page", "terminal"},
+    "models": {"names", "writing"},
+    "passes": {"replacement"},
+    "results": {"exchange", "statistics", "storage"},
+}
+"""Modules that other packages import by name: collections of small functions, whose module says what they are about."""
+
 
 @cache
 def imports(path):
@@ -32,6 +43,21 @@ def test_nobody_imports_past_a_folders_face(folder):
         if not ".".join(path.relative_to(ROOT.parent).parts).startswith(folder + ".")
         for module in imports(path)
         if module.startswith(folder + ".")
+    }
+    assert not past
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_other_package_imports_past_a_packages_face(package):
+    name = package.split(".")[1]
+    allowed = {package, *(folder for folder in FOLDERS if folder.startswith(package + "."))}
+    allowed |= {f"{package}.{module}" for module in OPEN.get(name, ())}
+    past = {
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in ROOT.rglob("*.py")
+        if path.relative_to(ROOT).parts[0] != name
+        for module in imports(path)
+        if (module + ".").startswith(package + ".") and module not in allowed
     }
     assert not past
 

@@ -16,6 +16,7 @@
 | `numerics` | how far apart are two results? |
 """
 
+from tensorlens_tl.algebra.held_scores import HeldScores as HeldScores, grouped_products as grouped_products
 from tensorlens_tl.algebra.lazy import LazyMap
 from tensorlens_tl.algebra.maps import (
     ZERO,
@@ -30,9 +31,16 @@ from tensorlens_tl.algebra.maps import (
 )
 from tensorlens_tl.algebra.positions import RowPositions, Where
 from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm, Tap
-from tensorlens_tl.algebra.recomputed import AnyAttention, RecomputedAttention
-from tensorlens_tl.algebra.recursion import DiagonalRecursion, Recursion
+from tensorlens_tl.algebra.recomputed import AnyAttention, RecomputedAttention, query_chunks as query_chunks
+from tensorlens_tl.algebra.recursion import (
+    DiagonalRecursion,
+    Recursion,
+    scan as scan,
+    scan_where as scan_where,
+    spectral_radius as spectral_radius,
+)
 from tensorlens_tl.algebra.routing import Beside, Branch, GroupSum, Routed
+from tensorlens_tl.algebra.segments import CrossAttention as CrossAttention, Segment as Segment
 from tensorlens_tl.algebra.state_space import CausalConvolution, SelectiveScan
 
 __all__ = [

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import RecomputedAttention
 from tensorlens_tl.algebra.numerics import refuse_autocast, upcast
+from tensorlens_tl.algebra.recomputed import RecomputedAttention
 
 
 def grouped_products(
@@ -80,13 +80,13 @@ class HeldScores:
     def of_head(self, head: int) -> "HeldScores":
         """The same for one head."""
         kv = head // (self.shape[1] // self.keys.shape[1])
-        own = slice(head, head + 1)
+        only = slice(head, head + 1)
         return replace(
             self,
-            queries=self.queries[:, own],
+            queries=self.queries[:, only],
             keys=self.keys[:, kv : kv + 1],
-            sums=self.sums[:, own],
-            slopes=None if self.slopes is None else self.slopes[own],
+            sums=self.sums[:, only],
+            slopes=None if self.slopes is None else self.slopes[only],
         )
 
     def cut(self, length: int) -> "HeldScores":

@@ -82,10 +82,10 @@ class Recursion(MixingMap):
         return float("inf")
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        return scan_kept(x, self.weight, self.keep)
+        return scan_where(x, self.weight, self.keep)
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        return scan_kept(g, self.weight.T, self.keep, backwards=True)
+        return scan_where(g, self.weight.T, self.keep, backwards=True)
 
 
 @final
@@ -160,7 +160,7 @@ def scan(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Float
     return fastest(x, weight)
 
 
-def scan_kept(
+def scan_where(
     x: Float[Tensor, "*rows pos d"],
     weight: Float[Tensor, "d d"],
     keep: Bool[Tensor, "batch length"] | None,

@@ -52,11 +52,7 @@ from tensorlens_tl.circuits.weights import (
     svd_tokens,
     virtual_head,
 )
-from tensorlens_tl.results.circuit import Circuit, EdgeScores
-from tensorlens_tl.results.feature_edges import FeatureEdges
-from tensorlens_tl.results.graph import ContributionGraph
-from tensorlens_tl.results.pairs import ScoreAttribution
-from tensorlens_tl.results.terms import Paths, Terms
+from tensorlens_tl.results import Circuit, ContributionGraph, EdgeScores, FeatureEdges, Paths, ScoreAttribution, Terms
 
 __all__ = [
     "Circuit",

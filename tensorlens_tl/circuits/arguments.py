@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from tensorlens_tl.models.protocol import ModelLike
-    from tensorlens_tl.models.view import ModelView
-    from tensorlens_tl.passes.frozen import FrozenPass
+    from tensorlens_tl.models import ModelLike, ModelView
+    from tensorlens_tl.passes import FrozenPass
 
     Direction = Tensor | np.ndarray | Sequence[float] | None
     """A vector in place of a token, as in `FrozenOperator.target`."""

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Say what the model predicts, and print what moved it; save where asked."""
     import tensorlens_tl as tlens
-    from tensorlens_tl.report.prediction import predict
+    from tensorlens_tl.report import predict
 
     check_output(args.output)
     run_imports(args)

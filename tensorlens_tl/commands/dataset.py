@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run what is left of the run, and say what came of it."""
     import tensorlens_tl as tlens
-    from tensorlens_tl.datasets.circuit_terms import CIRCUITS
+    from tensorlens_tl.datasets import CIRCUITS
 
     run_imports(args)
     check_output(args.summary, "--summary")

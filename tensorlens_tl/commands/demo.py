@@ -12,7 +12,7 @@ from tensorlens_tl.commands.options import check_output
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tensorlens_tl.report.prediction import Prediction
+    from tensorlens_tl.report import Prediction
     from tensorlens_tl.results import Attribution
 
 HELP = "Freeze a sentence on the embedded model and show where its prediction comes from."
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     """Freeze a sentence on the embedded model, show what moved its prediction, prove it, and write a page."""
     import tensorlens_tl as tlens
     from tensorlens_tl.drawing.terminal import show_table
-    from tensorlens_tl.report.prediction import predict
+    from tensorlens_tl.report import predict
 
     check_output(args.output)
     text = args.text

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     import tensorlens_tl as tlens
     from tensorlens_tl import circuits
     from tensorlens_tl.circuits.graph import check_options
-    from tensorlens_tl.report.prediction import predict
+    from tensorlens_tl.report import predict
     from tensorlens_tl.results.exchange import format_of
 
     check_output(args.output)

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     import pandas as pd
 
     from tensorlens_tl import whitening
-    from tensorlens_tl.whitening.stream import SETTLING
+    from tensorlens_tl.whitening import SETTLING
 
     check_output(args.output)
     if args.output is not None and args.output.suffix not in (".html", ".csv"):

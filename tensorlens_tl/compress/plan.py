@@ -25,10 +25,9 @@ from tensorlens_tl.compress.options import Layers, MLPShare
 from tensorlens_tl.compress.reading import head_weights, mlp_matrices, read
 from tensorlens_tl.compress.replacements import KINDS, Dense, Replacement, SharedTucker, unpacked
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, TensorLensError, UnsupportedModelError
-from tensorlens_tl.hooks import lock_of, own_run, refuse_attached
+from tensorlens_tl.hooks import lock_of, refuse_attached, unheld_run
+from tensorlens_tl.models import HookedModel, ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import fingerprint
-from tensorlens_tl.models.protocol import HookedModel, ModelLike
-from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.models.writing import checked, refuse_shared, writable, write, written
 from tensorlens_tl.results.storage import read as read_file, write as write_file
 
@@ -277,7 +276,7 @@ class Plan:
             InvalidInputError: the model's weights are not those that were compressed.
             UnsupportedModelError: the model cannot be copied, or its copy does not run on its own weights.
         """
-        with lock_of(self.model), own_run(self.model):
+        with lock_of(self.model), unheld_run(self.model):
             view = self.check_fits()
             try:
                 other = copy.deepcopy(view.model)

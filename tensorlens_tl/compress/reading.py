@@ -12,10 +12,9 @@ from tensorlens_tl.circuits.scores import score_reading
 from tensorlens_tl.circuits.weights import as_pass, as_view
 from tensorlens_tl.compress.heads import HeadWeights
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.writing import writable
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes import FrozenPass
 
 
 def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:

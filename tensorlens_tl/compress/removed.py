@@ -28,16 +28,11 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, token_pairs
 from tensorlens_tl.compress.plan import Plan
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError
-from tensorlens_tl.hooks import capture, other_hooks, own_run
-from tensorlens_tl.models.activations import Coefficients
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.hooks import capture, other_hooks, unheld_run
+from tensorlens_tl.models import BlockView, Coefficients, Query, TokenLike
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.capture import Capture
-from tensorlens_tl.passes.frozen import FrozenPass, PassLike
-from tensorlens_tl.passes.linearisation import check_pass
-from tensorlens_tl.passes.mlps import mlp_chain
-from tensorlens_tl.results.terms import Terms
+from tensorlens_tl.passes import Capture, FrozenPass, PassLike, check_pass, mlp_chain
+from tensorlens_tl.results import Terms
 
 SETTLED = ("patterns", "ratios", "scales")
 """What a model computes afresh with other weights, in the order in which it is counted."""
@@ -256,7 +251,7 @@ def removed(frozen: PassLike, plan: Plan) -> Removed:
             "removed: hooks were put on the model or taken off since this pass was frozen, so that the compressed run "
             "would be of another model. Freeze again."
         )
-    with own_run(frozen.model), torch.no_grad(), plan.applied():
+    with unheld_run(frozen.model), torch.no_grad(), plan.applied():
         after, _ = capture(frozen.model, frozen.inputs, frozen.points.captured, calls=frozen.points.calls)
     view = frozen.view.with_weights(plan.weights())
     return Removed(frozen, plan, _with_capture(frozen, replace(frozen.capture, view=view)), after)

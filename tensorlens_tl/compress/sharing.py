@@ -22,7 +22,7 @@ from tensorlens_tl.compress.heads import HeadWeights, circuits
 from tensorlens_tl.compress.options import Count
 from tensorlens_tl.compress.reading import head_weights
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import ModelLike
+from tensorlens_tl.models import ModelLike
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -2,6 +2,16 @@
 
 from tensorlens_tl.datasets.attributing import attribute_dataset
 from tensorlens_tl.datasets.batch_attributor import BatchAttributor
+from tensorlens_tl.datasets.circuit_terms import CIRCUITS as CIRCUITS
+from tensorlens_tl.datasets.options import (
+    UNKNOWN_ID as UNKNOWN_ID,
+    Engine as Engine,
+    LoadModel as LoadModel,
+    Reading as Reading,
+    RunOptions as RunOptions,
+)
 from tensorlens_tl.datasets.results import DatasetResults, load_results
+from tensorlens_tl.datasets.rows import Rows as Rows, RowSource as RowSource
+from tensorlens_tl.datasets.running import read_prompts as read_prompts, run_work as run_work
 
 __all__ = ["BatchAttributor", "DatasetResults", "attribute_dataset", "load_results"]

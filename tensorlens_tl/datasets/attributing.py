@@ -13,7 +13,7 @@ from tensorlens_tl.datasets.rows import RowSource, check_columns
 from tensorlens_tl.datasets.running import read_prompts, run_work
 from tensorlens_tl.datasets.work import Work
 from tensorlens_tl.errors import RegistryError
-from tensorlens_tl.models.protocol import ModelLike
+from tensorlens_tl.models import ModelLike
 from tensorlens_tl.registry import list_methods, unknown_method
 
 

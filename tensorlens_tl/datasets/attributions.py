@@ -7,9 +7,9 @@ from typing import Any
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.datasets.packing import entry_limit, facts_of, packed
 from tensorlens_tl.datasets.work import Record, Work
-from tensorlens_tl.models.protocol import ModelLike
+from tensorlens_tl.models import ModelLike
 from tensorlens_tl.registry import PER_PROMPT, attribute, get_method, split_options
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 
 @dataclass(frozen=True)

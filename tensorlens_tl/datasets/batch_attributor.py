@@ -10,7 +10,7 @@ from tensorlens_tl.datasets.options import LoadModel, Reading
 from tensorlens_tl.datasets.rows import read_rows
 from tensorlens_tl.datasets.work import Record, run_rows
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelView
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,13 +13,12 @@ from tensorlens_tl.datasets.attributions import repeated_options
 from tensorlens_tl.datasets.packing import numbers_of_prompt, row_of_prompt, stored_dtype
 from tensorlens_tl.datasets.work import Record, Work
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import memory_batches
 from tensorlens_tl.registry import Method, split_options
+from tensorlens_tl.results import Terms
 from tensorlens_tl.results.storage import tagged
-from tensorlens_tl.results.terms import Terms
 
 CIRCUITS: dict[str, Callable[..., Any]] = {"logit_attribution": logit_attribution, "total_effects": total_effects}
 """The functions of `tensorlens_tl.circuits` that name the parts of one number, and run over data sets."""

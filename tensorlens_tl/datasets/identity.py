@@ -9,10 +9,9 @@ import torch
 
 from tensorlens_tl import __version__
 from tensorlens_tl.hooks import other_hooks
+from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import changed, compact, configuration
 from tensorlens_tl.models.parameters import stored
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
 
 CONFIGURATION = "configuration"
 LISTED = 6

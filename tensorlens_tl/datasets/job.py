@@ -10,7 +10,7 @@ from tensorlens_tl.datasets.identity import model_identity
 from tensorlens_tl.datasets.rows import Rows
 from tensorlens_tl.datasets.work import Record, Work, run_rows
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import ModelLike
+from tensorlens_tl.models import ModelLike
 from tensorlens_tl.results.storage import tagged
 
 PROBED = 4

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import ModelLike
+from tensorlens_tl.models import ModelLike
 
 UNKNOWN_ID = "id"
 """The column of ids that may be missing: rows are then known by their number."""

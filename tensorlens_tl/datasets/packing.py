@@ -10,9 +10,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution, Terms
 from tensorlens_tl.results.storage import tagged, untagged
-from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,9 +13,7 @@ from tensorlens_tl.datasets.circuit_terms import unpacked_terms
 from tensorlens_tl.datasets.folder import Folder
 from tensorlens_tl.datasets.packing import facts_in, unpacked
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.results.evaluation import Evaluation
-from tensorlens_tl.results.terms import Terms
+from tensorlens_tl.results import Attribution, Evaluation, Terms
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,7 +14,7 @@ import numpy as np
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.datasets.options import UNKNOWN_ID, Reading
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs import token_rows
 from tensorlens_tl.registry import PER_PROMPT
 

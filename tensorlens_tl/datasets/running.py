@@ -14,8 +14,7 @@ from tensorlens_tl.datasets.results import DatasetResults
 from tensorlens_tl.datasets.rows import Rows, RowSource, read_rows
 from tensorlens_tl.datasets.work import Work
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelLike, ModelView
 
 
 def read_prompts(model: ModelLike, source: RowSource, reading: Reading) -> tuple[ModelView, Rows]:

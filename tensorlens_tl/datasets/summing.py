@@ -11,7 +11,7 @@ from tensorlens_tl._arguments import plain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.datasets.packing import facts_in
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.evaluation import Evaluation, area
+from tensorlens_tl.results import Evaluation, area
 
 if TYPE_CHECKING:
     import pandas as pd

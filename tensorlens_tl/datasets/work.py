@@ -15,10 +15,9 @@ import numpy as np
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.datasets.packing import table_of
 from tensorlens_tl.errors import TensorLensError
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes.operator import logit_label
-from tensorlens_tl.results.joining import SEVERAL_TARGETS
+from tensorlens_tl.results import SEVERAL_TARGETS
 from tensorlens_tl.results.storage import tagged
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tensorlens_tl.demo.programs import PROGRAMS, Program, program
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.whitening.insertion import whiten
+from tensorlens_tl.whitening import whiten
 
 __all__ = [
     "DICTIONARIES", "FOLDERS", "PROGRAMS", "PROMPT", "Dictionary", "Program", "digit_images", "held_out_prompts",

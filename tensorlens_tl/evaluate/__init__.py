@@ -53,7 +53,7 @@ from tensorlens_tl.evaluate.paper import (
 from tensorlens_tl.evaluate.perturbation import perturbation
 from tensorlens_tl.evaluate.scorers import PREDICTED, STANDARD, predictions
 from tensorlens_tl.evaluate.seeds import over_seeds
-from tensorlens_tl.results.evaluation import Comparison, Evaluation
+from tensorlens_tl.results import Comparison, Evaluation
 from tensorlens_tl.results.statistics import auroc, bootstrap_interval, holm
 
 __all__ = [

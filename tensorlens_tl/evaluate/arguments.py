@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tensorlens_tl.passes.frozen import FrozenPass
-    from tensorlens_tl.results.attribution import Attribution
+    from tensorlens_tl.passes import FrozenPass
+    from tensorlens_tl.results import Attribution
 
     Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Tensor
     """Texts, or token ids `[prompt, pos]`; images or sound of a model that reads those."""

@@ -21,11 +21,9 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import Methods, Prompts, Share, WholeNumber
 from tensorlens_tl.evaluate.scorers import Scorer, query_rows, scorers_of, usable
 from tensorlens_tl.hooks import lock_of
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.results.evaluation import Evaluation
+from tensorlens_tl.models import ModelLike
+from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.results import Attribution, Evaluation
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -29,12 +29,11 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import Prompts, Share
 from tensorlens_tl.evaluate.known import KnownAnswers
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
-from tensorlens_tl.hooks import model_points, own_logits, own_run, refuse_attached
+from tensorlens_tl.hooks import model_points, refuse_attached, states_and_logits, unheld_run
+from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import Prompt, prepare
-from tensorlens_tl.results.evaluation import Evaluation
+from tensorlens_tl.results import Evaluation
 from tensorlens_tl.results.statistics import bootstrap_interval
 
 if TYPE_CHECKING:
@@ -257,14 +256,14 @@ def _measure(
     scores = []
     start = 0
     compressed = nullcontext() if plan is None else plan.applied()
-    with own_run(view.model), torch.no_grad(), compressed:
+    with unheld_run(view.model), torch.no_grad(), compressed:
         for part in questions.parts:
             rows = slice(start, start + len(part.tokens))
             start = rows.stop
             selection = prompts[(prompts >= rows.start) & (prompts < rows.stop)] - rows.start
             if len(selection):
                 positions = questions.positions[rows].to(part.tokens.device)
-                _, logits = own_logits(view.model, part.kwargs, unembed_in, positions)
+                _, logits = states_and_logits(view.model, part.kwargs, unembed_in, positions)
                 part_scores = _scores(logits, questions.answers[rows], questions.counts[rows])
                 scores.append(part_scores[:, selection])
     return torch.cat(scores, dim=1)

@@ -11,10 +11,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.datasets.options import UNKNOWN_ID, Engine, LoadModel, Reading, RunOptions
-from tensorlens_tl.datasets.results import DatasetResults
-from tensorlens_tl.datasets.rows import Rows, RowSource
-from tensorlens_tl.datasets.running import read_prompts, run_work
+from tensorlens_tl.datasets import (
+    UNKNOWN_ID,
+    DatasetResults,
+    Engine,
+    LoadModel,
+    Reading,
+    Rows,
+    RowSource,
+    RunOptions,
+    read_prompts,
+    run_work,
+)
 from tensorlens_tl.datasets.work import Record, Work
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import (
@@ -29,9 +37,8 @@ from tensorlens_tl.evaluate.arguments import (
 )
 from tensorlens_tl.evaluate.perturbation import FRACTIONS, METRICS, PerturbationTest
 from tensorlens_tl.evaluate.scorers import Scorer, usable
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import Prompt, prepare
 from tensorlens_tl.passes.replacement import Replacement, vocabulary_mean
 

@@ -39,12 +39,11 @@ from tensorlens_tl.evaluate.arguments import (
 )
 from tensorlens_tl.evaluate.perturbed_runs import PREDICTED, PerturbedRuns
 from tensorlens_tl.evaluate.scorers import MEAN_TOLERANCE, Scorer, random_scores, scorers_of, usable
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import Prompt, prepare, query_positions
 from tensorlens_tl.passes.replacement import Replacement
-from tensorlens_tl.results.evaluation import Evaluation, area
+from tensorlens_tl.results import Evaluation, area
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 METRICS = ("hs_mse", "aopc", "logit")

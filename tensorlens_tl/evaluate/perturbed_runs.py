@@ -9,8 +9,8 @@ from torch import Tensor
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks import capture, foreign_hooks, logit_hooks, logits_at, model_points
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import TOLERANCE
+from tensorlens_tl.models import ModelView
+from tensorlens_tl.passes import TOLERANCE
 from tensorlens_tl.passes.inputs import Prompt, query_positions
 from tensorlens_tl.passes.replacement import Replacement, inputs_of
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError, RegistryError, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import MethodFunction, Methods, MethodSpec
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.registry import attribute, get_method, list_methods, unknown_method
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 
 class _Predicted:

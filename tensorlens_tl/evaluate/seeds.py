@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.evaluation import Evaluation
+from tensorlens_tl.results import Evaluation
 
 SUMMED = ("prompts", "dropped")
 """Settings that count the prompts of one seed."""

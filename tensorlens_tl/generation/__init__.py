@@ -13,7 +13,7 @@ One pass of prompt and continuation is frozen, and every generated token is a qu
 | `hops` | what made the generated tokens that a score landed on? |
 """
 
-from tensorlens_tl.generation.hops import sent_on
+from tensorlens_tl.generation.hops import check_hops as check_hops, sent_on
 from tensorlens_tl.generation.written import FrozenGeneration, attribute_generation, freeze_generation
 
 __all__ = ["FrozenGeneration", "attribute_generation", "freeze_generation", "sent_on"]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.hooks import model_points, own_logits, own_run, refuse_attached
+from tensorlens_tl.hooks import model_points, refuse_attached, states_and_logits, unheld_run
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import prepare, tokenized
 
 Text = tuple[list[int], int]
@@ -131,14 +131,14 @@ def _written(view: ModelView, ids: list[int], most: int, ends: set[int], number:
     points = model_points(view)
     first = len(ids)
     assert points.unembed_in is not None  # `refuse_non_causal`
-    with torch.no_grad(), own_run(view.model):
+    with torch.no_grad(), unheld_run(view.model):
         refuse_dropout(view.model)
         refuse_attached(view.model)
         text = ids + _before_end(_draft(view, ids, most, ends), ends)
         while True:
             inputs = prepare(view, torch.tensor([text]))
             positions = torch.arange(first - 1, len(text), device=inputs.tokens.device)[None]
-            _, logits = own_logits(view.model, inputs.kwargs, points.unembed_in, positions)
+            _, logits = states_and_logits(view.model, inputs.kwargs, points.unembed_in, positions)
             choices: list[int] = logits[0].argmax(-1).tolist()
             written = text[first:]
             right = next((n for n, token in enumerate(written) if token != choices[n]), len(written))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,23 +13,17 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.generation.hops import Hops, check_hops, sent_on
 from tensorlens_tl.generation.writing import Continuation, Count, Prompts, Text, refuse_non_causal, texts_of
-from tensorlens_tl.models.activations import check_rule
-from tensorlens_tl.models.protocol import NEXT, ModelLike, TokenLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.inputs import find, memory_batches, numbered, one_per_prompt, taken
+from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike, check_rule
+from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.passes.inputs import Store, Verify, find, memory_batches, numbered, one_per_prompt, taken
 from tensorlens_tl.passes.operator import Collapse
-from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.results.joining import joined
+from tensorlens_tl.results import Attribution, joined
 
 if TYPE_CHECKING:
     Span = str | int | slice | tuple[int, int] | Sequence[int] | None
     """A stretch of generated text: ``"all"``, a text, a number, a slice, ``(start, stop)``; None for every token."""
-
-    Verify = bool | Literal["sample"]
 else:
-    Span = Verify = Any  # what is wrong with them is said by `_bounds` and `freeze`
+    Span = Any  # `_bounds` says what is wrong with it
 
 RUNNER_UP = "runner-up"
 """As `minus=`: at each position the token of largest logit besides the one that is there."""
@@ -257,7 +251,7 @@ def _bounds(span: Span, count: int) -> slice:
 
 
 def _frozen(
-    model: ModelLike, texts: Sequence[Text], padding_side: str | None, store: str, verify: Verify
+    model: ModelLike, texts: Sequence[Text], padding_side: str | None, store: Store, verify: Verify
 ) -> FrozenGeneration:
     """Texts in one pass; where they are unequal, with one position of padding at least in each."""
     ids = [text for text, _ in texts]
@@ -307,7 +301,7 @@ def freeze_generation(
     stop_at_eos: bool = True,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
-    store: str = "model",
+    store: Store = "model",
     verify: Verify = True,
 ) -> FrozenGeneration:
     """Write or take continuations of prompts, and freeze the whole texts once, in one pass.
@@ -346,7 +340,7 @@ def attribute_generation(
     stop_at_eos: bool = True,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
-    store: str = "model",
+    store: Store = "model",
     verify: Verify = True,
     memory: Memory = None,
 ) -> Attribution:

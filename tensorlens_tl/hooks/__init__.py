@@ -10,7 +10,7 @@ from tensorlens_tl.hooks.capture import (
     logit_hooks,
     logits_at,
     observe,
-    own_logits,
+    states_and_logits,
 )
 from tensorlens_tl.hooks.freeze import (
     attention_hooks,
@@ -31,7 +31,7 @@ from tensorlens_tl.hooks.inspection import (
 )
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, CallPoint, Ends, ModelPoints, model_points
 from tensorlens_tl.hooks.rules import BackwardRule, RuleHooks
-from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, lock_of, own_run, run
+from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, lock_of, run, unheld_run
 
 __all__ = [
     "AttentionPoints",
@@ -65,11 +65,11 @@ __all__ = [
     "model_points",
     "observe",
     "other_hooks",
-    "own_logits",
-    "own_run",
     "patterns_take_effect",
     "refuse_attached",
     "replace",
     "run",
+    "states_and_logits",
+    "unheld_run",
     "whole_hooks",
 ]

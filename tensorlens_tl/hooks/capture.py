@@ -15,7 +15,7 @@ from tensorlens_tl.hooks.calls import seen_calls
 from tensorlens_tl.hooks.inspection import other_hooks
 from tensorlens_tl.hooks.points import CallPoint
 from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, run
-from tensorlens_tl.models.protocol import HookedModel
+from tensorlens_tl.models import HookedModel
 
 
 def observe(
@@ -204,7 +204,7 @@ def _stop(tensor: Tensor, *, hook: Any) -> None:
     raise _ReachedError
 
 
-def own_logits(
+def states_and_logits(
     model: HookedModel, inputs: Mapping[str, Any], unembed_in: str, positions: Int[Tensor, "batch query"]
 ) -> tuple[Tensor, Any]:
     """One run: the stream that is unembedded, `[batch, pos, d_model]`, and the logits at some positions.

@@ -18,8 +18,8 @@ from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, Ends
-from tensorlens_tl.hooks.running import FwdHook, in_this_thread, is_own_run, run
-from tensorlens_tl.models.activations import Coefficients
+from tensorlens_tl.hooks.running import FwdHook, in_this_thread, is_unheld, run
+from tensorlens_tl.models import Coefficients
 
 Held = Tensor | Callable[[], Tensor]
 """What is held: a tensor, or what computes it anew in every run."""
@@ -169,7 +169,7 @@ def _marked(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | No
     """Recognised by `tensorlens_tl.hooks.inspection`; idle in a run that is to be the model's own."""
 
     def hook(tensor: Tensor, *, hook: Any) -> Tensor | None:
-        if is_own_run():
+        if is_unheld():
             return None
         refuse_autocast(tensor.device)
         return function(tensor, hook=hook)

@@ -31,10 +31,9 @@ from torch import nn
 
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks.running import hook_points
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models import BlockView, ModelView
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.models.view import ModelView
 
 
 @dataclass(frozen=True)

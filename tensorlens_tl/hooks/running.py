@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from tensorlens_tl.algebra.numerics import refuse_autocast
+from tensorlens_tl.models import HookedModel
 from tensorlens_tl.models.parameters import lock_of as lock_of, whole
-from tensorlens_tl.models.protocol import HookedModel
 
 FwdHook = tuple[Any, Callable[..., Any]]
 """A hook point's name (or a filter of names) and what is called there, as TransformerLens takes them."""
@@ -71,7 +71,7 @@ def _patterns_dropped(model: HookedModel) -> Generator[None, None, None]:
 
 
 @contextmanager
-def own_run(model: HookedModel) -> Generator[None, None, None]:
+def unheld_run(model: HookedModel) -> Generator[None, None, None]:
     """Runs inside are the model's own: this thread holds its lock, and a frozen pass's hooks do nothing."""
     with lock_of(model):
         # a Bridge puts its list of hook points together anew for everyone who asks: here it is asked once
@@ -101,8 +101,8 @@ def modules(model: Any) -> list[nn.Module]:
     return known[2]
 
 
-def is_own_run() -> bool:
-    """Whether this thread is inside `own_run`."""
+def is_unheld() -> bool:
+    """Whether this thread is inside `unheld_run`."""
     return _unheld.get()
 
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.layerwise.local import LocalLayer
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 
 Maps = Float[Tensor, "layer batch query key"]

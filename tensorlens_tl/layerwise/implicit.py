@@ -24,8 +24,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import AnyAttention, CausalConvolution, Chain, Diagonal, SelectiveScan
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.passes.frozen import PassLike
-from tensorlens_tl.passes.linearisation import check_pass
+from tensorlens_tl.passes import PassLike, check_pass
 
 
 def implicit_attention(

@@ -21,8 +21,8 @@ from torch import Tensor
 from tensorlens_tl.algebra import Chain, Norm
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.layouts import Place
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Place
+from tensorlens_tl.passes import FrozenPass
 
 VECTOR_BUDGET = 32 * 2**20
 """Bytes of pair vectors that are alive at once."""

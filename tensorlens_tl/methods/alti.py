@@ -13,10 +13,10 @@ import torch
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.layerwise import Maps, locals_of, normalize_rows, product, select_query
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 Distance = Literal["l1", "l2"]
 """How far a vector is from a layer's output."""

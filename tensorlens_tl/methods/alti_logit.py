@@ -25,12 +25,12 @@ from tensorlens_tl.circuits.stream import Stream, token_pairs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import Maps, normalize_rows
 from tensorlens_tl.methods.alti import Distance, alti_map
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.operator import logit_label, unembedding_rows
 from tensorlens_tl.registry import register_method
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 
 @register_method("alti-logit", needs=("one_stack", "predictions", "head_vectors", "unwhitened"))

@@ -6,10 +6,10 @@ import torch
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.layerwise import Maps, locals_of, select_query
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
-from tensorlens_tl.results.attribution import AXES, Attribution
+from tensorlens_tl.results import AXES, Attribution
 
 
 @register_layer_map("attention", holds_residual=False, needs=("patterns",))

@@ -21,10 +21,10 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, in_this_thread
 from tensorlens_tl.methods.live_logits import LiveLogits
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_method
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 
 @register_method("chefer", needs=("one_stack", "predictions", "head_vectors", "unwhitened"))

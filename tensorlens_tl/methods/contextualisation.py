@@ -12,8 +12,8 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import locals_of
 from tensorlens_tl.methods.ff_ig import Scope, ff_map, ff_scope, gain_after
-from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.results.entry import Entry, check_batch
+from tensorlens_tl.passes import FrozenPass
+from tensorlens_tl.results import Entry, check_batch
 
 SHARE = "a share of the channels, at least 0, below 1"
 

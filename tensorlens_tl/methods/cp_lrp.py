@@ -1,10 +1,10 @@
 """CP-LRP (Ali et al. 2022): relevance passes values and up projections only, patterns and gates are held."""
 
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_alias
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 
 @register_alias("cp-lrp", of="tensorlens", collapse="target", needs=("predictions",))

@@ -25,12 +25,12 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_residual, upcast
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.layerwise import LocalLayer
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.operator import logit_label, unembedding_rows
 from tensorlens_tl.registry import register_method
-from tensorlens_tl.results.attribution import AXES, Attribution
+from tensorlens_tl.results import AXES, Attribution
 
 Activation = Literal["ratio", "tangent"]
 Aggregate = Literal["norm", "target", "vector"]

@@ -23,11 +23,11 @@ from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Norm
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.layerwise import LocalLayer, Maps, select_query, through
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.requirements import Requirement, sequential_mlp
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 PostScope = Literal["atb", "atb_ff", "atb_ff_res", "atb_ff_res_ln"]
 PreScope = Literal["atb", "atb_ln", "atb_ln_ff", "atb_ln_ff_res", "atb_ln_ff_res_nextln"]

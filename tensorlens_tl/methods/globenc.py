@@ -11,10 +11,10 @@ import torch
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Norm
 from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, normalize_rows, product, select_query
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 
 @register_layer_map("globenc", holds_residual=True, needs=("norm_after_sum", "head_vectors"))

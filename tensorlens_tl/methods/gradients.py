@@ -15,10 +15,10 @@ from tensorlens_tl._arguments import checked_arguments, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.methods.live_logits import LiveLogits
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_method
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 
 @register_method("input-x-gradient", needs=("predictions",))

@@ -31,10 +31,10 @@ from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import LocalLayer, Maps, normalize_rows, product, select_query
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 THRESHOLD = "a share of a sum, at least 0, below 1"
 Threshold = Annotated[int | float, THRESHOLD]

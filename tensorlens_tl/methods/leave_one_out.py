@@ -26,12 +26,12 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import FwdHook, capture, logit_hooks, logits_at, run
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.methods.prefix import SharedPrefix
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.live import Copies, repeated
 from tensorlens_tl.passes.replacement import REPLACEMENTS, Replacement, vocabulary_mean
 from tensorlens_tl.registry import register_method
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 Compared = Literal["logit", "probability", "log_probability"]
 """What may be compared."""

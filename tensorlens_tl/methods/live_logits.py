@@ -9,8 +9,8 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.operator import logit_label, target_ids
 

@@ -21,11 +21,11 @@ from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Norm
 from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, select_query
 from tensorlens_tl.methods.globenc import globenc_norms
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.requirements import norm_after_sum
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 Scope = Literal["attn", "attn_res", "attn_res_ln"]
 """How much of what is around attention belongs to a vector."""

@@ -8,10 +8,10 @@ from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.hooks import BackwardRule
 from tensorlens_tl.methods.ruled import by_rule
 from tensorlens_tl.methods.tensorlens import tensorlens
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_method, renamed
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 RELP = BackwardRule(activation="split", values=1.0, scores=1.0)
 """The rules for norms, activations and gates alone: attention keeps its gradient."""

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import add_residual, normalize_rows, product, select_query
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import get_layer_map, register_method
 from tensorlens_tl.requirements import Requirement
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 SHARE = "a share between 0 and 1, None or 'auto'"
 

@@ -2,11 +2,10 @@
 
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.hooks import BackwardRule
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.backward import rule_scores
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass, rule_scores
 from tensorlens_tl.passes.operator import logit_label
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 
 def by_rule(

@@ -6,12 +6,11 @@ from typing import Annotated, Any, Literal, SupportsFloat, SupportsIndex
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.activations import Rule
-from tensorlens_tl.models.protocol import Direction, HeadChoice, LayerRange, MlpChoice, Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Direction, HeadChoice, LayerRange, MlpChoice, Query, Rule, TokenLike
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.operator import FrozenOperator, logit_label
 from tensorlens_tl.registry import register_method
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 CollapseName = Literal["in_out", "norm", "target"]
 Bias = Annotated[Literal["apart", "position"], "'apart' (not part of the scores) or 'position'"]

@@ -28,11 +28,11 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread
 from tensorlens_tl.layerwise import Maps, normalize_rows, product, select_query
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.live import Copies, prove_obedience, repeated
 from tensorlens_tl.registry import register_layer_map, register_method
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 
 @register_layer_map("value-zeroing", holds_residual=True, needs=("head_vectors",))

@@ -12,10 +12,36 @@
 | `state` | is a model in a state to be frozen, and still in that of its pass? |
 """
 
-from tensorlens_tl.models.activations import RULES, Coefficients, Rule
+from tensorlens_tl.models.activations import (
+    RULES,
+    Coefficients,
+    Rule,
+    check_rule as check_rule,
+    coefficients as coefficients,
+)
 from tensorlens_tl.models.block import BlockView
-from tensorlens_tl.models.layouts import LAYOUTS, Layout, Place
-from tensorlens_tl.models.protocol import NEXT, HookedModel
+from tensorlens_tl.models.dictionaries import DictionaryWeights as DictionaryWeights, read_dictionary as read_dictionary
+from tensorlens_tl.models.layouts import (
+    LAYOUTS,
+    Layout,
+    Place,
+    Within as Within,
+    candidates as candidates,
+    compose as compose,
+)
+from tensorlens_tl.models.patches import PatchWeights as PatchWeights
+from tensorlens_tl.models.protocol import (
+    NEXT,
+    Direction as Direction,
+    HeadChoice as HeadChoice,
+    HookedModel,
+    LayerRange as LayerRange,
+    MlpChoice as MlpChoice,
+    ModelLike as ModelLike,
+    Query as Query,
+    Relative as Relative,
+    TokenLike as TokenLike,
+)
 from tensorlens_tl.models.sublayers import mixer_map, scan_of
 from tensorlens_tl.models.view import ModelView
 

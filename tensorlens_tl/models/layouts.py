@@ -20,8 +20,7 @@ Attention-only blocks are the attention half of any of them.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tensorlens_tl.algebra import AffineMap, Chain, Identity, Norm, Sum
-from tensorlens_tl.algebra.segments import Segment
+from tensorlens_tl.algebra import AffineMap, Chain, Identity, Norm, Segment, Sum
 
 
 @dataclass(frozen=True)

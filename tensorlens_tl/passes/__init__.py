@@ -15,12 +15,13 @@
 | `backward`, `replacement` | what gives the live model under other backward rules, or with a token replaced? |
 """
 
+from tensorlens_tl.passes.backward import product_points as product_points, rule_scores as rule_scores
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.passes.linearisation import Linearisation
-from tensorlens_tl.passes.mlps import Routes
+from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike
+from tensorlens_tl.passes.linearisation import Linearisation, check_pass as check_pass
+from tensorlens_tl.passes.mlps import Routes, mlp_chain as mlp_chain
 from tensorlens_tl.passes.operator import (
     Collapse,
     FrozenOperator,

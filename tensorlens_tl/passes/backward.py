@@ -26,7 +26,7 @@ from tensorlens_tl.hooks import (
     lock_of,
     other_hooks,
 )
-from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.live import holding_hooks

@@ -20,24 +20,23 @@ from tensorlens_tl.algebra import (
     AnyAttention,
     Attention,
     Chain,
+    CrossAttention,
     Diagonal,
     Identity,
     LazyMap,
     Linear,
     Norm,
+    Recursion,
+    Segment,
     Sum,
 )
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.algebra.recursion import Recursion
-from tensorlens_tl.algebra.segments import CrossAttention, Segment
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
-from tensorlens_tl.models.activations import Coefficients, coefficients
-from tensorlens_tl.models.layouts import Layout, Place, Within, compose
+from tensorlens_tl.models import Coefficients, Layout, ModelView, Place, Within, coefficients, compose
 from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 

@@ -10,13 +10,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra.held_scores import HeldScores
+from tensorlens_tl.algebra import HeldScores
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints, lock_of
+from tensorlens_tl.models import HookedModel, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
-from tensorlens_tl.models.protocol import HookedModel
-from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import Prompt
 
 

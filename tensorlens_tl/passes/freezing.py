@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tensorlens_tl.algebra.held_scores import HeldScores
+from tensorlens_tl.algebra import HeldScores
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import (
@@ -27,12 +27,11 @@ from tensorlens_tl.hooks import (
     model_points,
     observe,
     other_hooks,
-    own_run,
     refuse_attached,
+    unheld_run,
 )
+from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.attention_scores import PatternReader, refuse_unreadable
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture, HeldConfiguration
@@ -144,7 +143,7 @@ def freeze(
     # activations must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         view = ModelView(model)
-        with own_run(view.model):
+        with unheld_run(view.model):
             refuse_dropout(view.model)
             refuse_devices(view.model)
             refuse_attached(view.model)

@@ -17,12 +17,9 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.errors import FrozenModelError, NumericalError, ResidualWarning, UnsupportedModelError
-from tensorlens_tl.hooks import FwdHook, ModelPoints, is_attached, lock_of, own_logits, refuse_attached
-from tensorlens_tl.models.activations import check_rule
-from tensorlens_tl.models.layouts import Layout
+from tensorlens_tl.hooks import FwdHook, ModelPoints, is_attached, lock_of, refuse_attached, states_and_logits
+from tensorlens_tl.models import HookedModel, LayerRange, Layout, ModelView, Query, check_rule
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.models.protocol import HookedModel, LayerRange, Query
-from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.inputs import Prompt, query_positions
@@ -455,7 +452,7 @@ class FrozenPass(Linearisation):
         """What the model unembeds, the same as in the pass, and the logits it gives at some positions."""
         name = self.points.unembed_in
         assert name is not None  # a model with an unembedding
-        states, logits = own_logits(self.model, self.inputs, name, self.prompt.in_logits(positions))
+        states, logits = states_and_logits(self.model, self.inputs, name, self.prompt.in_logits(positions))
         live.check({name: states})
         return self.capture.beside_encoder(states), logits
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs import Prompt
 
 

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from tensorlens_tl.algebra import spectral_radius
 from tensorlens_tl.algebra.numerics import relative_error, upcast
-from tensorlens_tl.algebra.recursion import spectral_radius
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import capture as run_and_capture
 from tensorlens_tl.models.sublayers import ExpertsWeights

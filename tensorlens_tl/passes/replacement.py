@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, model_points
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.operator import token_ids
 

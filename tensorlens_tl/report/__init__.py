@@ -10,5 +10,6 @@ from tensorlens_tl.drawing.page import Picture
 from tensorlens_tl.report.compare import compare
 from tensorlens_tl.report.document import explain
 from tensorlens_tl.report.generated import explain_generation
+from tensorlens_tl.report.prediction import Prediction as Prediction, predict as predict
 
 __all__ = ["Picture", "compare", "explain", "explain_generation"]

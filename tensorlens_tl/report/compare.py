@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tensorlens_tl.drawing.heat_maps import side_by_side
 from tensorlens_tl.drawing.page import Picture, panel
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.results.views import array
+from tensorlens_tl.results import Attribution, array
 
 if TYPE_CHECKING:
     Results = Attribution | Iterable[Attribution] | Mapping[str, Attribution]

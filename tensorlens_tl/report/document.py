@@ -12,13 +12,12 @@ from tensorlens_tl import circuits
 from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.drawing.page import Picture, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
-from tensorlens_tl.models.protocol import ModelLike, Query, TokenLike
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import ModelLike, Query, TokenLike
+from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.registry import attribute, get_method, list_methods
 from tensorlens_tl.report.compare import compare
 from tensorlens_tl.report.prediction import Prediction, predict
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "tensorlens": {"target": {"collapse": "target"}, "in+out": {"collapse": "in_out"}, "norm": {"collapse": "norm"}},

@@ -8,10 +8,9 @@ import torch
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.drawing.page import Picture, table
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.generation import FrozenGeneration, freeze_generation
-from tensorlens_tl.generation.hops import check_hops
-from tensorlens_tl.models.protocol import ModelLike, TokenLike
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.generation import FrozenGeneration, check_hops, freeze_generation
+from tensorlens_tl.models import ModelLike, TokenLike
+from tensorlens_tl.results import Attribution
 
 NAMED = 12
 """Source tokens that a table of the page names."""

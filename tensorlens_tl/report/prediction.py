@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import one_query
 from tensorlens_tl.passes.operator import logit_label, target_ids, token_label
 

@@ -1,13 +1,15 @@
 """Results: what every method, circuit and evaluation returns, how it is read, shown and kept."""
 
-from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.results.circuit import Circuit, EdgeScores
-from tensorlens_tl.results.entry import Entry
-from tensorlens_tl.results.evaluation import Comparison, Evaluation
+from tensorlens_tl.results.attribution import AXES as AXES, Attribution
+from tensorlens_tl.results.circuit import ARROW as ARROW, CHOICES as CHOICES, TARGET as TARGET, Circuit, EdgeScores
+from tensorlens_tl.results.entry import Entry, check_batch as check_batch, largest as largest
+from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
 from tensorlens_tl.results.feature_edges import FeatureEdges
 from tensorlens_tl.results.graph import ContributionGraph
+from tensorlens_tl.results.joining import SEVERAL_TARGETS as SEVERAL_TARGETS, joined as joined
 from tensorlens_tl.results.pairs import ScoreAttribution
 from tensorlens_tl.results.terms import Paths, Terms
+from tensorlens_tl.results.views import array as array
 
 __all__ = [
     "Attribution",

@@ -10,8 +10,8 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.numerics import relative_residual
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark, word_ids, word_starts
 from tensorlens_tl.results.entry import Entry, largest, query_row
 from tensorlens_tl.results.storage import Stored

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
-from tensorlens_tl.models.protocol import Relative
+from tensorlens_tl.models import Relative
 
 FORMAT_VERSION = 1
 Result = TypeVar("Result", bound="Stored")

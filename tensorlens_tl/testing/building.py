@@ -22,7 +22,7 @@ from tensorlens_tl.testing.configurations import (
 )
 from tensorlens_tl.testing.families import Options
 from tensorlens_tl.testing.signals import SIGNALS, seeing_module, signal_module
-from tensorlens_tl.whitening.insertion import whiten
+from tensorlens_tl.whitening import whiten
 
 Builder = Callable[[], Any]
 

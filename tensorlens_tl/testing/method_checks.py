@@ -24,12 +24,11 @@ from tensorlens_tl.errors import (
     TensorLensError,
     UnsupportedModelError,
 )
+from tensorlens_tl.models import HookedModel, ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import WeightState
-from tensorlens_tl.models.protocol import HookedModel, ModelLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import attribute, get_method
-from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results import Attribution
 from tensorlens_tl.testing.models import labelled, random_input
 from tensorlens_tl.testing.requirements import (
     COARSEST,

@@ -19,11 +19,8 @@ from torch import Tensor
 
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import run
-from tensorlens_tl.models.activations import RULES, Rule
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import RULES, ModelLike, ModelView, Rule
+from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.passes.inputs import token_rows
 from tensorlens_tl.testing.models import labelled, random_input, tiny_input
 from tensorlens_tl.testing.requirements import (

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.testing.building import BUILDERS, MULTIMODAL_BUILDERS, SIGNAL_BUILDERS
 from tensorlens_tl.testing.configurations import ENCODER_DECODER
 

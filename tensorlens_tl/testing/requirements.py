@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tensorlens_tl.errors import ConformanceError
 from tensorlens_tl.hooks import hooks_on
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import ModelLike
+from tensorlens_tl.passes import FrozenPass, freeze
 
 Case = TypeVar("Case")
 Side = Literal["left", "right"]

@@ -24,7 +24,7 @@ from tensorlens_tl.whitening.insertion import whiten
 from tensorlens_tl.whitening.layer import Whitening, attach
 from tensorlens_tl.whitening.measures import Stationarity, Whiteness, stationarity, whiteness
 from tensorlens_tl.whitening.picture import picture
-from tensorlens_tl.whitening.stream import measure, stream_filters
+from tensorlens_tl.whitening.stream import SETTLING as SETTLING, measure, stream_filters
 
 __all__ = [
     "Stationarity",

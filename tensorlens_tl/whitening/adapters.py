@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.whitening.layer import Whitening
 
 

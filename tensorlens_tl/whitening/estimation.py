@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.recursion import scan, spectral_radius
+from tensorlens_tl.algebra import scan, spectral_radius
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.whitening.measures import Sequences, shape_or_type
 

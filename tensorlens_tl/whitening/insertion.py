@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import refuse_attached
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.whitening.adapters import adapter_of
 from tensorlens_tl.whitening.estimation import WhiteningFilter
 from tensorlens_tl.whitening.layer import Whitening, attach

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl.algebra.recursion import scan_kept, spectral_radius
+from tensorlens_tl.algebra import scan_where, spectral_radius
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
 
@@ -100,7 +100,7 @@ class Whitening(nn.Module):
         if mask is not None:
             mask = mask.to(x.device)
         with torch.autocast(x.device.type, enabled=False):  # which would round the residual stream
-            return self.hook_out(scan_kept(x @ self.entry.to(x), self.step.to(x), mask))
+            return self.hook_out(scan_where(x @ self.entry.to(x), self.step.to(x), mask))
 
 
 def attach(module: nn.Module, whitening: nn.Module) -> None:

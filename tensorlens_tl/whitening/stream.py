@@ -11,10 +11,9 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.hooks import capture, model_points, own_run
+from tensorlens_tl.hooks import capture, model_points, unheld_run
+from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.inputs import prepare
 from tensorlens_tl.whitening.estimation import Number, Reach, WhiteningFilter, estimate
 from tensorlens_tl.whitening.measures import SAME, stationarity, whiteness
@@ -171,7 +170,7 @@ def activations(
         raise InvalidInputError(f"prompts have {lengths[0]} to {lengths[-1]} tokens; all must be of one length.")
     names = _point_names(view, points)
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
-    with own_run(view.model), torch.no_grad():
+    with unheld_run(view.model), torch.no_grad():
         for start in range(0, len(prompt.tokens), AT_ONCE):
             part = prepare(view, prompt.tokens[start : start + AT_ONCE])
             cache, _ = capture(view.model, part.kwargs, names)

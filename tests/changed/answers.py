@@ -51,6 +51,7 @@ class Cell(NamedTuple):
 # ------------------------------------------------------------------ the numbers of an answer
 
 SKIPPED = {
+    "compressed",
     "frozen", "model", "options", "provenance", "settings", "queries", "mask", "residual", "stderr", "freedom",
     "tokens", "dictionary", "hook", "reads", "writes", "image", "exists", "config", "errors", "inputs",
     "skipped", "proof", "reading_error", "index", "completeness", "replacements", "sweeps", "fixed_scores",

@@ -36,9 +36,9 @@ from tensorlens_tl.circuits.compare.pairs import corrupted_stream, gradient_shar
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import PassLike
-from tensorlens_tl.results.circuit import TARGET, Circuit, EdgeScores
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import PassLike
+from tensorlens_tl.results import TARGET, Circuit, EdgeScores
 
 
 def edge_scores(

@@ -46,9 +46,9 @@ from tensorlens_tl.circuits.live import LiveTarget, NodeChange, losses, sublayer
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass, PassLike
-from tensorlens_tl.results.terms import Terms
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass, PassLike
+from tensorlens_tl.results import Terms
 
 BY = ("component", "head", "neuron", "stream")
 

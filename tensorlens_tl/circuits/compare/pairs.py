@@ -16,10 +16,9 @@ from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import hook_numbers, other_hooks, refuse_attached
-from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.frozen import PassLike
-from tensorlens_tl.passes.linearisation import check_pass
+from tensorlens_tl.passes import PassLike, check_pass
 
 METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "patching")
 """The ways to get a score of a node or an edge."""

@@ -27,9 +27,9 @@ from tensorlens_tl.circuits.scores import ScoreReading, score_reading
 from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.parameters import MLPWeights, NormWeights, norm_epsilon
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.passes import PassLike
 
 # ------------------------------------------------------------------ blocks
 

@@ -21,11 +21,10 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Norm
 from tensorlens_tl.circuits.arguments import FeatureLike, HookName
 from tensorlens_tl.circuits.dictionary_features.hook_points import ReadAt, WriteAt, mlp_output, read_at, write_at
 from tensorlens_tl.errors import InvalidInputError, NumericalError
-from tensorlens_tl.models.dictionaries import DictionaryWeights, read_dictionary
-from tensorlens_tl.passes.frozen import FrozenPass, PassLike
+from tensorlens_tl.models import DictionaryWeights, read_dictionary
+from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import one_query
-from tensorlens_tl.passes.linearisation import check_pass
-from tensorlens_tl.results.entry import Entry, check_batch, largest
+from tensorlens_tl.results import Entry, check_batch, largest
 
 
 @dataclass(frozen=True, eq=False)

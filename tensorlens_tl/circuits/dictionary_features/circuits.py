@@ -34,14 +34,11 @@ from tensorlens_tl.circuits.dictionary_features.hook_points import Place, maps_b
 from tensorlens_tl.circuits.effects import BY as DIRECT, direct_effects
 from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.activations import check_rule
-from tensorlens_tl.models.protocol import Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Query, TokenLike, check_rule
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.operator import resolve_target
-from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.results.feature_edges import FeatureEdges
-from tensorlens_tl.results.terms import Terms
+from tensorlens_tl.results import Attribution, FeatureEdges, Terms
 
 BY = ("feature_token", "feature")
 

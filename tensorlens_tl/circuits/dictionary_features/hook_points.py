@@ -17,8 +17,8 @@ from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.circuits.stream import Step, Stream, Sublayer, block_steps
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models.activations import Rule
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import Rule
+from tensorlens_tl.passes import FrozenPass
 
 RESIDUAL = ("hook_resid_pre", "hook_resid_mid", "hook_resid_post")
 MLP_IN = ("mlp.hook_in", "ln2.hook_normalized", "ln1.hook_normalized")

@@ -12,10 +12,9 @@ from tensorlens_tl.algebra.memory import check_size
 from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, stream_target, token_pairs
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass, PassLike
+from tensorlens_tl.models import LayerRange, Query, TokenLike
+from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.linearisation import check_pass
 from tensorlens_tl.passes.operator import chosen_head
 
 

@@ -22,9 +22,9 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import InvalidInputError, SizeError
-from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import PassLike
-from tensorlens_tl.results.terms import Paths
+from tensorlens_tl.models import LayerRange, Query, TokenLike
+from tensorlens_tl.passes import PassLike
+from tensorlens_tl.results import Paths
 
 MOST_PATHS = 100_000
 """How many paths `paths` lists before it refuses."""

@@ -16,9 +16,9 @@ from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.live import LiveTarget, losses, sublayer_nodes
 from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import PassLike
-from tensorlens_tl.results.terms import Terms
+from tensorlens_tl.models import LayerRange, Query, TokenLike
+from tensorlens_tl.passes import PassLike
+from tensorlens_tl.results import Terms
 
 BY = ("component", "head")
 

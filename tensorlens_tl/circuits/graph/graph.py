@@ -44,11 +44,10 @@ from tensorlens_tl.circuits.graph.features import Dictionaries, FeatureSplit, fe
 from tensorlens_tl.circuits.graph.nodes import Choice
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, Sublayer, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError, SizeError
-from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.frozen import PassLike
+from tensorlens_tl.models import LayerRange, ModelView, Query, TokenLike
+from tensorlens_tl.passes import PassLike
 from tensorlens_tl.passes.operator import target_ids
-from tensorlens_tl.results.graph import ContributionGraph
+from tensorlens_tl.results import ContributionGraph
 
 MOST_EDGES = 2_000_000
 """Edges a graph may keep."""

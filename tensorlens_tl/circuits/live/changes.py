@@ -21,7 +21,7 @@ from tensorlens_tl.circuits.stream import Sublayer
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, changed_calls, in_this_thread
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.live import Copies
 
 EVERY_POSITION = slice(None)

@@ -21,12 +21,11 @@ from tensorlens_tl.circuits.scores.reading import ScoreReading, score_reading
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.passes.frozen import FrozenPass, PassLike
+from tensorlens_tl.models import Query
+from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import one_query
-from tensorlens_tl.passes.linearisation import check_pass
 from tensorlens_tl.passes.operator import chosen_head
-from tensorlens_tl.results.pairs import ScoreAttribution
+from tensorlens_tl.results import ScoreAttribution
 
 BY = ("token", "component", "head")
 

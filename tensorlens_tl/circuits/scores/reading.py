@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.passes import PassLike, check_pass
 from tensorlens_tl.passes.attention_scores import ScoreReading, added_positions, score_candidates
-from tensorlens_tl.passes.frozen import PassLike
-from tensorlens_tl.passes.linearisation import check_pass
 
 __all__ = ["ScoreReading", "score_reading"]
 

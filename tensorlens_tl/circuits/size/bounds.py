@@ -23,9 +23,8 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.size.spectrum import one_prompt, spectral_norm
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, replace
-from tensorlens_tl.models.layouts import Place
-from tensorlens_tl.passes.frozen import FrozenPass, PassLike
-from tensorlens_tl.passes.linearisation import check_pass
+from tensorlens_tl.models import Place
+from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.operator import FrozenOperator
 
 

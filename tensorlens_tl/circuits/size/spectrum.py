@@ -11,7 +11,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Whole
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.models import Query
 from tensorlens_tl.passes.inputs import one_query
 from tensorlens_tl.passes.operator import FrozenOperator
 

@@ -12,7 +12,7 @@ from tensorlens_tl.algebra import Norm
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.parameters import loaded, norm_weights
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes import FrozenPass
 
 PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
     ({"embed": "hook_embed", "pos_embed": "hook_pos_embed"}, None),

@@ -32,11 +32,9 @@ from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.stream.embeddings import embedding_parts
 from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.activations import check_rule
-from tensorlens_tl.models.protocol import LayerRange, Query, TokenLike
-from tensorlens_tl.passes.frozen import FrozenPass, PassLike
+from tensorlens_tl.models import LayerRange, Query, TokenLike, check_rule
+from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import one_query, query_positions
-from tensorlens_tl.passes.linearisation import check_pass
 from tensorlens_tl.passes.operator import chosen_layers, end_of, resolve_target
 
 

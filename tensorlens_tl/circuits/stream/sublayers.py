@@ -22,10 +22,10 @@ from tensorlens_tl.algebra import (
     stages_of,
 )
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.models.layouts import Place
+from tensorlens_tl.models import Place
 from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes import FrozenPass
 
 Kind = Literal["head", "mixer", "mlp"]
 

@@ -31,10 +31,9 @@ from tensorlens_tl.circuits.arguments import Offset, WeightsLike, Whole
 from tensorlens_tl.circuits.scores import ScoreReading, score_reading
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import other_hooks
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.parameters import NormWeights
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.passes.operator import chosen_head, token_label
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.demo.programs.building import Design
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.known import KnownAnswers, KnownAttention, KnownChoice, KnownComponents, Place, PromptPairs
-from tensorlens_tl.results.circuit import ARROW, TARGET
+from tensorlens_tl.results import ARROW, TARGET
 
 
 @dataclass(frozen=True)

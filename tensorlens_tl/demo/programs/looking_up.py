@@ -8,7 +8,7 @@ import torch
 from tensorlens_tl.demo.programs.building import BOS, SHARP, Head, Spaces
 from tensorlens_tl.demo.programs.definition import Change, Program, Row, Truth, Why, carried
 from tensorlens_tl.demo.programs.parts import before, by_position, design, places, replaced, swapped, vocabulary
-from tensorlens_tl.results.circuit import ARROW
+from tensorlens_tl.results import ARROW
 
 EMBED = frozenset({"embed"})
 PREVIOUS = frozenset({"L0H0"})

@@ -21,10 +21,9 @@ from tensorlens_tl.evaluate.arguments import Methods, WholeNumber
 from tensorlens_tl.evaluate.known.tasks import AnswerTask, KnownAnswers
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE, rank
 from tensorlens_tl.evaluate.scorers import predictions, scorers_of, usable
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.results.evaluation import Evaluation
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import freeze
+from tensorlens_tl.results import Evaluation
 
 METRICS = ("mrr", "precision", "mass")
 

@@ -25,12 +25,9 @@ from tensorlens_tl.evaluate.known.patching import checked_methods
 from tensorlens_tl.evaluate.known.truths import AttentionTask, KnownAttention, KnownChoice
 from tensorlens_tl.evaluate.perturbation import rank
 from tensorlens_tl.evaluate.scorers import RANDOM
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.results.evaluation import Evaluation
-from tensorlens_tl.results.pairs import ScoreAttribution
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.results import Evaluation, ScoreAttribution
 
 METHODS = ("qk_attribution", RANDOM)
 METRICS = ("query token", "key token", "token pair", "query part", "key part", "part pair")

@@ -36,12 +36,9 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.known.patching import FrozenPairs, PairWork, checked_methods
 from tensorlens_tl.evaluate.known.truths import ComponentTask, KnownComponents, Place
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.results.circuit import ARROW, TARGET
-from tensorlens_tl.results.evaluation import Evaluation
-from tensorlens_tl.results.graph import ContributionGraph
+from tensorlens_tl.models import ModelLike
+from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.results import ARROW, TARGET, ContributionGraph, Evaluation
 from tensorlens_tl.results.statistics import auroc
 
 METHODS = ("logit_attribution", "contribution_graph", *PAIR_METHODS)

@@ -32,11 +32,9 @@ from tensorlens_tl.evaluate.checks import spearman
 from tensorlens_tl.evaluate.known.pairs import Pairs, PromptPairs
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
 from tensorlens_tl.evaluate.scorers import RANDOM, predictions
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
-from tensorlens_tl.results.circuit import CHOICES, EdgeScores
-from tensorlens_tl.results.evaluation import Evaluation
+from tensorlens_tl.models import ModelLike
+from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.results import CHOICES, EdgeScores, Evaluation
 
 PROPORTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The benchmark's proportions of edges."""

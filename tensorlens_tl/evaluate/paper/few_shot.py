@@ -13,8 +13,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import PromptLength, WholeNumber
 from tensorlens_tl.evaluate.paper.relations import Sample, few_shot_text
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes.inputs import prepare
 
 

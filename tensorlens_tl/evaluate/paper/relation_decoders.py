@@ -37,12 +37,10 @@ from tensorlens_tl.evaluate.paper.few_shot import (
 from tensorlens_tl.evaluate.paper.relations import Relation, Sample, shipped_relations
 from tensorlens_tl.evaluate.scorers import RANDOM, predictions
 from tensorlens_tl.hooks import in_this_thread, run
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
-from tensorlens_tl.passes.frozen import FrozenPass
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.passes.operator import FrozenOperator
-from tensorlens_tl.results.evaluation import Evaluation
+from tensorlens_tl.results import Evaluation
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -141,9 +139,7 @@ class RelationDecoder:
     def _embeddings(self, prompts: DecoderPrompts) -> Tensor:
         if isinstance(prompts, Prompts):
             prompts = prompts.tokens
-        frozen = prompts
-        if not isinstance(frozen, FrozenPass):
-            frozen = freeze(self.frozen.model, prompts, verify=False)
+        frozen = prompts if isinstance(prompts, FrozenPass) else freeze(self.frozen.model, prompts, verify=False)
         length = self.frozen.tokens.shape[1]
         other_length = frozen.tokens.shape[1]
         if length != other_length or not bool(frozen.mask.all()):

@@ -39,11 +39,10 @@ from tensorlens_tl.evaluate.paper.relation_decoders import by_relation, relation
 from tensorlens_tl.evaluate.paper.relations import Relation, shipped_relations
 from tensorlens_tl.evaluate.perturbation import perturbation
 from tensorlens_tl.evaluate.scorers import STANDARD, scorers_of, usable
-from tensorlens_tl.models.protocol import ModelLike
-from tensorlens_tl.models.view import ModelView
-from tensorlens_tl.passes.freezing import freeze
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import token_rows
-from tensorlens_tl.results.evaluation import Evaluation
+from tensorlens_tl.results import Evaluation
 
 if TYPE_CHECKING:
     import pandas as pd

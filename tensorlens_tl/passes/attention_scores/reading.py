@@ -17,8 +17,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear
-from tensorlens_tl.algebra.held_scores import grouped_products
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, grouped_products
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.passes.block_maps import BlockMaps

@@ -16,16 +16,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.held_scores import HeldScores
+from tensorlens_tl.algebra import HeldScores, query_chunks
 from tensorlens_tl.algebra.numerics import relative_error
-from tensorlens_tl.algebra.recomputed import query_chunks
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, ModelPoints, check_finite, hook_points, in_this_thread, keep_in
-from tensorlens_tl.models.layouts import candidates
+from tensorlens_tl.models import ModelView, candidates
 from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.models.parameters import innermost
 from tensorlens_tl.models.sublayers import is_delta
-from tensorlens_tl.models.view import ModelView
 from tensorlens_tl.passes.attention_scores.reading import ScoreReading, added_positions, score_candidates
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture

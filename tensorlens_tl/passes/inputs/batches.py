@@ -10,8 +10,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import plain, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import Query
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelView, Query
 from tensorlens_tl.passes.inputs.arguments import InputLike
 from tensorlens_tl.passes.inputs.prompts import token_rows
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number, whole_slice
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.models import Query
 from tensorlens_tl.passes.inputs.prompts import Prompt
 from tensorlens_tl.passes.inputs.spans import find_real
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs.arguments import IdsLike, InputLike, ModelInputs, Side
 from tensorlens_tl.passes.inputs.signals import Signal, extra_inputs, named_images, read_signal, refuse_signal
 

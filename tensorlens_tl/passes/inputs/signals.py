@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs.arguments import InputLike, ModelInputs
 
 SPECIAL = ("CLS", "distillation")

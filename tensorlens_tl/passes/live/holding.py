@@ -27,9 +27,9 @@ from tensorlens_tl.hooks import (
     leave_out,
     mlp_hooks,
     other_hooks,
-    own_run,
     patterns_take_effect,
     replace,
+    unheld_run,
     whole_hooks,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
@@ -207,7 +207,7 @@ def _prove(maps: BlockMaps) -> _Proved:
     """Run the model, held, with another stream at its first block, and compare every block with its map there."""
     model = maps.capture.model
     points = maps.points
-    with own_run(model):
+    with unheld_run(model):
         sites = [site for block in points.blocks for site in (block.heads, block.cross) if site is not None]
         reached = patterns_take_effect(model, maps.capture.inputs, sites)
         effective = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)

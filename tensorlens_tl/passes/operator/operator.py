@@ -20,7 +20,7 @@ from tensorlens_tl.algebra.numerics import relative_residual, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
 from tensorlens_tl.algebra.probes import Estimate, check_probes, probed, stored_rows
 from tensorlens_tl.errors import InvalidInputError, NumericalError
-from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes.operator.collapse import Collapse
 from tensorlens_tl.passes.operator.selection import Keys, chosen_keys, places_bias
 from tensorlens_tl.passes.operator.target import Target, resolve_target

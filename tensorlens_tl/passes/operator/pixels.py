@@ -15,8 +15,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, relative_residual, upcast
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.patches import PatchWeights
-from tensorlens_tl.models.protocol import Query, TokenLike
+from tensorlens_tl.models import PatchWeights, Query, TokenLike
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.linearisation import Linearisation, check_pass
 from tensorlens_tl.passes.operator.operator import FrozenOperator

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number, whole_slice
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.protocol import LayerRange, Query
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import LayerRange, ModelView, Query
 from tensorlens_tl.passes.inputs import Prompt, span_positions
 from tensorlens_tl.passes.linearisation import Linearisation
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.protocol import NEXT, TokenLike
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import NEXT, ModelView, TokenLike
 from tensorlens_tl.passes.inputs import Prompt, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation, check_pass
 

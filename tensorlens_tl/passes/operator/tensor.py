@@ -17,8 +17,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.algebra.positions import BiasTerms, Queries
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.activations import Rule, check_rule
-from tensorlens_tl.models.protocol import Query
+from tensorlens_tl.models import Query, Rule, check_rule
 from tensorlens_tl.passes.inputs import one_query, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.operator.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps, end_of

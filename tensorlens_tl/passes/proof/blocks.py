@@ -19,8 +19,7 @@ from tensorlens_tl.algebra import Chain
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import observe
-from tensorlens_tl.models.block import BlockView
-from tensorlens_tl.models.layouts import Layout
+from tensorlens_tl.models import BlockView, Layout
 from tensorlens_tl.passes.block_maps import BlockMaps, BlockParts
 from tensorlens_tl.passes.proof.layouts import LayoutSearch
 from tensorlens_tl.passes.proof.sampled import attention_at, can_be_sampled

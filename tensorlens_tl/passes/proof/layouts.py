@@ -9,7 +9,7 @@ import torch
 from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.layouts import Layout, candidates
+from tensorlens_tl.models import Layout, candidates
 from tensorlens_tl.passes.block_maps import BlockMaps
 
 _unambiguous: "WeakKeyDictionary[Any, tuple[Any, dict[int, Layout]]]" = WeakKeyDictionary()

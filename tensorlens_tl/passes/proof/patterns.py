@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.recomputed import query_chunks
+from tensorlens_tl.algebra import query_chunks
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AnyAttention, Diagonal
 from tensorlens_tl.algebra.positions import RowPositions
-from tensorlens_tl.models.layouts import Layout
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import Layout, ModelView
 from tensorlens_tl.passes.block_maps import BlockMaps
 
 POSITIONS = 8

@@ -18,8 +18,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Diagonal, Tap
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.hooks import ModelPoints, keep_in
-from tensorlens_tl.models.layouts import Layout, Place
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models import Layout, ModelView, Place
 from tensorlens_tl.passes.block_maps import BlockMaps, BlockParts
 from tensorlens_tl.passes.proof.sampled import can_be_sampled
 
