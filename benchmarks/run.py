@@ -916,7 +916,7 @@ def flashtrace() -> Lines:
                 ended = float(found.observation["sum"].sum()) + found.thinking_ratios[-1] * began
                 error = f"{abs(ended - began) / began:.1e}"
             cells = seconds["theirs"], seconds["ours"], seconds["theirs"] / seconds["ours"]
-            yield row(f"a span, {hops} hops", threads, *cells, error, f"{float(ours(hops).residual):.1e}")
+            yield row(f"a span, {hops} hops", threads, *cells, error, f"{float(ours(hops).gap):.1e}")
 
 
 SECTIONS = (

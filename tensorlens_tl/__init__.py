@@ -3,7 +3,7 @@
 >>> import tensorlens_tl as tlens
 >>> model = tlens.load_demo_model()
 >>> attribution = tlens.attribute(model, "Return the value. Return the", collapse="in_out")
->>> bool(attribution.residual.max() < 1e-4)
+>>> bool(attribution.gap.max() < 1e-4)
 True
 
 The public names, and where they come from, are listed in ``__init__.pyi``. A name is imported when it is first used, so

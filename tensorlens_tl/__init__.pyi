@@ -49,7 +49,7 @@ from tensorlens_tl.errors import (
     InvalidInputError as InvalidInputError,
     NumericalError as NumericalError,
     RegistryError as RegistryError,
-    ResidualWarning as ResidualWarning,
+    GapWarning as GapWarning,
     SizeError as SizeError,
     TensorLensError as TensorLensError,
     UnsupportedModelError as UnsupportedModelError,

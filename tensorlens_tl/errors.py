@@ -21,7 +21,7 @@ class NumericalError(TensorLensError, ArithmeticError):
     """NaN or Inf in weights or activations: an exact map does not exist."""
 
 
-class ResidualWarning(UserWarning):
+class GapWarning(UserWarning):
     """A sum is further from the model's own number than the proof of its pass allows."""
 
 

@@ -37,7 +37,7 @@ def answers(frozen):
     operator = frozen.operator()
     last, every = (operator.target(3, 5, query=query) for query in (-1, None))
     return {"scores": last.scores, "bias": last.bias, "B": operator.bias, "all scores": every.scores,
-            "residual": every.residual}  # fmt: skip
+            "gap": every.gap}  # fmt: skip
 
 
 def anonymous():
@@ -107,7 +107,7 @@ def offloaded(folder):
             name: float(torch.linalg.vector_norm(made[name] - right) / torch.linalg.vector_norm(right))
             for name, right in expected.items()
         },
-        "residual": float(expected["residual"].max()),
+        "gap": float(expected["gap"].max()),
         "seconds": {"freezing": freezing, "pulling": pulling},
     }
 

@@ -156,7 +156,7 @@ def test_biases_of_adapters_are_read():
     )  # where the layer itself has none
     frozen = tlens.freeze(model, some_tokens())
     assert frozen.view.blocks[0].attention.b_V is not None
-    assert float(tlens.attribute(frozen, target=5).residual.max()) < 1e-6
+    assert float(tlens.attribute(frozen, target=5).gap.max()) < 1e-6
 
 
 def test_embeddings_heads_and_whole_modules_are_read():
@@ -202,7 +202,7 @@ def test_adapters_put_on_after_wrapping_are_read():
     peft.inject_adapter_in_model(config, model.original_model)
     model.to(torch.float64)
     assert not close(model(some_tokens()), before, 1e-3)
-    assert float(tlens.attribute(model, some_tokens(), target=5).residual.max()) < 1e-6
+    assert float(tlens.attribute(model, some_tokens(), target=5).gap.max()) < 1e-6
 
 
 # ------------------------------------------------------------------ several adapters, switched
@@ -255,7 +255,7 @@ def test_a_pass_notices_that_adapters_were_switched(change):
     with pytest.raises(FrozenModelError, match="adapters"):
         frozen.operator().target(5)
     again = tlens.attribute(whole, some_tokens(), target=5)
-    assert float(again.residual.max()) < 1e-6
+    assert float(again.gap.max()) < 1e-6
     assert again.provenance["adapters"] == ("other" if change == "switch" else "default")
 
 
@@ -370,11 +370,11 @@ def test_rules_that_go_through_the_gate_compare_it(name):
     model, tokens = tiny_model(name), some_tokens()
     frozen = tlens.freeze(model, tokens)
     for rule in ("ig", "split", "tangent"):
-        assert float(frozen.operator(activation=rule).target(5).residual.max()) < 1e-6
+        assert float(frozen.operator(activation=rule).target(5).gap.max()) < 1e-6
     model.add_hook("blocks.0.mlp.hook_pre", lambda gate, hook: gate * 1.3)
     try:
         frozen = tlens.freeze(model, tokens)
-        assert float(frozen.operator().target(5).residual.max()) < 1e-6
+        assert float(frozen.operator().target(5).gap.max()) < 1e-6
         for rule in ("ig", "split", "tangent"):
             with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.mlp.*gate.*relative error \d\.\de-01"):
                 frozen.operator(activation=rule).target(5)
@@ -422,7 +422,7 @@ def test_norms_in_float32_beside_bfloat16_weights(family):
     frozen = tlens.freeze(model, some_tokens())
     for method in ("tensorlens", "decompx"):
         assert bool(torch.isfinite(tlens.attribute(frozen, method=method, target=5).scores).all())
-    assert float(frozen.operator().target(5).residual.max()) < 0.03
+    assert float(frozen.operator().target(5).gap.max()) < 0.03
 
 
 @pytest.mark.parametrize("name", ["v_proj", "gate_proj"])

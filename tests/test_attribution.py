@@ -48,7 +48,7 @@ def test_three_collapses(frozen):
         assert result.provenance["weight_processing"] == "raw"
         if result.additive:
             assert torch.allclose(result.scores.sum(-1) + result.bias, result.total)
-            assert float(result.residual.max()) < 1e-9
+            assert float(result.gap.max()) < 1e-9
 
 
 def test_attribute_from_model_and_from_pass_agree(frozen):
@@ -219,7 +219,7 @@ def test_save_and_load(frozen, tmp_path, options):
     result = tlens.attribute(frozen, **options)
     path = result.save(tmp_path / "result.safetensors")
     again = tlens.Attribution.load(path)
-    for field in ("scores", "queries", "mask", "bias", "total", "residual", "stderr"):
+    for field in ("scores", "queries", "mask", "bias", "total", "gap", "stderr"):
         mine, theirs = getattr(result, field), getattr(again, field)
         assert (mine is None and theirs is None) or torch.equal(mine, theirs)
     assert (again.tokens, again.axes, again.method, again.target) == (
@@ -243,7 +243,7 @@ def test_html_escapes_every_token():
 
 def test_html_shows_values_and_the_proof(frozen):
     page = tlens.attribute(frozen)._repr_html_()
-    assert "residual" in page
+    assert "gap" in page
     assert page.count('class="t') - page.count('class="tlens"') - page.count('class="title"') == 12
     assert f"{float(tlens.attribute(frozen).scores[0, 0, 0]):+.4g}" in page
     assert tlens.attribute(frozen, query=None).to_html(batch=1).count('class="grid"') == 1

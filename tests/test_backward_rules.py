@@ -75,7 +75,7 @@ def test_nothing_through_the_scores_is_the_frozen_operator(model_name, model_nam
     paper = tlens.attribute(frozen, method="tensorlens", collapse="target", activation="split", target=5, minus=9)
     assert float((relp.scores - paper.scores).abs().max()) <= 1e-9 * float(paper.scores.abs().max())
     assert relp.additive
-    assert float(relp.residual.max()) < tolerance(name) * 10
+    assert float(relp.gap.max()) < tolerance(name) * 10
     cp, ratio = (tlens.attribute(frozen, method=method, target=5, minus=9) for method in ("cp-lrp", "tensorlens"))
     assert float((cp.scores - ratio.scores).abs().max()) <= 1e-9 * float(ratio.scores.abs().max())
 
@@ -151,7 +151,7 @@ def test_attnlrp_conserves(name, model_named):
     allowed = 1e-9 if name == "bridge/gpt2" else 1e-6  # softmax of the others computes in float32
     assert given + constant == pytest.approx(logit, abs=allowed * float(result.scores.abs().sum()))
     off = abs(given - logit) / float(result.scores.abs().sum())
-    assert float(result.residual) == pytest.approx(off, rel=1e-5)
+    assert float(result.gap) == pytest.approx(off, rel=1e-5)
 
 
 def test_queries_prompts_and_memory(model_named):
@@ -208,4 +208,4 @@ def test_a_norm_of_queries_that_has_no_hook_point_is_refused():
     for method, options in (("attnlrp", {}), ("gim", {}), ("relp", {"attention": "live"})):
         with pytest.raises(tlens.UnsupportedModelError, match="a norm inside attention without a hook point"):
             tlens.attribute(frozen, method=method, target=5, **options)
-    assert tlens.attribute(frozen, method="relp", target=5).residual.max() < 1e-6
+    assert tlens.attribute(frozen, method="relp", target=5).gap.max() < 1e-6

@@ -195,7 +195,7 @@ def test_a_hook_point_that_only_observes_is_refused(point):
         circuits.total_effects(frozen, 5, live=True)
     with pytest.raises(tlens.UnsupportedModelError, match="does not obey"):
         check_model(model)
-    assert float(tlens.attribute(frozen, target=5).residual.max()) < 1e-9  # what reads weights is right
+    assert float(tlens.attribute(frozen, target=5).gap.max()) < 1e-9  # what reads weights is right
     assert hooks_left(model) == 0
 
 

@@ -61,7 +61,7 @@ def test_logits_that_the_model_scales_are_read():
     model = wrapped(made("CohereForCausalLM", **GROUPED, logit_scale=0.25))
     own, asked = model(some_tokens()), tlens.freeze(model, some_tokens()).operator().target(5)
     assert torch.allclose(asked.total[:, 0], own[:, -1, 5], rtol=1e-9)
-    assert asked.residual.max() < 1e-6
+    assert asked.gap.max() < 1e-6
 
 
 def test_logits_scaled_after_the_unembedding_are_noticed():
@@ -70,7 +70,7 @@ def test_logits_scaled_after_the_unembedding_are_noticed():
     with model.hooks(fwd_hooks=[("unembed.hook_out", lambda logits, hook: 0.3 * logits)]):
         _, cache = model.run_with_cache(some_tokens())
         for frozen in (tlens.freeze(model, some_tokens()), tlens.freeze(model, some_tokens(), cache=cache)):
-            assert frozen.operator().in_out().residual.max() < 1e-6
+            assert frozen.operator().in_out().gap.max() < 1e-6
             with pytest.raises(tlens.UnsupportedModelError, match=r"not cap\(W_U"):
                 frozen.operator().target(5)
 

@@ -21,19 +21,19 @@ def test_completeness_is_measured(model_named):
         "tensorlens target, biases",
         "decompx target",
     ]
-    assert max(result.mean("residual", method) for method in exact) < 1e-9
-    assert result.mean("residual", "integrated-gradients") > 1e-6  # quadrature
+    assert max(result.mean("gap", method) for method in exact) < 1e-9
+    assert result.mean("gap", "integrated-gradients") > 1e-6  # quadrature
     assert result.mean("unexplained", "tensorlens in+out, biases") == 0
     assert result.mean("unexplained", "tensorlens in+out") > 0.01
     claimed = evaluate.completeness(model_named("bridge/gpt2"), some_tokens(2, 6), ["rollout"])
-    assert np.isnan(claimed.mean("residual", "rollout"))
+    assert np.isnan(claimed.mean("gap", "rollout"))
 
 
 def test_completeness_keeps_a_target_of_ones_own():
     model = tlens.testing.tiny_model("bridge/gpt2")
     own = {"x": ("tensorlens", {"collapse": "target", "target": 5})}
     result = evaluate.completeness(model, some_tokens(), own)
-    assert result.mean("residual", "x") < 1e-9
+    assert result.mean("gap", "x") < 1e-9
     made = tlens.attribute(model, some_tokens(), collapse="target", target=5)
     bias = made.bias.abs() / (made.scores.abs().sum(-1) + made.bias.abs())
     assert close(result.values[1, 0], bias[:, 0])

@@ -109,7 +109,7 @@ def test_components_sum_to_the_logit(frozen, name, by):
             circuits.logit_attribution(frozen, 5, minus=7, by=by)
         return
     terms = circuits.logit_attribution(frozen, 5, minus=7, by=by)
-    assert float(terms.residual.max()) < tolerance(name)
+    assert float(terms.gap.max()) < tolerance(name)
     own = (frozen.last_logits[:, 5] - frozen.last_logits[:, 7]) if frozen.view.soft_cap is None else terms.total[:, 0]
     assert close(terms.total[:, 0], own, atol=1e-5 if tolerance(name) > 1e-9 else 1e-9)
     if by == "head_token":
@@ -219,11 +219,11 @@ def test_a_direction_in_the_middle_of_the_model(frozen, name):
     for by in ("component", "head", "head_token") if experts_in(frozen, 0) > 1 else circuits.effects.BY:
         terms = circuits.logit_attribution(frozen, direction=d, layers=[0], by=by, query=[2, -1])
         assert close(terms.total, x[:, [2, -1]] @ d)
-        assert float(terms.residual.max()) < tolerance(name)
+        assert float(terms.gap.max()) < tolerance(name)
     assert "L0.attn" in circuits.logit_attribution(frozen, direction=d, layers=[0]).names
     assert terms.target == "direction at blocks.1 input"
     found = circuits.paths(frozen, direction=d, layers=[0], max_order=2)
-    assert float(found.residual.max()) < tolerance(name)
+    assert float(found.gap.max()) < tolerance(name)
     assert close(found.total[:, 0], x[:, -1] @ d)
     effects = circuits.total_effects(frozen, direction=d, layers=[0])
     if is_whole(frozen):
@@ -246,19 +246,19 @@ def test_a_direction_in_the_middle_of_the_model(frozen, name):
 def test_layers_from_the_middle_on(one, name):
     later = circuits.logit_attribution(one, 5, 7, layers=[1])
     assert later.names[0] == "blocks.1 input"
-    assert float(later.residual.max()) < tolerance(name)
+    assert float(later.gap.max()) < tolerance(name)
     assert close(later.total, circuits.logit_attribution(one, 5, 7).total)
     found = circuits.paths(one, 5, 7, layers=slice(1, None), max_order=2)
-    assert float(found.residual.max()) < tolerance(name)
+    assert float(found.gap.max()) < tolerance(name)
     made = circuits.contribution_graph(one, 5, 7, layers=[1], threshold=0)
-    assert made.residual < tolerance(name)
+    assert made.gap < tolerance(name)
     assert not made.nodes["name"].str.startswith("L0").any()
     top = circuits.top_paths(one, 5, 7, layers=[1], k=3, width=100)
-    assert float(top.residual.max()) < tolerance(name)
+    assert float(top.gap.max()) < tolerance(name)
     probe = torch.linspace(-1, 1, 16, dtype=torch.float64)
     graph_of_probe = circuits.contribution_graph(one, direction=probe, layers=[0], threshold=0)
     assert graph_of_probe.total == pytest.approx(float(one.resid_pre(1)[0, -1] @ probe))
-    assert graph_of_probe.residual < tolerance(name)
+    assert graph_of_probe.gap < tolerance(name)
 
 
 # ------------------------------------------------------------------ paths and graphs
@@ -267,7 +267,7 @@ def test_layers_from_the_middle_on(one, name):
 def test_paths_and_remainder_sum_to_the_logit_in_every_order(frozen, name):
     for order in range(3):
         found = circuits.paths(frozen, 5, minus=7, max_order=order)
-        assert float(found.residual.max()) < tolerance(name)
+        assert float(found.gap.max()) < tolerance(name)
         lengths = torch.tensor([len(path) for path in found.nodes])
         for length in range(order + 1):
             listed = found.scores[:, 0, : len(lengths)][:, lengths == length].sum(1)
@@ -281,9 +281,9 @@ def test_a_wide_beam_finds_the_largest_of_all_paths(one, name):
     top = circuits.top_paths(one, 5, k=6, width=10_000)
     best = everything.scores[0, 0, : len(everything.nodes)].abs().topk(6).values
     assert close(top.scores[0, 0].abs(), best)
-    assert float(top.residual) < tolerance(name)
+    assert float(top.gap) < tolerance(name)
     narrow = circuits.top_paths(one, 5, k=6, width=2)
-    assert float(narrow.residual) < tolerance(name)
+    assert float(narrow.gap) < tolerance(name)
     assert set(narrow.nodes) <= set(everything.nodes)
 
 
@@ -322,7 +322,7 @@ def test_graph_identities(one, name):
     inner = nodes["kind"].isin(["head", "mlp", "target"])
     scale = float(nodes["weight"].abs().max())
     assert float((entering + nodes["bias"] - nodes["weight"])[inner].abs().max()) < tolerance(name) * scale
-    assert made.residual < tolerance(name)
+    assert made.gap < tolerance(name)
     assert made.completeness == pytest.approx(1.0)
     assert not entering[nodes["kind"].isin(["embedding", "bias"])].any()
     assert (nodes.iloc[edges["source"]]["layer"].to_numpy() <= nodes.iloc[edges["target"]]["layer"].to_numpy())[
@@ -394,7 +394,7 @@ def test_source_pairs_sum_to_the_score_of_the_captured_queries_and_keys(frozen, 
             circuits.qk_attribution(frozen, layer, 3, query=-1, key=3)
         return
     made = circuits.qk_attribution(frozen, layer, 3, query=-1, key=3)
-    assert float(made.residual.max()) < tolerance(name)
+    assert float(made.gap.max()) < tolerance(name)
     softmax_in_float32 = name in ("bridge/phi", "bridge/gptj", "bridge/opt", "bridge/modernbert-decoder")
     assert made.reading_error < (1e-6 if softmax_in_float32 else tolerance(name))
     reading = scores.score_reading(frozen, layer)
@@ -414,7 +414,7 @@ def test_pairs_of_components_and_heads_sum_to_the_score(frozen, name, layer):
     by_token = circuits.qk_attribution(frozen, layer, 3, query=-1, key=3)
     made = {by: circuits.qk_attribution(frozen, layer, 3, query=-1, key=3, by=by) for by in ("component", "head")}
     for found in made.values():
-        assert float(found.residual.max()) < tolerance(name)
+        assert float(found.gap.max()) < tolerance(name)
         assert close(found.total, by_token.total)
     if layer:
         names = {by: found.names[0] for by, found in made.items()}
@@ -715,10 +715,10 @@ def test_half_precision_and_numpy_integers(model_named):
 
     model = tiny_model("bridge/gpt2").to(torch.bfloat16)
     one = tlens.freeze(model, some_tokens(batch=1))
-    assert float(circuits.logit_attribution(one, 5, by="head_token").residual) < 0.02
+    assert float(circuits.logit_attribution(one, 5, by="head_token").gap) < 0.02
     assert len(circuits.logit_attribution(one, 5, by="head_token").to_dataframe())
-    assert circuits.contribution_graph(one, 5).residual < 0.05
-    assert float(circuits.paths(one, 5).residual) < 0.05
+    assert circuits.contribution_graph(one, 5).gap < 0.05
+    assert float(circuits.paths(one, 5).gap) < 0.05
     for value in (circuits.spectral_norm(one.operator()), circuits.error_bound(one, one.resid_pre(0)).bound):
         assert value > 0
     assert circuits.singular_directions(one.operator(), 0, -1).values.sum() == 0  # nothing flows backwards
@@ -762,7 +762,7 @@ def test_unreadable_scores_are_refused_and_nothing_else(model_named, monkeypatch
     monkeypatch.setattr("tensorlens_tl.passes.attention_scores.reading._rotations", lambda *args: iter([None]))
     with pytest.raises(tlens.UnsupportedModelError, match="no known scale and position encoding"):
         circuits.qk_attribution(frozen, 1, 0)
-    assert float(circuits.logit_attribution(frozen, 5).residual.max()) < 1e-6
+    assert float(circuits.logit_attribution(frozen, 5).gap.max()) < 1e-6
 
 
 def test_two_vocabularies_do_not_copy():

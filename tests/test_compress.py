@@ -124,7 +124,7 @@ def test_what_was_kept_and_removed_is_the_model(name, model):
     direction = torch.randn(frozen.output.shape[-1], dtype=frozen.output.dtype)
     asked = {"direction": direction} if frozen.view.unembedding is None else {"target": 5, "minus": 7}
     terms = taken.target(**asked, query=[-1, 1])
-    assert float(terms.residual.max()) <= tolerance(name)
+    assert float(terms.gap.max()) <= tolerance(name)
     assert close(terms.keys.nansum((-2, -1)) + terms.scores[..., -3:].sum(-1), terms.scores.sum(-1), 1e-12)
     assert float(terms.scores[..., -3:].abs().max()) > 1e-6  # something settles anew
 
@@ -219,7 +219,7 @@ def test_what_is_cast_inside_comes_back_cast(model_named):
             model.to(torch.float32)
         assert unchanged(model, expected), name
         frozen = tlens.freeze(model, some_tokens())
-        assert float(compress.removed(frozen, compress.plan(model, ratio=2)).target(5).residual.max()) < 1e-4
+        assert float(compress.removed(frozen, compress.plan(model, ratio=2)).target(5).gap.max()) < 1e-4
 
 
 def test_what_is_changed_inside_is_said():
@@ -273,7 +273,7 @@ def test_half_precision_and_gradients(model_named):
     plan = compress.plan(model, ratio=1.5)
     assert plan.layers[0][0].core.dtype == torch.float32
     terms = compress.removed(frozen, plan).target(5)
-    assert float(terms.residual.max()) < 0.05
+    assert float(terms.gap.max()) < 0.05
     wide = model.to(torch.float64)  # the same numbers, widened
     with plan.applied():
         assert wide is model
@@ -544,7 +544,7 @@ def test_a_method_of_ones_own(model_named):
     plan = compress.plan(model, method=Own)
     assert plan.ratio == 2
     frozen = tlens.freeze(model, some_tokens())
-    assert float(compress.removed(frozen, plan).target(5).residual.max()) <= 1e-9
+    assert float(compress.removed(frozen, plan).target(5).gap.max()) <= 1e-9
 
 
 @pytest.mark.parametrize(

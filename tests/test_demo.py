@@ -136,7 +136,7 @@ def test_texts_of_different_length_in_one_batch(model):
 def test_targets_as_text(model, target, message):
     operator = tlens.freeze(model, "Return the value of").operator()
     if message is None:
-        assert operator.target(target).residual.max() < 1e-4
+        assert operator.target(target).gap.max() < 1e-4
     else:
         with pytest.raises(tlens.InvalidInputError, match=message):
             operator.target(target)
@@ -185,7 +185,7 @@ def test_the_induction_circuit_is_found_by_circuits_alone(demo_model):
         # the current token, and the token before the one attended to, which is in the key by way of L0H3 alone
         assert divmod(int(pair), end) == (end - 1, end - length - 1)
         assert float(score.pairs[0].flatten()[pair]) > 0.5 * float(score.total)
-        assert float(score.residual) < 1e-9
+        assert float(score.gap) < 1e-9
 
 
 def test_the_vision_model_reads_digits():

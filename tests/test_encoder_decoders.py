@@ -110,7 +110,7 @@ def test_an_operator_of_some_layers_and_heads(frozen, model, name):
             model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
         assert relative(op(x)[:, start:], seen["output"]) < tolerance(name)
         without = frozen.operator(mlp=set(range(last)) - {layer})
-        assert float(without.in_out(query=None).residual.max()) < 1e-9
+        assert float(without.in_out(query=None).gap.max()) < 1e-9
         assert relative(without(x), frozen.operator()(x)) > 1e-3
 
 
@@ -229,9 +229,9 @@ def test_the_encoder_predicts_nothing(bart, method):
     for query in (0, 5, None):
         with pytest.raises(tlens.InvalidInputError, match="positions 0 to 5 are the encoder's"):
             tlens.attribute(bart, method=method, target=7, query=query)
-    assert float(bart.operator().in_out(query=None).residual.max()) < 1e-9
+    assert float(bart.operator().in_out(query=None).gap.max()) < 1e-9
     asked = bart.operator().target(direction=torch.randn(16, dtype=torch.float64), query=None)
-    assert float(asked.residual.max()) < 1e-9
+    assert float(asked.gap.max()) < 1e-9
 
 
 BAD = [
@@ -315,7 +315,7 @@ def test_a_vocabulary_for_each_side():
     sizes = {"decoder_vocab_size": 60, "share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}
     model = build_bridge("marian", **sizes)
     frozen = tlens.freeze(model, [[3, 4, 5]], decoder_input_ids=[[1, 55]])
-    assert float(frozen.operator().target(57).residual.max()) < 1e-9
+    assert float(frozen.operator().target(57).gap.max()) < 1e-9
     assert frozen.fwd_hooks()
     with pytest.raises(tlens.InvalidInputError, match=r"input: token id 55 .* vocabulary of 48"):
         tlens.freeze(model, [[3, 55, 5]], decoder_input_ids=[[1, 55]])
@@ -396,7 +396,7 @@ def test_the_letter_that_is_copied_gets_the_score(reversal):
     letters, frozen = reversal
     assert max(frozen.errors.values()) < 1e-9
     made = scores_of(letters, frozen)
-    assert float(made.residual.max()) < 1e-9
+    assert float(made.gap.max()) < 1e-9
     assert bool((made.total > 0).all())  # every letter is right
     mirrored = 6 - torch.arange(6)  # the encoder's start token is at 0
     assert float((made.scores.argmax(-1) == mirrored).double().mean()) > 0.99

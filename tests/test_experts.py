@@ -62,7 +62,7 @@ def test_one_expert_is_worth_what_the_frozen_model_loses_without_it(name, model_
     model, at = model_named(name), LAYER.get(name, 0)
     frozen = tlens.freeze(model, some_tokens())
     effects, direct = (made(frozen, 5, 7, by="head") for made in (circuits.total_effects, circuits.logit_attribution))
-    assert float(direct.residual.max()) < tolerance(name)
+    assert float(direct.gap.max()) < tolerance(name)
     routes, ends = frozen.routing(at), frozen.points.blocks[at].mlp
     everything = frozen_logit(frozen)
     chosen = routes.index[routes.weight != 0].unique().tolist()
@@ -75,7 +75,7 @@ def test_one_expert_is_worth_what_the_frozen_model_loses_without_it(name, model_
     together = sum(effects[node] for node in effects.names if node.startswith((f"L{at}E", f"L{at}.shared")))
     assert close(circuits.total_effects(frozen, 5, 7, by="component")[f"MLP{at}"], together, 1e-9)
     graph = circuits.contribution_graph(tlens.freeze(model, some_tokens(1)), 5, threshold=0)
-    assert graph.residual < tolerance(name)
+    assert graph.gap < tolerance(name)
     assert graph.nodes["name"].str.startswith(f"L{at}E").any()
     assert hooks_left(model) == 0
 

@@ -88,9 +88,9 @@ def test_a_new_map_before_a_model(model_named, name):
         assert close(made.slice(-1, keys=keys), dense[:, -1][:, :, keys])
         assert close(made.norm(None, keys=keys).scores, sizes[..., keys])
         assert close(made.contributions(keys=keys), made.contributions()[:, :, keys])
-    assert float(made.in_out(None).residual.max()) < 1e-9
+    assert float(made.in_out(None).gap.max()) < 1e-9
     by_position = made.in_out(None, bias="position")
-    assert float(by_position.residual.max()) < 1e-9
+    assert float(by_position.gap.max()) < 1e-9
     assert not by_position.bias.any()
     reach = torch.ones(POS, BATCH, POS, dtype=torch.bool)
     spread = Spread("absdot", reach, torch.zeros(BATCH, dtype=torch.long))

@@ -129,12 +129,12 @@ def test_collapses_are_complete(frozen, name, activation):
     op = frozen.operator(activation=activation)
     output = frozen.output
     in_out = op.in_out(query=None)
-    assert float(in_out.residual.max()) < tolerance(name)
+    assert float(in_out.gap.max()) < tolerance(name)
     assert torch.allclose(in_out.total, output.square().sum(-1))
     dots = (op.contributions() * output[:, :, None]).sum(-1)
     assert relative(in_out.scores, dots) < tolerance(name)
     target = op.target(7, query=None, minus=11)
-    assert float(target.residual.max()) < tolerance(name) * 10
+    assert float(target.gap.max()) < tolerance(name) * 10
 
 
 def test_target_total_is_the_models_own_logit(frozen, model, name):
@@ -194,7 +194,7 @@ def test_padding_changes_nothing(model, name, side):
     if own.isnan().any() or not relative(own[1, real], model(short[None])[0]) < 1e-5:
         if (name, side) in POSITIONS_SHIFT:
             shifted = tlens.freeze(model, tokens, attention_mask=mask).operator().in_out(query=None)
-            assert float(shifted.residual.max()) < tolerance(name)
+            assert float(shifted.gap.max()) < tolerance(name)
             return
         with pytest.raises((tlens.NumericalError, tlens.UnsupportedModelError), match="padd"):
             tlens.freeze(model, tokens, attention_mask=mask)

@@ -47,7 +47,7 @@ def check_sums(made, name):
     out = made.edges.groupby("source")["weight"].sum().reindex(nodes.index, fill_value=0.0)
     assert float((out - nodes["weight"])[:-1].abs().max()) < atol
     assert nodes["weight"][source].sum() + nodes["bias"][~source].sum() == pytest.approx(made.total, abs=atol)
-    assert made.residual < tolerance(name)
+    assert made.gap < tolerance(name)
     assert made.completeness == pytest.approx(1.0)
 
 

@@ -149,7 +149,7 @@ def test_every_sum_holds(model, name):
         made.append(circuits.feature_effects(early, 5, 7, query=None))
         assert close(made[-1].total, frozen.operator().target(5, 7, query=None).total)
     for result in made:
-        assert float(result.residual.max()) < tolerance(name), result
+        assert float(result.gap.max()) < tolerance(name), result
 
 
 @pytest.mark.parametrize(("name", "kind", "normalise"), ON_HAND)
@@ -159,7 +159,7 @@ def test_a_feature_is_worth_what_the_frozen_model_loses_without_it(model_named, 
     dictionary = Dictionary(kind=kind, normalise=normalise)
     found = circuits.features(frozen, dictionary, hook)
     terms = circuits.feature_effects(found, 5, 7)
-    assert float(terms.residual.max()) < tolerance(name)
+    assert float(terms.gap.max()) < tolerance(name)
     x = own_stream(frozen, hook)
     active = dictionary.encode(x)
     error = x - dictionary.decode(active)
@@ -206,7 +206,7 @@ def test_an_edge_is_what_the_later_feature_loses_without_the_earlier_one(model_n
     for row, (number, query) in enumerate(zip(edges.features, edges.queries[1].tolist(), strict=True)):
         assert close(lost[1, query, number], edges[f"F{feature}@{position}"][1, row], atol=tolerance(name))
     assert edges.features == [2, 9, 2, 9]
-    assert float(edges.into(9).residual.max()) < tolerance(name)
+    assert float(edges.into(9).gap.max()) < tolerance(name)
 
 
 # ------------------------------------------------------------------ transcoders
@@ -224,7 +224,7 @@ def test_transcoders_in_the_place_of_an_mlp(model_named, name):
     edges = circuits.feature_edges(found, late, [1, 2], by="feature")
     into = [circuits.feature_attribution(found, 6, by=by, query=None) for by in ("token", "component")]
     for result in (terms, edges, *into):
-        assert float(result.residual.max()) < tolerance(name)
+        assert float(result.gap.max()) < tolerance(name)
     x, given = own_stream(frozen, read), own_stream(frozen, write)
     assert close(into[0].total, source.before(x)[..., 6], atol=tolerance(name))
     active = source.encode(x)
@@ -269,7 +269,7 @@ def test_padding_and_batches_change_nothing(model_named):
     dictionary, hook = Dictionary(), "blocks.0.hook_resid_post"
     both = circuits.features(tlens.freeze(model, rows), dictionary, hook)
     terms, wide = circuits.feature_effects(both, 5, 7), circuits.feature_attribution(both, 2)
-    assert float(terms.residual.max()) < 1e-9
+    assert float(terms.gap.max()) < 1e-9
     for number, row in enumerate(rows):
         alone = circuits.features(tlens.freeze(model, [row]), dictionary, hook)
         single = circuits.feature_effects(alone, 5, 7)
@@ -290,7 +290,7 @@ def test_direct_effects_on_a_pre_activation(model_named, by):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
     found = circuits.features(frozen, Dictionary(), "blocks.1.hook_resid_mid")
     terms = circuits.feature_attribution(found, 4, by=by, query=[2, -1])
-    assert float(terms.residual.max()) < 1e-9
+    assert float(terms.gap.max()) < 1e-9
     assert "b_enc" in terms.names
     assert not [name for name in terms.names if name.startswith("MLP1")]
     if by == "head":
@@ -318,7 +318,7 @@ def test_a_feature_that_is_not_active(model_named):
     dictionary = Dictionary(kind="topk")
     found = circuits.features(frozen, dictionary, "blocks.0.hook_resid_post")
     silent = next(feature for feature in range(FEATURES) if not bool(found.value(feature).any()))
-    assert float(circuits.feature_attribution(found, silent).residual.max()) < 1e-9
+    assert float(circuits.feature_attribution(found, silent).gap.max()) < 1e-9
     names = circuits.feature_effects(found, 5, by="feature").names
     assert f"F{silent}" not in names
     assert len(names) == len(found.index[:, 2].unique()) + 3  # error, b_dec, bias
@@ -582,7 +582,7 @@ def test_configurations_of_saelens_5_are_read(model_named, kind, said, factor):
     assert torch.allclose(found.values, features[features != 0], atol=1e-12)
     assert torch.allclose(found.reconstruction, whole.decode(features * factors), atol=1e-12)
     terms = circuits.feature_effects(found, 5, 7)
-    assert float(terms.residual.max()) < 1e-9
+    assert float(terms.gap.max()) < 1e-9
 
 
 def test_a_small_b_dec_is_found_in_half_precision():

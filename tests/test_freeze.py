@@ -195,7 +195,7 @@ def test_sublayers_that_write_nothing_have_any_layout():
         for block in model.blocks:
             block.mlp.original_component.c_proj.weight.zero_()
             block.mlp.original_component.c_proj.bias.zero_()
-    assert tlens.freeze(model, some_tokens()).operator().in_out().residual.max() < 1e-9
+    assert tlens.freeze(model, some_tokens()).operator().in_out().gap.max() < 1e-9
 
 
 def test_one_token_with_folded_norms_keeps_its_layout():
@@ -212,7 +212,7 @@ def test_without_verification_only_the_first_block_is_proved(model_named):
     frozen = tlens.freeze(model_named(GPT2), some_tokens(), verify=False)
     assert list(frozen.errors) == ["blocks.0", "blocks.0.writes", "unembed"]
     assert len(frozen.layouts) == 2
-    assert frozen.operator().in_out().residual.max() < 1e-9
+    assert frozen.operator().in_out().gap.max() < 1e-9
 
 
 def test_a_stricter_tolerance_can_be_asked_for(model_named):
@@ -225,7 +225,7 @@ def test_bias_free_and_token_type_inputs(model_named):
     plain = tlens.freeze(model_named("bridge/bert"), some_tokens())
     typed = tlens.freeze(model_named("bridge/bert"), some_tokens(), token_type_ids=types)
     assert not torch.allclose(plain.output, typed.output)
-    assert typed.operator().in_out().residual.max() < 1e-9
+    assert typed.operator().in_out().gap.max() < 1e-9
 
 
 def test_errors_are_one_family():

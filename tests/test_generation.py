@@ -52,7 +52,7 @@ def test_tokens_spans_and_hops_are_exact(model, name):
     sent = text.attribute(span=(1, 4), hops="all")
     assert not sent.scores[:, :, 4:].any()  # everything has landed on the prompt
     for result in (tokens, span, sent, text.attribute(span=(1, 4), hops=1)):
-        assert float(result.residual.max()) <= limit
+        assert float(result.gap.max()) <= limit
         assert close(sums(result), result.total, limit)
 
 
@@ -182,7 +182,7 @@ def test_hops_of_every_token_and_of_differences(written):
     assert torch.equal(written.attribute(hops=0).scores, plain.scores)
     assert close(sent.scores.sum(1), written.attribute(span="all", hops="all").scores[:, 0])
     place = written.attribute(span="all", bias="position", hops=2)
-    assert float(place.residual.max()) < 1e-9
+    assert float(place.gap.max()) < 1e-9
 
 
 # ------------------------------------------------------------------ many prompts

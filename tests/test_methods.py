@@ -223,7 +223,7 @@ def test_an_alias_is_its_method_with_another_name(model_named, clean_registry):
     assert tlens.get_method("tensorlens").alias_of is None
     alias = tlens.attribute(frozen, method="cp-lrp", target=5)
     original = tlens.attribute(frozen, method="tensorlens", collapse="target", target=5)
-    for field in ("scores", "bias", "total", "residual"):
+    for field in ("scores", "bias", "total", "gap"):
         assert torch.equal(getattr(alias, field), getattr(original, field))
     assert (alias.method, alias.target, alias.additive) == ("cp-lrp", original.target, True)
     assert alias.options == {"target": 5, "minus": None, "query": -1}
@@ -255,7 +255,7 @@ def test_layer_maps(frozen, method, layer_map):
     result = tlens.attribute(frozen, method=method, layer_map=layer_map, normalize=True)
     assert torch.allclose(result.scores.sum(-1), torch.ones_like(result.scores[..., 0]))  # rows are distributions
     check_attribution(result, frozen)
-    residual = result.options.get("residual")
+    residual = result.options.get("gap")
     assert method == "mean" or residual == (0.5 if layer_map in ("attention", "norm:attn") else None)
 
 
@@ -264,7 +264,7 @@ def test_rollout_by_hand(frozen):
     eye = torch.eye(6, dtype=patterns[0].dtype)
     expected = (0.5 * patterns[1] + 0.5 * eye) @ (0.5 * patterns[0] + 0.5 * eye)
     assert torch.allclose(tlens.attribute(frozen, method="rollout").scores, expected)
-    bare = tlens.attribute(frozen, method="rollout", residual=None, normalize=False)
+    bare = tlens.attribute(frozen, method="rollout", gap=None, normalize=False)
     assert torch.allclose(bare.scores, patterns[1] @ patterns[0])
 
 
@@ -278,7 +278,7 @@ def test_one_query_is_a_row_of_all(frozen, method):
 def test_decompx_target_is_additive_and_without_bias_is_not(frozen):
     result = tlens.attribute(frozen, method="decompx", aggregate="target", target=5, minus=9)
     assert result.additive
-    assert float(result.residual.max()) < 1e-5
+    assert float(result.gap.max()) < 1e-5
     bare = tlens.attribute(frozen, method="decompx", aggregate="target", target=5, minus=9, bias="none")
     assert not bare.additive
 
@@ -301,7 +301,7 @@ def test_decompx_without_biases_is_the_operator_where_b_V_is_zero():
 def test_integrated_gradients_converge(model_named):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
     off = [
-        float(tlens.attribute(frozen, method="integrated-gradients", target=5, steps=steps).residual.max())
+        float(tlens.attribute(frozen, method="integrated-gradients", target=5, steps=steps).gap.max())
         for steps in (4, 256)
     ]
     assert off[1] < off[0] / 2  # slowly: norms bend sharply near a zero baseline
@@ -337,7 +337,7 @@ def test_integrated_gradients_converge(model_named):
         ("ifr", {"aggregate": "max"}, "'product' or 'sum'"),
         ("ifr", {"threshold": "much"}, "at least 0, below 1"),
         ("alti-logit", {"target": 5, "updates": "mlp"}, "'attention' or 'all'"),
-        ("rollout", {"residual": "half"}, "between 0 and 1, None or 'auto'"),
+        ("rollout", {"gap": "half"}, "between 0 and 1, None or 'auto'"),
         ("rollout", {"normalize": "yes"}, "normalize='yes'; use True or False"),
         ("tensorlens", {"final_norm": torch.ones(2, 3)}, r"final_norm=<Tensor \[2, 3\] torch.float32>; use True"),
         ("tensorlens", {"collapse": "norm", "probes": 3, "seed": "a"}, "seed='a'; use an integer"),

@@ -166,7 +166,7 @@ def test_overflow_names_its_place(kind, dtype, factor):
 
 
 def test_scores_that_underflow_have_no_residual_of_their_own():
-    """Nothing written at all: zero scores, zero total, and a residual that is a number."""
+    """Nothing written at all: zero scores, zero total, and a gap that is a number."""
     model = gpt2()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -174,7 +174,7 @@ def test_scores_that_underflow_have_no_residual_of_their_own():
                 parameter.zero_()
     in_out = tlens.freeze(model, some_tokens()).operator().in_out()
     assert not in_out.scores.any()
-    assert float(in_out.residual.max()) == 0
+    assert float(in_out.gap.max()) == 0
 
 
 def test_float16_overflow_is_an_error_or_right():

@@ -23,8 +23,8 @@ def test_layer_ranges_compose_to_the_whole(frozen):
     assert close(first(first.x), frozen.resid_pre(1), 1e-6)
     assert close(rest(first(first.x)), frozen.output, 1e-6)
     assert close(rest.push(first.push(first.x)), frozen.operator().push(first.x))
-    assert frozen.operator(layers=[1]).in_out().residual.max() < 1e-6
-    assert frozen.operator(layers=slice(0, 1)).in_out().residual.max() < 1e-6
+    assert frozen.operator(layers=[1]).in_out().gap.max() < 1e-6
+    assert frozen.operator(layers=slice(0, 1)).in_out().gap.max() < 1e-6
 
 
 def test_heads_add_up(frozen):
@@ -42,7 +42,7 @@ def test_heads_add_up(frozen):
 def test_dropping_all_heads_but_named_layers_keeps_the_others(frozen):
     op = frozen.operator(heads={1: [0, 2]})
     assert not op.whole
-    assert op.in_out().residual.max() < 1e-6
+    assert op.in_out().gap.max() < 1e-6
     assert close(
         frozen.operator(heads={0: range(4), 1: range(4)}).in_out().scores, frozen.operator().in_out().scores, 1e-6
     )
@@ -70,7 +70,7 @@ def test_without_heads_a_head_zeroed_in_the_frozen_model_agrees(frozen):
 
 def test_mlp_false_leaves_the_branches_out(frozen):
     bare = frozen.operator(mlp=False)
-    assert bare.in_out().residual.max() < 1e-6
+    assert bare.in_out().gap.max() < 1e-6
     assert close(frozen.operator(mlp=[0, 1])(bare.x), frozen.output, 1e-6)
     assert not close(frozen.operator(mlp=[0])(bare.x), frozen.operator(mlp=[1])(bare.x))
 
@@ -247,7 +247,7 @@ def test_a_direction_is_as_good_as_a_token(frozen):
     direction = torch.randn(16, dtype=op.x.dtype)
     scores = op.target(direction=direction)
     assert torch.allclose(scores.total[:, 0], frozen.output[:, -1] @ direction)
-    assert scores.residual.max() < 1e-6
+    assert scores.gap.max() < 1e-6
     per_prompt = torch.randn(2, 16, dtype=op.x.dtype)
     assert torch.allclose(op.target(direction=per_prompt).total[:, 0], (frozen.output[:, -1] * per_prompt).sum(-1))
 
@@ -388,7 +388,7 @@ def test_other_dtypes_need_nothing(name, dtype):
     frozen = tlens.freeze(model, some_tokens())
     result = frozen.operator().in_out()
     assert result.scores.dtype == torch.float32  # half precision is summed wide
-    assert float(result.residual.max()) < {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    assert float(result.gap.max()) < {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
     assert torch.isfinite(frozen.operator().contributions()).all()
 
 
@@ -399,7 +399,7 @@ def test_biases_by_position_are_the_pulls_of_each_bias(family, query, model_name
     frozen = tlens.freeze(model_named(family), some_tokens())
     operator = frozen.operator()
     apart, placed = (operator.in_out(query, bias=bias) for bias in ("apart", "position"))
-    assert float(placed.residual.max()) < 1e-9
+    assert float(placed.gap.max()) < 1e-9
     assert not bool(placed.bias.any())
     assert torch.allclose((placed.scores - apart.scores).sum(-1), apart.bias, rtol=0, atol=1e-9)
     if frozen.causal:

@@ -171,10 +171,10 @@ def test_the_query_that_is_asked_is_the_one_that_is_read():
 
     def half_unexplained(frozen):
         result = tlens.attribute(frozen, query=None)
-        return replace(result, residual=torch.where(frozen.mask, 0.5, 0.0).double())
+        return replace(result, gap=torch.where(frozen.mask, 0.5, 0.0).double())
 
     found = evaluate.completeness(model, tokens, {"x": half_unexplained}, attention_mask=mask)
-    assert found.values[list(found.metrics).index("residual"), 0].tolist() == [0.5, 0.5]
+    assert found.values[list(found.metrics).index("gap"), 0].tolist() == [0.5, 0.5]
 
 
 def test_all_methods_run_and_those_that_do_not_fit_are_named(model_named):

@@ -49,7 +49,7 @@ def test_every_answer_is_right_and_a_true_source_is_first(of, version):
     assert torch.equal(largest.indices[..., 0], answers)
     assert float(largest.values.diff().max()) < -8
     found = frozen.operator().target(answers.tolist(), query=queries)
-    assert float(found.residual.max()) <= 1e-9
+    assert float(found.gap.max()) <= 1e-9
     assert close(found.total, logits[:, queries].gather(2, answers[..., None])[..., 0])
     first = found.scores.argmax(-1)
     for number, task in enumerate(tasks):
@@ -142,7 +142,7 @@ def test_what_chose_the_attention_is_found(of):
     result = evaluate.known_attention(model_of(of, norm=True), program.attention(4, seed=5))
     assert bool((result.values[:, 0] == 1).all())
     assert float(result.values[:, 1].mean()) < 0.7  # at random
-    assert result.settings["residual"] <= 1e-9
+    assert result.settings["gap"] <= 1e-9
     assert len(result.units) == 4 * len(program.truth(program.prompts(1)[0]).choices)
 
 

@@ -17,7 +17,7 @@ HOOKED = any(name.startswith("hooked/") for name in model_names())
 def test_one_token_prompts(model_named, name):
     frozen = tlens.freeze(model_named(name), torch.tensor([[5], [6], [7]]))
     assert frozen.operator().contributions().shape == (3, 1, 1, 16)
-    assert frozen.operator().in_out().residual.max() < 1e-6
+    assert frozen.operator().in_out().gap.max() < 1e-6
     with frozen.attached() as model:
         model(**frozen.inputs)
 
@@ -34,7 +34,7 @@ def test_hooked_transformer_particulars(model_named):
         tlens.freeze(model_named("hooked/ln"), some_tokens(), token_type_ids=[[0] * 6] * 2)
     narrow = build_hooked(normalization_type="LN", act_fn="gelu", d_vocab_out=10)
     op = tlens.freeze(narrow, some_tokens()).operator()
-    assert op.target(9).residual.max() < 1e-9
+    assert op.target(9).gap.max() < 1e-9
     with pytest.raises(tlens.InvalidInputError, match="outside the vocabulary of 10"):
         op.target(20)
 

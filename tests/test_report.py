@@ -165,7 +165,7 @@ def test_comparing_methods(frozen):
     assert "tensorlens (in_out)" in picture.body
     for result, row in ((a, 0), (b, -1)):
         assert f"{float(result.scores[0, row, 2]):.3g}" in picture.body
-    assert "residual" in picture.body
+    assert "gap" in picture.body
     assert "Picture(" in repr(picture)
     assert "mine" in report.compare({"mine": a}).body
     other = tlens.attribute(tlens.load_demo_model(), "Another prompt")
@@ -318,7 +318,7 @@ def test_evaluations_without_curves_values_or_harm():
 def test_a_residual_that_is_none_is_pointed_out(frozen):
     sums = tlens.attribute(frozen, collapse="target", target=5)
     loose = tlens.attribute(frozen, method="integrated-gradients", target=5, steps=1)
-    assert float(loose.residual) > heat_maps.LOOSE
+    assert float(loose.gap) > heat_maps.LOOSE
     html = report.compare([sums, loose]).body
     assert html.count("class=loose") == 1
     assert "raise its steps" in html

@@ -242,7 +242,7 @@ def test_alti_logit_by_the_papers_formula(name, model_named):
     assert close(result.layers[:, 0, 0], torch.stack(parts), atol=tolerance(name))
     assert close(result.scores[0, 0], sum(parts), atol=tolerance(name))
     assert float(result.total) == pytest.approx(float(logits[target] - logits[minus]), abs=10 * tolerance(name))
-    assert float(result.residual) < tolerance(name)
+    assert float(result.gap) < tolerance(name)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -311,7 +311,7 @@ def test_a_position_that_no_vector_brings_nearer_keeps_what_it_has():
     assert float(tlens.attribute(frozen, method="alti").layers[0].sum()) == 0
     assert float(flow_edges(frozen).stream[0].sum()) == 0
     result = tlens.attribute(frozen, method="alti-logit", target=5, updates="all")
-    assert float(result.residual) < 1e-12
+    assert float(result.gap) < 1e-12
     assert float(result.scores.abs()) > 0.01
 
 

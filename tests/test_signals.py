@@ -77,7 +77,7 @@ def test_classes_are_read_where_the_model_reads_them(frozen):
     target = op.target("LABEL_3", minus=1)
     assert target.total.shape == (2, 1)
     assert close(target.total[:, 0], own[:, 3] - own[:, 1])
-    assert float(target.residual.max()) < 1e-12
+    assert float(target.gap.max()) < 1e-12
     assert tlens.attribute(frozen, target=3).queries.tolist() == [[0], [0]]
     assert tlens.attribute(frozen, target=3).target == "logit of 'LABEL_3'"
     for query in (1, slice(0, 2), None):
@@ -114,7 +114,7 @@ def test_pixels_are_those_of_the_held_model(frozen):
     assert close(pixels.scores[:, 0], gradient * x.detach())
     assert close(pixels.bias[:, 0], nothing)
     assert close(pixels.scores.flatten(1).sum(1, keepdim=True) + pixels.bias, frozen.model(x).detach()[:, [3]])
-    assert float(pixels.residual.max()) < 1e-12
+    assert float(pixels.gap.max()) < 1e-12
     embedding = tlens.patch_embedding(frozen)
     assert embedding.error < 1e-12
     g = torch.randn(3, *frozen.resid_pre(0).shape, dtype=torch.float64)
@@ -124,7 +124,7 @@ def test_pixels_are_those_of_the_held_model(frozen):
     vector = torch.randn(frozen.output.shape[-1], dtype=torch.float64)
     some = tlens.pixel_scores(frozen, direction=vector, query=[0, 2])
     assert close(some.total, frozen.output[:, [0, 2]] @ vector)
-    assert float(some.residual.max()) < 1e-12
+    assert float(some.gap.max()) < 1e-12
 
 
 def test_a_patch_embedding_that_does_more_is_refused(digits):
@@ -279,7 +279,7 @@ def test_text_and_image_are_sources_together(seen):
     own = seen.model(**seen.inputs).detach()
     target = seen.operator().target(11, minus=4)
     assert close(target.total[0], (own[:, -1, 11] - own[:, -1, 4]))
-    assert float(target.residual.max()) < 1e-6  # Llama's norms compute in float32
+    assert float(target.gap.max()) < 1e-6  # Llama's norms compute in float32
     other = tlens.freeze(seen.model, seen.tokens, model_inputs={"pixel_values": _image(2)})
     assert not close(other.operator().target(11).scores, seen.operator().target(11).scores, 1e-3)
     assert max(check_model(seen.model, seen.tokens, model_inputs=_images(seen)).errors.values()) < 1e-6
@@ -298,7 +298,7 @@ def test_an_image_may_attend_both_ways():
     own = model(**frozen.inputs).detach()
     target = frozen.operator().target(11)
     assert close(target.total[0], own[:, -1, 11])
-    assert float(target.residual.max()) < 1e-6  # its norms compute in float32
+    assert float(target.gap.max()) < 1e-6  # its norms compute in float32
     report = check_model(model, tokens, token_type_ids=types, model_inputs=pixels)
     assert max(report.errors.values()) < 1e-5
 

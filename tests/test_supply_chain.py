@@ -139,10 +139,10 @@ os.chdir({str(tmp_path)!r})
 import tensorlens_tl as tlens
 frozen = tlens.freeze(tlens.load_demo_model(), "Return the value of the")
 result = tlens.attribute(frozen)
-print(json.dumps([tlens.__file__, float(result.residual.max()), len(result.to_html()), tlens.list_methods()]))
+print(json.dumps([tlens.__file__, float(result.gap.max()), len(result.to_html()), tlens.list_methods()]))
 """
-    (file, residual, size, methods), _ = python(job, PYTHONPATH=str(site))
+    (file, gap, size, methods), _ = python(job, PYTHONPATH=str(site))
     assert Path(file).is_relative_to(site)
-    assert residual < 1e-5
+    assert gap < 1e-5
     assert size > 1000
     assert "tensorlens" in methods

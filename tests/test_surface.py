@@ -386,7 +386,7 @@ def test_total_effects_claim_no_sum(frozen):
     assert not effects.additive
     assert "not additive" in repr(effects)
     with pytest.raises(tlens.InvalidInputError, match="not additive"):
-        _ = effects.residual
+        _ = effects.gap
 
 
 def test_public_names_come_from_where_they_are_listed():
@@ -420,7 +420,7 @@ def test_the_last_blocks_output_before_the_final_norm(frozen):
     ]  # fmt: skip
     for result in found:
         assert close(result.total[0, 0], own)
-    assert all(float(result.residual.max()) < 1e-9 for result in found[:-1])
+    assert all(float(result.gap.max()) < 1e-9 for result in found[:-1])
     assert circuits.contribution_graph(frozen, **asked).total == pytest.approx(float(own), rel=1e-12)
     assert close(op(op.x), frozen.resid_pre(frozen.n_layers))
     with pytest.raises(tlens.InvalidInputError, match="before the unembedding"):
@@ -500,7 +500,7 @@ def test_decompx_in_half_precision_measures_what_it_returns():
     size = result.scores.double().abs().sum(-1) + result.bias.double().abs()
     off = (result.scores.double().sum(-1) + result.bias.double() - result.total.double()).abs() / size
     assert result.scores.dtype == torch.float32
-    assert torch.allclose(off, result.residual.double(), atol=1e-6)
+    assert torch.allclose(off, result.gap.double(), atol=1e-6)
 
 
 def test_tables_say_which_and_whether_they_add_up(frozen, pair, capsys):

@@ -169,7 +169,7 @@ def test_whitening_is_a_node_of_the_graph_and_its_edges_keep_their_positions(whi
     frozen = tlens.freeze(whitened, some_tokens(1))
     graph = circuits.contribution_graph(frozen, target=5, threshold=0)
     nodes, edges = graph.nodes, graph.edges
-    assert graph.residual < 1e-9
+    assert graph.gap < 1e-9
     place = {(row["name"], row["pos"]): number for number, row in nodes.iterrows()}
     weight = {(e["source"], e["target"]): e["weight"] for _, e in edges.iterrows()}
     asked = circuits.stream.stream_target(frozen, 5, None, None, -1, "ratio")

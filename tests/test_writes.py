@@ -161,12 +161,12 @@ def test_a_sum_that_its_proof_does_not_allow(name):
     model = tiny_model("bridge/gpt2")
     tokens = some_tokens(batch=1)
     with model.hooks([("blocks.1.hook_mlp_out", lambda out, *, hook: 3 * out)]):
-        with pytest.warns(tlens.ResidualWarning, match=r"miss the model's own number .* allows 1\.0e-06"):
+        with pytest.warns(tlens.GapWarning, match=r"miss the model's own number .* allows 1\.0e-06"):
             SUMS[name](tlens.freeze(model, tokens, verify=False))
         with pytest.raises(tlens.NumericalError, match="wider dtype"):
             SUMS[name](tlens.freeze(model, tokens, verify=False, strict=True))
     with warnings.catch_warnings():
-        warnings.simplefilter("error", tlens.ResidualWarning)
+        warnings.simplefilter("error", tlens.GapWarning)
         SUMS[name](tlens.freeze(model, tokens, strict=True))
 
 
@@ -187,7 +187,7 @@ def test_a_score_that_its_pattern_does_not_show(model_name):
     circuits.qk_attribution(tlens.freeze(model, tokens), 1, 2, key=3)
     with model.hooks([("blocks.1.attn.hook_k", lambda k, *, hook: k + 1)]):
         frozen = tlens.freeze(model, tokens)
-        assert float(tlens.attribute(frozen, target=5).residual.max()) < 1e-9
+        assert float(tlens.attribute(frozen, target=5).gap.max()) < 1e-9
         with pytest.raises(tlens.UnsupportedModelError, match="whole row of scores"):
             circuits.qk_attribution(frozen, 1, 2, key=3)
 

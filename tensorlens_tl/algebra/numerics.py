@@ -62,7 +62,7 @@ def relative_error(
     return float(errors.max()) if errors.numel() else 0.0
 
 
-def relative_residual(
+def relative_gap(
     scores: Float[Tensor, "*any key"], bias: Float[Tensor, "*any"], total: Float[Tensor, "*any"]
 ) -> Float[Tensor, "*any"]:
     """abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)): how far an additive claim is from holding."""

@@ -57,14 +57,14 @@ def run(args: argparse.Namespace) -> None:
         "blocks, head and unembedding against the model's own (largest relative error)": max(frozen.errors.values())
     }
     proofs |= {
-        f"{name}: Σ scores + bias − total": float(r.residual.max())
+        f"{name}: Σ scores + bias − total": float(r.gap.max())
         for name, r in results.items()
-        if r.residual is not None
+        if r.gap is not None
     }
     token, chance = prediction.best[0]
     print(f"{text!r}\nis continued by {token!r} (probability {chance:.2f}).\n{frozen!r}")
     _print_scores(results)
-    show_table("", ("proof", "residual"), [(name, f"{value:.1e}") for name, value in proofs.items()], left=("proof",))
+    show_table("", ("proof", "gap"), [(name, f"{value:.1e}") for name, value in proofs.items()], left=("proof",))
     forward = costs["one forward pass"]
     prices = [(name, f"{1000 * cost:.1f}", f"{cost / forward:.1f}") for name, cost in costs.items()]
     show_table("", ("cost", "ms", "forward passes"), prices, left=("cost",))
@@ -125,7 +125,7 @@ def _page(
     from tensorlens_tl.drawing.page import page, table
 
     maps = "".join(f"<h2>{escape(name)}</h2>{result.to_html(style=False)}" for name, result in results.items())
-    proved = table(("claim", "residual"), ((name, f"{value:.1e}") for name, value in proofs.items()), "words")
+    proved = table(("claim", "gap"), ((name, f"{value:.1e}") for name, value in proofs.items()), "words")
     token, chance = prediction.best[0]
     return page(
         "tensorlens_tl demo",

@@ -113,7 +113,7 @@ def _packed(terms: Terms) -> list[Record]:
     queries = terms.queries.cpu()
     numbers = {"rest": terms.remainder, "total": terms.total}
     if terms.additive:
-        numbers["residual"] = terms.residual
+        numbers["gap"] = terms.gap
     rows = []
     for number, real in enumerate(terms.mask.cpu()):
         is_real = real[queries[number]]  # a shorter prompt of the batch has fewer

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FACTS = "tensorlens_tl"
 """Where a shard's metadata say what its rows have in common."""
 
-PER_QUERY = ("bias", "total", "residual")
+PER_QUERY = ("bias", "total", "gap")
 """Numbers of each query."""
 
 

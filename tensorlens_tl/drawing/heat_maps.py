@@ -10,10 +10,10 @@ from tensorlens_tl.drawing.marks import colour, largest_of, note as note_line, t
 from tensorlens_tl.drawing.matrix import matrix, small_multiples
 
 LOOSE = 1e-2
-"""A residual above this is pointed out: scores and bias are not their total."""
+"""A gap above this is pointed out: scores and bias are not their total."""
 
 LOOSELY = (
-    " Where a residual is framed, scores and bias do not add up to the total: a quadrature that has not converged; "
+    " Where a gap is framed, scores and bias do not add up to the total: a quadrature that has not converged; "
     "raise its steps=."
 )
 
@@ -76,7 +76,7 @@ def side_by_side(
         tokens: by position.
         columns: values by heading, one for each token.
         hints: what each heading stands for, in words.
-        facts: lines below the tokens, such as bias, total and residual: by name, then by heading.
+        facts: lines below the tokens, such as bias, total and gap: by name, then by heading.
     """
     largest = {name: largest_of(values) for name, values in columns.items()}
     heads = "".join(f'<th scope="col" title="{escape(hints[name])}">{escape(name)}</th>' for name in columns)
@@ -106,7 +106,7 @@ def side_by_side(
 def _fact(fact: str, value: float | None) -> str:
     if value is None:
         return "<td></td>"
-    if fact != "residual":
+    if fact != "gap":
         return f"<td>{value:.3g}</td>"
     if value > LOOSE:
         return f"<td class=loose>{value:.1e}</td>"

@@ -42,11 +42,11 @@ def completeness(
         freezing: options of `tlens.freeze`.
 
     Returns:
-        An Evaluation: `residual` (abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias))) and `unexplained`
+        An Evaluation: `gap` (abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias))) and `unexplained`
         (abs(bias) / (Σ abs(scores) + abs(bias))); NaN for methods that claim no total.
 
     >>> from tensorlens_tl import evaluate
-    >>> evaluate.completeness(model, text, ["tensorlens target"]).mean("residual", "tensorlens target") < 1e-4
+    >>> evaluate.completeness(model, text, ["tensorlens target"]).mean("gap", "tensorlens target") < 1e-4
     True
     """
     scorers = scorers_of(methods, seed=seed)
@@ -58,7 +58,7 @@ def completeness(
     return Evaluation(
         kind="completeness",
         values=torch.stack(list(values.values()), dim=1),
-        metrics={"residual": False, "unexplained": False},
+        metrics={"gap": False, "unexplained": False},
         methods=list(values),
         units=_units(frozen),
         settings=frozen.provenance(),
@@ -69,12 +69,12 @@ def completeness(
 def _completeness(scorer: Scorer, frozen: FrozenPass) -> Float[Tensor, "2 batch"]:
     nothing = torch.full((2, len(frozen.tokens)), float("nan"), dtype=torch.float64)
     attribution = scorer.result(frozen)
-    if not isinstance(attribution, Attribution) or attribution.residual is None or attribution.bias is None:
+    if not isinstance(attribution, Attribution) or attribution.gap is None or attribution.bias is None:
         return nothing
     size = attribution.scores.abs().sum(-1) + attribution.bias.abs()
     unexplained = attribution.bias.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
     rows = query_rows(attribution, frozen, -1)
-    numbers = [torch.take_along_dim(t, rows.to(t.device), dim=1)[:, 0] for t in (attribution.residual, unexplained)]
+    numbers = [torch.take_along_dim(t, rows.to(t.device), dim=1)[:, 0] for t in (attribution.gap, unexplained)]
     return torch.stack(numbers).double().cpu()
 
 

@@ -28,7 +28,7 @@ def attnlrp(
     Norm scales are held, activations are φ(z)/z, the products A·V, Q·K and φ(g)·u give each factor half, and softmax
     passes its own gradient on. These are the ε-rules of the paper with ε = 0, as input × gradient.
 
-    The total is the logit before any soft cap, and `residual` the part of it that no token is given, relative to the
+    The total is the logit before any soft cap, and `gap` the part of it that no token is given, relative to the
     scores: additive biases, and the constant term of every softmax, keep their share.
 
     Args:
@@ -38,7 +38,7 @@ def attnlrp(
         memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
-        Scores `[batch, query, key]`, and the logit and the residual `[batch, query]`.
+        Scores `[batch, query, key]`, and the logit and the gap `[batch, query]`.
 
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.

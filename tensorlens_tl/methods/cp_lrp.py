@@ -29,7 +29,7 @@ def cp_lrp(
         memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
     Returns:
-        Scores `[batch, query, key]`, and the logit, its bias and the residual `[batch, query]`.
+        Scores `[batch, query, key]`, and the logit, its bias and the gap `[batch, query]`.
 
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.

@@ -22,7 +22,7 @@ from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import AffineMap, Chain, Identity, Sum
 from tensorlens_tl.algebra.bias_spreading import CHUNK_BUDGET, BiasRule, Spread, check_bias_rule, source_vectors, walk
 from tensorlens_tl.algebra.memory import Memory, in_bytes
-from tensorlens_tl.algebra.numerics import relative_residual, upcast
+from tensorlens_tl.algebra.numerics import relative_gap, upcast
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.layerwise import LocalLayer
 from tensorlens_tl.models import Query, TokenLike
@@ -75,7 +75,7 @@ def decompx(
 
     Returns:
         Scores `[batch, query, key]`, or vectors `[batch, query, key, d_model]`; for a target the logit, its bias and
-        the residual `[batch, query]` as well.
+        the gap `[batch, query]` as well.
 
     Raises:
         InvalidInputError: an unknown option, a target that is missing or belongs to another aggregate, or a query out
@@ -106,7 +106,7 @@ def decompx(
         real = torch.take_along_dim(frozen.mask, positions, dim=1)
         constant = constant * real
         total = total * real
-        fields = {"bias": constant, "total": total, "residual": relative_residual(scores, constant, total)}
+        fields = {"bias": constant, "total": total, "gap": relative_gap(scores, constant, total)}
         fields |= {"additive": bias != "none", "target": logit_label(frozen.view, target, minus)}
         options |= {"target": target, "minus": minus}
     elif aggregate == "norm":

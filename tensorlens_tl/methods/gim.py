@@ -28,7 +28,7 @@ def gim(
     Norm scales are held; softmax is differentiated at twice its temperature (without the factor ½ of a softmax of s/2);
     queries and keys are given a quarter of their gradient, values half. Activations and gates keep their own gradient.
 
-    The total is the logit before any soft cap, and `residual` how far the scores' sum is from it: this method claims
+    The total is the logit before any soft cap, and `gap` how far the scores' sum is from it: this method claims
     no sum.
 
     Args:
@@ -38,7 +38,7 @@ def gim(
         memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
-        Scores `[batch, query, key]`, and the logit and the residual `[batch, query]`.
+        Scores `[batch, query, key]`, and the logit and the gap `[batch, query]`.
 
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments, whole_number
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.algebra.numerics import relative_residual
+from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
@@ -76,7 +76,7 @@ def integrated_gradients(
 ) -> Attribution:
     """x_j · ∫₀¹ ∂logit/∂x_j (αx) dα on the live model, from a zero baseline, by the midpoint rule.
 
-    Scores and bias (the logit at the baseline) sum to the logit up to the quadrature's error, which `residual` shows;
+    Scores and bias (the logit at the baseline) sum to the logit up to the quadrature's error, which `gap` shows;
     near α = 0 norms bend sharply, so it falls slowly with `steps`.
 
     Args:
@@ -85,7 +85,7 @@ def integrated_gradients(
         steps: gradient evaluations.
 
     Returns:
-        Scores `[batch, query, key]`, and the logit, its bias and the residual `[batch, query]`.
+        Scores `[batch, query, key]`, and the logit, its bias and the gap `[batch, query]`.
 
     Raises:
         InvalidInputError: no target, several tokens, fewer than one step, or a query out of range.
@@ -94,7 +94,7 @@ def integrated_gradients(
         NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
 
     >>> result = tlens.methods.integrated_gradients(frozen, target=" value", steps=8)
-    >>> result.scores.shape, result.residual.shape
+    >>> result.scores.shape, result.gap.shape
     (torch.Size([1, 1, 7]), torch.Size([1, 1]))
     """
     count = whole_number("steps", steps, least=1)
@@ -112,7 +112,7 @@ def integrated_gradients(
         query=query,
         bias=bias,
         total=total,
-        residual=relative_residual(scores, bias, total),
+        gap=relative_gap(scores, bias, total),
         target=live_logits.label,
         options={"target": target, "minus": minus, "query": query, "steps": count},
     )

@@ -38,7 +38,7 @@ def relp(
 
     With ``attention="frozen"`` patterns are held as well, and the scores are those of `tensorlens` with
     ``collapse="target", activation="split"``, computed from the weights; they and the bias sum to the logit before any
-    soft cap. With ``attention="live"`` attention keeps its own gradient, softmax included, and they do not: `residual`
+    soft cap. With ``attention="live"`` attention keeps its own gradient, softmax included, and they do not: `gap`
     is how far their sum is from it.
 
     Args:
@@ -49,7 +49,7 @@ def relp(
         memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
-        Scores `[batch, query, key]`, and the logit and the residual `[batch, query]`; with held attention its bias.
+        Scores `[batch, query, key]`, and the logit and the gap `[batch, query]`; with held attention its bias.
 
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range; `attention` is neither.

@@ -25,7 +25,7 @@ def by_rule(
         method=method,
         query=query,
         total=result.total,
-        residual=result.residual,
+        gap=result.gap,
         target=logit_label(frozen.view, target, minus),
         options={"target": target, "minus": minus, "query": query},
     )

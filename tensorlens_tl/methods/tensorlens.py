@@ -58,7 +58,7 @@ def tensorlens(
         memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
     Returns:
-        Scores `[batch, query, key]`; of the additive collapses what they sum to, their bias and the residual
+        Scores `[batch, query, key]`; of the additive collapses what they sum to, their bias and the gap
         `[batch, query]`; of an estimated norm its standard errors.
 
     Raises:
@@ -96,7 +96,7 @@ def tensorlens(
         query=query,
         bias=result.bias,
         total=result.total,
-        residual=result.residual,
+        gap=result.gap,
         stderr=result.stderr,
         additive=result.total is not None,
         target=label + _of_part(operator, always=direction is not None),

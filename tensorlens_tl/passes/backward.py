@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra.memory import Memory, chunks
-from tensorlens_tl.algebra.numerics import relative_error, relative_residual, upcast
+from tensorlens_tl.algebra.numerics import relative_error, relative_gap, upcast
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     AttentionPoints,
@@ -47,7 +47,7 @@ def rule_scores(
     """x_j · ∂logit/∂x_j at the stream entering the first block, under a rule.
 
     The total is the logit before any soft cap. There is no bias: what no token receives (additive biases, and what
-    a live softmax does not pass on) is the residual, abs(Σ scores − total) / Σ abs(scores).
+    a live softmax does not pass on) is the gap, abs(Σ scores − total) / Σ abs(scores).
 
     Args:
         frozen: the pass.
@@ -88,8 +88,8 @@ def rule_scores(
     scores = (upcast(x)[:, None] * gradient).sum(-1) * (real[:, :, None] & frozen.mask[:, None])
     explained = torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1)
     total = ((upcast(explained) * readout.vectors).sum(-1) + readout.constant) * real
-    residual = relative_residual(scores, torch.zeros_like(total), total)
-    return Collapse(scores, total=total, residual=residual, soft_cap=frozen.view.soft_cap)
+    gap = relative_gap(scores, torch.zeros_like(total), total)
+    return Collapse(scores, total=total, gap=gap, soft_cap=frozen.view.soft_cap)
 
 
 def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]]:

@@ -119,8 +119,8 @@ def freeze(
             proves only the first block of each kind.
         tolerance: largest relative error that a block may show in its output, and every head, neuron and sublayer in
             what it gives; None takes `TOLERANCE` for the model's dtype.
-        strict: whether a sum that is further from the model's number than its proof allows (`allowed_residual` of the
-            pass) raises `NumericalError` instead of a `ResidualWarning`.
+        strict: whether a sum that is further from the model's number than its proof allows (`allowed_gap` of the
+            pass) raises `NumericalError` instead of a `GapWarning`.
 
     Raises:
         InvalidInputError: an input that is empty, longer than the context or outside the vocabulary, or shapes that

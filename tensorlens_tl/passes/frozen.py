@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain
-from tensorlens_tl.errors import FrozenModelError, NumericalError, ResidualWarning, UnsupportedModelError
+from tensorlens_tl.errors import FrozenModelError, NumericalError, GapWarning, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, ModelPoints, is_attached, lock_of, refuse_attached, states_and_logits
 from tensorlens_tl.models import HookedModel, LayerRange, Layout, ModelView, Query, check_rule
 from tensorlens_tl.models.lifecycle import refuse_dropout
@@ -40,9 +40,9 @@ class FrozenPass(Linearisation):
     Attributes:
         maps: the parts of every block as maps; ``maps.capture`` has the activations.
         proof: how each block is put together, and how far its map is from the model.
-        strict: whether a sum that is further from its total than `allowed_residual` is an error instead of a warning.
+        strict: whether a sum that is further from its total than `allowed_gap` is an error instead of a warning.
 
-    >>> frozen.operator().target(" value").residual.max() < 1e-4
+    >>> frozen.operator().target(" value").gap.max() < 1e-4
     tensor(True)
     """
 
@@ -56,11 +56,11 @@ class FrozenPass(Linearisation):
 
     def __repr__(self) -> str:
         batch, pos = self.tokens.shape
-        residual = f"{max(self.errors.values()):.1e}" if self.errors else "not verified"
+        gap = f"{max(self.errors.values()):.1e}" if self.errors else "not verified"
         if self.proof.positions is not None:
-            residual += f" at {self.proof.scope}"
+            gap += f" at {self.proof.scope}"
         shape = f"batch={batch}, pos={pos}, layers={self.n_layers}"
-        parts = [self.view.description, shape, f"residual={residual}"]
+        parts = [self.view.description, shape, f"gap={gap}"]
         if self.other_hooks:
             parts.append(f"other_hooks={len(self.other_hooks)}")
         return f"FrozenPass({', '.join(parts)})"
@@ -210,30 +210,30 @@ class FrozenPass(Linearisation):
         return errors
 
     @property
-    def allowed_residual(self) -> float:
-        """The largest residual that a sum may show: the tolerance of a block, or what all blocks together miss by."""
+    def allowed_gap(self) -> float:
+        """The largest gap that a sum may show: the tolerance of a block, or what all blocks together miss by."""
         outputs = [error for name, error in self.errors.items() if not name.endswith(".writes")]
         return max(self.tolerance, sum(outputs))
 
     def checked(self, result: SumType) -> SumType:
-        """A sum computed from this pass, unchanged, after a look at its residual.
+        """A sum computed from this pass, unchanged, after a look at its gap.
 
-        Warns (`ResidualWarning`) where that is above `allowed_residual`.
+        Warns (`GapWarning`) where that is above `allowed_gap`.
 
         Raises:
             NumericalError: instead of the warning, if the pass was frozen with ``strict=True``.
         """
-        residual = float(torch.as_tensor(result.residual).max())
-        if residual <= self.allowed_residual:
+        gap = float(torch.as_tensor(result.gap).max())
+        if gap <= self.allowed_gap:
             return result
         message = (
-            f"{type(result).__name__}: its parts miss the model's own number by {residual:.1e} of their size, and the "
-            f"proof of this pass allows {self.allowed_residual:.1e}. They are not what the model does: load the model "
+            f"{type(result).__name__}: its parts miss the model's own number by {gap:.1e} of their size, and the "
+            f"proof of this pass allows {self.allowed_gap:.1e}. They are not what the model does: load the model "
             "in a wider dtype, or look for what was changed on it (frozen.other_hooks)."
         )
         if self.strict:
             raise NumericalError(message)
-        warnings.warn(message, ResidualWarning, stacklevel=3)
+        warnings.warn(message, GapWarning, stacklevel=3)
         return result
 
     # ------------------------------------------------------------------ maps

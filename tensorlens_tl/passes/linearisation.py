@@ -23,7 +23,7 @@ class Sum(Protocol):
     """A result whose parts explain a number of the model."""
 
     @property
-    def residual(self) -> Any:
+    def gap(self) -> Any:
         """How far the parts are from the number, relative to their size."""
         ...
 
@@ -113,7 +113,7 @@ class Linearisation(ABC):
 
     @abstractmethod
     def checked(self, result: SumType) -> SumType:
-        """A sum computed from these maps, after a look at its residual: too large a one is a warning or an error."""
+        """A sum computed from these maps, after a look at its gap: too large a one is a warning or an error."""
 
 
 def check_pass(frozen: Any) -> None:

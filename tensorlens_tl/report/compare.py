@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 else:
     Results = Any  # what is no Attribution is refused by `compare`
 
-FACTS = ("bias", "total", "residual")
+FACTS = ("bias", "total", "gap")
 
 
 def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Picture:
     """Several results of one prompt side by side: a row per source token, a column per result.
 
     Columns do not share their colours, since the units of methods differ. Where a result is additive, its bias, total
-    and residual stand below.
+    and gap stand below.
 
     Args:
         results: Attributions, or a mapping from headings to Attributions.

@@ -79,7 +79,7 @@ def explain(
         first = next(iter(results.values()))
         parts += ["<h2>The tokens that moved it</h2>", first.to_html(style=False)]
         parts += ["<h2>Every method, side by side</h2>", compare(results).body]
-    proofs = {f"{name}: Σ scores + bias against its total": a.residual for name, a in results.items()}
+    proofs = {f"{name}: Σ scores + bias against its total": a.gap for name, a in results.items()}
     if prediction.options:
         try:
             sections, proved = _circuits(frozen, prediction)
@@ -172,8 +172,8 @@ def _circuits(frozen: FrozenPass, prediction: Prediction) -> tuple[str, dict[str
         )
     )
     proofs = {"direct effects of components": components, "direct effects of heads": heads}
-    proved = {f"{name}: their sum against the logit": result.residual for name, result in proofs.items()}
-    return sections, proved | {"contribution graph: its sources against the logit": torch.tensor(graph.residual)}
+    proved = {f"{name}: their sum against the logit": result.gap for name, result in proofs.items()}
+    return sections, proved | {"contribution graph: its sources against the logit": torch.tensor(graph.gap)}
 
 
 def _proofs(frozen: FrozenPass, measured: dict[str, float]) -> str:
@@ -182,5 +182,5 @@ def _proofs(frozen: FrozenPass, measured: dict[str, float]) -> str:
     return (
         '<h2>The proofs</h2><div class="tlens"><p class="n">Relative errors, measured on this prompt. Integrated '
         "gradients is a quadrature and exact only in the limit; everything else holds to rounding.</p>"
-        f"{table(('claim', 'residual'), rows, 'words')}</div>"
+        f"{table(('claim', 'gap'), rows, 'words')}</div>"
     )

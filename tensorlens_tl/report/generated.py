@@ -122,7 +122,7 @@ def _proofs(text: FrozenGeneration, results: dict[str, Attribution]) -> str:
         f"{part}: the composed map against the model's own": error for part, error in text.frozen.errors.items()
     }
     for name, result in results.items():
-        assert result.residual is not None
-        measured[f"{name}: Σ scores + bias against the logits"] = float(result.residual.max())
+        assert result.gap is not None
+        measured[f"{name}: Σ scores + bias against the logits"] = float(result.gap.max())
     rows = ((name, f"{value:.1e}") for name, value in measured.items())
-    return f'<h2>The proofs</h2><div class="tlens">{table(("claim", "residual"), rows, "words")}</div>'
+    return f'<h2>The proofs</h2><div class="tlens">{table(("claim", "gap"), rows, "words")}</div>'

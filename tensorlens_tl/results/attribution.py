@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number, whole_slice
-from tensorlens_tl.algebra.numerics import relative_residual
+from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
@@ -34,7 +34,7 @@ class Attribution(Shown, Stored):
         layers: the method's local map per layer, `[layer, batch, query, key]`, where it has them.
         bias: what no source token explains, `[batch, query]`.
         total: what scores and bias sum to where `additive`, `[batch, query]`.
-        residual: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
+        gap: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
         stderr: standard error of estimated scores.
         additive: whether scores and bias sum to `total`.
         sides: of an encoder–decoder, which side each token is on, ``"encoder"`` or ``"decoder"`` (``""`` of a source
@@ -46,7 +46,7 @@ class Attribution(Shown, Stored):
         provenance: model name, class, TransformerLens version, weight processing, dtype, other people's hooks.
     """
 
-    TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "residual", "stderr", "image")
+    TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "gap", "stderr", "image")
     FACTS: ClassVar = (
         "tokens", "word_starts", "sides", "axes", "additive", "target", "method", "options", "provenance",
     )  # fmt: skip
@@ -60,7 +60,7 @@ class Attribution(Shown, Stored):
     layers: Float[Tensor, "layer ..."] | None = None
     bias: Float[Tensor, "batch query"] | None = None
     total: Float[Tensor, "batch query"] | None = None
-    residual: Float[Tensor, "batch query"] | None = None
+    gap: Float[Tensor, "batch query"] | None = None
     stderr: Float[Tensor, "batch query key"] | None = None
     additive: bool = False
     word_starts: list[list[bool]] | None = None
@@ -76,7 +76,7 @@ class Attribution(Shown, Stored):
     ) -> "Attribution":
         """An Attribution of a frozen pass: tokens, mask, query positions and provenance are filled in.
 
-        Where a bias and a total are given, the residual is measured.
+        Where a bias and a total are given, the gap is measured.
 
         Args:
             frozen: the pass the scores were made from.
@@ -95,8 +95,8 @@ class Attribution(Shown, Stored):
             "provenance": frozen.provenance(),
         }
         values = of_pass | fields
-        if values.get("bias") is not None and values.get("total") is not None and values.get("residual") is None:
-            values["residual"] = relative_residual(scores, values["bias"], values["total"])
+        if values.get("bias") is not None and values.get("total") is not None and values.get("gap") is None:
+            values["gap"] = relative_gap(scores, values["bias"], values["total"])
         return cls(scores=scores, method=method, **values)
 
     def __post_init__(self) -> None:
@@ -110,8 +110,8 @@ class Attribution(Shown, Stored):
         facts = [repr(self.method), shape]
         if self.target:
             facts.insert(1, repr(self.target))
-        if self.residual is not None:
-            facts.append(f"residual={float(self.residual.max()):.1e}")
+        if self.gap is not None:
+            facts.append(f"gap={float(self.gap.max()):.1e}")
         return f"Attribution({', '.join(facts)})"
 
     # ------------------------------------------------------------------ reading
@@ -198,7 +198,7 @@ class Attribution(Shown, Stored):
         """Scores divided by the sum of their absolute values, per query; no longer additive."""
         size = self.scores.abs().sum(self.axes.index("key"), keepdim=True)
         scores = self.scores / size.clamp_min(torch.finfo(self.scores.dtype).tiny)
-        return replace(self, scores=scores, additive=False, bias=None, total=None, residual=None, stderr=None)
+        return replace(self, scores=scores, additive=False, bias=None, total=None, gap=None, stderr=None)
 
     def merge_words(self) -> "Attribution":
         """Sub-word tokens joined into words: scores are summed over a word's keys and averaged over its queries.
@@ -243,7 +243,7 @@ class Attribution(Shown, Stored):
         """The fields that have a query axis, averaged over the queries of each word."""
         mean = (membership / membership.sum(1, keepdim=True).clamp_min(1)).mT
         mean = mean[:, : int(mean.any(2).sum(1).max())]
-        fields = {"scores": mean @ scores, "residual": None}
+        fields = {"scores": mean @ scores, "gap": None}
         fields["queries"] = torch.arange(mean.shape[1], device=mean.device).expand(len(mean), -1)
         for name in ("bias", "total"):
             values = getattr(self, name)
@@ -303,7 +303,7 @@ class Attribution(Shown, Stored):
         return replace(
             self,
             **differences,
-            residual=None,
+            gap=None,
             stderr=None,
             additive=additive,
             target=f"{self.target} − {other.target}",
@@ -343,7 +343,7 @@ SHAPES: dict[str, tuple[tuple[str, ...] | None, tuple[torch.dtype, ...]]] = {
     "mask": (("batch", "key"), (torch.bool,)),
     "bias": (("batch", "query"), FLOATING),
     "total": (("batch", "query"), FLOATING),
-    "residual": (("batch", "query"), FLOATING),
+    "gap": (("batch", "query"), FLOATING),
     "stderr": (None, FLOATING),
     "image": (("batch", "channel", "height", "width"), (*FLOATING, torch.uint8)),
 }

@@ -102,7 +102,7 @@ def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) 
                 "target": graph.target,
                 "total": graph.total,
                 "constant": graph.constant,
-                "residual": graph.residual,
+                "gap": graph.gap,
                 "completeness": graph.completeness,
                 **graph.provenance,
             },

@@ -45,7 +45,7 @@ class ContributionGraph(Stored):
         target: what is explained, in words.
         total: the model's own logit, before any final soft cap.
         constant: b_U's part of it.
-        residual: how far the target's incoming edges and `constant`, and all sources, are from the total: the larger.
+        gap: how far the target's incoming edges and `constant`, and all sources, are from the total: the larger.
         soft_cap: the cap that the model applies after it, or None.
         tokens, token_ids: the whole prompt's; no ids where it is no text.
         n_layers, d_vocab: the model's; 0 tokens where it predicts none.
@@ -54,7 +54,7 @@ class ContributionGraph(Stored):
     """
 
     TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
-    FACTS: ClassVar = ("target", "total", "constant", "residual", "soft_cap")
+    FACTS: ClassVar = ("target", "total", "constant", "gap", "soft_cap")
     PAGE_EDGES: ClassVar = 600
     LATER_FACTS: ClassVar = ("tokens", "token_ids", "n_layers", "d_vocab", "token_id", "probability", "provenance")
 
@@ -63,7 +63,7 @@ class ContributionGraph(Stored):
     target: str
     total: float
     constant: float
-    residual: float
+    gap: float
     soft_cap: float | None = None
     tokens: Sequence[str] = ()
     token_ids: Sequence[int] = ()
@@ -76,7 +76,7 @@ class ContributionGraph(Stored):
     def __repr__(self) -> str:
         return (
             f"ContributionGraph({self.target!r}: {len(self.nodes)} nodes, {len(self.edges)} edges, "
-            f"total={self.total:.4g}, completeness={self.completeness:.2f}, residual={self.residual:.1e})"
+            f"total={self.total:.4g}, completeness={self.completeness:.2f}, gap={self.gap:.1e})"
         )
 
     @property
@@ -197,7 +197,7 @@ class ContributionGraph(Stored):
         """The graph with every column of `nodes` and `edges` as attributes (networkx comes with torch)."""
         import networkx
 
-        graph = networkx.DiGraph(target=self.target, total=self.total, constant=self.constant, residual=self.residual)
+        graph = networkx.DiGraph(target=self.target, total=self.total, constant=self.constant, gap=self.gap)
         graph.add_nodes_from((number, dict(row)) for number, row in self.nodes.iterrows())
         graph.add_weighted_edges_from(self.edges[["source", "target", "weight"]].itertuples(index=False, name=None))
         return graph
@@ -280,7 +280,7 @@ class ContributionGraph(Stored):
             targets=edges["target"].to_numpy(int).tolist(),
             strengths=edges["weight"].tolist(),
         )
-        notes = f"{caption} · the graph with every edge sums to the logit to {self.residual:.1e}"
+        notes = f"{caption} · the graph with every edge sums to the logit to {self.gap:.1e}"
         panel = page.panel(title or f"How the {self.target} comes about", graphs.graph(picture), notes=notes)
         return with_style(panel, style)
 

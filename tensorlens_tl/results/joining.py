@@ -62,7 +62,7 @@ def padded_to(part: Attribution, length: int, queries: int, layer_queries: int) 
         layer_queries: how many queries the maps of its layers have.
     """
     sizes = {"key": length, "query": queries, "layer query": layer_queries}
-    axes: dict[str, Sequence[str]] = dict.fromkeys(("queries", "bias", "total", "residual"), ("batch", "query"))
+    axes: dict[str, Sequence[str]] = dict.fromkeys(("queries", "bias", "total", "gap"), ("batch", "query"))
     axes |= {"scores": part.axes, "stderr": part.axes, "mask": ("batch", "key")}
     if part.layers is not None:
         inner = [f"axis {number}" for number in range(part.layers.ndim - 4)]

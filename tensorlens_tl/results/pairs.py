@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.numerics import relative_residual
+from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.results.entry import Entry, check_batch, largest, with_others
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ScoreAttribution(Stored):
     """An attention score as a sum over pairs of sources: tokens, components or heads. See `circuits.qk_attribution`.
 
-    ``pairs + query_sources + key_sources + bias``, all summed, are `total` up to `residual`.
+    ``pairs + query_sources + key_sources + bias``, all summed, are `total` up to `gap`.
 
     Attributes:
         names: what the sources are, one list per prompt: tokens, or components of the model.
@@ -55,14 +55,14 @@ class ScoreAttribution(Stored):
 
     def __repr__(self) -> str:
         total = ", ".join(f"{total:.4g}" for total in self.total.tolist())
-        residual = f"{float(self.residual.max()):.1e}"
-        return f"ScoreAttribution(by={self.by!r}, total={total}, residual={residual}, reading={self.reading_error:.1e})"
+        gap = f"{float(self.gap.max()):.1e}"
+        return f"ScoreAttribution(by={self.by!r}, total={total}, gap={gap}, reading={self.reading_error:.1e})"
 
     @property
-    def residual(self) -> Float[Tensor, "batch"]:
+    def gap(self) -> Float[Tensor, "batch"]:
         """abs(Σ − total) / Σ abs: how far the sum is from holding."""
         parts = torch.cat([self.pairs.flatten(1), self.query_sources, self.key_sources], dim=1)
-        return relative_residual(parts, self.bias, self.total)
+        return relative_gap(parts, self.bias, self.total)
 
     def _label(self, batch: int, source: int) -> str:
         name = self.names[batch][source]

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra.numerics import relative_residual
+from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Terms(Stored):
     """Named parts of a logit before any final soft cap (or of a logit difference, or of any direction).
 
-    Where `additive`, ``scores.sum(-1) + remainder == total`` up to `residual`. Total effects are not: what goes
+    Where `additive`, ``scores.sum(-1) + remainder == total`` up to `gap`. Total effects are not: what goes
     through two parts counts for both.
 
     Attributes:
@@ -67,7 +67,7 @@ class Terms(Stored):
         return self.remainder is not None
 
     @property
-    def residual(self) -> Float[Tensor, "batch query"]:
+    def gap(self) -> Float[Tensor, "batch query"]:
         """abs(Σ scores + remainder − total) / (Σ abs(scores) + abs(remainder)): how far the sum is from holding.
 
         Raises:
@@ -75,19 +75,19 @@ class Terms(Stored):
         """
         if self.remainder is None:
             raise InvalidInputError(
-                f"residual: these {self.target} effects are not additive; there is no sum to check."
+                f"gap: these {self.target} effects are not additive; there is no sum to check."
             )
-        return relative_residual(self.scores, self.remainder, self.total)
+        return relative_gap(self.scores, self.remainder, self.total)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __repr__(self) -> str:
         totals = ", ".join(f"{total:.4g}" for total in self.total.flatten().tolist()[:4])
-        residual = "not additive"
+        gap = "not additive"
         if self.additive:
-            residual = f"residual={float(self.residual.max()):.1e}"
-        return f"{type(self).__name__}({len(self)} of {self.target!r}, total={totals}, {residual})"
+            gap = f"gap={float(self.gap.max()):.1e}"
+        return f"{type(self).__name__}({len(self)} of {self.target!r}, total={totals}, {gap})"
 
     def __getitem__(self, name: str) -> Float[Tensor, "batch query"]:
         """One part's score for every prompt and query.
@@ -189,8 +189,8 @@ class Terms(Stored):
         which, lines, sums = self._lines(k, query, batch)
         notes = list(filter(None, [which]))
         if self.additive:
-            residual = float(self.residual[batch, self.query_row(query, batch)])
-            notes.append(f"sums to the model's own number to {residual:.1e}")
+            gap = float(self.gap[batch, self.query_row(query, batch)])
+            notes.append(f"sums to the model's own number to {gap:.1e}")
         heading = title or f"What adds to {self.target}"
         return with_style(page.panel(heading, graphs.bars(lines, sums), notes=" · ".join(notes)), style)
 
@@ -231,7 +231,7 @@ class Paths(Terms):
     Attributes:
         nodes: each path's nodes, first to last; empty for the direct path.
         orders: the sum of all paths of each order, listed or not, `[batch, order]`; the last is every longer one. They
-            come from a pull of their own, so `residual` measures the listed paths against them.
+            come from a pull of their own, so `gap` measures the listed paths against them.
     """
 
     TENSORS: ClassVar = (*Terms.TENSORS, "orders")

@@ -39,7 +39,7 @@ class Shown(ABC):
     layers: Float[Tensor, "layer ..."] | None
     bias: Float[Tensor, "batch query"] | None
     total: Float[Tensor, "batch query"] | None
-    residual: Float[Tensor, "batch query"] | None
+    gap: Float[Tensor, "batch query"] | None
     image: Float[Tensor, "batch channel height width"] | None
     additive: bool
     target: str
@@ -53,8 +53,8 @@ class Shown(ABC):
     def describe(self) -> str:
         """What the scores are, in one line."""
         notes = [": ".join(filter(None, [self.method, self.target]))]
-        if self.additive and self.residual is not None:
-            notes.append(f"residual {float(self.residual.max()):.1e}")
+        if self.additive and self.gap is not None:
+            notes.append(f"gap {float(self.gap.max()):.1e}")
         return " · ".join(notes)
 
     def plane(self, batch: int = 0) -> Float[Tensor, "query key"]:

@@ -374,7 +374,7 @@ def check_attribution(result: Result, frozen: FrozenPass, *, tolerance: float = 
     Args:
         result: what a method gave.
         frozen: the pass that it gave it for.
-        tolerance: the largest relative residual of a method that is declared additive.
+        tolerance: the largest relative gap of a method that is declared additive.
 
     Raises:
         ConformanceError: naming what does not hold.

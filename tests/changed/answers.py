@@ -52,7 +52,7 @@ class Cell(NamedTuple):
 
 SKIPPED = {
     "compressed",
-    "frozen", "model", "options", "provenance", "settings", "queries", "mask", "residual", "stderr", "freedom",
+    "frozen", "model", "options", "provenance", "settings", "queries", "mask", "gap", "stderr", "freedom",
     "tokens", "dictionary", "hook", "reads", "writes", "image", "exists", "config", "errors", "inputs",
     "skipped", "proof", "reading_error", "index", "completeness", "replacements", "sweeps", "fixed_scores",
     "units", "sources", "kept", "energy",
@@ -396,9 +396,9 @@ class _Runner:
         off = abs(total - own)
         if not off <= allowed:
             return Cell(WRONG, f"its total is {total:.4g}, the model's own number {own:.4g}")
-        residual = _residual(answer)
-        if residual is not None and not residual <= max(1e-6 if self.dtype == "float64" else 0, 16 * eps):
-            return Cell(WRONG, f"residual {residual:.1e}")
+        gap = _gap(answer)
+        if gap is not None and not gap <= max(1e-6 if self.dtype == "float64" else 0, 16 * eps):
+            return Cell(WRONG, f"gap {gap:.1e}")
         return Cell(SUM)
 
 
@@ -427,11 +427,11 @@ def explained(question: Question, answer: Any) -> float | None:
     return float(total)
 
 
-def _residual(answer: Any) -> float | None:
+def _gap(answer: Any) -> float | None:
     if getattr(answer, "additive", True) is False:
         return None
-    residual = getattr(answer, "residual", None)
-    return float(torch.as_tensor(residual).max()) if residual is not None else None
+    gap = getattr(answer, "gap", None)
+    return float(torch.as_tensor(gap).max()) if gap is not None else None
 
 
 def all_questions() -> list[Question]:

@@ -28,7 +28,7 @@ model or a pass is asked about them, in four dtypes.
   merged, a hook's vector in a bias, a head's rows of W_O zero), and its total is the changed model's own logit
   difference, from one run by hand. In float64 to 1e-9 (1e-6 for Llama, whose norms compute in float32); in other dtypes
   to a few times what the same question's rounding is on that untouched model.
-* **sum**: no untouched model computes the same; the total is the changed model's own number, and the residual is small.
+* **sum**: no untouched model computes the same; the total is the changed model's own number, and the gap is small.
 * **refused**: an error that says what is wrong, where, and what to do.
 * **ran**: an answer without a total where no untouched model computes the same: nothing here can check it.
 * Numbers count functions, and the ways that some of them may be told to go. What an untouched model of the class

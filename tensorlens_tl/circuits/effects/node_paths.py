@@ -137,7 +137,7 @@ def top_paths(
 
     Backwards from the target: a partial path is worth the absolute value of everything that flows through it, and the
     `width` best of each length are followed on. The remainder is everything else: the sum of all paths, by a pull of
-    its own, less the k; so here `residual` measures that pull, and not the scores of the k.
+    its own, less the k; so here `gap` measures that pull, and not the scores of the k.
 
     Args:
         frozen: a pass of one prompt.

@@ -283,7 +283,7 @@ class _Builder:
         sources = torch.tensor([row.kind in ("embedding", "bias") for row in self.rows])
         reached = [float(final.sum() + constant), float(weights[sources].sum() + biases[~sources].sum() + constant)]
         size = float(final.abs().sum() + constant.abs())
-        residual = max(abs(value - float(total)) for value in reached) / max(size, torch.finfo(weights.dtype).tiny)
+        gap = max(abs(value - float(total)) for value in reached) / max(size, torch.finfo(weights.dtype).tiny)
         names = [name for row in self.rows for name in row.names]
         nodes = pd.DataFrame(
             {
@@ -307,7 +307,7 @@ class _Builder:
         )
         graph = ContributionGraph(
             nodes.loc[exists.numpy()].reset_index(drop=True), edges, self.readout.label, float(total), float(constant),
-            residual, self.readout.soft_cap, **prediction,
+            gap, self.readout.soft_cap, **prediction,
         )  # fmt: skip
         return self.readout.stream.frozen.checked(graph)
 

@@ -43,7 +43,7 @@ def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None
         seed: of the random baseline and of the order of equal scores.
 
     Returns:
-        An Evaluation with `METRICS` per head and prompt; ``settings["residual"]`` is how far the parts are from summing
+        An Evaluation with `METRICS` per head and prompt; ``settings["gap"]`` is how far the parts are from summing
         to the scores at worst, and ``settings["attention"]`` the mean attention that the true keys get.
 
     Raises:
@@ -61,7 +61,7 @@ def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None
     generator = torch.Generator().manual_seed(seed)
     values = list[Tensor]()
     units = list[str]()
-    residuals = list[float]()
+    gaps = list[float]()
     attention = list[float]()
     for choice in task.choices:
         columns = list[Tensor]()
@@ -69,7 +69,7 @@ def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None
             attribution = qk_attribution(
                 frozen, choice.layer, choice.head, choice.query[:, None], choice.key[:, None], by=by
             )
-            residuals.append(float(attribution.residual.max()))
+            gaps.append(float(attribution.gap.max()))
             for scores, true in _questions(attribution, choice):
                 ties = torch.rand(scores.shape, generator=generator, dtype=torch.float64)
                 columns.append(torch.stack([_reciprocal(_of(method, scores), true, ties) for method in chosen]))
@@ -86,7 +86,7 @@ def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None
             **frozen.view.provenance(),
             "task": task.name,
             "prompts": len(task),
-            "residual": max(residuals),
+            "gap": max(gaps),
             "attention": sum(attention) / len(attention),
             "seed": seed,
         },

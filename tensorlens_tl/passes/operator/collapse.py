@@ -15,14 +15,14 @@ from tensorlens_tl.errors import InvalidInputError
 class Collapse:
     """Scores of source tokens for a query, `[batch, query, key]`.
 
-    Where `total` is given, ``scores.sum(-1) + bias == total`` up to `residual`, which is
+    Where `total` is given, ``scores.sum(-1) + bias == total`` up to `gap`, which is
     abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)).
 
     Attributes:
         scores: `[batch, query, key]`.
         bias: what no source token explains, `[batch, query]`; None where the collapse is not additive.
         total: the model's own number that is explained, `[batch, query]`.
-        residual: how far the sum is from it, `[batch, query]`.
+        gap: how far the sum is from it, `[batch, query]`.
         stderr: standard error of estimated scores, `[batch, query, key]`.
         freedom: degrees of freedom of their squares, infinite where exact; `interval` uses them.
         soft_cap: the cap that the model applies to its logits after this total (a target's), or None.
@@ -32,7 +32,7 @@ class Collapse:
     scores: Float[Tensor, "batch query key"]
     bias: Float[Tensor, "batch query"] | None = None
     total: Float[Tensor, "batch query"] | None = None
-    residual: Float[Tensor, "batch query"] | None = None
+    gap: Float[Tensor, "batch query"] | None = None
     stderr: Float[Tensor, "batch query key"] | None = None
     freedom: Float[Tensor, "batch query key"] | None = None
     soft_cap: float | None = None
@@ -40,8 +40,8 @@ class Collapse:
 
     def __repr__(self) -> str:
         batch, query, key = self.scores.shape
-        residual = "" if self.residual is None else f", residual={float(self.residual.max()):.1e}"
-        return f"Collapse(batch={batch}, query={query}, key={key}{residual})"
+        gap = "" if self.gap is None else f", gap={float(self.gap.max()):.1e}"
+        return f"Collapse(batch={batch}, query={query}, key={key}{gap})"
 
     def interval(self, level: Any = 0.95) -> tuple[Tensor, Tensor]:
         """Where the true score lies with this confidence; the score itself if exact.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size
-from tensorlens_tl.algebra.numerics import relative_residual, upcast
+from tensorlens_tl.algebra.numerics import relative_gap, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
 from tensorlens_tl.algebra.probes import Estimate, check_probes, probed, stored_rows
 from tensorlens_tl.errors import InvalidInputError, NumericalError
@@ -106,7 +106,7 @@ class FrozenOperator(FrozenTensor):
             memory: as in `contributions`.
 
         Returns:
-            Scores `[batch, query, key]` with bias, total and residual.
+            Scores `[batch, query, key]` with bias, total and gap.
 
         >>> collapse = frozen.operator().in_out()
         >>> torch.allclose(collapse.total, frozen.output[:, -1:].square().sum(-1))
@@ -150,7 +150,7 @@ class FrozenOperator(FrozenTensor):
             memory: as in `contributions`.
 
         Returns:
-            Scores `[batch, query, key]` with bias, total and residual.
+            Scores `[batch, query, key]` with bias, total and gap.
 
         >>> collapse = frozen.operator().target(" value")
         >>> torch.allclose(collapse.scores.sum(-1) + collapse.bias, collapse.total, atol=1e-4)
@@ -262,8 +262,8 @@ class FrozenOperator(FrozenTensor):
             if not bool(torch.isfinite(numbers).all()):
                 dtype = str(self.x.dtype).removeprefix("torch.")
                 raise NumericalError(f"the scores overflow {dtype}; load the model in a wider dtype.")
-        residual = relative_residual(scores, bias, question.total)
-        return self.frozen.checked(Collapse(scores, bias, question.total, residual, soft_cap=question.soft_cap))
+        gap = relative_gap(scores, bias, question.total)
+        return self.frozen.checked(Collapse(scores, bias, question.total, gap, soft_cap=question.soft_cap))
 
     def _causal_parts(self, positions: Int[Tensor, "batch query"]) -> int:
         """The least number of chunks of queries; those that are close together gain little from being cut apart."""

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
-from tensorlens_tl.algebra.numerics import relative_error, relative_residual, upcast
+from tensorlens_tl.algebra.numerics import relative_error, relative_gap, upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import PatchWeights, Query, TokenLike
 from tensorlens_tl.passes.inputs import query_positions
@@ -108,7 +108,7 @@ class PixelScores:
         scores: `[batch, query, *input]`: channel, row and column of an image; time and mel bin of a spectrogram.
         bias: what no pixel brings, `[batch, query]`.
         total: what scores and bias sum to.
-        residual: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)).
+        gap: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)).
         queries: the positions of the predictions.
         target: what the scores explain, in words.
     """
@@ -116,13 +116,13 @@ class PixelScores:
     scores: Float[Tensor, "batch query ..."]
     bias: Float[Tensor, "batch query"]
     total: Float[Tensor, "batch query"]
-    residual: Float[Tensor, "batch query"]
+    gap: Float[Tensor, "batch query"]
     queries: Int[Tensor, "batch query"]
     target: str
 
     def __repr__(self) -> str:
         shape = ", ".join(map(str, self.scores.shape))
-        return f"PixelScores({self.target!r}, [{shape}], residual={float(self.residual.max()):.1e})"
+        return f"PixelScores({self.target!r}, [{shape}], gap={float(self.gap.max()):.1e})"
 
 
 def pixel_scores(
@@ -158,7 +158,7 @@ def pixel_scores(
         chunk = slice(rows.start, rows.stop)
         scores[:, chunk] = (embedding.pull(gradient[:, chunk].transpose(0, 1)) * x).transpose(0, 1)
     bias = upcast(collapse.bias) + (upcast(gradient) * embedding.bias).sum((-2, -1))
-    residual = relative_residual(scores.flatten(2), bias, collapse.total)
+    gap = relative_gap(scores.flatten(2), bias, collapse.total)
     positions = query_positions(frozen.prompt, query)
     label = resolve_target(frozen, target, minus, direction, positions).label
-    return PixelScores(scores, bias, collapse.total, residual, positions, label)
+    return PixelScores(scores, bias, collapse.total, gap, positions, label)
