@@ -48,12 +48,12 @@ RANKS = {"GPT-2 small": (384, 32, 4), "Llama-2-7B": (1024, 32, 4)}
 
 def tasks() -> list[tuple[str, object, object]]:
     """Each embedded model, and what it is asked: tokens, and where only some of them count, the answers."""
-    language, encoder = tlens.load_demo_model(), tlens.load_demo_model(name="encoder")
+    language, encoder = tlens.load_demo_model(), tlens.load_demo_model("encoder")
     masked = demo.held_out_prompts(encoder, 256, 48, mask_at=20)
     answers = torch.full_like(masked, -100)
     answers[:, 20] = demo.held_out_prompts(encoder, 256, 48)[:, 20]
     found = [("language", language, demo.held_out_prompts(language, 256, 64))]
-    found += [(name, tlens.load_demo_model(name=name), getattr(evaluate, name)(256)) for name in ("recall", "brackets")]
+    found += [(name, tlens.load_demo_model(name), getattr(evaluate, name)(256)) for name in ("recall", "brackets")]
     return [*found, ("encoder", encoder, (masked, answers))]
 
 

@@ -110,7 +110,7 @@ def vision() -> list[str]:
     """Patches of digits that the model has not seen, replaced by the mean patch at their position."""
     images, _ = demo.digit_images()
     chosen = images[:: len(images) // IMAGES][:IMAGES]
-    return perturbations("Digits", tlens.load_demo_model(name="digits"), chosen, "cls", ("patches", "images"))
+    return perturbations("Digits", tlens.load_demo_model("digits"), chosen, "cls", ("patches", "images"))
 
 
 def drawn_recall(prompts: int) -> torch.Tensor:
@@ -133,9 +133,9 @@ def known_answers(name: str, model: object, drawn) -> str:
 
 
 def page() -> str:
-    language, encoder = tlens.load_demo_model(), tlens.load_demo_model(name="encoder")
-    recall, brackets = (tlens.load_demo_model(name=name) for name in ("recall", "brackets"))
-    relations = tlens.load_demo_model(name="relations")
+    language, encoder = tlens.load_demo_model(), tlens.load_demo_model("encoder")
+    recall, brackets = (tlens.load_demo_model(name) for name in ("recall", "brackets"))
+    relations = tlens.load_demo_model("relations")
     text = demo.held_out_prompts(language, PROMPTS)
     parts = ["## Perturbation", ""]
     parts += perturbations("Language model", language, text, "last")

@@ -96,7 +96,7 @@ def training(facts: dict) -> list[str]:
 
 def measured(name: str) -> list[str]:
     """The measures of one embedded model, as it is and after filters made from other prompts."""
-    model = tlens.load_demo_model(name=name)
+    model = tlens.load_demo_model(name)
     tokens = demo.held_out_prompts(model, PROMPTS, LENGTH)
     blocks = range(model.cfg.n_layers)
     points = [f"blocks.{layer}.hook_resid_pre" for layer in blocks]

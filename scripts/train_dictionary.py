@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     started = time.time()
     torch.manual_seed(args.seed)
-    model = load_demo_model("bridge")
+    model = load_demo_model(kind="bridge")
     training, _ = split_documents(python_documents())
     stream = torch.from_numpy(encode(model.tokenizer, training))
     args.out.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ that every Python installation carries; with a GPU at the paper's own:
 With ``--rows`` also `attention`: whitening of what attention reads, after the norm, the residual stream left alone
 (`tensorlens_tl.whiten`, ``reads="attention"``). Every row is trained from each seed on the same batches, and measured
 on held-out text every `--every` steps and at the end. The learning rate is not decayed, as the paper says nothing of a
-schedule. ``load_demo_model(name="whitened", folder=OUT_DIR / "whitened")`` loads what was trained; TransformerLens' own
+schedule. ``load_demo_model("whitened", folder=OUT_DIR / "whitened")`` loads what was trained; TransformerLens' own
 loaders know nothing of whitening.
 """
 

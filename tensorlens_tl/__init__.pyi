@@ -20,19 +20,6 @@ from tensorlens_tl import (
     testing as testing,
     whitening as whitening,
 )
-from tensorlens_tl.algebra import (
-    AffineMap as AffineMap,
-    Attention as Attention,
-    Chain as Chain,
-    Diagonal as Diagonal,
-    Identity as Identity,
-    Linear as Linear,
-    MixingMap as MixingMap,
-    Norm as Norm,
-    PositionwiseMap as PositionwiseMap,
-    Sum as Sum,
-    Transpose as Transpose,
-)
 from tensorlens_tl.datasets import (
     BatchAttributor as BatchAttributor,
     attribute_dataset as attribute_dataset,
@@ -46,10 +33,10 @@ from tensorlens_tl.errors import (
     ConformanceError as ConformanceError,
     FileFormatError as FileFormatError,
     FrozenModelError as FrozenModelError,
+    GapWarning as GapWarning,
     InvalidInputError as InvalidInputError,
     NumericalError as NumericalError,
     RegistryError as RegistryError,
-    GapWarning as GapWarning,
     SizeError as SizeError,
     TensorLensError as TensorLensError,
     UnsupportedModelError as UnsupportedModelError,

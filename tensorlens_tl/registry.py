@@ -47,9 +47,18 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, RegistryError, UnsupportedModelError
 from tensorlens_tl.hooks import lock_of
 from tensorlens_tl.layerwise import Maps
-from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.models import ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import FrozenPass, check_pass, freeze
-from tensorlens_tl.passes.inputs import check_slice, memory_batches, numbered, one_per_prompt, prepare, taken, tokenized
+from tensorlens_tl.passes.inputs import (
+    InputLike,
+    check_slice,
+    memory_batches,
+    numbered,
+    one_per_prompt,
+    prepare,
+    taken,
+    tokenized,
+)
 from tensorlens_tl.requirements import Requirement, resolved
 from tensorlens_tl.results import Attribution, joined
 
@@ -518,25 +527,27 @@ def _is_ours(value: str) -> bool:
 
 def attribute(
     model: ModelLike | FrozenPass,
-    input: Any = None,
+    input: InputLike | TokenLike = None,
+    target: TokenLike = None,
     *,
     method: str = "tensorlens",
     memory: Memory = None,
     **options: Any,
 ) -> Attribution:
-    """Attribute with any registered method.
+    """Attribute with any registered method: ``attribute(model, text, " Paris")`` or ``attribute(frozen, " Paris")``.
 
     Many prompts are run in batches of like length, as many at once as fit the bound of `memory`, and come back as one
     result in their own order.
 
     Args:
-        model: a TransformerLens model, or a `FrozenPass` (then leave `input` out).
+        model: a TransformerLens model, or a `FrozenPass`, which has its input already: the target may come next.
         input: a string, a list of strings, or token ids; images or sound where the model reads those (see `freeze`).
+        target: of the methods that take one: a token, one for each prompt, or `NEXT`; see `FrozenOperator.target`.
         method: one of `list_methods()`.
         memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
             the batches, and whatever the method itself bounds by it.
         options: the method's options (``help(tlens.get_method(name).function)`` describes them; the default method
-            takes `collapse`, `query`, `target`, `minus`, `direction`, `layers`, `heads`, `mlp`, `activation`,
+            takes `collapse`, `query`, `minus`, `direction`, `layers`, `heads`, `mlp`, `activation`,
             `probes`); options of `freeze` (`attention_mask`, `prepend_bos`, `verify` …) are passed to
             it.
 
@@ -560,12 +571,21 @@ def attribute(
     in_bytes(memory)
     if memory is not None and "memory" in chosen.options:
         options = {**options, "memory": memory}
+    if isinstance(model, FrozenPass) and input is not None:
+        if target is not None:
+            raise InvalidInputError(
+                "attribute: a frozen pass has its input already, so what follows it is the target: "
+                "attribute(frozen, ' Paris')."
+            )
+        target = input
+    if target is not None:
+        options = {**options, "target": target}
     for_freeze, for_method = split_options(chosen, options)
     if isinstance(model, FrozenPass):
-        if input is not None or for_freeze:
+        if for_freeze:
             raise InvalidInputError(
-                "attribute: a frozen pass has its input already; leave `input` and its options out. A target is passed "
-                "by name: target=' Paris'."
+                f"attribute: a frozen pass has its input already; leave {', '.join(for_freeze)} out, or pass it to "
+                "freeze."
             )
         return _answered(chosen, model, for_method)
     if input is None:

@@ -9,4 +9,4 @@ THIRDS = (0.0, 1 / 3, 2 / 3, 1.0)
 
 @cache
 def recall_model():
-    return tlens.load_demo_model(name="recall")
+    return tlens.load_demo_model("recall")

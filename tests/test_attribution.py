@@ -315,7 +315,7 @@ def test_register_and_call(frozen, clean_registry):
         (lambda f: tlens.attribute(f, collapse="target"), tlens.InvalidInputError, "missing"),
         (lambda f: tlens.attribute(f, collapse="norm", target=5), tlens.InvalidInputError, "leave 'norm' out"),
         (lambda f: tlens.attribute(f, probes=5), tlens.InvalidInputError, "belong to collapse='norm'"),
-        (lambda f: tlens.attribute(f, "text"), tlens.InvalidInputError, "has its input already"),
+        (lambda f: tlens.attribute(f, "text", 5), tlens.InvalidInputError, "has its input already"),
         (lambda f: tlens.attribute(f, verify=False), tlens.InvalidInputError, "has its input already"),
         (lambda f: tlens.attribute(f.model), tlens.InvalidInputError, "`input` is missing"),
     ],

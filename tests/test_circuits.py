@@ -457,7 +457,7 @@ def test_ov_circuits_belong_to_the_query_heads_group(model, name, frozen):
     for head in range(4):
         alone = circuits.head_map(frozen, 1, head)
         circuit = circuits.ov(model, 1, head)
-        value, _, output = (stage for stage in alone.map.stages if not isinstance(stage, tlens.Norm))
+        value, _, output = (stage for stage in alone.map.stages if not isinstance(stage, tlens.algebra.Norm))
         assert close(circuit.AB, value.weight @ output.weight)
 
 
@@ -550,7 +550,7 @@ def test_spectral_norm_directions_and_bounds(one, name):
     flat = dense.reshape(op.x[0].numel(), -1)
     largest = float(torch.linalg.matrix_norm(flat, 2))
     assert circuits.spectral_norm(op) == pytest.approx(largest, rel=1e-6)
-    assert circuits.appendix_e_bound(one) >= circuits.norm_bound(op.map) * (1 - 1e-9) >= largest * (1 - 1e-9)
+    assert circuits.spectral_norm_bound(one) >= circuits.norm_bound(op.map) * (1 - 1e-9) >= largest * (1 - 1e-9)
     found, block = circuits.singular_directions(op, -1, 1, k=3), dense[-1, :, 1]
     assert close(found.values, torch.linalg.svdvals(block)[:3])
     assert close(found.read @ block.T, found.values[:, None] * found.written, atol=1e-9)
@@ -577,14 +577,14 @@ def test_the_frozen_model_is_never_further_off_than_its_bound(one, name, size):
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
         found = circuits.error_bound(one, x + size * noise)
         assert 0 < found.error <= found.bound
-        stated = circuits.proposition_1(one, x + size * noise)
+        stated = circuits.frozen_error_bound(one, x + size * noise)
         assert found.error == pytest.approx(stated.error, rel=1e-9)
         assert stated.error <= stated.bound == pytest.approx(stated.norm * stated.step + stated.change)
         assert stated.step == pytest.approx(float(size * noise.norm()))
-        wider = circuits.proposition_1(one, x + size * noise, norm=circuits.appendix_e_bound(one))
+        wider = circuits.frozen_error_bound(one, x + size * noise, norm=circuits.spectral_norm_bound(one))
         assert wider.bound >= stated.bound
     assert circuits.error_bound(one, x).error < 1e-5
-    assert circuits.proposition_1(one, x).bound < 1e-5
+    assert circuits.frozen_error_bound(one, x).bound < 1e-5
     assert hooks_left(one.model) == 0
 
 
@@ -594,7 +594,7 @@ def test_the_printed_form_of_appendix_e_is_no_bound():
     with torch.no_grad():
         model.original_model.transformer.wte.weight.mul_(50)
     one = tlens.freeze(model, some_tokens(1))
-    printed, right = (circuits.appendix_e_bound(one, as_printed=which) for which in (True, False))
+    printed, right = (circuits.spectral_norm_bound(one, as_printed=which) for which in (True, False))
     largest = circuits.spectral_norm(one.operator())
     assert printed < largest <= right
 
@@ -662,8 +662,8 @@ def test_bad_input_is_refused_with_its_reason(model_named, monkeypatch):
         (lambda: circuits.singular_directions(one.operator(), k=17), "pass 1 to 16"),
         (lambda: circuits.singular_directions(one.operator(), None), "this is about one"),
         (lambda: circuits.error_bound(one, torch.zeros(1, 2, 16)), "the pass's input"),
-        (lambda: circuits.proposition_1(one, one.resid_pre(0), norm=0), "norm=0"),
-        (lambda: circuits.appendix_e_bound(frozen), "2 prompts"),
+        (lambda: circuits.frozen_error_bound(one, one.resid_pre(0), norm=0), "norm=0"),
+        (lambda: circuits.spectral_norm_bound(frozen), "2 prompts"),
         (lambda: circuits.norm_bound(object()), "object"),
     ]
     for call, message in cases:

@@ -108,9 +108,9 @@ def test_what_was_kept_and_removed_is_the_model(name, model):
     plan = compress.plan(model, ratio=3, balance=True, mlp=0.4 if has_mlp else None)
     if frozen.view.blocks[0].branch_factor != 1:
         with pytest.raises(tlens.UnsupportedModelError, match="multiplied by a constant"):
-            compress.removed(frozen, plan)
+            compress.compression_effect(frozen, plan)
         return
-    taken = compress.removed(frozen, plan)
+    taken = compress.compression_effect(frozen, plan)
     x = torch.randn(3, *frozen.resid_pre(0).shape, dtype=frozen.resid_pre(0).dtype)
     for layer in range(frozen.n_layers):
         pairs = [(frozen.maps.attention(layer), *taken.attention(layer))]
@@ -137,7 +137,7 @@ def test_the_change_is_the_live_models_own(name, model):
     """The same change from live runs alone: compressed weights with the old pass held by hooks, and without."""
     frozen = tlens.freeze(model, some_tokens())
     plan = compress.plan(model, ratio=2, method="laser", matrices="VO")
-    terms = compress.removed(frozen, plan).target(5)
+    terms = compress.compression_effect(frozen, plan).target(5)
     hooks = frozen.fwd_hooks()
     with torch.no_grad(), plan.applied():
         live = logits(model)[:, -1, 5]
@@ -219,7 +219,7 @@ def test_what_is_cast_inside_comes_back_cast(model_named):
             model.to(torch.float32)
         assert unchanged(model, expected), name
         frozen = tlens.freeze(model, some_tokens())
-        assert float(compress.removed(frozen, compress.plan(model, ratio=2)).target(5).gap.max()) < 1e-4
+        assert float(compress.compression_effect(frozen, compress.plan(model, ratio=2)).target(5).gap.max()) < 1e-4
 
 
 def test_what_is_changed_inside_is_said():
@@ -272,7 +272,7 @@ def test_half_precision_and_gradients(model_named):
     frozen = tlens.freeze(model, some_tokens(), tolerance=0.2)
     plan = compress.plan(model, ratio=1.5)
     assert plan.layers[0][0].core.dtype == torch.float32
-    terms = compress.removed(frozen, plan).target(5)
+    terms = compress.compression_effect(frozen, plan).target(5)
     assert float(terms.gap.max()) < 0.05
     wide = model.to(torch.float64)  # the same numbers, widened
     with plan.applied():
@@ -288,7 +288,7 @@ def test_half_precision_and_gradients(model_named):
 )
 def test_the_gauge_is_free(name, model):
     letters = "QKVO" if scores_are_free(model) else "VO"
-    for moved in (compress.rotated, lambda weights: compress.in_circuit_gauge(weights, letters)):
+    for moved in (compress.rotate_heads, lambda weights: compress.in_circuit_gauge(weights, letters)):
         plan = compress.plan(model, method=as_method(moved))
         own = logits(model)
         with plan.applied():
@@ -326,7 +326,7 @@ def test_what_each_result_depends_on(model_named):
     """The paper's layout: on the basis inside heads, not on the order of heads or channels; the gauge: on neither;
     the released layout: on the order of channels."""
     weights = compress.head_weights(model_named(PLAIN), 0)
-    turned = compress.rotated(weights, seed=3)
+    turned = compress.rotate_heads(weights, seed=3)
     heads, channels = torch.tensor([2, 0, 3, 1]), torch.randperm(16)
 
     def apart(one, other):
@@ -463,7 +463,7 @@ def test_sharing_finds_what_heads_share(model_named):
         assert close(measure[0, 1], torch.ones(4, 4, dtype=torch.float64))
         assert bool((measure.diagonal(dim1=-2, dim2=-1) - 1).abs().max() < 1e-9)
     assert set(same.to_dataframe()["side"]) == {"query", "key", "value", "output"}
-    turned = compress.plan(model, method=as_method(compress.rotated))
+    turned = compress.plan(model, method=as_method(compress.rotate_heads))
     with turned.applied():
         assert close(compress.sharing(model, baseline=None).similarity, same.similarity)
 
@@ -544,7 +544,7 @@ def test_a_method_of_ones_own(model_named):
     plan = compress.plan(model, method=Own)
     assert plan.ratio == 2
     frozen = tlens.freeze(model, some_tokens())
-    assert float(compress.removed(frozen, plan).target(5).gap.max()) <= 1e-9
+    assert float(compress.compression_effect(frozen, plan).target(5).gap.max()) <= 1e-9
 
 
 @pytest.mark.parametrize(
@@ -607,9 +607,9 @@ def test_models_that_are_refused(model_named):
     model = model_named(PLAIN)
     frozen = tlens.freeze(tiny_model(PLAIN, seed=2), some_tokens())
     with pytest.raises(tlens.InvalidInputError, match="another model"):
-        compress.removed(frozen, compress.plan(model, ratio=2))
+        compress.compression_effect(frozen, compress.plan(model, ratio=2))
     with pytest.raises(tlens.InvalidInputError, match="pass what compress"):
-        compress.removed(frozen, None)
+        compress.compression_effect(frozen, None)
     with pytest.raises(tlens.InvalidInputError, match="baseline"):
         compress.sharing(model, baseline="none")
 
@@ -619,20 +619,20 @@ def test_hooks_that_came_since_are_refused(model_named):
     frozen, plan = tlens.freeze(model, some_tokens()), compress.plan(model, ratio=2)
     doubled = [("blocks.0.hook_resid_post", lambda t, hook: 2 * t)]
     with model.hooks(fwd_hooks=doubled), pytest.raises(tlens.FrozenModelError, match="hooks were put on"):
-        compress.removed(frozen, plan)
+        compress.compression_effect(frozen, plan)
 
 
 def test_the_change_is_before_a_soft_cap(model_named):
     model = model_named("hooked/soft-caps" if HOOKED else "bridge/gemma2")
     frozen = tlens.freeze(model, some_tokens())
-    terms = compress.removed(frozen, compress.plan(model, ratio=2)).target(5)
+    terms = compress.compression_effect(frozen, compress.plan(model, ratio=2)).target(5)
     assert terms.soft_cap is not None
     assert "before the soft cap" in terms.target
 
 
 def test_every_line_of_the_table_sums_to_the_change(model_named):
     frozen = tlens.freeze(model_named(PLAIN), some_tokens(batch=1))
-    terms = compress.removed(frozen, compress.plan(model_named(PLAIN), ratio=2)).target(5)
+    terms = compress.compression_effect(frozen, compress.plan(model_named(PLAIN), ratio=2)).target(5)
     frame = terms.to_dataframe(keys=True)
     assert math.isclose(frame["score"].sum(), float(terms.total), rel_tol=1e-9)
     assert list(frame.loc[frame["key"].isna(), "term"]) == ["patterns", "ratios", "scales"]

@@ -14,7 +14,7 @@ HOOKED = any(name.startswith("hooked/") for name in model_names())
 
 @pytest.fixture(scope="module")
 def recall():
-    return tlens.load_demo_model(name="recall")
+    return tlens.load_demo_model("recall")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_prompts_of_different_length_count_their_own_tokens(recall):
 
 
 def test_a_masked_models_answers():
-    encoder = tlens.load_demo_model(name="encoder")
+    encoder = tlens.load_demo_model("encoder")
     whole, masked = demo.held_out_prompts(encoder, 8, 24), demo.held_out_prompts(encoder, 8, 24, mask_at=9)
     answers = torch.where(masked != whole, whole, -100)
     answers[:, 9] = whole[:, 9]
@@ -125,7 +125,7 @@ def test_what_is_chosen_is_not_reported(recall, task):
 
 def test_refusals(recall, task):
     plan = compress.plan(recall, ratio=2)
-    other = compress.plan(tlens.load_demo_model(name="brackets"), ratio=2)
+    other = compress.plan(tlens.load_demo_model("brackets"), ratio=2)
     for arguments, words in (
         ((task, {}), "pass a table"),
         ((task, plan), "pass a table"),
@@ -180,7 +180,7 @@ def test_command_line(capsys, tmp_path):
     assert "added loss by compression ratio" in shown
     assert "accuracy change" in page.read_text(encoding="utf-8")
     assert commands.main([*words, "--methods", "circuit-svd", "--layers", "1", "--save", str(plan)]) == 0
-    model = tlens.load_demo_model(name="recall")
+    model = tlens.load_demo_model("recall")
     assert list(compress.Plan.load(plan, model).layers) == [1]
     lines = tmp_path / "lines.txt"
     lines.write_text("The file was not found.\nReturn the value of the key.\n", encoding="utf-8")

@@ -361,7 +361,7 @@ def test_what_is_no_one_prompt_is_a_row_with_an_error(value, tmp_path):
 
 
 def test_an_encoder_keeps_its_last_mark_where_a_text_is_cut(tmp_path):
-    model = tlens.load_demo_model(name="encoder")
+    model = tlens.load_demo_model("encoder")
     results = tlens.attribute_dataset(
         model, ["the value is " * 100], tmp_path / "run", method="attention", truncate=True, progress=False
     )

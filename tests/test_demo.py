@@ -90,9 +90,9 @@ def test_repeated_random_tokens_are_copied(model, seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_classes_give_the_same_model(kind):
-    model = tlens.load_demo_model(kind, dtype=torch.float64)
+    model = tlens.load_demo_model(dtype=torch.float64, kind=kind)
     frozen = tlens.freeze(model, demo.PROMPT)
-    reference = tlens.freeze(tlens.load_demo_model("bridge", torch.float64), demo.PROMPT)
+    reference = tlens.freeze(tlens.load_demo_model(dtype=torch.float64, kind="bridge"), demo.PROMPT)
     assert frozen.str_tokens == reference.str_tokens
     # 1e-6: the two classes' own forward passes differ by 5e-8 in float64
     assert torch.allclose(frozen.last_logits, reference.last_logits, atol=1e-6)
@@ -104,7 +104,7 @@ def test_both_classes_give_the_same_model(kind):
 @pytest.mark.skipif(not HAS_HOOKED, reason="processing in place is HookedTransformer's")
 def test_logit_differences_survive_weight_processing():
     """Totals of logit differences agree between raw and processed weights; logits themselves need not."""
-    raw, processed = (tlens.load_demo_model("hooked", torch.float64) for _ in range(2))
+    raw, processed = (tlens.load_demo_model(dtype=torch.float64, kind="hooked") for _ in range(2))
     processed.process_weights_()
     frozen = [tlens.freeze(model, demo.PROMPT) for model in (raw, processed)]
     target = [f.operator().target(5, minus=9) for f in frozen]
@@ -149,10 +149,10 @@ def test_prompts_longer_than_the_context(model):
 
 def test_unknown_kinds():
     with pytest.raises(tlens.InvalidInputError, match="kind='other'"):
-        tlens.load_demo_model("other")
+        tlens.load_demo_model(kind="other")
     if not HAS_HOOKED:
         with pytest.raises(tlens.InvalidInputError, match="TransformerLens 4"):
-            tlens.load_demo_model("hooked")
+            tlens.load_demo_model(kind="hooked")
 
 
 def test_the_induction_circuit_is_found_by_circuits_alone(demo_model):
@@ -198,7 +198,7 @@ def test_the_vision_model_reads_digits():
     assert (float(images.min()), float(images.max())) == (0, 1)
     assert int(labels.bincount(minlength=10).min()) > 80
     assert not (set(map(bytes, images.numpy())) & set(map(bytes, trained.numpy())))
-    model = tlens.load_demo_model(name="digits")
+    model = tlens.load_demo_model("digits")
     with torch.no_grad():
         logits = model(images)
         again = TransformerBridge.boot_transformers(str(folder)).eval()(images[:8])
@@ -206,15 +206,15 @@ def test_the_vision_model_reads_digits():
     assert float((logits.argmax(-1) == labels).float().mean()) == pytest.approx(facts["held_out_accuracy"], abs=0.002)
     assert facts["held_out_accuracy"] > 0.95
     assert torch.allclose(logits[:8], again, atol=1e-4)
-    exact = tlens.load_demo_model(name="digits", dtype=torch.float64)
+    exact = tlens.load_demo_model("digits", dtype=torch.float64)
     assert torch.allclose(exact(images[:8].double()).float(), logits[:8], atol=1e-4)
 
 
 def test_where_the_vision_model_does_not_go():
-    model = tlens.load_demo_model("bridge", name="digits")
+    model = tlens.load_demo_model("digits", kind="bridge")
     with pytest.raises(tlens.InvalidInputError, match="reads no text"):
         demo.held_out_prompts(model)
     with pytest.raises(tlens.InvalidInputError, match=r"comes as a TransformerBridge|has no HookedTransformer"):
-        tlens.load_demo_model("hooked", name="digits")
+        tlens.load_demo_model("digits", kind="hooked")
     with pytest.raises(tlens.InvalidInputError, match="it reads images, and the commands take text"):
         load_model("demo:digits")

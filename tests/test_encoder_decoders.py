@@ -168,8 +168,8 @@ PARTS = {
     "attention scores": [lambda m, f: circuits.qk_attribution(f, 0, 0, query=-1, key=1)],
     "bounds": [
         lambda m, f: circuits.error_bound(f, f.resid_pre(0)),
-        lambda m, f: circuits.proposition_1(f, f.resid_pre(0)),
-        lambda m, f: circuits.appendix_e_bound(f),
+        lambda m, f: circuits.frozen_error_bound(f, f.resid_pre(0)),
+        lambda m, f: circuits.spectral_norm_bound(f),
     ],
     "the weights of heads": [
         lambda m, f: circuits.ov(m, 0, 0),
@@ -378,7 +378,7 @@ WORDS = 200
 @pytest.fixture(scope="module")
 def reversal():
     """The shipped model on words that it has not seen, its own right answers read by the decoder."""
-    model = tlens.load_demo_model(name="reversal", dtype=torch.float64)
+    model = tlens.load_demo_model("reversal", dtype=torch.float64)
     letters = demo.reversal_words()[:: 1004 // WORDS][:WORDS]
     start = torch.ones_like(letters[:, :1])
     written = torch.cat([start, letters.flip(1)[:, :-1]], dim=1)
@@ -428,7 +428,7 @@ def test_it_comes_by_cross_attention(reversal):
 def test_the_shipped_reversal_model():
     folder = demo.FOLDERS["reversal"]
     assert sum(path.stat().st_size for path in folder.iterdir()) < 150_000
-    model, letters = tlens.load_demo_model(name="reversal"), demo.reversal_words()
+    model, letters = tlens.load_demo_model("reversal"), demo.reversal_words()
     assert letters.shape == (1004, 6)
     assert bool(demo.is_held_out_word(letters).all())
     start = written = torch.ones_like(letters[:, :1])

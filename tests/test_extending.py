@@ -69,7 +69,10 @@ def test_a_new_map(check):
 
 def test_a_new_map_twice_in_a_chain_and_beside_the_stream():
     between = Linear(torch.randn(WIDTH, WIDTH, dtype=torch.float64), torch.randn(WIDTH, dtype=torch.float64))
-    for m in (recursion() @ between @ recursion(), Chain((recursion() + tlens.Identity(), between, recursion().T))):
+    for m in (
+        recursion() @ between @ recursion(),
+        Chain((recursion() + tlens.algebra.Identity(), between, recursion().T)),
+    ):
         check_map(m, torch.zeros(BATCH, POS, WIDTH, dtype=torch.float64))
 
 

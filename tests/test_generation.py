@@ -105,7 +105,7 @@ def test_the_last_token_has_no_next(query):
 def test_an_image_has_no_next_token():
     images, _ = tlens.demo.digit_images()
     with pytest.raises(tlens.InvalidInputError, match="no next token"):
-        tlens.attribute(tlens.freeze(tlens.load_demo_model(name="digits"), images[:1]), target=NEXT)
+        tlens.attribute(tlens.freeze(tlens.load_demo_model("digits"), images[:1]), target=NEXT)
 
 
 def test_neither_side_of_an_encoder_decoder_goes_on(model_named):
@@ -340,7 +340,7 @@ def test_models_that_continue_nothing_are_refused(name, model_named):
 
 def test_images_are_refused():
     with pytest.raises(tlens.UnsupportedModelError, match="reads images"):
-        tlens.attribute_generation(tlens.load_demo_model(name="digits"), torch.zeros(1, 1, 8, 8), max_new_tokens=2)
+        tlens.attribute_generation(tlens.load_demo_model("digits"), torch.zeros(1, 1, 8, 8), max_new_tokens=2)
 
 
 # ------------------------------------------------------------------ what is shown

@@ -22,7 +22,7 @@ def refused(message):
 
 
 def test_what_a_tokenizer_returns_is_an_input():
-    model = tlens.load_demo_model("bridge", torch.float64)
+    model = tlens.load_demo_model(dtype=torch.float64, kind="bridge")
     encoded = model.tokenizer(TEXTS, return_tensors="pt", padding=True)
     frozen = tlens.freeze(model, encoded)
     assert frozen.mask.tolist() == encoded["attention_mask"].bool().tolist()
@@ -33,7 +33,7 @@ def test_what_a_tokenizer_returns_is_an_input():
 
 
 def test_rows_that_are_not_padded_are_an_input():
-    model = tlens.load_demo_model("bridge", torch.float64)
+    model = tlens.load_demo_model(dtype=torch.float64, kind="bridge")
     encoded = model.tokenizer(TEXTS)
     assert len({len(row) for row in encoded["input_ids"]}) == 2
     frozen = tlens.freeze(model, encoded)
@@ -84,7 +84,7 @@ MESSAGES = [{"role": "user", "content": "Return the value"}]
     ],
 )
 def test_what_is_no_input_is_refused(input, message):
-    model = tlens.load_demo_model("bridge")
+    model = tlens.load_demo_model(kind="bridge")
     with refused(message):
         tlens.freeze(model, input)
     with refused(message):
@@ -92,14 +92,16 @@ def test_what_is_no_input_is_refused(input, message):
 
 
 def test_what_is_passed_twice_is_refused():
-    model = tlens.load_demo_model("bridge")
+    model = tlens.load_demo_model(kind="bridge")
     with refused("attention_mask: the input has one already"):
         tlens.freeze(model, model.tokenizer(TEXTS, return_tensors="pt", padding=True), attention_mask=torch.ones(2, 6))
 
 
 def test_embeddings_are_refused_by_name():
     with refused("model_inputs: 'inputs_embeds' takes the place of token ids"):
-        tlens.freeze(tlens.load_demo_model("bridge"), [[3, 4]], model_inputs={"inputs_embeds": torch.ones(1, 2, 128)})
+        tlens.freeze(
+            tlens.load_demo_model(kind="bridge"), [[3, 4]], model_inputs={"inputs_embeds": torch.ones(1, 2, 128)}
+        )
 
 
 @pytest.mark.parametrize("pieces", [3, 5])

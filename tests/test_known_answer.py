@@ -33,7 +33,7 @@ def test_random_scores_get_what_is_expected():
 @pytest.mark.parametrize(("name", "make"), [("recall", evaluate.recall), ("brackets", evaluate.brackets)])
 def test_the_models_know_their_tasks_and_the_sources_are_true(name, make):
     """Nearly every answer is right; another value at the source changes the answer, at another place it does not."""
-    model, task = tlens.load_demo_model(name=name), make(100, seed=77)
+    model, task = tlens.load_demo_model(name), make(100, seed=77)
     assert sum(path.stat().st_size for path in demo.FOLDERS[name].iterdir()) < 1_000_000
     answer = lambda tokens: model(tokens)[:, -1].argmax(-1)  # noqa: E731
     with torch.no_grad():

@@ -262,7 +262,7 @@ def test_a_querys_own_token_deleted(model_named):
 
 
 def test_the_mask_token_is_the_default_where_there_is_one(demo_model):
-    encoder, text = tlens.load_demo_model(name="encoder"), "the value of the file"
+    encoder, text = tlens.load_demo_model("encoder"), "the value of the file"
     named = tlens.attribute(encoder, text, method="leave-one-out", target=5, replacement="mask")
     assert torch.equal(tlens.attribute(encoder, text, method="leave-one-out", target=5).scores, named.scores)
     assert bool(named.scores.any())
@@ -275,6 +275,6 @@ def test_two_streams_and_images_are_refused_by_name(model_named):
     for method, options in (("value-zeroing", {}), ("chefer", {"target": 5}), ("leave-one-out", {"target": 5})):
         with pytest.raises(tlens.UnsupportedModelError, match=method):
             tlens.attribute(frozen, method=method, **options)
-    digits = tlens.freeze(tlens.load_demo_model(name="digits"), tlens.demo.digit_images()[0][:1])
+    digits = tlens.freeze(tlens.load_demo_model("digits"), tlens.demo.digit_images()[0][:1])
     with pytest.raises(tlens.InvalidInputError, match="more than tokens"):
         tlens.attribute(digits, method="leave-one-out", target="3", replacement="delete")

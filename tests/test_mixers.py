@@ -178,7 +178,7 @@ REFUSED = {
     "copying_scores": circuits.copying_scores,
     "composition_scores": lambda frozen: circuits.composition_scores(frozen, "K"),
     "qk_attribution": lambda frozen: circuits.qk_attribution(frozen, 0, 0),
-    "appendix_e_bound": circuits.appendix_e_bound,
+    "spectral_norm_bound": circuits.spectral_norm_bound,
     "compress": lambda frozen: compress.plan(frozen.model),
 }
 

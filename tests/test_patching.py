@@ -487,7 +487,7 @@ def test_the_masks_of_patched_edges_are_within_the_memory_bound(model_named):
 
 @pytest.fixture(scope="module")
 def scores():
-    model = tlens.load_demo_model("bridge", torch.float64, name="recall")
+    model = tlens.load_demo_model("recall", torch.float64, kind="bridge")
     pairs = evaluate.prompt_pairs(evaluate.recall(4))
     clean, corrupted = tlens.freeze(model, pairs.clean), tlens.freeze(model, pairs.corrupted)
     asked = {"target": pairs.answers.tolist(), "minus": pairs.others.tolist()}
@@ -752,7 +752,7 @@ def test_pairs_that_are_none_are_refused():
 
 
 def test_faithfulness_is_the_benchmarks_ratio_of_means(tmp_path):
-    model = tlens.load_demo_model("bridge", torch.float64, name="recall")
+    model = tlens.load_demo_model("recall", torch.float64, kind="bridge")
     pairs = evaluate.prompt_pairs(evaluate.recall(4))
     made = evaluate.circuit_faithfulness(model, pairs, ["gradient", "random"], folder=tmp_path)
     clean, corrupted = tlens.freeze(model, pairs.clean), tlens.freeze(model, pairs.corrupted)
@@ -786,7 +786,7 @@ def test_faithfulness_is_the_benchmarks_ratio_of_means(tmp_path):
 
 def test_agreement_finds_what_acts_through_patterns():
     """Where the question changes, heads attend elsewhere: a frozen model cannot see it, what joins its pull does."""
-    model = tlens.load_demo_model("bridge", torch.float64, name="recall")
+    model = tlens.load_demo_model("recall", torch.float64, kind="bridge")
     task = evaluate.recall(3)
     source = evaluate.patching_agreement(model, evaluate.prompt_pairs(task))
     question = evaluate.patching_agreement(model, evaluate.prompt_pairs(task, "question"))

@@ -13,7 +13,7 @@ from tensorlens_tl import evaluate
 
 @pytest.fixture(scope="module")
 def relations_model():
-    return tlens.load_demo_model(name="relations", dtype=torch.float64)
+    return tlens.load_demo_model("relations", dtype=torch.float64)
 
 
 def test_one_operator_on_its_own_prompt_is_the_model(relations_model):

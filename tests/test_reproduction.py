@@ -20,7 +20,7 @@ LENGTH = 12
 
 @pytest.fixture(scope="module")
 def encoder():
-    return tlens.load_demo_model(name="encoder")
+    return tlens.load_demo_model("encoder")
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,9 @@ def made(encoder):
         if name not in done:
             experiment = evaluate.EXPERIMENTS[name]
             if experiment.reads == "images":
-                run = (tlens.load_demo_model(name="digits"), demo.digit_images()[0]), {"n": 2}
+                run = (tlens.load_demo_model("digits"), demo.digit_images()[0]), {"n": 2}
             elif experiment.reads == "relations":
-                run = (tlens.load_demo_model(name="relations"), [relation("factual"), relation("linguistic")]), {}
+                run = (tlens.load_demo_model("relations"), [relation("factual"), relation("linguistic")]), {}
             else:
                 model = tlens.load_demo_model() if experiment.demo == "language" else encoder
                 run = (model, TEXTS), {"length": LENGTH}
@@ -196,7 +196,7 @@ def test_relations_follow_the_papers_protocol(made):
     assert result.methods == ["tensorlens mean operator", "LRE layer 0, β=2.5", "random"]
     assert made("figure-5").published == []
     with pytest.raises(tlens.InvalidInputError, match="no relation of the categories"):
-        evaluate.reproduce("figure-5", tlens.load_demo_model(name="relations"), [relation("linguistic")])
+        evaluate.reproduce("figure-5", tlens.load_demo_model("relations"), [relation("linguistic")])
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_drawn_prompts_are_all_kept():
 
 def test_a_random_order_scatters_less_over_seeds():
     """What the mean is for: one seed's random order differs from another's, and the methods do not."""
-    model = tlens.load_demo_model(name="recall")
+    model = tlens.load_demo_model("recall")
     tokens = evaluate.recall(4, seed=1).tokens
     methods = ["rollout attention", "random"]
 

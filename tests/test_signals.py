@@ -35,7 +35,7 @@ def frozen(signal):
 
 @pytest.fixture(scope="module")
 def digits():
-    return tlens.load_demo_model(name="digits", dtype=torch.float64)
+    return tlens.load_demo_model("digits", dtype=torch.float64)
 
 
 @pytest.mark.parametrize("signal", SIGNALS)
@@ -237,7 +237,7 @@ def test_options_of_tokens_are_refused_for_images(digits, demo_model):
 
 
 def test_model_inputs_are_checked_by_name():
-    model = tlens.load_demo_model("bridge")
+    model = tlens.load_demo_model(kind="bridge")
     for given, message in (
         ({"pixel_values": torch.ones(1, 3, 8, 8)}, "'pixel_values' cannot be given to .* no such argument"),
         ({"attention_mask": torch.ones(1, 3)}, "freeze has its own argument"),
@@ -341,7 +341,7 @@ class Observing(HookPoint):
 def test_a_hook_that_only_observes_is_found():
     """The trial goes by another residual stream, for images as for tokens."""
     images, _ = tlens.demo.digit_images()
-    model = tlens.load_demo_model(name="digits", dtype=torch.float64)
+    model = tlens.load_demo_model("digits", dtype=torch.float64)
     model.hook_dict["blocks.1.mlp.hook_post"].__class__ = Observing
     frozen = tlens.freeze(model, images[:1])
     with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.1 of this .* does not obey"):

@@ -46,7 +46,7 @@ with tempfile.TemporaryDirectory() as folder:
     tlens.Attribution.load(results[0].save(folder + "/x"))
     tlens.report.compare(results).save(folder + "/x.html")
 task = tlens.evaluate.recall(3)
-tlens.evaluate.known_answer(tlens.load_demo_model(name="recall"), task, ["rollout attention"])
+tlens.evaluate.known_answer(tlens.load_demo_model("recall"), task, ["rollout attention"])
 tlens.testing.check_model(tlens.testing.tiny_model("bridge/gpt2"))
 print(json.dumps(len(results)))
 """

@@ -30,8 +30,8 @@ def test_small_models(name, tmp_path, monkeypatch, few_documents):
     run(train_small, monkeypatch, name, tmp_path, "--steps", 2)
     facts = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
     assert facts["steps"] == 2
-    model = tlens.load_demo_model(name=name, folder=tmp_path)
-    made, shipped = (dict(m.named_parameters()) for m in (model, tlens.load_demo_model(name=name)))
+    model = tlens.load_demo_model(name, folder=tmp_path)
+    made, shipped = (dict(m.named_parameters()) for m in (model, tlens.load_demo_model(name)))
     assert {key: value.shape for key, value in made.items()} == {key: value.shape for key, value in shipped.items()}
 
 
@@ -73,7 +73,7 @@ def test_whitened_models(tmp_path, monkeypatch, few_documents):
     assert standard["loss"][0] == pytest.approx(whitened["loss"][0], abs=2e-4)  # both begin as the same model
     assert whitened["steps"] == [0, 2, 3]
     assert len(whitened["radii"]) == 2
-    model = tlens.load_demo_model(name="whitened", folder=tmp_path / "whitened")
+    model = tlens.load_demo_model("whitened", folder=tmp_path / "whitened")
     assert model.blocks[1].whitening.M.weight.abs().max() > 0
     text = tmp_path / "text.txt"
     text.write_text("a whole other text of some length, " * 30, encoding="utf-8")
@@ -105,7 +105,7 @@ def test_the_whitened_model_is_the_best_of_what_was_trained_like_it():
     seeds = {seed for _, seed in last}
     assert len(seeds) >= 2
     assert all(last["whitened", seed] + 0.05 < last["standard", seed] for seed in seeds)
-    model = tlens.load_demo_model(name="whitened")
+    model = tlens.load_demo_model("whitened")
     tokens = tlens.demo.held_out_prompts(model, 64, 127)
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -116,7 +116,7 @@ def test_the_whitened_model_is_the_best_of_what_was_trained_like_it():
 def test_the_vision_model(tmp_path):
     train_vision.main([str(tmp_path), "--steps", "2"])
     facts = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
-    made, shipped = (tlens.load_demo_model(name="digits", folder=folder) for folder in (tmp_path, None))
+    made, shipped = (tlens.load_demo_model("digits", folder=folder) for folder in (tmp_path, None))
     assert facts["steps"] == 2
     assert facts["held_out_accuracy"] == round(accuracy(made), 4) != round(accuracy(shipped), 4)
     shapes = [{key: value.shape for key, value in model.named_parameters()} for model in (made, shipped)]
@@ -141,7 +141,7 @@ def test_the_reversal_model(tmp_path):
     )
     assert (facts["steps"], facts["parameters"]) == (2, shipped["parameters"])
     assert facts["held_out_accuracy"] < 0.1 < 0.95 < shipped["held_out_accuracy"]
-    model = tlens.load_demo_model(name="reversal", folder=tmp_path)
+    model = tlens.load_demo_model("reversal", folder=tmp_path)
     words = tlens.demo.reversal_words()
     assert not bool(tlens.demo.is_held_out_word(words + torch.tensor([0, 0, 0, 0, 0, 1])).any())
     logits, answers = train_reversal.predicted(model.original_model, words[:3])
@@ -160,7 +160,7 @@ def test_digits_are_distorted_a_little():
     assert (first - second).abs().amax((1, 2, 3)).min() > 0.05  # each is drawn anew
     assert 0 <= float(first.min()) <= float(first.max()) <= 1
     with torch.no_grad():
-        read = tlens.load_demo_model(name="digits")(first).argmax(-1)
+        read = tlens.load_demo_model("digits")(first).argmax(-1)
     assert float((read == labels).float().mean()) > 0.9  # they still show their digits
 
 

@@ -369,7 +369,7 @@ def test_bounds_stay_bounds(whitened):
     op = frozen.operator()
     true = float(torch.linalg.matrix_norm(op.dense()[0].flatten(2).flatten(0, 1), 2))
     assert true <= circuits.norm_bound(op) < float("inf")
-    assert true <= circuits.appendix_e_bound(frozen) < float("inf")
+    assert true <= circuits.spectral_norm_bound(frozen) < float("inf")
     other = frozen.resid_pre(0) + 0.1 * torch.randn_like(op.x)
     bound = circuits.error_bound(frozen, other)
     assert bound.error <= bound.bound < float("inf")

@@ -172,7 +172,7 @@ def test_what_cannot_be_measured_is_refused(model_named):
 
 @pytest.mark.parametrize("name", ["language", "whitened"])
 def test_filters_make_the_stream_of_an_embedded_model_whiter(name):
-    model = tlens.load_demo_model(name=name)
+    model = tlens.load_demo_model(name)
     tokens = demo.held_out_prompts(model, 400, 11)
     points = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(2)), "blocks.1.hook_resid_post"]
     filters = whitening.stream_filters(model, tokens[::2], points)
@@ -215,7 +215,7 @@ def test_filters_are_a_start_for_whitening():
 
 
 def test_pictures_of_something_else_are_refused():
-    table = whitening.measure(tlens.load_demo_model(name="whitened"), some_tokens(8))
+    table = whitening.measure(tlens.load_demo_model("whitened"), some_tokens(8))
     for wrong in ((table[["rho"]],), (table[:1],), (table, table[::-1])):
         with pytest.raises(tlens.InvalidInputError, match="picture: pass tables of"):
             whitening.picture(*wrong)

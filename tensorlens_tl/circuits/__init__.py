@@ -14,8 +14,8 @@
 | why does this head attend there | `qk_attribution` |
 | which features of a sparse dictionary are active | `features` |
 | what makes a feature, what does it do, which make which | `feature_attribution`, `feature_effects`, `feature_edges` |
-| how large is the operator | `spectral_norm`, `singular_directions`, `norm_bound`, `appendix_e_bound` |
-| how wrong is it away from its input | `error_bound`, `proposition_1` |
+| how large is the operator | `spectral_norm`, `singular_directions`, `norm_bound`, `spectral_norm_bound` |
+| how wrong is it away from its input | `error_bound`, `frozen_error_bound` |
 """
 
 from tensorlens_tl.circuits.compare import edge_scores, patch_scores, run_circuits
@@ -32,14 +32,14 @@ from tensorlens_tl.circuits.scores import qk_attribution
 from tensorlens_tl.circuits.size import (
     Directions,
     ErrorBound,
-    PropositionBound,
-    appendix_e_bound,
+    FrozenErrorBound,
     as_scipy,
     error_bound,
+    frozen_error_bound,
     norm_bound,
-    proposition_1,
     singular_directions,
     spectral_norm,
+    spectral_norm_bound,
 )
 from tensorlens_tl.circuits.weights import (
     composition_scores,
@@ -62,12 +62,11 @@ __all__ = [
     "ErrorBound",
     "FeatureEdges",
     "Features",
+    "FrozenErrorBound",
     "HeadMap",
     "Paths",
-    "PropositionBound",
     "ScoreAttribution",
     "Terms",
-    "appendix_e_bound",
     "as_scipy",
     "composition_scores",
     "contribution_graph",
@@ -78,6 +77,7 @@ __all__ = [
     "feature_edges",
     "feature_effects",
     "features",
+    "frozen_error_bound",
     "full_ov",
     "full_qk",
     "head_map",
@@ -87,12 +87,12 @@ __all__ = [
     "ov_eigenvalues",
     "patch_scores",
     "paths",
-    "proposition_1",
     "qk",
     "qk_attribution",
     "run_circuits",
     "singular_directions",
     "spectral_norm",
+    "spectral_norm_bound",
     "svd_tokens",
     "top_paths",
     "total_effects",

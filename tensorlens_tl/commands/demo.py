@@ -57,9 +57,7 @@ def run(args: argparse.Namespace) -> None:
         "blocks, head and unembedding against the model's own (largest relative error)": max(frozen.errors.values())
     }
     proofs |= {
-        f"{name}: Σ scores + bias − total": float(r.gap.max())
-        for name, r in results.items()
-        if r.gap is not None
+        f"{name}: Σ scores + bias − total": float(r.gap.max()) for name, r in results.items() if r.gap is not None
     }
     token, chance = prediction.best[0]
     print(f"{text!r}\nis continued by {token!r} (probability {chance:.2f}).\n{frozen!r}")

@@ -167,7 +167,7 @@ def load_model(
         raise InvalidInputError("--model demo:digits: it reads images, and the commands take text; use it from Python.")
     source, _, rest = name.partition(":")
     if source == "demo":
-        model = demo.load_demo_model(kind, dtype, name=rest or "language")
+        model = demo.load_demo_model(rest or "language", dtype, kind=kind)
     elif source == "program":
         model = named_program(name).model(kind, norm=name.endswith(":norm"), dtype=dtype)
     else:

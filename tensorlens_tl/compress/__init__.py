@@ -16,15 +16,15 @@
 | `replacements` | what does a compression hold, and which dense weights does it stand for? |
 | `reading` | how are a model's heads read? |
 | `plan` | how is a model compressed, and given back its own weights? |
-| `removed` | what did a compression take away from one prediction? |
+| `effect` | what did a compression take away from one prediction? |
 | `sharing` | do heads share a subspace? |
 """
 
-from tensorlens_tl.compress.heads import LAYOUTS, HeadWeights, in_circuit_gauge, rotated, stacked
+from tensorlens_tl.compress.effect import CompressionEffect, Split, compression_effect
+from tensorlens_tl.compress.heads import LAYOUTS, HeadWeights, in_circuit_gauge, rotate_heads, stack_heads
 from tensorlens_tl.compress.methods import METHODS, circuit_svd, head_svd, laser, laser_mlp, tucker
 from tensorlens_tl.compress.plan import Plan, plan, shared_tucker
 from tensorlens_tl.compress.reading import head_weights
-from tensorlens_tl.compress.removed import Removed, Split, removed
 from tensorlens_tl.compress.replacements import Dense, LowRank, Replacement, SharedTucker
 from tensorlens_tl.compress.sharing import Sharing, sharing
 from tensorlens_tl.compress.tucker import HOSVD, Tucker, hooi, paper_ranks, parameter_count, sequential_hosvd
@@ -33,17 +33,18 @@ __all__ = [
     "HOSVD",
     "LAYOUTS",
     "METHODS",
+    "CompressionEffect",
     "Dense",
     "HeadWeights",
     "LowRank",
     "Plan",
-    "Removed",
     "Replacement",
     "SharedTucker",
     "Sharing",
     "Split",
     "Tucker",
     "circuit_svd",
+    "compression_effect",
     "head_svd",
     "head_weights",
     "hooi",
@@ -53,11 +54,10 @@ __all__ = [
     "paper_ranks",
     "parameter_count",
     "plan",
-    "removed",
-    "rotated",
+    "rotate_heads",
     "sequential_hosvd",
     "shared_tucker",
     "sharing",
-    "stacked",
+    "stack_heads",
     "tucker",
 ]

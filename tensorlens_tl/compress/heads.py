@@ -19,7 +19,7 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
 LETTERS = "QKVO"
 LAYOUTS = ("paper", "released")
-"""What `stacked` splits: the heads, or d_model."""
+"""What `stack_heads` splits: the heads, or d_model."""
 GAUGES = (None, "circuit")
 
 
@@ -96,7 +96,9 @@ def check_letters(matrices: object) -> str:
 # ------------------------------------------------------------------ tensors
 
 
-def stacked(weights: HeadWeights, matrices: str = LETTERS, layout: Layout = "paper") -> Float[Tensor, "d1 d2 slices h"]:
+def stack_heads(
+    weights: HeadWeights, matrices: str = LETTERS, layout: Layout = "paper"
+) -> Float[Tensor, "d1 d2 slices h"]:
     """The matrices of every head as one tensor (TensorLLM Eqs. 7–8): `[d_model, d_head, slices, heads]`.
 
     The unit of grouped attention is the key-value group: Q and O give a slice for each of its query heads, K and V one,
@@ -126,7 +128,7 @@ def stacked(weights: HeadWeights, matrices: str = LETTERS, layout: Layout = "pap
 def unstacked(
     tensor: Float[Tensor, "d1 d2 slices h"], matrices: str, layout: Layout, heads: int, kv_heads: int
 ) -> dict[str, Float[Tensor, "head d_model d_head"]]:
-    """`stacked` undone: the matrices by letter."""
+    """`stack_heads` undone: the matrices by letter."""
     if layout == "released":
         slices = zip(matrices, tensor.unbind(2), strict=True)
         return {letter: rearrange(part, "(h k) e c -> h (c e) k", h=heads) for letter, part in slices}
@@ -222,7 +224,7 @@ def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Ten
     return torch.nn.functional.pad(left * roots, wider), torch.nn.functional.pad(right * roots, wider)
 
 
-def rotated(weights: HeadWeights, seed: int = 0) -> HeadWeights:
+def rotate_heads(weights: HeadWeights, seed: int = 0) -> HeadWeights:
     """The same circuits in a random basis inside every head: shows whether a method depends on that basis."""
     generator = torch.Generator().manual_seed(whole_number("seed", seed))
     like = weights.matrices["Q"]

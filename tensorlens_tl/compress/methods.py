@@ -26,7 +26,7 @@ from tensorlens_tl.compress.heads import (
     check_letters,
     in_circuit_gauge,
     slice_scales,
-    stacked,
+    stack_heads,
 )
 from tensorlens_tl.compress.options import Count, Gauge, Layout, MLPShare, Number, RankChoice, RankRule, Start
 from tensorlens_tl.compress.replacements import LowRank, Replacement, SharedTucker
@@ -106,7 +106,7 @@ def tucker(
     moved = weights
     if gauge == "circuit":
         moved = in_circuit_gauge(weights, letters)
-    tensor = stacked(moved, letters, layout)
+    tensor = stack_heads(moved, letters, layout)
     scaled = tensor
     scales = tensor.new_ones(1, 1)
     if balance:

@@ -175,10 +175,10 @@ def dictionary_of(weights: dict[str, Tensor], k: int, hook: str) -> Dictionary:
 
 
 def load_demo_model(
-    kind: str | None = None,
+    name: str = "language",
     dtype: torch.dtype = torch.float32,
     *,
-    name: str = "language",
+    kind: str | None = None,
     folder: Path | str | None = None,
 ) -> Any:
     """An embedded model in eval mode, its norms unfolded and its weights uncentred.
@@ -186,11 +186,11 @@ def load_demo_model(
     A HookedTransformer's loader folds the value biases into b_O: no token's score depends on it, single heads' do.
 
     Args:
+        name: one of `FOLDERS`.
+        dtype: of the weights.
         kind: ``"hooked"`` for a HookedTransformer (TransformerLens 3.9), ``"bridge"`` for a TransformerBridge (3.9 and
             4.x); None takes the first that is there. `encoder`, `whitened`, `digits` and `reversal` are always a
             TransformerBridge.
-        dtype: of the weights.
-        name: one of `FOLDERS`.
         folder: another model of the same architecture, in Hugging Face format.
 
     Raises:
@@ -204,7 +204,7 @@ def load_demo_model(
     except ImportError:
         HookedTransformer = None
     if kind not in (None, "hooked", "bridge"):
-        named = f", or name={kind!r} for that model" if kind in FOLDERS else ""
+        named = f", or {kind!r} as the first argument for that model" if kind in FOLDERS else ""
         raise InvalidInputError(f"load_demo_model: kind={kind!r}; use 'hooked' or 'bridge'{named}.")
     if kind == "hooked" and HookedTransformer is None:
         raise InvalidInputError(

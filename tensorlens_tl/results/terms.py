@@ -74,9 +74,7 @@ class Terms(Stored):
             InvalidInputError: the parts are not additive.
         """
         if self.remainder is None:
-            raise InvalidInputError(
-                f"gap: these {self.target} effects are not additive; there is no sum to check."
-            )
+            raise InvalidInputError(f"gap: these {self.target} effects are not additive; there is no sum to check.")
         return relative_gap(self.scores, self.remainder, self.total)
 
     def __len__(self) -> int:

@@ -2,23 +2,23 @@
 
 from tensorlens_tl.circuits.size.bounds import (
     ErrorBound,
-    PropositionBound,
-    appendix_e_bound,
+    FrozenErrorBound,
     error_bound,
+    frozen_error_bound,
     norm_bound,
-    proposition_1,
+    spectral_norm_bound,
 )
 from tensorlens_tl.circuits.size.spectrum import Directions, as_scipy, singular_directions, spectral_norm
 
 __all__ = [
     "Directions",
     "ErrorBound",
-    "PropositionBound",
-    "appendix_e_bound",
+    "FrozenErrorBound",
     "as_scipy",
     "error_bound",
+    "frozen_error_bound",
     "norm_bound",
-    "proposition_1",
     "singular_directions",
     "spectral_norm",
+    "spectral_norm_bound",
 ]

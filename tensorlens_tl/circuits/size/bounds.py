@@ -1,10 +1,10 @@
 """Bounds: how large the frozen operator can be, and how far from the live model at another input.
 
 `norm_bound` (ours) reads a bound off the algebra: ‖a·b‖ ≤ ‖a‖‖b‖, ‖a + b‖ ≤ ‖a‖ + ‖b‖, a norm contributes max abs(gain)
-/ min σ, a frozen activation its largest ratio, attention the spectral norm of its patterns. `appendix_e_bound` is
+/ min σ, a frozen activation its largest ratio, attention the spectral norm of its patterns. `spectral_norm_bound` is
 TensorLens' own (Eqs. 31 to 35), which knows √L for a pattern, and sums heads.
 
-`proposition_1` is TensorLens' bound of the error (Eq. 25), from ‖T‖₂ and what the live model does. `error_bound` (ours)
+`frozen_error_bound` is TensorLens' bound of the error (Eq. 25), from ‖T‖₂ and what the live model does. `error_bound` (ours)
 goes layer by layer: with x_l the live stream at block l and A_l the frozen block, live and frozen model differ by
 exactly Σ_l T_{L…l+1}(x_{l+1} − A_l(x_l)), so by no more than Σ_l (Π_{m>l} ‖A_m‖) ‖x_{l+1} − A_l(x_l)‖. Which of the two
 is closer depends on the input: far from its own, Proposition 1 often is.
@@ -93,7 +93,7 @@ def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, acti
 
 
 @dataclass(frozen=True)
-class PropositionBound:
+class FrozenErrorBound:
     """Proposition 1 of TensorLens at one other input X + ε.
 
     Attributes:
@@ -111,9 +111,9 @@ class PropositionBound:
     change: float
 
 
-def proposition_1(
+def frozen_error_bound(
     frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, norm: Any = None, activation: str = "ratio"
-) -> PropositionBound:
+) -> FrozenErrorBound:
     """How far the frozen operator is from the live model at the input `x`, bounded as in TensorLens (Eq. 25).
 
     Args:
@@ -138,10 +138,10 @@ def proposition_1(
     error, change, step = (
         float(upcast(difference * real).norm()) for difference in (live - op(x), live - frozen.output, x - op.x)
     )
-    return PropositionBound(error, norm * step + change, float(norm), step, change)
+    return FrozenErrorBound(error, norm * step + change, float(norm), step, change)
 
 
-def appendix_e_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
+def spectral_norm_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
     """A bound of ‖T_X‖₂ from the weights' norms and the smallest scales (TensorLens Eqs. 31 to 35).
 
     Each attention sublayer counts √L Σ_h ‖W_V^h W_O^h‖₂, each MLP ‖W_in‖₂‖W_out‖₂ times its largest abs(φ(z)/z), each

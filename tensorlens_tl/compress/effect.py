@@ -46,7 +46,7 @@ class Split(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Removed:
+class CompressionEffect:
     """A frozen pass taken apart by a compression.
 
     Attributes:
@@ -63,7 +63,7 @@ class Removed:
     after: Mapping[str, Tensor]
 
     def __repr__(self) -> str:
-        return f"Removed({self.plan!r}, batch={len(self.frozen.tokens)}, pos={self.frozen.tokens.shape[1]})"
+        return f"CompressionEffect({self.plan!r}, batch={len(self.frozen.tokens)}, pos={self.frozen.tokens.shape[1]})"
 
     def attention(self, layer: int) -> Split:
         """One layer's attention, pattern held, as two maps that sum to it: the compressed one, and what was removed.
@@ -213,13 +213,13 @@ class Removed:
         return _with_capture(self.compressed, replace(self.compressed.capture, activations=dict(activations)))
 
 
-def removed(frozen: PassLike, plan: Plan) -> Removed:
+def compression_effect(frozen: PassLike, plan: Plan) -> CompressionEffect:
     """Take a frozen pass apart by what a compression removes and what it leaves.
 
     Runs the compressed model once on the pass's prompt.
 
     >>> from tensorlens_tl import compress
-    >>> parts = compress.removed(frozen, compress.plan(model, 1, ratio=2, method="circuit-svd"))
+    >>> parts = compress.compression_effect(frozen, compress.plan(model, 1, ratio=2, method="circuit-svd"))
     >>> compressed, gone = parts.attention(1)
     >>> x = torch.randn(1, *frozen.resid_pre(1).shape[1:])
     >>> torch.allclose(compressed.push(x) + gone.push(x), frozen.maps.attention(1).push(x), atol=1e-4)
@@ -248,13 +248,13 @@ def removed(frozen: PassLike, plan: Plan) -> Removed:
     refuse_dropout(frozen.view.model)
     if other_hooks(frozen.model) != frozen.other_hooks:
         raise FrozenModelError(
-            "removed: hooks were put on the model or taken off since this pass was frozen, so that the compressed run "
+            "compression_effect: hooks were put on the model or taken off since this pass was frozen, so that the compressed run "
             "would be of another model. Freeze again."
         )
     with unheld_run(frozen.model), torch.no_grad(), plan.applied():
         after, _ = capture(frozen.model, frozen.inputs, frozen.points.captured, calls=frozen.points.calls)
     view = frozen.view.with_weights(plan.weights())
-    return Removed(frozen, plan, _with_capture(frozen, replace(frozen.capture, view=view)), after)
+    return CompressionEffect(frozen, plan, _with_capture(frozen, replace(frozen.capture, view=view)), after)
 
 
 def _with_capture(frozen: FrozenPass, capture: Capture) -> FrozenPass:
