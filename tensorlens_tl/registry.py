@@ -50,7 +50,6 @@ from tensorlens_tl.layerwise import Maps
 from tensorlens_tl.models import ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import FrozenPass, check_pass, freeze
 from tensorlens_tl.passes.inputs import (
-    InputLike,
     check_slice,
     memory_batches,
     numbered,
@@ -527,7 +526,7 @@ def _is_ours(value: str) -> bool:
 
 def attribute(
     model: ModelLike | FrozenPass,
-    input: InputLike | TokenLike = None,
+    input: Any = None,
     target: TokenLike = None,
     *,
     method: str = "tensorlens",

@@ -248,8 +248,8 @@ def compression_effect(frozen: PassLike, plan: Plan) -> CompressionEffect:
     refuse_dropout(frozen.view.model)
     if other_hooks(frozen.model) != frozen.other_hooks:
         raise FrozenModelError(
-            "compression_effect: hooks were put on the model or taken off since this pass was frozen, so that the compressed run "
-            "would be of another model. Freeze again."
+            "compression_effect: hooks were put on the model or taken off since this pass was frozen, so that the "
+            "compressed run would be of another model. Freeze again."
         )
     with unheld_run(frozen.model), torch.no_grad(), plan.applied():
         after, _ = capture(frozen.model, frozen.inputs, frozen.points.captured, calls=frozen.points.calls)

@@ -4,10 +4,10 @@
 / min σ, a frozen activation its largest ratio, attention the spectral norm of its patterns. `spectral_norm_bound` is
 TensorLens' own (Eqs. 31 to 35), which knows √L for a pattern, and sums heads.
 
-`frozen_error_bound` is TensorLens' bound of the error (Eq. 25), from ‖T‖₂ and what the live model does. `error_bound` (ours)
-goes layer by layer: with x_l the live stream at block l and A_l the frozen block, live and frozen model differ by
-exactly Σ_l T_{L…l+1}(x_{l+1} − A_l(x_l)), so by no more than Σ_l (Π_{m>l} ‖A_m‖) ‖x_{l+1} − A_l(x_l)‖. Which of the two
-is closer depends on the input: far from its own, Proposition 1 often is.
+`frozen_error_bound` is TensorLens' bound of the error (Proposition 1, Eq. 25), from ‖T‖₂ and what the live model does.
+`error_bound` (ours) goes layer by layer: with x_l the live stream at block l and A_l the frozen block, live and frozen
+model differ by exactly Σ_l T_{L…l+1}(x_{l+1} − A_l(x_l)), so by no more than Σ_l (Π_{m>l} ‖A_m‖) ‖x_{l+1} − A_l(x_l)‖.
+Which of the two is closer depends on the input: far from its own, Proposition 1 often is.
 """
 
 from dataclasses import dataclass
