@@ -137,7 +137,7 @@ def scan_of(mixer: Chain) -> SelectiveScan:
 
     >>> from tensorlens_tl.models import scan_of
     >>> from tensorlens_tl.testing import tiny_model
-    >>> scan_of(tlens.freeze(tiny_model("bridge/mamba"), [[3, 4, 5]]).mixer(0))
+    >>> scan_of(tlens.freeze(tiny_model("bridge/mamba"), [[3, 4, 5]]).maps.mixer(0))
     SelectiveScan(32 × 1 channels, 6 states)
     """
     scans = [term for stage in mixer.stages for term in stage.summands if isinstance(term, SelectiveScan)]
