@@ -4,12 +4,14 @@
 | --- | --- |
 | `protocol` | what must a model be able to do, and what may be passed as a query, a token, a range of layers? |
 | `view`, `block` | what is this model made of, whichever its class, and each of its blocks? |
-| `attention`, `mlps`, `experts`, `mixers`, `scans`, `delta`, `patches` | how is each kind of part read? |
+| `parameters` | what do a module's weights amount to, adapters, packing and offloading included? |
+| `sublayers` | how is each kind of part read: attention, MLPs, experts, and mixers in attention's place? |
+| `patches`, `dictionaries` | how are patch embeddings and sparse dictionaries read? |
 | `layouts` | how are blocks put together? |
 | `activations` | how is an activation replaced by a linear form? |
-| `mixers` | which map mixes positions where there is no attention, its gates held at one input? |
-| `scans`, `delta` | the same of state-space layers (Mamba 1, Mamba 2) and of the gated delta rule |
-| `state` | is a model in a state to be frozen, and still in that of its pass? |
+| `lifecycle` | is a model in a state to be frozen, and still in that of its pass? |
+| `writing` | how are other weights put on a model, and taken off again? |
+| `names` | which parts are known by their names alone, and why? |
 """
 
 from tensorlens_tl.models.activations import (

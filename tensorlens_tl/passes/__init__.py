@@ -19,8 +19,8 @@ from tensorlens_tl.passes.backward import product_points as product_points, rule
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze
-from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike
-from tensorlens_tl.passes.linearisation import Linearisation, check_pass as check_pass
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike, check_pass as check_pass
+from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.mlps import Routes, mlp_chain as mlp_chain
 from tensorlens_tl.passes.operator import (
     Collapse,

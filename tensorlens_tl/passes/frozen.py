@@ -481,6 +481,14 @@ class FrozenPass(Linearisation):
         return vectors.to(self.tokens.device), constant.to(self.tokens.device)
 
 
+def check_pass(frozen: Any) -> None:
+    """Raise `InvalidInputError` where a model, or anything else, was passed instead of a frozen pass."""
+    if not isinstance(frozen, FrozenPass):
+        raise InvalidInputError(
+            f"a frozen pass is needed, got {type(frozen).__name__}: tlens.freeze(model, text) returns one."
+        )
+
+
 if TYPE_CHECKING:
     PassLike = FrozenPass
     """A pass, as a user passes it."""

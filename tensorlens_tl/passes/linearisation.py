@@ -1,8 +1,9 @@
-"""What operators, targets and circuits need of a model that is held fixed as an affine map: a linearisation.
+"""What operators and targets need of a model that is held fixed as an affine map: a linearisation.
 
 A linearisation gives every block a map that is exact at one point, a vector that enters, and a number of the model
-that a sum over what enters must equal. Nothing above this package needs more. The frozen pass of one run is one: its
-block maps are affine, the residual stream at the first block enters, biases are the constants, and the sum is a logit.
+that a sum over what enters must equal. The operator and its targets need no more; methods and circuits still take a
+`FrozenPass`. The frozen pass of one run is a linearisation: its block maps are affine, the residual stream at the first
+block enters, biases are the constants, and the sum is a logit.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from tensorlens_tl.passes.inputs import Prompt
 
 
 @runtime_checkable
-class Sum(Protocol):
+class HasGap(Protocol):
     """A result whose parts explain a number of the model."""
 
     @property
@@ -28,7 +29,7 @@ class Sum(Protocol):
         ...
 
 
-SumType = TypeVar("SumType", bound=Sum)
+SumType = TypeVar("SumType", bound=HasGap)
 
 
 class Linearisation(ABC):
@@ -116,7 +117,7 @@ class Linearisation(ABC):
         """A sum computed from these maps, after a look at its gap: too large a one is a warning or an error."""
 
 
-def check_pass(frozen: Any) -> None:
+def check_linearisation(frozen: Any) -> None:
     """Raise `InvalidInputError` where a model, or anything else, was passed instead of a frozen pass."""
     if not isinstance(frozen, Linearisation):
         raise InvalidInputError(

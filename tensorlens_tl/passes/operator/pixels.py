@@ -17,7 +17,7 @@ from tensorlens_tl.algebra.numerics import relative_error, relative_gap, upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import PatchWeights, Query, TokenLike
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.linearisation import Linearisation, check_pass
+from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
 from tensorlens_tl.passes.operator.operator import FrozenOperator
 from tensorlens_tl.passes.operator.target import resolve_target
 
@@ -79,7 +79,7 @@ def patch_embedding(frozen: Linearisation) -> PatchEmbedding:
         InvalidInputError: no frozen pass.
         UnsupportedModelError: the model embeds no patches, or they do not give the stream that enters its first block.
     """
-    check_pass(frozen)
+    check_linearisation(frozen)
     weights = frozen.view.patches
     if weights is None:
         raise UnsupportedModelError(

@@ -12,7 +12,7 @@ from tensorlens_tl._arguments import plain
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models import NEXT, ModelView, TokenLike
 from tensorlens_tl.passes.inputs import Prompt, query_positions
-from tensorlens_tl.passes.linearisation import Linearisation, check_pass
+from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
 
 
 def token_ids(
@@ -181,7 +181,7 @@ def resolve_target(
             a wrong shape.
         UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
     """
-    check_pass(frozen)
+    check_linearisation(frozen)
     if positions is None:
         positions = query_positions(frozen.prompt, -1)
     if direction is not None:
