@@ -5,7 +5,7 @@
 | `maps` | what is an affine map, and how do maps combine? |
 | `primitives` | which maps is everything made of? |
 | `lazy` | what is made when it is used and dropped after, for models larger than memory? |
-| `recomputed`, `held_scores` | what attends by a pattern that is recomputed from queries and keys, a few queries at a time? |
+| `recomputed`, `held_scores` | what attends by a pattern that is recomputed, a few queries at a time? |
 | `segments` | what acts on one side of an encoder–decoder, or attends across? |
 | `routing` | what acts on some tokens only? |
 | `recursion` | what passes from each position to the next? |

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain
-from tensorlens_tl.errors import FrozenModelError, GapWarning, NumericalError, UnsupportedModelError
+from tensorlens_tl.errors import FrozenModelError, GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, ModelPoints, is_attached, lock_of, refuse_attached, states_and_logits
 from tensorlens_tl.models import HookedModel, LayerRange, Layout, ModelView, Query, check_rule
 from tensorlens_tl.models.lifecycle import refuse_dropout
