@@ -255,7 +255,7 @@ def test_layer_maps(frozen, method, layer_map):
     result = tlens.attribute(frozen, method=method, layer_map=layer_map, normalize=True)
     assert torch.allclose(result.scores.sum(-1), torch.ones_like(result.scores[..., 0]))  # rows are distributions
     check_attribution(result, frozen)
-    residual = result.options.get("gap")
+    residual = result.options.get("residual")
     assert method == "mean" or residual == (0.5 if layer_map in ("attention", "norm:attn") else None)
 
 
@@ -264,7 +264,7 @@ def test_rollout_by_hand(frozen):
     eye = torch.eye(6, dtype=patterns[0].dtype)
     expected = (0.5 * patterns[1] + 0.5 * eye) @ (0.5 * patterns[0] + 0.5 * eye)
     assert torch.allclose(tlens.attribute(frozen, method="rollout").scores, expected)
-    bare = tlens.attribute(frozen, method="rollout", gap=None, normalize=False)
+    bare = tlens.attribute(frozen, method="rollout", residual=None, normalize=False)
     assert torch.allclose(bare.scores, patterns[1] @ patterns[0])
 
 
@@ -337,7 +337,7 @@ def test_integrated_gradients_converge(model_named):
         ("ifr", {"aggregate": "max"}, "'product' or 'sum'"),
         ("ifr", {"threshold": "much"}, "at least 0, below 1"),
         ("alti-logit", {"target": 5, "updates": "mlp"}, "'attention' or 'all'"),
-        ("rollout", {"gap": "half"}, "between 0 and 1, None or 'auto'"),
+        ("rollout", {"residual": "half"}, "between 0 and 1, None or 'auto'"),
         ("rollout", {"normalize": "yes"}, "normalize='yes'; use True or False"),
         ("tensorlens", {"final_norm": torch.ones(2, 3)}, r"final_norm=<Tensor \[2, 3\] torch.float32>; use True"),
         ("tensorlens", {"collapse": "norm", "probes": 3, "seed": "a"}, "seed='a'; use an integer"),

@@ -113,7 +113,7 @@ def test_attention_is_shown_as_it_is_and_padding_as_nothing(frozen):
 def test_terms_are_complete_and_name_the_mixer(frozen, by):
     terms = circuits.logit_attribution(frozen, 7, by=by, query=[3, -1])
     assert "L0.mixer" in terms.names
-    assert float(terms.residual.max()) < 1e-6
+    assert float(terms.gap.max()) < 1e-6
     if by == "head_token":
         assert close(terms.keys.sum(-1), terms.scores)
         moved = terms.keys[..., terms.names.index("L0.mixer"), :]
@@ -150,7 +150,7 @@ def test_a_graph_has_edges_between_positions_through_a_mixer(frozen):
     ends = torch.tensor(nodes.kind.isin(["head", "mixer", "mlp", "target"]).to_numpy())
     made = incoming + torch.tensor(nodes.bias.to_numpy())
     assert close(made[ends], torch.tensor(nodes.weight.to_numpy())[ends], atol=1e-6)
-    assert graph.residual < 1e-6
+    assert graph.gap < 1e-6
     mixers = nodes.index[nodes.kind == "mixer"]
     into = edges[edges.target.isin(mixers)]
     steps = nodes.pos[into.target].to_numpy() - nodes.pos[into.source].to_numpy()
@@ -163,9 +163,9 @@ def test_a_graph_has_edges_between_positions_through_a_mixer(frozen):
 def test_paths_through_mixers_sum_to_the_logit(frozen):
     found = circuits.paths(frozen, 7, max_order=2)
     assert "L0.mixer" in found.names
-    assert float(found.residual.max()) < 1e-6
+    assert float(found.gap.max()) < 1e-6
     largest = circuits.top_paths(tlens.freeze(frozen.model, frozen.tokens[:1]), 7, k=3)
-    assert float(largest.residual.max()) < 1e-6
+    assert float(largest.gap.max()) < 1e-6
 
 
 REFUSED = {
