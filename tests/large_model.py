@@ -35,7 +35,7 @@ def wrapped(module):
 def answers(frozen):
     """One query and B by the same products as in memory; all queries through others, which round otherwise."""
     operator = frozen.operator()
-    last, every = (operator.target(3, 5, query=query) for query in (-1, None))
+    last, every = (operator.target(3, 5, query=query) for query in (-1, "all"))
     return {"scores": last.scores, "bias": last.bias, "B": operator.bias, "all scores": every.scores,
             "gap": every.gap}  # fmt: skip
 
@@ -91,7 +91,7 @@ def offloaded(folder):
     freezing = time.perf_counter() - started
     counts = [block.loads for block in frozen.view.blocks]
     started = time.perf_counter()
-    frozen.operator().target(3, 5, query=None)
+    frozen.operator().target(3, 5, query="all")
     pulling = time.perf_counter() - started
     counts = [block.loads - count for block, count in zip(frozen.view.blocks, counts, strict=True)]
     made = answers(frozen)

@@ -18,7 +18,7 @@ def frozen(model_named):
 
 @pytest.fixture
 def every(frozen):
-    return tlens.attribute(frozen, query=None)
+    return tlens.attribute(frozen, query="all")
 
 
 def made(tokens, scores, mask=None, **fields):
@@ -81,7 +81,7 @@ def test_top(frozen):
 def test_top_skips_the_queries_of_padding(model_named):
     tokens, mask = some_tokens(), torch.ones(2, 6, dtype=torch.long)
     mask[1, 3:] = 0
-    result = tlens.attribute(model_named("bridge/gpt2"), tokens, attention_mask=mask, query=None)
+    result = tlens.attribute(model_named("bridge/gpt2"), tokens, attention_mask=mask, query="all")
     assert abs(result.top(1, batch=1)[0].score) == float(result.scores[1, 2].abs().max())
     assert len(result.top(10, query=-3, batch=1)) == 3
 
@@ -214,7 +214,7 @@ def test_difference_across_weight_processing_is_refused(frozen, model_named):
         a - b
 
 
-@pytest.mark.parametrize("options", [{"query": None}, {"collapse": "norm", "probes": 4}, {"layers": slice(0, 1)}])
+@pytest.mark.parametrize("options", [{"query": "all"}, {"collapse": "norm", "probes": 4}, {"layers": slice(0, 1)}])
 def test_save_and_load(frozen, tmp_path, options):
     result = tlens.attribute(frozen, **options)
     path = result.save(tmp_path / "result.safetensors")
@@ -246,7 +246,7 @@ def test_html_shows_values_and_the_proof(frozen):
     assert "gap" in page
     assert page.count('class="t') - page.count('class="tlens"') - page.count('class="title"') == 12
     assert f"{float(tlens.attribute(frozen).scores[0, 0, 0]):+.4g}" in page
-    assert tlens.attribute(frozen, query=None).to_html(batch=1).count('class="grid"') == 1
+    assert tlens.attribute(frozen, query="all").to_html(batch=1).count('class="grid"') == 1
 
 
 def test_show_prints_a_table(frozen, capsys):
@@ -366,7 +366,7 @@ def test_parts_that_do_not_fit_are_refused():
     """A full matrix under one query would show the first query's scores as the last one's."""
     frozen = tlens.freeze(tiny_model("bridge/gpt2"), some_tokens())
     every = frozen.pattern(1).mean(1)
-    with pytest.raises(tlens.InvalidInputError, match="one query was named; name query=None"):
+    with pytest.raises(tlens.InvalidInputError, match="one query was named; name query='all'"):
         tlens.Attribution.of(frozen, every, method="x", query=-1)
     assert tlens.Attribution.of(frozen, every, method="x").queries.shape == (2, 6)
     assert tlens.Attribution.of(frozen, every[:, -1:], method="x", query=-1).queries.tolist() == [[5], [5]]

@@ -86,8 +86,8 @@ def test_whole_shares_are_the_live_gradient():
     if name not in model_names():
         pytest.skip("a HookedTransformer, which TransformerLens 4 has no more")
     frozen = tlens.freeze(tiny_model(name), some_tokens())
-    mine = rule_scores(frozen, BackwardRule("ratio", values=1.0, scores=1.0), 5, query=None)
-    theirs = tlens.attribute(frozen, method="input-x-gradient", target=5, query=None)
+    mine = rule_scores(frozen, BackwardRule("ratio", values=1.0, scores=1.0), 5, query="all")
+    theirs = tlens.attribute(frozen, method="input-x-gradient", target=5, query="all")
     assert torch.allclose(mine.scores, theirs.scores, rtol=1e-9, atol=1e-12)
 
 
@@ -158,11 +158,11 @@ def test_queries_prompts_and_memory(model_named):
     """Some queries, some prompts and small chunks give the same rows as all at once."""
     frozen = tlens.freeze(model_named("bridge/llama"), some_tokens())
     for method, options in LIVE:
-        every = tlens.attribute(frozen, method=method, target=5, query=None, **options)
+        every = tlens.attribute(frozen, method=method, target=5, query="all", **options)
         few = tlens.attribute(frozen, method=method, target=5, query=[1, 4], memory="60KB", **options)
         assert torch.allclose(few.scores, every.scores[:, [1, 4]], rtol=1e-6, atol=1e-12)
         alone = tlens.freeze(frozen.model, some_tokens()[1:])
-        one = tlens.attribute(alone, method=method, target=[[3, 4, 5, 6, 7, 8]], query=None, **options)
+        one = tlens.attribute(alone, method=method, target=[[3, 4, 5, 6, 7, 8]], query="all", **options)
         assert torch.allclose(one.scores[:, 2], every.scores[1:, 2], rtol=1e-5, atol=1e-7)
 
 

@@ -316,78 +316,78 @@ def made(frozen, scores, query, **fields):
     return tlens.Attribution.of(frozen, scores, method="broken", query=query, **fields)
 
 
-def noisy(frozen, *, query=None):
+def noisy(frozen, *, query="all"):
     return made(frozen, scores_of(frozen, query) * (1 + 1e-12 * torch.rand((), dtype=torch.float64)), query)
 
 
-def leaves_a_hook(frozen, *, query=None):
+def leaves_a_hook(frozen, *, query="all"):
     frozen.model.add_hook(frozen.points.blocks[0].resid_pre, lambda x, hook: x)
     return made(frozen, scores_of(frozen, query), query)
 
 
-def leaves_gradients(frozen, *, query=None):
+def leaves_gradients(frozen, *, query="all"):
     frozen.model(**frozen.inputs).sum().backward()
     return made(frozen, scores_of(frozen, query), query)
 
 
-def changes_the_mode(frozen, *, query=None):
+def changes_the_mode(frozen, *, query="all"):
     frozen.model.train()
     return made(frozen, scores_of(frozen, query), query)
 
 
-def writes_to_weights(frozen, *, query=None):
+def writes_to_weights(frozen, *, query="all"):
     scores = scores_of(frozen, query)
     with torch.no_grad():
         next(frozen.model.parameters()).add_(0)
     return made(frozen, scores, query)
 
 
-def looks_ahead(frozen, *, query=None):
+def looks_ahead(frozen, *, query="all"):
     """Scores in place, but they depend on later tokens."""
     scores = scores_of(frozen, query)
     last = frozen.resid_pre(0)[torch.arange(len(frozen.tokens)), frozen.mask.sum(1) - 1].norm(dim=-1)
     return made(frozen, scores * last[:, None, None], query)
 
 
-def scores_ahead(frozen, *, query=None):
+def scores_ahead(frozen, *, query="all"):
     return made(frozen, scores_of(frozen, query) + frozen.mask[:, None] * frozen.mask[:, :, None] * 0.1, query)
 
 
-def scores_padding(frozen, *, query=None):
+def scores_padding(frozen, *, query="all"):
     scores = scores_of(frozen, query)
     every = 0.1 * torch.ones(2, *frozen.mask.shape[1:] * 2, dtype=scores.dtype)[: len(scores)].tril()
-    rows = slice(None) if query is None else query if isinstance(query, list) else [query]
+    rows = slice(None) if query == "all" else query if isinstance(query, list) else [query]
     return made(frozen, scores + every[:, rows], query)
 
 
-def mixes_the_batch(frozen, *, query=None):
+def mixes_the_batch(frozen, *, query="all"):
     scores = scores_of(frozen, query)
     return made(frozen, scores - scores.mean(0) * (scores != 0), query)
 
 
-def counts_padding(frozen, *, query=None):
+def counts_padding(frozen, *, query="all"):
     scores = scores_of(frozen, query)
     return made(frozen, scores / frozen.tokens.shape[1], query)
 
 
-def overstates(frozen, *, query=None):
+def overstates(frozen, *, query="all"):
     found = frozen.operator().in_out(query)
     return made(frozen, found.scores, query, bias=found.bias * 1.001, total=found.total, additive=True)
 
 
-def claims_without_a_total(frozen, *, query=None):
+def claims_without_a_total(frozen, *, query="all"):
     return made(frozen, scores_of(frozen, query), query, additive=True)
 
 
-def not_finite(frozen, *, query=None):
+def not_finite(frozen, *, query="all"):
     return made(frozen, scores_of(frozen, query) / 0, query)
 
 
-def too_many_queries(frozen, *, query=None):
-    return made(frozen, scores_of(frozen, None)[:, :-1], query)
+def too_many_queries(frozen, *, query="all"):
+    return made(frozen, scores_of(frozen, "all")[:, :-1], query)
 
 
-def ignores_a_bad_query(frozen, *, query=None):
+def ignores_a_bad_query(frozen, *, query="all"):
     query = min(query, frozen.tokens.shape[1] - 1) if isinstance(query, int) else query
     return made(frozen, scores_of(frozen, query), query)
 
@@ -401,23 +401,23 @@ def other_queries_know_the_end(frozen, *, query=-1):
     known = scores * frozen.tokens[:, -1:, None]
     last = query in (-1, frozen.tokens.shape[1] - 1)
     return made(
-        frozen, scores if last else torch.cat([known[:, :-1], scores[:, -1:]], 1) if query is None else known, query
+        frozen, scores if last else torch.cat([known[:, :-1], scores[:, -1:]], 1) if query == "all" else known, query
     )
 
 
-def its_own_error(frozen, *, query=None):
+def its_own_error(frozen, *, query="all"):
     if isinstance(query, int) and query > 5:
         raise IndexError("query")
     return made(frozen, scores_of(frozen, query), query)
 
 
-def no_words(frozen, *, query=None):
+def no_words(frozen, *, query="all"):
     if isinstance(query, int) and query > 5:
         raise tlens.InvalidInputError("bad query")
     return made(frozen, scores_of(frozen, query), query)
 
 
-def axes_of_its_own(frozen, *, query=None):
+def axes_of_its_own(frozen, *, query="all"):
     return made(frozen, scores_of(frozen, query), query, axes=("batch", "to", "from"))
 
 
@@ -436,7 +436,7 @@ BROKEN_METHODS = {
     claims_without_a_total: "without a bias",
     not_finite: "not finite",
     too_many_queries: r"queries is \(2, 6\), not \[2, 5\]",
-    right_by_default_only: "by default is not what query=None gives",
+    right_by_default_only: "by default is not what query='all' gives",
     other_queries_know_the_end: "change with a token after it",
     ignores_a_bad_query: "takes a query out of range",
     its_own_error: "with IndexError, not InvalidInputError",
@@ -624,7 +624,7 @@ def test_half_precision_is_no_excuse(clean_registry, dtype):
     """Its tolerance is wide, but not so wide that a factor of two passes."""
 
     @tlens.register_method("doubling")
-    def doubling(frozen, *, query=None):
+    def doubling(frozen, *, query="all"):
         return made(frozen, scores_of(frozen, query) * len(frozen.tokens), query)
 
     model = tiny_model(GPT2).to(dtype)

@@ -47,7 +47,7 @@ def pages(tmp_path_factory):
     short = tlens.freeze(model, "Return the value of the first item")
     results = (
         tlens.attribute(long, method="rollout"),
-        tlens.attribute(short, query=None),
+        tlens.attribute(short, query="all"),
         tlens.attribute(short, method="attention", head_reduction=None),
     )
     maps = "".join(result.to_html(style=False) for result in results).replace("<details>", "<details open>")

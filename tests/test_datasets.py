@@ -55,9 +55,9 @@ def run(model, out, rows=ROWS, **options):
     "options",
     [
         {"target": 5},
-        {"target": 5, "minus": 9, "query": None},
+        {"target": 5, "minus": 9, "query": "all"},
         {"target": tlens.NEXT, "query": slice(0, 1)},
-        {"collapse": "norm", "target": None, "query": None},
+        {"collapse": "norm", "target": None, "query": "all"},
         {"method": "rollout", "target": None},
         {"method": "attention", "target": None, "head_reduction": None},
         {"method": "decompx", "target": None, "aggregate": "vector"},
@@ -66,7 +66,7 @@ def run(model, out, rows=ROWS, **options):
     ids=str,
 )
 def test_each_row_is_what_it_is_alone(gpt2, tmp_path, options, many_shards):
-    options = {name: value for name, value in options.items() if value is not None or name == "query"}
+    options = {name: value for name, value in options.items() if value is not None}
     rows = [row for row in ROWS if len(row["text"]) > 1]
     results = tlens.attribute_dataset(gpt2, rows, tmp_path / "run", **SMALL, **options)
     assert len(results) == len(rows)
@@ -107,7 +107,7 @@ def test_what_a_column_says_of_each_row(gpt2, tmp_path):
 
 
 def test_the_largest_scores_and_the_sum_of_the_rest(gpt2, tmp_path):
-    whole, top = run(gpt2, tmp_path / "whole", query=None), run(gpt2, tmp_path / "top", query=None, keep="top:2")
+    whole, top = run(gpt2, tmp_path / "whole", query="all"), run(gpt2, tmp_path / "top", query="all", keep="top:2")
     frame = top.to_dataframe(["id", "rest", "scores", "keys"]).set_index("id")
     for name, made in top:
         scores, kept = whole[name].scores, made.scores != 0
@@ -164,7 +164,7 @@ def test_a_list_of_targets_is_of_queries_however_many_rows_run_together(gpt2, tm
     "options",
     [
         {"target": 5},
-        {"target": 5, "minus": 9, "query": None, "by": "head"},
+        {"target": 5, "minus": 9, "query": "all", "by": "head"},
         {"target": tlens.NEXT, "query": slice(0, 1), "by": "neuron"},
         {"target": [5, 9], "query": [0, -1], "memory": "40KB"},
         {"method": "total_effects", "target": 5},
@@ -477,7 +477,7 @@ def test_a_run_goes_on_where_it_stopped(gpt2, tmp_path, many_shards, monkeypatch
     ("changed", "message"),
     [
         ({"target": 6}, "another options .target: 5, now 6"),
-        ({"query": 0}, "another options .query: None, now 0"),
+        ({"query": 0}, "another options .query: -1, now 0"),
         ({"method": "rollout"}, "another method"),
         ({"keep": "all"}, "another keep"),
         ({"rows": ROWS[:-1]}, "another data .rows: 6, now 5"),
@@ -869,7 +869,7 @@ job.run_rows = slowly
 model = tlens.testing.tiny_model("bridge/gpt2")
 rows = [[3 + number % 40] * (1 + number % 8) for number in range(60)]
 print("ready", flush=True)
-tlens.attribute_dataset(model, rows, sys.argv[1], target=5, query=None, tokens_per_batch=16, progress=False)
+tlens.attribute_dataset(model, rows, sys.argv[1], target=5, query="all", tokens_per_batch=16, progress=False)
 """
 
 
@@ -952,8 +952,8 @@ def load_tiny():
 def test_a_function_for_datasets_map(gpt2, tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [*({"id": row["id"], "text": row["text"]} for row in ROWS), {"id": "bad", "text": [99]}]
-    results = run(gpt2, tmp_path / "run", rows[:-1], query=None)
-    attributor = tlens.BatchAttributor(lambda: gpt2, target=5, query=None)
+    results = run(gpt2, tmp_path / "run", rows[:-1], query="all")
+    attributor = tlens.BatchAttributor(lambda: gpt2, target=5, query="all")
     made = datasets.Dataset.from_list(rows).map(
         attributor,
         batched=True,
@@ -1027,9 +1027,9 @@ class DiesOnce:
 
 @pytest.mark.whole
 def test_ray_gives_the_same_also_where_an_actor_dies(gpt2, tmp_path, many_shards, cluster):
-    run(gpt2, tmp_path / "here", query=None)
+    run(gpt2, tmp_path / "here", query="all")
     results = run(
-        gpt2, tmp_path / "ray", query=None, engine="ray", num_actors=2, load_model=DiesOnce(tmp_path / "died")
+        gpt2, tmp_path / "ray", query="all", engine="ray", num_actors=2, load_model=DiesOnce(tmp_path / "died")
     )
     assert (tmp_path / "died").exists()
     assert results.complete

@@ -72,7 +72,7 @@ def test_the_algebra_equals_autograd_through_the_held_model(frozen, name):
     dense = op.dense()
     assert relative(dense, jacobian.view(pos, width, batch, pos, width).permute(2, 0, 1, 3, 4)) < tolerance(name)
     assert torch.allclose(op.slice(query=-1), dense[:, -1])
-    assert torch.allclose(op.norm(query=None).scores, dense.permute(0, 1, 3, 2, 4).flatten(3).norm(dim=-1))
+    assert torch.allclose(op.norm(query="all").scores, dense.permute(0, 1, 3, 2, 4).flatten(3).norm(dim=-1))
     # nothing reaches the encoder from the decoder, nor an earlier token of the decoder from a later one
     encoder = frozen.sides[0]
     ahead = torch.ones(pos, pos).triu(1).bool()
@@ -110,7 +110,7 @@ def test_an_operator_of_some_layers_and_heads(frozen, model, name):
             model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
         assert relative(op(x)[:, start:], seen["output"]) < tolerance(name)
         without = frozen.operator(mlp=set(range(last)) - {layer})
-        assert float(without.in_out(query=None).gap.max()) < 1e-9
+        assert float(without.in_out(query="all").gap.max()) < 1e-9
         assert relative(without(x), frozen.operator()(x)) > 1e-3
 
 
@@ -226,11 +226,11 @@ def test_a_report_names_what_it_cannot_show(model_named):
 
 @pytest.mark.parametrize("method", ["tensorlens", "decompx", "input-x-gradient", "attnlrp"])
 def test_the_encoder_predicts_nothing(bart, method):
-    for query in (0, 5, None):
+    for query in (0, 5, "all"):
         with pytest.raises(tlens.InvalidInputError, match="positions 0 to 5 are the encoder's"):
             tlens.attribute(bart, method=method, target=7, query=query)
-    assert float(bart.operator().in_out(query=None).gap.max()) < 1e-9
-    asked = bart.operator().target(direction=torch.randn(16, dtype=torch.float64), query=None)
+    assert float(bart.operator().in_out(query="all").gap.max()) < 1e-9
+    asked = bart.operator().target(direction=torch.randn(16, dtype=torch.float64), query="all")
     assert float(asked.gap.max()) < 1e-9
 
 
@@ -342,7 +342,7 @@ def test_results_say_which_side_a_token_is_on(bart, tmp_path, capsys):
     loaded = tlens.Attribution.load(result.save(tmp_path / "result"))
     assert loaded.sides == result.sides
     assert result.normalize().sides == (result - loaded).sides == result.sides
-    one, several = result.to_html(batch=0), tlens.attribute(bart, query=None).to_html(batch=0)
+    one, several = result.to_html(batch=0), tlens.attribute(bart, query="all").to_html(batch=0)
     assert (
         one.index(">encoder ")
         < one.index(" at 0:")

@@ -89,10 +89,10 @@ def test_a_new_map_before_a_model(model_named, name):
     sizes = dense.permute(0, 1, 3, 2, 4).flatten(-2).norm(dim=-1)
     for keys in ([0, 4], [5], [2, 1]):
         assert close(made.slice(-1, keys=keys), dense[:, -1][:, :, keys])
-        assert close(made.norm(None, keys=keys).scores, sizes[..., keys])
+        assert close(made.norm("all", keys=keys).scores, sizes[..., keys])
         assert close(made.contributions(keys=keys), made.contributions()[:, :, keys])
-    assert float(made.in_out(None).gap.max()) < 1e-9
-    by_position = made.in_out(None, bias="position")
+    assert float(made.in_out("all").gap.max()) < 1e-9
+    by_position = made.in_out("all", bias="position")
     assert float(by_position.gap.max()) < 1e-9
     assert not by_position.bias.any()
     reach = torch.ones(POS, BATCH, POS, dtype=torch.bool)

@@ -128,31 +128,31 @@ def test_tangent_is_the_models_own_jacobian_of_the_mlp(frozen, name):
 def test_collapses_are_complete(frozen, name, activation):
     op = frozen.operator(activation=activation)
     output = frozen.output
-    in_out = op.in_out(query=None)
+    in_out = op.in_out(query="all")
     assert float(in_out.gap.max()) < tolerance(name)
     assert torch.allclose(in_out.total, output.square().sum(-1))
     dots = (op.contributions() * output[:, :, None]).sum(-1)
     assert relative(in_out.scores, dots) < tolerance(name)
-    target = op.target(7, query=None, minus=11)
+    target = op.target(7, query="all", minus=11)
     assert float(target.gap.max()) < tolerance(name) * 10
 
 
 def test_target_total_is_the_models_own_logit(frozen, model, name):
     logits = model(**frozen.inputs)
     target, minus = 7, 11
-    total = frozen.operator().target(target, query=None).total
+    total = frozen.operator().target(target, query="all").total
     cap = frozen.view.soft_cap
     own = logits[..., target] if cap is None else cap * torch.atanh(logits[..., target] / cap)
     assert relative(total, own) < max(tolerance(name), 1e-7 if cap else 0)
-    difference = frozen.operator().target(target, query=None, minus=minus).total
-    assert torch.allclose(difference, total - frozen.operator().target(minus, query=None).total)
+    difference = frozen.operator().target(target, query="all", minus=minus).total
+    assert torch.allclose(difference, total - frozen.operator().target(minus, query="all").total)
 
 
 def test_norm_is_the_frobenius_norm_of_the_slice(frozen):
     op = frozen.operator()
     dense = op.dense()
     assert torch.allclose(op.slice(query=-1), dense[:, -1])
-    exact = op.norm(query=None).scores
+    exact = op.norm(query="all").scores
     assert torch.allclose(exact, dense.permute(0, 1, 3, 2, 4).flatten(3).norm(dim=-1))
 
 
@@ -193,7 +193,7 @@ def test_padding_changes_nothing(model, name, side):
     # NaN on several bridges (of a last layer only at padding), ignored mask on another
     if own.isnan().any() or not relative(own[1, real], model(short[None])[0]) < 1e-5:
         if (name, side) in POSITIONS_SHIFT:
-            shifted = tlens.freeze(model, tokens, attention_mask=mask).operator().in_out(query=None)
+            shifted = tlens.freeze(model, tokens, attention_mask=mask).operator().in_out(query="all")
             assert float(shifted.gap.max()) < tolerance(name)
             return
         with pytest.raises((tlens.NumericalError, tlens.UnsupportedModelError), match="padd"):
@@ -220,9 +220,9 @@ def model_output(model, tokens, mask):
 
 
 def test_a_batch_equals_one_by_one(frozen, model, name):
-    together = frozen.operator().in_out(query=None).scores
+    together = frozen.operator().in_out(query="all").scores
     for row in range(2):
-        alone = tlens.freeze(model, frozen.tokens[row : row + 1]).operator().in_out(query=None).scores
+        alone = tlens.freeze(model, frozen.tokens[row : row + 1]).operator().in_out(query="all").scores
         assert relative(together[row : row + 1], alone) < tolerance(name)
 
 

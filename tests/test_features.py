@@ -138,16 +138,16 @@ def test_every_sum_holds(model, name):
     )
     feature = 3
     own = late.dictionary.source.before(frozen.activation(last))[..., feature]
-    by_token = circuits.feature_attribution(late, feature, query=None)
+    by_token = circuits.feature_attribution(late, feature, query="all")
     assert close(by_token.total, own)
     made = [
         by_token,
         circuits.feature_attribution(late, feature, by="head"),
-        circuits.feature_edges(early, late, [feature], query=None),
+        circuits.feature_edges(early, late, [feature], query="all"),
     ]
     if frozen.view.unembedding is not None:
-        made.append(circuits.feature_effects(early, 5, 7, query=None))
-        assert close(made[-1].total, frozen.operator().target(5, 7, query=None).total)
+        made.append(circuits.feature_effects(early, 5, 7, query="all"))
+        assert close(made[-1].total, frozen.operator().target(5, 7, query="all").total)
     for result in made:
         assert float(result.gap.max()) < tolerance(name), result
 
@@ -222,7 +222,7 @@ def test_transcoders_in_the_place_of_an_mlp(model_named, name):
     terms = circuits.feature_effects(found, 5, 7, by="feature_token")
     late = circuits.features(frozen, Dictionary(seed=4), frozen.capture.output_name(1))
     edges = circuits.feature_edges(found, late, [1, 2], by="feature")
-    into = [circuits.feature_attribution(found, 6, by=by, query=None) for by in ("token", "component")]
+    into = [circuits.feature_attribution(found, 6, by=by, query="all") for by in ("token", "component")]
     for result in (terms, edges, *into):
         assert float(result.gap.max()) < tolerance(name)
     x, given = own_stream(frozen, read), own_stream(frozen, write)
@@ -308,7 +308,7 @@ def test_small_memory_gives_the_same(model_named):
         partial(circuits.feature_edges, found, late),
         partial(circuits.feature_attribution, late, 3),
     ):
-        wide, narrow = call(query=None), call(query=None, memory="60KB")
+        wide, narrow = call(query="all"), call(query="all", memory="60KB")
         assert close(narrow.scores, wide.scores, atol=1e-12)
 
 

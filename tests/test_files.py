@@ -23,7 +23,7 @@ from tensorlens_tl.testing import tiny_model
 def saved(tmp_path_factory):
     """The bytes of one file of ours."""
     frozen = tlens.freeze(tiny_model("bridge/gpt2"), some_tokens())
-    return tlens.attribute(frozen, query=None).save(tmp_path_factory.mktemp("files") / "result").read_bytes()
+    return tlens.attribute(frozen, query="all").save(tmp_path_factory.mktemp("files") / "result").read_bytes()
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def test_the_next_token_is_kept_in_files(tmp_path):
     assert kept.to_html() == again.to_html()
 
 
-@pytest.mark.parametrize("query", [-1, None, [0, -1], slice(None)])
+@pytest.mark.parametrize("query", [-1, "all", [0, -1], slice(None)])
 def test_the_last_token_has_no_next(query):
     frozen = tlens.freeze(tlens.load_demo_model(), PROMPTS[:2], padding_side="left")
     with pytest.raises(tlens.InvalidInputError, match=r"nothing follows position|unequal|same number"):
@@ -123,7 +123,7 @@ def test_places_of_each_prompt_as_a_query():
     frozen = tlens.freeze(tlens.load_demo_model(dtype=torch.float64), PROMPTS)
     places = torch.tensor([[3, 8], [2, 4], [1, 8]])  # the last is padding
     made = frozen.operator().in_out(places)
-    every = frozen.operator().in_out(None)
+    every = frozen.operator().in_out("all")
     assert close(made.scores[0], every.scores[0, [3, 8]])
     assert close(made.scores[1], every.scores[1, [2, 4]])
     assert not made.scores[2, 1].any()

@@ -9,6 +9,7 @@ from conftest import close, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
+from tensorlens_tl.passes.inputs import Prompt, query_positions, span_positions
 from tensorlens_tl.testing import model_names, tiny_model
 
 TEXTS = ["Return the value of the", "If the file is not found"]
@@ -111,6 +112,47 @@ def test_another_number_of_image_tokens_is_refused(pieces):
     model = tiny_model("bridge/llava")
     with refused("each image or sound has its number of tokens"):
         tlens.freeze(model, tokens, model_inputs=pixels)
+
+
+# ------------------------------------------------------------------------------------------------------- every position
+
+
+def test_all_is_every_position():
+    frozen = tlens.freeze(tlens.load_demo_model(dtype=torch.float64), TEXTS)
+    operator = frozen.operator()
+    every = torch.arange(frozen.mask.shape[1]).expand(frozen.mask.shape)
+    assert query_positions(frozen.prompt).equal(every)
+    assert query_positions(frozen.prompt, "all").equal(every)
+    assert span_positions(frozen.prompt, "all").equal(every)
+    assert operator.norm("all", keys="all").scores.equal(operator.norm("all").scores)
+    assert operator.contributions("all", keys="all").equal(operator.contributions())
+
+
+def test_the_word_all_of_a_prompt_is_found_with_its_space():
+    tokens = torch.tensor([[5, 6, 7]])
+    prompt = Prompt(tokens, torch.ones_like(tokens).bool(), {}, [["for", " all", " in"]])
+    assert query_positions(prompt, " all").tolist() == [[1]]
+    assert span_positions(prompt, " all").tolist() == [[1]]
+    assert query_positions(prompt, "all").tolist() == [[0, 1, 2]]
+    assert span_positions(prompt, "all").tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("ask", "name"),
+    [
+        (lambda frozen: frozen.operator().in_out(None), "query"),
+        (lambda frozen: frozen.operator().contributions(keys=None), "keys"),
+        (lambda frozen: frozen.logits(None), "query"),
+        (lambda frozen: tlens.attribute(frozen, method="rollout", query=None), "query"),
+        (lambda frozen: tlens.attribute(frozen, method="decompx", query=None), "query"),
+        (lambda frozen: circuits.logit_attribution(frozen, 3, query=None), "query"),
+        (lambda frozen: circuits.paths(frozen, 3, query=None), "query"),
+        (lambda frozen: circuits.qk_attribution(frozen, 0, 0, key=None), "key"),
+    ],
+)
+def test_none_is_no_query(ask, name):
+    with refused(f'{name}=None: pass "all" for every position, or -1 for the last.'):
+        ask(tlens.freeze(tlens.load_demo_model(), TEXTS[0]))
 
 
 # --------------------------------------------------------------------------------------------------- slices and counts

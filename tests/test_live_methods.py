@@ -128,7 +128,7 @@ def relevance_at(frozen, query, target):
 
 
 def test_chefer_by_the_published_formula(frozen):
-    every = tlens.attribute(frozen, method="chefer", target=5, query=None)
+    every = tlens.attribute(frozen, method="chefer", target=5, query="all")
     itself = torch.eye(5, dtype=torch.float64)
     for query in (2, 4):
         expected = relevance_at(frozen, query, 5)
@@ -160,7 +160,7 @@ def test_chefer_with_weights_that_need_no_gradient(model_named):
 
 def test_chefer_in_small_runs(model_named):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
-    options = {"method": "chefer", "target": 5, "minus": 9, "query": None}
+    options = {"method": "chefer", "target": 5, "minus": 9, "query": "all"}
     assert close(tlens.attribute(frozen, **options, memory="200KB").scores, tlens.attribute(frozen, **options).scores)
 
 
@@ -173,7 +173,7 @@ def numbers(logits, of):
 
 @pytest.mark.parametrize("of", ["logit", "probability", "log_probability"])
 def test_leave_one_out_by_hand(frozen, of):
-    result = tlens.attribute(frozen, method="leave-one-out", target=5, minus=9, of=of, replacement=7, query=None)
+    result = tlens.attribute(frozen, method="leave-one-out", target=5, minus=9, of=of, replacement=7, query="all")
     own = numbers(frozen.model(**frozen.inputs), of)
     for j in range(5):
         inputs = {**frozen.inputs, "input": frozen.tokens.clone()}
@@ -250,7 +250,7 @@ def test_a_querys_own_token_deleted(model_named):
     """A causal model is asked before it, one that sees both ways cannot be."""
     tokens = some_tokens(1, 4)
     causal, both = (
-        tlens.attribute(model_named(name), tokens, method="leave-one-out", target=5, replacement="delete", query=None)
+        tlens.attribute(model_named(name), tokens, method="leave-one-out", target=5, replacement="delete", query="all")
         for name in ("bridge/gpt2", "bridge/bert")
     )
     logits = model_named("bridge/gpt2")(tokens)[0, :, 5]

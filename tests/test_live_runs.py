@@ -86,7 +86,7 @@ QUESTIONS = {
     "deleted": _attributed("leave-one-out", target=5, replacement="delete"),
     "value-zeroing": _attributed("value-zeroing"),
     "chefer": _attributed("chefer", target=5, query=[3, 4, -1]),
-    "input-x-gradient": _attributed("input-x-gradient", target=5, query=None),
+    "input-x-gradient": _attributed("input-x-gradient", target=5, query="all"),
     "integrated-gradients": _attributed("integrated-gradients", target=5, steps=3, query=[2, -1]),
 }
 BY_COPIES = {"total_effects", "patch_scores", "leave-one-out", "deleted"}

@@ -52,7 +52,7 @@ def test_the_same_numbers(name, model):
     ops = kept.operator(), made.operator()
     g = torch.randn(2, *ops[0].x.shape, dtype=ops[0].x.dtype)
     for ask in (
-        lambda op: op.in_out(None).scores,
+        lambda op: op.in_out("all").scores,
         lambda op: op.slice(query=4),
         lambda op: op.slice(keys=[0, 3]),
         lambda op: op.contributions(),
@@ -85,7 +85,7 @@ def test_padding(name, side, model_named):
         return
     made = tlens.freeze(model, patterns="recompute", **prompts)
     ops = kept.operator(), made.operator()
-    for ask in (lambda op: op.in_out(None).scores, lambda op: op.slice(), lambda op: op.contributions()):
+    for ask in (lambda op: op.in_out("all").scores, lambda op: op.slice(), lambda op: op.contributions()):
         assert close(ask(ops[1]), ask(ops[0]), atol=rerun_tolerance(name))
 
 
@@ -95,7 +95,7 @@ def test_rows_are_made_a_few_at_a_time(name, model_named, monkeypatch):
     monkeypatch.setattr(recomputed, "CHUNK_BYTES", 1)
     kept, made = both(model_named(name), some_tokens(pos=7))
     ops = kept.operator(), made.operator()
-    for ask in (lambda op: op.in_out(None).scores, lambda op: op.contributions()):
+    for ask in (lambda op: op.in_out("all").scores, lambda op: op.contributions()):
         assert close(ask(ops[1]), ask(ops[0]), atol=rerun_tolerance(name))
     weights = kept.view.blocks[0].attention
     maps = [frozen.maps.attention(0).stages[1] for frozen in (kept, made)]
@@ -185,7 +185,7 @@ def test_nothing_quadratic_is_alive(name, model_named):
     tokens, before = some_tokens(pos=length), square_tensors(length)
     frozen = tlens.freeze(model, tokens, patterns="recompute")
     op = frozen.operator()
-    op.in_out(None)
+    op.in_out("all")
     op.slice()
     frozen.logits(3)
     assert not [t.shape for key, t in square_tensors(length).items() if key not in before]

@@ -10,12 +10,12 @@ from tensorlens_tl.testing.building import build_bridge
 
 CALLS = {
     "norm": lambda op, memory: op.norm(memory=memory).scores,
-    "norm of all queries": lambda op, memory: op.norm(None, probes=2, memory=memory).scores,
+    "norm of all queries": lambda op, memory: op.norm("all", probes=2, memory=memory).scores,
     "slice": lambda op, memory: op.slice(memory=memory),
     "contributions": lambda op, memory: op.contributions(memory=memory),
     "contributions to one": lambda op, memory: op.contributions(-1, memory=memory),
-    "in_out": lambda op, memory: op.in_out(None, memory=memory).scores,
-    "target": lambda op, memory: op.target(5, query=None, memory=memory).scores,
+    "in_out": lambda op, memory: op.in_out("all", memory=memory).scores,
+    "target": lambda op, memory: op.target(5, query="all", memory=memory).scores,
 }
 SIZES = {"hidden_size": 64, "intermediate_size": 224, "max_position_embeddings": 64}
 WIDER = {
@@ -63,7 +63,7 @@ def test_decompx_keeps_within_its_bound(family, bias):
         with Allocations() as used:
             early = tlens.attribute(frozen, **asked | {"query": 19}, memory=int(0.4 * vectors))
         assert used.peak <= 0.48 * vectors
-        every = tlens.attribute(frozen, **asked | {"query": None})
+        every = tlens.attribute(frozen, **asked | {"query": "all"})
         assert torch.allclose(early.scores[:, 0], every.scores[:, 19], rtol=1e-9, atol=1e-12)
         norms = {"method": "decompx", "bias": bias}
         early = tlens.attribute(frozen, **norms, query=[3, 19])

@@ -33,7 +33,7 @@ VARIED = {
     "norm": ("norm", {"scope": "attn_res_ln"}),
     "decompx, target": ("decompx", {"aggregate": "target", "target": 5, "query": -1}),
     "decompx, vectors": ("decompx", {"aggregate": "vector", "bias": "token", "query": 0}),
-    "tensorlens": ("tensorlens", {"query": None}),
+    "tensorlens": ("tensorlens", {"query": "all"}),
     "tensorlens, norm": ("tensorlens", {"collapse": "norm"}),
     "tensorlens, target": ("tensorlens", {"collapse": "target", "target": 5, "minus": 9}),
     "chefer": ("chefer", {"target": 5, "minus": 9}),
@@ -230,7 +230,7 @@ def test_an_alias_is_its_method_with_another_name(model_named, clean_registry):
     assert alias.provenance.keys() == original.provenance.keys()
 
     @tlens.registry.register_alias("norms", of="rollout", layer_map="norm:attn")
-    def norms(frozen, *, query=None):
+    def norms(frozen, *, query="all"):
         """A rollout of norms."""
 
     assert [need.name for need in tlens.get_method("norms").requirements()] == [
@@ -270,7 +270,7 @@ def test_rollout_by_hand(frozen):
 
 @pytest.mark.parametrize("method", BUILT_IN)
 def test_one_query_is_a_row_of_all(frozen, method):
-    every, one = (tlens.attribute(frozen, method=method, query=query, **options_of(method)) for query in (None, 2))
+    every, one = (tlens.attribute(frozen, method=method, query=query, **options_of(method)) for query in ("all", 2))
     assert torch.allclose(one.scores[:, 0], every.scores[:, 2])
     assert one.queries.tolist() == [[2], [2]]
 

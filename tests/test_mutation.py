@@ -212,14 +212,14 @@ def test_dropout_switched_on_later_is_refused_where_the_model_runs(model, frozen
 
 def test_passes_of_two_prompts_and_lengths_interleave(model):
     a, b = tlens.freeze(model, some_tokens(2, 6)), tlens.freeze(model, some_tokens(1, 3, seed=5))
-    alone = [tlens.freeze(tiny_model(GPT2), f.tokens).operator().in_out(None).scores for f in (a, b)]
+    alone = [tlens.freeze(tiny_model(GPT2), f.tokens).operator().in_out("all").scores for f in (a, b)]
     with a.attached():
         model(**a.inputs)
-        inside = b.operator().in_out(None).scores
+        inside = b.operator().in_out("all").scores
     with b.attached():
         model(**b.inputs)
-    assert torch.equal(a.operator().in_out(None).scores, alone[0])
-    assert torch.equal(b.operator().in_out(None).scores, inside)
+    assert torch.equal(a.operator().in_out("all").scores, alone[0])
+    assert torch.equal(b.operator().in_out("all").scores, inside)
     assert torch.equal(inside, alone[1])
 
 

@@ -124,7 +124,7 @@ def test_exact_at_the_limits(kind, edge):
     for rule in tlens.RULES:
         op = frozen.operator(activation=rule)
         assert torch.isfinite(op.contributions()).all()
-        assert torch.isfinite(op.norm(None).scores).all()
+        assert torch.isfinite(op.norm("all").scores).all()
     assert hooks_left(model) == 0
 
 

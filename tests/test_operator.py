@@ -77,9 +77,9 @@ def test_mlp_false_leaves_the_branches_out(frozen):
 
 def test_results_do_not_depend_on_chunks(frozen, monkeypatch):
     op = frozen.operator()
-    whole = (op.contributions(), op.slice(), op.in_out(None).scores, op.norm().scores, op.norm(probes=6).scores)
+    whole = (op.contributions(), op.slice(), op.in_out("all").scores, op.norm().scores, op.norm(probes=6).scores)
     monkeypatch.setattr(budget, "WORKING_BYTES", 1)
-    parts = (op.contributions(), op.slice(), op.in_out(None).scores, op.norm().scores, op.norm(probes=6).scores)
+    parts = (op.contributions(), op.slice(), op.in_out("all").scores, op.norm().scores, op.norm(probes=6).scores)
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(whole, parts, strict=True))
 
 
@@ -87,8 +87,8 @@ def test_results_do_not_depend_on_chunks(frozen, monkeypatch):
 @pytest.mark.parametrize("name", ["bridge/bert", pytest.param("bridge/llama", marks=pytest.mark.whole)])
 def test_probes_estimate_the_square_without_bias_and_state_their_error(name, rows, model_named):
     op = tlens.freeze(model_named(name), some_tokens()).operator()
-    exact = op.norm(None).scores
-    estimates = [op.norm(None, probes=8, rows=rows, seed=seed) for seed in range(60)]
+    exact = op.norm("all").scores
+    estimates = [op.norm("all", probes=8, rows=rows, seed=seed) for seed in range(60)]
     squares = torch.stack([estimate.scores.square() for estimate in estimates])
     live = exact > 0
     off = (squares.mean(0) - exact.square()) / (squares.std(0) / len(squares) ** 0.5).clamp_min(1e-300)
@@ -96,7 +96,7 @@ def test_probes_estimate_the_square_without_bias_and_state_their_error(name, row
     spread, stated = torch.stack([e.scores for e in estimates]).std(0)[live], torch.stack([e.stderr for e in estimates])
     assert float((stated.mean(0)[live] / spread).median()) == pytest.approx(1.0, abs=0.15)
     assert all(estimate.probes == 8 for estimate in estimates)
-    assert torch.equal(estimates[0].scores, op.norm(None, probes=8, rows=rows).scores)
+    assert torch.equal(estimates[0].scores, op.norm("all", probes=8, rows=rows).scores)
     assert not torch.equal(estimates[0].scores, estimates[1].scores)
     low, high = estimates[0].interval(0.9)
     assert bool((low <= estimates[0].scores).all() and (estimates[0].scores <= high).all())
@@ -123,7 +123,7 @@ def test_as_many_probes_as_dimensions_are_exact(frozen):
 
 def test_a_tolerance_is_reached_with_the_rows_it_takes(demo_model):
     op = tlens.freeze(demo_model, "Return the value of the").operator()
-    loose, tight = (op.norm(None, tol=tol) for tol in (0.2, 0.06))
+    loose, tight = (op.norm("all", tol=tol) for tol in (0.2, 0.06))
     assert 16 <= loose.probes < tight.probes < 128
     for found, tol in ((loose, 0.2), (tight, 0.06)):
         relevant = found.scores > 0.01 * found.scores.amax(-1, keepdim=True)
@@ -185,7 +185,7 @@ def test_source_tokens_can_be_chosen(frozen):
         assert torch.allclose(
             op.contributions(query, keys=keys), op.contributions(query)[:, :, keys], rtol=1e-9, atol=1e-12
         )
-    assert close(op.norm(None, keys=[4]).scores, op.norm(None).scores[..., [4]])
+    assert close(op.norm("all", keys=[4]).scores, op.norm("all").scores[..., [4]])
     assert close(op.contributions(keys=[2, 1]), op.contributions()[:, :, [2, 1]])
     assert torch.allclose(
         op.norm(2, probes=5, keys=[1]).scores, op.norm(2, probes=5).scores[..., [1]], rtol=1e-9, atol=1e-12
@@ -197,9 +197,9 @@ def test_source_tokens_can_be_chosen(frozen):
     assert close(op.contributions(0, keys=[3, 5]), op.contributions(0)[:, :, [3, 5]])
     part = frozen.operator(layers=[1], heads={1: []}, mlp=False)  # nothing mixes positions but a pattern of zeros
     assert close(part.slice(2, keys=[2, 4]), part.slice(2)[:, :, [2, 4]])
-    assert close(op.norm(None, keys=slice(1, 3)).scores, op.norm(None).scores[..., 1:3])
-    assert close(op.norm(None, keys=3).scores, op.norm(None).scores[..., [3]])
-    for wrong in ("all", [], [None], [6], 6, slice(6, None)):
+    assert close(op.norm("all", keys=slice(1, 3)).scores, op.norm("all").scores[..., 1:3])
+    assert close(op.norm("all", keys=3).scores, op.norm("all").scores[..., [3]])
+    for wrong in ("none of them", None, [], [None], [6], 6, slice(6, None)):
         with pytest.raises(tlens.InvalidInputError):
             op.norm(keys=wrong)
 
@@ -209,7 +209,7 @@ def test_chosen_source_tokens_count_each_prompts_real_ones(model_named):
     op = tlens.freeze(model_named("bridge/gpt2"), some_tokens(), attention_mask=mask).operator()
     for found, whole in (
         (op.norm(-1, keys=[0, -2]).scores, op.norm().scores),
-        (op.contributions(None, keys=[0, -2]), op.contributions()),
+        (op.contributions("all", keys=[0, -2]), op.contributions()),
         (op.slice(-1, keys=[0, -2]), op.slice()),
     ):
         assert close(found[0], whole[0][:, [2, 4]])
@@ -218,7 +218,7 @@ def test_chosen_source_tokens_count_each_prompts_real_ones(model_named):
 
 def test_query_counts_real_tokens(frozen):
     op = frozen.operator()
-    every = op.in_out(query=None).scores
+    every = op.in_out(query="all").scores
     for query in (-1, 0, 3, -6):
         assert torch.allclose(op.in_out(query).scores[:, 0], every[:, query])
     for query in (6, -7):
@@ -230,7 +230,7 @@ def test_query_counts_real_tokens(frozen):
 
 def test_a_slice_is_of_one_query(model_named):
     with pytest.raises(tlens.InvalidInputError, match="about one"):
-        tlens.freeze(model_named("bridge/gpt2"), some_tokens()).operator().slice(None)
+        tlens.freeze(model_named("bridge/gpt2"), some_tokens()).operator().slice("all")
 
 
 def test_contributions_of_one_query(model_named):
@@ -393,7 +393,7 @@ def test_other_dtypes_need_nothing(name, dtype):
 
 
 @pytest.mark.parametrize("family", ["bridge/gpt2", "bridge/bert", "bridge/phi"])
-@pytest.mark.parametrize("query", [-1, 2, None])
+@pytest.mark.parametrize("query", [-1, 2, "all"])
 def test_biases_by_position_are_the_pulls_of_each_bias(family, query, model_named):
     """Every stage's bias, dotted with what is pulled back to it by the full maps, position by position."""
     frozen = tlens.freeze(model_named(family), some_tokens())
@@ -404,7 +404,7 @@ def test_biases_by_position_are_the_pulls_of_each_bias(family, query, model_name
     assert torch.allclose((placed.scores - apart.scores).sum(-1), apart.bias, rtol=0, atol=1e-9)
     if frozen.causal:
         at = torch.arange(frozen.tokens.shape[1])
-        queries = at if query is None else torch.tensor([at[query]])
+        queries = at if query == "all" else torch.tensor([at[query]])
         assert not bool((placed.scores - apart.scores)[:, at[None] > queries[:, None]].any())
 
     # what stands in the last block and the final norm, by hand: attention's biases at their own positions

@@ -170,7 +170,7 @@ def test_the_query_that_is_asked_is_the_one_that_is_read():
         evaluate.perturbation(model, tokens, last, attention_mask=mask, query=1, fractions=(0, 0.5))
 
     def half_unexplained(frozen):
-        result = tlens.attribute(frozen, query=None)
+        result = tlens.attribute(frozen, query="all")
         return replace(result, gap=torch.where(frozen.mask, 0.5, 0.0).double())
 
     found = evaluate.completeness(model, tokens, {"x": half_unexplained}, attention_mask=mask)
@@ -251,5 +251,5 @@ def test_norms_of_every_query_are_estimated_and_said_to_be(demo_model):
 
 
 def _mean_norm(frozen):
-    scores = frozen.operator().norm(None).scores.double()
+    scores = frozen.operator().norm("all").scores.double()
     return (scores * frozen.mask[..., None]).sum(1) / frozen.mask.sum(1, keepdim=True)

@@ -127,7 +127,7 @@ def test_values_travel_exactly():
 
 
 def test_padding_is_not_shown():
-    two = tlens.attribute(tlens.load_demo_model(), ["Return the value of the", "Return the"], query=None)
+    two = tlens.attribute(tlens.load_demo_model(), ["Return the value of the", "Return the"], query="all")
     html = two.to_html(batch=1, style=False)
     assert re.findall(r'data-width="(\d+)"', html) == ["3"]
     with pytest.raises(tlens.InvalidInputError, match="batch=2"):
@@ -160,7 +160,7 @@ def test_many_prompts_are_cut_with_a_note():
 
 
 def test_comparing_methods(frozen):
-    a, b = tlens.attribute(frozen), tlens.attribute(frozen, method="rollout", query=None)
+    a, b = tlens.attribute(frozen), tlens.attribute(frozen, method="rollout", query="all")
     picture = report.compare([a, b])
     assert "tensorlens (in_out)" in picture.body
     for result, row in ((a, 0), (b, -1)):
@@ -350,7 +350,7 @@ def test_results_of_different_queries_are_not_compared(frozen):
     first, last = (tlens.attribute(frozen, query=query) for query in (0, -1))
     with pytest.raises(tlens.InvalidInputError, match="different queries"):
         report.compare([first, last])
-    every = tlens.attribute(frozen, query=None)
+    every = tlens.attribute(frozen, query="all")
     assert "2 attributions" in report.compare({1: every, 2: last}).body
 
 

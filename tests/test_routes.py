@@ -249,12 +249,12 @@ def test_alti_logit_by_the_papers_formula(name, model_named):
 def test_alti_logit_sums_to_the_logit(name, model_named):
     """And what it leaves as bias is what direct effects say that the other components add."""
     frozen = tlens.freeze(model_named(name), some_tokens())
-    direct = tlens.circuits.logit_attribution(frozen, 5, 9, query=None)
+    direct = tlens.circuits.logit_attribution(frozen, 5, 9, query="all")
     moves = torch.tensor([".attn" in part for part in direct.names])
     begins = ("MLP", "embed", "pos_embed", "token_type")
     sums = moves | torch.tensor([part.startswith(begins) for part in direct.names])
     for updates, scored in (("attention", moves), ("all", sums)):
-        result = tlens.attribute(frozen, method="alti-logit", target=5, minus=9, updates=updates, query=None)
+        result = tlens.attribute(frozen, method="alti-logit", target=5, minus=9, updates=updates, query="all")
         assert close(result.scores.sum(-1) + result.bias, result.total, atol=tolerance(name))
         assert close(result.scores.sum(-1), direct.scores[..., scored].sum(-1), atol=tolerance(name))
         assert close(result.bias, direct.scores[..., ~scored].sum(-1), atol=tolerance(name))

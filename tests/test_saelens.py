@@ -60,7 +60,7 @@ def test_autoencoders(model_named, name, kind, normalise):
     terms = circuits.feature_effects(found, 5, 7)
     feature = int(active[0, 2].abs().argmax())
     assert float(terms.gap.max()) < atol
-    assert float(circuits.feature_attribution(found, feature, query=None).gap.max()) < atol
+    assert float(circuits.feature_attribution(found, feature, query="all").gap.max()) < atol
     without = active.clone()
     without[0, 2, feature] = 0
     with torch.no_grad():  # a scale may pass from encode to decode: both see the same stream
@@ -80,8 +80,8 @@ def test_transcoders(model_named, kind):
     found = circuits.features(frozen, dictionary)
     with torch.no_grad():
         assert torch.allclose(found.reconstruction, dictionary(own_stream(frozen, said["hook_name"])), atol=1e-9)
-    assert float(circuits.feature_effects(found, 5, 7, query=None).gap.max()) < 1e-9
-    assert float(circuits.feature_attribution(found, 3, query=None).gap.max()) < 1e-9
+    assert float(circuits.feature_effects(found, 5, 7, query="all").gap.max()) < 1e-9
+    assert float(circuits.feature_attribution(found, 3, query="all").gap.max()) < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_classes_are_read_where_the_model_reads_them(frozen):
     assert float(target.gap.max()) < 1e-12
     assert tlens.attribute(frozen, target=3).queries.tolist() == [[0], [0]]
     assert tlens.attribute(frozen, target=3).target == "logit of 'LABEL_3'"
-    for query in (1, slice(0, 2), None):
+    for query in (1, slice(0, 2), "all"):
         with pytest.raises(tlens.InvalidInputError, match="at position 0 alone; use query=0"):
             op.target(3, query=query)
     for label in ("LABEL_9", "3"):
@@ -167,7 +167,7 @@ def test_a_picture_shows_the_image(digits, tmp_path):
     assert "CLS" in page
     one.save(tmp_path / "one")
     assert tlens.Attribution.load(tmp_path / "one").to_html() == page
-    assert "<image" not in tlens.attribute(digits, images[:1], query=None).to_html()
+    assert "<image" not in tlens.attribute(digits, images[:1], query="all").to_html()
 
 
 def test_patches_are_replaced_one_by_one(digits):

@@ -67,7 +67,7 @@ def test_queries_that_stand_for_nothing(frozen, query, message):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_takes_every_kind_of_query(frozen, method):
-    whole = tlens.attribute(frozen, method=method, query=None, **options(method))
+    whole = tlens.attribute(frozen, method=method, query="all", **options(method))
     for query in ([3, 15], slice(3, 5), "file", "FileNotFoundError", -1):
         made = tlens.attribute(frozen, method=method, query=query, **options(method))
         rows = query_positions(frozen.prompt, query)[0].tolist()
@@ -170,7 +170,7 @@ PROMPTS = [TEXT[:length] for length in (12, 48, 20, 35, 8, 48, 30, 16)]
 @pytest.mark.parametrize(
     ("method", "more"),
     [
-        ("tensorlens", {}), ("tensorlens", {"query": None}), ("rollout", {}), ("decompx", {"query": None}),
+        ("tensorlens", {}), ("tensorlens", {"query": "all"}), ("rollout", {}), ("decompx", {"query": "all"}),
         ("attention", {"head_reduction": None}), ("tensorlens", {"collapse": "norm", "probes": 4}),
         ("tensorlens", {"target": " the"}), ("decompx", {"bias": "token"}), ("alti", {"query": [0, -1]}),
     ],
@@ -262,7 +262,7 @@ def test_messages_count_all_prompts(demo_model):
 def test_nothing_is_found_or_said_at_padding(demo_model):
     """The padding token's text is also the first token's."""
     frozen = tlens.freeze(demo_model, ["Return the value of the file", "Return it"])
-    terms = circuits.logit_attribution(frozen, " the", query=None)
+    terms = circuits.logit_attribution(frozen, " the", query="all")
     assert terms.query_row("<|bos|>", batch=1) == 0
     every = tlens.attribute(frozen, method="rollout")
     assert [entry.position for entry in every.score("<|bos|>", batch=1)] == [0]
@@ -271,12 +271,12 @@ def test_nothing_is_found_or_said_at_padding(demo_model):
         every.score(5, batch=1)
     padded = ~frozen.mask
     for found in (
-        terms, circuits.total_effects(frozen, " the", query=None),
-        circuits.total_effects(frozen, " the", query=None, live=True),
+        terms, circuits.total_effects(frozen, " the", query="all"),
+        circuits.total_effects(frozen, " the", query="all", live=True),
     ):  # fmt: skip
         assert not found.scores[padded].any()
         assert not found.total[padded].any()
-    assert torch.equal(terms.total, tlens.attribute(frozen, target=" the", query=None).total)
+    assert torch.equal(terms.total, tlens.attribute(frozen, target=" the", query="all").total)
 
 
 def test_batches_keep_within_their_bound():
@@ -496,7 +496,7 @@ def test_options_come_back_from_a_file_as_they_were(frozen, tmp_path):
 
 def test_decompx_in_half_precision_measures_what_it_returns():
     frozen = tlens.freeze(tlens.load_demo_model(dtype=torch.bfloat16), "Return the value of the")
-    result = tlens.attribute(frozen, method="decompx", target=" the", query=None)
+    result = tlens.attribute(frozen, method="decompx", target=" the", query="all")
     size = result.scores.double().abs().sum(-1) + result.bias.double().abs()
     off = (result.scores.double().sum(-1) + result.bias.double() - result.total.double()).abs() / size
     assert result.scores.dtype == torch.float32

@@ -174,7 +174,7 @@ def test_a_sum_that_its_proof_does_not_allow(name):
 def test_an_untouched_model_in_half_precision_warns_of_nothing(halves, dtype):
     frozen = tlens.freeze(halves[dtype], TEXT, strict=True)
     for target in (" raised", " not"):
-        tlens.attribute(frozen, target=target, query=None)
+        tlens.attribute(frozen, target=target, query="all")
         circuits.logit_attribution(frozen, target)
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--id", default="id", help="the column that names rows (default: id, else their number)")
     parser.add_argument("--target", help="a token to explain in every row, such as ' Paris'")
     parser.add_argument("--target-column", help="the column that holds each row's target")
-    parser.add_argument("--query", type=position, help="a position or a text of each row (default: the method's)")
+    parser.add_argument("--query", type=position, help="a position, a text of each row, or all (default: the method's)")
     parser.add_argument("--keep", default="scores", help="scores, top:32 (the largest of each query), or all")
     parser.add_argument("--tokens-per-batch", type=count, default=8192, help="run together at most (default: 8192)")
     parser.add_argument("--memory", help="what may be allocated at once, such as 512MB")

@@ -128,7 +128,7 @@ class CompressionEffect:
 
         Args:
             target, minus, direction: as in `FrozenOperator.target`.
-            query: positions, the last real token unless said; see
+            query: positions, the last real token by default; see
                 `tensorlens_tl.passes.inputs.query_positions`.
             activation: the rule for the MLPs that the parts go through.
 

@@ -8,7 +8,7 @@ from tensorlens_tl._arguments import plain
 from tensorlens_tl.datasets.packing import entry_limit, facts_of, packed
 from tensorlens_tl.datasets.work import Record, Work
 from tensorlens_tl.models import ModelLike
-from tensorlens_tl.registry import PER_PROMPT, attribute, get_method, split_options
+from tensorlens_tl.registry import PER_PROMPT, Method, attribute, get_method, split_options
 from tensorlens_tl.results import Attribution
 
 
@@ -42,7 +42,7 @@ class Attributions(Work):
 
     def identity(self) -> dict[str, Any]:
         """What must be the same when a run of it is resumed."""
-        return {"method": self.name, "options": dict(self.options), "keep": self.keep}
+        return {"method": self.name, "options": with_query(get_method(self.name), self.options), "keep": self.keep}
 
     def together(
         self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
@@ -58,6 +58,13 @@ class Attributions(Work):
     def facts(self, result: Attribution) -> dict[str, Any]:
         """What the rows of such a result have in common."""
         return facts_of(result, self.options)
+
+
+def with_query(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the method's default query where none is given: both ways to ask for it are one run."""
+    if "query" not in method.options:
+        return dict(options)
+    return {"query": method.options["query"], **options}
 
 
 def repeated_options(options: Mapping[str, Any], rows: int) -> dict[str, Any]:

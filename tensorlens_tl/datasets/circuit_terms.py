@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tensorlens_tl.circuits.effects import logit_attribution, total_effects
-from tensorlens_tl.datasets.attributions import repeated_options
+from tensorlens_tl.datasets.attributions import repeated_options, with_query
 from tensorlens_tl.datasets.packing import numbers_of_prompt, row_of_prompt, stored_dtype
 from tensorlens_tl.datasets.work import Record, Work
 from tensorlens_tl.errors import InvalidInputError
@@ -59,7 +59,7 @@ class CircuitTerms(Work):
 
     def identity(self) -> dict[str, Any]:
         """What must be the same when a run of it is resumed."""
-        return {"method": self.name, "options": dict(self.options), "keep": self.keep}
+        return {"method": self.name, "options": with_query(self._function, self.options), "keep": self.keep}
 
     def together(
         self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]

@@ -17,7 +17,7 @@ Special tokens and padding are never replaced. (TensorLens 2026, Figures 3 to 7;
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -177,8 +177,8 @@ class PerturbationTest:
                 f"hidden={self.hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give)."
             )
 
-    def query_of(self, view: ModelView, prompt: Prompt) -> int | None:
-        """The query of some prompts as methods take it, None for the mean; prompts and model are checked.
+    def query_of(self, view: ModelView, prompt: Prompt) -> int | Literal["all"]:
+        """The query of some prompts as methods take it, "all" for the mean; prompts and model are checked.
 
         Raises:
             InvalidInputError: prompts too short for the smallest fraction or for the query.
@@ -186,7 +186,7 @@ class PerturbationTest:
         """
         query = _query(self.query, prompt)
         predicts = bool(set(PREDICTED) & set(self.names))
-        if predicts and query is not None:
+        if predicts and query != "all":
             prompt.in_logits(query_positions(prompt, query))
         if predicts and view.unembedding is None:
             raise UnsupportedModelError(f"{view.description} predicts no tokens; use metrics=['hs_mse'].")
@@ -309,10 +309,10 @@ def _metrics(metrics: Metrics, query: PerturbationQuery) -> list[str]:
     return ["hs_mse"]
 
 
-def _query(query: PerturbationQuery, prompt: Prompt) -> int | None:
-    """The query as the methods take it: an integer, or None for the mean."""
+def _query(query: PerturbationQuery, prompt: Prompt) -> int | Literal["all"]:
+    """The query as the methods take it: an integer, or "all" for the mean."""
     if isinstance(query, str):
-        known: dict[str, int | None] = {"last": -1, "cls": 0, "mean": None}
+        known: dict[str, int | Literal["all"]] = {"last": -1, "cls": 0, "mean": "all"}
         if query not in known:
             raise InvalidInputError(f"query={query!r}; use 'last', 'cls', 'mean' or a position.")
         return known[query]

@@ -1,6 +1,7 @@
 """The live model on perturbed prompts, compared with itself on the whole ones."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,7 +30,7 @@ class PerturbedRuns:
         self,
         view: ModelView,
         prompt: Prompt,
-        query: int | None,
+        query: int | Literal["all"],
         replacement: Replacement,
         metrics: Sequence[str],
         of_output: bool,
@@ -37,15 +38,15 @@ class PerturbedRuns:
     ) -> None:
         self.model = view.model
         self.prompt = prompt
-        self.query = query
+        self.query: int | Literal["all"] = query
         self.replacement = replacement
         self.metrics = metrics
         points = model_points(view)
         self.unembed_at = points.unembed_in or points.output
         # a mean over positions is one of the output; a classifier's head reads too few of them
-        of_output = of_output or (query is None and view.class_head is not None)
+        of_output = of_output or (query == "all" and view.class_head is not None)
         self.hidden_at = points.output if of_output else self.unembed_at
-        self.positions = None if query is None else query_positions(prompt, query)
+        self.positions = None if query == "all" else query_positions(prompt, query)
         self.predicts = bool(set(PREDICTED) & set(metrics))
         self.alone = bool(foreign_hooks(view.model))
         self.rows = self._rows_at_once(view, memory)

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -103,7 +103,7 @@ class Scorer:
         norm = self.method == "tensorlens" and self.options.get("collapse") == "norm"
         return norm and not {"probes", "tol"} & set(self.options)
 
-    def result(self, frozen: FrozenPass, query: int | None = -1) -> Any:
+    def result(self, frozen: FrozenPass, query: int | Literal["all"] = -1) -> Any:
         """What the method itself returns: an Attribution, or the output of a function.
 
         Raises:
@@ -113,14 +113,14 @@ class Scorer:
             return self.method(frozen)
         options = dict(self.options)
         if self.needs_target:
-            if query is None:
+            if query == "all":
                 raise InvalidInputError(
                     f"{self.label}: it explains a prediction, and a target needs one query; with query='mean' use "
                     "methods or options without a target, such as 'tensorlens in+out'."
                 )
             predicted = predictions(frozen, query)[0].tolist()
             options |= {name: predicted for name, value in options.items() if value is PREDICTED}
-        if query is None and self.estimates_norms:  # exactly, d_model rows are pulled for every query
+        if query == "all" and self.estimates_norms:  # exactly, d_model rows are pulled for every query
             options["tol"] = MEAN_TOLERANCE
         if get_method(self.method).takes("query"):
             options["query"] = query
@@ -129,8 +129,8 @@ class Scorer:
         except InvalidInputError as error:
             raise InvalidInputError(f"{self.label}: {error}") from error
 
-    def __call__(self, frozen: FrozenPass, query: int | None = -1) -> Float[Tensor, "batch pos"]:
-        """Scores of source tokens for one query, or averaged over all queries where it is None.
+    def __call__(self, frozen: FrozenPass, query: int | Literal["all"] = -1) -> Float[Tensor, "batch pos"]:
+        """Scores of source tokens for one query, or averaged over all of them where it is "all".
 
         Raises:
             InvalidInputError: the method's error, with the label in front; also scores of another shape.
@@ -149,13 +149,13 @@ class Scorer:
         return scores
 
 
-def _one_query(result: Attribution, frozen: FrozenPass, query: int | None) -> Tensor:
+def _one_query(result: Attribution, frozen: FrozenPass, query: int | Literal["all"]) -> Tensor:
     if tuple(result.axes) != ("batch", "query", "key"):
         raise InvalidInputError(
             f"{result.method}: its axes are {result.axes}; choose options that leave batch, query and key."
         )
     scores = result.scores[..., : frozen.mask.shape[1]]  # a source that is no token, such as a bias, has no rank
-    if query is None:
+    if query == "all":
         real = torch.take_along_dim(frozen.mask, result.queries, dim=1)
         return (scores * real[..., None]).sum(1) / real.sum(1, keepdim=True)
     return torch.take_along_dim(scores, query_rows(result, frozen, query)[..., None], dim=1)[:, 0]
@@ -243,7 +243,7 @@ def random_scores(seed: int = 0) -> Callable[[FrozenPass], Float[Tensor, "batch 
 
 
 def usable(
-    scorers: Sequence[Scorer], frozen: FrozenPass, query: int | None, skip: bool
+    scorers: Sequence[Scorer], frozen: FrozenPass, query: int | Literal["all"], skip: bool
 ) -> tuple[list[Scorer], dict[str, str]]:
     """Try every method on a short pass before the work starts; with `skip`, those that do not fit are left out.
 
@@ -257,7 +257,7 @@ def usable(
     refusals = {}
     for scorer in scorers:
         try:
-            if skip and scorer.needs_target and (query is None or frozen.view.unembedding is None):
+            if skip and scorer.needs_target and (query == "all" or frozen.view.unembedding is None):
                 raise UnsupportedModelError("needs one predicted token.")
             scorer(frozen, query)
             fitting.append(scorer)

@@ -8,7 +8,7 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.layerwise.local import LocalLayer
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
-from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.inputs import is_all, query_positions
 
 Maps = Float[Tensor, "layer batch query key"]
 """One map of token pairs per layer; padding is zero."""
@@ -58,8 +58,8 @@ def refuse_whitened(frozen: FrozenPass, method: str) -> None:
 
 
 def select_query(frozen: FrozenPass, scores: Tensor, query: Query) -> Tensor:
-    """The asked queries of `[batch, ..., query, key]`; None keeps all."""
-    if query is None:
+    """The asked queries of `[batch, ..., query, key]`; "all" keeps every one."""
+    if is_all(query):
         return scores
     index = query_positions(frozen.prompt, query)
     index = index.view(len(index), *(1 for _ in scores.shape[1:-2]), index.shape[1], 1)

@@ -40,7 +40,7 @@ def alti_map(frozen: FrozenPass, distance: Distance = "l1") -> Maps:
 
 @register_method("alti", needs=("one_stack", "head_vectors", "unwhitened"))
 @checked_arguments
-def alti(frozen: FrozenPass, *, distance: Distance = "l1", query: Query = None) -> Attribution:
+def alti(frozen: FrozenPass, *, distance: Distance = "l1", query: Query = "all") -> Attribution:
     """How much nearer each token's vector brings a layer's output, rolled out over layers (Ferrando 2022).
 
     Rows are distributions: they sum to 1.
@@ -48,7 +48,7 @@ def alti(frozen: FrozenPass, *, distance: Distance = "l1", query: Query = None) 
     Args:
         frozen: the pass.
         distance: `"l1"` or `"l2"`.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map in `layers`.

@@ -54,7 +54,7 @@ def alti_logit(
         updates: ``"attention"`` gives tokens what attention adds, as in the paper; the rest is bias. ``"all"`` gives
             them what the embeddings and MLPs add as well; bias is what biases add.
         distance: of ALTI, ``"l1"`` or ``"l2"``.
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, the logit and its bias `[batch, query]`, and each layer's part in `layers`.

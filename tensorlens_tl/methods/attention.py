@@ -21,14 +21,14 @@ def attention_map(frozen: FrozenPass) -> Maps:
 @register_method("attention", needs=("one_stack", "patterns"))
 @checked_arguments
 def attention(
-    frozen: FrozenPass, *, head_reduction: Literal["mean", "max"] | None = "mean", query: Query = None
+    frozen: FrozenPass, *, head_reduction: Literal["mean", "max"] | None = "mean", query: Query = "all"
 ) -> Attribution:
     """The attention pattern itself, averaged over layers; per layer and head in `layers`.
 
     Args:
         frozen: the pass.
         head_reduction: `"mean"` or `"max"` over heads, or None for every head (axes batch, head, query, key).
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, or `[batch, head, query, key]`, and each layer's patterns in `layers`.

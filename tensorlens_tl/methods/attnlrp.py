@@ -34,7 +34,7 @@ def attnlrp(
     Args:
         frozen: the pass.
         target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:

@@ -44,7 +44,7 @@ def chefer(
     Args:
         frozen: the pass; its prompt and patterns are used.
         target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         memory: what the runs of several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:

@@ -25,7 +25,7 @@ def cp_lrp(
     Args:
         frozen: the pass.
         target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
     Returns:

@@ -27,7 +27,7 @@ from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.layerwise import LocalLayer
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
-from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.inputs import is_all, query_positions
 from tensorlens_tl.passes.operator import logit_label, unembedding_rows
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import AXES, Attribution
@@ -56,7 +56,7 @@ def decompx(
     aggregate: Aggregate | None = None,
     target: TokenLike = None,
     minus: TokenLike = None,
-    query: Query = None,
+    query: Query = "all",
     memory: Memory = None,
 ) -> Attribution:
     """Source vectors through the whole model, biases spread over them stage by stage (Modarressi 2023).
@@ -69,7 +69,7 @@ def decompx(
         aggregate: `"norm"` of the vectors, `"target"` (their share of a logit; additive), or `"vector"` (axes batch,
             query, key, d_model). None is `"target"` where one is given, else `"norm"`.
         target, minus: the token of ``aggregate="target"``, and one to subtract.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
         memory: what may be allocated at once, the vectors included, as ``"512MB"`` or bytes. There is a vector for
             every source token at every position (in causal models up to the last query), twice with parallel blocks.
 
@@ -96,7 +96,7 @@ def decompx(
     options = {"bias": bias, "activation": activation, "aggregate": aggregate, "query": query}
     fields: dict[str, Any] = {}
     positions = query_positions(frozen.prompt, query)
-    carry = partial(_vectors_at, frozen, None if query is None else positions, bias, activation, memory=memory)
+    carry = partial(_vectors_at, frozen, None if is_all(query) else positions, bias, activation, memory=memory)
     axes = AXES
     if aggregate == "target":
         direction, constant = map(upcast, unembedding_rows(frozen, positions, target, minus))

@@ -166,7 +166,7 @@ def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
 @register_method("ff-ig", needs=_needs)
 @checked_arguments
 def ff_ig(
-    frozen: FrozenPass, *, scope: Scope | None = None, as_printed: bool = False, query: Query = None
+    frozen: FrozenPass, *, scope: Scope | None = None, as_printed: bool = False, query: Query = "all"
 ) -> Attribution:
     """Norms of token-to-token vectors through the feed-forward layer (Kobayashi 2024), averaged over layers.
 
@@ -178,7 +178,7 @@ def ff_ig(
         as_printed: the paper's formulas to the letter: b_V is bias, not part of a source token's vector (Eqs. 7, 20,
             21; so is what a norm before attention adds), and the residual connection after the feed-forward layer
             passes on what a token gives itself, but not what others gave it (Eq. 53).
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map in `layers`.

@@ -35,13 +35,13 @@ def globenc_norms(layer: LocalLayer) -> tuple[Norm, ...]:
 
 @register_method("globenc", needs=("one_stack", "norm_after_sum", "head_vectors", "unwhitened"))
 @checked_arguments
-def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = None) -> Attribution:
+def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = "all") -> Attribution:
     """The product over layers of norms through attention, residual and both norms (Modarressi 2022).
 
     Args:
         frozen: the pass.
         normalize: whether the rows of each layer are divided by their sum (the original does not).
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map in `layers`.

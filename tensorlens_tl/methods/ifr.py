@@ -112,7 +112,7 @@ def ifr(
     aggregate: Literal["product", "sum"] = "product",
     threshold: Threshold = 0.0,
     value_bias: bool = True,
-    query: Query = None,
+    query: Query = "all",
 ) -> Attribution:
     """How much nearer each head's vector of a token brings the stream, routed through layers (Ferrando & Voita 2024).
 
@@ -124,7 +124,7 @@ def ifr(
         threshold: edges of no more than this importance are left out, and the others of a sum divided by what is left.
         value_bias: whether b_V (and what a norm before attention adds) belongs to a source token's vector. False is
             what FlashTrace computes, where the model has one.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map in `layers`.

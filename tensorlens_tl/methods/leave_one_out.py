@@ -69,7 +69,7 @@ def leave_one_out(
             ``"delete"``, which moves the tokens after it up. None is the mask token where there is one, else the mean,
             as `evaluate.perturbation` has it (its mean is that of the prompts, where this one depends on no other
             token). Of images and sound ``"zero"``, or the mean patch of all the images of the pass; None is zero.
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
             Where the query's own token is deleted, a causal model is read at the token before it; a model that sees
             both ways cannot be read, nor can any at its first token, and the score is 0.
         memory: what the runs may allocate at once, as ``"512MB"`` or bytes.

@@ -67,14 +67,14 @@ def attn_res_ln_map(frozen: FrozenPass) -> Maps:
 
 @register_method("norm", needs=("one_stack", "head_vectors"))
 @checked_arguments
-def norm(frozen: FrozenPass, *, scope: Scope = "attn", query: Query = None) -> Attribution:
+def norm(frozen: FrozenPass, *, scope: Scope = "attn", query: Query = "all") -> Attribution:
     """The norms of attention's token-to-token vectors (Kobayashi 2020, 2021), averaged over layers.
 
     Args:
         frozen: the pass.
         scope: `"attn"` (attention alone), `"attn_res"` (with the residual connection) or `"attn_res_ln"` (with the norm
             around both).
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's norms in `layers`.

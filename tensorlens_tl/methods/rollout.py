@@ -31,7 +31,7 @@ def rollout(
     layer_map: str = "attention",
     residual: Annotated[int | float | Literal["auto"] | None, SHARE] = "auto",
     normalize: bool = True,
-    query: Query = None,
+    query: Query = "all",
 ) -> Attribution:
     """The product over layers of a layer map, with a residual share added to its rows (Abnar & Zuidema 2020).
 
@@ -44,7 +44,7 @@ def rollout(
         residual: the share of the residual connection, or None for none. ``"auto"`` is 0.5, and none for maps that hold
             the residual connection already.
         normalize: whether rows are divided by their sum first.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map, with the residual connection, in `layers`.
@@ -79,7 +79,7 @@ def rollout(
 @register_method("mean", needs=_needs_of_map)
 @checked_arguments
 def mean(
-    frozen: FrozenPass, *, layer_map: str = "attention", normalize: bool = False, query: Query = None
+    frozen: FrozenPass, *, layer_map: str = "attention", normalize: bool = False, query: Query = "all"
 ) -> Attribution:
     """The average over layers of a layer map.
 
@@ -87,7 +87,7 @@ def mean(
         frozen: the pass.
         layer_map: as for `rollout`.
         normalize: whether rows are divided by their sum first.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
         Scores `[batch, query, key]`, and each layer's map in `layers`.

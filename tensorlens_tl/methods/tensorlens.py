@@ -49,7 +49,7 @@ def tensorlens(
         frozen: the pass.
         collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not. None is `"target"`
             where one is given, else `"in_out"`.
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         target, minus, direction: what `"target"` explains; see `FrozenOperator.target`.
         layers, heads, mlp, final_norm, activation: which operator; see `FrozenPass.operator`.
         bias: of the additive collapses: ``"apart"`` from the scores, as in the paper, or by ``"position"``; see

@@ -69,14 +69,14 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
 
 @register_method("value-zeroing", needs=("one_stack", "head_vectors", "unwhitened"))
 @checked_arguments
-def value_zeroing(frozen: FrozenPass, *, query: Query = None, memory: Memory = None) -> Attribution:
+def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = None) -> Attribution:
     """How far a layer's outputs turn when the value of a token is zeroed, rolled out over layers (Mohebbi 2023).
 
     Rows are distributions: they sum to 1.
 
     Args:
         frozen: the pass.
-        query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
         memory: what the runs with zeroed values may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:

@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     TokenLike = str | int | Tensor | Sequence[str | int] | Sequence[Sequence[str | int]] | Literal[Relative.NEXT] | None
     """A token as text or id; one for each prompt; one for each query of each prompt, `[batch][query]`; or `NEXT`."""
 
-    Query = int | str | slice | Sequence[int | str] | Tensor | None
-    """Positions, counted over each prompt's real tokens: one, a list or a slice of them, a text, or None for all."""
+    Query = int | str | slice | Sequence[int | str] | Tensor
+    """Positions, counted over each prompt's real tokens: one, a list or a slice of them, a text, or "all" of them."""
 
     Direction = Tensor | None
     """A vector `[d_model]`, one for each prompt, `[batch, d_model]`, or for each query, `[batch, query, d_model]`."""

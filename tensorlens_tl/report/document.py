@@ -33,7 +33,7 @@ def explain(
     *,
     target: TokenLike = None,
     minus: TokenLike = None,
-    query: Query = None,
+    query: Query | None = None,
     methods: Sequence[str] | None = None,
 ) -> Picture:
     """Everything about one prediction of one prompt, as one page that opens without a network.

@@ -36,7 +36,9 @@ class Prediction:
         return {name: token for name, token in tokens.items() if token is not None}
 
 
-def predict(frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = None, query: Query = None) -> Prediction:
+def predict(
+    frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = None, query: Query | None = None
+) -> Prediction:
     """The model's prediction, and what is to be explained about it.
 
     Args:

@@ -72,7 +72,7 @@ class Attribution(Shown, Stored):
 
     @classmethod
     def of(
-        cls, frozen: FrozenPass, scores: Tensor, *, method: str, query: Query = None, **fields: Any
+        cls, frozen: FrozenPass, scores: Tensor, *, method: str, query: Query = "all", **fields: Any
     ) -> "Attribution":
         """An Attribution of a frozen pass: tokens, mask, query positions and provenance are filled in.
 
@@ -375,7 +375,7 @@ def _check_tensors(result: Attribution) -> None:
     sizes = dict(zip(result.axes, shape, strict=True))
     if result.queries.shape == (sizes["batch"], 1) and sizes["query"] == sizes["key"] > 1:
         raise ValueError(
-            f"scores {shape} are of every query, but one query was named; name query=None, or pass that query's scores"
+            f"scores {shape} are of every query, but one query was named; name query='all', or pass that query's scores"
         )
     for name, (axes, dtypes) in SHAPES.items():
         tensor = getattr(result, name)

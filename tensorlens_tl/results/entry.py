@@ -77,7 +77,7 @@ def query_row(
         return real[query]
     raise InvalidInputError(
         f"query={query!r} is an index into the queries of prompt {batch}, or their text; this result holds those at "
-        f"positions {[positions[number] for number in real]}. Ask for others where it is made, query=None for all."
+        f"positions {[positions[number] for number in real]}. Ask for others where it is made, query='all' for all."
     )
 
 

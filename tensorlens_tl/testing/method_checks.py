@@ -264,7 +264,7 @@ def check_every_query(case: MethodCase) -> None:
     frozen = case.frozen
     last = case.length - 1
     try:
-        whole = case.attribution(frozen, query=None)
+        whole = case.attribution(frozen, query="all")
     except InvalidInputError:  # one query at a time, or the one that a classifier reads its classes at
         at = frozen.prompt.class_at
         first = case.encoder  # the encoder's own positions predict nothing
@@ -274,21 +274,21 @@ def check_every_query(case: MethodCase) -> None:
         rows = {query: case.attribution(frozen, query=query) for query in queries}
     else:
         check_attribution(whole, frozen, tolerance=case.tolerance)
-        _causality(case, whole, query=None)
+        _causality(case, whole, query="all")
         rows = {}
         at = case.result.queries[..., None].expand(-1, -1, _pairs_first(whole).shape[2])
         if _pairs_first(whole).ndim == 3:
             expected = torch.take_along_dim(_pairs_first(whole), at.to(whole.scores.device), dim=1)
             case.same(
-                _pairs_first(case.result), expected, "what it gives by default is not what query=None gives there"
+                _pairs_first(case.result), expected, "what it gives by default is not what query='all' gives there"
             )
         for query in (0, last // 2, last):
             rows[query] = alone = case.attribution(frozen, query=query)
             mine = _pairs_first(alone)[:, 0]
-            case.same(mine, _pairs_first(whole)[:, query], f"query={query} is not what query=None gives there")
+            case.same(mine, _pairs_first(whole)[:, query], f"query={query} is not what query='all' gives there")
         some = case.attribution(frozen, query=[last, 0])
         case.require(some.queries.tolist() == [[last, 0]] * 2, "query=[…] gives other queries.")
-        case.same(_pairs_first(some), _pairs_first(whole)[:, [last, 0]], "query=[…] is not what query=None gives")
+        case.same(_pairs_first(some), _pairs_first(whole)[:, [last, 0]], "query=[…] is not what query='all' gives")
     for query, alone in rows.items():
         case.require(alone.queries.tolist() == [[query]] * 2, f"query={query} gives queries {alone.queries.tolist()}.")
         check_attribution(alone, frozen, tolerance=case.tolerance)

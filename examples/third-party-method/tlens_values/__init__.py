@@ -7,7 +7,7 @@ from tensorlens_tl.layerwise.aggregate import locals_of, select_query
 
 
 @register_method("value-times-attention")
-def value_times_attention(frozen: FrozenPass, *, query: int | None = None) -> Attribution:
+def value_times_attention(frozen: FrozenPass, *, query: int | str = "all") -> Attribution:
     """Σ_h A^h_ij ‖v_j^h W_O^h‖, averaged over layers."""
     layers = torch.stack([layer.head_norms().sum(1) for layer in locals_of(frozen)])
     scores = select_query(frozen, layers.mean(0), query)

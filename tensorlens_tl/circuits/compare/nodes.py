@@ -86,7 +86,7 @@ def patch_scores(
             table.
         positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
             node's score, except under ``"patching"``, where each is patched by itself.
-        query: one position of each prompt, the last unless said.
+        query: one position of each prompt, the last by default.
         activation: the rule for MLPs, of the frozen methods.
         steps: gradients of ``"integrated"`` and ``"frozen+qk"``, at the midpoints of as many equal steps.
         memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.

@@ -57,7 +57,7 @@ def feature_attribution(
     Args:
         features: those of a pass, made by `circuits.features`.
         feature: its number or name (``"F12"``); it need not be active.
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         by: ``"token"``, source tokens through everything before the dictionary; or direct effects by ``"component"``,
             ``"head"``, ``"head_token"`` or ``"neuron"``, as in `logit_attribution`.
         activation: the rule for MLPs on the way.
@@ -121,7 +121,7 @@ def feature_effects(
     Args:
         features: those of a pass, made by `circuits.features`.
         target, minus, direction: as in `FrozenOperator.target`.
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         by: ``"feature_token"`` (``"F12@7"`` is feature 12 at position 7, ``"error@7"`` the error there), or
             ``"feature"`` (summed over positions).
         activation: the rule for MLPs on the way.
@@ -175,7 +175,7 @@ def feature_edges(
     Args:
         early, late: the features of one pass, the early ones written no later than the late ones are read.
         features: which of the late ones; None for those active at a query in any prompt.
-        query: at which positions, the last real token unless said.
+        query: at which positions, the last real token by default.
         by: as in `feature_effects`.
         activation, memory: as in `feature_effects`.
 

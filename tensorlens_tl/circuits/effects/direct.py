@@ -48,7 +48,7 @@ def logit_attribution(
         by: ``"component"`` (embeddings, each layer's attention and MLP, each bias), ``"head"`` (attention by head),
             ``"head_token"`` (the same, and each head's or mixer's source tokens in `Terms.keys`), or ``"neuron"`` (also
             MLPs by neuron).
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         layers: consecutive layers: a direction then reads the stream where they end (a probe, a feature in the
             middle of the model), and what comes before them is one term.
         final_norm: False ends before the norm that follows the last layer: for a direction of ``hook_resid_post``.

@@ -44,7 +44,7 @@ class HeadMap:
         batch, query, _ = self.pattern.shape
         return f"HeadMap(L{self.layer}H{self.head} of {self.frozen.view.description}, batch={batch}, pos={query})"
 
-    def contributions(self, query: Query = None) -> Float[Tensor, "batch query key d_model"]:
+    def contributions(self, query: Query = "all") -> Float[Tensor, "batch query key d_model"]:
         """``A_ij v_j W_O``: what source token j puts into position i through this head.
 
         Raises:

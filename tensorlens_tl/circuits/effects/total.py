@@ -43,7 +43,7 @@ def total_effects(
         frozen: the pass.
         target, minus, direction: as in `FrozenOperator.target`.
         by: ``"head"`` (heads one by one, MLPs whole) or ``"component"`` (each layer's attention whole).
-        query: positions, the last real token unless said; see `tensorlens_tl.passes.inputs.query_positions`.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         layers: consecutive layers: their components are ablated, and a direction reads the stream where they end.
         final_norm: as in `logit_attribution`.
         activation: the rule for the MLPs that effects go through, frozen.

@@ -20,7 +20,7 @@ from tensorlens_tl.passes.inputs.batches import (
     taken,
     tokenized,
 )
-from tensorlens_tl.passes.inputs.positions import one_query, query_positions, span_positions
+from tensorlens_tl.passes.inputs.positions import is_all, one_query, query_positions, span_positions
 from tensorlens_tl.passes.inputs.prompts import Prompt, prepare, token_rows
 from tensorlens_tl.passes.inputs.spans import find, find_real, without_mark, word_ids, word_starts
 
@@ -39,6 +39,7 @@ __all__ = [
     "check_slice",
     "find",
     "find_real",
+    "is_all",
     "memory_batches",
     "numbered",
     "one_per_prompt",

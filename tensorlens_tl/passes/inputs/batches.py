@@ -82,7 +82,7 @@ def numbered(message: str, batch: Sequence[int]) -> str:
     return re.sub(r"\b(?:row|prompt) (\d+)\b", lambda match: f"prompt {batch[int(match[1])]}", message)
 
 
-def check_slice(query: Query, lengths: Sequence[int]) -> None:
+def check_slice(query: Query | None, lengths: Sequence[int]) -> None:
     """Refuse a slice that stands for more positions in one prompt than in another, as a single pass does."""
     if not isinstance(query, slice):
         return

@@ -13,15 +13,21 @@ from tensorlens_tl.passes.inputs.prompts import Prompt
 from tensorlens_tl.passes.inputs.spans import find_real
 
 
-def query_positions(prompt: Prompt, query: Query = None, name: str = "query") -> Int[Tensor, "batch query"]:
+def is_all(query: Query) -> bool:
+    """Whether a query or keys are the word that stands for every position."""
+    return isinstance(query, str) and query == "all"
+
+
+def query_positions(prompt: Prompt, query: Query = "all", name: str = "query") -> Int[Tensor, "batch query"]:
     """The positions a query stands for: the one rule for `query` everywhere in the library.
 
     Args:
         prompt: the prompts.
         query: an integer counts each prompt's real tokens (−1 is the last, or where a classifier of images or sound
             reads its classes: the CLS token); a list holds several; a slice is taken of the real tokens; a text stands
-            for the last token of its last occurrence; None for every position, padding included (whose entries are
-            zero in every result). A tensor `[batch, query]` holds positions of each prompt, padding counted.
+            for the last token of its last occurrence. ``"all"``, the default, stands for every position, padding
+            included (whose entries are zero in every result); the word of a prompt is ``" all"``, with its space. A
+            tensor `[batch, query]` holds positions of each prompt, padding counted.
         name: the argument's name, for messages. Keys predict nothing: of them −1 is always the last.
 
     Returns:
@@ -34,10 +40,12 @@ def query_positions(prompt: Prompt, query: Query = None, name: str = "query") ->
     (tensor([[6]]), tensor([[0, 3]]))
 
     Raises:
-        InvalidInputError: beyond a prompt's real tokens, not in it, none, or a slice of unequal lengths.
+        InvalidInputError: None, beyond a prompt's real tokens, not in it, an empty list, or a slice of unequal lengths.
     """
     mask = prompt.mask
     if query is None:
+        raise InvalidInputError(f'{name}=None: pass "all" for every position, or -1 for the last.')
+    if is_all(query):
         return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     if isinstance(query, Tensor) and query.ndim == 2:
         return _checked(query.to(mask.device), mask, name)
@@ -48,7 +56,7 @@ def query_positions(prompt: Prompt, query: Query = None, name: str = "query") ->
     if isinstance(query, str) or not isinstance(query, Sequence):
         return _position(prompt, query, name)
     if not query:
-        raise InvalidInputError(f"{name}=[]: pass at least one position, or None for every one.")
+        raise InvalidInputError(f'{name}=[]: pass at least one position, or "all" for every one.')
     return torch.cat([_position(prompt, one, name) for one in query], dim=1)
 
 
@@ -80,12 +88,12 @@ def one_query(prompt: Prompt, query: Query, name: str = "query") -> Int[Tensor, 
 
 
 def span_positions(prompt: Prompt, keys: Query, name: str = "keys") -> Int[Tensor, "batch key"]:
-    """The same for source tokens, where a text stands for all of its tokens.
+    """The same for source tokens, where a text stands for all of its tokens, and ``"all"`` for every source token.
 
     Raises:
         InvalidInputError: see `query_positions`; also a text that has another number of tokens in another prompt.
     """
-    if not isinstance(keys, str):
+    if is_all(keys) or not isinstance(keys, str):
         return query_positions(prompt, keys, name)
     return _equally_many(_spans(prompt, keys, name), prompt.mask, f"{name}={keys!r}")
 
@@ -105,7 +113,7 @@ def _position(prompt: Prompt, query: object, name: str) -> Int[Tensor, "batch 1"
     mask = prompt.mask
     if isinstance(query, str):
         return torch.tensor([[span[-1]] for span in _spans(prompt, query, name)], device=mask.device)
-    query = whole_number(name, query, why="a position, a list or a slice of them, a text, or None for all")
+    query = whole_number(name, query, why='a position, a list or a slice of them, a text, or "all"')
     if query == -1 and prompt.class_at is not None and not name.startswith("key"):
         return torch.full((len(mask), 1), prompt.class_at, device=mask.device)
     counts = mask.sum(1)

@@ -47,7 +47,7 @@ class FrozenOperator(FrozenTensor):
         tol: Any = None,
         rows: str = "gaussian",
         seed: int = 0,
-        keys: Query = None,
+        keys: Query = "all",
         memory: Memory = None,
     ) -> Collapse:
         """‖T[i,:,j,:]‖, the Frobenius norm of each token pair's block (TensorLens Eq. 21).
@@ -57,7 +57,7 @@ class FrozenOperator(FrozenTensor):
         `d_model` rows on the exact norm is cheaper, and is what this returns.
 
         Args:
-            query: positions, the last real token unless said; see `contributions`.
+            query: positions, the last real token by default; see `contributions`.
             probes: how many random rows.
             tol: pull as many as it takes until every pair's standard error is at most this share of its norm (pairs
                 below a hundredth of their query's largest aside).
@@ -100,7 +100,7 @@ class FrozenOperator(FrozenTensor):
         One pull per query. The total is ‖x^N_i‖².
 
         Args:
-            query: positions, the last real token unless said; see `contributions`.
+            query: positions, the last real token by default; see `contributions`.
             bias: ``"apart"`` from the scores, as in the paper, or by ``"position"`` (ours): each bias of the model
                 counts for the position it is added at, b_V for the source token.
             memory: as in `contributions`.
@@ -141,7 +141,7 @@ class FrozenOperator(FrozenTensor):
             target: a token (string or id), one per prompt, one per query (``[batch][query]``), or `NEXT`: the token
                 that follows each query in its prompt.
             minus: another token, for ``logit(target) − logit(minus)``.
-            query: the positions whose predictions are explained, the last real token unless said.
+            query: the positions whose predictions are explained, the last real token by default.
             direction: instead of a token, a vector at the operator's output (a probe, a feature, a classifier column):
                 `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]`.
             bias: as in `in_out`; b_U stays apart.
@@ -256,7 +256,7 @@ class FrozenOperator(FrozenTensor):
                 scores[:, chunk] += by_position(terms, scores[:, chunk].transpose(0, 1)).transpose(0, 1)
             else:
                 bias[:, chunk] = in_total(terms, bias[:, chunk].T).T
-        scores = self._masked(scores, positions, chosen_keys(self.frozen.prompt, None))
+        scores = self._masked(scores, positions, chosen_keys(self.frozen.prompt, "all"))
         bias = bias * torch.take_along_dim(self.frozen.mask, positions, dim=1) + question.constant
         for numbers in (question.total, scores, bias):
             if not bool(torch.isfinite(numbers).all()):

@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import plain, whole_number, whole_slice
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, ModelView, Query
-from tensorlens_tl.passes.inputs import Prompt, span_positions
+from tensorlens_tl.passes.inputs import Prompt, is_all, span_positions
 from tensorlens_tl.passes.linearisation import Linearisation
 
 
@@ -119,13 +119,13 @@ class Keys:
 
 
 def chosen_keys(prompt: Prompt, keys: Query) -> Keys:
-    """Source tokens, counted over each prompt's real tokens; a text stands for all its tokens, None for all there are.
+    """Source tokens, counted over each prompt's real tokens; a text stands for all its tokens, "all" for every one.
 
     Raises:
         InvalidInputError: see `tensorlens_tl.passes.inputs.span_positions`.
     """
     mask = prompt.mask
-    if keys is None:
+    if is_all(keys):
         return Keys(list(range(mask.shape[1])), mask)
     requested = span_positions(prompt, keys)
     positions = requested.unique()

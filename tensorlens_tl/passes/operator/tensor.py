@@ -18,7 +18,7 @@ from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.algebra.positions import BiasTerms, Queries
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, Rule, check_rule
-from tensorlens_tl.passes.inputs import one_query, query_positions
+from tensorlens_tl.passes.inputs import is_all, one_query, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.operator.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps, end_of
 
@@ -144,7 +144,7 @@ class FrozenTensor:
     # ------------------------------------------------------------------ tensors
 
     def contributions(
-        self, query: Query = None, *, keys: Query = None, memory: Memory = None
+        self, query: Query = "all", *, keys: Query = "all", memory: Memory = None
     ) -> Float[Tensor, "batch query key d_model"]:
         """``T[i,:,j,:]·x_j``: what source token j puts into position i.
 
@@ -152,9 +152,9 @@ class FrozenTensor:
         triangle is skipped.
 
         Args:
-            query: positions, every one unless said; see `tensorlens_tl.passes.inputs.query_positions`.
-            keys: source tokens, counted likewise (a text stands for all its tokens), or None for all; the others cost
-                nothing.
+            query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
+            keys: source tokens, counted likewise (a text stands for all its tokens), every one by default; the others
+                cost nothing.
             memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
         >>> op = frozen.operator()
@@ -177,7 +177,7 @@ class FrozenTensor:
             pushed = self.x.new_zeros(len(rows), batch, self.x.shape[1] - first, width)
             pushed[range(len(rows)), :, [position - first for position in keys_at]] = self.x[:, keys_at].transpose(0, 1)
             pushed = self.map.at(slice(first, None)).push(pushed).permute(1, 2, 0, 3)
-            if query is None:
+            if is_all(query):
                 result[:, first:, rows.start : rows.stop] = pushed
             else:  # a query before the first source receives nothing from it
                 at = (positions - first)[..., None, None]
@@ -186,12 +186,12 @@ class FrozenTensor:
         return sources.select(self._masked(result, positions, sources), dim=2)
 
     def slice(
-        self, query: Query = -1, *, keys: Query = None, memory: Memory = None
+        self, query: Query = -1, *, keys: Query = "all", memory: Memory = None
     ) -> Float[Tensor, "batch d_out key d_in"]:
         """``T[i,:,j,:]`` for one query i and every key j, or some.
 
         Args:
-            query: one position, the last real token unless said.
+            query: one position, the last real token by default.
             keys, memory: as in `contributions`.
 
         Raises:
@@ -216,7 +216,7 @@ class FrozenTensor:
         batch, pos, width = self.x.shape
         check_size("dense", (batch, pos, width, pos, width), self.x)
         result = self.x.new_zeros(batch, pos, width, pos, width)
-        sources = chosen_keys(self.frozen.prompt, None)
+        sources = chosen_keys(self.frozen.prompt, "all")
         for query in range(pos):
             positions = torch.full((batch,), query, device=self.x.device)
             for rows, pulled in self._basis_rows(positions, sources, "dense", None):
