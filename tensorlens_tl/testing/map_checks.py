@@ -1,7 +1,7 @@
 """The conformance battery of maps: what any `AffineMap`, ours or yours, must hold.
 
 >>> import torch
->>> from tensorlens_tl import Linear
+>>> from tensorlens_tl.algebra import Linear
 >>> from tensorlens_tl.testing import check_map
 >>> check_map(Linear(torch.randn(8, 5)), torch.randn(2, 3, 8))
 """
