@@ -1,0 +1,141 @@
+"""`attribute`: any registered method on a model, or on a frozen pass."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.errors import InvalidInputError, RegistryError
+from tensorlens_tl.hooks import lock_of
+from tensorlens_tl.models import ModelLike, ModelView, TokenLike
+from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.passes.inputs import (
+    check_slice,
+    memory_batches,
+    numbered,
+    one_per_prompt,
+    prepare,
+    taken,
+    tokenized,
+)
+from tensorlens_tl.registry.entries import Method
+from tensorlens_tl.registry.options import PER_PROMPT, split_options
+from tensorlens_tl.registry.registering import get_method
+from tensorlens_tl.results import Attribution, joined
+
+
+def attribute(
+    model: ModelLike | FrozenPass,
+    input: Any = None,
+    target: TokenLike = None,
+    *,
+    method: str = "tensorlens",
+    memory: Memory = None,
+    **options: Any,
+) -> Attribution:
+    """Attribute with any registered method: ``attribute(model, text, " Paris")`` or ``attribute(frozen, " Paris")``.
+
+    Many prompts are run in batches of like length, as many at once as fit the bound of `memory`, and come back as one
+    result in their own order.
+
+    Args:
+        model: a TransformerLens model, or a `FrozenPass`, which has its input already: the target may come next.
+        input: a string, a list of strings, or token ids; images or sound where the model reads those (see `freeze`).
+        target: of the methods that take one: a token, one for each prompt, or `NEXT`; see `FrozenOperator.target`.
+        method: one of `list_methods()`.
+        memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
+            the batches, and whatever the method itself bounds by it.
+        options: the method's options (``help(tlens.get_method(name).function)`` describes them; the default method
+            takes `collapse`, `query`, `minus`, `direction`, `layers`, `heads`, `mlp`, `activation`,
+            `probes`); options of `freeze` (`attention_mask`, `prepend_bos`, `verify` …) are passed to
+            it.
+
+    Returns:
+        The scores, `[batch, query, key]` unless the method says otherwise, with tokens, positions and provenance.
+
+    Raises:
+        RegistryError: unknown method.
+        InvalidInputError: an option that neither knows; see also `freeze`.
+        UnsupportedModelError: the model does not meet what the method needs; see also `freeze`.
+        FrozenModelError: the model's weights changed after it was frozen.
+
+    Every built-in method is a function of a frozen pass, too, with its options in its signature, for editors to
+    complete and `help` to show:
+
+    >>> attribution = tlens.attribute(model, text, method="alti", distance="l2")
+    >>> torch.equal(attribution.scores, tlens.methods.alti(frozen, distance="l2").scores)
+    True
+    """
+    chosen = get_method(method)
+    in_bytes(memory)
+    if memory is not None and "memory" in chosen.options:
+        options = {**options, "memory": memory}
+    if isinstance(model, FrozenPass) and input is not None:
+        if target is not None:
+            raise InvalidInputError(
+                "attribute: a frozen pass has its input already, so what follows it is the target: "
+                "attribute(frozen, ' Paris')."
+            )
+        target = input
+    if target is not None:
+        options = {**options, "target": target}
+    for_freeze, for_method = split_options(chosen, options)
+    if isinstance(model, FrozenPass):
+        if for_freeze:
+            raise InvalidInputError(
+                f"attribute: a frozen pass has its input already; leave {', '.join(for_freeze)} out, or pass it to "
+                "freeze."
+            )
+        return _answered(chosen, model, for_method)
+    if input is None:
+        raise InvalidInputError("attribute: `input` is missing; pass a string, a list of strings or token ids.")
+    rows, batches = _batches(model, input, for_freeze, memory)
+    if len(batches) < 2:
+        return _answered(chosen, freeze(model, input, **for_freeze), for_method)
+    for_freeze.pop("prepend_bos", None)  # the rows are token ids now
+    split = {name: one_per_prompt(name, for_method[name], len(rows)) for name in PER_PROMPT if name in for_method}
+    check_slice(for_method.get("query"), [len(row) for row in rows])
+    parts = []
+    for batch in batches:
+        of_batch = {name: taken(values, batch) for name, values in split.items() if values is not None}
+        try:
+            frozen = freeze(model, [rows[i] for i in batch], **for_freeze)
+            parts.append(_answered(chosen, frozen, for_method | of_batch))
+        except InvalidInputError as error:
+            raise InvalidInputError(numbered(str(error), batch)) from error
+    explained = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
+    return joined(parts, batches, explained)
+
+
+def _answered(method: Method, frozen: FrozenPass, options: Mapping[str, Any]) -> Attribution:
+    """A method's answer; no other thread gives the model other weights before it is there."""
+    with lock_of(frozen.model):
+        frozen.check_fresh()
+        return _checked(method.name, method.function(frozen, **options))
+
+
+def _batches(
+    model: ModelLike, input: Any, for_freeze: dict[str, Any], memory: Memory
+) -> tuple[list[Any], list[list[int]]]:
+    """Many prompts as rows of token ids, and which of them go together; no batches where one pass is asked for.
+
+    Images and sounds are their own rows.
+    """
+    whole = {"attention_mask", "token_type_ids", "cache", "decoder_input_ids", "model_inputs"} & set(for_freeze)
+    if whole or isinstance(input, str | Mapping) or not hasattr(input, "__len__") or len(input) < 2:
+        return [], []
+    view = ModelView(model)
+    if view.reads != "tokens":
+        prompt = prepare(view, input)
+        values = list(prompt.kwargs["input"])
+        return values, memory_batches(view, [prompt.tokens.shape[1]] * len(values), memory)
+    rows = tokenized(view, input, for_freeze.get("prepend_bos"))
+    return rows, memory_batches(view, [len(row) for row in rows], memory)
+
+
+def _checked(method: str, result: Any) -> Attribution:
+    if not isinstance(result, Attribution):
+        raise RegistryError(
+            f"method {method!r} returned {type(result).__name__}, not an Attribution; wrap its scores with "
+            "tlens.Attribution.of(frozen, scores, method=..., query=...)."
+        )
+    return result
