@@ -457,7 +457,7 @@ def test_broken_methods_are_caught(broken, clean_registry):
 def test_a_method_that_takes_stale_passes_is_caught(clean_registry, monkeypatch):
     """`attribute` refuses them for every method; without that the battery says so."""
     real = lambda frozen: frozen.mask[:, :, None] & frozen.mask[:, None]  # noqa: E731
-    tlens.register_method("patterns")(lambda frozen: made(frozen, frozen.pattern(0).mean(1) * real(frozen), None))
+    tlens.register_method("patterns")(lambda frozen: made(frozen, frozen.pattern(0).mean(1) * real(frozen), "all"))
     assert check_method("patterns", GPT2) == {}
     monkeypatch.setattr(tlens.FrozenPass, "check_fresh", lambda self: None)
     with pytest.raises(tlens.ConformanceError, match="takes a pass older"):

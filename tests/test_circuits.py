@@ -660,7 +660,7 @@ def test_bad_input_is_refused_with_its_reason(model_named, monkeypatch):
         (lambda: circuits.spectral_norm(one), "pass frozen.operator"),
         (lambda: circuits.spectral_norm(one.operator(), tol=None), "positive"),
         (lambda: circuits.singular_directions(one.operator(), k=17), "pass 1 to 16"),
-        (lambda: circuits.singular_directions(one.operator(), None), "this is about one"),
+        (lambda: circuits.singular_directions(one.operator(), "all"), "this is about one"),
         (lambda: circuits.error_bound(one, torch.zeros(1, 2, 16)), "the pass's input"),
         (lambda: circuits.frozen_error_bound(one, one.resid_pre(0), norm=0), "norm=0"),
         (lambda: circuits.spectral_norm_bound(frozen), "2 prompts"),

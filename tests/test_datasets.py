@@ -474,6 +474,22 @@ def test_a_run_goes_on_where_it_stopped(gpt2, tmp_path, many_shards, monkeypatch
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"query": -1},
+        {"method": "rollout", "query": "all"},
+        {"method": "logit_attribution", "target": 5, "query": -1},
+    ],
+    ids=str,
+)
+def test_a_run_is_resumed_however_its_default_query_is_spelled(gpt2, tmp_path, options, monkeypatch):
+    default = {name: value for name, value in options.items() if name != "query"}
+    run(gpt2, tmp_path / "run", **default)
+    monkeypatch.setattr("tensorlens_tl.datasets.job.run_rows", lambda *a, **k: pytest.fail("run again"))
+    run(gpt2, tmp_path / "run", **options)
+
+
+@pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"target": 6}, "another options .target: 5, now 6"),

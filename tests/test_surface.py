@@ -42,7 +42,7 @@ def test_what_a_query_stands_for(frozen, pair):
     for query, expected in (
         (-1, [last]), (2, [2]), ([0, -1], [0, last]), (slice(1, 3), [1, 2]), (" file", [3]), ("file", [3]),
         ("FileNotFoundError", [15]), (["file", 1], [3, 1]), (torch.tensor([4, 2]), [4, 2]), (range(2), [0, 1]),
-        (None, list(range(last + 1))),
+        ("all", list(range(last + 1))),
     ):  # fmt: skip
         assert query_positions(frozen.prompt, query).tolist() == [expected], query
     first = int(pair.mask[0].long().argmax())
@@ -79,7 +79,7 @@ def test_every_method_takes_every_kind_of_query(frozen, method):
 def test_the_default_query_follows_one_rule(method):
     """Questions about a prediction ask at the last token; maps of token pairs hold every query."""
     default = tlens.get_method(method).options["query"]
-    assert default == (-1 if method in ABOUT_A_PREDICTION else None)
+    assert default == (-1 if method in ABOUT_A_PREDICTION else "all")
 
 
 def test_circuits_and_collapses_ask_at_the_last_token():

@@ -18,7 +18,7 @@ def is_all(query: Query) -> bool:
     return isinstance(query, str) and query == "all"
 
 
-def query_positions(prompt: Prompt, query: Query = "all", name: str = "query") -> Int[Tensor, "batch query"]:
+def query_positions(prompt: Prompt, query: Query | None = "all", name: str = "query") -> Int[Tensor, "batch query"]:
     """The positions a query stands for: the one rule for `query` everywhere in the library.
 
     Args:
