@@ -4,9 +4,35 @@ All derive from `TensorLensError`; each also derives from the built-in error tha
 expect for it, so that ``except ValueError`` keeps working.
 """
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class PromptNumber(NamedTuple):
+    """The part of a message that names a prompt: its number among those that were run together."""
+
+    number: int
+    noun: str = "prompt"
+
+    def __str__(self) -> str:
+        return f"{self.noun} {self.number}"
+
 
 class TensorLensError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base of every error this library raises on purpose.
+
+    Args:
+        *args: the message, or its parts in order; a `PromptNumber` among them can be replaced by another name.
+    """
+
+    def __str__(self) -> str:
+        return "".join(map(str, self.args))
+
+    def with_prompts(self, names: Mapping[int, object]) -> "TensorLensError":
+        """The same error with other names for the prompts, by their numbers here."""
+        return type(self)(
+            *(names.get(part.number, part) if isinstance(part, PromptNumber) else part for part in self.args)
+        )
 
 
 class InvalidInputError(TensorLensError, ValueError):

@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import tensorlens_tl as tlens
-from tensorlens_tl.registry import registering as registry
 from tensorlens_tl.hooks import hooks_on
+from tensorlens_tl.registry import registering as registry
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_model
 
 settings.register_profile(

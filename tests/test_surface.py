@@ -1,6 +1,7 @@
 """One surface: queries, targets, many prompts, tables and files mean the same everywhere."""
 
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -253,6 +254,9 @@ def test_messages_count_all_prompts(demo_model):
     with pytest.raises(tlens.InvalidInputError, match=r"query, prompt 1: 'file' does not occur") as caught:
         tlens.attribute(demo_model, texts, query="file", target=7)
     assert str(caught.value).count("<|bos|>") == 1  # its own tokens, no padding
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    with pytest.raises(tlens.InvalidInputError, match=r"query, prompt [01]: 'row 7' does not occur"):
+        tlens.attribute(demo_model, texts, query="row 7", target=7)
     with pytest.raises(tlens.InvalidInputError, match="memory"):
         tlens.attribute(demo_model, texts, method="alti", memory="banana")
     with pytest.raises(tlens.InvalidInputError, match="Did you mean 'layers'"):

@@ -5,7 +5,6 @@ A `Work` is what is computed of every row. `attributions` and `circuit_terms` ho
 """
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -97,8 +96,7 @@ def run_rows(
                 records += row_records
                 results.append((row, result))
             except TensorLensError as error:
-                message = re.sub(r"\b(?:row|prompt) 0\b", "this row", str(error))  # it was alone
-                records.append({"error": f"{type(error).__name__}: {message}"})
+                records.append({"error": f"{type(error).__name__}: {error.with_prompts({0: 'this row'})}"})
     view = ModelView(model)
     for row, record in enumerate(records):
         _describe(record, view, work.options, {name: values[row] for name, values in per_row.items()})

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory, in_bytes
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import (
     Fractions,
     Hidden,
@@ -334,7 +334,8 @@ def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[
         row = int(short[0])
         least = -int(-0.5 // steps[1])
         raise InvalidInputError(
-            f"prompt {row} has {int(tokens[row])} tokens that may be replaced, and the fraction {steps[1]} of them is "
-            f"none: use prompts of {least} or more, or larger fractions."
+            PromptNumber(row),
+            f" has {int(tokens[row])} tokens that may be replaced, and the fraction {steps[1]} of them is "
+            f"none: use prompts of {least} or more, or larger fractions.",
         )
     return counts

@@ -127,7 +127,7 @@ class Scorer:
         try:
             return attribute(frozen, method=self.method, **options)
         except InvalidInputError as error:
-            raise InvalidInputError(f"{self.label}: {error}") from error
+            raise InvalidInputError(f"{self.label}: ", *error.args) from error
 
     def __call__(self, frozen: FrozenPass, query: int | Literal["all"] = -1) -> Float[Tensor, "batch pos"]:
         """Scores of source tokens for one query, or averaged over all of them where it is "all".

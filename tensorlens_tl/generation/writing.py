@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.hooks import model_points, refuse_attached, states_and_logits, unheld_run
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout
@@ -150,8 +150,10 @@ def _written(view: ModelView, ids: list[int], most: int, ends: set[int], number:
                 break
     if len(text) == first:
         raise InvalidInputError(
-            f"max_new_tokens: after prompt {number} the model's first choice is its end token, so nothing is written. "
-            "Pass stop_at_eos=False, another prompt, or a continuation=."
+            "max_new_tokens: after ",
+            PromptNumber(number),
+            " the model's first choice is its end token, so nothing is written. Pass stop_at_eos=False, another "
+            "prompt, or a continuation=.",
         )
     return text, first
 

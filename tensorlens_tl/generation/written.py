@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.generation.hops import Hops, check_hops, sent_on
 from tensorlens_tl.generation.writing import Continuation, Count, Prompts, Text, refuse_non_causal, texts_of
 from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike, check_rule
 from tensorlens_tl.passes import FrozenPass, freeze
-from tensorlens_tl.passes.inputs import Store, Verify, find, memory_batches, numbered, one_per_prompt, taken
+from tensorlens_tl.passes.inputs import Store, Verify, find, memory_batches, one_per_prompt, taken
 from tensorlens_tl.passes.operator import Collapse
 from tensorlens_tl.results import Attribution, joined
 
@@ -178,14 +178,17 @@ class FrozenGeneration:
                 begin, end = find(tokens, span)[-1]
             except InvalidInputError:
                 raise InvalidInputError(
-                    f"span={span!r} does not occur as whole tokens in the text generated after prompt {row}: {tokens}."
+                    f"span={span!r} does not occur as whole tokens in the text generated after ",
+                    PromptNumber(row),
+                    f": {tokens}.",
                 ) from None
             return positions[begin:end]
         within = positions[_bounds(span, len(positions))]
         if not within:
             raise InvalidInputError(
-                f"span={span!r} is empty: {len(positions)} tokens were generated after prompt {row}, 0 to "
-                f"{len(positions) - 1}."
+                f"span={span!r} is empty: {len(positions)} tokens were generated after ",
+                PromptNumber(row),
+                f", 0 to {len(positions) - 1}.",
             )
         return within
 
@@ -407,7 +410,7 @@ def attribute_generation(
             frozen = _frozen(model, [texts[number] for number in batch], padding_side, store, verify)
             parts.append(frozen.attribute(minus=batch_minus, **settings))
         except InvalidInputError as error:
-            raise InvalidInputError(numbered(str(error), batch)) from error
+            raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
     options: dict[str, Any] = {name: _by_prompt(parts, batches, name) for name in ("generated", "asked")}
     if others is not None:
         options["minus"] = minus

@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tensorlens_tl.algebra.memory import Memory, in_bytes
-from tensorlens_tl.errors import InvalidInputError, RegistryError
+from tensorlens_tl.errors import InvalidInputError, PromptNumber, RegistryError
 from tensorlens_tl.hooks import lock_of
 from tensorlens_tl.models import ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.passes.inputs import (
     check_slice,
     memory_batches,
-    numbered,
     one_per_prompt,
     prepare,
     taken,
@@ -101,7 +100,7 @@ def attribute(
             frozen = freeze(model, [rows[i] for i in batch], **for_freeze)
             parts.append(_answered(chosen, frozen, for_method | of_batch))
         except InvalidInputError as error:
-            raise InvalidInputError(numbered(str(error), batch)) from error
+            raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
     explained = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
     return joined(parts, batches, explained)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
-from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.hooks import hook_numbers, other_hooks, refuse_attached
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.sublayers import ExpertsWeights
@@ -76,8 +76,10 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
         if not bool(frozen.mask.all()):
             row = int((~frozen.mask).any(1).nonzero()[0])
             raise InvalidInputError(
-                f"{name} prompt {row} is padded; prompts that are compared position by position must have one length. "
-                "Freeze prompts of each length by themselves."
+                f"{name} ",
+                PromptNumber(row),
+                " is padded; prompts that are compared position by position must have one length. Freeze prompts of "
+                "each length by themselves.",
             )
     clean.check_fresh()
     corrupted.check_fresh()

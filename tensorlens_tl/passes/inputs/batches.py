@@ -1,6 +1,5 @@
 """Many prompts: how long is each, and which of them are frozen together?"""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,11 +74,6 @@ def _several(value: object, is_vector: bool) -> list[Any] | Tensor | None:
 def taken(values: list[Any] | Tensor, batch: Sequence[int]) -> list[Any] | Tensor:
     """The values of a batch's prompts."""
     return values[torch.tensor(batch)] if isinstance(values, Tensor) else [values[number] for number in batch]
-
-
-def numbered(message: str, batch: Sequence[int]) -> str:
-    """A message about one of the prompts that were run together, with the number it has among all."""
-    return re.sub(r"\b(?:row|prompt) (\d+)\b", lambda match: f"prompt {batch[int(match[1])]}", message)
 
 
 def check_slice(query: Query | None, lengths: Sequence[int]) -> None:

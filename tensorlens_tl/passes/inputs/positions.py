@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number, whole_slice
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes.inputs.prompts import Prompt
 from tensorlens_tl.passes.inputs.spans import find_real
@@ -105,7 +105,7 @@ def _spans(prompt: Prompt, text: str, name: str) -> list[list[int]]:
         try:
             spans.append(find_real(tokens, mask, text)[-1])
         except InvalidInputError as error:
-            raise InvalidInputError(f"{name}, prompt {row}: {error}") from None
+            raise InvalidInputError(f"{name}, ", PromptNumber(row), f": {error}") from None
     return spans
 
 
@@ -121,7 +121,9 @@ def _position(prompt: Prompt, query: object, name: str) -> Int[Tensor, "batch 1"
     if not -shortest <= query < shortest:
         row = int(counts.argmin())
         raise InvalidInputError(
-            f"{name}={query} is out of range: row {row} has {shortest} real tokens; use -{shortest} to {shortest - 1}."
+            f"{name}={query} is out of range: ",
+            PromptNumber(row, "row"),
+            f" has {shortest} real tokens; use -{shortest} to {shortest - 1}.",
         )
     numbers = mask.long().cumsum(1) - 1
     if query < 0:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs.arguments import IdsLike, InputLike, ModelInputs, Side
 from tensorlens_tl.passes.inputs.signals import Signal, extra_inputs, named_images, read_signal, refuse_signal
@@ -160,7 +160,8 @@ def prepare(
     try:
         decoder, real = read(decoder_input_ids, decoder_attention_mask, "decoder_attention_mask", view.decoder_vocab)
     except InvalidInputError as error:
-        raise InvalidInputError(str(error).replace("input: ", "decoder_input_ids: ", 1)) from None
+        message, *rest = error.args
+        raise InvalidInputError(message.replace("input: ", "decoder_input_ids: ", 1), *rest) from None
     if len(decoder) != len(tokens):
         raise InvalidInputError(
             f"decoder_input_ids: {len(decoder)} prompts for the decoder, but {len(tokens)} for the encoder."
@@ -405,7 +406,7 @@ def _check(view: ModelView, tokens: Tensor, mask: Tensor, name: str, vocabulary:
         )
     empty = ~mask.any(dim=1)
     if bool(empty.any()):
-        raise InvalidInputError(f"{name}: row {int(empty.nonzero()[0])} has no real token.")
+        raise InvalidInputError(f"{name}: ", PromptNumber(int(empty.nonzero()[0]), "row"), " has no real token.")
 
 
 def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[list[bool]] | None]:

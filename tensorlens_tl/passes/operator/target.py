@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import plain
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.models import NEXT, ModelView, TokenLike
 from tensorlens_tl.passes.inputs import Prompt, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
@@ -73,8 +73,9 @@ def next_ids(prompt: Prompt, positions: Int[Tensor, "batch query"], name: str = 
         at = int(positions[row, query])
         token = prompt.str_tokens[row][at]
         raise InvalidInputError(
-            f"{name}=NEXT: nothing follows position {at} ({token!r}), the last token of prompt {row}. Use earlier "
-            "queries, such as query=slice(None, -1), or name a token."
+            f"{name}=NEXT: nothing follows position {at} ({token!r}), the last token of ",
+            PromptNumber(row),
+            ". Use earlier queries, such as query=slice(None, -1), or name a token.",
         )
     return torch.take_along_dim(prompt.tokens, (positions + 1).clamp_max(pos - 1), dim=1)
 
