@@ -395,7 +395,7 @@ VARIANTS: dict[str, dict[str, Overrides]] = {
         "dense": {**_FOUR_LAYERS, **_GEMMA4, "enable_moe_block": False},
         "dense, no per-layer input": {**_FOUR_LAYERS, **_GEMMA4, "hidden_size_per_layer_input": 0},
     },
-    "GraniteForCausalLM": {"gap multiplier 1": {**_MULTIPLIERS, "residual_multiplier": 1.0}},
+    "GraniteForCausalLM": {"residual multiplier 1": {**_MULTIPLIERS, "residual_multiplier": 1.0}},
     "GraniteMoeHybridForCausalLM": {
         "attention only": {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"}
     },

@@ -10,7 +10,7 @@ TEXT = "Return the value. Return the"
 
 @pytest.fixture(scope="session")
 def _example():
-    model = tlens.load_demo_model()
+    model = tlens.load_demo_model(kind="bridge")  # the same on every line of TransformerLens
     return {"tlens": tlens, "torch": torch, "model": model, "text": TEXT, "frozen": tlens.freeze(model, TEXT)}
 
 

@@ -61,7 +61,7 @@ def plan(
     >>> from tensorlens_tl import compress
     >>> plan = compress.plan(model, [1, 2], method="circuit-svd", ratio=2)
     >>> plan
-    Plan('circuit-svd' of layers [1, 2], ratio=2, HookedTransformer (tensorlens-demo))
+    Plan('circuit-svd' of layers [1, 2], ratio=2, TransformerBridge (tensorlens-demo))
     >>> before = model(text)
     >>> with plan.applied() as compressed:
     ...     torch.equal(compressed(text), before)

@@ -103,9 +103,9 @@ def other_hooks(model: Any) -> list[str]:
     """The names of the points and modules where `foreign_hooks` are, each once.
 
     >>> from tensorlens_tl.hooks import other_hooks
-    >>> with model.hooks([("hook_embed", lambda activation, hook: activation)]):
+    >>> with model.hooks([("embed.hook_out", lambda activation, hook: activation)]):
     ...     print(other_hooks(model))
-    ['hook_embed']
+    ['embed.hook_out']
     """
     return list(dict.fromkeys(hook.point for hook in foreign_hooks(model)))
 

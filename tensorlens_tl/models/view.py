@@ -68,7 +68,7 @@ class ModelView:
     >>> from tensorlens_tl.models import ModelView
     >>> view = ModelView(model)
     >>> view, view.reads, tuple(view.embedding.shape)
-    (ModelView(HookedTransformer (tensorlens-demo), layers=4), 'tokens', (2048, 128))
+    (ModelView(TransformerBridge (tensorlens-demo), layers=4), 'tokens', (2048, 128))
     """
 
     def __init__(self, model: Any):
