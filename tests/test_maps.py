@@ -227,6 +227,17 @@ def test_norm_is_the_norm():
     assert torch.allclose(Norm(scale, layer.weight, layer.bias)(x), layer(x), rtol=1e-12)
 
 
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
+def test_a_pattern_in_half_precision_takes_vectors_in_float32(narrow):
+    """As the biases of norms in float32 are, in a half-precision model."""
+    pattern, x = torch.rand(1, 2, 3, 3).to(narrow), torch.randn(1, 3, 4)
+    mix = Attention(pattern, kv_heads=2)
+    expected = Attention(pattern.float(), kv_heads=2)
+    assert torch.equal(mix.push(x), expected.push(x))
+    assert torch.equal(mix.pull(x), expected.pull(x))
+    assert mix.push(x.to(narrow)).dtype == narrow
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_float32_scale_does_not_change_the_dtype(dtype):
     norm = Norm(torch.ones(1, 2, 1), torch.ones(4, dtype=dtype), torch.ones(4, dtype=dtype))

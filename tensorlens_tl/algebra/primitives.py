@@ -330,22 +330,28 @@ class Attention(AffineMap):
 def mixed(
     pattern: Float[Tensor, "batch head query key"], kv_heads: int, x: Float[Tensor, "*rows _ _ kv_width"]
 ) -> Float[Tensor, "*rows batch query width"]:
-    """Values mixed over positions by a pattern; one batch row or one position of them serves all."""
-    values = rearrange(x[None].flatten(0, -4), "r b k (kv d) -> r b k kv d", kv=kv_heads)
-    outputs = torch.einsum("bcgqk,rbkcd->rbqcgd", pattern.unflatten(1, (kv_heads, -1)), values).flatten(3)
-    return outputs.reshape(*x.shape[:-3], *outputs.shape[1:])
+    """Values mixed over positions by a pattern; one batch row or one position of them serves all.
+
+    Of two dtypes the wider one is computed in, and the result is in that of the values.
+    """
+    wide = torch.promote_types(pattern.dtype, x.dtype)
+    grouped = pattern.unflatten(1, (kv_heads, -1)).to(wide)
+    values = rearrange(x[None].flatten(0, -4), "r b k (kv d) -> r b k kv d", kv=kv_heads).to(wide)
+    outputs = torch.einsum("bcgqk,rbkcd->rbqcgd", grouped, values).flatten(3)
+    return outputs.reshape(*x.shape[:-3], *outputs.shape[1:]).to(x.dtype)
 
 
 def unmixed(
     pattern: Float[Tensor, "batch head query key"], kv_heads: int, g: Float[Tensor, "*rows _ _ width"]
 ) -> Float[Tensor, "*rows batch key kv_width"]:
     """The adjoint of `mixed`."""
-    grouped = pattern.unflatten(1, (kv_heads, -1))
+    wide = torch.promote_types(pattern.dtype, g.dtype)
+    grouped = pattern.unflatten(1, (kv_heads, -1)).to(wide)
     heads = rearrange(
         g[None].flatten(0, -4), "r b q (kv group d) -> r b q kv group d", kv=kv_heads, group=grouped.shape[2]
-    )
+    ).to(wide)
     values = torch.einsum("bcgqk,rbqcgd->rbkcd", grouped, heads).flatten(-2)
-    return values.reshape(*g.shape[:-3], *values.shape[1:])
+    return values.reshape(*g.shape[:-3], *values.shape[1:]).to(g.dtype)
 
 
 def largest_singular_value(matrix: Float[Tensor, "*batch rows columns"]) -> float:
