@@ -109,7 +109,7 @@ def curves(
     )
 
 
-def _axes(steps: np.ndarray, x: np.ndarray, bottom: float, top: float, name: str) -> str:
+def _axes(steps: np.ndarray, x: np.ndarray, bottom: int | float, top: int | float, name: str) -> str:
     floor = HEIGHT - BOTTOM
     middle = (LEFT + WIDTH - RIGHT) / 2
     lines = [f'<path d="M{LEFT} {TOP}V{floor}H{WIDTH - RIGHT}" fill="none" stroke="currentColor" stroke-opacity=".5"/>']

@@ -29,7 +29,7 @@ def bars(rows: Sequence[tuple[str, float]], sums: Sequence[tuple[str, float]]) -
     return f'<table class="r terms"><tbody>{lines}</tbody></table>'
 
 
-def _bar(name: str, value: float, largest: float) -> str:
+def _bar(name: str, value: int | float, largest: int | float) -> str:
     part = share(value, largest)
     start = 50 + min(0, 50 * part)
     bar = f'<i><b style="left:{start:.1f}%;width:{50 * abs(part):.1f}%;background:rgb({rgb(part)})"></b></i>'

@@ -103,7 +103,7 @@ def side_by_side(
     )
 
 
-def _fact(fact: str, value: float | None) -> str:
+def _fact(fact: str, value: int | float | None) -> str:
     if value is None:
         return "<td></td>"
     if fact != "gap":

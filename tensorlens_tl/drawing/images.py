@@ -141,7 +141,7 @@ def _frame(pixels: np.ndarray, height: int, width: int, role: str, label: str, m
     )
 
 
-def _rectangles(scores: np.ndarray, height: int, width: int, largest: float) -> str:
+def _rectangles(scores: np.ndarray, height: int, width: int, largest: int | float) -> str:
     high = height / scores.shape[0]
     wide = width / scores.shape[1]
     marks = []

@@ -32,7 +32,7 @@ def short(text: str, most: int) -> str:
     return text[: most - 1] + "…"
 
 
-def number(value: float) -> str:
+def number(value: int | float) -> str:
     """A signed value in four digits."""
     return f"{value:+.4g}"
 
@@ -42,27 +42,27 @@ def largest_of(values: np.ndarray) -> float:
     return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
 
 
-def share(value: float, largest: float) -> float:
+def share(value: int | float, largest: int | float) -> float:
     """A value as a share of the largest, in [−1, 1]; 0 where either is no number."""
     if not largest > 0 or math.isnan(value):
         return 0.0
     return max(-1.0, min(1.0, value / largest))
 
 
-def colour(value: float, largest: float) -> str:
+def colour(value: int | float, largest: int | float) -> str:
     """CSS background of a signed value: zero is transparent, ±largest is strongest."""
     part = share(value, largest)
     return f"background:rgba({rgb(part)},{STRONGEST * abs(part):.3f})"
 
 
-def sign_colour(value: float) -> tuple[int, int, int]:
+def sign_colour(value: int | float) -> tuple[int, int, int]:
     """Red, green and blue of a value's sign."""
     if value >= 0:
         return POSITIVE
     return NEGATIVE
 
 
-def rgb(value: float) -> str:
+def rgb(value: int | float) -> str:
     """The colour of a value's sign, as CSS lists it."""
     return ",".join(map(str, sign_colour(value)))
 
@@ -137,7 +137,7 @@ def token_line(
 # ------------------------------------------------------------------ many cells at once
 
 
-def levels(values: np.ndarray, largest: float) -> np.ndarray:
+def levels(values: np.ndarray, largest: int | float) -> np.ndarray:
     """Signed values as palette indices: 127 is zero, 0 and 254 are ∓largest."""
     if largest <= 0:
         return np.full(values.shape, 127, dtype=np.uint8)
@@ -145,7 +145,7 @@ def levels(values: np.ndarray, largest: float) -> np.ndarray:
     return (127 + np.rint(127 * shares.clip(-1, 1))).astype(np.uint8)
 
 
-def picture(values: np.ndarray, largest: float) -> str:
+def picture(values: np.ndarray, largest: int | float) -> str:
     """A matrix of signed values as a data URI: a PNG of one pixel per value, in the colours of `colour`.
 
     A table of 128 × 128 cells would be a megabyte of HTML; this is about ten kilobytes.

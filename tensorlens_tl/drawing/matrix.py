@@ -106,7 +106,7 @@ def cell_size(count: int) -> int:
 
 
 def _grid(
-    rows: Sequence[str], columns: Sequence[str], values: np.ndarray, largest: float, label: str, corner: str
+    rows: Sequence[str], columns: Sequence[str], values: np.ndarray, largest: int | float, label: str, corner: str
 ) -> str:
     height, width = values.shape
     size = cell_size(width)
