@@ -5,7 +5,7 @@ independent ways to the same numbers.
 """
 
 import warnings
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.errors import FrozenModelError, GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, ModelPoints, is_attached, lock_of, refuse_attached, states_and_logits
-from tensorlens_tl.models import HookedModel, LayerRange, Layout, ModelView, Query, check_rule
+from tensorlens_tl.models import HeadChoice, HookedModel, LayerRange, Layout, MlpChoice, ModelView, Query, check_rule
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture
@@ -247,8 +247,8 @@ class FrozenPass(Linearisation):
         self,
         *,
         layers: LayerRange = None,
-        heads: Mapping[int, Collection[int]] | None = None,
-        mlp: bool | Collection[int] = True,
+        heads: HeadChoice = None,
+        mlp: MlpChoice = True,
         final_norm: bool = True,
         activation: str = "ratio",
     ) -> FrozenOperator:

@@ -99,7 +99,7 @@ class Keys:
     """
 
     positions: list[int]
-    mask: Bool[Tensor, "batch key"]
+    mask: Bool[Tensor, "batch position"]
     columns: Int[Tensor, "batch key"] | None = None
 
     @property
