@@ -16,7 +16,7 @@ shows in the patterns, a gated MLP's W_gate in the ratios.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -213,7 +213,7 @@ class CompressionEffect:
         return _with_capture(self.compressed, replace(self.compressed.capture, activations=dict(activations)))
 
 
-def compression_effect(frozen: PassLike, plan: Plan) -> CompressionEffect:
+def compression_effect(frozen: PassLike, plan: Plan | Any) -> CompressionEffect:
     """Take a frozen pass apart by what a compression removes and what it leaves.
 
     Runs the compressed model once on the pass's prompt.
