@@ -446,9 +446,7 @@ class FrozenPass(Linearisation):
             self.logits_check.add(logits_error(self.capture, states, logits, positions), positions)
         return self.logits_check.error
 
-    def _run_for_logits(
-        self, live: LiveModel, positions: Int[Tensor, "batch query"]
-    ) -> tuple[Float[Tensor, "batch pos d_model"], Any]:
+    def _run_for_logits(self, live: LiveModel, positions: Int[Tensor, "batch query"]) -> tuple[Tensor, Any]:
         """What the model unembeds, the same as in the pass, and the logits it gives at some positions."""
         name = self.points.unembed_in
         assert name is not None  # a model with an unembedding

@@ -1,7 +1,7 @@
 """Whether the model's logits are ``cap(W_U·x + b_U)``: compared at every position that a result is about."""
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tensorlens_tl.passes.capture import Capture
@@ -31,9 +31,7 @@ class LogitsCheck:
         self.error = max(error, self.error or 0.0)
 
 
-def logits_error(
-    capture: Capture, states: Float[Tensor, "batch pos d_model"], logits: object, positions: Int[Tensor, "batch query"]
-) -> float:
+def logits_error(capture: Capture, states: Tensor, logits: object, positions: Int[Tensor, "batch query"]) -> float:
     """How far the weights' logits of the model's last states are from the model's own, at some positions.
 
     Args:
