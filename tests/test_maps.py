@@ -28,6 +28,7 @@ from tensorlens_tl.algebra import (
     Transpose,
 )
 from tensorlens_tl.algebra.positions import RowPositions
+from tensorlens_tl.algebra.secants import KeyResponse, Offset, QueryResponse, RankOne, Rotation, ScoreSecant
 from tensorlens_tl.algebra.segments import CrossAttention, Picked, Segment
 from tensorlens_tl.testing import check_map
 
@@ -82,7 +83,31 @@ def routed(*places, width=WIDTH):
     return Routed(tuple(branch(number, kept, width) for number, kept in enumerate(places)), (BATCH, POS), width)
 
 
+def score_secant(kv_heads=4, heads=4):
+    """The secant of two random causal patterns, queries and keys of two channels."""
+    logs = tuple(
+        normal(BATCH, heads, POS, POS).masked_fill(torch.ones(POS, POS).triu(1).bool(), -torch.inf).log_softmax(-1)
+        for _ in "ab"
+    )
+    queries, keys, values = normal(3, BATCH, heads, POS, WIDTH // heads)
+    return ScoreSecant.of(logs, torch.rand(BATCH, heads, POS), 0.5, queries, keys, values, kv_heads)
+
+
 MAPS = {
+    "offset": lambda: Offset(normal(BATCH, POS, WIDTH), "L0.W_V"),
+    "rank one": lambda: RankOne(normal(BATCH, POS, WIDTH), normal(BATCH, POS, WIDTH)),
+    "rank one by head": lambda: RankOne(normal(BATCH, POS, WIDTH), normal(BATCH, POS, WIDTH), groups=4),
+    "rotation": lambda: Rotation.of(normal(POS, 2, 2)),
+    "query response": lambda: QueryResponse.of(score_secant()),
+    "key response": lambda: KeyResponse(score_secant()),
+    "grouped key response": lambda: KeyResponse(score_secant(kv_heads=2)),
+    "responses": lambda: Chain(
+        (
+            MAPS["layer norm"](),
+            QueryResponse.of(score_secant()) @ MAPS["offset"]() + KeyResponse(score_secant()) @ MAPS["rotation"](),
+            MAPS["linear"](),
+        )
+    ),
     "identity": lambda: Identity(),
     "tap": lambda: Tap({}, "x"),
     "linear": lambda: Linear(normal(WIDTH, WIDTH), normal(WIDTH)),
@@ -147,7 +172,9 @@ MAPS = {
 
 
 def widths(m, name):
-    d_in = {"transpose": 5, "grouped attention": 4, "grouped cross-attention": 4}.get(name, WIDTH)
+    d_in = {"transpose": 5, "grouped attention": 4, "grouped cross-attention": 4, "grouped key response": 4}.get(
+        name, WIDTH
+    )
     return d_in, m.push(normal(BATCH, POS, d_in)).shape[-1]
 
 

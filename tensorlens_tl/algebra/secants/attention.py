@@ -1,0 +1,234 @@
+"""What heads give for a change of their queries and keys: the secant of the softmax, with scores bilinear in both."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.maps import ZERO, MixingMap, PositionwiseMap
+from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, at, shared
+from tensorlens_tl.algebra.primitives import largest_singular_value
+from tensorlens_tl.algebra.secants.maps import channels_of
+from tensorlens_tl.algebra.secants.numbers import logarithmic_mean
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreSecant:
+    """What heads give for a change of their attention scores: ``Δz_i = Σ_k weights_ik · Δ⟨q_i, k_k⟩ · (v̄_k − c_i)``.
+
+    Attributes:
+        weights: the logarithmic mean of the pattern, times the scale of the product and the slope of a soft cap,
+            `[batch, query, head, key]`.
+        centres: c, what the softmax's normalisation takes away, `[batch, query, head, d_value]`.
+        queries, keys, values: means of the two runs, `[batch, head, pos, d]`; those of grouped-query attention are
+            repeated.
+        kv_heads: how many heads keys and values have.
+    """
+
+    weights: Float[Tensor, "batch query head key"]
+    centres: Float[Tensor, "batch query head d_value"]
+    queries: Float[Tensor, "batch head query d_head"]
+    keys: Float[Tensor, "batch head key d_head"]
+    values: Float[Tensor, "batch head key d_value"]
+    kv_heads: int
+
+    @classmethod
+    def of(
+        cls,
+        log_patterns: tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head query key"]],
+        rest: Float[Tensor, "batch head query"],
+        scale: Tensor | float,
+        queries: Float[Tensor, "batch head query d_head"],
+        keys: Float[Tensor, "batch head key d_head"],
+        values: Float[Tensor, "batch head key d_value"],
+        kv_heads: int,
+    ) -> "ScoreSecant":
+        """From the logarithms of the two patterns.
+
+        Args:
+            log_patterns: ln P of either run; −inf where a key is masked.
+            rest: the logarithmic mean of what a row lacks to 1 (attention sinks); zero without.
+            scale: what a product of query and key is multiplied by before the softmax, broadcast to the pattern.
+            queries, keys, values: as the attributes.
+            kv_heads: how many heads keys and values have.
+        """
+        means = logarithmic_mean(*log_patterns)
+        total = means.sum(-1) + rest
+        shares = means / total.clamp_min(torch.finfo(total.dtype).tiny)[..., None]
+        weights = (means * scale).transpose(1, 2).contiguous()
+        return cls(weights, (shares @ values).transpose(1, 2), queries, keys, values, kv_heads)
+
+    def of_head(self, head: int) -> "ScoreSecant":
+        """The same for one head, which reads one head of keys."""
+        only = slice(head, head + 1)
+        by_query = (self.weights[:, :, only], self.centres[:, :, only])
+        return ScoreSecant(*by_query, self.queries[:, only], self.keys[:, only], self.values[:, only], 1)
+
+    @property
+    def heads(self) -> int:
+        """How many heads there are."""
+        return self.weights.shape[2]
+
+
+def _by_head(x: Float[Tensor, "*rows pos width"], heads: int, like: Tensor) -> Float[Tensor, "*rows head pos d"]:
+    """Vectors of heads side by side as vectors by head, in the dtype that is computed in."""
+    return x.unflatten(-1, (heads, -1)).transpose(-3, -2).to(like.dtype)
+
+
+def _side_by_side(x: Float[Tensor, "*rows head pos d"]) -> Float[Tensor, "*rows pos width"]:
+    return x.transpose(-3, -2).flatten(-2)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class QueryResponse(PositionwiseMap):
+    """What heads give for a change of their queries, by where they attend: ``[.., (head d_head)] -> [.., (head d)]``.
+
+    A query changes its own attention alone, so that positions are apart.
+
+    Attributes:
+        weights, centres: those of a `ScoreSecant`, heads side by side.
+        keys, values: likewise, of all positions.
+    """
+
+    weights: Float[Tensor, "*rows batch pos head_key"]
+    centres: Float[Tensor, "*rows batch pos head_d_value"]
+    keys: Float[Tensor, "batch head key d_head"]
+    values: Float[Tensor, "batch head key d_value"]
+
+    @classmethod
+    def of(cls, secant: ScoreSecant) -> "QueryResponse":
+        """From the scores' secant."""
+        return cls(secant.weights.flatten(-2), secant.centres.flatten(-2), secant.keys, secant.values)
+
+    @property
+    def heads(self) -> int:
+        """How many heads there are."""
+        return self.keys.shape[1]
+
+    def __repr__(self) -> str:
+        return f"QueryResponse({self.heads} heads)"
+
+    @property
+    def positions(self) -> int | None:
+        return self.weights.shape[-2] if self.weights.shape[-2] > 1 else None
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO
+
+    def component(self, number: int) -> "QueryResponse":
+        cut = partial(channels_of, group=number, groups=self.heads)
+        only = slice(number, number + 1)
+        return QueryResponse(cut(self.weights), cut(self.centres), self.keys[:, only], self.values[:, only])
+
+    def group_read_by(self, number: int) -> tuple[int, int]:
+        return number, self.heads
+
+    def at(self, where: Where) -> "QueryResponse":
+        return replace(self, weights=at(self.weights, where), centres=at(self.centres, where))
+
+    def norm_bound(self) -> float:
+        bound = 0.0
+        for head in range(self.heads):
+            alone = self.component(head)
+            keys = alone.keys[:, 0]
+            by_value = torch.einsum("...bqk,bke,bkd->...bqed", alone.weights, keys, alone.values[:, 0])
+            by_centre = torch.einsum("...bqk,bke,...bqd->...bqed", alone.weights, keys, alone.centres)
+            bound = max(bound, largest_singular_value(by_value - by_centre))
+        return bound
+
+    @property
+    def _by_head(self) -> tuple[Tensor, Tensor]:
+        """Weights and centres, `[*rows, batch, head, pos, ·]`."""
+        return _by_head(self.weights, self.heads, self.weights), _by_head(self.centres, self.heads, self.centres)
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        weights, centres = self._by_head
+        products = weights * (_by_head(x, self.heads, self.keys) @ self.keys.mT)
+        return _side_by_side(products @ self.values - products.sum(-1, keepdim=True) * centres).to(x.dtype)
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        weights, centres = self._by_head
+        heads = _by_head(g, self.heads, self.values)
+        products = weights * (heads @ self.values.mT - (heads * centres).sum(-1, keepdim=True))
+        return _side_by_side(products @ self.keys).to(g.dtype)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class KeyResponse(MixingMap):
+    """What heads give for a change of their keys, by where they attend: ``[.., (kv d_head)] -> [.., (head d)]``."""
+
+    secant: ScoreSecant
+
+    def __repr__(self) -> str:
+        return f"KeyResponse({self.secant.heads} heads)"
+
+    @property
+    def positions(self) -> int | None:
+        return self.secant.weights.shape[-1]
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO
+
+    def component(self, number: int) -> "KeyResponse":
+        return KeyResponse(self.secant.of_head(number))
+
+    def group_read_by(self, number: int) -> tuple[int, int]:
+        return number * self.secant.kv_heads // self.secant.heads, self.secant.kv_heads
+
+    def at(self, where: Where) -> "KeyResponse":
+        where = shared(where)
+        held = self.secant
+        cut = {name: getattr(held, name)[:, :, where] for name in ("queries", "keys", "values")}
+        by_query = {"weights": held.weights[:, where][..., where], "centres": held.centres[:, where]}
+        return KeyResponse(replace(held, **cut, **by_query))
+
+    def norm_bound(self) -> float:
+        """The Frobenius norm, of heads that read the same keys together."""
+        held = self.secant
+        weights = held.weights.transpose(1, 2).double()
+        lengths = held.queries.double().square().sum(-1, keepdim=True)
+        distances = torch.cdist(held.centres.transpose(1, 2).double(), held.values.double()).square()
+        squares = (weights.square() * lengths * distances).sum((-2, -1))
+        return float(squares.unflatten(1, (held.kv_heads, -1)).sum(2).max().sqrt())
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        held = self.secant
+        keys = _by_head(x, held.kv_heads, held.queries).repeat_interleave(held.heads // held.kv_heads, dim=-3)
+        products = held.weights.transpose(1, 2) * (held.queries @ keys.mT)
+        centres = products.sum(-1, keepdim=True) * held.centres.transpose(1, 2)
+        return _side_by_side(products @ held.values - centres).to(x.dtype)
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        held = self.secant
+        heads = _by_head(g, held.heads, held.values)
+        centres = (heads * held.centres.transpose(1, 2)).sum(-1, keepdim=True)
+        products = held.weights.transpose(1, 2) * (heads @ held.values.mT - centres)
+        return self._grouped(products.mT @ held.queries).to(g.dtype)
+
+    def _grouped(
+        self, by_head: Float[Tensor, "*rows batch head key d_head"]
+    ) -> Float[Tensor, "*rows batch key kv_width"]:
+        """Sums over the heads that read the same keys."""
+        return _side_by_side(by_head.unflatten(-3, (self.secant.kv_heads, -1)).sum(-3))
+
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
+        if not isinstance(here, RowPositions):
+            return self._pull_among(g, here, destination, reach, biases)
+        held = self.secant
+        rows = here.positions
+        index = torch.arange(rows.shape[1], device=rows.device)
+        weights = held.weights[index, rows][..., destination]  # [row, batch, head, key]
+        queries = held.queries[index, :, rows]
+        values = held.values[:, :, destination]
+        heads = g[:, :, 0].unflatten(-1, (held.heads, -1)).to(values.dtype)
+        products = (
+            torch.einsum("rbhd,bhkd->rbhk", heads, values) - (heads * held.centres[index, rows]).sum(-1)[..., None]
+        )
+        return self._grouped((weights * products)[..., None] * queries[..., None, :]).to(g.dtype)

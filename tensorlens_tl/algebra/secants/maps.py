@@ -1,0 +1,172 @@
+"""Maps that secants need besides the primitives: something added by name, a map of rank one, rotations of heads."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.maps import ZERO, PositionwiseMap, note_bias
+from tensorlens_tl.algebra.positions import Where, at
+from tensorlens_tl.algebra.primitives import largest_singular_value
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Offset(PositionwiseMap):
+    """``x + vectors``: something that is added besides, by name.
+
+    >>> from tensorlens_tl.algebra.secants import Offset
+    >>> Offset(torch.tensor([[[1.0, 2.0]]]), "L0.W_V")(torch.ones(1, 1, 2))
+    tensor([[[2., 3.]]])
+    """
+
+    vectors: Float[Tensor, "batch pos d"]
+    name: str
+
+    def __repr__(self) -> str:
+        return f"Offset({self.name})"
+
+    @property
+    def positions(self) -> int | None:
+        return self.vectors.shape[-2] if self.vectors.shape[-2] > 1 else None
+
+    @property
+    def bias(self) -> Tensor:
+        return self.vectors
+
+    @property
+    def is_channelwise(self) -> bool:
+        return True
+
+    def of_group(self, group: int, groups: int) -> "Offset":
+        return replace(self, vectors=self.vectors.unflatten(-1, (groups, -1))[..., group, :])
+
+    def at(self, where: Where) -> "Offset":
+        return replace(self, vectors=at(self.vectors, where))
+
+    def norm_bound(self) -> float:
+        return 1.0
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        return x + self.vectors.to(x) if affine else x
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        note_bias(g, self.vectors, biases)
+        return g
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class RankOne(PositionwiseMap):
+    """``write · ⟨read, x⟩`` at every position, in each of several equal groups of channels.
+
+    >>> from tensorlens_tl.algebra.secants import RankOne
+    >>> RankOne(read=torch.tensor([[[1.0, 1.0]]]), write=torch.tensor([[[0.0, 2.0]]]))(torch.tensor([[[3.0, 4.0]]]))
+    tensor([[[ 0., 14.]]])
+    """
+
+    read: Float[Tensor, "*rows batch pos d"]
+    write: Float[Tensor, "*rows batch pos d"]
+    groups: int = 1
+
+    def __repr__(self) -> str:
+        return f"RankOne({self.read.shape[-1]})"
+
+    @property
+    def positions(self) -> int | None:
+        return self.read.shape[-2] if self.read.shape[-2] > 1 else None
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO
+
+    def of_group(self, group: int, groups: int) -> "RankOne":
+        if self.groups % groups:
+            return self  # refuses
+        cut = partial(channels_of, group=group, groups=groups)
+        return RankOne(cut(self.read), cut(self.write), self.groups // groups)
+
+    @property
+    def is_channelwise(self) -> bool:
+        return self.groups > 1  # as far as heads are concerned, whose channels are a group
+
+    def at(self, where: Where) -> "RankOne":
+        return replace(self, read=at(self.read, where), write=at(self.write, where))
+
+    def norm_bound(self) -> float:
+        lengths = [part.unflatten(-1, (self.groups, -1)).norm(dim=-1) for part in (self.read, self.write)]
+        return float((lengths[0] * lengths[1]).max())
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        return self._sent(x, self.read, self.write)
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        return self._sent(g, self.write, self.read)
+
+    def _sent(self, x: Tensor, read: Tensor, write: Tensor) -> Tensor:
+        if self.groups == 1:
+            return ((read * x).sum(-1, keepdim=True) * write).to(x.dtype)
+        products = (read * x).unflatten(-1, (self.groups, -1)).sum(-1, keepdim=True)
+        return (products * write.unflatten(-1, (self.groups, -1))).flatten(-2).to(x.dtype)
+
+
+def channels_of(held: Tensor, group: int, groups: int) -> Tensor:
+    """One of several equal groups of channels."""
+    return held.unflatten(-1, (groups, -1))[..., group, :]
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Rotation(PositionwiseMap):
+    """Each head's vector times its position's matrix (rotary positions): ``[.., (head d)] -> [.., (head d)]``.
+
+    >>> from tensorlens_tl.algebra.secants import Rotation
+    >>> quarter = torch.tensor([[[0.0, 1.0], [-1.0, 0.0]]])
+    >>> Rotation.of(quarter)(torch.tensor([[[1.0, 0.0, 0.0, 1.0]]]))
+    tensor([[[ 0.,  1., -1.,  0.]]])
+    """
+
+    flat: Float[Tensor, "*rows batch pos entries"]
+    """The matrices, applied from the right, with their entries side by side."""
+    d_head: int
+
+    @classmethod
+    def of(cls, matrices: Float[Tensor, "pos d d"]) -> "Rotation":
+        """From one matrix for each position, ``x_i @ matrices[i]``."""
+        return cls(matrices.flatten(1)[None], matrices.shape[-1])
+
+    def __repr__(self) -> str:
+        return f"Rotation({self.d_head})"
+
+    @property
+    def positions(self) -> int | None:
+        return self.flat.shape[-2] if self.flat.shape[-2] > 1 else None
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO
+
+    @property
+    def is_channelwise(self) -> bool:
+        return True  # as far as heads are concerned
+
+    def of_group(self, group: int, groups: int) -> "Rotation":
+        return self
+
+    def at(self, where: Where) -> "Rotation":
+        return replace(self, flat=at(self.flat, where))
+
+    def norm_bound(self) -> float:
+        return largest_singular_value(self.flat.unflatten(-1, (self.d_head, self.d_head)))
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        return self._times(x, self.flat.unflatten(-1, (self.d_head, self.d_head)))
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        return self._times(g, self.flat.unflatten(-1, (self.d_head, self.d_head)).mT)
+
+    def _times(self, x: Tensor, matrices: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, self.d_head))
+        return (heads @ matrices.to(x)).flatten(-2)
