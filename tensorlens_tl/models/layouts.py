@@ -20,7 +20,7 @@ Attention-only blocks are the attention half of any of them.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tensorlens_tl.algebra import AffineMap, Chain, Identity, Norm, Segment, Sum
+from tensorlens_tl.algebra import AffineMap, Chain, Identity, Segment, Sum
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def compose(
     layout: Layout,
     attention: AffineMap | None,
     mlp: AffineMap | None,
-    norms: Mapping[str, Norm],
+    norms: Mapping[str, AffineMap],
     whitening: Chain | None = None,
     within: Within | None = None,
 ) -> AffineMap:
@@ -137,7 +137,7 @@ def compose(
     return stages[0] if len(stages) == 1 else Chain(tuple(stages) or (Identity(),))
 
 
-def _branch(place: Place, sublayer: AffineMap, norms: Mapping[str, Norm]) -> AffineMap:
+def _branch(place: Place, sublayer: AffineMap, norms: Mapping[str, AffineMap]) -> AffineMap:
     parts = (norms[place.before] if place.before else None, sublayer, norms[place.after] if place.after else None)
     stages = [part for part in parts if part is not None]
     return stages[0] if len(stages) == 1 else Chain(tuple(stages))
@@ -147,7 +147,7 @@ def _placed(inner: AffineMap, within: Within | None) -> AffineMap:
     return inner if within is None else within(inner)
 
 
-def _crossing(place: Place, norms: Mapping[str, Norm], within: Within) -> list[AffineMap]:
+def _crossing(place: Place, norms: Mapping[str, AffineMap], within: Within) -> list[AffineMap]:
     """Cross-attention: it reads the encoder's output and writes to the decoder's positions. What its queries go through
     first is part of the pattern."""
     assert within.read is not None

@@ -4,11 +4,10 @@ Nothing here runs the model or proves anything: `tensorlens_tl.passes.freezing` 
 `tensorlens_tl.passes.proof` determines how each block is put together, and whether its map is right.
 """
 
-from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from functools import cached_property
+from typing import ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,62 +21,23 @@ from tensorlens_tl.algebra import (
     Chain,
     CrossAttention,
     Diagonal,
-    Identity,
-    LazyMap,
     Linear,
     Norm,
     Recursion,
-    Segment,
     Sum,
 )
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
-from tensorlens_tl.models import Coefficients, Layout, ModelView, Place, Within, coefficients, compose
-from tensorlens_tl.models.names import PER_LAYER_NORM
+from tensorlens_tl.models import Coefficients, Layout, Place, Within, coefficients, compose
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
-
-
-def _reads_weights(
-    method: Callable[Concatenate["BlockMaps", int, Options], Result],
-) -> Callable[Concatenate["BlockMaps", int, Options], Result]:
-    """A method that reads one layer's weights: they are brought in for it where they are offloaded."""
-
-    @wraps(method)
-    def reading(self: "BlockMaps", layer: int, *arguments: Options.args, **options: Options.kwargs) -> Result:
-        blocks = self.view.blocks
-        if not isinstance(layer, int) or not 0 <= layer < len(blocks) or not blocks[layer].offloaded:
-            return method(self, layer, *arguments, **options)
-        with blocks[layer].loaded():
-            result = method(self, layer, *arguments, **options)
-        self.cache.forget(layer)  # what it holds grows with the model, as the weights do
-        return result
-
-    return reading
-
-
-class BlockParts(NamedTuple):
-    """What a block is composed of, in the order of `models.layouts.compose`.
-
-    Attributes:
-        attention: or what mixes positions in its place.
-        mlp: None where the block has none, or where it is left out.
-        norms: by name.
-        whitening: of a whitened model.
-        within: where an encoder–decoder's block acts.
-    """
-
-    attention: AffineMap
-    mlp: AffineMap | None
-    norms: dict[str, Norm]
-    whitening: Chain | None = None
-    within: Within | None = None
 
 
 @dataclass(eq=False)
@@ -101,7 +61,7 @@ class _Cache:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockMaps:
+class BlockMaps(Blocks):
     """The parts of every block as maps, with patterns, activation ratios and norm scales held at one capture.
 
     Attributes:
@@ -119,10 +79,9 @@ class BlockMaps:
         """The same blocks at other activations, or with other weights."""
         return replace(self, capture=capture, cache=_Cache())
 
-    @property
-    def view(self) -> ModelView:
-        """The reading of the model's weights."""
-        return self.capture.view
+    def forget(self, layer: int) -> None:
+        """Drop what was cached of a layer and is as large as its weights."""
+        self.cache.forget(layer)
 
     @property
     def points(self) -> ModelPoints:
@@ -148,7 +107,7 @@ class BlockMaps:
 
     # ------------------------------------------------------------------ maps
 
-    @_reads_weights
+    @reads_weights
     def norm(self, layer: int, name: str) -> Norm:
         """One norm of one block, scale frozen; a map of the positions that the block acts on (see `side`)."""
         block = self.view.blocks[layer]
@@ -166,22 +125,14 @@ class BlockMaps:
             scale = weights.scale_of(scale)
         return Norm(scale, weights.gain, weights.shift, weights.centre)
 
-    def final_map(self) -> AffineMap | None:
-        """The same as a map of all positions: in an encoder–decoder it acts on the decoder's."""
-        norm = self.final_norm()
-        if norm is None or self.capture.sides is None:
-            return norm
-        start, stop = self.capture.side(self.capture.n_layers - 1)
-        return Segment(norm, start, stop, stop)
-
     def encoder_norm(self) -> Norm | None:
         """The norm after an encoder–decoder's last encoder block, or None."""
         if self.view.encoder_norm is None or self.points.encoder_scale is None:
             return None
         return self._norm(self.view.encoder_norm, self.points.encoder_scale)
 
-    @_reads_weights
-    def _within(self, layer: int) -> Within | None:
+    @reads_weights
+    def within(self, layer: int) -> Within | None:
         """Where a block acts; None where there is one stack."""
         if self.capture.sides is None:
             return None
@@ -203,7 +154,7 @@ class BlockMaps:
             return None
         return Chain((Linear(weights.entry), Recursion(weights.step, self._recursion_mask)))
 
-    @_reads_weights
+    @reads_weights
     def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """One self-attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays).
 
@@ -243,7 +194,7 @@ class BlockMaps:
             pattern = pattern * head_mask[:, None, None]
         return Attention(pattern, weights.kv_heads)
 
-    @_reads_weights
+    @reads_weights
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """Attention, or what mixes positions in its place, with all that depends on its input held."""
         read = self.view.blocks[layer].mixer
@@ -258,18 +209,18 @@ class BlockMaps:
             return mixing
         return Chain((*mixing.stages, Diagonal(self.capture.resid_pre(layer).new_full((1, 1, 1), factor))))
 
-    @_reads_weights
+    @reads_weights
     def attention_alone(self, layer: int) -> AffineMap:
         """The same as the model's own module computes it, without what the block multiplies its branches by."""
         return self._divided(layer, self.mixer(layer))
 
-    @_reads_weights
+    @reads_weights
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
         mlp = self.mlp(layer, activation)
         return None if mlp is None else self._divided(layer, mlp)
 
-    @_reads_weights
+    @reads_weights
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """The parts of a mixture of experts likewise."""
         return {name: self._divided(layer, part) for name, part in self.experts(layer, activation).items()}
@@ -281,7 +232,7 @@ class BlockMaps:
             return branch
         return Chain((branch, Diagonal(torch.full((1, 1, 1), 1 / factor, device=self.capture.tokens.device))))
 
-    @_reads_weights
+    @reads_weights
     def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:
         """What one layer's activation is replaced by under a rule; None without an MLP.
 
@@ -304,7 +255,7 @@ class BlockMaps:
             self.cache.ratios[layer] = held
         return held
 
-    @_reads_weights
+    @reads_weights
     def mlp(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """One MLP, or mixture of experts, with its activations and routing frozen, or None without one."""
         weights = self.view.blocks[layer].mlp
@@ -321,7 +272,7 @@ class BlockMaps:
             self.check_gate(layer)
         return mlp_chain(weights, held)
 
-    @_reads_weights
+    @reads_weights
     def check_gate(self, layer: int) -> None:
         """Compare a gate's pre-activations, as its weights give them, with the captured ones; once for each layer.
 
@@ -351,7 +302,7 @@ class BlockMaps:
             )
         self.cache.gates.add(layer)
 
-    @_reads_weights
+    @reads_weights
     def _mlp_input(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """What a block's MLP reads, computed from the block's input, at the positions that the block acts on."""
         layout = self.layouts[layer]
@@ -361,7 +312,7 @@ class BlockMaps:
             x = self.capture.resid_read(layer)
         else:
             before = replace(layout, mlp=Place())
-            x = compose(before, self.mixer(layer), None, norms, self.whitening(layer), self._within(layer))(
+            x = compose(before, self.mixer(layer), None, norms, self.whitening(layer), self.within(layer))(
                 self.capture.resid_pre(layer)
             )
         x = x[:, start:stop]
@@ -369,7 +320,7 @@ class BlockMaps:
             return x
         return norms[layout.mlp.before](x)
 
-    @_reads_weights
+    @reads_weights
     def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """What a mixture of experts is the sum of: the chosen ones together, and what every token goes through.
 
@@ -388,7 +339,7 @@ class BlockMaps:
             self.cache.experts[layer] = experts
         return experts
 
-    @_reads_weights
+    @reads_weights
     def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
         """A part of a mixture of experts with the norms around it, where it has any."""
         weights = self.view.blocks[layer].mlp
@@ -397,7 +348,7 @@ class BlockMaps:
         before, after = weights.around[name]
         return Chain((self.norm(layer, before), part, self.norm(layer, after)))
 
-    @_reads_weights
+    @reads_weights
     def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
         """What a block adds for a separate input of each token at this layer, gate and input held; None without one."""
         weights = self.view.blocks[layer].per_layer
@@ -410,7 +361,7 @@ class BlockMaps:
         rest = None if held.rest is None else held.rest * factor
         return Chain((gate, Diagonal(held.through * factor, rest), Linear(weights.W_out)))
 
-    @_reads_weights
+    @reads_weights
     def routing(self, layer: int) -> Routes:
         """Which experts each token of a layer is sent to, and what each of them counts: `[batch, pos, choice]` each.
 
@@ -436,70 +387,6 @@ class BlockMaps:
         if not isinstance(weights, ExpertsWeights):
             raise UnsupportedModelError(f"blocks.{layer} of this {self.view.description} has no experts.")
         return weights
-
-    @_reads_weights
-    def parts(
-        self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
-    ) -> BlockParts:
-        """What a block is composed of."""
-        norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
-        branch = self.mlp(layer, activation) if mlp else None
-        return BlockParts(self.mixer(layer, heads), branch, norms, self.whitening(layer), self._within(layer))
-
-    @_reads_weights
-    def block_map(
-        self,
-        layer: int,
-        *,
-        activation: str = "ratio",
-        heads: Collection[int] | None = None,
-        mlp: bool = True,
-        layout: Layout | None = None,
-    ) -> AffineMap:
-        """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out.
-
-        An encoder's last block ends with the encoder's norm.
-
-        Raises:
-            InvalidInputError: no such layer.
-        """
-        layer = whole_number("layer", layer, 0, self.capture.n_layers - 1, why="a layer of this model")
-        parts = self.parts(layer, activation, heads, mlp)
-        return self.composed(layer, layout or self.layouts[layer], parts, activation)
-
-    @_reads_weights
-    def composed(self, layer: int, layout: Layout, parts: BlockParts, activation: str = "ratio") -> AffineMap:
-        """A block from its `parts`, put together in one way."""
-        per_layer = self.per_layer(layer, activation)
-        ends = self.ends(layer)
-        if per_layer is not None:
-            ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
-        block = compose(layout, *parts)
-        return Chain((block, *ends)) if ends else block
-
-    def stage(self, layer: int, **options: Any) -> AffineMap:
-        """`block_map`; where a block's weights are offloaded, composed each time it is used, and dropped afterwards."""
-        block = self.view.blocks[layer]
-        if not block.offloaded:
-            return self.block_map(layer, **options)
-
-        @contextmanager
-        def block_map() -> Generator[AffineMap, None, None]:
-            with block.loaded():
-                yield self.block_map(layer, **options)
-
-        return LazyMap(block_map, self.capture.tokens.shape[1], self.row_bytes, block.name)
-
-    def ends(self, layer: int) -> list[AffineMap]:
-        """The maps after a block's sublayers: the block's scalar factor, an encoder's final norm."""
-        ends: list[AffineMap] = []
-        scalar = self.view.blocks[layer].scalar
-        if scalar is not None:
-            ends.append(Diagonal(scalar.to(self.capture.resid_pre(layer)).reshape(1, 1, 1)))
-        norm = self.encoder_norm()
-        if norm is not None and layer + 1 == self.view.encoder_layers:
-            ends.append(Segment(norm, *self.capture.side(layer), self.capture.tokens.shape[1]))
-        return ends
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
         """What lies between the model's output and its unembedding, frozen; None where nothing does.

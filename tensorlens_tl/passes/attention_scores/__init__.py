@@ -1,6 +1,24 @@
 """Attention scores as the weights make them, and patterns that are recomputed from them."""
 
-from tensorlens_tl.passes.attention_scores.reading import ScoreReading, added_positions, score_candidates
+from tensorlens_tl.passes.attention_scores.reading import (
+    HeadProjection,
+    ScoreReading,
+    added_positions,
+    pattern_error,
+    score_candidates,
+    score_projections,
+    score_reading,
+)
 from tensorlens_tl.passes.attention_scores.recompute import PatternReader, refuse_unreadable
 
-__all__ = ["PatternReader", "ScoreReading", "added_positions", "refuse_unreadable", "score_candidates"]
+__all__ = [
+    "HeadProjection",
+    "PatternReader",
+    "ScoreReading",
+    "added_positions",
+    "pattern_error",
+    "refuse_unreadable",
+    "score_candidates",
+    "score_projections",
+    "score_reading",
+]

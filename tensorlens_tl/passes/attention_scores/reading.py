@@ -9,7 +9,7 @@ when the softmax of its scores is the model's own pattern.
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,9 +18,61 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, grouped_products
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
+
+
+@dataclass(frozen=True, eq=False)
+class HeadProjection:
+    """How a layer reads its queries, or its keys.
+
+    Attributes:
+        reads: what comes before: the norm before attention, held, and what a shortformer adds.
+        linear: to all heads side by side.
+        heads: how many there are.
+        norm: the RMSNorm of queries or keys, per head or over all of them; None without.
+    """
+
+    reads: tuple[AffineMap, ...]
+    linear: Linear
+    heads: int
+    norm: NormWeights | None = None
+
+    def raw(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos width"]:
+        """Before their own norm."""
+        return Chain((*self.reads, self.linear))(x)
+
+    @property
+    def groups(self) -> int:
+        """How many groups of channels have a scale of their own under the norm."""
+        width = self.linear.weight.shape[1]
+        gain = None if self.norm is None else self.norm.gain
+        if gain is not None and gain.numel() == width != width // self.heads:
+            return 1
+        return self.heads
+
+    def scale(self, raw: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos group"]:
+        """The norm's scale of every group."""
+        assert self.norm is not None
+        return self.norm.scale_of(raw.unflatten(-1, (self.groups, -1)))[..., 0]
+
+    def gain(self, raw: Float[Tensor, "batch pos width"]) -> Float[Tensor, "width"]:
+        """The norm's gain of every channel; 1 where it has none."""
+        ones = torch.ones_like(raw[0, 0]).unflatten(-1, (self.groups, -1))
+        if self.norm is None or self.norm.gain is None:
+            return ones.flatten()
+        return (ones * self.norm.gain.to(raw)).flatten()
+
+    def held(self, x: Float[Tensor, "batch pos d_model"]) -> Chain:
+        """From the stream to queries or keys, with the scale of their norm held: a diagonal map."""
+        if self.norm is None:
+            return Chain((*self.reads, self.linear))
+        raw = self.raw(x)
+        inverse = (1 / self.scale(raw)).to(raw).repeat_interleave(raw.shape[-1] // self.groups, dim=-1)
+        return Chain((*self.reads, self.linear, Diagonal(self.gain(raw) * inverse)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +82,7 @@ class ScoreReading:
     Attributes:
         query, key: the stream that the block reads (`Capture.resid_read`) -> queries `[.., head d_head]` and keys
             `[.., kv d_head]`, their norms maps.
+        projections: how queries and keys are read.
         heads, kv_heads: how many of each; query head h reads key head ``h // (heads // kv_heads)``.
         scale: the factor of the product, usually 1/√d_head.
         rotation: R for each position, applied from the right, `[pos, d_head, d_head]`; None without rotary positions.
@@ -40,6 +93,7 @@ class ScoreReading:
 
     query: Chain
     key: Chain
+    projections: tuple[HeadProjection, HeadProjection]
     heads: int
     kv_heads: int
     scale: float
@@ -87,31 +141,52 @@ def score_candidates(
     Raises:
         UnsupportedModelError: the layer has no query and key weights that are read.
     """
-    weights = maps.view.blocks[layer].query_key
+    projections = score_projections(maps, layer, before, added)
     block = maps.view.blocks[layer]
     heads = block.attention.heads
     kv_heads = block.attention.kv_heads
     attn = block.module.get_submodule("attn")
     inner: nn.Module = getattr(attn, "original_component", attn)
-    d_head = weights.W_Q.shape[1] // heads
-    reads: list[AffineMap] = []
-    if before is not None:
-        reads.append(maps.norm(layer, before))
     x = maps.capture.resid_read(layer)
-    if added is not None:
-        offset = added.to(x).expand_as(x)
-        reads.append(Diagonal(torch.ones_like(offset), offset))
-    query = Chain((*reads, Linear(weights.W_Q, weights.b_Q)))
-    key = Chain((*reads, Linear(weights.W_K, weights.b_K)))
-    query = _normed(query, x, weights.q_norm, weights.epsilon, heads)
-    key = _normed(key, x, weights.k_norm, weights.epsilon, kv_heads)
+    query, key = (projection.held(x) for projection in projections)
+    d_head = projections[0].linear.weight.shape[1] // heads
     cap = float(getattr(maps.view.cfg, "attn_scores_soft_cap", None) or 0)
     soft_cap = cap if cap > 0 else None
     scales = list(dict.fromkeys([*_stated_scales(attn, inner), d_head**-0.5, 1.0, d_head**-0.5 / (layer + 1)]))
     for rotation in _rotations(maps, attn, inner, x, d_head):
         for alibi in _alibis(maps, attn, heads, x, alibi_positions or x.shape[1]):
             for scale in scales:
-                yield ScoreReading(query, key, heads, kv_heads, scale, rotation, alibi, soft_cap)
+                yield ScoreReading(query, key, projections, heads, kv_heads, scale, rotation, alibi, soft_cap)
+
+
+def score_projections(
+    maps: BlockMaps, layer: int, before: str | None, added: Tensor | None = None
+) -> tuple[HeadProjection, HeadProjection]:
+    """How a layer reads queries and keys; arguments as of `score_candidates`.
+
+    Raises:
+        UnsupportedModelError: the layer has no query and key weights that are read.
+    """
+    block = maps.view.blocks[layer]
+    weights = block.query_key
+    reads: list[AffineMap] = []
+    if before is not None:
+        reads.append(maps.norm(layer, before))
+    if added is not None:
+        x = maps.capture.resid_read(layer)
+        offset = added.to(x).expand_as(x)
+        reads.append(Diagonal(torch.ones_like(offset), offset))
+
+    def norm(weights_of: NormWeights | None) -> NormWeights | None:
+        if weights_of is None or weights_of.centre:
+            return None  # a centred one is not read: the proof then fails
+        return replace(weights_of, epsilon=weights.epsilon)
+
+    attention = block.attention
+    return (
+        HeadProjection(tuple(reads), Linear(weights.W_Q, weights.b_Q), attention.heads, norm(weights.q_norm)),
+        HeadProjection(tuple(reads), Linear(weights.W_K, weights.b_K), attention.kv_heads, norm(weights.k_norm)),
+    )
 
 
 def _stated_scales(attn: nn.Module, inner: nn.Module) -> list[float]:
@@ -124,21 +199,6 @@ def _stated_scales(attn: nn.Module, inner: nn.Module) -> list[float]:
     if isinstance(factor, int | float):
         scales.append(float(factor))
     return scales
-
-
-def _normed(project: Chain, x: Tensor, norm: NormWeights | None, epsilon: float, heads: int) -> Chain:
-    """Queries or keys after their own RMSNorm (per head, or over all heads), its scale frozen: a diagonal map."""
-    if norm is None or norm.centre:
-        return project  # a centred one is not read: the proof then fails
-    raw = project(x)
-    d_head = raw.shape[-1] // heads
-    groups = heads
-    if norm.gain is not None and norm.gain.numel() == raw.shape[-1] != d_head:
-        groups = 1
-    group = rearrange(raw, "b p (h d) -> b p h d", h=groups)
-    scale = (group.square().mean(-1, keepdim=True) + epsilon).sqrt()
-    gain = torch.ones_like(group[0, 0, 0]) if norm.gain is None else norm.gain.to(group)
-    return Chain((*project.stages, Diagonal((gain / scale).expand_as(group).flatten(-2))))
 
 
 def added_positions(maps: BlockMaps) -> Tensor | None:
@@ -235,3 +295,50 @@ def rotation_matrices(
     matrices[:, first, second] = sin
     matrices[:, second, first] = -sin
     return matrices
+
+
+def score_reading(maps: BlockMaps, layer: int) -> ScoreReading:
+    """The reading of one layer's scores that reproduces its pattern.
+
+    Raises:
+        UnsupportedModelError: no known reading does; says how near the best came.
+    """
+    maps.view.refuse_encoder_decoder("attention scores")
+    x = maps.capture.resid_read(layer)
+    before = maps.layouts[layer].attn.before
+    candidates = [
+        replace(candidate, error=pattern_error(candidate, maps, layer))
+        for candidate in score_candidates(maps, layer, before, added_positions(maps))
+    ]
+    best = min(candidates, key=lambda reading: reading.error, default=None)
+    if best is None or not best.error <= maps.tolerance:
+        nearest = min((candidate.error for candidate in candidates), default=float("nan"))
+        raise UnsupportedModelError(
+            f"blocks.{layer} of this {maps.view.description}: its attention scores cannot be read; no known scale "
+            f"and position encoding reproduces its pattern (nearest: off by {nearest:.1e}). "
+            "Relative position biases and centred query norms are not supported."
+        )
+    # what the pattern cannot tell apart (one token; nothing but uniform attention) goes to what the model states
+    near = [reading for reading in candidates if reading.error <= 2 * best.error]
+    scores = best.scores(x)
+    unlike = [reading for reading in near if float((reading.scores(x) - scores).norm()) > 0.1 * float(scores.norm())]
+    if unlike and x.shape[1] > 1:
+        raise UnsupportedModelError(
+            f"blocks.{layer} of this {maps.view.description}: several ways to make its attention scores reproduce "
+            f"its pattern equally well (off by {best.error:.1e} and {unlike[0].error:.1e}); it is too even to tell. "
+            "Freeze a longer prompt, or use a wider dtype."
+        )
+    if unlike:
+        return near[0]
+    return best
+
+
+def pattern_error(reading: ScoreReading, maps: BlockMaps, layer: int) -> float:
+    """The largest error of an attention probability. A row's own sum is kept: attention sinks take their share."""
+    x = maps.capture.resid_read(layer)
+    pattern = maps.capture.pattern(layer).to(x.dtype)
+    allowed = pattern > 0
+    scores = reading.finished(reading.scores(x)).masked_fill(~allowed, -torch.inf)
+    probabilities = torch.softmax(upcast(scores), dim=-1) * pattern.sum(-1, keepdim=True)
+    real = maps.mask[:, None, :, None] & allowed.any(-1, keepdim=True)
+    return float((probabilities - pattern).masked_fill(~real, 0.0).abs().max())

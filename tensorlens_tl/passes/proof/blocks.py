@@ -20,7 +20,8 @@ from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import observe
 from tensorlens_tl.models import BlockView, Layout
-from tensorlens_tl.passes.block_maps import BlockMaps, BlockParts
+from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.blocks import BlockParts
 from tensorlens_tl.passes.proof.layouts import LayoutSearch
 from tensorlens_tl.passes.proof.sampled import attention_at, can_be_sampled
 from tensorlens_tl.passes.proof.writes import SeenWrites, WriteError, tapped, write_errors

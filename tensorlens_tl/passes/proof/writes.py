@@ -19,7 +19,8 @@ from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Diagonal, Tap
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.hooks import ModelPoints, keep_in
 from tensorlens_tl.models import Layout, ModelView, Place
-from tensorlens_tl.passes.block_maps import BlockMaps, BlockParts
+from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.blocks import BlockParts
 from tensorlens_tl.passes.proof.sampled import can_be_sampled
 
 

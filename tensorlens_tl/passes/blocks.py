@@ -1,0 +1,191 @@
+"""Blocks as maps: what any linearisation composes them of, and the one way in which they are composed."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, LazyMap, Segment, Sum
+from tensorlens_tl.models import Layout, ModelView, Within, compose
+from tensorlens_tl.models.names import PER_LAYER_NORM
+from tensorlens_tl.passes.capture import Capture
+
+Options = ParamSpec("Options")
+Result = TypeVar("Result")
+BlocksType = TypeVar("BlocksType", bound="Blocks")
+
+
+def reads_weights(
+    method: Callable[Concatenate[BlocksType, int, Options], Result],
+) -> Callable[Concatenate[BlocksType, int, Options], Result]:
+    """A method that reads one layer's weights: they are brought in for it where they are offloaded."""
+
+    @wraps(method)
+    def reading(self: BlocksType, layer: int, *arguments: Options.args, **options: Options.kwargs) -> Result:
+        blocks = self.view.blocks
+        if not isinstance(layer, int) or not 0 <= layer < len(blocks) or not blocks[layer].offloaded:
+            return method(self, layer, *arguments, **options)
+        with blocks[layer].loaded():
+            result = method(self, layer, *arguments, **options)
+        self.forget(layer)  # what it holds grows with the model, as the weights do
+        return result
+
+    return reading
+
+
+class BlockParts(NamedTuple):
+    """What a block is composed of, in the order of `models.layouts.compose`.
+
+    Attributes:
+        attention: or what mixes positions in its place.
+        mlp: None where the block has none, or where it is left out.
+        norms: by name.
+        whitening: of a whitened model.
+        within: where an encoder–decoder's block acts.
+    """
+
+    attention: AffineMap
+    mlp: AffineMap | None
+    norms: Mapping[str, AffineMap]
+    whitening: Chain | None = None
+    within: Within | None = None
+
+
+class Blocks(ABC):
+    """The parts of every block as maps.
+
+    Attributes:
+        capture: the run that tells positions and sides; of two runs the first.
+        layouts: how each block is put together; empty until that is proved.
+    """
+
+    capture: Capture
+    layouts: tuple[Layout, ...]
+
+    @property
+    @abstractmethod
+    def row_bytes(self) -> int:
+        """What a vector allocates on its way at most."""
+
+    @property
+    def view(self) -> ModelView:
+        """The reading of the model's weights."""
+        return self.capture.view
+
+    @abstractmethod
+    def forget(self, layer: int) -> None:
+        """Drop what was cached of a layer and is as large as its weights."""
+
+    # ------------------------------------------------------------------ parts
+
+    @abstractmethod
+    def norm(self, layer: int, /, name: str) -> AffineMap:
+        """One norm of one block; a map of the positions that the block acts on."""
+
+    @abstractmethod
+    def final_norm(self) -> AffineMap | None:
+        """The norm after the last block, or None."""
+
+    @abstractmethod
+    def encoder_norm(self) -> AffineMap | None:
+        """The norm after an encoder–decoder's last encoder block, or None."""
+
+    @abstractmethod
+    def within(self, layer: int, /) -> Within | None:
+        """Where a block acts; None where there is one stack."""
+
+    @abstractmethod
+    def whitening(self, layer: int, /) -> Chain | None:
+        """The whitening of the stream before a block of a whitened model; None of any other model."""
+
+    @abstractmethod
+    def mixer(self, layer: int, /, heads: Collection[int] | None = None) -> Chain:
+        """Attention, or what mixes positions in its place; `heads` keeps only those."""
+
+    @abstractmethod
+    def mlp(self, layer: int, /, activation: str = "ratio") -> AffineMap | None:
+        """One MLP, or mixture of experts, or None without one."""
+
+    @abstractmethod
+    def per_layer(self, layer: int, /, activation: str = "ratio") -> Chain | None:
+        """What a block adds for a separate input of each token at this layer; None without one."""
+
+    @abstractmethod
+    def prediction_head(self, activation: str = "ratio") -> Chain | None:
+        """What lies between the model's output and its unembedding; None where nothing does."""
+
+    # ------------------------------------------------------------------ composed
+
+    def final_map(self) -> AffineMap | None:
+        """The norm after the last block as a map of all positions: in an encoder–decoder it acts on the decoder's."""
+        norm = self.final_norm()
+        if norm is None or self.capture.sides is None:
+            return norm
+        start, stop = self.capture.side(self.capture.n_layers - 1)
+        return Segment(norm, start, stop, stop)
+
+    @reads_weights
+    def parts(
+        self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
+    ) -> BlockParts:
+        """What a block is composed of."""
+        norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
+        branch = self.mlp(layer, activation) if mlp else None
+        return BlockParts(self.mixer(layer, heads), branch, norms, self.whitening(layer), self.within(layer))
+
+    @reads_weights
+    def block_map(
+        self,
+        layer: int,
+        *,
+        activation: str = "ratio",
+        heads: Collection[int] | None = None,
+        mlp: bool = True,
+        layout: Layout | None = None,
+    ) -> AffineMap:
+        """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out.
+
+        An encoder's last block ends with the encoder's norm.
+
+        Raises:
+            InvalidInputError: no such layer.
+        """
+        layer = whole_number("layer", layer, 0, self.capture.n_layers - 1, why="a layer of this model")
+        parts = self.parts(layer, activation, heads, mlp)
+        return self.composed(layer, layout or self.layouts[layer], parts, activation)
+
+    @reads_weights
+    def composed(self, layer: int, layout: Layout, parts: BlockParts, activation: str = "ratio") -> AffineMap:
+        """A block from its `parts`, put together in one way."""
+        per_layer = self.per_layer(layer, activation)
+        ends = self.ends(layer)
+        if per_layer is not None:
+            ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
+        block = compose(layout, *parts)
+        return Chain((block, *ends)) if ends else block
+
+    def stage(self, layer: int, **options: Any) -> AffineMap:
+        """`block_map`; where a block's weights are offloaded, composed each time it is used, and dropped afterwards."""
+        block = self.view.blocks[layer]
+        if not block.offloaded:
+            return self.block_map(layer, **options)
+
+        @contextmanager
+        def block_map() -> Generator[AffineMap, None, None]:
+            with block.loaded():
+                yield self.block_map(layer, **options)
+
+        return LazyMap(block_map, self.capture.tokens.shape[1], self.row_bytes, block.name)
+
+    def ends(self, layer: int) -> list[AffineMap]:
+        """The maps after a block's sublayers: the block's scalar factor, an encoder's final norm."""
+        ends: list[AffineMap] = []
+        scalar = self.view.blocks[layer].scalar
+        if scalar is not None:
+            ends.append(Diagonal(scalar.to(self.capture.resid_pre(layer)).reshape(1, 1, 1)))
+        norm = self.encoder_norm()
+        if norm is not None and layer + 1 == self.view.encoder_layers:
+            ends.append(Segment(norm, *self.capture.side(layer), self.capture.tokens.shape[1]))
+        return ends
