@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from tensorlens_tl._arguments import whole_number
@@ -64,7 +64,7 @@ class Blocks(ABC):
     capture: Capture
     layouts: tuple[Layout, ...]
 
-    @property
+    @cached_property
     @abstractmethod
     def row_bytes(self) -> int:
         """What a vector allocates on its way at most."""

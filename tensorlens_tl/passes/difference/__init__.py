@@ -1,0 +1,14 @@
+"""Two runs and the exact linear map between their differences, with nothing held.
+
+| module | question |
+| --- | --- |
+| `values` | what did the parts of a block read in one run? |
+| `attention`, `mlps` | which linear map takes a difference of inputs to the difference of outputs? |
+| `maps` | the parts of every block as such secants |
+| `difference` | the two runs, checked, and their map proved block by block |
+"""
+
+from tensorlens_tl.passes.difference.difference import Difference, difference
+from tensorlens_tl.passes.difference.maps import SecantMaps
+
+__all__ = ["Difference", "SecantMaps", "difference"]

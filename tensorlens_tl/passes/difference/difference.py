@@ -1,0 +1,362 @@
+"""The exact difference of two runs: a linear map of what differs between their inputs, with nothing held.
+
+The frozen operator of one run cannot see what acts by changing attention, activation ratios or norm scales. Between
+two runs every part of a transformer has an exact secant (`tensorlens_tl.algebra.secants`), so that the difference of
+any two activations is a linear map of the difference of the streams that enter, plus what else differs: the weights of
+two models. Each of those constants is the bias of its map.
+"""
+
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl.algebra import AffineMap, Chain
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.hooks import ModelPoints
+from tensorlens_tl.models import HeadChoice, LayerRange, Layout, MlpChoice, ModelView
+from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.passes.difference.maps import SecantMaps
+from tensorlens_tl.passes.frozen import FrozenPass, check_pass
+from tensorlens_tl.passes.inputs import Prompt
+from tensorlens_tl.passes.linearisation import Linearisation, SumType
+from tensorlens_tl.passes.operator import FrozenOperator
+
+ROUNDING = 64
+"""Units of the dtype's rounding that a block's own numbers may differ by, in a difference of two of them."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Difference(Linearisation):
+    """Two runs and the exact linear map between their differences; `difference` returns one.
+
+    Every activation of it is the first run's minus the second's.
+
+    Attributes:
+        a, b: the two runs.
+        maps: the parts of every block as secants.
+        errors: how far each block's map is from the difference of its outputs, by ``"blocks.0"`` … and ``"head"``,
+            relative to the difference and to the rounding of what it is the difference of.
+    """
+
+    a: FrozenPass
+    b: FrozenPass
+    maps: SecantMaps
+    errors: dict[str, float] = field(default_factory=dict[str, float])
+
+    def __repr__(self) -> str:
+        batch, pos = self.tokens.shape
+        gap = max(self.errors.values(), default=0.0)
+        return f"Difference({self.view.description}, batch={batch}, pos={pos}, layers={self.n_layers}, gap={gap:.1e})"
+
+    # ------------------------------------------------------------------ the two runs
+
+    @property
+    def view(self) -> ModelView:
+        """The reading of the first model's weights."""
+        return self.a.view
+
+    @property
+    def prompt(self) -> Prompt:
+        """The first run's prompt, whose tokens name positions."""
+        return self.a.prompt
+
+    @property
+    def tokens(self) -> Int[Tensor, "batch pos"]:
+        """The first run's token ids."""
+        return self.a.tokens
+
+    @property
+    def str_tokens(self) -> list[list[str]]:
+        """Readable tokens; where the two prompts differ, ``"first|second"``."""
+        pairs = zip(self.a.str_tokens, self.b.str_tokens, strict=True)
+        return [[_of_both(*tokens) for tokens in zip(*pair, strict=True)] for pair in pairs]
+
+    @property
+    def mask(self) -> Bool[Tensor, "batch pos"]:
+        """True at real tokens, the same in both runs."""
+        return self.a.mask
+
+    @property
+    def n_layers(self) -> int:
+        """The number of blocks."""
+        return self.a.n_layers
+
+    @property
+    def points(self) -> ModelPoints:
+        """The first model's hook points."""
+        return self.a.points
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """How each block is put together."""
+        return self.a.layouts
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error that a proof may show."""
+        return max(self.a.tolerance, self.b.tolerance)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no layer attends forwards, in either run."""
+        return self.a.causal and self.b.causal
+
+    @property
+    def sides(self) -> None:
+        """None: encoder–decoders are refused."""
+        return None
+
+    @property
+    def row_bytes(self) -> int:
+        """What one vector allocates at most on its way through the blocks."""
+        return self.maps.row_bytes
+
+    @property
+    def of_one_model(self) -> bool:
+        """Whether both runs are of one model; else weights differ as well."""
+        return self.a.model is self.b.model
+
+    def activation(self, name: str) -> Tensor:
+        """The difference of the activations at one hook point."""
+        return self.a.activation(name) - self.b.activation(name)
+
+    def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
+        """The difference of the streams that enter a block; ``layer == n_layers``: of the last block's outputs."""
+        return self.a.resid_pre(layer) - self.b.resid_pre(layer)
+
+    @property
+    def output(self) -> Float[Tensor, "batch pos d_model"]:
+        """The difference of the models' outputs."""
+        return self.a.output - self.b.output
+
+    def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
+        """The difference of what is unembedded."""
+        return self.a.unembedded() - self.b.unembedded()
+
+    def check_fresh(self) -> None:
+        """Raise `FrozenModelError` if a model is no longer that of its run."""
+        self.a.check_fresh()
+        self.b.check_fresh()
+
+    def provenance(self) -> dict[str, str]:
+        """What results depend on besides the prompts."""
+        first = self.a.provenance()
+        second = self.b.provenance()
+        differing = {f"second {name}": value for name, value in second.items() if first.get(name) != value}
+        return first | differing
+
+    # ------------------------------------------------------------------ maps
+
+    def operator(
+        self,
+        *,
+        layers: LayerRange = None,
+        heads: HeadChoice = None,
+        mlp: MlpChoice = True,
+        final_norm: bool = True,
+        activation: str = "ratio",
+    ) -> FrozenOperator:
+        """The difference as one linear map, from ``blocks.0`` input to the final norm's output (or the last block's).
+
+        Args:
+            layers, heads, mlp, final_norm: as in `FrozenPass.operator`.
+            activation: of no effect: an activation's secant is its own.
+
+        >>> other = tlens.freeze(model, text.replace("red", "blue"))
+        >>> op = tlens.difference(frozen, other).operator()
+        >>> torch.allclose(op(op.x), frozen.output - other.output, atol=1e-4)
+        True
+        """
+        return FrozenOperator.of(
+            self, layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, activation=activation
+        )
+
+    def stage(
+        self, layer: int, *, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
+    ) -> AffineMap:
+        """One block as a map of the difference; `heads` keeps only those, ``mlp=False`` leaves the MLP's branch out."""
+        return self.maps.stage(layer, activation=activation, heads=heads, mlp=mlp)
+
+    def final_map(self) -> AffineMap | None:
+        """The secant of the final norm, or None."""
+        return self.maps.final_map()
+
+    def prediction_head(self, activation: str = "ratio") -> Chain | None:
+        """The secant of what lies between output and unembedding; None where nothing does."""
+        return self.maps.prediction_head(activation)
+
+    # ------------------------------------------------------------------ logits
+
+    def logit_vectors(
+        self, ids: Int[Tensor, "batch query"], positions: Int[Tensor, "batch query"]
+    ) -> tuple[Float[Tensor, "batch query d_model"], Float[Tensor, "batch query"]]:
+        """The mean directions of some tokens' logits, and what their difference adds: x̄·ΔW_U + Δb_U.
+
+        Raises:
+            UnsupportedModelError: see `FrozenPass.logit_vectors`.
+        """
+        vectors_a, constant_a = self.a.logit_vectors(ids, positions)
+        vectors_b, constant_b = self.b.logit_vectors(ids, positions)
+        states = (self.a.unembedded() + self.b.unembedded()) / 2
+        at = upcast(torch.take_along_dim(states, positions[..., None], dim=1))
+        constant = (at * (vectors_a - vectors_b)).sum(-1) + constant_a - constant_b
+        return (vectors_a + vectors_b) / 2, constant
+
+    # ------------------------------------------------------------------ proof
+
+    @cached_property
+    def allowed_gap(self) -> float:
+        """The largest gap that a sum may show."""
+        return max(self.tolerance, sum(self.errors.values()))
+
+    def checked(self, result: SumType) -> SumType:
+        """A sum computed from this difference, unchanged, after a look at its gap.
+
+        Warns (`GapWarning`) where that is above `allowed_gap`.
+
+        Raises:
+            NumericalError: instead of the warning, if a run was frozen with ``strict=True``.
+        """
+        gap = float(torch.as_tensor(result.gap).max())
+        if gap <= self.allowed_gap:
+            return result
+        message = (
+            f"{type(result).__name__}: its parts miss the difference of the models' own numbers by {gap:.1e} of their "
+            f"size, and the proof allows {self.allowed_gap:.1e}: it is near to what rounding leaves. Load the model in "
+            "a wider dtype."
+        )
+        if self.a.strict or self.b.strict:
+            raise NumericalError(message)
+        warnings.warn(message, GapWarning, stacklevel=3)
+        return result
+
+
+def _of_both(first: str, second: str) -> str:
+    return first if first == second else f"{first}|{second}"
+
+
+def difference(a: FrozenPass, b: FrozenPass) -> Difference:
+    """The exact difference of two runs, proved block by block.
+
+    The runs are of one model, or of two models of one architecture (base and fine-tuned, two checkpoints, with and
+    without an adapter). Position by position they must match: as many prompts, of the same lengths.
+
+    Args:
+        a: the run whose numbers count as they are.
+        b: the run that is subtracted.
+
+    Returns:
+        The difference a − b: a linear map of the difference of the residual streams that enter, whose constants are
+        what else differs. ``tlens.attribute(difference, target)`` has a score for each token.
+
+    Raises:
+        InvalidInputError: no frozen passes; other numbers, lengths or padding of prompts; other architectures or
+            vocabularies.
+        UnsupportedModelError: a part whose response to another input is not read (mixers, experts, attention with a
+            gate, a norm of values or a latent inside, encoder–decoders), or a block that the map does not reproduce.
+        FrozenModelError: a model is no longer that of its run.
+
+    >>> other = tlens.freeze(model, text.replace("red", "blue"))
+    >>> change = tlens.attribute(tlens.difference(frozen, other), " value")
+    >>> torch.allclose(change.scores.sum(-1), change.total, rtol=1e-3)
+    True
+    """
+    for frozen in (a, b):
+        check_pass(frozen)
+    _check_alike(a, b)
+    a.check_fresh()
+    b.check_fresh()
+    result = Difference(a, b, SecantMaps.of(a.maps, b.maps))
+    result.errors.update(_errors(result))
+    return result
+
+
+def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
+    """Refuse two runs that do not match position by position and block by block."""
+    if a.tokens.shape != b.tokens.shape or not torch.equal(a.mask, b.mask):
+        raise InvalidInputError(
+            f"difference: the prompts do not match position by position: {tuple(a.tokens.shape)} and "
+            f"{tuple(b.tokens.shape)} tokens (prompts, positions), or padded otherwise. Replace tokens one for one, or "
+            "freeze prompts of one length."
+        )
+    a.view.refuse_encoder_decoder("difference")
+    if a.model is not b.model:
+        _check_models(a, b)
+    if a.layouts != b.layouts:
+        raise InvalidInputError("difference: the blocks of the two models are put together in different ways.")
+    for block in a.view.blocks:
+        if block.mixer is not None:
+            raise _refusal(a.view, f"{block.name} mixes positions without attention")
+        if isinstance(block.mlp, ExpertsWeights):
+            raise _refusal(a.view, f"{block.name} is a mixture of experts")
+        if block.per_layer is not None:
+            raise _refusal(a.view, f"{block.name} has an input of each token")
+
+
+def _check_models(a: FrozenPass, b: FrozenPass) -> None:
+    views = (a.view, b.view)
+    shapes = [
+        (view.n_layers, view.d_vocab, tuple(frozen.output.shape[2:]))
+        for view, frozen in zip(views, (a, b), strict=True)
+    ]
+    if shapes[0] != shapes[1]:
+        raise InvalidInputError(
+            f"difference: two architectures, {a.view.description} and {b.view.description} (layers, vocabulary and "
+            f"width {shapes[0]} and {shapes[1]}). Both runs must be of one architecture."
+        )
+    tokenizers = [view.tokenizer for view in (a.view, b.view)]
+    if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+        raise InvalidInputError(
+            f"difference: {a.view.description} and {b.view.description} have different vocabularies, so that the same "
+            "token ids are different tokens."
+        )
+
+
+def _refusal(view: ModelView, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"difference of two runs of this {view.description}: {why}, whose response to another input is not read. Ask "
+        "about each run by itself."
+    )
+
+
+def _errors(difference: Difference) -> dict[str, float]:
+    """How far each block's map, and what follows the last, is from the difference of its outputs.
+
+    Raises:
+        UnsupportedModelError: further than the tolerance.
+    """
+    errors: dict[str, float] = {}
+    a, b = difference.a, difference.b
+    for layer in range(difference.n_layers):
+        ours = difference.maps.block_map(layer)(difference.resid_pre(layer))
+        errors[f"blocks.{layer}"] = _error(difference, ours, a.resid_pre(layer + 1), b.resid_pre(layer + 1))
+    after = [part for part in (difference.final_map(), difference.prediction_head()) if part is not None]
+    if after:
+        predicts = a.points.unembed_in is not None
+        states = [frozen.unembedded() if predicts else frozen.output for frozen in (a, b)]
+        ours = Chain(tuple(after))(difference.resid_pre(difference.n_layers))
+        errors["head"] = _error(difference, ours, *states)
+    for name, error in errors.items():
+        if not error <= difference.tolerance:
+            raise _refusal(
+                difference.view,
+                f"the map of {name} does not give the difference of its outputs (relative error {error:.1e}, allowed "
+                f"{difference.tolerance:.0e}); another hook on the model, or a part",
+            )
+    return errors
+
+
+def _error(difference: Difference, ours: Tensor, of_a: Tensor, of_b: Tensor) -> float:
+    """The largest error of a real token, relative to the difference and to the rounding of what it is taken of."""
+    mask = difference.mask
+    expected = upcast(of_a) - upcast(of_b)
+    rounding = ROUNDING * torch.finfo(of_a.dtype).eps / difference.tolerance
+    sizes = expected.norm(dim=-1) + rounding * (upcast(of_a).norm(dim=-1) + upcast(of_b).norm(dim=-1))
+    misses = (upcast(ours) - expected).norm(dim=-1) / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
+    return float(misses[mask].max()) if bool(mask.any()) else 0.0
