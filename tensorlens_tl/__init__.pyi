@@ -57,10 +57,12 @@ from tensorlens_tl.models import (
 )
 from tensorlens_tl.passes import (
     Collapse as Collapse,
+    Difference as Difference,
     FrozenOperator as FrozenOperator,
     FrozenPass as FrozenPass,
     PatchEmbedding as PatchEmbedding,
     PixelScores as PixelScores,
+    difference as difference,
     freeze as freeze,
     patch_embedding as patch_embedding,
     pixel_scores as pixel_scores,

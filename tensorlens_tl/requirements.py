@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from tensorlens_tl.errors import RegistryError, UnsupportedModelError
 from tensorlens_tl.layerwise import refuse_whitened
-from tensorlens_tl.passes import FrozenPass, product_points
+from tensorlens_tl.passes import FrozenPass, product_points, refuse_without_secant
 
 __all__ = ["REQUIREMENTS", "Requirement"]
 
@@ -140,6 +140,12 @@ def full_rows(frozen: FrozenPass, method: str) -> None:
             )
 
 
+@Requirement
+def secants(frozen: FrozenPass, method: str) -> None:
+    """Every part's response to another input is read: softmax attention with readable scores, dense MLPs."""
+    refuse_without_secant(frozen.view)
+
+
 REQUIREMENTS = {
     requirement.name: requirement
     for requirement in (
@@ -152,6 +158,7 @@ REQUIREMENTS = {
         unwhitened,
         hooked_products,
         full_rows,
+        secants,
     )
 }
 """Those that have names, in the order in which they are checked."""

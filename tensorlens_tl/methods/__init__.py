@@ -14,6 +14,7 @@ from tensorlens_tl.methods.attnlrp import attnlrp
 from tensorlens_tl.methods.chefer import chefer
 from tensorlens_tl.methods.cp_lrp import cp_lrp
 from tensorlens_tl.methods.decompx import decompx
+from tensorlens_tl.methods.difference import difference
 from tensorlens_tl.methods.ff_ig import ff_ig
 from tensorlens_tl.methods.gim import gim
 from tensorlens_tl.methods.globenc import globenc
@@ -36,6 +37,7 @@ __all__ = [
     "contextualisation",
     "cp_lrp",
     "decompx",
+    "difference",
     "ff_ig",
     "flow_edges",
     "gim",

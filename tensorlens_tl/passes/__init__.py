@@ -12,13 +12,15 @@
 | `live` | how is the live model held fixed, or run again with something changed? |
 | `frozen` | the pass that users hold, composed of capture, maps and proof |
 | `freezing` | how does one run of the model become a pass? |
+| `difference` | which exact linear map takes the difference of two runs' inputs to that of their outputs? |
 | `backward`, `replacement` | what gives the live model under other backward rules, or with a token replaced? |
 """
 
 from tensorlens_tl.passes.backward import product_points as product_points, rule_scores as rule_scores
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture
-from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze
+from tensorlens_tl.passes.difference import Difference, SecantMaps, difference, refuse_without_secant
+from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze, freeze_changed
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike, check_pass as check_pass
 from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.mlps import Routes, mlp_chain as mlp_chain
@@ -36,6 +38,7 @@ __all__ = [
     "BlockMaps",
     "Capture",
     "Collapse",
+    "Difference",
     "FrozenOperator",
     "FrozenPass",
     "Linearisation",
@@ -43,7 +46,11 @@ __all__ = [
     "PixelScores",
     "Proof",
     "Routes",
+    "SecantMaps",
+    "difference",
     "freeze",
+    "freeze_changed",
     "patch_embedding",
     "pixel_scores",
+    "refuse_without_secant",
 ]

@@ -4,7 +4,7 @@ Arguments are checked first, then the model's structure, then the pass is run (o
 numbers; at the end come the proofs (`tensorlens_tl.passes.proof.blocks`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,11 +17,13 @@ from tensorlens_tl.algebra import HeldScores
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import (
+    FwdHook,
     ModelPoints,
     check_finite,
     from_cache,
     hook_numbers,
     keep_in,
+    lock_of,
     logit_hooks,
     logits_at,
     model_points,
@@ -49,6 +51,7 @@ from tensorlens_tl.passes.inputs import (
     Verify,
     prepare,
     query_positions,
+    readable_tokens,
 )
 from tensorlens_tl.passes.preflight import (
     check_dtype,
@@ -194,6 +197,31 @@ class FreezeOptions:
         if self.tolerance is not None:
             return self.tolerance
         return TOLERANCE.get(torch.float32 if view.norms_in_float32 else dtype, 1e-4)
+
+
+def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequence[FwdHook] = ()) -> FrozenPass:
+    """A pass of the same model and positions with other inputs, or with hooks that change them.
+
+    Args:
+        frozen: the pass whose prompts, padding and tolerance it takes.
+        inputs: the model's keyword arguments.
+        hooks: stand on the model while it runs, and are no part of it afterwards.
+
+    Raises:
+        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached.
+    """
+    frozen.check_fresh()
+    refuse_attached(frozen.model)
+    tokens = frozen.tokens
+    texts = frozen.str_tokens
+    given = inputs.get("input")
+    if frozen.view.reads == "tokens" and isinstance(given, Tensor) and given.shape == tokens.shape:
+        tokens = given
+        texts, _ = readable_tokens(frozen.view, given)
+    prompt = replace(frozen.prompt, tokens=tokens, kwargs=dict(inputs), str_tokens=texts)
+    options = FreezeOptions(tolerance=frozen.tolerance, strict=frozen.strict)
+    with lock_of(frozen.model), frozen.model.hooks(fwd_hooks=list(hooks)):
+        return _freeze(frozen.view, prompt, options, None)
 
 
 def _freeze(view: ModelView, prompt: Prompt, options: FreezeOptions, cache: CacheLike) -> FrozenPass:

@@ -7,7 +7,7 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, RegistryError
 from tensorlens_tl.hooks import lock_of
 from tensorlens_tl.models import ModelLike, ModelView, TokenLike
-from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.passes import Difference, FrozenPass, freeze
 from tensorlens_tl.passes.inputs import (
     check_slice,
     memory_batches,
@@ -23,7 +23,7 @@ from tensorlens_tl.results import Attribution, joined
 
 
 def attribute(
-    model: ModelLike | FrozenPass,
+    model: ModelLike | FrozenPass | Difference,
     input: Any = None,
     target: TokenLike = None,
     *,
@@ -37,7 +37,8 @@ def attribute(
     result in their own order.
 
     Args:
-        model: a TransformerLens model, or a `FrozenPass`, which has its input already: the target may come next.
+        model: a TransformerLens model; or a `FrozenPass`, which has its input already: the target may come next; or the
+            `Difference` of two, likewise, which the method ``"difference"`` answers.
         input: a string, a list of strings, or token ids; images or sound where the model reads those (see `freeze`).
         target: of the methods that take one: a token, one for each prompt, or `NEXT`; see `FrozenOperator.target`.
         method: one of `list_methods()`.
@@ -64,11 +65,18 @@ def attribute(
     >>> torch.equal(attribution.scores, tlens.methods.alti(frozen, distance="l2").scores)
     True
     """
+    if isinstance(model, Difference) and method == "tensorlens":
+        method = "difference"
     chosen = get_method(method)
+    if isinstance(model, Difference) and not chosen.explains_differences:
+        raise InvalidInputError(
+            f"method={method!r} explains one run, and this is the difference of two. Pass one of its passes, or leave "
+            "`method` out."
+        )
     in_bytes(memory)
     if memory is not None and "memory" in chosen.options:
         options = {**options, "memory": memory}
-    if isinstance(model, FrozenPass) and input is not None:
+    if isinstance(model, FrozenPass | Difference) and input is not None:
         if target is not None:
             raise InvalidInputError(
                 "attribute: a frozen pass has its input already, so what follows it is the target: "
@@ -78,7 +86,7 @@ def attribute(
     if target is not None:
         options = {**options, "target": target}
     for_freeze, for_method = split_options(chosen, options)
-    if isinstance(model, FrozenPass):
+    if isinstance(model, FrozenPass | Difference):
         if for_freeze:
             raise InvalidInputError(
                 f"attribute: a frozen pass has its input already; leave {', '.join(for_freeze)} out, or pass it to "
@@ -105,9 +113,9 @@ def attribute(
     return joined(parts, batches, explained)
 
 
-def _answered(method: Method, frozen: FrozenPass, options: Mapping[str, Any]) -> Attribution:
+def _answered(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
     """A method's answer; no other thread gives the model other weights before it is there."""
-    with lock_of(frozen.model):
+    with lock_of(frozen.view.model):
         frozen.check_fresh()
         return _checked(method.name, method.function(frozen, **options))
 

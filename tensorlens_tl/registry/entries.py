@@ -34,6 +34,7 @@ class Method:
         about_prediction: see `register_method`.
         needs: see `register_method`.
         alias_of: the method that it stands for, and the options that are fixed, where it is an alias.
+        explains_differences: whether it takes the difference of two passes as well.
 
     >>> tlens.get_method("alti")
     Method('alti', options: distance, query; needs: one_stack, head_vectors, unwhitened)
@@ -46,6 +47,7 @@ class Method:
     about_prediction: ExplainsPrediction = None
     needs: Needs | Callable[[Mapping[str, Any]], Needs] = ()
     alias_of: tuple[str, Mapping[str, Any]] | None = None
+    explains_differences: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", inspect.getdoc(self.function))  # help() of a method is its own

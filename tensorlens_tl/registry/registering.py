@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.errors import InvalidInputError, RegistryError
-from tensorlens_tl.passes import FrozenPass, check_pass
+from tensorlens_tl.passes import Difference, FrozenPass, check_pass
 from tensorlens_tl.registry.entries import ExplainsPrediction, LayerMap, MapFunction, Method, MethodFunction, Needs
 from tensorlens_tl.registry.options import unknown_method
 from tensorlens_tl.requirements import resolved
@@ -30,6 +30,7 @@ def register_method(
     *,
     needs: Needs | Callable[[Mapping[str, Any]], Needs] | None = None,
     explains_prediction: ExplainsPrediction = None,
+    explains_differences: bool = False,
 ) -> Callable[[MethodFunction], MethodFunction]:
     """Register a function under a name, as a decorator.
 
@@ -44,6 +45,7 @@ def register_method(
             a method the model's own prediction as `target`, unless one is given. None goes by the signature: a method
             with an option `target`, or with ``**options``, explains it. A function of the options says it of a method
             that explains a prediction with some of them only.
+        explains_differences: whether it takes a `Difference` of two passes in place of a pass.
 
     Returns:
         A decorator. It returns the function itself, or where `needs` are given one that checks them first.
@@ -66,7 +68,7 @@ def register_method(
     def decorate(function: MethodFunction) -> MethodFunction:
         _load_built_in(function)
         _check_free(_METHODS.get(name), function, f"register_method: {name!r}", name)
-        method = Method(name, function, explains_prediction, needs or ())
+        method = Method(name, function, explains_prediction, needs or (), explains_differences=explains_differences)
         if needs is not None:
             method = replace(method, function=_checking(method))
         _METHODS[name] = method
@@ -80,8 +82,9 @@ def _checking(method: Method) -> Callable[..., Attribution]:
 
     @wraps(method.function)
     def checked(frozen: Any, **options: Any) -> Attribution:
-        check_pass(frozen)
-        method.check(frozen, options)
+        if not (method.explains_differences and isinstance(frozen, Difference)):
+            check_pass(frozen)
+        method.check(cast(FrozenPass, frozen), options)  # requirements ask for no more than both have
         return method.function(frozen, **options)
 
     return checked

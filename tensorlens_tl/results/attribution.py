@@ -11,7 +11,7 @@ from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query
-from tensorlens_tl.passes import FrozenPass
+from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark, word_ids, word_starts
 from tensorlens_tl.results.entry import Entry, largest, query_row
 from tensorlens_tl.results.storage import Stored
@@ -72,14 +72,14 @@ class Attribution(Shown, Stored):
 
     @classmethod
     def of(
-        cls, frozen: FrozenPass, scores: Tensor, *, method: str, query: Query = "all", **fields: Any
+        cls, frozen: FrozenPass | Difference, scores: Tensor, *, method: str, query: Query = "all", **fields: Any
     ) -> "Attribution":
         """An Attribution of a frozen pass: tokens, mask, query positions and provenance are filled in.
 
         Where a bias and a total are given, the gap is measured.
 
         Args:
-            frozen: the pass the scores were made from.
+            frozen: the pass, or the difference of two, that the scores were made from.
             scores: `[batch, query, key]`.
             method: the method's name.
             query: the queries that the second axis holds, as the method was asked for them.

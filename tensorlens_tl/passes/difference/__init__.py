@@ -8,7 +8,7 @@
 | `difference` | the two runs, checked, and their map proved block by block |
 """
 
-from tensorlens_tl.passes.difference.difference import Difference, difference
+from tensorlens_tl.passes.difference.difference import Difference, difference, refuse_without_secant
 from tensorlens_tl.passes.difference.maps import SecantMaps
 
-__all__ = ["Difference", "SecantMaps", "difference"]
+__all__ = ["Difference", "SecantMaps", "difference", "refuse_without_secant"]

@@ -65,16 +65,10 @@ def attention_secant(
         heads: keep only these.
 
     Raises:
-        UnsupportedModelError: attention with a gate, a norm of values or a latent inside, or scores that are not read.
+        UnsupportedModelError: attention scores that are not read.
     """
     weights_a, weights_b = (maps.view.blocks[layer].attention for maps in (a, b))
     name = partial("L{}.{}".format, layer)
-    for maps, weights in ((a, weights_a), (b, weights_b)):
-        if not weights.hooked:
-            raise UnsupportedModelError(
-                f"difference: blocks.{layer} of this {maps.view.description} has a gate, a norm or a latent inside its "
-                "attention, whose response to another input is not read."
-            )
     reading = score_reading(a, layer)
     runs = (_Run(a, of_a, reading), _Run(b, of_b, _same_reading(reading, b, layer)))
     values_a = Linear(weights_a.W_V, weights_a.b_V)
@@ -206,7 +200,7 @@ def _log_pattern(
 
 def _kept(mixing: Attention, secant: ScoreSecant, heads: Collection[int]) -> tuple[Attention, ScoreSecant]:
     """Other heads give nothing."""
-    keep: Bool[Tensor, head] = torch.zeros(mixing.n_heads, dtype=torch.bool, device=mixing.pattern.device)
+    keep = torch.zeros(mixing.n_heads, dtype=torch.bool, device=mixing.pattern.device)
     keep[list(heads)] = True
     kept = replace(mixing, pattern=mixing.pattern * keep[:, None, None])
     return kept, replace(secant, weights=secant.weights * keep[:, None])

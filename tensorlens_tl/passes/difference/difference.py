@@ -202,6 +202,8 @@ class Difference(Linearisation):
             UnsupportedModelError: see `FrozenPass.logit_vectors`.
         """
         vectors_a, constant_a = self.a.logit_vectors(ids, positions)
+        if self.of_one_model:
+            return vectors_a, torch.zeros_like(constant_a)
         vectors_b, constant_b = self.b.logit_vectors(ids, positions)
         states = (self.a.unembedded() + self.b.unembedded()) / 2
         at = upcast(torch.take_along_dim(states, positions[..., None], dim=1))
@@ -285,18 +287,31 @@ def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
             f"{tuple(b.tokens.shape)} tokens (prompts, positions), or padded otherwise. Replace tokens one for one, or "
             "freeze prompts of one length."
         )
-    a.view.refuse_encoder_decoder("difference")
+    refuse_without_secant(a.view)
     if a.model is not b.model:
         _check_models(a, b)
+        refuse_without_secant(b.view)
     if a.layouts != b.layouts:
         raise InvalidInputError("difference: the blocks of the two models are put together in different ways.")
-    for block in a.view.blocks:
+
+
+def refuse_without_secant(view: ModelView) -> None:
+    """Refuse, before any work, a model with a part whose response to another input is not read.
+
+    Raises:
+        UnsupportedModelError: names the part.
+    """
+    view.refuse_encoder_decoder("difference")
+    for block in view.blocks:
         if block.mixer is not None:
-            raise _refusal(a.view, f"{block.name} mixes positions without attention")
+            raise _refusal(view, f"{block.name} mixes positions without attention")
+        if not block.attention.hooked:
+            raise _refusal(view, f"{block.name} has a gate, a norm or a latent inside its attention")
         if isinstance(block.mlp, ExpertsWeights):
-            raise _refusal(a.view, f"{block.name} is a mixture of experts")
+            raise _refusal(view, f"{block.name} is a mixture of experts")
         if block.per_layer is not None:
-            raise _refusal(a.view, f"{block.name} has an input of each token")
+            raise _refusal(view, f"{block.name} has an input of each token")
+        block.require_query_key()
 
 
 def _check_models(a: FrozenPass, b: FrozenPass) -> None:

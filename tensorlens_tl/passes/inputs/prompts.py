@@ -155,7 +155,7 @@ def prepare(
         kwargs["token_type_ids"] = _segments(view, token_type_ids, tokens)
     kwargs |= extra
     if decoder_input_ids is None:
-        texts, starts = _readable(view, tokens)
+        texts, starts = readable_tokens(view, tokens)
         return Prompt(tokens, mask, kwargs, named_images(view, tokens, texts), starts, extra=tuple(extra))
     try:
         decoder, real = read(decoder_input_ids, decoder_attention_mask, "decoder_attention_mask", view.decoder_vocab)
@@ -171,7 +171,7 @@ def prepare(
         kwargs["decoder_attention_mask"] = real.long()
     both = torch.cat([tokens, decoder], dim=1)
     length = tokens.shape[1]
-    texts, starts = _readable(view, both)
+    texts, starts = readable_tokens(view, both)
     for row, first in zip(starts or (), real.long().argmax(1).tolist(), strict=starts is not None):
         row[length + first] = True  # no word continues from the encoder to the decoder
     return Prompt(both, torch.cat([mask, real], dim=1), kwargs, texts, starts, length, extra=tuple(extra))
@@ -409,7 +409,7 @@ def _check(view: ModelView, tokens: Tensor, mask: Tensor, name: str, vocabulary:
         raise InvalidInputError(f"{name}: ", PromptNumber(int(empty.nonzero()[0]), "row"), " has no real token.")
 
 
-def _readable(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[list[bool]] | None]:
+def readable_tokens(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[list[bool]] | None]:
     """Tokens as text, and which begin a word, as the tokenizer itself marks it (Ġ, ▁, or ## for what continues)."""
     tokenizer = view.tokenizer
     if tokenizer is None:
