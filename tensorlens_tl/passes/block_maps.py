@@ -24,13 +24,12 @@ from tensorlens_tl.algebra import (
     Linear,
     Norm,
     Recursion,
-    Sum,
 )
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models import Coefficients, Layout, Place, Within, coefficients, compose
-from tensorlens_tl.models.parameters import NormWeights
+from tensorlens_tl.models.parameters import InverseScale, NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
@@ -174,8 +173,10 @@ class BlockMaps(Blocks):
             values = weights.inner_values(x)
         if weights.output_factor is None:
             return Chain((values, mixing, out))
-        whole = self._mixing(layer)
-        factor = weights.output_factor(x, whole(values(x)))
+        reads = x
+        if isinstance(weights.output_factor, InverseScale):
+            reads = self._mixing(layer)(values(x))
+        factor = weights.output_factor(reads)
         return Chain((values, mixing, Chain((Diagonal(factor), out))))
 
     def _mixing(self, layer: int, heads: Collection[int] | None = None) -> AnyAttention:
@@ -260,8 +261,7 @@ class BlockMaps(Blocks):
         """One MLP, or mixture of experts, with its activations and routing frozen, or None without one."""
         weights = self.view.blocks[layer].mlp
         if isinstance(weights, ExpertsWeights):
-            branches = [self.with_norms(layer, name, part) for name, part in self.experts(layer, activation).items()]
-            return branches[0] if len(branches) == 1 else Sum(tuple(branches))
+            return self.mixture(layer, self.experts(layer, activation))
         held = self.mlp_coefficients(layer, activation)
         ends = self.points.blocks[layer].mlp
         if weights is None or held is None:
@@ -330,7 +330,7 @@ class BlockMaps(Blocks):
         if activation == "ratio" and layer in self.cache.experts:
             return self.cache.experts[layer]
         points = self.points.blocks[layer]
-        weights = self._expert_weights(layer)
+        weights = self.expert_weights(layer)
         assert points.mlp is not None  # experts are held as a whole
         x = self.capture.activation(points.mlp.into)
         beside = self.capture.activation((points.shared or points.mlp).into)
@@ -338,15 +338,6 @@ class BlockMaps(Blocks):
         if activation == "ratio":
             self.cache.experts[layer] = experts
         return experts
-
-    @reads_weights
-    def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
-        """A part of a mixture of experts with the norms around it, where it has any."""
-        weights = self.view.blocks[layer].mlp
-        if not isinstance(weights, ExpertsWeights) or name not in weights.around:
-            return part
-        before, after = weights.around[name]
-        return Chain((self.norm(layer, before), part, self.norm(layer, after)))
 
     @reads_weights
     def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
@@ -373,7 +364,7 @@ class BlockMaps(Blocks):
         """
         layer = whole_number("layer", layer, 0, self.capture.n_layers - 1, why="a layer of this model")
         points = self.points.blocks[layer]
-        weights = self._expert_weights(layer)
+        weights = self.expert_weights(layer)
         assert points.weight is not None
         weight = self.capture.activation(points.weight)
         if points.index is None:  # the weights of all experts, zero for those that are not chosen
@@ -382,7 +373,12 @@ class BlockMaps(Blocks):
             index = self.capture.activation(points.index)
         return Routes(index, weight * weights.routing.factor)
 
-    def _expert_weights(self, layer: int) -> ExpertsWeights:
+    def expert_weights(self, layer: int) -> ExpertsWeights:
+        """The weights of a layer's experts.
+
+        Raises:
+            UnsupportedModelError: it has none.
+        """
         weights = self.view.blocks[layer].mlp
         if not isinstance(weights, ExpertsWeights):
             raise UnsupportedModelError(f"blocks.{layer} of this {self.view.description} has no experts.")

@@ -10,6 +10,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, LazyMap, Segment, Sum
 from tensorlens_tl.models import Layout, ModelView, Within, compose
 from tensorlens_tl.models.names import PER_LAYER_NORM
+from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.capture import Capture
 
 Options = ParamSpec("Options")
@@ -165,6 +166,21 @@ class Blocks(ABC):
             ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
         block = compose(layout, *parts)
         return Chain((block, *ends)) if ends else block
+
+    @reads_weights
+    def mixture(self, layer: int, parts: Mapping[str, AffineMap]) -> AffineMap:
+        """A mixture of experts from its parts."""
+        branches = [self.with_norms(layer, name, part) for name, part in parts.items()]
+        return branches[0] if len(branches) == 1 else Sum(tuple(branches))
+
+    @reads_weights
+    def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
+        """A part of a mixture of experts with the norms around it, where it has any."""
+        weights = self.view.blocks[layer].mlp
+        if not isinstance(weights, ExpertsWeights) or name not in weights.around:
+            return part
+        before, after = weights.around[name]
+        return Chain((self.norm(layer, before), part, self.norm(layer, after)))
 
     def stage(self, layer: int, **options: Any) -> AffineMap:
         """`block_map`; where a block's weights are offloaded, composed each time it is used, and dropped afterwards."""

@@ -17,11 +17,13 @@ of a row in either run, as the softmax is.
 """
 
 from tensorlens_tl.algebra.secants.attention import KeyResponse, QueryResponse, ScoreSecant
+from tensorlens_tl.algebra.secants.change import Change
 from tensorlens_tl.algebra.secants.maps import Offset, RankOne, Rotation
 from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, slope
 from tensorlens_tl.algebra.secants.parts import bias_name, linear_secant, norm_secant, offsets_met, scale_response
 
 __all__ = [
+    "Change",
     "KeyResponse",
     "Offset",
     "QueryResponse",

@@ -28,6 +28,9 @@ from tensorlens_tl.models.parameters.offload import (
 )
 from tensorlens_tl.models.parameters.weights import (
     AttentionWeights,
+    Gate,
+    InnerValues,
+    InverseScale,
     MLMHead,
     MLPWeights,
     NormWeights,
@@ -47,6 +50,9 @@ from tensorlens_tl.models.parameters.weights import (
 
 __all__ = [
     "AttentionWeights",
+    "Gate",
+    "InnerValues",
+    "InverseScale",
     "MLMHead",
     "MLPWeights",
     "NormWeights",

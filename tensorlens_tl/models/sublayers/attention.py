@@ -1,7 +1,6 @@
 """How is a block's attention read: values, output, and what stands between them and the pattern?"""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,11 +8,14 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from tensorlens_tl.algebra import Chain, Diagonal, Linear, Norm
+from tensorlens_tl.algebra import Linear
 from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
+    Gate,
+    InnerValues,
+    InverseScale,
     Refuse,
     detached,
     flattened,
@@ -115,38 +117,31 @@ def _with_inner_norms(read: AttentionWeights, inner: Any, cfg: Any, refuse: Refu
     value_norm, sub_norm = (innermost(getattr(inner, name, None)) for name in ("v_norm", "attn_sub_norm"))
     if isinstance(value_norm, nn.Module):
         assert read.value_matrix is not None
-        plain = Linear(read.value_matrix, read.b_V)
         norm = tried_norm(value_norm, cfg, width=read.value_matrix.shape[1] // read.kv_heads)
-
-        def values(x: Tensor) -> Chain:
-            v = plain(x).unflatten(-1, (read.kv_heads, -1))
-            factor = times((1 / norm.scale_of(v)).to(v).expand_as(v), norm.gain)
-            return Chain((plain, Diagonal(factor.flatten(-2))))
-
         if not norm.only_scales:
             raise UnsupportedModelError(f"{type(value_norm).__name__} of values is centred or shifted; not read.")
-        read = replace(read, inner_values=values)
+        read = replace(read, inner_values=InnerValues(Linear(read.value_matrix, read.b_V), norm, read.kv_heads))
     if isinstance(sub_norm, nn.Module):
         outer = tried_norm(sub_norm, cfg, width=read.W_O.shape[0])
         if not outer.only_scales:
             raise UnsupportedModelError(f"{type(sub_norm).__name__} before W_O is centred or shifted; not read.")
         W_O = times(read.W_O.mT, outer.gain).mT
-        read = replace(read, W_O=W_O, output_factor=lambda x, z: (1 / outer.scale_of(z)).to(z))
+        read = replace(read, W_O=W_O, output_factor=InverseScale(outer))
     return replace(read, output_factor=_gate(inner, read, refuse) or read.output_factor)
 
 
-def _gate(inner: Any, read: AttentionWeights, refuse: Refuse) -> Callable[[Tensor, Tensor], Tensor] | None:
+def _gate(inner: Any, read: AttentionWeights, refuse: Refuse) -> Gate | None:
     """A gate of what the heads give, from what attention reads: per head or per channel."""
     width = read.W_O.shape[0]
     for name, squash in (("gate_proj", torch.sigmoid), ("g_proj", torch.nn.functional.softplus)):
         linear = innermost(getattr(inner, name, None))
         if isinstance(linear, nn.Module) and isinstance(getattr(linear, "weight", None), Tensor):
             weight, bias = read_linear(linear, f"attn.{name}", refuse)
-            return _Gate(Linear(weight, bias), squash, width // weight.shape[1])
+            return Gate(Linear(weight, bias), squash, width // weight.shape[1])
     return _gate_beside_queries(inner, width, refuse)
 
 
-def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Callable[[Tensor, Tensor], Tensor] | None:
+def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Gate | None:
     """A gate that the query projection gives as well, head by head after its query (Qwen3-Next, Qwen3.5)."""
     linear = innermost(getattr(inner, "q_proj", None))
     d_head = getattr(inner, "head_dim", None)
@@ -158,19 +153,7 @@ def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Callable[[Te
     def second_half(both: Tensor) -> Tensor:
         return both.unflatten(-1, (-1, 2, d_head))[..., 1, :].flatten(-2)
 
-    return _Gate(Linear(second_half(weight), maybe(second_half, bias)), torch.sigmoid, 1)
-
-
-@dataclass(frozen=True)
-class _Gate:
-    """``squash(x·W + b)``, each channel for so many channels of what the heads give."""
-
-    linear: Linear
-    squash: Callable[[Tensor], Tensor]
-    each: int
-
-    def __call__(self, x: Tensor, z: Tensor) -> Tensor:
-        return self.squash(self.linear(x)).repeat_interleave(self.each, dim=-1)
+    return Gate(Linear(second_half(weight), maybe(second_half, bias)), torch.sigmoid, 1)
 
 
 def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
@@ -196,8 +179,5 @@ def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
     b_up = maybe(values_of, b_up)
     up_to_values = Linear(values_of(W_up), b_up)
 
-    def values(x: Tensor) -> Chain:
-        scale = read.scale_of(latent(x))
-        return Chain((latent, Norm(scale, read.gain, read.shift, read.centre), up_to_values))
-
+    values = InnerValues(latent, read, 1, up_to_values)
     return AttentionWeights(None, b_up, W_O, b_O, heads, heads, inner_values=values)

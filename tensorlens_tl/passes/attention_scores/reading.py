@@ -57,7 +57,7 @@ class HeadProjection:
     def scale(self, raw: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos group"]:
         """The norm's scale of every group."""
         assert self.norm is not None
-        return self.norm.scale_of(raw.unflatten(-1, (self.groups, -1)))[..., 0]
+        return self.norm.scales(raw, self.groups)
 
     def gain(self, raw: Float[Tensor, "batch pos width"]) -> Float[Tensor, "width"]:
         """The norm's gain of every channel; 1 where it has none."""

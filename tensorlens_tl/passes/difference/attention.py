@@ -2,10 +2,11 @@
 
     Δz_i = Σ_k P̄_ik·Δv_k + Σ_k ΔP_ik·v̄_k,    ΔP by the softmax's secant from Δs_ik = scale·(Δq_i·k̄_k + q̄_i·Δk_k)
 
-so that attention is the sum of three linear maps of what it reads: one by values, one by queries, one by keys.
+so that attention is the sum of three linear maps of what it reads: one by values, one by queries, one by keys. A gate
+of what heads give is a fourth, Δ(g·z) = ḡ·Δz + z̄·Δg; the scale of a norm before W_O responds as any norm's does.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,22 +15,21 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Linear, Sum, grouped_products
+from tensorlens_tl.algebra import Attention, Chain, Identity, Linear, Sum, grouped_products
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import (
+    Change,
     KeyResponse,
     QueryResponse,
     Rotation,
     ScoreSecant,
-    linear_secant,
     logarithmic_mean,
-    scale_response,
     slope,
 )
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.activations import derivative
+from tensorlens_tl.models.parameters import AttentionWeights, Gate, InverseScale
 from tensorlens_tl.passes.attention_scores import (
-    HeadProjection,
     ScoreReading,
     added_positions,
     pattern_error,
@@ -37,6 +37,7 @@ from tensorlens_tl.passes.attention_scores import (
     score_reading,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.difference.mlps import gate_secant
 from tensorlens_tl.passes.difference.values import BlockValues
 
 
@@ -47,10 +48,6 @@ class _Run:
     maps: BlockMaps
     values: BlockValues
     reading: ScoreReading
-
-    def raw(self, side: int, layer: int) -> Float[Tensor, "batch pos width"]:
-        """Queries (0) or keys (1) before their own norm."""
-        return self.reading.projections[side].raw(self.maps.capture.resid_read(layer))
 
 
 def attention_secant(
@@ -67,29 +64,88 @@ def attention_secant(
     Raises:
         UnsupportedModelError: attention scores that are not read.
     """
-    weights_a, weights_b = (maps.view.blocks[layer].attention for maps in (a, b))
+    weights = [maps.view.blocks[layer].attention for maps in (a, b)]
     name = partial("L{}.{}".format, layer)
     reading = score_reading(a, layer)
     runs = (_Run(a, of_a, reading), _Run(b, of_b, _same_reading(reading, b, layer)))
-    values_a = Linear(weights_a.W_V, weights_a.b_V)
-    values_b = Linear(weights_b.W_V, weights_b.b_V)
-    by_value = linear_secant(values_a, values_b, of_a.attention, of_b.attention, name("W_V"))
+    read = Change(of_a.attention, of_b.attention)
+    values = _value_secant(weights, read, name)
     patterns = [upcast(maps.capture.pattern(layer)) for maps in (a, b)]
-    mean = (values_a(upcast(of_a.attention)) + values_b(upcast(of_b.attention))) / 2
-    mean_values = rearrange(mean, "b p (h d) -> b h p d", h=weights_a.kv_heads)
+    mean_values = rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=weights[0].kv_heads)
     secant = _score_secant(runs, layer, patterns, mean_values)
-    mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights_a.kv_heads)
+    mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
-        mixing, secant = _kept(mixing, secant, heads)
+        mixing, secant = _only(mixing, secant, heads)
     routes = Sum(
         (
-            Chain((*by_value, mixing)),
-            Chain((*_projection_secant(runs, 0, layer, name("W_Q")), QueryResponse.of(secant))),
-            Chain((*_projection_secant(runs, 1, layer, name("W_K")), KeyResponse(secant))),
+            Chain((*values.stages, mixing)),
+            Chain((*_projection_secant(runs, 0, layer, name("W_Q")).stages, QueryResponse.of(secant))),
+            Chain((*_projection_secant(runs, 1, layer, name("W_K")).stages, KeyResponse(secant))),
         )
     )
-    outs = (Linear(weights_a.W_O, weights_a.b_O), Linear(weights_b.W_O, weights_b.b_O))
-    return Chain((routes, *linear_secant(*outs, of_a.heads, of_b.heads, name("W_O"))))
+    return _written(weights, read, Change(of_a.heads, of_b.heads, (routes,)), name, heads)
+
+
+def _value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:
+    """The values, through a norm where one is inside.
+
+    Raises:
+        UnsupportedModelError: the two runs' are of different forms.
+    """
+    inner_a, inner_b = (weights_of.inner_values for weights_of in weights)
+    if inner_a is None and inner_b is None:
+        plain_a, plain_b = map(_values, weights)
+        return read.linear(plain_a, plain_b, name("W_V"))
+    if inner_a is None or inner_b is None or (inner_a.out is None) != (inner_b.out is None):
+        raise UnsupportedModelError(f"difference: the values of {name('attention')} are of two forms.")
+    entry = read.linear(inner_a.entry, inner_b.entry, name("W_V"))
+    if inner_a.out is not None and inner_b.out is not None:
+        latent = entry.normed(inner_a.held(entry.a), inner_b.held(entry.b), name("v_norm"))
+        return latent.linear(inner_a.out, inner_b.out, name("W_V_out"))
+    groups = inner_a.groups
+    gains = (inner_a.norm.gains(entry.a, groups), inner_b.norm.gains(entry.b, groups))
+    scale_a = inner_a.norm.scales(upcast(entry.a), groups)
+    scale_b = inner_b.norm.scales(upcast(entry.b), groups)
+    return entry.over(scale_a, scale_b, gains, name("v_norm"), groups)
+
+
+def _values(weights: AttentionWeights) -> Linear:
+    assert weights.value_matrix is not None
+    return Linear(weights.value_matrix, weights.b_V)
+
+
+def _output(weights: AttentionWeights) -> Linear:
+    return Linear(weights.W_O, weights.b_O)
+
+
+def _written(
+    weights: list[AttentionWeights],
+    read: Change,
+    z: Change,
+    name: Callable[[str], str],
+    heads: Collection[int] | None,
+) -> Chain:
+    """What attention writes, from what its heads give: a gate or a norm, and W_O."""
+    factor_a, factor_b = (weights_of.output_factor for weights_of in weights)
+    if type(factor_a) is not type(factor_b):
+        raise UnsupportedModelError(f"difference: what stands before {name('W_O')} is of two forms.")
+    if isinstance(factor_a, InverseScale) and isinstance(factor_b, InverseScale):
+        z = z.over(factor_a.norm.scale_of(z.a), factor_b.norm.scale_of(z.b))
+    z = _of_heads(z, weights[0].heads, heads)
+    if isinstance(factor_a, Gate) and isinstance(factor_b, Gate):
+        z = z.times(gate_secant(factor_a, factor_b, read, name("attn.W_gate")))
+    out_a, out_b = map(_output, weights)
+    return z.linear(out_a, out_b, name("W_O")).map
+
+
+def _of_heads(z: Change, n_heads: int, heads: Collection[int] | None) -> Change:
+    """Some heads' vectors, the others zero in either run; None for all of them."""
+    if heads is None:
+        return z
+    keep = torch.zeros(n_heads, dtype=z.a.dtype, device=z.a.device)
+    keep[list(heads)] = 1
+    channels = keep.repeat_interleave(z.a.shape[-1] // n_heads)
+    return replace(z, a=z.a * channels, b=z.b * channels)
 
 
 def _same_reading(reading: ScoreReading, maps: BlockMaps, layer: int) -> ScoreReading:
@@ -112,29 +168,20 @@ def _same_reading(reading: ScoreReading, maps: BlockMaps, layer: int) -> ScoreRe
     return replace(other, error=error)
 
 
-def _projection_secant(runs: tuple[_Run, _Run], side: int, layer: int, name: str) -> list[AffineMap]:
-    """The secant of queries (0) or keys (1): their matrix, their norm with its scale responding, and their rotation."""
-    a, b = runs
-    projections = [run.reading.projections[side] for run in runs]
-    linears = (projections[0].linear, projections[1].linear)
-    stages = list(linear_secant(*linears, a.values.attention, b.values.attention, name))
-    if projections[0].norm is not None:
-        stages.append(_norm_secant(projections, [run.raw(side, layer) for run in runs]))
-    if a.reading.rotation is not None:
-        stages.append(Rotation.of(a.reading.rotation))
-    return stages
-
-
-def _norm_secant(projections: list[HeadProjection], raws: list[Float[Tensor, "batch pos width"]]) -> Sum:
-    """The secant of the RMSNorm of queries or keys."""
-    groups = projections[0].groups
-    raw_a, raw_b = map(upcast, raws)
-    scale_a = projections[0].scale(raw_a)
-    scale_b = projections[1].scale(raw_b)
-    gain = projections[0].gain(raw_a)
-    mean_inverse = ((1 / scale_a + 1 / scale_b) / 2).repeat_interleave(raw_a.shape[-1] // groups, dim=-1)
-    held = Diagonal((mean_inverse * gain).to(raws[0]))
-    return Sum((held, scale_response(raw_a, raw_b, scale_a, scale_b, gain, groups)))
+def _projection_secant(runs: tuple[_Run, _Run], side: int, layer: int, name: str) -> Change:
+    """Queries (0) or keys (1): their matrix, their norm with its scale responding, and their rotation."""
+    first, second = (run.reading.projections[side] for run in runs)
+    x_a, x_b = (run.maps.capture.resid_read(layer) for run in runs)
+    read = Change(Chain((Identity(), *first.reads))(x_a), Chain((Identity(), *second.reads))(x_b))
+    vectors = read.linear(first.linear, second.linear, name)
+    if first.norm is not None and second.norm is not None:
+        scales = (first.scale(upcast(vectors.a)), second.scale(upcast(vectors.b)))
+        gains = (first.gain(vectors.a), second.gain(vectors.b))
+        vectors = vectors.over(*scales, gains, name.replace("W_", "norm_"), first.groups)
+    rotation = runs[0].reading.rotation
+    if rotation is None:
+        return vectors
+    return replace(vectors, stages=(*vectors.stages, Rotation.of(rotation)))
 
 
 def _score_secant(
@@ -198,7 +245,7 @@ def _log_pattern(
     return logs, rest
 
 
-def _kept(mixing: Attention, secant: ScoreSecant, heads: Collection[int]) -> tuple[Attention, ScoreSecant]:
+def _only(mixing: Attention, secant: ScoreSecant, heads: Collection[int]) -> tuple[Attention, ScoreSecant]:
     """Other heads give nothing."""
     keep = torch.zeros(mixing.n_heads, dtype=torch.bool, device=mixing.pattern.device)
     keep[list(heads)] = True

@@ -20,7 +20,6 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models import HeadChoice, LayerRange, Layout, MlpChoice, ModelView
-from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.difference.maps import SecantMaps
 from tensorlens_tl.passes.frozen import FrozenPass, check_pass
 from tensorlens_tl.passes.inputs import Prompt
@@ -246,6 +245,10 @@ def _of_both(first: str, second: str) -> str:
 def difference(a: FrozenPass, b: FrozenPass) -> Difference:
     """The exact difference of two runs, proved block by block.
 
+    Nothing is held but the routing of experts: which of them are chosen is no linear function of what enters, so that a
+    changed routing is a constant by itself, with the name ``"L{layer}.routing"``. Where both runs are the same, the map
+    is the model's Jacobian, with the routing held.
+
     The runs are of one model, or of two models of one architecture (base and fine-tuned, two checkpoints, with and
     without an adapter). Position by position they must match: as many prompts, of the same lengths.
 
@@ -260,8 +263,9 @@ def difference(a: FrozenPass, b: FrozenPass) -> Difference:
     Raises:
         InvalidInputError: no frozen passes; other numbers, lengths or padding of prompts; other architectures or
             vocabularies.
-        UnsupportedModelError: a part whose response to another input is not read (mixers, experts, attention with a
-            gate, a norm of values or a latent inside, encoder–decoders), or a block that the map does not reproduce.
+        UnsupportedModelError: a part whose response to another input is not read (mixers in place of attention, scores
+            that are not read, an input of each token at each layer, encoder–decoders), or a block that the map does not
+            reproduce.
         FrozenModelError: a model is no longer that of its run.
 
     >>> other = tlens.freeze(model, text.replace("red", "blue"))
@@ -305,10 +309,6 @@ def refuse_without_secant(view: ModelView) -> None:
     for block in view.blocks:
         if block.mixer is not None:
             raise _refusal(view, f"{block.name} mixes positions without attention")
-        if not block.attention.hooked:
-            raise _refusal(view, f"{block.name} has a gate, a norm or a latent inside its attention")
-        if isinstance(block.mlp, ExpertsWeights):
-            raise _refusal(view, f"{block.name} is a mixture of experts")
         if block.per_layer is not None:
             raise _refusal(view, f"{block.name} has an input of each token")
         block.require_query_key()

@@ -2,17 +2,17 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
-from tensorlens_tl.algebra import Chain, Diagonal, Linear, Norm
-from tensorlens_tl.algebra.secants import linear_secant, norm_secant, slope
+from tensorlens_tl.algebra import AffineMap, Chain, Linear, Norm
+from tensorlens_tl.algebra.secants import Change, norm_secant
 from tensorlens_tl.models import Layout, Within
-from tensorlens_tl.models.activations import derivative
 from tensorlens_tl.passes.block_maps import BlockMaps
-from tensorlens_tl.passes.blocks import Blocks
+from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.difference.attention import attention_secant
-from tensorlens_tl.passes.difference.mlps import mlp_secant
+from tensorlens_tl.passes.difference.experts import Mixture, experts_secant
+from tensorlens_tl.passes.difference.mlps import activated, mlp_secant
 from tensorlens_tl.passes.difference.values import BlockValues, block_values
 
 
@@ -23,7 +23,8 @@ class _Parts:
     of_a: BlockValues
     of_b: BlockValues
     attention: Chain | None = None
-    mlp: Chain | None = None
+    mlp: AffineMap | None = None
+    experts: dict[str, AffineMap] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,17 +101,36 @@ class SecantMaps(Blocks):
             parts.attention = attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b)
         return parts.attention
 
-    def mlp(self, layer: int, activation: str = "ratio") -> Chain | None:
-        """One MLP, its activations by their slopes; the rule does not matter."""
+    def mlp(self, layer: int, activation: str = "ratio") -> AffineMap | None:
+        """One MLP or mixture of experts, its activations by their slopes; the rule does not matter."""
         parts = self._parts(layer)
         if parts.of_a.mlp is None or parts.of_b.mlp is None:
             return None
+        if parts.mlp is None and parts.of_a.experts:
+            parts.mlp = self.mixture(layer, self.experts(layer))
         if parts.mlp is None:
-            weights = [maps.view.blocks[layer].require_dense_mlp() for maps in (self.a, self.b)]
-            assert weights[0] is not None
-            assert weights[1] is not None
-            parts.mlp = mlp_secant(weights[0], weights[1], (parts.of_a.mlp, parts.of_b.mlp), layer)
+            dense_a = self.a.view.blocks[layer].dense_mlp
+            dense_b = self.b.view.blocks[layer].dense_mlp
+            assert dense_a is not None
+            assert dense_b is not None
+            read = Change(parts.of_a.mlp, parts.of_b.mlp)
+            parts.mlp = mlp_secant(dense_a, dense_b, read, f"L{layer}").map
         return parts.mlp
+
+    @reads_weights
+    def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
+        """What a mixture of experts is the sum of, by name; see `experts_secant`.
+
+        Raises:
+            UnsupportedModelError: the layer has no experts.
+        """
+        parts = self._parts(layer)
+        if parts.experts is not None:
+            return parts.experts
+        mixture_a, mixture_b = (Mixture(maps.expert_weights(layer), maps.routing(layer)) for maps in (self.a, self.b))
+        read = {name: Change(x, parts.of_b.experts[name]) for name, x in parts.of_a.experts.items()}
+        parts.experts = experts_secant(mixture_a, mixture_b, read, layer)
+        return parts.experts
 
     def per_layer(self, layer: int, activation: str = "ratio") -> None:
         """None: a separate input of each token at each layer is refused."""
@@ -126,13 +146,12 @@ class SecantMaps(Blocks):
         assert isinstance(norm_a, Norm)
         assert isinstance(norm_b, Norm)
         x_a, x_b = (maps.capture.output for maps in (self.a, self.b))
-        between = (Chain(tuple(inside_a))(x_a), Chain(tuple(inside_b))(x_b))
-        normed = norm_secant(norm_a, norm_b, *between, "head.ln")
         if self.view.mlm_head is None:  # a classifier's, of the mean of some positions
-            return Chain((*inside_a, normed))
-        dense_a, dense_b = inside_a[0], inside_b[0]
-        assert isinstance(dense_a, Linear)
-        assert isinstance(dense_b, Linear)
-        phi = self.view.mlm_head.activation
-        slopes = slope(phi, partial(derivative, phi), dense_a(x_a), dense_b(x_b))
-        return Chain((*linear_secant(dense_a, dense_b, x_a, x_b, "head.W_dense"), Diagonal(slopes), normed))
+            inside = Change(Chain(tuple(inside_a))(x_a), Chain(tuple(inside_b))(x_b), tuple(inside_a))
+        else:
+            dense_a, dense_b = inside_a[0], inside_b[0]
+            assert isinstance(dense_a, Linear)
+            assert isinstance(dense_b, Linear)
+            dense = Change(x_a, x_b).linear(dense_a, dense_b, "head.W_dense")
+            inside = activated(dense, self.view.mlm_head.activation)
+        return inside.normed(norm_a, norm_b, "head.ln").map
