@@ -132,6 +132,11 @@ class FrozenPass(Linearisation):
         """How many positions are an encoder's and a decoder's, in this order; None where there is one stack."""
         return self.capture.sides
 
+    @property
+    def soft_cap(self) -> float | None:
+        """The cap c of a final c·tanh(x/c), which sums stop before; None without."""
+        return self.view.soft_cap
+
     def activation(self, name: str) -> Tensor:
         """The activation at one hook point, with batch and position apart."""
         return self.capture.activation(name)

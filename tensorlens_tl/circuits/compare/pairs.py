@@ -18,9 +18,9 @@ from tensorlens_tl.errors import FrozenModelError, InvalidInputError, PromptNumb
 from tensorlens_tl.hooks import hook_numbers, other_hooks, refuse_attached
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes import PassLike, check_pass
+from tensorlens_tl.passes import PassLike, check_pass, difference
 
-METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "patching")
+METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "difference", "patching")
 """The ways to get a score of a node or an edge."""
 
 
@@ -126,3 +126,19 @@ def corrupted_stream(readout: StreamTarget, corrupted: PassLike, activation: str
 def number_of(readout: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batch query"]:
     """The same number of the corrupted prompt, before any final soft cap."""
     return readout.number(corrupted.activation(readout.read_at))
+
+
+def change_target(
+    clean: PassLike,
+    corrupted: PassLike,
+    target: TokenLike,
+    minus: TokenLike,
+    direction: Direction,
+    query: Query,
+) -> StreamTarget:
+    """The change of the same number between the two prompts, along the stream of their exact difference.
+
+    Raises:
+        UnsupportedModelError: see `tensorlens_tl.passes.difference.difference`.
+    """
+    return stream_target(difference(clean, corrupted), target, minus, direction, query, "ratio")

@@ -100,7 +100,9 @@ def whole(
     weights, biases = (sublayer.split(part).sum(-1).T for part in (shares, bias_shares))
     none = torch.zeros(0, hidden.shape[1], dtype=torch.long, device=hidden.device)
     rows = zip(sublayer.nodes, weights, biases, sublayer.outputs(hidden)[:, 0], strict=True)
-    return [Node(name, sublayer.kind, none, weight[None], bias[None], out[None]) for name, weight, bias, out in rows]
+    return [
+        Node(name, sublayer.node_kind, none, weight[None], bias[None], out[None]) for name, weight, bias, out in rows
+    ]
 
 
 def neurons(

@@ -29,7 +29,7 @@ class LiveTarget:
 
     def __init__(self, readout: StreamTarget, question: str) -> None:
         self.readout = readout
-        self.frozen = readout.stream.frozen
+        self.frozen = readout.stream.run
         self.question = question
         self._model = self.frozen.live(question)
         activations = torch.take_along_dim(self.frozen.activation(readout.read_at), readout.positions[..., None], dim=1)

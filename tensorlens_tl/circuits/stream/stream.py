@@ -33,7 +33,7 @@ from tensorlens_tl.circuits.stream.embeddings import embedding_parts
 from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike, check_rule
-from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
+from tensorlens_tl.passes import FrozenPass, PassOrDifference, check_explained
 from tensorlens_tl.passes.inputs import one_query, query_positions
 from tensorlens_tl.passes.operator import chosen_layers, end_of, resolve_target
 
@@ -71,7 +71,7 @@ class Stream:
         hidden: each sublayer's hidden vector, by step and sublayer, `[batch, pos, width]`.
     """
 
-    frozen: FrozenPass
+    frozen: PassOrDifference
     layers: range
     final_norm: bool
     steps: tuple[Step, ...]
@@ -81,7 +81,7 @@ class Stream:
     @classmethod
     def of(
         cls,
-        frozen: FrozenPass,
+        frozen: PassOrDifference,
         activation: str = "ratio",
         *,
         layers: LayerRange = None,
@@ -124,6 +124,12 @@ class Stream:
             x = step.outer(written)
         stream.x.append(x)
         return stream
+
+    @property
+    def run(self) -> FrozenPass:
+        """The pass, of a stream that is no difference of two."""
+        assert isinstance(self.frozen, FrozenPass)
+        return self.frozen
 
     @property
     def widest(self) -> int:
@@ -256,7 +262,7 @@ class StreamTarget:
 
 
 def stream_target(
-    frozen: PassLike,
+    frozen: PassOrDifference,
     target: TokenLike,
     minus: TokenLike,
     direction: Direction,
@@ -270,7 +276,7 @@ def stream_target(
     """Check what is asked, and build the stream to where it is asked.
 
     Args:
-        frozen: the pass.
+        frozen: the pass, or the difference of two.
         target, minus, direction: as in `FrozenOperator.target`; a direction reads the stream where the layers end.
         query: the queries, or with `one` a single one.
         activation: the rule for MLPs.
@@ -282,7 +288,7 @@ def stream_target(
             last layer, and what `resolve_target` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
     """
-    check_pass(frozen)
+    check_explained(frozen)
     chosen = chosen_layers(frozen.n_layers, layers)
     normed = final_norm or frozen.view.final_norm is None
     if direction is None and target is not None and not (chosen.stop == frozen.n_layers and normed):
@@ -296,12 +302,12 @@ def stream_target(
     if resolved.of_tokens:
         read_at = frozen.points.unembed_in
     elif chosen.stop < frozen.n_layers or not final_norm or frozen.view.final_norm is None:
-        read_at = frozen.capture.output_name(chosen.stop - 1)
+        read_at = frozen.maps.capture.output_name(chosen.stop - 1)
     else:
         read_at = frozen.points.output
     assert read_at is not None  # a token needs an unembedding
     label = resolved.label
-    soft_cap = frozen.view.soft_cap
+    soft_cap = frozen.soft_cap
     if not resolved.of_tokens:
         label = f"{label} at {end_of(frozen, chosen.stop, normed)}"
         soft_cap = None
@@ -330,6 +336,28 @@ def token_pairs(
     """
     pairs = rearrange(sublayer.split(cotangent), "... q h d -> ... h q d") @ sublayer.values(x).mT
     return sublayer.mixing.pattern * pairs
+
+
+def summed_by_name(
+    names: list[str], values: Float[Tensor, "*any"], dim: int
+) -> tuple[list[str], Float[Tensor, "*any"]]:
+    """Values along a dimension with those of equal names summed: a head's, by queries, keys and values.
+
+    Args:
+        names: one for each index along the dimension.
+        values: anything.
+        dim: the dimension.
+
+    Returns:
+        Every name once, in the order of its first value, and as many sums.
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    if len(numbers) == len(names):
+        return names, values
+    index = torch.tensor([numbers[name] for name in names], device=values.device)
+    shape = list(values.shape)
+    shape[dim] = len(numbers)
+    return list(numbers), values.new_zeros(shape).index_add_(dim, index, values)
 
 
 def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch 1"]:

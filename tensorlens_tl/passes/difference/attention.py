@@ -89,7 +89,7 @@ def attention_secant(
         )
     )
     outs = (Linear(weights_a.W_O, weights_a.b_O), Linear(weights_b.W_O, weights_b.b_O))
-    return Chain((routes, *linear_secant(*outs, of_a.heads, of_b.heads, name("W_O"))))
+    return Chain((routes, Chain(linear_secant(*outs, of_a.heads, of_b.heads, name("W_O")))))
 
 
 def _same_reading(reading: ScoreReading, maps: BlockMaps, layer: int) -> ScoreReading:

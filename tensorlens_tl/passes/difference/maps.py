@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from tensorlens_tl.algebra import Chain, Diagonal, Linear, Norm
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Norm
 from tensorlens_tl.algebra.secants import linear_secant, norm_secant, slope
 from tensorlens_tl.models import Layout, Within
 from tensorlens_tl.models.activations import derivative
@@ -111,6 +111,14 @@ class SecantMaps(Blocks):
             assert weights[1] is not None
             parts.mlp = mlp_secant(weights[0], weights[1], (parts.of_a.mlp, parts.of_b.mlp), layer)
         return parts.mlp
+
+    def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
+        """None: mixtures of experts are refused."""
+        return {}
+
+    def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
+        """The part itself: mixtures of experts are refused."""
+        return part
 
     def per_layer(self, layer: int, activation: str = "ratio") -> None:
         """None: a separate input of each token at each layer is refused."""

@@ -52,7 +52,7 @@ def mlp_secant(a: MLPWeights, b: MLPWeights, x: Pair, layer: int) -> Chain:
         stages.append(Sum((held, scale_response(*post, *scales))))
         post = (post[0] / scales[0], post[1] / scales[1])
     outs = (Linear(a.W_out, a.b_out), Linear(b.W_out, b.b_out))
-    return Chain((*stages, *linear_secant(*outs, *post, name("W_out"))))
+    return Chain((*stages, Chain(linear_secant(*outs, *post, name("W_out")))))
 
 
 def _form(weights: MLPWeights) -> tuple[bool, ...]:
