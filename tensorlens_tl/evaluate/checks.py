@@ -18,11 +18,12 @@ from transformer_lens.hook_points import HookPoint
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.arguments import Methods, Prompts, Share, WholeNumber
+from tensorlens_tl.evaluate.arguments import Methods, Share, WholeNumber
 from tensorlens_tl.evaluate.scorers import Scorer, query_rows, scorers_of, usable
 from tensorlens_tl.hooks import lock_of
 from tensorlens_tl.models import ModelLike
 from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.passes.inputs import InputLike
 from tensorlens_tl.results import Attribution, Evaluation
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def completeness(
-    model: ModelLike, prompts: Prompts, methods: Methods = None, *, seed: int = 0, **freezing: Any
+    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
     """How far each method's scores and bias are from the total they explain, and the bias' share of it.
 
@@ -79,7 +80,7 @@ def _completeness(scorer: Scorer, frozen: FrozenPass) -> Float[Tensor, "2 batch"
 
 
 def randomisation(
-    model: ModelLike, prompts: Prompts, methods: Methods = None, *, seed: int = 0, **freezing: Any
+    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
     """Rank correlation of each method's scores with its scores on the same model, weights scrambled from the top down.
 
@@ -132,7 +133,7 @@ def _scramble(block: nn.Module, generator: torch.Generator) -> None:
 
 def stability(
     model: ModelLike,
-    prompts: Prompts,
+    prompts: InputLike,
     methods: Methods = None,
     *,
     noise: Share = 0.01,
@@ -193,7 +194,7 @@ def _plus(value: Tensor) -> Callable[..., Tensor]:
 
 
 def agreement(
-    model: ModelLike, prompts: Prompts, methods: Methods = None, *, seed: int = 0, **freezing: Any
+    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
     """Rank correlation of every two methods' scores for the last token.
 
