@@ -166,7 +166,7 @@ def test_the_query_that_is_asked_is_the_one_that_is_read():
     tokens, mask = some_tokens(), torch.ones(2, 6, dtype=torch.long)
     tokens[1, 4:], mask[1, 4:] = 0, 0
     last = {"x": lambda frozen: tlens.attribute(frozen, query=-1)}
-    with pytest.raises(tlens.InvalidInputError, match="asked for position"):
+    with pytest.raises(tlens.InvalidInputError, match="the query is position"):
         evaluate.perturbation(model, tokens, last, attention_mask=mask, query=1, fractions=(0, 0.5))
 
     def half_unexplained(frozen):

@@ -171,8 +171,8 @@ def query_rows(result: Attribution, frozen: FrozenPass, query: int) -> Int[Tenso
     matches = result.queries.to(positions.device) == positions
     if not bool(matches.any(1).all()):
         raise InvalidInputError(
-            f"{result.method}: asked for position {positions[:, 0].tolist()}, it holds {result.queries.tolist()}; a "
-            "function must attribute the query that the evaluation is about."
+            f"{result.method}: the query is position {positions[:, 0].tolist()}, and the result holds "
+            f"{result.queries.tolist()}; a function must attribute the query that the evaluation is about."
         )
     return matches.long().argmax(1, keepdim=True)
 

@@ -18,7 +18,7 @@ frozen model: what acts through an attention pattern is invisible to it. `frozen
 gradients of the live model averaged on the way from the corrupted to the clean embeddings
 (`tensorlens_tl.circuits.compare.edges` says of which models). The gradients of the live model see it to first order:
 `gradient` is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al. 2024).
-Patching is the live model's own answer.
+Patching is what the live model does.
 """
 
 from collections.abc import Iterator, Sequence

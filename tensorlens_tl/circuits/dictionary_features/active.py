@@ -1,7 +1,7 @@
 """The features of a sparse dictionary in one frozen pass.
 
 Which features are active is held, as patterns, ratios and scales are. The encoder is then affine, and so is the error
-of the reconstruction: whatever reads the stream reads features, error and b_dec, each a term of its own. How the
+of the reconstruction: whatever reads the stream reads features, error and b_dec, as separate terms. How the
 dictionary is read: `tensorlens_tl.models.dictionaries`; where it stands:
 `tensorlens_tl.circuits.dictionary_features.hook_points`.
 """
@@ -29,7 +29,7 @@ from tensorlens_tl.results import Entry, check_batch, largest
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The active features of a dictionary in one frozen pass. Made by `features`.
+    """The active features of a dictionary in one frozen pass, as `features` gives them.
 
     Attributes:
         frozen: the pass.
@@ -152,7 +152,7 @@ if TYPE_CHECKING:
     FeaturesLike = Features
     """Features, as a user passes them."""
 else:
-    FeaturesLike = Any  # what is none is refused in our own words
+    FeaturesLike = Any  # our errors say what is wrong
 
 
 def features(

@@ -1,4 +1,4 @@
-"""What sparse features are made of, what they do, and how they feed each other: exact sums on a frozen pass.
+"""Which terms sparse features sum up, what they do, and how they feed each other: exact sums on a frozen pass.
 
     pre-activation = Σ source tokens + bias                                 (`feature_attribution`)
     logit          = Σ active features + reconstruction error + b_dec + bias     (`feature_effects`)
@@ -52,10 +52,10 @@ def feature_attribution(
     activation: str = "ratio",
     memory: Memory = None,
 ) -> Attribution | Terms:
-    """What a feature's pre-activation is made of.
+    """The terms that a feature's pre-activation is the sum of.
 
     Args:
-        features: those of a pass, made by `circuits.features`.
+        features: those of a pass, from `circuits.features`.
         feature: its number or name (``"F12"``); it need not be active.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         by: ``"token"``, source tokens through everything before the dictionary; or direct effects by ``"component"``,
@@ -119,7 +119,7 @@ def feature_effects(
     A score is what the frozen model's logit loses when the feature is taken out of what it is written to.
 
     Args:
-        features: those of a pass, made by `circuits.features`.
+        features: those of a pass, from `circuits.features`.
         target, minus, direction: as in `FrozenOperator.target`.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         by: ``"feature_token"`` (``"F12@7"`` is feature 12 at position 7, ``"error@7"`` the error there), or

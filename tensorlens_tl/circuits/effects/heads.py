@@ -101,7 +101,7 @@ class HeadMap:
         Args:
             target, minus, direction: as in `FrozenOperator.target`; where the head was taken from a range of layers, a
                 direction reads the stream where they end.
-            query: the position whose prediction is asked about.
+            query: the position whose prediction the target is part of.
             direct: only along the residual stream, past every later head and MLP.
 
         Returns:
@@ -130,7 +130,7 @@ def head_map(
     Args:
         frozen: the pass.
         layer, head: which one; with grouped-query attention the head is a query head.
-        layers: consecutive layers that its effect goes through, its own among them; None for all.
+        layers: consecutive layers that its effect goes through, the head's layer among them; None for all.
         final_norm: whether its effect goes through the norm after the last layer.
         activation: the rule for the MLPs that its effect goes through.
 

@@ -1,4 +1,4 @@
-"""How a layer makes its attention scores, read from its weights and proved against the pattern it made.
+"""How a layer makes its attention scores, read from its weights and proved against the pattern that it gave.
 
 The known ways are candidates (`tensorlens_tl.passes.attention_scores.reading`); a reading is right when the softmax of
 its scores is the pattern of the model itself.
@@ -56,7 +56,7 @@ def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
 
 
 def _error(reading: ScoreReading, x: Tensor, pattern: Tensor, mask: Tensor) -> float:
-    """The largest error of an attention probability. A row's own sum is kept: attention sinks take their share."""
+    """The largest error of an attention probability. Rows need not sum to 1: attention sinks take their share."""
     allowed = pattern > 0
     scores = reading.finished(reading.scores(x)).masked_fill(~allowed, -torch.inf)
     probabilities = torch.softmax(upcast(scores), dim=-1) * pattern.sum(-1, keepdim=True)

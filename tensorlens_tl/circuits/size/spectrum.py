@@ -57,7 +57,7 @@ def spectral_norm(op: Any, *, tol: Any = 1e-6, seed: int = 0) -> float:
 
     Args:
         op: the operator of one prompt.
-        tol: relative accuracy asked of the Lanczos iteration.
+        tol: the relative accuracy at which the Lanczos iteration stops.
         seed: of its starting vector.
 
     Raises:
@@ -104,7 +104,7 @@ def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Whole 
 
 
 def _svds(matrix: Any, size: int, k: int, tol: float = 0.0, seed: int = 0) -> Any:
-    """scipy's Lanczos, from a start that depends on the seed alone (its own argument for it was renamed)."""
+    """scipy's Lanczos, from a start that depends on the seed alone (scipy has renamed its argument for it)."""
     import numpy as np
     from scipy.sparse import linalg
 

@@ -8,9 +8,9 @@ Functions take a model or a `FrozenPass`. Folding, and every question about scor
 together: a model is frozen on a few tokens for that, so who asks often passes a pass.
 
 With ``fold_norms=True`` the gain and the centring of the norm that feeds the head are folded into what it reads (and
-the head's own query and key gains, and a norm after the sublayer into what it writes); the norm's shift would be a
-bias and is left out, and so is its denominator, which depends on the input. Norms of the residual stream itself
-(post-LN) belong to no head.
+the gains of the head's query and key norms, and a norm after the sublayer into what it writes); the norm's shift
+would be a bias and is left out, and so is its denominator, which depends on the input. Norms of the residual stream
+itself (post-LN) belong to no head.
 
 Adapters (peft's LoRA and the like) are in the weights; the matrices that are returned name them as `adapters`.
 """
@@ -256,12 +256,12 @@ def virtual_head(model: WeightsLike, heads: Any, *, fold_norms: bool = False) ->
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer's weights by query head, folded and rotated as asked.
+    """One layer's weights by query head, folded and rotated as the options say.
 
     Attributes:
         V: `[head, d_model, d_head]`.
         O: `[head, d_head, d_model]`.
-        Q, K: `[head, d_model, d_head]`, the rotation in Q; None where no scores were asked for.
+        Q, K: `[head, d_model, d_head]`, the rotation in Q; None where only OV is read.
         adapters: the names of those that are in V and O.
     """
 
@@ -344,7 +344,7 @@ def _writing(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
 
 
 def _head_norm_gain(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
-    """Query or key weights with the gain of their own norm, per head or over all of them."""
+    """Query or key weights with the gain of the norm after them, per head or over all of them."""
     if norm is None or norm.gain is None:
         return W
     if norm.gain.numel() == W.shape[-1]:

@@ -117,7 +117,7 @@ def _subject_end(view: ModelView, template: str, tokens: Sequence[int], sample: 
 def of_common_length(model: ModelLike, template: str, samples: Sequence[Sample]) -> list[Sample]:
     """The samples whose prompts, alone and with their objects, have the most common token lengths (Appendix D).
 
-    Few-shot prompts made of any of them then have the same length.
+    Few-shot prompts of any of them then have the same length.
     """
     view = ModelView(model)
 
