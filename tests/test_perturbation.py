@@ -145,7 +145,7 @@ def test_an_oracle_wins_and_random_loses():
 def test_batches_queries_and_memory(model_named):
     """One by one, in a batch, and within a small bound: the same; other queries are other numbers."""
     model, tokens = model_named("bridge/bert"), some_tokens(3, 8)
-    run = lambda t, **o: evaluate.perturbation(model, t, ["tensorlens in+out"], fractions=THIRDS, **o)  # noqa: E731
+    run = lambda t, **o: evaluate.perturbation(model, t, ["tensorlens in_out"], fractions=THIRDS, **o)  # noqa: E731
     whole = run(tokens)
     alone = torch.cat([run(tokens[row : row + 1], replacement=5).curves for row in range(3)], dim=2)
     assert close(alone, run(tokens, replacement=5).curves)

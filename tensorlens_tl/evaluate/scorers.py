@@ -44,8 +44,8 @@ RANDOM = "random"
 
 STANDARD: dict[str, tuple[str, dict[str, Any]]] = {
     "tensorlens norm": ("tensorlens", {"collapse": "norm"}),
-    "tensorlens in+out": ("tensorlens", {"collapse": "in_out"}),
-    "tensorlens in+out, biases": ("tensorlens", {"collapse": "in_out", "bias": "position"}),
+    "tensorlens in_out": ("tensorlens", {"collapse": "in_out"}),
+    "tensorlens in_out, biases": ("tensorlens", {"collapse": "in_out", "bias": "position"}),
     "tensorlens target": ("tensorlens", {"collapse": "target", "target": PREDICTED}),
     "tensorlens target, biases": ("tensorlens", {"collapse": "target", "target": PREDICTED, "bias": "position"}),
     "mean attention": ("mean", {"layer_map": "attention"}),
@@ -116,7 +116,7 @@ class Scorer:
             if query == "all":
                 raise InvalidInputError(
                     f"{self.label}: it explains a prediction, and a target needs one query; with query='mean' use "
-                    "methods or options without a target, such as 'tensorlens in+out'."
+                    "methods or options without a target, such as 'tensorlens in_out'."
                 )
             predicted = predictions(frozen, query)[0].tolist()
             options |= {name: predicted for name, value in options.items() if value is PREDICTED}

@@ -24,7 +24,7 @@ LENGTH = 128
 
 PAPER_METHODS: Mapping[str, str] = {
     "Tensor, Norm": "tensorlens norm",
-    "Tensor, In+Out": "tensorlens in+out",
+    "Tensor, In+Out": "tensorlens in_out",
     "Tensor, In+Class": "tensorlens target",
     "Rollout, Attn": "rollout attention",
     "Rollout, W-Attn": "rollout norm:attn",
