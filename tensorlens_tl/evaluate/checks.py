@@ -94,6 +94,10 @@ def randomisation(
     Returns:
         An Evaluation: `similarity` (Spearman) with all blocks scrambled, lower is better; curves over the number of
         scrambled blocks.
+
+    >>> from tensorlens_tl import evaluate
+    >>> list(evaluate.randomisation(model, [text], ["ifr"]).metrics)
+    ['similarity']
     """
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)
@@ -154,6 +158,10 @@ def stability(
 
     Raises:
         InvalidInputError: noise that is not positive.
+
+    >>> from tensorlens_tl import evaluate
+    >>> list(evaluate.stability(model, [text], ["ifr"], draws=1).metrics)
+    ['similarity']
     """
     if not isinstance(noise, int | float) or not noise > 0:
         raise InvalidInputError(f"noise={noise!r}: pass a positive share, such as 0.01.")
@@ -233,6 +241,11 @@ def agreement_table(result: Evaluation) -> "pd.DataFrame":
 
     Raises:
         InvalidInputError: no result of `agreement`.
+
+    >>> from tensorlens_tl import evaluate
+    >>> table = evaluate.agreement_table(evaluate.agreement(model, [text], ["ifr", "alti"]))
+    >>> list(table.columns) == list(table.index)
+    True
     """
     import pandas as pd
 
@@ -246,7 +259,13 @@ def agreement_table(result: Evaluation) -> "pd.DataFrame":
 def spearman(
     a: Float[Tensor, "*method batch pos"], b: Float[Tensor, "*method batch pos"], mask: Tensor
 ) -> Float[Tensor, "*method batch"]:
-    """Rank correlation over each prompt's real tokens, equal scores sharing their rank; NaN for constant scores."""
+    """Rank correlation over each prompt's real tokens, equal scores sharing their rank; NaN for constant scores.
+
+    >>> from tensorlens_tl import evaluate
+    >>> ranks = torch.tensor([[1.0, 2.0, 3.0]])
+    >>> round(evaluate.spearman(ranks, -ranks, torch.ones(1, 3, dtype=torch.bool)).item(), 6)
+    -1.0
+    """
     first, second = (_centred_ranks(t, mask) for t in (a, b))
     size = first.norm(dim=-1) * second.norm(dim=-1)
     return torch.where(size > 0, (first * second).sum(-1) / size, torch.nan)

@@ -275,6 +275,11 @@ def predictions(frozen: FrozenPass, query: int = -1) -> tuple[Int[Tensor, "batch
 
     Raises:
         UnsupportedModelError: the model predicts no tokens.
+
+    >>> from tensorlens_tl import evaluate
+    >>> token, logits = evaluate.predictions(frozen)
+    >>> model.tokenizer.decode(token)
+    ' value'
     """
     logits = frozen.logits(query)
     if logits is None:

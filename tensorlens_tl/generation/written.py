@@ -84,6 +84,10 @@ class FrozenGeneration:
         Raises:
             InvalidInputError: a span that is empty, outside the generated text or not in it; no such number of hops;
                 and what `FrozenOperator.target` raises.
+
+        >>> written = tlens.generation.freeze_generation(model, "Return the", max_new_tokens=3)
+        >>> bool((written.attribute().gap < 1e-4).all())
+        True
         """
         check_hops(hops)
         queries = self._queries(self.positions if span is None else self._span(span))
@@ -320,6 +324,10 @@ def freeze_generation(
     Raises:
         InvalidInputError: see `attribute_generation`.
         UnsupportedModelError: not a causal language model, and what `freeze` refuses.
+
+    >>> written = tlens.generation.freeze_generation(model, "Return the", max_new_tokens=3)
+    >>> written.generated_ranges()
+    [[3, 6]]
     """
     view = ModelView(model)
     refuse_non_causal(view)

@@ -84,6 +84,10 @@ class Features:
 
         Raises:
             InvalidInputError: k below 1, or no such token or prompt.
+
+        >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+        >>> len(sae.top(3))
+        3
         """
         check_batch(batch, self.frozen.str_tokens)
         batch %= len(self.frozen.tokens)
@@ -97,6 +101,10 @@ class Features:
 
         Raises:
             InvalidInputError: no such feature.
+
+        >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+        >>> sae.value(sae.top(1)[0][0]).shape  # batch pos
+        torch.Size([1, 7])
         """
         values = self.values.new_zeros(self.frozen.tokens.shape)
         here = self.index[:, 2] == self.checked(feature)
@@ -181,6 +189,10 @@ def features(
             `read_dictionary` refuses.
         NumericalError: weights that are not finite.
         UnsupportedModelError: an encoder–decoder.
+
+    >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+    >>> sae.top(1)[0][0].startswith("F")
+    True
     """
     check_pass(frozen)
     read = read_dictionary(dictionary, transcodes=hook_out is not None or None)

@@ -70,6 +70,11 @@ def feature_attribution(
     Raises:
         InvalidInputError: no such feature, query or `by`.
         FrozenModelError: the weights were changed since the pass.
+
+    >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+    >>> tokens = tlens.circuits.feature_attribution(sae, sae.top(1)[0][0])
+    >>> bool((tokens.gap < 1e-4).all())
+    True
     """
     frozen = _checked(features).frozen
     number = features.checked(feature)
@@ -131,6 +136,11 @@ def feature_effects(
         InvalidInputError: no such `by`, a query out of range, no target, and what `target` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
         FrozenModelError: the weights were changed since the pass.
+
+    >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+    >>> effects = tlens.circuits.feature_effects(sae, " value")
+    >>> bool((effects.gap < 1e-4).all())
+    True
     """
     frozen = _checked(features).frozen
     rule = check_rule(activation)
@@ -185,6 +195,11 @@ def feature_edges(
     Raises:
         InvalidInputError: no such feature, query or `by`; features of two passes, or in the wrong order.
         FrozenModelError: the weights were changed since the pass.
+
+    >>> early, late = (tlens.load_demo_dictionary(f"blocks.{layer}.hook_resid_post") for layer in (0, 2))
+    >>> edges = tlens.circuits.feature_edges(*(tlens.circuits.features(frozen, sae) for sae in (early, late)))
+    >>> bool((edges.gap < 1e-4).all())
+    True
     """
     frozen = _checked(early).frozen
     rule = check_rule(activation)

@@ -50,6 +50,9 @@ class HeadMap:
         Raises:
             InvalidInputError: a query out of range.
             SizeError: the result would be larger than `tensorlens_tl.algebra.memory.MOST_BYTES`.
+
+        >>> tlens.circuits.head_map(frozen, 0, 0).contributions().shape  # batch query key d_model
+        torch.Size([1, 7, 7, 128])
         """
         positions = query_positions(self.frozen.prompt, query)
         batch, _, key = self.pattern.shape
@@ -106,6 +109,9 @@ class HeadMap:
 
         Returns:
             Scores whose sum is ⟨output, pulled-back target⟩, the head's total (or direct) effect on the logit.
+
+        >>> tlens.circuits.head_map(frozen, 0, 0).target(" value").shape  # batch query key
+        torch.Size([1, 7, 7])
         """
         layers = self._stream.layers
         norm = self._stream.final_norm

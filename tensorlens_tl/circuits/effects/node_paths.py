@@ -75,6 +75,10 @@ def paths(
     Raises:
         InvalidInputError: a negative order, several queries, and what `logit_attribution` refuses.
         SizeError: more than `MOST_PATHS` paths.
+
+    >>> paths = tlens.circuits.paths(frozen, " value", max_order=1)
+    >>> bool((paths.gap < 1e-4).all())
+    True
     """
     max_order = whole_number("max_order", max_order, 0, why="0 is the direct path")
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
@@ -147,6 +151,10 @@ def top_paths(
 
     Raises:
         InvalidInputError: k or width below 1, several prompts, and what `paths` refuses.
+
+    >>> paths = tlens.circuits.top_paths(frozen, " value", k=3)
+    >>> len(paths.names), bool((paths.gap < 1e-4).all())
+    (3, True)
     """
     k = whole_number("k", k, 1)
     width = whole_number("width", width, 1)

@@ -97,6 +97,10 @@ def contribution_graph(
             refuses.
         UnsupportedModelError: neurons of a mixture of experts.
         SizeError: more than `MOST_NODES` nodes, or more than `MOST_EDGES` edges would be kept.
+
+    >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
+    >>> graph.gap < 1e-4
+    True
     """
     check_options(threshold, neurons, sources, features)
     if features is not None and dictionaries in (None, [], ()):

@@ -56,6 +56,10 @@ def qk_attribution(
     Raises:
         InvalidInputError: no such layer, head, position or `by`, or a key that the query cannot attend to.
         UnsupportedModelError: the layer's scores cannot be read.
+
+    >>> pairs = tlens.circuits.qk_attribution(frozen, 1, 0, key=2)
+    >>> bool((pairs.gap < 1e-4).all())
+    True
     """
     check_pass(frozen)
     if by not in BY:

@@ -33,6 +33,10 @@ def norm_bound(m: Any) -> float:
 
     Raises:
         InvalidInputError: no map and no operator.
+
+    >>> op = frozen.operator()
+    >>> tlens.circuits.spectral_norm(op) <= tlens.circuits.norm_bound(op)
+    True
     """
     if isinstance(m, FrozenOperator):
         m = m.map
@@ -68,6 +72,10 @@ def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, acti
 
     Raises:
         InvalidInputError: several prompts, or a shape that is not the pass's.
+
+    >>> bound = tlens.circuits.error_bound(frozen, frozen.resid_pre(0) * 1.01)
+    >>> bound.error <= bound.bound
+    True
     """
     op, x = _other_input(frozen, x, activation)
     stages: list[AffineMap] = [frozen.maps.block_map(layer, activation=activation) for layer in range(frozen.n_layers)]
@@ -124,6 +132,10 @@ def frozen_error_bound(
 
     Raises:
         InvalidInputError: several prompts, a shape that is not the pass's, or a norm that is not positive.
+
+    >>> bound = tlens.circuits.frozen_error_bound(frozen, frozen.resid_pre(0) * 1.01)
+    >>> bound.error <= bound.bound
+    True
     """
     op, x = _other_input(frozen, x, activation)
     if norm is None:
@@ -156,6 +168,9 @@ def spectral_norm_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
 
     Raises:
         InvalidInputError: several prompts.
+
+    >>> tlens.circuits.spectral_norm(frozen.operator()) < tlens.circuits.spectral_norm_bound(frozen)
+    True
     """
     check_pass(frozen)
     frozen.view.refuse_encoder_decoder("bounds")

@@ -48,6 +48,11 @@ def few_shot_prompts(
 
     Raises:
         InvalidInputError: no subject, or prompts of unequal length (says which, and what the most common length is).
+
+    >>> from tensorlens_tl import evaluate
+    >>> pairs = evaluate.shipped_relations()["animal young"].samples[:1]
+    >>> evaluate.few_shot_prompts(model, "{} is", pairs).samples == tuple(pairs)
+    True
     """
     if not subjects:
         raise InvalidInputError("few_shot_prompts: no subject to ask for.")

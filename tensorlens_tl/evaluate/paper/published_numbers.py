@@ -156,6 +156,10 @@ def published(name: str | None = None, model: str | None = None) -> list[Publish
 
     Raises:
         InvalidInputError: no such experiment.
+
+    >>> from tensorlens_tl import evaluate
+    >>> len(evaluate.published()) > 100
+    True
     """
     numbers = [number for number in _all() if name is None or number.name == experiment_named(name).name]
     if model is None:
