@@ -86,6 +86,11 @@ def edge_scores(
             write (see `tensorlens_tl.circuits.compare.weights_forward`).
         FrozenModelError: weights changed since a pass; and except under ``"frozen"`` and ``"difference"``, which
             describe the passes alone, hooks put on the model or taken off since, or a frozen pass attached to it.
+
+    >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+    >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
+    >>> edges.scores.shape  # prompt source destination
+    torch.Size([1, 21, 53])
     """
     shares = gradient_shares(method, steps)
     if positions and method == "patching":
@@ -155,6 +160,11 @@ def run_circuits(
     Raises:
         InvalidInputError: no circuit, or one of another model; and what `patch_scores` refuses.
         UnsupportedModelError, FrozenModelError: as for `edge_scores`.
+
+    >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+    >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
+    >>> tlens.circuits.run_circuits(frozen, corrupted, edges.circuit(5), " value", " name").shape  # circuit prompt
+    torch.Size([1, 1])
     """
     if not isinstance(circuits, (Circuit, Iterable)):
         raise InvalidInputError(

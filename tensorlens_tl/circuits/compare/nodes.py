@@ -107,6 +107,11 @@ def patch_scores(
         FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
             alone, hooks put on the model or taken off since that change what it does (under ``"frozen+qk"`` any), or
             a frozen pass attached to it.
+
+    >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+    >>> scores = tlens.circuits.patch_scores(frozen, corrupted, " value", " name", by="component")
+    >>> scores.scores.shape[-1] == len(scores.names)
+    True
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")

@@ -1,4 +1,4 @@
-"""Two prompts of the same length, and what is asked about the first: what every comparison of a clean and a corrupted
+"""Two prompts of the same length, and the target of the first: what every comparison of a clean and a corrupted
 prompt begins with.
 
 A prompt is *clean* where the model does what one wants to understand, and *corrupted* where a small change takes that
@@ -63,9 +63,7 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
     prompts = len(clean.tokens)
     others = len(corrupted.tokens)
     if prompts != others:
-        raise InvalidInputError(
-            f"{prompts} clean prompts and {others} corrupted ones; freeze as many, each beside its own."
-        )
+        raise InvalidInputError(f"{prompts} clean prompts and {others} corrupted ones; freeze as many, in pairs.")
     lengths = [tuple(frozen.tokens.shape) for frozen in (clean, corrupted)]
     if lengths[0] != lengths[1]:
         raise InvalidInputError(
@@ -112,7 +110,7 @@ def pair_target(
     query: Query,
     activation: str = "ratio",
 ) -> StreamTarget:
-    """What is asked about the clean prompt, after `check_pair`; see `stream_target` for what is refused besides."""
+    """The target of the clean prompt, after `check_pair`; see `stream_target` for what is refused besides."""
     check_pair(clean, corrupted)
     return stream_target(clean, target, minus, direction, query, activation)
 

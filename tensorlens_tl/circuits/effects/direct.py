@@ -40,7 +40,7 @@ def logit_attribution(
 ) -> Terms:
     """The direct effect of every component on a logit; with the biases they sum to it.
 
-    Heads count with b_V inside, as TransformerLens' ``hook_result``; b_O and b_out are terms of their own.
+    Heads count with b_V inside, as TransformerLens' ``hook_result``; b_O and b_out are separate terms.
 
     Args:
         frozen: the pass, or the difference of two: then every term is a part of the change.
@@ -148,7 +148,7 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
 
 
 def _by_position(cotangent: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch 1 pos"]:
-    """⟨cotangent, x⟩ where the vectors are: the query's own position, and on a whitened model those before it."""
+    """⟨cotangent, x⟩ where the vectors are: the query's position, and on a whitened model those before it."""
     return (upcast(cotangent) * x).sum(-1)[:, :, None]
 
 
@@ -177,6 +177,6 @@ def _by_source_without_pattern(
 def _at_query(
     values: Float[Tensor, "query batch term"], positions: Int[Tensor, "batch query"], pos: int
 ) -> Float[Tensor, "query batch term key"]:
-    """Effects as shares of source tokens, all at the query's own position."""
+    """Effects as shares of source tokens, all at the query's position."""
     shares = values.new_zeros(*values.shape, pos)
     return shares.scatter_(3, positions.T[:, :, None, None].expand(*values.shape, 1), values[..., None])

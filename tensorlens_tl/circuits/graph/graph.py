@@ -6,10 +6,10 @@ back to it through the whole frozen model. The *edge* from a source to a node is
 entered the node through the source: pull the target back to the node's output, through the node alone to the residual
 stream, and dot with the source's output there. So
 
-* a node's incoming edges and its own bias sum to its weight;
-* embeddings and biases (the sources, and the nodes' own) sum to the logit.
+* a node's incoming edges and its bias sum to its weight;
+* embeddings and biases (those that are sources, and those of the nodes) sum to the logit.
 
-An edge into a head comes from the source's own position, so that it says which token was read; an edge out of a head
+An edge into a head comes from the source's position, so that it says which token was read; an edge out of a head
 mixes all that the head has read. ``sources=k`` splits each head at each query into a node for each of the k tokens
 that give most, ``L0H3←5``, and one for all others, ``L0H3.rest``: an edge out of one then belongs to one head and one
 source token. ``neurons=k`` splits each MLP at each position into its k largest neurons, ``MLP0.N17``, and the rest,
@@ -24,7 +24,7 @@ in `feature_effects`.
 
 Nothing is trained and nothing is approximated: attention patterns, activation ratios and norm scales are frozen. In a
 post-LN model what a source wrote goes through the norms of the residual stream before it enters a node. Whitening
-passes vectors on from position to position, so it is a node of its own, which takes in all that was written before it.
+passes vectors on from position to position, so it is one node, which takes in all that was written before it.
 A mixer in place of attention (a state-space layer, a convolution) is one node with edges from every earlier position.
 """
 
@@ -83,7 +83,7 @@ def contribution_graph(
             below 1, all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
         sources: split heads by the token they read, in the same way: so many for each head and query, or all that are
             at least this share of the largest. None leaves heads whole. Mixers have no pattern and stay whole.
-        dictionaries: the active features of a sparse autoencoder, or of several, in this pass, made by
+        dictionaries: the active features of a sparse autoencoder, or of several, in this pass, from
             `tensorlens_tl.circuits.features`. Each takes the residual stream apart at its place; one place takes one.
         features: which active features become nodes, in the same way: so many at each position, or all that are at
             least this share of the largest. None makes a node of each.
@@ -97,6 +97,10 @@ def contribution_graph(
             refuses.
         UnsupportedModelError: neurons of a mixture of experts.
         SizeError: more than `MOST_NODES` nodes, or more than `MOST_EDGES` edges would be kept.
+
+    >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
+    >>> graph.gap < 1e-4
+    True
     """
     check_options(threshold, neurons, sources, features)
     if features is not None and dictionaries in (None, [], ()):

@@ -63,7 +63,7 @@ class Node:
         kind: head, mixer or mlp.
         chosen: which neuron, or which source position of a head, each slot holds; −1 where it holds none.
         weights: what each row contributes to the target.
-        biases: what of it is its own bias.
+        biases: the part of the weight that is the bias of the node.
         outputs: what each row writes, biases of the sublayer apart.
     """
 
@@ -176,7 +176,7 @@ def row_of(chosen: Int[Tensor, "slot query"], keys: int) -> Int[Tensor, "query k
 
 
 def _hidden_bias(sublayer: Sublayer) -> Float[Tensor, "..."]:
-    """What the sublayer's hidden vector holds of its own biases."""
+    """The part of a sublayer's hidden vector that its biases give."""
     bias = sublayer.read.bias
     if bias.ndim < 3:
         return bias

@@ -1,4 +1,4 @@
-"""What reads the residual stream and writes to it, one step after the other: the parts that `Stream` is made of."""
+"""What reads the residual stream and writes to it, one step after the other: the parts of a `Stream`."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -153,7 +153,7 @@ class Step:
         return Chain((inside, self.outer))
 
     def directly(self, x: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch pos d_model"]:
-        """What the stream carries past the sublayers, the step's own biases included."""
+        """What the stream carries past the sublayers, the biases of the step included."""
         for sublayer in self.sublayers:
             if sublayer.write.bias is not ZERO:
                 x = x + sublayer.write.bias
@@ -223,7 +223,7 @@ def _heads(
 def _mlp_nodes(frozen: PassOrDifference, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
     """An MLP's hidden vector, what writes it, and its nodes: the whole MLP, or every expert that is chosen.
 
-    An expert's hidden vector is what it writes, its share of the routing and its own biases included.
+    An expert's hidden vector is what it writes, its share of the routing and its biases included.
     """
     if not isinstance(frozen.view.blocks[layer].mlp, ExpertsWeights):
         mlp = frozen.maps.mlp(layer, rule)
@@ -241,7 +241,7 @@ def _mlp_nodes(frozen: PassOrDifference, layer: int, rule: str) -> tuple[AffineM
 
 
 def _per_layer_node(frozen: PassOrDifference, layer: int, per_layer: Chain) -> Sublayer:
-    """What a block adds for an input of each token at this layer, as a node of its own."""
+    """What a block adds for an input of each token at this layer, as a node."""
     *inside, output = per_layer.stages
     write = Chain((output, frozen.maps.norm(layer, PER_LAYER_NORM)))
     name = f"L{layer}.per_layer"
