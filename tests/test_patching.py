@@ -791,7 +791,8 @@ def test_agreement_finds_what_acts_through_patterns():
     task = evaluate.recall(3)
     source = evaluate.patching_agreement(model, evaluate.prompt_pairs(task))
     question = evaluate.patching_agreement(model, evaluate.prompt_pairs(task, "question"))
-    assert source.methods == ["frozen", "frozen+qk", "gradient", "integrated"]
+    assert source.methods == ["frozen", "frozen+qk", "gradient", "integrated", "difference"]
+    assert question.mean("pearson", "difference") > 0.95
     assert source.mean("pearson", "frozen") > 0.95
     assert question.mean("pearson", "frozen") < 0.7 < 0.85 < question.mean("pearson", "frozen+qk")
     edges = evaluate.patching_agreement(model, evaluate.prompt_pairs(task), ["frozen"], by="edge")
@@ -804,7 +805,7 @@ def test_methods_that_a_model_does_not_allow_are_left_out(model_named):
     changed[:, 2] = 40
     pairs = evaluate.PromptPairs("random", tokens, changed, torch.tensor([5, 6]), torch.tensor([7, 8]))
     made = evaluate.patching_agreement(model_named("bridge/gemma2"), pairs, only_correct=False)
-    assert made.methods == ["frozen", "gradient", "integrated"]
+    assert made.methods == ["frozen", "gradient", "integrated", "difference"]
     assert "sandwich" in made.skipped["frozen+qk"]
     with pytest.raises(tlens.InvalidInputError, match="nothing to explain"):
         evaluate.patching_agreement(model_named("bridge/gemma2"), pairs)

@@ -26,6 +26,11 @@ Nothing is trained and nothing is approximated: attention patterns, activation r
 post-LN model what a source wrote goes through the norms of the residual stream before it enters a node. Whitening
 passes vectors on from position to position, so it is one node, which takes in all that was written before it.
 A mixer in place of attention (a state-space layer, a convolution) is one node with edges from every earlier position.
+
+Of the difference of two runs (`tensorlens_tl.passes.difference`) weights and edges are parts of the change of the
+target, and nothing is held: every head is three nodes, ``L0H3.v``, ``L0H3.q`` and ``L0H3.k``, what it gives because its
+values changed, and because its queries and keys changed where it attends. So an edge from one head to another's ``.k``
+says that the first tells the second where to look.
 """
 
 import sys
@@ -45,7 +50,7 @@ from tensorlens_tl.circuits.graph.nodes import Choice
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, Sublayer, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models import LayerRange, ModelView, Query, TokenLike
-from tensorlens_tl.passes import PassLike
+from tensorlens_tl.passes import Difference, PassOrDifference
 from tensorlens_tl.passes.operator import target_ids
 from tensorlens_tl.results import ContributionGraph
 
@@ -57,7 +62,7 @@ MOST_NODES = 200_000
 
 
 def contribution_graph(
-    frozen: PassLike,
+    frozen: PassOrDifference,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
@@ -75,7 +80,7 @@ def contribution_graph(
     """The contribution graph of one logit of one prompt.
 
     Args:
-        frozen: a pass of one prompt.
+        frozen: a pass of one prompt, or the difference of two.
         target, minus, direction, layers, final_norm: as in `logit_attribution`.
         threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
             keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
@@ -182,7 +187,8 @@ def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, dire
         "provenance": frozen.provenance(),
     }
     if direction is None and minus is None and view.unembedding is not None:
-        logits = upcast(view.logits(frozen.unembedded()[0, query]))
+        run = frozen.a if isinstance(frozen, Difference) else frozen
+        logits = upcast(view.logits(run.unembedded()[0, query]))
         token = int(target_ids(frozen, readout.positions, target)[0])
         facts |= {"token_id": token, "probability": float(logits.softmax(-1)[token])}
     return facts
@@ -362,10 +368,11 @@ class _Builder:
                 self._add(name, kind, sublayer.layer, weights, biases, numbers)
         self._check_count(x.shape[1], sublayer.layer)
         carried = self._carried(outputs)
-        if sublayer.kind == "mixer":
-            self.edges.into_mixing(first, sublayer.read, cotangent[0, 0], carried)
-        elif sublayer.is_attention:
+        if sublayer.is_attention:
             self.edges.into_heads(sublayer, nodes, first, cotangent, carried)
+        elif sublayer.read.mixes:
+            for number, part in enumerate(sublayer.split(cotangent[0, 0]).unbind(-2)):
+                self.edges.into_mixing(first + number, sublayer.read_of(number), part, carried)
         else:
             self.edges.into_positionwise(sublayer, nodes, first, cotangent, carried)
         return [node.outputs for node in nodes]

@@ -99,10 +99,9 @@ def whole(
     bias_shares = cotangent[0, 0] * _hidden_bias(sublayer)
     weights, biases = (sublayer.split(part).sum(-1).T for part in (shares, bias_shares))
     none = torch.zeros(0, hidden.shape[1], dtype=torch.long, device=hidden.device)
-    rows = zip(sublayer.nodes, weights, biases, sublayer.outputs(hidden)[:, 0], strict=True)
-    return [
-        Node(name, sublayer.node_kind, none, weight[None], bias[None], out[None]) for name, weight, bias, out in rows
-    ]
+    kind = sublayer.node_kind
+    rows = zip(sublayer.part_names, weights, biases, sublayer.outputs(hidden)[:, 0], strict=True)
+    return [Node(name, kind, none, weight[None], bias[None], out[None]) for name, weight, bias, out in rows]
 
 
 def neurons(
@@ -150,7 +149,7 @@ def sources(
     bias_shares = token_pairs(sublayer, torch.zeros_like(x), cotangent)[0, 0]
     nodes = list[Node]()
     width = values.shape[-1]
-    for head, name in enumerate(sublayer.nodes):
+    for head, name in enumerate(sublayer.part_names):
         chosen = choice.of(shares[head])
         at = chosen.clamp(min=0)
         filled = chosen >= 0

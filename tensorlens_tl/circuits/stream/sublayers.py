@@ -45,6 +45,7 @@ class Sublayer:
         nodes: the names of its nodes, ``"L0H3"``, ``"MLP0"``, or of a mixture of experts ``"L0E2"`` for each expert
             that is chosen and ``"L0.shared"``. In a difference of two runs a head has three sublayers.
         kind: what its nodes are.
+        of_three: whether the heads have other sublayers beside it, by queries, keys and values.
     """
 
     layer: int
@@ -53,6 +54,7 @@ class Sublayer:
     nodes: tuple[str, ...]
     bias_name: str
     kind: Kind
+    of_three: bool = False
 
     @property
     def name(self) -> str:
@@ -67,6 +69,13 @@ class Sublayer:
     def letter(self) -> str:
         """What heads read by, ``"v"``, ``"q"`` or ``"k"``; an empty text of anything else."""
         return LETTERS.get(self.kind, "")
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of its nodes, apart from those of the same heads in other sublayers: ``"L0H3.k"``."""
+        if not self.of_three:
+            return self.nodes
+        return tuple(f"{node}.{self.letter}" for node in self.nodes)
 
     @property
     def node_kind(self) -> str:
@@ -217,7 +226,8 @@ def _heads(
         (by_key, alone, "key"),
         (by_value, output, "head"),
     )
-    return [_sublayer(frozen, layer, at, (read,), out, names, "b_O", kind) for read, out, kind in kinds]
+    sublayers = [_sublayer(frozen, layer, at, (read,), out, names, "b_O", kind) for read, out, kind in kinds]
+    return [replace(sublayer, of_three=True) for sublayer in sublayers]
 
 
 def _mlp_nodes(frozen: PassOrDifference, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
