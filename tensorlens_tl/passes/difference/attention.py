@@ -33,6 +33,7 @@ from tensorlens_tl.passes.attention_scores import (
     ScoreReading,
     added_positions,
     pattern_error,
+    projected,
     score_projections,
     score_reading,
 )
@@ -103,7 +104,7 @@ def _same_reading(reading: ScoreReading, maps: BlockMaps, layer: int) -> ScoreRe
     x = maps.capture.resid_read(layer)
     query, key = (projection.held(x) for projection in projections)
     other = replace(reading, query=query, key=key, projections=projections)
-    error = pattern_error(other, maps, layer)
+    error = pattern_error(other, maps, layer, *projected(maps, layer, projections))
     if not error <= maps.tolerance:
         raise UnsupportedModelError(
             f"difference: blocks.{layer} of this {maps.view.description} makes its attention scores in one way in the "
