@@ -16,6 +16,8 @@
 | `backward`, `replacement` | what gives the live model under other backward rules, or with a token replaced? |
 """
 
+from typing import TYPE_CHECKING, Any
+
 from tensorlens_tl.passes.backward import product_points as product_points, rule_scores as rule_scores
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture
@@ -34,6 +36,19 @@ from tensorlens_tl.passes.operator import (
 )
 from tensorlens_tl.passes.proof import Proof
 
+if TYPE_CHECKING:
+    PassOrDifference = FrozenPass | Difference
+    """One run, or the difference of two, as a user passes it."""
+else:
+    PassOrDifference = Any  # `check_explained` refuses anything else with our own error
+
+
+def check_explained(frozen: Any) -> None:
+    """Raise `InvalidInputError` where neither a frozen pass nor a difference of two was passed."""
+    if not isinstance(frozen, Difference):
+        check_pass(frozen)
+
+
 __all__ = [
     "BlockMaps",
     "Capture",
@@ -42,11 +57,13 @@ __all__ = [
     "FrozenOperator",
     "FrozenPass",
     "Linearisation",
+    "PassOrDifference",
     "PatchEmbedding",
     "PixelScores",
     "Proof",
     "Routes",
     "SecantMaps",
+    "check_explained",
     "difference",
     "freeze",
     "freeze_changed",

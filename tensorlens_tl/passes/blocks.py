@@ -110,6 +110,10 @@ class Blocks(ABC):
         """One MLP, or mixture of experts, or None without one."""
 
     @abstractmethod
+    def experts(self, layer: int, /, activation: str = "ratio") -> dict[str, AffineMap]:
+        """What a mixture of experts is the sum of: the chosen ones together, and what every token goes through."""
+
+    @abstractmethod
     def per_layer(self, layer: int, /, activation: str = "ratio") -> Chain | None:
         """What a block adds for a separate input of each token at this layer; None without one."""
 

@@ -7,7 +7,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, PositionwiseMap, note_bias
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, note_bias
 from tensorlens_tl.algebra.positions import Where, at
 from tensorlens_tl.algebra.primitives import largest_singular_value
 
@@ -82,9 +82,9 @@ class RankOne(PositionwiseMap):
     def bias(self) -> Tensor:
         return ZERO
 
-    def of_group(self, group: int, groups: int) -> "RankOne":
+    def of_group(self, group: int, groups: int) -> AffineMap:
         if self.groups % groups:
-            return self  # refuses
+            return super().of_group(group, groups)
         cut = partial(channels_of, group=group, groups=groups)
         return RankOne(cut(self.read), cut(self.write), self.groups // groups)
 

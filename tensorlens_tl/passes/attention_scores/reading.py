@@ -106,8 +106,14 @@ class ScoreReading:
         self, x: Float[Tensor, "batch pos d_model"]
     ) -> tuple[Float[Tensor, "batch head pos d_head"], Float[Tensor, "batch kv pos d_head"]]:
         """Queries and keys as their product takes them: after norms and rotation."""
-        q = rearrange(self.query(x), "b p (h d) -> b h p d", h=self.heads)
-        k = rearrange(self.key(x), "b p (h d) -> b h p d", h=self.kv_heads)
+        return self.rotated(self.query(x), self.key(x))
+
+    def rotated(
+        self, query: Float[Tensor, "batch pos width"], key: Float[Tensor, "batch pos kv_width"]
+    ) -> tuple[Float[Tensor, "batch head pos d_head"], Float[Tensor, "batch kv pos d_head"]]:
+        """The same from what `query` and `key` give."""
+        q = rearrange(query, "b p (h d) -> b h p d", h=self.heads)
+        k = rearrange(key, "b p (h d) -> b h p d", h=self.kv_heads)
         if self.rotation is None:
             return q, k
         rotated = partial(torch.einsum, "bhpd,pde->bhpe")
@@ -115,7 +121,13 @@ class ScoreReading:
 
     def scores(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch head query key"]:
         """Scores before soft cap, ALiBi and mask."""
-        return self.scale * grouped_products(*self.vectors(x))
+        return self.scores_of(self.query(x), self.key(x))
+
+    def scores_of(
+        self, query: Float[Tensor, "batch pos width"], key: Float[Tensor, "batch pos kv_width"]
+    ) -> Float[Tensor, "batch head query key"]:
+        """The same from what `query` and `key` give."""
+        return self.scale * grouped_products(*self.rotated(query, key))
 
     def finished(self, scores: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query key"]:
         """The same after soft cap and ALiBi, as they enter the mask and the softmax."""
@@ -304,11 +316,12 @@ def score_reading(maps: BlockMaps, layer: int) -> ScoreReading:
         UnsupportedModelError: no known reading does; says how near the best came.
     """
     maps.view.refuse_encoder_decoder("attention scores")
-    x = maps.capture.resid_read(layer)
     before = maps.layouts[layer].attn.before
+    added = added_positions(maps)
+    queries, keys = projected(maps, layer, score_projections(maps, layer, before, added))
     candidates = [
-        replace(candidate, error=pattern_error(candidate, maps, layer))
-        for candidate in score_candidates(maps, layer, before, added_positions(maps))
+        replace(candidate, error=pattern_error(candidate, maps, layer, queries, keys))
+        for candidate in score_candidates(maps, layer, before, added)
     ]
     best = min(candidates, key=lambda reading: reading.error, default=None)
     if best is None or not best.error <= maps.tolerance:
@@ -319,26 +332,48 @@ def score_reading(maps: BlockMaps, layer: int) -> ScoreReading:
             "Relative position biases and centred query norms are not supported."
         )
     # what the pattern cannot tell apart (one token; nothing but uniform attention) goes to what the model states
-    near = [reading for reading in candidates if reading.error <= 2 * best.error]
-    scores = best.scores(x)
-    unlike = [reading for reading in near if float((reading.scores(x) - scores).norm()) > 0.1 * float(scores.norm())]
-    if unlike and x.shape[1] > 1:
+    near = [reading for reading in candidates if reading.error <= 2 * best.error and reading is not best]
+    scores = best.scores_of(queries, keys)
+    size = 0.1 * float(scores.norm())
+    unlike = [reading for reading in near if float((reading.scores_of(queries, keys) - scores).norm()) > size]
+    if unlike and queries.shape[1] > 1:
         raise UnsupportedModelError(
             f"blocks.{layer} of this {maps.view.description}: several ways to make its attention scores reproduce "
             f"its pattern equally well (off by {best.error:.1e} and {unlike[0].error:.1e}); it is too even to tell. "
             "Freeze a longer prompt, or use a wider dtype."
         )
     if unlike:
-        return near[0]
+        return next(reading for reading in candidates if reading.error <= 2 * best.error)
     return best
 
 
-def pattern_error(reading: ScoreReading, maps: BlockMaps, layer: int) -> float:
-    """The largest error of an attention probability. A row's own sum is kept: attention sinks take their share."""
+def projected(
+    maps: BlockMaps, layer: int, projections: tuple[HeadProjection, HeadProjection]
+) -> tuple[Float[Tensor, "batch pos width"], Float[Tensor, "batch pos kv_width"]]:
+    """One layer's queries and keys before rotation, heads side by side."""
     x = maps.capture.resid_read(layer)
-    pattern = maps.capture.pattern(layer).to(x.dtype)
+    query, key = projections
+    return query.held(x)(x), key.held(x)(x)
+
+
+def pattern_error(
+    reading: ScoreReading,
+    maps: BlockMaps,
+    layer: int,
+    queries: Float[Tensor, "batch pos width"],
+    keys: Float[Tensor, "batch pos kv_width"],
+) -> float:
+    """The largest error of an attention probability. A row's own sum is kept: attention sinks take their share.
+
+    Args:
+        reading: how scores are computed.
+        maps: of the run.
+        layer: which one.
+        queries, keys: before rotation, as of `projected`.
+    """
+    pattern = maps.capture.pattern(layer).to(queries.dtype)
     allowed = pattern > 0
-    scores = reading.finished(reading.scores(x)).masked_fill(~allowed, -torch.inf)
+    scores = reading.finished(reading.scores_of(queries, keys)).masked_fill(~allowed, -torch.inf)
     probabilities = torch.softmax(upcast(scores), dim=-1) * pattern.sum(-1, keepdim=True)
     real = maps.mask[:, None, :, None] & allowed.any(-1, keepdim=True)
     return float((probabilities - pattern).masked_fill(~real, 0.0).abs().max())

@@ -27,7 +27,7 @@ from tensorlens_tl.algebra.secants import (
     slope,
 )
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.activations import derivative
+from tensorlens_tl.models import derivative
 from tensorlens_tl.models.parameters import AttentionWeights, Gate, InverseScale
 from tensorlens_tl.passes.attention_scores import (
     ScoreReading,

@@ -112,6 +112,11 @@ class Difference(Linearisation):
         return None
 
     @property
+    def soft_cap(self) -> None:
+        """None: a difference of two capped numbers is no cap of their difference. Sums explain it before the cap."""
+        return None
+
+    @property
     def row_bytes(self) -> int:
         """What one vector allocates at most on its way through the blocks."""
         return self.maps.row_bytes

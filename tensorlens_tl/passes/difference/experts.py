@@ -7,7 +7,7 @@ read: each by its secant, over the tokens that are sent to it in either run. The
 chosen, and what they count, is no linear function of what the router reads, so that a changed routing is a term by
 itself. Where the two runs are the same, the map is the Jacobian with the routing held.
 
-A weight may scale what its expert reads instead (Llama 4): f_e(w_e·x). Then x̄·Δw_e goes through the expert's secant.
+A weight may scale what its expert reads instead (Llama 4), f_e(w_e·x): then x̄·Δw_e goes through the expert's secant.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Branch, Chain, Diagonal, Routed
-from tensorlens_tl.algebra.secants import Change, Offset
+from tensorlens_tl.algebra.secants import Change
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.difference.mlps import gate_secant, mlp_secant
@@ -42,8 +42,7 @@ class Mixture:
 def experts_secant(a: Mixture, b: Mixture, read: dict[str, Change], layer: int) -> dict[str, AffineMap]:
     """What a mixture of experts is the sum of, by name, as `expert_maps` names it, every part a secant.
 
-    The constant of a changed routing is the bias of ``"experts"``, as the last stage `Offset` called
-    ``"L{layer}.routing"``; where the weights scale what experts read, it is among their own stages.
+    The constant of a changed routing is an `Offset` in each expert's branch, called ``"L{layer}.routing"``.
 
     Args:
         a, b: the two runs'.
@@ -67,30 +66,27 @@ def _form(weights: ExpertsWeights) -> tuple[object, ...]:
     return *parts, weights.count, weights.routing.scales_input, weights.branch_factor
 
 
-def _routed(a: Mixture, b: Mixture, read: Change, layer: int) -> Chain:
+def _routed(a: Mixture, b: Mixture, read: Change, layer: int) -> Routed:
     """The experts together."""
     name = f"L{layer}.routing"
     counts_a, counts_b = (mixture.counts().to(read.a) for mixture in (a, b))
     x_a = read.a.flatten(0, 1)
     x_b = read.b.flatten(0, 1)
     factor = a.weights.branch_factor
-    changes = torch.zeros_like(x_a)
+    scales_input = a.weights.routing.scales_input
     branches: list[Branch] = []
     chosen = ((counts_a != 0) | (counts_b != 0)).any(0).nonzero()[:, 0].tolist()
     for number in chosen or [0]:  # a map of no tokens, where every choice counts nothing
         tokens = ((counts_a[:, number] != 0) | (counts_b[:, number] != 0)).nonzero()[:, 0]
-        weight_a = counts_a[tokens, number]
-        weight_b = counts_b[tokens, number]
+        weights = (counts_a[tokens, number][None, :, None], counts_b[tokens, number][None, :, None], name)
         packed = Change(x_a[tokens][None], x_b[tokens][None])
-        if a.weights.routing.scales_input:
-            packed = packed.weighted(weight_a[None, :, None], weight_b[None, :, None], name)
-            weight_a = weight_b = torch.ones_like(weight_a)
-        experts = (a.weights.expert(number), b.weights.expert(number))
-        expert = mlp_secant(*experts, packed, f"L{layer}E{number}")
-        changes.index_add_(0, tokens, (factor * (weight_a - weight_b))[:, None] * expert.mean[0])
-        branches.append(Branch(expert.map, tokens, factor * (weight_a + weight_b) / 2, number))
-    routed = Routed(tuple(branches), tuple(read.a.shape[:2]), read.a.shape[-1])
-    return Chain((routed, Offset(changes.reshape(read.a.shape), name)))
+        if scales_input:
+            packed = packed.weighted(*weights)
+        expert = mlp_secant(a.weights.expert(number), b.weights.expert(number), packed, f"L{layer}E{number}")
+        if not scales_input:
+            expert = expert.weighted(*weights)
+        branches.append(Branch(expert.map, tokens, torch.full_like(x_a[tokens, 0], factor), number))
+    return Routed(tuple(branches), tuple(read.a.shape[:2]), read.a.shape[-1])
 
 
 def _shared(a: ExpertsWeights, b: ExpertsWeights, read: Change, layer: int) -> Chain:

@@ -5,7 +5,7 @@ from functools import partial
 from tensorlens_tl.algebra import Linear
 from tensorlens_tl.algebra.secants import Change, bias_name
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.activations import Activation, derivative
+from tensorlens_tl.models import Activation, derivative
 from tensorlens_tl.models.parameters import Gate, MLPWeights
 
 
