@@ -19,7 +19,7 @@ of a row in either run, as the softmax is.
 from tensorlens_tl.algebra.secants.attention import KeyResponse, QueryResponse, ScoreSecant
 from tensorlens_tl.algebra.secants.maps import Offset, RankOne, Rotation
 from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, slope
-from tensorlens_tl.algebra.secants.parts import bias_name, linear_secant, norm_secant, offsets_met, scale_response
+from tensorlens_tl.algebra.secants.parts import bias_name, linear_secant, norm_secant, offset_terms, scale_response
 
 __all__ = [
     "KeyResponse",
@@ -32,7 +32,7 @@ __all__ = [
     "linear_secant",
     "logarithmic_mean",
     "norm_secant",
-    "offsets_met",
+    "offset_terms",
     "scale_response",
     "slope",
 ]

@@ -104,7 +104,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape) or torch.equal(a, b)
 
 
-def offsets_met(
+def offset_terms(
     m: AffineMap, g: Float[Tensor, "*rows batch pos d"]
 ) -> Iterator[tuple[str, Float[Tensor, "*rows batch pos"]]]:
     """What every `Offset` in a map gives to a vector at its end, by name and position: ⟨g pulled to it, its vectors⟩.
@@ -118,10 +118,10 @@ def offsets_met(
             yield name, (g * vectors).sum(-1)
         case Chain(stages=stages):
             for stage in reversed(stages):
-                yield from offsets_met(stage, g)
+                yield from offset_terms(stage, g)
                 g = stage.pull(g)
         case Sum(terms=terms):
             for term in terms:
-                yield from offsets_met(term, g)
+                yield from offset_terms(term, g)
         case _:
             return

@@ -27,7 +27,7 @@ from tensorlens_tl.algebra.secants import (
     slope,
 )
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.activations import derivative
+from tensorlens_tl.models import derivative
 from tensorlens_tl.passes.attention_scores import (
     HeadProjection,
     ScoreReading,
@@ -80,7 +80,7 @@ def attention_secant(
     secant = _score_secant(runs, layer, patterns, mean_values)
     mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights_a.kv_heads)
     if heads is not None:
-        mixing, secant = _kept(mixing, secant, heads)
+        mixing, secant = _only(mixing, secant, heads)
     routes = Sum(
         (
             Chain((*by_value, mixing)),
@@ -198,9 +198,9 @@ def _log_pattern(
     return logs, rest
 
 
-def _kept(mixing: Attention, secant: ScoreSecant, heads: Collection[int]) -> tuple[Attention, ScoreSecant]:
+def _only(mixing: Attention, secant: ScoreSecant, heads: Collection[int]) -> tuple[Attention, ScoreSecant]:
     """Other heads give nothing."""
     keep = torch.zeros(mixing.n_heads, dtype=torch.bool, device=mixing.pattern.device)
     keep[list(heads)] = True
-    kept = replace(mixing, pattern=mixing.pattern * keep[:, None, None])
-    return kept, replace(secant, weights=secant.weights * keep[:, None])
+    mixing = replace(mixing, pattern=mixing.pattern * keep[:, None, None])
+    return mixing, replace(secant, weights=secant.weights * keep[:, None])

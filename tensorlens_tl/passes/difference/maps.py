@@ -6,8 +6,7 @@ from functools import cached_property, partial
 
 from tensorlens_tl.algebra import Chain, Diagonal, Linear, Norm
 from tensorlens_tl.algebra.secants import linear_secant, norm_secant, slope
-from tensorlens_tl.models import Layout, Within
-from tensorlens_tl.models.activations import derivative
+from tensorlens_tl.models import Layout, Within, derivative
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import Blocks
 from tensorlens_tl.passes.capture import Capture

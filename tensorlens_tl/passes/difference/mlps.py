@@ -11,7 +11,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Sum
 from tensorlens_tl.algebra.numerics import plus
 from tensorlens_tl.algebra.secants import Offset, bias_name, linear_secant, scale_response, slope
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.activations import Activation, derivative
+from tensorlens_tl.models import Activation, derivative
 from tensorlens_tl.models.parameters import MLPWeights
 
 Pair = tuple[Float[Tensor, "batch pos d"], Float[Tensor, "batch pos d"]]
