@@ -202,9 +202,9 @@ class Difference(Linearisation):
             UnsupportedModelError: see `FrozenPass.logit_vectors`.
         """
         vectors_a, constant_a = self.a.logit_vectors(ids, positions)
+        vectors_b, constant_b = self.b.logit_vectors(ids, positions)  # each compares its run's logits
         if self.of_one_model:
             return vectors_a, torch.zeros_like(constant_a)
-        vectors_b, constant_b = self.b.logit_vectors(ids, positions)
         states = (self.a.unembedded() + self.b.unembedded()) / 2
         at = upcast(torch.take_along_dim(states, positions[..., None], dim=1))
         constant = (at * (vectors_a - vectors_b)).sum(-1) + constant_a - constant_b
