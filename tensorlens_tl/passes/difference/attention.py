@@ -7,7 +7,7 @@ of what heads give is a fourth, Δ(g·z) = ḡ·Δz + z̄·Δg; the scale of a n
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,6 +30,7 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import derivative
 from tensorlens_tl.models.parameters import AttentionWeights, Gate, InverseScale
 from tensorlens_tl.passes.attention_scores import (
+    HeadProjection,
     ScoreReading,
     added_positions,
     pattern_error,
@@ -39,15 +40,6 @@ from tensorlens_tl.passes.attention_scores import (
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.difference.mlps import gate_secant
 from tensorlens_tl.passes.difference.values import BlockValues
-
-
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """One layer's attention in one run: the frozen maps, what was read, and how scores follow from it."""
-
-    maps: BlockMaps
-    values: BlockValues
-    reading: ScoreReading
 
 
 def attention_secant(
@@ -66,21 +58,23 @@ def attention_secant(
     """
     weights = [maps.view.blocks[layer].attention for maps in (a, b)]
     name = partial("L{}.{}".format, layer)
-    reading = score_reading(a, layer)
-    runs = (_Run(a, of_a, reading), _Run(b, of_b, _same_reading(reading, b, layer)))
+    queries, keys = _projection_secants(a, b, layer)
+    reading = score_reading(a, layer, (queries.a, keys.a))
+    _check_reading(reading, b, layer, queries.b, keys.b)
     read = Change(of_a.attention, of_b.attention)
     values = _value_secant(weights, read, name)
     patterns = [upcast(maps.capture.pattern(layer)) for maps in (a, b)]
     mean_values = rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=weights[0].kv_heads)
-    secant = _score_secant(runs, layer, patterns, mean_values)
+    secant = _score_secant(reading, queries, keys, patterns, mean_values, max(a.tolerance, b.tolerance))
+    rotation = () if reading.rotation is None else (Rotation.of(reading.rotation),)
     mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
     routes = Sum(
         (
             Chain((*values.stages, mixing)),
-            Chain((*_projection_secant(runs, 0, layer, name("W_Q")).stages, QueryResponse.of(secant))),
-            Chain((*_projection_secant(runs, 1, layer, name("W_K")).stages, KeyResponse(secant))),
+            Chain((*queries.stages, *rotation, QueryResponse.of(secant))),
+            Chain((*keys.stages, *rotation, KeyResponse(secant))),
         )
     )
     return _written(weights, read, Change(of_a.heads, of_b.heads, (routes,)), name, heads)
@@ -135,7 +129,7 @@ def _written(
     if isinstance(factor_a, Gate) and isinstance(factor_b, Gate):
         z = z.times(gate_secant(factor_a, factor_b, read, name("attn.W_gate")))
     out_a, out_b = map(_output, weights)
-    return z.linear(out_a, out_b, name("W_O")).map
+    return z.written(out_a, out_b, name("W_O"))
 
 
 def _of_heads(z: Change, n_heads: int, heads: Collection[int] | None) -> Change:
@@ -148,66 +142,64 @@ def _of_heads(z: Change, n_heads: int, heads: Collection[int] | None) -> Change:
     return replace(z, a=z.a * channels, b=z.b * channels)
 
 
-def _same_reading(reading: ScoreReading, maps: BlockMaps, layer: int) -> ScoreReading:
-    """The other run's scores, made in the same way.
+def _check_reading(reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor) -> None:
+    """Refuse another run whose scores are made in another way.
 
     Raises:
         UnsupportedModelError: they do not give its pattern.
     """
-    before = maps.layouts[layer].attn.before
-    projections = score_projections(maps, layer, before, added_positions(maps))
-    x = maps.capture.resid_read(layer)
-    query, key = (projection.held(x) for projection in projections)
-    other = replace(reading, query=query, key=key, projections=projections)
-    error = pattern_error(other, maps, layer)
+    error = pattern_error(reading, maps, layer, queries, keys)
     if not error <= maps.tolerance:
         raise UnsupportedModelError(
             f"difference: blocks.{layer} of this {maps.view.description} makes its attention scores in one way in the "
             f"first run and in another in the second (its pattern is off by {error:.1e})."
         )
-    return replace(other, error=error)
 
 
-def _projection_secant(runs: tuple[_Run, _Run], side: int, layer: int, name: str) -> Change:
-    """Queries (0) or keys (1): their matrix, their norm with its scale responding, and their rotation."""
-    first, second = (run.reading.projections[side] for run in runs)
-    x_a, x_b = (run.maps.capture.resid_read(layer) for run in runs)
-    read = Change(Chain((Identity(), *first.reads))(x_a), Chain((Identity(), *second.reads))(x_b))
-    vectors = read.linear(first.linear, second.linear, name)
-    if first.norm is not None and second.norm is not None:
-        scales = (first.scale(upcast(vectors.a)), second.scale(upcast(vectors.b)))
-        gains = (first.gain(vectors.a), second.gain(vectors.b))
-        vectors = vectors.over(*scales, gains, name.replace("W_", "norm_"), first.groups)
-    rotation = runs[0].reading.rotation
-    if rotation is None:
+def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change, Change]:
+    """Queries and keys before rotation: their matrices, and their norms with the scale responding."""
+    before = a.layouts[layer].attn.before
+    projections = [score_projections(maps, layer, before, added_positions(maps)) for maps in (a, b)]
+    reads = [Chain((Identity(), *of_queries.reads)) for of_queries, _ in projections]  # keys read the same
+    x_a, x_b = (upcast(maps.capture.resid_read(layer)) for maps in (a, b))
+    read = Change(reads[0](x_a), reads[1](x_b))
+    (query_a, key_a), (query_b, key_b) = projections
+    return _projected(read, query_a, query_b, f"L{layer}.W_Q"), _projected(read, key_a, key_b, f"L{layer}.W_K")
+
+
+def _projected(read: Change, a: HeadProjection, b: HeadProjection, name: str) -> Change:
+    """What attention reads, through one projection and its norm."""
+    vectors = read.linear(a.linear, b.linear, name)
+    if a.norm is None or b.norm is None:
         return vectors
-    return replace(vectors, stages=(*vectors.stages, Rotation.of(rotation)))
+    scales = (a.scale(vectors.a), b.scale(vectors.b))
+    gains = (a.gain(vectors.a), b.gain(vectors.b))
+    return vectors.over(*scales, gains, name.replace("W_", "norm_"), a.groups)
 
 
 def _score_secant(
-    runs: tuple[_Run, _Run],
-    layer: int,
+    reading: ScoreReading,
+    queries: Change,
+    keys: Change,
     patterns: list[Float[Tensor, "batch head query key"]],
     mean_values: Float[Tensor, "batch kv pos d_head"],
+    tolerance: float,
 ) -> ScoreSecant:
     """The secant of softmax and scores together."""
-    reading = runs[0].reading
-    vectors = [run.reading.vectors(upcast(run.maps.capture.resid_read(layer))) for run in runs]
-    raw_scores = [reading.scale * grouped_products(*pair) for pair in vectors]
+    (q_a, k_a), (q_b, k_b) = (reading.rotated(*pair) for pair in ((queries.a, keys.a), (queries.b, keys.b)))
+    raw_scores = [reading.scale * grouped_products(*pair) for pair in ((q_a, k_a), (q_b, k_b))]
     allowed = (patterns[0] > 0) | (patterns[1] > 0)
     finished = [reading.finished(scores).masked_fill(~allowed, -torch.inf) for scores in raw_scores]
-    sinks = _sink_scores(finished, patterns, max(run.maps.tolerance for run in runs))
+    sinks = _sink_scores(finished, patterns, tolerance)
     logs, rests = zip(*(_log_pattern(scores, sinks) for scores in finished), strict=True)
     scale: Tensor | float = reading.scale
     if reading.soft_cap is not None:
         cap = partial(_capped, cap=reading.soft_cap)
         scale = scale * slope(cap, partial(derivative, cap), *raw_scores)
-    (q_a, k_a), (q_b, k_b) = vectors
-    repeated = partial(torch.repeat_interleave, repeats=reading.heads // reading.kv_heads, dim=1)
-    keys = repeated((k_a + k_b) / 2)
-    of_kv_heads = reading.heads // mean_values.shape[1]
-    values = mean_values.repeat_interleave(of_kv_heads, dim=1)
-    return ScoreSecant.of(logs, logarithmic_mean(*rests), scale, (q_a + q_b) / 2, keys, values, reading.kv_heads)
+    repeated = partial(torch.repeat_interleave, dim=1)
+    mean_keys = repeated((k_a + k_b) / 2, reading.heads // reading.kv_heads)
+    values = repeated(mean_values, reading.heads // mean_values.shape[1])
+    return ScoreSecant.of(logs, logarithmic_mean(*rests), scale, (q_a + q_b) / 2, mean_keys, values, reading.kv_heads)
 
 
 def _capped(scores: Tensor, cap: float) -> Tensor:
@@ -249,5 +241,5 @@ def _only(mixing: Attention, secant: ScoreSecant, heads: Collection[int]) -> tup
     """Other heads give nothing."""
     keep = torch.zeros(mixing.n_heads, dtype=torch.bool, device=mixing.pattern.device)
     keep[list(heads)] = True
-    kept = replace(mixing, pattern=mixing.pattern * keep[:, None, None])
-    return kept, replace(secant, weights=secant.weights * keep[:, None])
+    mixing = replace(mixing, pattern=mixing.pattern * keep[:, None, None])
+    return mixing, replace(secant, weights=secant.weights * keep[:, None])
