@@ -15,7 +15,7 @@ from tensorlens_tl.algebra.secants import (
     linear_secant,
     logarithmic_mean,
     norm_secant,
-    offsets_met,
+    offset_terms,
     slope,
 )
 from tensorlens_tl.models.activations import derivative
@@ -94,7 +94,7 @@ def test_a_norm(centre, two_models):
     a, b = (norm(x, *gains) for x, gains in zip((x_a, x_b), weights, strict=True))
     secant = norm_secant(a, b, x_a, x_b, "ln1")
     assert torch.allclose(secant(x_a - x_b), a(x_a) - b(x_b), rtol=1e-12, atol=1e-13)
-    names = [name for name, _ in offsets_met(secant, normal(2, 3, 8))]
+    names = [name for name, _ in offset_terms(secant, normal(2, 3, 8))]
     assert sorted(names) == (["ln1.b", "ln1.w"] if two_models else [])
 
 
@@ -125,7 +125,7 @@ def test_offsets_are_met_where_they_are_added():
     layer = Chain(linear_secant(a, b, x_a, x_b, "W_1"))
     m = Chain((Identity() + layer, RankOne(normal(2, 3, 8), normal(2, 3, 8)) + layer))
     g = normal(4, 2, 3, 8)
-    total = sum(term.sum(-1) for _, term in offsets_met(m, g))
+    total = sum(term.sum(-1) for _, term in offset_terms(m, g))
     assert torch.allclose(total, m.pull_with_bias(g)[1], rtol=1e-10)
 
 

@@ -15,7 +15,7 @@ from tensorlens_tl.testing import tiny_model
 TEXT = "If the file is not found, a FileNotFoundError is"
 ABOUT_A_PREDICTION = {
     "tensorlens", "alti-logit", "input-x-gradient", "integrated-gradients", "chefer", "leave-one-out", "relp",
-    "attnlrp", "cp-lrp", "gim",
+    "attnlrp", "cp-lrp", "gim", "difference",
 }  # fmt: skip
 METHODS = tlens.list_methods()
 

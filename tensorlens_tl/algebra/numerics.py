@@ -66,8 +66,13 @@ def relative_gap(
     scores: Float[Tensor, "*any key"], bias: Float[Tensor, "*any"], total: Float[Tensor, "*any"]
 ) -> Float[Tensor, "*any"]:
     """abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)): how far an additive claim is from holding."""
+    return (scores.sum(-1) + bias - total).abs() / size_of_sum(scores, bias)
+
+
+def size_of_sum(scores: Float[Tensor, "*any key"], bias: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Σ abs(scores) + abs(bias), which the gap of a sum is relative to; never zero."""
     size = scores.abs().sum(-1) + bias.abs()
-    return (scores.sum(-1) + bias - total).abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
+    return size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
 def refuse_autocast(device: torch.device) -> None:

@@ -57,7 +57,7 @@ def difference(
 
     Raises:
         InvalidInputError: no such baseline, or one of another length; and what `FrozenOperator.target` refuses.
-        UnsupportedModelError: see `tensorlens_tl.passes.difference.difference`.
+        UnsupportedModelError: see `tensorlens_tl.difference`.
 
     Source: ours; the rules are those of `tensorlens_tl.algebra.secants`.
 

@@ -16,10 +16,12 @@
 
 from tensorlens_tl.models.activations import (
     RULES,
+    Activation as Activation,
     Coefficients,
     Rule,
     check_rule as check_rule,
     coefficients as coefficients,
+    derivative as derivative,
 )
 from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.dictionaries import DictionaryWeights as DictionaryWeights, read_dictionary as read_dictionary

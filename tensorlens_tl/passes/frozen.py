@@ -238,15 +238,15 @@ class FrozenPass(Linearisation):
         outputs = [error for name, error in self.errors.items() if not name.endswith(".writes")]
         return max(self.tolerance, sum(outputs))
 
-    def checked(self, result: SumType) -> SumType:
+    def checked(self, result: SumType, noise: Float[Tensor, "..."] | float = 0.0) -> SumType:
         """A sum computed from this pass, unchanged, after a look at its gap.
 
-        Warns (`GapWarning`) where that is above `allowed_gap`.
+        Warns (`GapWarning`) where that, less the `noise`, is above `allowed_gap`.
 
         Raises:
             NumericalError: instead of the warning, if the pass was frozen with ``strict=True``.
         """
-        gap = float(torch.as_tensor(result.gap).max())
+        gap = float((torch.as_tensor(result.gap) - noise).max())
         if gap <= self.allowed_gap:
             return result
         message = (

@@ -117,9 +117,21 @@ class Linearisation(ABC):
     def check_fresh(self) -> None:
         """Raise `FrozenModelError` if the model is no longer the one that the maps belong to."""
 
+    def noise(self, unembedded: bool) -> Float[Tensor, "batch pos"] | None:
+        """The length of what rounding may leave in `output`, or in what is unembedded, beside its own size.
+
+        None of one run, whose rounding is small beside what it has. A difference of two may itself be rounding.
+        """
+        return None
+
     @abstractmethod
-    def checked(self, result: SumType) -> SumType:
-        """A sum computed from these maps, after a look at its gap: too large a one is a warning or an error."""
+    def checked(self, result: SumType, noise: Float[Tensor, "..."] | float = 0.0) -> SumType:
+        """A sum computed from these maps, after a look at its gap: too large a one is a warning or an error.
+
+        Args:
+            result: the sum.
+            noise: the part of its gap that rounding explains.
+        """
 
 
 def check_linearisation(frozen: Any) -> None:

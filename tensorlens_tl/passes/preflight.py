@@ -139,9 +139,9 @@ def check_padding(capture: Capture) -> None:
     if not ahead:
         return
     # GPT-1's Bridge is bidirectional when it is given a mask, and only then
-    short = {name: value for name, value in prompt.kwargs.items() if "attention_mask" not in name}
-    short |= {name: value[:1, :2] for name, value in short.items() if isinstance(value, Tensor)}
-    alone, _ = run_and_capture(capture.model, short, [first], last=first)
+    # all prompts at their width, so that hooks which know their shape run as well
+    without = {name: value for name, value in prompt.kwargs.items() if "attention_mask" not in name}
+    alone, _ = run_and_capture(capture.model, without, [first], last=first)
     if prompt.tokens.shape[1] > 1 and not bool(alone[first].triu(1).any()):
         raise UnsupportedModelError(
             f"{first} puts weight on later tokens when the model is given an attention mask, and on none without one: "

@@ -20,7 +20,7 @@ from tensorlens_tl.algebra.secants.attention import KeyResponse, QueryResponse, 
 from tensorlens_tl.algebra.secants.change import Change
 from tensorlens_tl.algebra.secants.maps import Offset, RankOne, Rotation
 from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, slope
-from tensorlens_tl.algebra.secants.parts import bias_name, linear_secant, norm_secant, offsets_met, scale_response
+from tensorlens_tl.algebra.secants.parts import bias_name, linear_secant, norm_secant, offset_terms, scale_response
 
 __all__ = [
     "Change",
@@ -34,7 +34,7 @@ __all__ = [
     "linear_secant",
     "logarithmic_mean",
     "norm_secant",
-    "offsets_met",
+    "offset_terms",
     "scale_response",
     "slope",
 ]

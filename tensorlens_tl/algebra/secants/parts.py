@@ -110,7 +110,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape) or torch.equal(a, b)
 
 
-def offsets_met(
+def offset_terms(
     m: AffineMap, g: Float[Tensor, "*rows batch pos d"]
 ) -> Iterator[tuple[str, Float[Tensor, "*rows batch pos"]]]:
     """What every `Offset` in a map gives to a vector at its end, by name and position: ⟨g pulled to it, its vectors⟩.
@@ -124,16 +124,16 @@ def offsets_met(
             yield name, (g * vectors).sum(-1)
         case Chain(stages=stages):
             for stage in reversed(stages):
-                yield from offsets_met(stage, g)
+                yield from offset_terms(stage, g)
                 g = stage.pull(g)
         case Sum(terms=terms):
             for term in terms:
-                yield from offsets_met(term, g)
+                yield from offset_terms(term, g)
         case Routed(branches=branches, shape=shape):
             flat = g.flatten(-1 - len(shape), -2)
             for branch in branches:
                 packed = (flat[..., branch.places, :] * branch.weight[:, None]).unsqueeze(-3)
-                for name, terms in offsets_met(branch.map, packed):
+                for name, terms in offset_terms(branch.map, packed):
                     total = flat.new_zeros(flat.shape[:-1]).index_add(-1, branch.places, terms.squeeze(-2))
                     yield name, total.unflatten(-1, shape)
         case _:

@@ -116,8 +116,8 @@ class ScoreReading:
         k = rearrange(key, "b p (h d) -> b h p d", h=self.kv_heads)
         if self.rotation is None:
             return q, k
-        rotated = partial(torch.einsum, "bhpd,pde->bhpe")
-        return rotated(q, self.rotation), rotated(k, self.rotation)
+        rotated = partial(torch.einsum, "pde,bhpd->bhpe", self.rotation.to(q))
+        return rotated(q), rotated(k)
 
     def scores(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch head query key"]:
         """Scores before soft cap, ALiBi and mask."""

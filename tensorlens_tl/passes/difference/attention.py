@@ -15,7 +15,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Attention, Chain, Identity, Linear, Sum, grouped_products
+from tensorlens_tl.algebra import Attention, Chain, Diagonal, Identity, Linear, Sum, grouped_products
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import (
     Change,
@@ -33,6 +33,7 @@ from tensorlens_tl.passes.attention_scores import (
     ScoreReading,
     added_positions,
     pattern_error,
+    projected,
     score_projections,
     score_reading,
 )
@@ -76,14 +77,14 @@ def attention_secant(
     mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
-    routes = Sum(
-        (
-            Chain((*values.stages, mixing)),
-            Chain((*_projection_secant(runs, 0, layer, name("W_Q")).stages, QueryResponse.of(secant))),
-            Chain((*_projection_secant(runs, 1, layer, name("W_K")).stages, KeyResponse(secant))),
-        )
+    routes = (
+        Chain((*values.stages, mixing)),
+        Chain((*_projection_secant(runs, 0, layer, name("W_Q")).stages, QueryResponse.of(secant))),
+        Chain((*_projection_secant(runs, 1, layer, name("W_K")).stages, KeyResponse(secant))),
     )
-    return _written(weights, read, Change(of_a.heads, of_b.heads, (routes,)), name, heads)
+    only = partial(_of_heads, n_heads=weights[0].heads, heads=heads)
+    routes, z = _gated(weights, routes, Change(of_a.heads, of_b.heads), read, name("attn.W_gate"), only)
+    return Chain((Sum(routes), _written(weights, z, name("W_O"), only)))
 
 
 def _value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:
@@ -114,28 +115,48 @@ def _values(weights: AttentionWeights) -> Linear:
     return Linear(weights.value_matrix, weights.b_V)
 
 
-def _output(weights: AttentionWeights) -> Linear:
-    return Linear(weights.W_O, weights.b_O)
-
-
-def _written(
+def _gated(
     weights: list[AttentionWeights],
-    read: Change,
+    routes: tuple[Chain, ...],
     z: Change,
-    name: Callable[[str], str],
-    heads: Collection[int] | None,
-) -> Chain:
-    """What attention writes, from what its heads give: a gate or a norm, and W_O."""
-    factor_a, factor_b = (weights_of.output_factor for weights_of in weights)
-    if type(factor_a) is not type(factor_b):
-        raise UnsupportedModelError(f"difference: what stands before {name('W_O')} is of two forms.")
-    if isinstance(factor_a, InverseScale) and isinstance(factor_b, InverseScale):
-        z = z.over(factor_a.norm.scale_of(z.a), factor_b.norm.scale_of(z.b))
-    z = _of_heads(z, weights[0].heads, heads)
-    if isinstance(factor_a, Gate) and isinstance(factor_b, Gate):
-        z = z.times(gate_secant(factor_a, factor_b, read, name("attn.W_gate")))
-    out_a, out_b = map(_output, weights)
-    return z.linear(out_a, out_b, name("W_O")).map
+    read: Change,
+    name: str,
+    only: Callable[[Change], Change],
+) -> tuple[tuple[Chain, ...], Change]:
+    """The routes to what heads give, and what they give, after a gate, which is one more route; without one as before.
+
+    Args:
+        weights: of either run.
+        routes: to what heads give.
+        z: what they give.
+        read: what attention reads.
+        name: of the gate's matrix.
+        only: leaves the heads that count.
+    """
+    gate_a, gate_b = (weights_of.output_factor for weights_of in weights)
+    if not isinstance(gate_a, Gate) or not isinstance(gate_b, Gate):
+        return routes, z
+    gate = gate_secant(gate_a, gate_b, read, name)
+    gate = gate.repeated(z.a.shape[-1] // gate.a.shape[-1])
+    held = Diagonal(gate.mean)
+    by_gate = Chain((*gate.stages, Diagonal(only(z).mean)))
+    gated = (*(Chain((*route.stages, held)) for route in routes), by_gate)
+    return gated, Change(z.a * gate.a, z.b * gate.b)
+
+
+def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callable[[Change], Change]) -> Chain:
+    """What attention writes: through a norm where there is one, and W_O.
+
+    Raises:
+        UnsupportedModelError: the two runs' are of different forms.
+    """
+    norm_a, norm_b = (weights_of.output_factor for weights_of in weights)
+    if type(norm_a) is not type(norm_b):
+        raise UnsupportedModelError(f"difference: what stands before {name} is of two forms.")
+    if isinstance(norm_a, InverseScale) and isinstance(norm_b, InverseScale):
+        z = z.over(norm_a.norm.scale_of(z.a), norm_b.norm.scale_of(z.b))
+    out_a, out_b = (Linear(weights_of.W_O, weights_of.b_O) for weights_of in weights)
+    return only(z).linear(out_a, out_b, name).map
 
 
 def _of_heads(z: Change, n_heads: int, heads: Collection[int] | None) -> Change:
@@ -159,7 +180,7 @@ def _same_reading(reading: ScoreReading, maps: BlockMaps, layer: int) -> ScoreRe
     x = maps.capture.resid_read(layer)
     query, key = (projection.held(x) for projection in projections)
     other = replace(reading, query=query, key=key, projections=projections)
-    error = pattern_error(other, maps, layer)
+    error = pattern_error(other, maps, layer, *projected(maps, layer, projections))
     if not error <= maps.tolerance:
         raise UnsupportedModelError(
             f"difference: blocks.{layer} of this {maps.view.description} makes its attention scores in one way in the "

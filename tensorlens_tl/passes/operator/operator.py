@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size
-from tensorlens_tl.algebra.numerics import relative_gap, upcast
+from tensorlens_tl.algebra.numerics import relative_gap, size_of_sum, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
 from tensorlens_tl.algebra.probes import Estimate, check_probes, probed, stored_rows
 from tensorlens_tl.errors import InvalidInputError, NumericalError
@@ -118,8 +118,9 @@ class FrozenOperator(FrozenTensor):
         positions = self._positions(query)
         vectors = torch.take_along_dim(self.output, positions[..., None], dim=1)
         total = upcast(vectors).square().sum(-1)
-        constant = torch.zeros_like(total)
-        return self._scores(_Question(vectors, positions, self.map, total, constant), places_bias(bias), memory)
+        noise = self._noise(upcast(vectors), positions, unembedded=False)
+        question = _Question(vectors, positions, self.map, total, torch.zeros_like(total), noise)
+        return self._scores(question, places_bias(bias), memory)
 
     def target(
         self,
@@ -175,7 +176,8 @@ class FrozenOperator(FrozenTensor):
             states = through(self.x)
         states = torch.take_along_dim(states, positions[..., None], dim=1)
         total = (upcast(states) * resolved.vectors).sum(-1) + resolved.constant
-        question = _Question(resolved.vectors, positions, through, total, resolved.constant, soft_cap)
+        noise = self._noise(resolved.vectors, positions, resolved.of_tokens)
+        question = _Question(resolved.vectors, positions, through, total, resolved.constant, noise, soft_cap)
         return self._scores(question, place_bias, memory, summed=summed)
 
     def gradient(
@@ -263,7 +265,17 @@ class FrozenOperator(FrozenTensor):
                 dtype = str(self.x.dtype).removeprefix("torch.")
                 raise NumericalError(f"the scores overflow {dtype}; load the model in a wider dtype.")
         gap = relative_gap(scores, bias, question.total)
-        return self.frozen.checked(Collapse(scores, bias, question.total, gap, soft_cap=question.soft_cap))
+        collapse = Collapse(scores, bias, question.total, gap, soft_cap=question.soft_cap)
+        return self.frozen.checked(collapse, question.noise / size_of_sum(scores, bias))
+
+    def _noise(
+        self, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"], unembedded: bool
+    ) -> Float[Tensor, "batch query"]:
+        """What rounding may leave in the products of the model's last states and these vectors."""
+        noise = self.frozen.noise(unembedded)
+        if noise is None:
+            return torch.zeros_like(vectors[..., 0])
+        return vectors.norm(dim=-1) * noise.gather(1, positions)
 
     def _causal_parts(self, positions: Int[Tensor, "batch query"]) -> int:
         """The least number of chunks of queries; those that are close together gain little from being cut apart."""
@@ -325,6 +337,7 @@ class _Question:
         through: the map from the operator's input to where the vectors live.
         total: what scores and bias sum to.
         constant: the part of the bias that no map adds.
+        noise: what rounding may leave in the total.
         soft_cap: the cap that the model applies to the total afterwards.
         span: the positions that one vector for all queries covers; None where each query has its own position.
     """
@@ -334,6 +347,7 @@ class _Question:
     through: AffineMap
     total: Float[Tensor, "batch query"]
     constant: Float[Tensor, "batch query"]
+    noise: Float[Tensor, "batch query"]
     soft_cap: float | None = None
     span: slice | None = None
 
@@ -360,5 +374,6 @@ class _Question:
             positions=(self.positions * real).amax(1, keepdim=True),
             total=self.total.sum(1, keepdim=True),
             constant=self.constant.sum(1, keepdim=True),
+            noise=self.noise.sum(1, keepdim=True),
             span=slice(first, first + vectors.shape[1]),
         )

@@ -7,7 +7,7 @@ two models. Each of those constants is the bias of its map.
 """
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,7 +27,7 @@ from tensorlens_tl.passes.linearisation import Linearisation, SumType
 from tensorlens_tl.passes.operator import FrozenOperator
 
 ROUNDING = 64
-"""Units of the dtype's rounding that a block's own numbers may differ by, in a difference of two of them."""
+"""Units of rounding that a run's own numbers may be off by, in a difference of two of them."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -221,21 +221,32 @@ class Difference(Linearisation):
         """The largest gap that a sum may show."""
         return max(self.tolerance, sum(self.errors.values()))
 
-    def checked(self, result: SumType) -> SumType:
+    @cached_property
+    def rounding(self) -> float:
+        """The share of their own size that the runs' numbers may be off by: no more than their proofs allow."""
+        return min(self.tolerance, ROUNDING * max(_epsilon(self.a), _epsilon(self.b)))
+
+    def noise(self, unembedded: bool) -> Float[Tensor, "batch pos"]:
+        """The length of what rounding of the two runs may leave in `output`, or in what is unembedded."""
+        states = [frozen.unembedded() if unembedded else frozen.output for frozen in (self.a, self.b)]
+        lengths = [upcast(state).norm(dim=-1) for state in states]
+        return self.rounding * (lengths[0] + lengths[1])
+
+    def checked(self, result: SumType, noise: Float[Tensor, "..."] | float = 0.0) -> SumType:
         """A sum computed from this difference, unchanged, after a look at its gap.
 
-        Warns (`GapWarning`) where that is above `allowed_gap`.
+        Warns (`GapWarning`) where that, less the `noise` that rounding of the two runs' numbers explains, is above
+        `allowed_gap`: a difference that is itself rounding is no error of the map. Its gap still says that it is.
 
         Raises:
             NumericalError: instead of the warning, if a run was frozen with ``strict=True``.
         """
-        gap = float(torch.as_tensor(result.gap).max())
+        gap = float((torch.as_tensor(result.gap) - noise).max())
         if gap <= self.allowed_gap:
             return result
         message = (
             f"{type(result).__name__}: its parts miss the difference of the models' own numbers by {gap:.1e} of their "
-            f"size, and the proof allows {self.allowed_gap:.1e}: it is near to what rounding leaves. Load the model in "
-            "a wider dtype."
+            f"size beyond rounding, and the proof allows {self.allowed_gap:.1e}. Load the model in a wider dtype."
         )
         if self.a.strict or self.b.strict:
             raise NumericalError(message)
@@ -372,11 +383,30 @@ def _errors(difference: Difference) -> dict[str, float]:
     return errors
 
 
+def _epsilon(frozen: FrozenPass) -> float:
+    """The relative rounding of the narrowest dtype that a run computes in, its norms and softmax included."""
+    narrowest = torch.finfo(frozen.resid_pre(0).dtype).eps
+    if frozen.view.norms_in_float32 or any(map(_is_float32, _patterns(frozen))):
+        narrowest = max(narrowest, torch.finfo(torch.float32).eps)
+    return narrowest
+
+
+def _patterns(frozen: FrozenPass) -> Iterator[Float[Tensor, "batch head query key"]]:
+    for layer in range(frozen.n_layers):
+        yield frozen.pattern(layer)
+
+
+def _is_float32(pattern: Float[Tensor, "batch head query key"]) -> bool:
+    """Whether float32 holds every probability: a softmax computes in it, whatever the stream's dtype."""
+    inside = pattern[(pattern > 0) & (pattern < 1)]
+    return inside.numel() > 0 and torch.equal(inside.float().to(inside), inside)
+
+
 def _error(difference: Difference, ours: Tensor, of_a: Tensor, of_b: Tensor) -> float:
     """The largest error of a real token, relative to the difference and to the rounding of what it is taken of."""
     mask = difference.mask
     expected = upcast(of_a) - upcast(of_b)
-    rounding = ROUNDING * torch.finfo(of_a.dtype).eps / difference.tolerance
+    rounding = difference.rounding / difference.tolerance
     sizes = expected.norm(dim=-1) + rounding * (upcast(of_a).norm(dim=-1) + upcast(of_b).norm(dim=-1))
     misses = (upcast(ours) - expected).norm(dim=-1) / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
     return float(misses[mask].max()) if bool(mask.any()) else 0.0
