@@ -20,6 +20,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import (
     Change,
     KeyResponse,
+    Offset,
     QueryResponse,
     Rotation,
     ScoreSecant,
@@ -73,16 +74,17 @@ def attention_secant(
     values = _value_secant(weights, read, name)
     patterns = [upcast(maps.capture.pattern(layer)) for maps in (a, b)]
     mean_values = rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=weights[0].kv_heads)
-    secant = _score_secant(runs, layer, patterns, mean_values)
+    secant, by_sinks = _score_secant(runs, layer, patterns, mean_values)
     mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
+    only = partial(_of_heads, n_heads=weights[0].heads, heads=heads)
+    sinks = () if by_sinks is None else (Offset(only(by_sinks), name("sinks")),)
     routes = (
         Chain((*values.stages, mixing)),
-        Chain((*_projection_secant(runs, 0, layer, name("W_Q")).stages, QueryResponse.of(secant))),
+        Chain((*_projection_secant(runs, 0, layer, name("W_Q")).stages, QueryResponse.of(secant), *sinks)),
         Chain((*_projection_secant(runs, 1, layer, name("W_K")).stages, KeyResponse(secant))),
     )
-    only = partial(_of_heads, n_heads=weights[0].heads, heads=heads)
     routes, z = _gated(weights, routes, Change(of_a.heads, of_b.heads), read, name("attn.W_gate"), only)
     return Chain((Sum(routes), _written(weights, z, name("W_O"), only)))
 
@@ -121,7 +123,7 @@ def _gated(
     z: Change,
     read: Change,
     name: str,
-    only: Callable[[Change], Change],
+    only: Callable[[Tensor], Tensor],
 ) -> tuple[tuple[Chain, ...], Change]:
     """The routes to what heads give, and what they give, after a gate, which is one more route; without one as before.
 
@@ -139,12 +141,12 @@ def _gated(
     gate = gate_secant(gate_a, gate_b, read, name)
     gate = gate.repeated(z.a.shape[-1] // gate.a.shape[-1])
     held = Diagonal(gate.mean)
-    by_gate = Chain((*gate.stages, Diagonal(only(z).mean)))
+    by_gate = Chain((*gate.stages, Diagonal(only(z.mean))))
     gated = (*(Chain((*route.stages, held)) for route in routes), by_gate)
     return gated, Change(z.a * gate.a, z.b * gate.b)
 
 
-def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callable[[Change], Change]) -> Chain:
+def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callable[[Tensor], Tensor]) -> Chain:
     """What attention writes: through a norm where there is one, and W_O.
 
     Raises:
@@ -156,17 +158,18 @@ def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callab
     if isinstance(norm_a, InverseScale) and isinstance(norm_b, InverseScale):
         z = z.over(norm_a.norm.scale_of(z.a), norm_b.norm.scale_of(z.b))
     out_a, out_b = (Linear(weights_of.W_O, weights_of.b_O) for weights_of in weights)
-    return only(z).linear(out_a, out_b, name).map
+    return replace(z, a=only(z.a), b=only(z.b)).linear(out_a, out_b, name).map
 
 
-def _of_heads(z: Change, n_heads: int, heads: Collection[int] | None) -> Change:
-    """Some heads' vectors, the others zero in either run; None for all of them."""
+def _of_heads(
+    z: Float[Tensor, "batch pos width"], n_heads: int, heads: Collection[int] | None
+) -> Float[Tensor, "batch pos width"]:
+    """Some heads' vectors, the others zero; None for all of them."""
     if heads is None:
         return z
-    keep = torch.zeros(n_heads, dtype=z.a.dtype, device=z.a.device)
+    keep = torch.zeros(n_heads, dtype=z.dtype, device=z.device)
     keep[list(heads)] = 1
-    channels = keep.repeat_interleave(z.a.shape[-1] // n_heads)
-    return replace(z, a=z.a * channels, b=z.b * channels)
+    return z * keep.repeat_interleave(z.shape[-1] // n_heads)
 
 
 def _same_reading(reading: ScoreReading, maps: BlockMaps, layer: int) -> ScoreReading:
@@ -210,15 +213,16 @@ def _score_secant(
     layer: int,
     patterns: list[Float[Tensor, "batch head query key"]],
     mean_values: Float[Tensor, "batch kv pos d_head"],
-) -> ScoreSecant:
-    """The secant of softmax and scores together."""
+) -> tuple[ScoreSecant, Float[Tensor, "batch pos width"] | None]:
+    """The secant of softmax and scores together, and what heads give because sinks of two models differ, or None."""
     reading = runs[0].reading
     vectors = [run.reading.vectors(upcast(run.maps.capture.resid_read(layer))) for run in runs]
     raw_scores = [reading.scale * grouped_products(*pair) for pair in vectors]
     allowed = (patterns[0] > 0) | (patterns[1] > 0)
     finished = [reading.finished(scores).masked_fill(~allowed, -torch.inf) for scores in raw_scores]
-    sinks = _sink_scores(finished, patterns, max(run.maps.tolerance for run in runs))
-    logs, rests = zip(*(_log_pattern(scores, sinks) for scores in finished), strict=True)
+    sinks = _sinks(runs, finished, patterns)
+    logs, rests = zip(*map(_log_pattern, finished, sinks), strict=True)
+    rest = logarithmic_mean(*rests)
     scale: Tensor | float = reading.scale
     if reading.soft_cap is not None:
         cap = partial(_capped, cap=reading.soft_cap)
@@ -228,7 +232,23 @@ def _score_secant(
     keys = repeated((k_a + k_b) / 2)
     of_kv_heads = reading.heads // mean_values.shape[1]
     values = mean_values.repeat_interleave(of_kv_heads, dim=1)
-    return ScoreSecant.of(logs, logarithmic_mean(*rests), scale, (q_a + q_b) / 2, keys, values, reading.kv_heads)
+    secant = ScoreSecant.of(logs, rest, scale, (q_a + q_b) / 2, keys, values, reading.kv_heads)
+    if sinks[0] is sinks[1] or sinks[0] is None or sinks[1] is None:
+        return secant, None
+    taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
+    return secant, -(taken * secant.centres).flatten(-2).to(runs[0].values.heads)
+
+
+def _sinks(
+    runs: tuple[_Run, _Run],
+    scores: list[Float[Tensor, "batch head query key"]],
+    patterns: list[Float[Tensor, "batch head query key"]],
+) -> list[Float[Tensor, "head"] | None]:
+    """The scores of either run's sinks; one tensor where both are of one model."""
+    tolerance = max(run.maps.tolerance for run in runs)
+    if runs[0].maps.capture.model is runs[1].maps.capture.model:
+        return [_sink_scores(scores, patterns, tolerance)] * 2
+    return [_sink_scores([row], [pattern], tolerance) for row, pattern in zip(scores, patterns, strict=True)]
 
 
 def _capped(scores: Tensor, cap: float) -> Tensor:
