@@ -16,7 +16,7 @@ from tensorlens_tl.testing.building import build_bridge
 
 pytestmark = pytest.mark.numeric
 
-EXPERTS = ["bridge/mixtral", "bridge/qwen2-moe", "bridge/gpt-oss", "bridge/granite-moe", "bridge/afmoe"]
+EXPERTS = [f"bridge/{name}" for name in ("mixtral", "qwen2-moe", "gpt-oss", "llama4", "granite-moe", "afmoe")]
 INSIDE = ["bridge/afmoe", "bridge/bitnet", "attention of qwen3-next"]
 FAMILIES = [*EXPERTS, "bridge/bitnet", "attention of qwen3-next"]
 

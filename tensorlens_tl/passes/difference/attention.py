@@ -290,5 +290,5 @@ def _only(mixing: Attention, secant: ScoreSecant, heads: Collection[int]) -> tup
     """Other heads give nothing."""
     keep = torch.zeros(mixing.n_heads, dtype=torch.bool, device=mixing.pattern.device)
     keep[list(heads)] = True
-    kept = replace(mixing, pattern=mixing.pattern * keep[:, None, None])
-    return kept, replace(secant, weights=secant.weights * keep[:, None])
+    mixing = replace(mixing, pattern=mixing.pattern * keep[:, None, None])
+    return mixing, replace(secant, weights=secant.weights * keep[:, None])
