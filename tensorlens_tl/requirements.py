@@ -142,7 +142,7 @@ def full_rows(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def secants(frozen: FrozenPass, method: str) -> None:
-    """Every part's response to another input is read: softmax attention with readable scores, dense MLPs."""
+    """Every part's response to another input is read: softmax attention with readable scores, MLPs and experts."""
     refuse_without_secant(frozen.view)
 
 

@@ -20,7 +20,14 @@ from tensorlens_tl.algebra.secants.attention import KeyResponse, QueryResponse, 
 from tensorlens_tl.algebra.secants.change import Change
 from tensorlens_tl.algebra.secants.maps import Offset, RankOne, Rotation
 from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, slope
-from tensorlens_tl.algebra.secants.parts import bias_name, linear_secant, norm_secant, offset_terms, scale_response
+from tensorlens_tl.algebra.secants.parts import (
+    bias_name,
+    linear_secant,
+    norm_secant,
+    offset_terms,
+    scale_response,
+    without_offsets,
+)
 
 __all__ = [
     "Change",
@@ -37,4 +44,5 @@ __all__ = [
     "offset_terms",
     "scale_response",
     "slope",
+    "without_offsets",
 ]

@@ -138,3 +138,10 @@ def offset_terms(
                     yield name, total.unflatten(-1, shape)
         case _:
             return
+
+
+def without_offsets(m: AffineMap) -> AffineMap:
+    """A map of chains without what its `Offset`s add."""
+    if not isinstance(m, Chain):
+        return m
+    return Chain(tuple(without_offsets(stage) for stage in m.stages if not isinstance(stage, Offset)))

@@ -21,6 +21,8 @@ from tensorlens_tl.algebra import (
     stages_of,
 )
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.secants import without_offsets
+from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import Place
 from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
@@ -217,10 +219,15 @@ def _heads(
     """
     names = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
     routes = inside[0].summands if len(inside) == 1 else (Chain(inside),)
+    if len(routes) == 4:
+        raise UnsupportedModelError(
+            f"{frozen.view.blocks[layer].name} of this {frozen.view.description}: a gate stands after its heads; "
+            "circuits of a difference have no nodes for what gates change. attribute and the operator work."
+        )
     if len(routes) == 1:
         return [_sublayer(frozen, layer, at, (Chain(inside),), output, names, "b_O", "head")]
     by_value, by_query, by_key = routes
-    alone = output.stages[0] if isinstance(output, Chain) else output  # without what two models' outputs differ by
+    alone = without_offsets(output)  # what two models' outputs differ by is added once
     kinds: tuple[tuple[AffineMap, AffineMap, Kind], ...] = (
         (by_query, alone, "query"),
         (by_key, alone, "key"),

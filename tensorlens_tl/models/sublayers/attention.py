@@ -80,7 +80,10 @@ def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, A
     if module is None:
         # HookedTransformer's W_V is expanded to query heads, its _W_V is not; a Bridge has only the latter, as W_V.
         prefix = "_" if letter in "KV" and hasattr(attn, f"_W_{letter}") else ""
-        return shown(attn, f"{prefix}W_{letter}"), shown(attn, f"{prefix}b_{letter}")
+        weight = shown(attn, f"{prefix}W_{letter}")
+        module = innermost(attn._modules.get("q"))
+        if weight is not None or letter != "Q" or not isinstance(module, nn.Module):
+            return weight, shown(attn, f"{prefix}b_{letter}")
     weight, bias = read_linear(module, f"attn.{letter.lower()}", refuse)
     heads = cfg.n_heads
     if letter in "KV":

@@ -15,11 +15,12 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Attention, Chain, Identity, Linear, Sum, grouped_products
+from tensorlens_tl.algebra import Attention, Chain, Diagonal, Identity, Linear, Sum, grouped_products
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import (
     Change,
     KeyResponse,
+    Offset,
     QueryResponse,
     Rotation,
     ScoreSecant,
@@ -65,19 +66,21 @@ def attention_secant(
     values = _value_secant(weights, read, name)
     patterns = [upcast(maps.capture.pattern(layer)) for maps in (a, b)]
     mean_values = rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=weights[0].kv_heads)
-    secant = _score_secant(reading, queries, keys, patterns, mean_values, max(a.tolerance, b.tolerance))
+    of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
+    secant, by_sinks = _score_secant(reading, queries, keys, patterns, mean_values, of_sinks)
     rotation = () if reading.rotation is None else (Rotation.of(reading.rotation),)
     mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
-    routes = Sum(
-        (
-            Chain((*values.stages, mixing)),
-            Chain((*queries.stages, *rotation, QueryResponse.of(secant))),
-            Chain((*keys.stages, *rotation, KeyResponse(secant))),
-        )
+    only = partial(_of_heads, n_heads=weights[0].heads, heads=heads)
+    sinks = () if by_sinks is None else (Offset(only(by_sinks.to(of_a.heads)), name("sinks")),)
+    routes = (
+        Chain((*values.stages, mixing)),
+        Chain((*queries.stages, *rotation, QueryResponse.of(secant), *sinks)),
+        Chain((*keys.stages, *rotation, KeyResponse(secant))),
     )
-    return _written(weights, read, Change(of_a.heads, of_b.heads, (routes,)), name, heads)
+    routes, z = _gated(weights, routes, Change(of_a.heads, of_b.heads), read, name("attn.W_gate"), only)
+    return Chain((Sum(routes), _written(weights, z, name("W_O"), only)))
 
 
 def _value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:
@@ -108,38 +111,59 @@ def _values(weights: AttentionWeights) -> Linear:
     return Linear(weights.value_matrix, weights.b_V)
 
 
-def _output(weights: AttentionWeights) -> Linear:
-    return Linear(weights.W_O, weights.b_O)
-
-
-def _written(
+def _gated(
     weights: list[AttentionWeights],
-    read: Change,
+    routes: tuple[Chain, ...],
     z: Change,
-    name: Callable[[str], str],
-    heads: Collection[int] | None,
-) -> Chain:
-    """What attention writes, from what its heads give: a gate or a norm, and W_O."""
-    factor_a, factor_b = (weights_of.output_factor for weights_of in weights)
-    if type(factor_a) is not type(factor_b):
-        raise UnsupportedModelError(f"difference: what stands before {name('W_O')} is of two forms.")
-    if isinstance(factor_a, InverseScale) and isinstance(factor_b, InverseScale):
-        z = z.over(factor_a.norm.scale_of(z.a), factor_b.norm.scale_of(z.b))
-    z = _of_heads(z, weights[0].heads, heads)
-    if isinstance(factor_a, Gate) and isinstance(factor_b, Gate):
-        z = z.times(gate_secant(factor_a, factor_b, read, name("attn.W_gate")))
-    out_a, out_b = map(_output, weights)
-    return z.written(out_a, out_b, name("W_O"))
+    read: Change,
+    name: str,
+    only: Callable[[Tensor], Tensor],
+) -> tuple[tuple[Chain, ...], Change]:
+    """The routes to what heads give, and what they give, after a gate, which is one more route; without one as before.
+
+    Args:
+        weights: of either run.
+        routes: to what heads give.
+        z: what they give.
+        read: what attention reads.
+        name: of the gate's matrix.
+        only: leaves the heads that count.
+    """
+    gate_a, gate_b = (weights_of.output_factor for weights_of in weights)
+    if not isinstance(gate_a, Gate) or not isinstance(gate_b, Gate):
+        return routes, z
+    gate = gate_secant(gate_a, gate_b, read, name)
+    gate = gate.repeated(z.a.shape[-1] // gate.a.shape[-1])
+    held = Diagonal(gate.mean)
+    by_gate = Chain((*gate.stages, Diagonal(only(z.mean))))
+    gated = (*(Chain((*route.stages, held)) for route in routes), by_gate)
+    return gated, Change(z.a * gate.a, z.b * gate.b)
 
 
-def _of_heads(z: Change, n_heads: int, heads: Collection[int] | None) -> Change:
-    """Some heads' vectors, the others zero in either run; None for all of them."""
+def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callable[[Tensor], Tensor]) -> Chain:
+    """What attention writes: through a norm where there is one, and W_O.
+
+    Raises:
+        UnsupportedModelError: the two runs' are of different forms.
+    """
+    norm_a, norm_b = (weights_of.output_factor for weights_of in weights)
+    if type(norm_a) is not type(norm_b):
+        raise UnsupportedModelError(f"difference: what stands before {name} is of two forms.")
+    if isinstance(norm_a, InverseScale) and isinstance(norm_b, InverseScale):
+        z = z.over(norm_a.norm.scale_of(z.a), norm_b.norm.scale_of(z.b))
+    out_a, out_b = (Linear(weights_of.W_O, weights_of.b_O) for weights_of in weights)
+    return replace(z, a=only(z.a), b=only(z.b)).written(out_a, out_b, name)
+
+
+def _of_heads(
+    z: Float[Tensor, "batch pos width"], n_heads: int, heads: Collection[int] | None
+) -> Float[Tensor, "batch pos width"]:
+    """Some heads' vectors, the others zero; None for all of them."""
     if heads is None:
         return z
-    keep = torch.zeros(n_heads, dtype=z.a.dtype, device=z.a.device)
+    keep = torch.zeros(n_heads, dtype=z.dtype, device=z.device)
     keep[list(heads)] = 1
-    channels = keep.repeat_interleave(z.a.shape[-1] // n_heads)
-    return replace(z, a=z.a * channels, b=z.b * channels)
+    return z * keep.repeat_interleave(z.shape[-1] // n_heads)
 
 
 def _check_reading(reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor) -> None:
@@ -183,15 +207,16 @@ def _score_secant(
     keys: Change,
     patterns: list[Float[Tensor, "batch head query key"]],
     mean_values: Float[Tensor, "batch kv pos d_head"],
-    tolerance: float,
-) -> ScoreSecant:
-    """The secant of softmax and scores together."""
+    of_sinks: tuple[bool, float],
+) -> tuple[ScoreSecant, Float[Tensor, "batch pos width"] | None]:
+    """The secant of softmax and scores together, and what heads give because sinks of two models differ, or None."""
     (q_a, k_a), (q_b, k_b) = (reading.rotated(*pair) for pair in ((queries.a, keys.a), (queries.b, keys.b)))
     raw_scores = [reading.scale * grouped_products(*pair) for pair in ((q_a, k_a), (q_b, k_b))]
     allowed = (patterns[0] > 0) | (patterns[1] > 0)
     finished = [reading.finished(scores).masked_fill(~allowed, -torch.inf) for scores in raw_scores]
-    sinks = _sink_scores(finished, patterns, tolerance)
-    logs, rests = zip(*(_log_pattern(scores, sinks) for scores in finished), strict=True)
+    sinks = _sinks(finished, patterns, *of_sinks)
+    logs, rests = zip(*map(_log_pattern, finished, sinks), strict=True)
+    rest = logarithmic_mean(*rests)
     scale: Tensor | float = reading.scale
     if reading.soft_cap is not None:
         cap = partial(_capped, cap=reading.soft_cap)
@@ -199,7 +224,23 @@ def _score_secant(
     repeated = partial(torch.repeat_interleave, dim=1)
     mean_keys = repeated((k_a + k_b) / 2, reading.heads // reading.kv_heads)
     values = repeated(mean_values, reading.heads // mean_values.shape[1])
-    return ScoreSecant.of(logs, logarithmic_mean(*rests), scale, (q_a + q_b) / 2, mean_keys, values, reading.kv_heads)
+    secant = ScoreSecant.of(logs, rest, scale, (q_a + q_b) / 2, mean_keys, values, reading.kv_heads)
+    if sinks[0] is sinks[1] or sinks[0] is None or sinks[1] is None:
+        return secant, None
+    taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
+    return secant, -(taken * secant.centres).flatten(-2)
+
+
+def _sinks(
+    scores: list[Float[Tensor, "batch head query key"]],
+    patterns: list[Float[Tensor, "batch head query key"]],
+    of_one_model: bool,
+    tolerance: float,
+) -> list[Float[Tensor, "head"] | None]:
+    """The scores of either run's sinks; one tensor where both are of one model."""
+    if of_one_model:
+        return [_sink_scores(scores, patterns, tolerance)] * 2
+    return [_sink_scores([row], [pattern], tolerance) for row, pattern in zip(scores, patterns, strict=True)]
 
 
 def _capped(scores: Tensor, cap: float) -> Tensor:
