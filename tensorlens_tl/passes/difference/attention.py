@@ -176,7 +176,8 @@ def _check_reading(reading: ScoreReading, maps: BlockMaps, layer: int, queries: 
     if not error <= maps.tolerance:
         raise UnsupportedModelError(
             f"difference: blocks.{layer} of this {maps.view.description} makes its attention scores in one way in the "
-            f"first run and in another in the second (its pattern is off by {error:.1e})."
+            f"first run and in another in the second (its pattern is off by {error:.1e}). Freeze both runs without "
+            "other hooks, or ask about each by itself."
         )
 
 

@@ -375,12 +375,24 @@ def _errors(difference: Difference) -> dict[str, float]:
         errors["head"] = _error(difference, ours, *states)
     for name, error in errors.items():
         if not error <= difference.tolerance:
-            raise _refusal(
-                difference.view,
-                f"the map of {name} does not give the difference of its outputs (relative error {error:.1e}, allowed "
-                f"{difference.tolerance:.0e}); another hook on the model, or a part",
+            raise UnsupportedModelError(
+                f"difference: the map of {name} of this {difference.view.description} does not give the difference of "
+                f"its outputs (relative error {error:.1e}, allowed {difference.tolerance:.0e}). {_suspects(a, b)}"
             )
     return errors
+
+
+def _suspects(a: FrozenPass, b: FrozenPass) -> str:
+    """What may have changed a run inside a block, and what to do."""
+    hooks = dict.fromkeys([*a.other_hooks, *b.other_hooks])
+    if hooks:
+        return (
+            f"Hooks stood on the model ({', '.join(hooks)}), and what they change inside a block is not read: freeze "
+            "both runs without them, or ask about each run by itself."
+        )
+    if a.model is not b.model:
+        return "The two models seem to be of two architectures: ask about each run by itself."
+    return "A part responds to another input in another way than its weights say: ask about each run by itself."
 
 
 def _epsilon(frozen: FrozenPass) -> float:
