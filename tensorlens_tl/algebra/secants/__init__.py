@@ -17,12 +17,20 @@ of a row in either run, as the softmax is.
 """
 
 from tensorlens_tl.algebra.secants.attention import KeyResponse, QueryResponse, ScoreSecant
-from tensorlens_tl.algebra.secants.maps import Offset, RankOne, Rotation
+from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne, Rotation
 from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, slope
-from tensorlens_tl.algebra.secants.parts import bias_name, linear_secant, norm_secant, offsets_met, scale_response
+from tensorlens_tl.algebra.secants.parts import (
+    bias_name,
+    linear_secant,
+    norm_secant,
+    offsets_met,
+    pull_noting,
+    scale_response,
+)
 
 __all__ = [
     "KeyResponse",
+    "MatrixChange",
     "Offset",
     "QueryResponse",
     "RankOne",
@@ -33,6 +41,7 @@ __all__ = [
     "logarithmic_mean",
     "norm_secant",
     "offsets_met",
+    "pull_noting",
     "scale_response",
     "slope",
 ]

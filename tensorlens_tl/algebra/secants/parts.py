@@ -1,6 +1,6 @@
 """Secants of the parts that two runs share: a linear layer, a norm."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -9,7 +9,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.maps import AffineMap, Chain, Sum
 from tensorlens_tl.algebra.numerics import centred
 from tensorlens_tl.algebra.primitives import Linear, Norm
-from tensorlens_tl.algebra.secants.maps import Offset, RankOne
+from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne
 
 
 def linear_secant(
@@ -26,11 +26,12 @@ def linear_secant(
         return (Linear(a.weight),)
     stages: list[AffineMap] = [Linear((a.weight + b.weight) / 2)]
     if not _same(a.weight, b.weight):
-        stages.append(Offset(Linear(a.weight - b.weight)((x_a + x_b) / 2), name))
+        change = MatrixChange((x_a + x_b) / 2, a.weight, b.weight)
+        stages.append(Offset(change.vectors, name, change))
     if not _same(a.offset, b.offset):
         zero = a.weight.new_zeros(a.weight.shape[1])
-        change = (zero if a.offset is None else a.offset) - (zero if b.offset is None else b.offset)
-        stages.append(Offset(change[None, None], bias_name(name)))
+        shift = (zero if a.offset is None else a.offset) - (zero if b.offset is None else b.offset)
+        stages.append(Offset(shift[None, None], bias_name(name)))
     return tuple(stages)
 
 
@@ -104,24 +105,40 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape) or torch.equal(a, b)
 
 
+def pull_noting(
+    m: AffineMap, g: Float[Tensor, "*rows batch pos d"], note: Callable[[Offset, Tensor], None]
+) -> Float[Tensor, "*rows batch pos d_in"]:
+    """``m.pull(g)``; on the way ``note(offset, vectors)`` is called with every `Offset` and what is pulled to it.
+
+    Args:
+        m: the map, of chains and sums.
+        g: the vector at its end.
+        note: takes the offsets, the last of the map first.
+    """
+    match m:
+        case Offset():
+            note(m, g)
+            return g
+        case Chain(stages=stages):
+            for stage in reversed(stages):
+                g = pull_noting(stage, g, note)
+            return g
+        case Sum(terms=terms):
+            first, *others = (pull_noting(term, g, note) for term in terms)
+            return sum(others, start=first)
+        case _:
+            return m.pull(g)
+
+
 def offsets_met(
     m: AffineMap, g: Float[Tensor, "*rows batch pos d"]
-) -> Iterator[tuple[str, Float[Tensor, "*rows batch pos"]]]:
+) -> list[tuple[str, Float[Tensor, "*rows batch pos"]]]:
     """What every `Offset` in a map gives to a vector at its end, by name and position: ⟨g pulled to it, its vectors⟩.
 
     Args:
         m: the map, of chains and sums.
         g: the vector, `[*rows, batch, pos, d]`.
     """
-    match m:
-        case Offset(vectors=vectors, name=name):
-            yield name, (g * vectors).sum(-1)
-        case Chain(stages=stages):
-            for stage in reversed(stages):
-                yield from offsets_met(stage, g)
-                g = stage.pull(g)
-        case Sum(terms=terms):
-            for term in terms:
-                yield from offsets_met(term, g)
-        case _:
-            return
+    terms: list[tuple[str, Tensor]] = []
+    pull_noting(m, g, lambda offset, pulled: terms.append((offset.name, (pulled * offset.vectors).sum(-1))))
+    return terms

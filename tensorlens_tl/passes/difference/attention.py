@@ -18,6 +18,7 @@ from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Linear,
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import (
     KeyResponse,
+    Offset,
     QueryResponse,
     Rotation,
     ScoreSecant,
@@ -119,22 +120,33 @@ def _projection_secant(runs: tuple[_Run, _Run], side: int, layer: int, name: str
     linears = (projections[0].linear, projections[1].linear)
     stages = list(linear_secant(*linears, a.values.attention, b.values.attention, name))
     if projections[0].norm is not None:
-        stages.append(_norm_secant(projections, [run.raw(side, layer) for run in runs]))
+        which = ("q_norm", "k_norm")[side]
+        stages += _norm_secant(projections, [run.raw(side, layer) for run in runs], f"L{layer}.{which}.w")
     if a.reading.rotation is not None:
         stages.append(Rotation.of(a.reading.rotation))
     return stages
 
 
-def _norm_secant(projections: list[HeadProjection], raws: list[Float[Tensor, "batch pos width"]]) -> Sum:
+def _norm_secant(
+    projections: list[HeadProjection], raws: list[Float[Tensor, "batch pos width"]], name: str
+) -> list[AffineMap]:
     """The secant of the RMSNorm of queries or keys."""
     groups = projections[0].groups
     raw_a, raw_b = map(upcast, raws)
     scale_a = projections[0].scale(raw_a)
     scale_b = projections[1].scale(raw_b)
-    gain = projections[0].gain(raw_a)
-    mean_inverse = ((1 / scale_a + 1 / scale_b) / 2).repeat_interleave(raw_a.shape[-1] // groups, dim=-1)
-    held = Diagonal((mean_inverse * gain).to(raws[0]))
-    return Sum((held, scale_response(raw_a, raw_b, scale_a, scale_b, gain, groups)))
+    gain_a = projections[0].gain(raw_a)
+    gain_b = projections[1].gain(raw_b)
+    gain = (gain_a + gain_b) / 2
+    inverse_a, inverse_b = (
+        (1 / scale).repeat_interleave(raw_a.shape[-1] // groups, dim=-1) for scale in (scale_a, scale_b)
+    )
+    held = Diagonal(((inverse_a + inverse_b) / 2 * gain).to(raws[0]))
+    stages: list[AffineMap] = [Sum((held, scale_response(raw_a, raw_b, scale_a, scale_b, gain, groups)))]
+    if not torch.equal(gain_a, gain_b):
+        normed = (raw_a * inverse_a + raw_b * inverse_b) / 2
+        stages.append(Offset((normed * (gain_a - gain_b)).to(raws[0]), name))
+    return stages
 
 
 def _score_secant(
