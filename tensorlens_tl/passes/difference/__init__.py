@@ -8,7 +8,12 @@
 | `difference` | the two runs, checked, and their map proved block by block |
 """
 
-from tensorlens_tl.passes.difference.difference import Difference, difference, refuse_without_secant
+from tensorlens_tl.passes.difference.difference import (
+    Difference,
+    check_one_architecture,
+    difference,
+    refuse_without_secant,
+)
 from tensorlens_tl.passes.difference.maps import SecantMaps
 
-__all__ = ["Difference", "SecantMaps", "difference", "refuse_without_secant"]
+__all__ = ["Difference", "SecantMaps", "check_one_architecture", "difference", "refuse_without_secant"]
