@@ -212,7 +212,7 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
     """
     model = frozen.model
     frozen.check_fresh()
-    refuse_dropout(model)
+    refuse_dropout(frozen.view.model)
     refuse_attached(model)
     tokens = frozen.tokens
     texts = frozen.str_tokens

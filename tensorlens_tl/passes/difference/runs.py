@@ -309,7 +309,7 @@ def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
         )
     refuse_without_secant(a.view)
     if a.model is not b.model:
-        _check_models(a, b)
+        check_one_architecture(a.view, b.view)
         refuse_without_secant(b.view)
     if a.layouts != b.layouts:
         raise InvalidInputError("difference: the blocks of the two models are put together in different ways.")
@@ -330,22 +330,30 @@ def refuse_without_secant(view: ModelView) -> None:
         block.require_query_key()
 
 
-def _check_models(a: FrozenPass, b: FrozenPass) -> None:
-    views = (a.view, b.view)
-    shapes = [
-        (view.n_layers, view.d_vocab, tuple(frozen.output.shape[2:]))
-        for view, frozen in zip(views, (a, b), strict=True)
-    ]
-    if shapes[0] != shapes[1]:
+SIZES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp")
+"""What two models of one architecture have in common, by the names of their configuration."""
+
+
+def check_one_architecture(a: ModelView, b: ModelView) -> None:
+    """Refuse, before any work, two models whose weights or tokens do not stand for the same things.
+
+    Raises:
+        InvalidInputError: other sizes, or other vocabularies.
+    """
+    sizes_a, sizes_b = (
+        {name: getattr(view.cfg, name, None) for name in SIZES} | {"d_vocab": view.d_vocab} for view in (a, b)
+    )
+    differing = [f"{name} {sizes_a[name]} and {sizes_b[name]}" for name in sizes_a if sizes_a[name] != sizes_b[name]]
+    if differing:
         raise InvalidInputError(
-            f"difference: two architectures, {a.view.description} and {b.view.description} (layers, vocabulary and "
-            f"width {shapes[0]} and {shapes[1]}). Both runs must be of one architecture."
+            f"difference: two architectures, {a.description} and {b.description}: {', '.join(differing)}. Both runs "
+            "must be of one architecture."
         )
-    tokenizers = [view.tokenizer for view in (a.view, b.view)]
+    tokenizers = (a.tokenizer, b.tokenizer)
     if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
         raise InvalidInputError(
-            f"difference: {a.view.description} and {b.view.description} have different vocabularies, so that the same "
-            "token ids are different tokens."
+            f"difference: {a.description} and {b.description} have different vocabularies, so that the same token ids "
+            "are different tokens."
         )
 
 
