@@ -104,11 +104,15 @@ def compare_models(
         remainders.append(terms.remainder_like(seed))
     values = {name: torch.cat([part[name] for part in parts]).transpose(0, 1) for name in reversed(parts[0])}
     values = _with_unembedding(values, reading, numbers, by, positions)
-    stacked = torch.stack(list(values.values()), dim=2)
+    scores = torch.stack(list(values.values()), dim=2)
+    keys = None
+    if positions:
+        keys = scores
+        scores = keys.sum(-1)
     change = ModelChange(
         names=list(values),
-        scores=stacked.sum(-1) if positions else stacked,
-        keys=stacked if positions else None,
+        scores=scores,
+        keys=keys,
         remainder=torch.cat(remainders).T,
         tuned=numbers[0].value,
         base=numbers[1].value,
@@ -137,6 +141,7 @@ def _pulled(reading: Reading, g: Float[Tensor, "query batch pos d"], terms: Weig
 
 
 def _shown(value: Float[Tensor, "query batch pos"], positions: bool) -> Float[Tensor, "query batch *pos"]:
+    """A term by position, or in all."""
     return value if positions else value.sum(-1)
 
 
@@ -153,5 +158,7 @@ def _with_unembedding(
         if positions:
             value = value[..., None] * reading.at_queries(value)
         name = term_name(weight, by)
-        values[name] = values[name] + value if name in values else value
+        if name in values:
+            value = values[name] + value
+        values[name] = value
     return values
