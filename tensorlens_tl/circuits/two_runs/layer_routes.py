@@ -222,8 +222,10 @@ def _add_sublayer(cut: _Cut, name: str, sublayer: AffineMap, before: AffineMap |
     changes = {"": x}
     stages = [sublayer]
     if before is not None:
+        assert isinstance(before, Chain)
+        after = Chain(before.stages[1:])
         held, response = _parts_of(before)
-        changes = {"": held.push(x), SCALE: response.push(x)}
+        changes = {"": after.push(held.push(x)), SCALE: after.push(response.push(x))}
         stages = [before, sublayer]
     cut.add_constants(Chain(tuple(stages)), g)
     if name == MLP:

@@ -189,17 +189,18 @@ def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change,
     x_a, x_b = (upcast(maps.capture.resid_read(layer)) for maps in (a, b))
     read = Change(reads[0](x_a), reads[1](x_b))
     (query_a, key_a), (query_b, key_b) = projections
-    return _projected(read, query_a, query_b, f"L{layer}.W_Q"), _projected(read, key_a, key_b, f"L{layer}.W_K")
+    queries = _projected(read, query_a, query_b, f"L{layer}.W_Q", f"L{layer}.q_norm")
+    return queries, _projected(read, key_a, key_b, f"L{layer}.W_K", f"L{layer}.k_norm")
 
 
-def _projected(read: Change, a: HeadProjection, b: HeadProjection, name: str) -> Change:
+def _projected(read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str) -> Change:
     """What attention reads, through one projection and its norm."""
     vectors = read.linear(a.linear, b.linear, name)
     if a.norm is None or b.norm is None:
         return vectors
     scales = (a.scale(vectors.a), b.scale(vectors.b))
     gains = (a.gain(vectors.a), b.gain(vectors.b))
-    return vectors.over(*scales, gains, name.replace("W_", "norm_"), a.groups)
+    return vectors.over(*scales, gains, norm_name, a.groups)
 
 
 def _score_secant(

@@ -156,4 +156,4 @@ class SecantMaps(Blocks):
             assert isinstance(dense_b, Linear)
             dense = Change(x_a, x_b).linear(dense_a, dense_b, "head.W_dense")
             inside = activated(dense, self.view.mlm_head.activation)
-        return inside.normed(norm_a, norm_b, "head.ln").map
+        return Chain((*inside.stages, norm_secant(norm_a, norm_b, inside.a, inside.b, "head.ln")))
