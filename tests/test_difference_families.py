@@ -16,9 +16,21 @@ from tensorlens_tl.testing.building import build_bridge
 
 pytestmark = pytest.mark.numeric
 
-EXPERTS = [f"bridge/{name}" for name in ("mixtral", "qwen2-moe", "gpt-oss", "llama4", "granite-moe", "afmoe")]
-INSIDE = ["bridge/afmoe", "bridge/bitnet", "attention of qwen3-next"]
+EXPERTS = [
+    f"bridge/{name}" for name in ("mixtral", "qwen2-moe", "gpt-oss", "llama4", "deepseek-v3", "granite-moe", "afmoe")
+]
+INSIDE = ["bridge/deepseek-v3", "bridge/afmoe", "bridge/bitnet", "attention of qwen3-next"]
 FAMILIES = [*EXPERTS, "bridge/bitnet", "attention of qwen3-next"]
+
+CHANGED_WEIGHTS = {
+    "bridge/qwen2-moe": {"L1.routing", "L1.shared.W_factor", "L1.shared.W_in", "L1E0.W_gate", "L0.W_in"},
+    "bridge/gpt-oss": {"L0.routing", "L0.sinks", "L0E1.b_out", "L1E3.W_in"},
+    "bridge/llama4": {"L1.routing", "L1E0.W_in", "L1.shared.W_out"},
+    "bridge/deepseek-v3": {"L1.routing", "L0.W_down_K", "L0.latent_norm_Q.w", "L0.v_norm.w", "L0.W_V_out"},
+    "bridge/afmoe": {"L0.attn.W_gate", "L0.norm_Q.w", "L1.routing"},
+    "bridge/bitnet": {"L0.W_O", "L1.W_out"},
+}
+"""Some of what two models differ by, by the names of their constants."""
 
 TOLERANCE = 1e-6
 """All these models' norms compute in float32."""
@@ -155,7 +167,10 @@ def test_heads_add_up(change):
         assert torch.allclose(sum(alone), whole, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["bridge/qwen2-moe", "bridge/gpt-oss", "bridge/afmoe", "bridge/bitnet"])
+@pytest.mark.parametrize(
+    "name",
+    ["bridge/qwen2-moe", "bridge/gpt-oss", "bridge/llama4", "bridge/deepseek-v3", "bridge/afmoe", "bridge/bitnet"],
+)
 def test_two_models_differ_by_their_tokens_their_routing_and_their_weights(name):
     first = built(name)
     second = built(name, seed=1)
@@ -166,13 +181,7 @@ def test_two_models_differ_by_their_tokens_their_routing_and_their_weights(name)
     expected = logits[:, -1:, 7] - logits[:, -1:, 3]
     assert torch.allclose(result.scores.sum(-1) + result.bias, expected, rtol=1e-5, atol=1e-5)
     names = set(routing_terms(change, torch.randn_like(change.output)))
-    expected_names = {
-        "bridge/qwen2-moe": {"L1.routing", "L1.shared.W_factor", "L1.shared.W_in", "L1E0.W_gate", "L0.W_in"},
-        "bridge/gpt-oss": {"L0.routing", "L0.sinks", "L0E1.b_out", "L1E3.W_in"},
-        "bridge/afmoe": {"L0.attn.W_gate", "L0.norm_Q.w", "L1.routing"},
-        "bridge/bitnet": {"L0.W_O", "L1.W_out"},
-    }
-    assert expected_names[name] <= names
+    assert CHANGED_WEIGHTS[name] <= names
 
 
 @pytest.mark.parametrize("name", ["bridge/mamba", "bridge/jamba"])

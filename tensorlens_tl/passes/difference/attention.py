@@ -197,6 +197,12 @@ def _projection_secant(runs: tuple[_Run, _Run], side: int, layer: int, name: str
     first, second = (run.reading.projections[side] for run in runs)
     x_a, x_b = (run.maps.capture.resid_read(layer) for run in runs)
     read = Change(Chain((Identity(), *first.reads))(x_a), Chain((Identity(), *second.reads))(x_b))
+    if first.latent is not None and second.latent is not None:
+        latents = (first.latent, second.latent)
+        entry = read.linear(latents[0].entry, latents[1].entry, name.replace("W_", "W_down_"))
+        scales = (latents[0].scale(entry.a), latents[1].scale(entry.b))
+        gains = (latents[0].gain, latents[1].gain)
+        read = entry.over(*scales, gains, name.replace("W_", "latent_norm_"), first=latents[0].rank)
     vectors = read.linear(first.linear, second.linear, name)
     if first.norm is not None and second.norm is not None:
         scales = (first.scale(upcast(vectors.a)), second.scale(upcast(vectors.b)))

@@ -327,7 +327,7 @@ def refuse_without_secant(view: ModelView) -> None:
             raise _refusal(view, f"{block.name} mixes positions without attention")
         if block.per_layer is not None:
             raise _refusal(view, f"{block.name} has an input of each token")
-        block.require_query_key()
+        block.require_scores()
 
 
 def _check_models(a: FrozenPass, b: FrozenPass) -> None:
