@@ -78,8 +78,8 @@ class Change:
         repeat = Linear(torch.eye(width).to(self.a).repeat_interleave(each, dim=-1))
         return self.linear(repeat, repeat, "")
 
-    def weighted(self, a: Float[Tensor, "batch pos 1"], b: Float[Tensor, "batch pos 1"], name: str) -> "Change":
-        """Times a number of each run that is given: Δ(wx) = w̄·Δx, and x̄·Δw by name."""
+    def weighted(self, a: Float[Tensor, "batch pos #d"], b: Float[Tensor, "batch pos #d"], name: str) -> "Change":
+        """Times numbers of each run that are given: Δ(wx) = w̄·Δx, and x̄·Δw by name."""
         held = Diagonal((a + b) / 2)
         return Change(self.a * a, self.b * b, (*self.stages, held, Offset(self.mean * (a - b), name)))
 
