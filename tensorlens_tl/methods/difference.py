@@ -8,18 +8,21 @@ It is DeepLIFT (Shrikumar et al. 2017) for transformers, with an exact rule for 
 scores are averaged (DeepLIFT-SHAP's expectation, Lundberg & Lee 2017).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import Direction, Query, TokenLike
-from tensorlens_tl.passes import Difference, FrozenPass, difference as difference_of, freeze, freeze_changed
-from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes import Difference, FrozenPass, check_pass, difference as difference_of, freeze_changed
+from tensorlens_tl.passes.inputs import prepare, query_positions
 from tensorlens_tl.passes.operator import Collapse, logit_label
 from tensorlens_tl.passes.replacement import REPLACEMENTS, Replacement, vocabulary_mean
 from tensorlens_tl.registry import register_method
@@ -46,9 +49,10 @@ def difference(
             length of the change of the query's own output, as a sum over tokens.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         baseline: what the prompt is compared with: ``"mask"`` or ``"pad"`` (the tokenizer's token in every place),
-            ``"mean"`` (the vocabulary's mean embedding), ``"zero"``, a token id, a text or ids of the same length, or
-            embeddings `[d_model]` or `[pos, d_model]`; or a list of several, over which scores are averaged. None is
-            the mask token where there is one, else the mean. A difference has its baseline already.
+            ``"mean"`` (the vocabulary's mean embedding), ``"zero"``, a token id, a text or ids of the same length (a
+            list of integers, or a tensor `[pos]` or `[batch, pos]`), embeddings `[d_model]` or `[pos, d_model]`, or a
+            frozen pass; or a list of several of these, over which scores are averaged. None is the mask token where
+            there is one, else the mean. A difference has its baseline already.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
@@ -90,16 +94,24 @@ def difference(
     )
 
 
-def _explained(frozen: FrozenPass | Difference, baseline: Any) -> list[Difference]:
-    """The differences from each baseline."""
+def _explained(frozen: FrozenPass | Difference, baseline: Any) -> Iterator[Difference]:
+    """The difference from each baseline, one after the other."""
     if isinstance(frozen, Difference):
         if baseline is not None:
             raise InvalidInputError("baseline: a difference of two runs has its baseline already; leave it out.")
-        return [frozen]
-    several = baseline if isinstance(baseline, list | tuple) else [baseline]
+        return iter([frozen])
+    check_pass(frozen)
+    several = [baseline]
+    if isinstance(baseline, list | tuple) and not _are_ids(baseline):
+        several = list(baseline)
     if not several:
         raise InvalidInputError("baseline=[]: pass one baseline, or a list of some.")
-    return [difference_of(frozen, baseline_pass(frozen, one)) for one in several]
+    return (difference_of(frozen, baseline_pass(frozen, one)) for one in several)
+
+
+def _are_ids(values: Any) -> bool:
+    """Whether a list is one prompt's token ids."""
+    return isinstance(values, list | tuple) and len(values) > 0 and all(type(value) is int for value in values)
 
 
 def _change(
@@ -122,42 +134,52 @@ def baseline_pass(frozen: FrozenPass, baseline: Any) -> FrozenPass:
     """
     if isinstance(baseline, FrozenPass):
         return baseline
-    inputs = dict(frozen.inputs)
-    pos = frozen.tokens.shape[1]
-    if isinstance(baseline, Tensor) and baseline.is_floating_point():
+    is_tensor = isinstance(baseline, Tensor)
+    if is_tensor and baseline.is_floating_point():
         return _with_embeddings(frozen, baseline)
-    if isinstance(baseline, Tensor) and baseline.ndim:
-        if baseline.shape[-1] != pos:
-            raise _wrong_length(frozen, f"{tuple(baseline.shape)} ids")
-        return freeze_changed(frozen, {**inputs, "input": baseline.to(frozen.tokens).expand_as(frozen.tokens)})
-    if isinstance(baseline, str) and baseline not in REPLACEMENTS:
-        other = freeze(frozen.model, baseline, tolerance=frozen.tolerance)
-        if other.tokens.shape != frozen.tokens.shape:
-            raise _wrong_length(frozen, f"{baseline!r} has {other.tokens.shape[1]} tokens")
-        return other
+    is_text = isinstance(baseline, str) and baseline not in REPLACEMENTS
+    if is_text or _are_ids(baseline) or (is_tensor and baseline.ndim > 0):
+        return _with_tokens(frozen, baseline)
     try:
         chosen = Replacement.of(frozen.view, frozen.prompt, baseline, vocabulary_mean(frozen.view))
     except InvalidInputError as error:
         raise InvalidInputError(f"baseline: {error}") from error
-    replaced = frozen.mask & (torch.arange(pos, device=frozen.mask.device) >= frozen.prompt.special)
-    inputs, hooks = chosen.put(inputs, replaced)
-    return freeze_changed(frozen, inputs, hooks)
+    positions = torch.arange(frozen.tokens.shape[1], device=frozen.mask.device)
+    return _replaced(frozen, chosen, frozen.mask & (positions >= frozen.prompt.special))
+
+
+def _with_tokens(frozen: FrozenPass, baseline: Any) -> FrozenPass:
+    """A run of another prompt, in the place of each or of all."""
+    try:
+        other = prepare(frozen.view, baseline)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"baseline: {error}") from error
+    rows, pos = other.tokens.shape
+    if pos != frozen.tokens.shape[1] or rows not in (1, len(frozen.tokens)):
+        raise _wrong_shape(frozen, f"{rows} × {pos} tokens")
+    tokens = torch.where(frozen.mask, other.tokens, frozen.tokens)
+    return freeze_changed(frozen, {**frozen.inputs, "input": tokens})
 
 
 def _with_embeddings(frozen: FrozenPass, vectors: Tensor) -> FrozenPass:
     """A run with these embeddings in place of the tokens'."""
-    named = Replacement.of(frozen.view, frozen.prompt, "zero")
-    pos = frozen.tokens.shape[1]
-    if vectors.ndim > 1 and vectors.shape[-2] != pos:
-        raise _wrong_length(frozen, f"{tuple(vectors.shape)} embeddings")
-    chosen = Replacement("embeddings", at=named.at, vector=vectors)
-    inputs, hooks = chosen.put(dict(frozen.inputs), frozen.mask)
+    at = Replacement.of(frozen.view, frozen.prompt, "zero").at
+    assert at is not None
+    (shape,) = {tuple(of.shape) for of in capture(frozen.model, dict(frozen.inputs), [at], last=at)[0].values()}
+    batch, pos, width = shape
+    if tuple(vectors.shape) not in {(width,), (pos, width), (1, pos, width), (batch, pos, width)}:
+        raise _wrong_shape(frozen, f"embeddings {tuple(vectors.shape)}")
+    return _replaced(frozen, Replacement("embeddings", at=at, vector=vectors.detach()), frozen.mask)
+
+
+def _replaced(frozen: FrozenPass, replacement: Replacement, where: Bool[Tensor, "batch pos"]) -> FrozenPass:
+    inputs, hooks = replacement.put(dict(frozen.inputs), where)
     return freeze_changed(frozen, inputs, hooks)
 
 
-def _wrong_length(frozen: FrozenPass, given: str) -> InvalidInputError:
-    pos = frozen.tokens.shape[1]
+def _wrong_shape(frozen: FrozenPass, given: str) -> InvalidInputError:
+    batch, pos = frozen.tokens.shape
     return InvalidInputError(
-        f"baseline: {given}, and the prompt has {pos} tokens; positions must match. Use 'mean', 'zero', a token id, or "
-        f"a baseline of {pos} tokens."
+        f"baseline: {given}, and there are {batch} × {pos} tokens; positions must match. Use 'mean', 'zero', a token "
+        f"id, one prompt of {pos} tokens or {batch} of them, or embeddings [d_model] or [{pos}, d_model]."
     )

@@ -23,7 +23,6 @@ from tensorlens_tl.hooks import (
     from_cache,
     hook_numbers,
     keep_in,
-    lock_of,
     logit_hooks,
     logits_at,
     model_points,
@@ -161,7 +160,7 @@ def freeze(
                 padding_side=padding_side,
                 model_inputs=model_inputs,
             )
-            return _freeze(view, prompt, options, cache)
+            return _freeze(view, prompt, options, cache, query_positions(prompt, -1))
 
 
 @dataclass(frozen=True)
@@ -209,9 +208,12 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
 
     Raises:
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached.
+        InvalidInputError: the model is in train mode since, and its dropout is active.
     """
+    model = frozen.model
     frozen.check_fresh()
-    refuse_attached(frozen.model)
+    refuse_dropout(frozen.view.model)
+    refuse_attached(model)
     tokens = frozen.tokens
     texts = frozen.str_tokens
     given = inputs.get("input")
@@ -220,16 +222,22 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
         texts, _ = readable_tokens(frozen.view, given)
     prompt = replace(frozen.prompt, tokens=tokens, kwargs=dict(inputs), str_tokens=texts)
     options = FreezeOptions(tolerance=frozen.tolerance, strict=frozen.strict)
-    with lock_of(frozen.model), frozen.model.hooks(fwd_hooks=list(hooks)):
-        return _freeze(frozen.view, prompt, options, None)
+    compared = query_positions(prompt, "all" if hooks else -1)  # nobody can run this model again without its hooks
+    with torch.inference_mode(False), torch.no_grad(), unheld_run(model), model.hooks(fwd_hooks=list(hooks)):
+        return _freeze(frozen.view, prompt, options, None, compared)
 
 
-def _freeze(view: ModelView, prompt: Prompt, options: FreezeOptions, cache: CacheLike) -> FrozenPass:
-    """Capture, check and prove one pass, in this order."""
+def _freeze(
+    view: ModelView,
+    prompt: Prompt,
+    options: FreezeOptions,
+    cache: CacheLike,
+    compared: Int[Tensor, "batch query"],
+) -> FrozenPass:
+    """Capture, check and prove one pass, in this order; its logits are compared at some positions."""
     allowed = partial(options.tolerance_of, view)
     points = model_points(view)
-    last = query_positions(prompt, -1)
-    run = _Run(view, prompt, points, options, last)
+    run = _Run(view, prompt, points, options, compared)
     logits: Any = None
     if cache is None:
         logits = run.observe()
@@ -260,8 +268,8 @@ def _freeze(view: ModelView, prompt: Prompt, options: FreezeOptions, cache: Cach
     warn_of_ties(capture, {name: run.activations.pop(name) for name in points.routers if name in run.activations})
     frozen = FrozenPass(replace(maps, layouts=proof.layouts), proof, options.strict)
     if points.unembed_in is not None:
-        error = logits_error(capture, frozen.unembedded(), logits_at(logits, prompt.in_logits(last)), last)
-        frozen.logits_check.add(error, last)
+        error = logits_error(capture, frozen.unembedded(), logits_at(logits, prompt.in_logits(compared)), compared)
+        frozen.logits_check.add(error, compared)
     if cache is None:
         check_repeats(capture, tolerance)
     return frozen
@@ -278,7 +286,7 @@ class _Run:
     """
 
     def __init__(
-        self, view: ModelView, prompt: Prompt, points: ModelPoints, options: FreezeOptions, last: Tensor
+        self, view: ModelView, prompt: Prompt, points: ModelPoints, options: FreezeOptions, compared: Tensor
     ) -> None:
         self.view = view
         self.prompt = prompt
@@ -292,7 +300,7 @@ class _Run:
         if options.verify:
             self.writes = SeenWrites.of(view, points, len(prompt.tokens), self.sampled, options.store)
         self.reader: PatternReader | None = None
-        self.hooks = logit_hooks(view.model, points.unembed_in, prompt.in_logits(last))
+        self.hooks = logit_hooks(view.model, points.unembed_in, prompt.in_logits(compared))
         if options.patterns == "recompute":
             refuse_unreadable(view)
             self.reader = PatternReader(view, points, prompt, options.store, partial(options.tolerance_of, view))

@@ -55,6 +55,10 @@ class Change:
         stage = secant[0] if len(secant) == 1 else Chain(secant)
         return Change(a(self.a), b(self.b), (*self.stages, stage))
 
+    def written(self, a: Linear, b: Linear, name: str) -> Chain:
+        """The secant up to the outputs of a matrix, whose values nobody needs; see `linear`."""
+        return Chain((*self.stages, Chain(linear_secant(a, b, self.a, self.b, name))))
+
     def elementwise(self, phi: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> "Change":
         """Through a function of each number; see `slope`."""
         slopes = Diagonal(slope(phi, derivative, self.a, self.b))

@@ -1,6 +1,7 @@
 """Secants of the parts that two runs share: a linear layer, a norm."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -9,8 +10,8 @@ from torch import Tensor
 from tensorlens_tl.algebra.maps import AffineMap, Chain, Sum
 from tensorlens_tl.algebra.numerics import centred
 from tensorlens_tl.algebra.primitives import Diagonal, Linear, Norm
-from tensorlens_tl.algebra.routing import Routed
-from tensorlens_tl.algebra.secants.maps import Offset, RankOne
+from tensorlens_tl.algebra.routing import Branch, Routed
+from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne
 
 
 def linear_secant(
@@ -27,11 +28,12 @@ def linear_secant(
         return (Linear(a.weight),)
     stages: list[AffineMap] = [Linear((a.weight + b.weight) / 2)]
     if not same(a.weight, b.weight):
-        stages.append(Offset(Linear(a.weight - b.weight)((x_a + x_b) / 2), name))
+        change = MatrixChange((x_a + x_b) / 2, a.weight, b.weight)
+        stages.append(Offset(change.vectors, name, change))
     if not same(a.offset, b.offset):
         zero = a.weight.new_zeros(a.weight.shape[1])
-        change = (zero if a.offset is None else a.offset) - (zero if b.offset is None else b.offset)
-        stages.append(Offset(change[None, None], bias_name(name)))
+        shift = (zero if a.offset is None else a.offset) - (zero if b.offset is None else b.offset)
+        stages.append(Offset(shift[None, None], bias_name(name)))
     return tuple(stages)
 
 
@@ -110,34 +112,67 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape) or torch.equal(a, b)
 
 
+def pull_noting(
+    m: AffineMap, g: Float[Tensor, "*rows batch pos d"], note: Callable[[Offset, Tensor], None]
+) -> Float[Tensor, "*rows batch pos d_in"]:
+    """``m.pull(g)``; on the way ``note(offset, vectors)`` is called with every `Offset` and what is pulled to it.
+
+    Args:
+        m: the map, of chains and sums.
+        g: the vector at its end.
+        note: takes the offsets, the last of the map first.
+    """
+    match m:
+        case Offset():
+            note(m, g)
+            return g
+        case Chain(stages=stages):
+            for stage in reversed(stages):
+                g = pull_noting(stage, g, note)
+            return g
+        case Sum(terms=terms):
+            first, *others = (pull_noting(term, g, note) for term in terms)
+            return sum(others, start=first)
+        case Routed():
+            _note_routed(m, g, note)
+            return m.pull(g)
+        case _:
+            return m.pull(g)
+
+
+def _note_routed(m: Routed, g: Float[Tensor, "*rows batch pos d"], note: Callable[[Offset, Tensor], None]) -> None:
+    """The offsets in each expert, noted at the positions of its tokens; zero elsewhere."""
+    flat = g.flatten(-1 - len(m.shape), -2)
+
+    def spread(packed: Float[Tensor, "*rows 1 token d"], branch: Branch) -> Float[Tensor, "*rows batch pos d"]:
+        vectors = packed.expand(*packed.shape[:-2], len(branch.places), packed.shape[-1]).squeeze(-3)
+        whole = vectors.new_zeros(*vectors.shape[:-2], flat.shape[-2], vectors.shape[-1])
+        return whole.index_add(-2, branch.places, vectors).unflatten(-2, m.shape)
+
+    for branch in m.branches:
+        packed = (flat[..., branch.places, :] * branch.weight[:, None]).unsqueeze(-3)
+
+        def note_spread(offset: Offset, pulled: Tensor, branch: Branch = branch) -> None:
+            change = offset.change
+            if change is not None:
+                change = replace(change, read=spread(change.read, branch))
+            note(Offset(spread(offset.vectors, branch), offset.name, change), spread(pulled, branch))
+
+        pull_noting(branch.map, packed, note_spread)
+
+
 def offset_terms(
     m: AffineMap, g: Float[Tensor, "*rows batch pos d"]
-) -> Iterator[tuple[str, Float[Tensor, "*rows batch pos"]]]:
+) -> list[tuple[str, Float[Tensor, "*rows batch pos"]]]:
     """What every `Offset` in a map gives to a vector at its end, by name and position: ⟨g pulled to it, its vectors⟩.
 
     Args:
         m: the map, of chains, sums and experts.
         g: the vector, `[*rows, batch, pos, d]`.
     """
-    match m:
-        case Offset(vectors=vectors, name=name):
-            yield name, (g * vectors).sum(-1)
-        case Chain(stages=stages):
-            for stage in reversed(stages):
-                yield from offset_terms(stage, g)
-                g = stage.pull(g)
-        case Sum(terms=terms):
-            for term in terms:
-                yield from offset_terms(term, g)
-        case Routed(branches=branches, shape=shape):
-            flat = g.flatten(-1 - len(shape), -2)
-            for branch in branches:
-                packed = (flat[..., branch.places, :] * branch.weight[:, None]).unsqueeze(-3)
-                for name, terms in offset_terms(branch.map, packed):
-                    total = flat.new_zeros(flat.shape[:-1]).index_add(-1, branch.places, terms.squeeze(-2))
-                    yield name, total.unflatten(-1, shape)
-        case _:
-            return
+    terms: list[tuple[str, Tensor]] = []
+    pull_noting(m, g, lambda offset, pulled: terms.append((offset.name, (pulled * offset.vectors).sum(-1))))
+    return terms
 
 
 def without_offsets(m: AffineMap) -> AffineMap:

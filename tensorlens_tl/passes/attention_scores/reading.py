@@ -326,8 +326,13 @@ def rotation_matrices(
     return matrices
 
 
-def score_reading(maps: BlockMaps, layer: int) -> ScoreReading:
+def score_reading(maps: BlockMaps, layer: int, vectors: tuple[Tensor, Tensor] | None = None) -> ScoreReading:
     """The reading of one layer's scores that reproduces its pattern.
+
+    Args:
+        maps: of the run.
+        layer: which one.
+        vectors: its queries and keys as of `projected`, where they are known.
 
     Raises:
         UnsupportedModelError: no known reading does; says how near the best came.
@@ -335,7 +340,7 @@ def score_reading(maps: BlockMaps, layer: int) -> ScoreReading:
     maps.view.refuse_encoder_decoder("attention scores")
     before = maps.layouts[layer].attn.before
     added = added_positions(maps)
-    queries, keys = projected(maps, layer, score_projections(maps, layer, before, added))
+    queries, keys = vectors or projected(maps, layer, score_projections(maps, layer, before, added))
     candidates = [
         replace(candidate, error=pattern_error(candidate, maps, layer, queries, keys))
         for candidate in score_candidates(maps, layer, before, added)

@@ -9,6 +9,6 @@
 """
 
 from tensorlens_tl.passes.difference.maps import SecantMaps
-from tensorlens_tl.passes.difference.runs import Difference, difference, refuse_without_secant
+from tensorlens_tl.passes.difference.runs import Difference, check_one_architecture, difference, refuse_without_secant
 
-__all__ = ["Difference", "SecantMaps", "difference", "refuse_without_secant"]
+__all__ = ["Difference", "SecantMaps", "check_one_architecture", "difference", "refuse_without_secant"]

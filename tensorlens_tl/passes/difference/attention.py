@@ -7,7 +7,7 @@ of what heads give is a fourth, Δ(g·z) = ḡ·Δz + z̄·Δg; the scale of a n
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,25 +31,16 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import derivative
 from tensorlens_tl.models.parameters import AttentionWeights, Gate, InverseScale
 from tensorlens_tl.passes.attention_scores import (
+    HeadProjection,
     ScoreReading,
     added_positions,
     pattern_error,
-    projected,
     score_projections,
     score_reading,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.difference.mlps import gate_secant
 from tensorlens_tl.passes.difference.values import BlockValues
-
-
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """One layer's attention in one run: the frozen maps, what was read, and how scores follow from it."""
-
-    maps: BlockMaps
-    values: BlockValues
-    reading: ScoreReading
 
 
 def attention_secant(
@@ -68,22 +59,25 @@ def attention_secant(
     """
     weights = [maps.view.blocks[layer].attention for maps in (a, b)]
     name = partial("L{}.{}".format, layer)
-    reading = score_reading(a, layer)
-    runs = (_Run(a, of_a, reading), _Run(b, of_b, _same_reading(reading, b, layer)))
+    queries, keys = _projection_secants(a, b, layer)
+    reading = score_reading(a, layer, (queries.a, keys.a))
+    _check_reading(reading, b, layer, queries.b, keys.b)
     read = Change(of_a.attention, of_b.attention)
     values = _value_secant(weights, read, name)
     patterns = [upcast(maps.capture.pattern(layer)) for maps in (a, b)]
     mean_values = rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=weights[0].kv_heads)
-    secant, by_sinks = _score_secant(runs, layer, patterns, mean_values)
+    of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
+    secant, by_sinks = _score_secant(reading, queries, keys, patterns, mean_values, of_sinks)
+    rotation = () if reading.rotation is None else (Rotation.of(reading.rotation),)
     mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
     only = partial(_of_heads, n_heads=weights[0].heads, heads=heads)
-    sinks = () if by_sinks is None else (Offset(only(by_sinks), name("sinks")),)
+    sinks = () if by_sinks is None else (Offset(only(by_sinks.to(of_a.heads)), name("sinks")),)
     routes = (
         Chain((*values.stages, mixing)),
-        Chain((*_projection_secant(runs, 0, layer, name("W_Q")).stages, QueryResponse.of(secant), *sinks)),
-        Chain((*_projection_secant(runs, 1, layer, name("W_K")).stages, KeyResponse(secant))),
+        Chain((*queries.stages, *rotation, QueryResponse.of(secant), *sinks)),
+        Chain((*keys.stages, *rotation, KeyResponse(secant))),
     )
     routes, z = _gated(weights, routes, Change(of_a.heads, of_b.heads), read, name("attn.W_gate"), only)
     return Chain((Sum(routes), _written(weights, z, name("W_O"), only)))
@@ -158,7 +152,7 @@ def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callab
     if isinstance(norm_a, InverseScale) and isinstance(norm_b, InverseScale):
         z = z.over(norm_a.norm.scale_of(z.a), norm_b.norm.scale_of(z.b))
     out_a, out_b = (Linear(weights_of.W_O, weights_of.b_O) for weights_of in weights)
-    return replace(z, a=only(z.a), b=only(z.b)).linear(out_a, out_b, name).map
+    return replace(z, a=only(z.a), b=only(z.b)).written(out_a, out_b, name)
 
 
 def _of_heads(
@@ -172,87 +166,85 @@ def _of_heads(
     return z * keep.repeat_interleave(z.shape[-1] // n_heads)
 
 
-def _same_reading(reading: ScoreReading, maps: BlockMaps, layer: int) -> ScoreReading:
-    """The other run's scores, made in the same way.
+def _check_reading(reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor) -> None:
+    """Refuse another run whose scores are made in another way.
 
     Raises:
         UnsupportedModelError: they do not give its pattern.
     """
-    before = maps.layouts[layer].attn.before
-    projections = score_projections(maps, layer, before, added_positions(maps))
-    x = maps.capture.resid_read(layer)
-    query, key = (projection.held(x) for projection in projections)
-    other = replace(reading, query=query, key=key, projections=projections)
-    error = pattern_error(other, maps, layer, *projected(maps, layer, projections))
+    error = pattern_error(reading, maps, layer, queries, keys)
     if not error <= maps.tolerance:
         raise UnsupportedModelError(
             f"difference: blocks.{layer} of this {maps.view.description} makes its attention scores in one way in the "
-            f"first run and in another in the second (its pattern is off by {error:.1e})."
+            f"first run and in another in the second (its pattern is off by {error:.1e}). Freeze both runs without "
+            "other hooks, or ask about each by itself."
         )
-    return replace(other, error=error)
 
 
-def _projection_secant(runs: tuple[_Run, _Run], side: int, layer: int, name: str) -> Change:
-    """Queries (0) or keys (1): their matrix, their norm with its scale responding, and their rotation."""
-    first, second = (run.reading.projections[side] for run in runs)
-    x_a, x_b = (run.maps.capture.resid_read(layer) for run in runs)
-    read = Change(Chain((Identity(), *first.reads))(x_a), Chain((Identity(), *second.reads))(x_b))
-    if first.latent is not None and second.latent is not None:
-        latents = (first.latent, second.latent)
-        entry = read.linear(latents[0].entry, latents[1].entry, name.replace("W_", "W_down_"))
-        scales = (latents[0].scale(entry.a), latents[1].scale(entry.b))
-        gains = (latents[0].gain, latents[1].gain)
-        read = entry.over(*scales, gains, name.replace("W_", "latent_norm_"), first=latents[0].rank)
-    vectors = read.linear(first.linear, second.linear, name)
-    if first.norm is not None and second.norm is not None:
-        scales = (first.scale(upcast(vectors.a)), second.scale(upcast(vectors.b)))
-        gains = (first.gain(vectors.a), second.gain(vectors.b))
-        vectors = vectors.over(*scales, gains, name.replace("W_", "norm_"), first.groups)
-    rotation = runs[0].reading.rotation
-    if rotation is None:
+def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change, Change]:
+    """Queries and keys before rotation: their matrices, and their norms with the scale responding."""
+    before = a.layouts[layer].attn.before
+    projections = [score_projections(maps, layer, before, added_positions(maps)) for maps in (a, b)]
+    reads = [Chain((Identity(), *of_queries.reads)) for of_queries, _ in projections]  # keys read the same
+    x_a, x_b = (upcast(maps.capture.resid_read(layer)) for maps in (a, b))
+    read = Change(reads[0](x_a), reads[1](x_b))
+    (query_a, key_a), (query_b, key_b) = projections
+    return _projected(read, query_a, query_b, f"L{layer}.W_Q"), _projected(read, key_a, key_b, f"L{layer}.W_K")
+
+
+def _projected(read: Change, a: HeadProjection, b: HeadProjection, name: str) -> Change:
+    """What attention reads, through one projection, its norm, and the latent before it where there is one."""
+    if a.latent is not None and b.latent is not None:
+        entry = read.linear(a.latent.entry, b.latent.entry, name.replace("W_", "W_down_"))
+        scales = (a.latent.scale(entry.a), b.latent.scale(entry.b))
+        gains = (a.latent.gain, b.latent.gain)
+        read = entry.over(*scales, gains, name.replace("W_", "latent_norm_"), first=a.latent.rank)
+    vectors = read.linear(a.linear, b.linear, name)
+    if a.norm is None or b.norm is None:
         return vectors
-    return replace(vectors, stages=(*vectors.stages, Rotation.of(rotation)))
+    scales = (a.scale(vectors.a), b.scale(vectors.b))
+    gains = (a.gain(vectors.a), b.gain(vectors.b))
+    return vectors.over(*scales, gains, name.replace("W_", "norm_"), a.groups)
 
 
 def _score_secant(
-    runs: tuple[_Run, _Run],
-    layer: int,
+    reading: ScoreReading,
+    queries: Change,
+    keys: Change,
     patterns: list[Float[Tensor, "batch head query key"]],
     mean_values: Float[Tensor, "batch kv pos d_head"],
+    of_sinks: tuple[bool, float],
 ) -> tuple[ScoreSecant, Float[Tensor, "batch pos width"] | None]:
     """The secant of softmax and scores together, and what heads give because sinks of two models differ, or None."""
-    reading = runs[0].reading
-    vectors = [run.reading.vectors(upcast(run.maps.capture.resid_read(layer))) for run in runs]
-    raw_scores = [reading.scale * grouped_products(*pair) for pair in vectors]
+    (q_a, k_a), (q_b, k_b) = (reading.rotated(*pair) for pair in ((queries.a, keys.a), (queries.b, keys.b)))
+    raw_scores = [reading.scale * grouped_products(*pair) for pair in ((q_a, k_a), (q_b, k_b))]
     allowed = (patterns[0] > 0) | (patterns[1] > 0)
     finished = [reading.finished(scores).masked_fill(~allowed, -torch.inf) for scores in raw_scores]
-    sinks = _sinks(runs, finished, patterns)
+    sinks = _sinks(finished, patterns, *of_sinks)
     logs, rests = zip(*map(_log_pattern, finished, sinks), strict=True)
     rest = logarithmic_mean(*rests)
     scale: Tensor | float = reading.scale
     if reading.soft_cap is not None:
         cap = partial(_capped, cap=reading.soft_cap)
         scale = scale * slope(cap, partial(derivative, cap), *raw_scores)
-    (q_a, k_a), (q_b, k_b) = vectors
-    repeated = partial(torch.repeat_interleave, repeats=reading.heads // reading.kv_heads, dim=1)
-    keys = repeated((k_a + k_b) / 2)
-    of_kv_heads = reading.heads // mean_values.shape[1]
-    values = mean_values.repeat_interleave(of_kv_heads, dim=1)
-    secant = ScoreSecant.of(logs, rest, scale, (q_a + q_b) / 2, keys, values, reading.kv_heads)
+    repeated = partial(torch.repeat_interleave, dim=1)
+    mean_keys = repeated((k_a + k_b) / 2, reading.heads // reading.kv_heads)
+    values = repeated(mean_values, reading.heads // mean_values.shape[1])
+    secant = ScoreSecant.of(logs, rest, scale, (q_a + q_b) / 2, mean_keys, values, reading.kv_heads)
     if sinks[0] is sinks[1] or sinks[0] is None or sinks[1] is None:
         return secant, None
     taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
-    return secant, -(taken * secant.centres).flatten(-2).to(runs[0].values.heads)
+    return secant, -(taken * secant.centres).flatten(-2)
 
 
 def _sinks(
-    runs: tuple[_Run, _Run],
     scores: list[Float[Tensor, "batch head query key"]],
     patterns: list[Float[Tensor, "batch head query key"]],
+    of_one_model: bool,
+    tolerance: float,
 ) -> list[Float[Tensor, "head"] | None]:
     """The scores of either run's sinks; one tensor where both are of one model."""
-    tolerance = max(run.maps.tolerance for run in runs)
-    if runs[0].maps.capture.model is runs[1].maps.capture.model:
+    if of_one_model:
         return [_sink_scores(scores, patterns, tolerance)] * 2
     return [_sink_scores([row], [pattern], tolerance) for row, pattern in zip(scores, patterns, strict=True)]
 

@@ -12,7 +12,7 @@ from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.difference.attention import attention_secant
 from tensorlens_tl.passes.difference.experts import Mixture, experts_secant
-from tensorlens_tl.passes.difference.mlps import activated, mlp_secant
+from tensorlens_tl.passes.difference.mlps import activated, hidden_secant
 from tensorlens_tl.passes.difference.values import BlockValues, block_values, per_layer_values
 
 
@@ -114,7 +114,9 @@ class SecantMaps(Blocks):
             assert dense_a is not None
             assert dense_b is not None
             read = Change(parts.of_a.mlp, parts.of_b.mlp)
-            parts.mlp = mlp_secant(dense_a, dense_b, read, f"L{layer}").map
+            hidden = hidden_secant(dense_a, dense_b, read, f"L{layer}")
+            outs = (Linear(dense_a.W_out, dense_a.b_out), Linear(dense_b.W_out, dense_b.b_out))
+            parts.mlp = hidden.written(*outs, f"L{layer}.W_out")
         return parts.mlp
 
     @reads_weights

@@ -10,7 +10,13 @@ from tensorlens_tl.models.parameters import Gate, MLPWeights
 
 
 def mlp_secant(a: MLPWeights, b: MLPWeights, read: Change, block: str) -> Change:
-    """What an MLP, plain or gated, makes of what it reads.
+    """What an MLP, plain or gated, makes of what it reads; arguments and errors as of `hidden_secant`."""
+    hidden = hidden_secant(a, b, read, block)
+    return hidden.linear(Linear(a.W_out, a.b_out), Linear(b.W_out, b.b_out), f"{block}.W_out")
+
+
+def hidden_secant(a: MLPWeights, b: MLPWeights, read: Change, block: str) -> Change:
+    """What an MLP has before its output matrix, from what it reads.
 
     Args:
         a, b: its weights in either run.
@@ -33,7 +39,7 @@ def mlp_secant(a: MLPWeights, b: MLPWeights, read: Change, block: str) -> Change
         hidden = hidden.plus(a.b_post, b.b_post, bias_name(name("W_in")))
     if a.post_factor is not None and b.post_factor is not None:
         hidden = hidden.over(a.post_factor.norm.scale_of(hidden.a), b.post_factor.norm.scale_of(hidden.b))
-    return hidden.linear(Linear(a.W_out, a.b_out), Linear(b.W_out, b.b_out), name("W_out"))
+    return hidden
 
 
 def _form(weights: MLPWeights) -> tuple[bool, ...]:

@@ -206,9 +206,9 @@ class Difference(Linearisation):
             UnsupportedModelError: see `FrozenPass.logit_vectors`.
         """
         vectors_a, constant_a = self.a.logit_vectors(ids, positions)
+        vectors_b, constant_b = self.b.logit_vectors(ids, positions)  # each compares its run's logits
         if self.of_one_model:
             return vectors_a, torch.zeros_like(constant_a)
-        vectors_b, constant_b = self.b.logit_vectors(ids, positions)
         states = (self.a.unembedded() + self.b.unembedded()) / 2
         at = upcast(torch.take_along_dim(states, positions[..., None], dim=1))
         constant = (at * (vectors_a - vectors_b)).sum(-1) + constant_a - constant_b
@@ -308,7 +308,7 @@ def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
         )
     refuse_without_secant(a.view)
     if a.model is not b.model:
-        _check_models(a, b)
+        check_one_architecture(a.view, b.view)
         refuse_without_secant(b.view)
     if a.layouts != b.layouts:
         raise InvalidInputError("difference: the blocks of the two models are put together in different ways.")
@@ -327,22 +327,30 @@ def refuse_without_secant(view: ModelView) -> None:
         block.require_scores()
 
 
-def _check_models(a: FrozenPass, b: FrozenPass) -> None:
-    views = (a.view, b.view)
-    shapes = [
-        (view.n_layers, view.d_vocab, tuple(frozen.output.shape[2:]))
-        for view, frozen in zip(views, (a, b), strict=True)
-    ]
-    if shapes[0] != shapes[1]:
+SIZES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp")
+"""What two models of one architecture have in common, by the names of their configuration."""
+
+
+def check_one_architecture(a: ModelView, b: ModelView) -> None:
+    """Refuse, before any work, two models whose weights or tokens do not stand for the same things.
+
+    Raises:
+        InvalidInputError: other sizes, or other vocabularies.
+    """
+    sizes_a, sizes_b = (
+        {name: getattr(view.cfg, name, None) for name in SIZES} | {"d_vocab": view.d_vocab} for view in (a, b)
+    )
+    differing = [f"{name} {sizes_a[name]} and {sizes_b[name]}" for name in sizes_a if sizes_a[name] != sizes_b[name]]
+    if differing:
         raise InvalidInputError(
-            f"difference: two architectures, {a.view.description} and {b.view.description} (layers, vocabulary and "
-            f"width {shapes[0]} and {shapes[1]}). Both runs must be of one architecture."
+            f"difference: two architectures, {a.description} and {b.description}: {', '.join(differing)}. Both runs "
+            "must be of one architecture."
         )
-    tokenizers = [view.tokenizer for view in (a.view, b.view)]
+    tokenizers = (a.tokenizer, b.tokenizer)
     if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
         raise InvalidInputError(
-            f"difference: {a.view.description} and {b.view.description} have different vocabularies, so that the same "
-            "token ids are different tokens."
+            f"difference: {a.description} and {b.description} have different vocabularies, so that the same token ids "
+            "are different tokens."
         )
 
 
@@ -372,12 +380,24 @@ def _errors(difference: Difference) -> dict[str, float]:
         errors["head"] = _error(difference, ours, *states)
     for name, error in errors.items():
         if not error <= difference.tolerance:
-            raise _refusal(
-                difference.view,
-                f"the map of {name} does not give the difference of its outputs (relative error {error:.1e}, allowed "
-                f"{difference.tolerance:.0e}); another hook on the model, or a part",
+            raise UnsupportedModelError(
+                f"difference: the map of {name} of this {difference.view.description} does not give the difference of "
+                f"its outputs (relative error {error:.1e}, allowed {difference.tolerance:.0e}). {_suspects(a, b)}"
             )
     return errors
+
+
+def _suspects(a: FrozenPass, b: FrozenPass) -> str:
+    """What may have changed a run inside a block, and what to do."""
+    hooks = dict.fromkeys([*a.other_hooks, *b.other_hooks])
+    if hooks:
+        return (
+            f"Hooks stood on the model ({', '.join(hooks)}), and what they change inside a block is not read: freeze "
+            "both runs without them, or ask about each run by itself."
+        )
+    if a.model is not b.model:
+        return "The two models seem to be of two architectures: ask about each run by itself."
+    return "A part responds to another input in another way than its weights say: ask about each run by itself."
 
 
 def _epsilon(frozen: FrozenPass) -> float:

@@ -1,0 +1,704 @@
+"""The difference of two runs: complete against the live model, antisymmetric, the derivative where both are one."""
+
+import functools
+import itertools
+import re
+import warnings
+
+import pytest
+import torch
+from conftest import close, hooks_left, rerun_tolerance, some_tokens
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from test_fuzz import HOOKED, bridge, build, hooked, padded, prompts
+
+import tensorlens_tl as tlens
+from tensorlens_tl.passes import freeze_changed, refuse_without_secant
+from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_input, tiny_model
+
+pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
+
+REFUSED = {
+    "mamba": "blocks.0 mixes positions without attention",
+    "mamba2": "blocks.0 mixes positions without attention",
+    "jamba": "blocks.0 mixes positions without attention",
+    "lfm2": "blocks.0 mixes positions without attention",
+    "qwen3-next": "blocks.0 mixes positions without attention",
+    "mixtral": "blocks.0 is a mixture of experts",
+    "qwen2-moe": "blocks.1 is a mixture of experts",
+    "gpt-oss": "blocks.0 is a mixture of experts",
+    "llama4": "blocks.1 is a mixture of experts",
+    "granite-moe": "blocks.0 is a mixture of experts",
+    "deepseek-v3": "blocks.0 has a gate, a norm or a latent inside its attention",
+    "afmoe": "blocks.0 has a gate, a norm or a latent inside its attention",
+    "bitnet": "blocks.0 has a gate, a norm or a latent inside its attention",
+}
+"""Families with a part whose response is not read, and what the refusal says of it."""
+
+
+def is_refused(name):
+    return name.removeprefix("bridge/") in REFUSED or name in encoder_decoder_names()
+
+
+WHOLE = [name for name in model_names() if not is_refused(name)]
+BOTH = [name for name in ("hooked/ln", "hooked/rmspre", "bridge/gpt2", "bridge/neox") if name in model_names()]
+EXACT = [name for name in ("hooked/ln", "hooked/alibi", "bridge/gpt2", "encoder/bert") if name in model_names()]
+ONE = EXACT[0]
+EMBEDDINGS = ("embed.hook_out", "embed.hook_embed", "hook_embed")
+
+
+def logits(frozen):
+    """The live model's own logits of a run, before any soft cap."""
+    with torch.no_grad():
+        out = frozen.model(**frozen.inputs)
+    live = out if isinstance(out, torch.Tensor) else out.logits
+    cap = frozen.view.soft_cap
+    return live if cap is None else cap * torch.atanh(live / cap)
+
+
+def two_runs(model, **options):
+    return (tlens.freeze(model, some_tokens(seed=seed), **options) for seed in (0, 1))
+
+
+def embeddings_of(model):
+    return next(name for name in EMBEDDINGS if name in model.hook_dict)
+
+
+def moved(frozen, size):
+    """The same prompt with its embeddings moved by so much."""
+    generator = torch.Generator().manual_seed(7)
+
+    def move(x, hook):
+        return x + size * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+
+    return freeze_changed(frozen, frozen.inputs, [(embeddings_of(frozen.model), move)])
+
+
+def summed(result):
+    return result.scores.sum(-1) + result.bias
+
+
+# ------------------------------------------------------------------ completeness
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_scores_sum_to_the_difference_of_the_live_logits(name, model):
+    a, b = two_runs(model)
+    difference = tlens.difference(a, b)
+    allowed = rerun_tolerance(name)
+    assert max(difference.errors.values()) <= allowed
+    assert list(difference.errors)[: a.n_layers] == [f"blocks.{layer}" for layer in range(a.n_layers)]
+    changes = logits(a) - logits(b)
+    size = logits(a).abs().max()
+    for query in (-1, [1, 3], "all"):
+        result = tlens.attribute(difference, 5, minus=7, query=query)
+        of_queries = torch.take_along_dim(changes[..., 5] - changes[..., 7], result.queries, dim=1)
+        assert close(summed(result) / size, of_queries / size, allowed)
+        assert close(result.total / size, of_queries / size, allowed)
+    one = tlens.attribute(difference, 5)
+    assert close(summed(one) / size, changes[:, -1:, 5] / size, allowed)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_without_a_target_the_sum_is_the_length_of_the_change_of_the_output(name, model):
+    a, b = two_runs(model)
+    result = tlens.attribute(tlens.difference(a, b), query=[0, 2, -1])
+    change = a.output[:, [0, 2, -1]] - b.output[:, [0, 2, -1]]
+    assert close(summed(result), change.norm(dim=-1), rerun_tolerance(name))
+    assert result.target == "length of the change of the output"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_direction_of_the_output(name, model):
+    a, b = two_runs(model)
+    direction = torch.randn(a.output.shape[-1], dtype=torch.float64)
+    result = tlens.methods.difference(tlens.difference(a, b), direction=direction)
+    assert close(summed(result), (a.output - b.output)[:, -1:] @ direction, 10 * rerun_tolerance(name))
+
+
+SIDES = [
+    ("hooked/ln", "left"), ("hooked/ln", "right"), ("bridge/gpt2", "left"), ("bridge/bert", "right"),
+    ("encoder/bert", "right"), ("bridge/llama", "right"),
+]  # fmt: skip
+"""Models, and a side on which padding changes nothing for them."""
+
+
+@pytest.mark.parametrize(("name", "side"), [case for case in SIDES if case[0] in model_names()])
+def test_padded_batches_are_their_prompts(name, side, model_named):
+    model = model_named(name)
+    batches = []
+    for seed in (0, 1):
+        rows = [row[:length].tolist() for row, length in zip(some_tokens(2, 6, seed), (6, 4), strict=True)]
+        batches.append(rows)
+    together = tlens.difference(*(tlens.freeze(model, rows, padding_side=side) for rows in batches))
+    scores = tlens.attribute(together, 5).scores
+    for number, length in enumerate((6, 4)):
+        alone = tlens.difference(*(tlens.freeze(model, rows[number]) for rows in batches))
+        expected = tlens.attribute(alone, 5).scores[0, 0]
+        real = together.mask[number]
+        assert real.sum() == length
+        assert close(scores[number, 0, real], expected, rerun_tolerance(name))
+        assert not scores[number, 0, ~real].any()
+
+
+KINDS = [{"patterns": "recompute"}, {"store": "cpu"}, {"verify": "sample"}, {"verify": False}]
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_passes_of_every_kind(name, options, model_named):
+    a, b = two_runs(model_named(name))
+    expected = tlens.attribute(tlens.difference(a, b), 5).scores
+    other_a, other_b = two_runs(model_named(name), **options)
+    assert close(tlens.attribute(tlens.difference(other_a, other_b), 5).scores, expected, rerun_tolerance(name))
+
+
+# ------------------------------------------------------------------ signs, nothing, and the derivative
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_swapped_runs_have_opposite_scores_and_equal_runs_none(name, model):
+    a, b = two_runs(model)
+    there = tlens.attribute(tlens.difference(a, b), 5)
+    back = tlens.attribute(tlens.difference(b, a), 5)
+    assert close(back.scores, -there.scores, 1e-12)
+    assert close(back.total, -there.total, 1e-12)
+    for again in (a, tlens.freeze(model, some_tokens())):
+        same = tlens.difference(a, again)
+        for target in (5, None):
+            result = tlens.attribute(same, target)
+            assert not result.scores.any()
+            assert not result.total.any()
+            assert not result.gap.any()
+
+
+def live_gradient(frozen, token):
+    """The live model's gradient of a logit at the last token, by autograd alone."""
+    leaf = frozen.resid_pre(0).clone().requires_grad_(True)
+    name = frozen.points.blocks[0].resid_pre
+    with torch.enable_grad():
+        out = frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[(name, lambda x, hook: leaf)])
+        live = out if isinstance(out, torch.Tensor) else out.logits
+        if frozen.view.soft_cap is not None:
+            live = frozen.view.soft_cap * torch.atanh(live / frozen.view.soft_cap)
+        (gradient,) = torch.autograd.grad(live[:, -1, token].sum(), leaf)
+    return gradient
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_of_one_run_it_is_the_live_models_gradient(name, model):
+    """No weight is read on the other side: autograd differentiates the model between its hooks."""
+    frozen = tlens.freeze(model, some_tokens())
+    same = tlens.difference(frozen, frozen).operator().gradient(5)[:, 0]
+    expected = live_gradient(frozen, 5)
+    assert same.abs().max() > 0
+    assert close(same / expected.abs().max(), expected / expected.abs().max(), rerun_tolerance(name))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_close_runs_converge_to_the_gradient(name, model_named):
+    frozen = tlens.freeze(model_named(name), some_tokens())
+    expected = live_gradient(frozen, 5)
+    misses = []
+    for size in (1e-1, 1e-2, 1e-3, 1e-4):
+        pulled = tlens.difference(frozen, moved(frozen, size)).operator().gradient(5)[:, 0]
+        misses.append(float((pulled - expected).norm() / expected.norm()))
+    for coarse, fine in itertools.pairwise(misses):
+        assert fine < 0.3 * coarse
+    assert misses[-1] < 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in BOTH if name.startswith("hooked")] or ["bridge/gpt2"])
+def test_a_constant_of_rows_of_scores_changes_nothing(name, model_named):
+    model = model_named(name)
+    a, b = two_runs(model)
+    expected = tlens.attribute(tlens.difference(a, b), 5)
+    shifts = torch.randn(6, 1, dtype=torch.float64)
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_attn_scores", lambda x, hook: x + shifts)]):
+        shifted = tlens.freeze(model, some_tokens())
+    result = tlens.attribute(tlens.difference(shifted, b), 5)
+    assert close(result.scores, expected.scores, 1e-9)
+    assert close(result.total, expected.total, 1e-9)
+
+
+# ------------------------------------------------------------------ close prompts, and large scores
+
+SIZES = (0.0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2, 1.0)
+CLOSE = [
+    name
+    for name in ("hooked/ln", "hooked/no-norm", "hooked/rotary", "encoder/bert", "bridge/gpt2", "bridge/llama")
+    if name in model_names()
+] + ["bridge/opt", "bridge/phi"]
+
+
+@functools.cache
+def in_dtype(name, dtype):
+    model = tiny_model(name)
+    if dtype != torch.float64:
+        model = model.to(dtype)
+        if hasattr(model.cfg, "dtype"):
+            model.cfg.dtype = dtype
+    return model
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size:g}")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CLOSE)
+def test_close_prompts(name, dtype, size):
+    """The sum misses the difference by a share of it and the rounding of the two numbers; nothing warns or is refused.
+
+    In bfloat16 that is 0.02 of either, in float32 1e-4 of the difference and 1e-6 of the numbers.
+    """
+    a = tlens.freeze(in_dtype(name, dtype), some_tokens())
+    b = moved(a, size)
+    difference = tlens.difference(a, b)
+    computes_in = dtype
+    if dtype == torch.float64 and rerun_tolerance(name) > 1e-9:
+        computes_in = torch.float32
+    share, of_numbers = {torch.float64: (1e-9, 1e-13), torch.float32: (1e-4, 1e-5), torch.bfloat16: (0.05, 0.02)}[
+        computes_in
+    ]
+    for target in (5, None):
+        result = tlens.attribute(difference, target)
+        lengths = (a.unembedded()[:, -1:].norm(dim=-1) + b.unembedded()[:, -1:].norm(dim=-1)).double()
+        if target is not None:
+            lengths = lengths * float(a.view.unembedding[0][:, target].double().norm() * a.view.logit_factor)
+        misses = (summed(result) - result.total).abs().double()
+        assert (misses <= share * result.total.abs().double() + of_numbers * lengths).all()
+        if size == 0.0:
+            assert not result.scores.any()
+
+
+@pytest.mark.skipif(not HOOKED, reason="of HookedTransformers")
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float64, 60), (torch.float32, 20)], ids=str)
+def test_attention_that_underflows(dtype, factor):
+    """Scores of ±1000 (±100 in float32): probabilities of one run are 0 where the other's are not."""
+    model = tiny_model("hooked/ln")
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.W_Q *= factor
+            block.attn.W_K *= factor
+    model = model.to(dtype)
+    model.cfg.dtype = dtype
+    a, b = two_runs(model)
+    underflowed = (a.pattern(0) == 0) & (b.pattern(0) > 0.1) & (torch.ones(6, 6).tril() > 0)
+    assert underflowed.any()
+    difference = tlens.difference(a, b)
+    result = tlens.attribute(difference, 5)
+    assert close(summed(result), (logits(a) - logits(b))[:, -1:, 5], 1e-9 if dtype == torch.float64 else 1e-4)
+    assert torch.isfinite(result.scores).all()
+
+
+def test_a_gap_beyond_rounding_warns(model_named):
+    """What rounding does not explain is not let pass."""
+    difference = tlens.difference(*two_runs(model_named(ONE)))
+    collapse = difference.operator().target(5)
+    wrong = type(collapse)(collapse.scores, collapse.bias, collapse.total, collapse.gap + 1e-3)
+    assert difference.checked(collapse) is collapse
+    with pytest.raises(tlens.GapWarning, match="beyond rounding"):
+        difference.checked(wrong)
+    assert difference.checked(wrong, torch.full_like(wrong.gap, 2e-3)) is wrong
+    strict = tlens.difference(*two_runs(model_named(ONE), strict=True))
+    with pytest.raises(tlens.NumericalError, match="beyond rounding"):
+        strict.checked(wrong)
+
+
+# ------------------------------------------------------------------ hooks
+
+
+def added(x, hook):
+    return x + torch.linspace(-1, 1, x.shape[-1]).to(x)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_vector_added_to_what_enters_is_explained(name, model_named):
+    model = model_named(name)
+    plain = tlens.freeze(model, some_tokens())
+    with model.hooks(fwd_hooks=[(plain.points.blocks[0].resid_pre, added)]):
+        steered = tlens.freeze(model, some_tokens())
+        expected = logits(steered)[:, -1:, 5] - plain.operator().target(5).total
+    result = tlens.attribute(tlens.difference(steered, plain), 5)
+    assert close(summed(result), expected, rerun_tolerance(name))
+    assert "blocks.0" in result.provenance["hooks"]
+
+
+POINTS = (
+    "hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "attn.hook_q",
+    "attn.hook_k", "attn.hook_v", "attn.hook_z", "attn.hook_attn_scores", "attn.hook_pattern", "mlp.hook_pre",
+    "mlp.hook_post", "ln1.hook_scale", "ln2.hook_scale", "ln1.hook_normalized", "hook_in", "hook_out",
+)  # fmt: skip
+AFTER = ("ln_final.hook_scale", "ln_final.hook_normalized", "unembed.hook_in", "unembed.hook_out", "hook_unembed")
+
+
+def curved(x, hook):
+    """Another number at every point, and no constant of a row of scores."""
+    return x + 0.1 * torch.linspace(-1, 1, x.shape[-1]).square().to(x)
+
+
+@pytest.mark.parametrize("point", [*(f"blocks.1.{point}" for point in POINTS), *AFTER])
+@pytest.mark.parametrize("name", BOTH)
+def test_what_a_hook_changes_inside_is_explained_or_refused(name, point, model_named):
+    """In either run; a refusal names the block or what follows the last, and says what to do."""
+    model = model_named(name)
+    if point not in model.hook_dict:
+        pytest.skip("no such hook point")
+    plain = tlens.freeze(model, some_tokens())
+    of_plain = logits(plain)
+    with model.hooks(fwd_hooks=[(point, curved)]):
+        of_changed = logits(plain)
+        changed, refusal = answer_or_refusal(lambda: tlens.freeze(model, some_tokens()))
+    if refusal:
+        assert re.search(r"blocks\.[01]|between the last block and the unembedding", refusal)
+        return
+    for a, b, change in ((plain, changed, of_plain - of_changed), (changed, plain, of_changed - of_plain)):
+        result, refusal = answer_or_refusal(lambda a=a, b=b: tlens.attribute(tlens.difference(a, b), 5))
+        if not refusal:
+            assert close(summed(result), change[:, -1:, 5], rerun_tolerance(name))
+        elif "does not give the difference" in refusal:
+            assert re.search(r"map of (blocks\.1|head) .* Hooks stood on the model \(.*\).*: freeze both runs", refusal)
+        else:
+            assert re.search(r"blocks\.1|target: the logits", refusal)
+
+
+def answer_or_refusal(question):
+    try:
+        return question(), ""
+    except tlens.UnsupportedModelError as refusal:
+        return None, str(refusal)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if is_refused(name)])
+def test_a_part_without_a_secant_is_named(name, model):
+    tokens, options = tiny_input(model, 1, 3)
+    frozen = tlens.freeze(model, tokens, **options)
+    says = REFUSED.get(name.removeprefix("bridge/"), "encoder–decoder")
+    for answer in (
+        lambda: tlens.difference(frozen, frozen),
+        lambda: refuse_without_secant(frozen.view),
+        lambda: tlens.attribute(frozen, 5, method="difference"),
+    ):
+        with pytest.raises(tlens.UnsupportedModelError, match=re.escape(says)):
+            answer()
+
+
+def test_runs_that_do_not_match_are_refused(model_named):
+    model = model_named(ONE)
+    a = tlens.freeze(model, some_tokens())
+    match = "do not match position by position"
+    for other in (some_tokens(2, 5), some_tokens(1, 6), [[3, 4, 5, 6, 7, 8], [3, 4, 5, 6]]):
+        with pytest.raises(tlens.InvalidInputError, match=match):
+            tlens.difference(a, tlens.freeze(model, other))
+    rows = [[3, 4, 5, 6, 7, 8], [3, 4, 5, 6]]
+    left, right = (tlens.freeze(model, rows, padding_side=side) for side in ("left", "right"))
+    with pytest.raises(tlens.InvalidInputError, match=match):
+        tlens.difference(left, right)
+
+
+@pytest.mark.parametrize("passed", [None, "text", 5, some_tokens()], ids=["None", "text", "number", "tensor"])
+def test_what_is_no_frozen_pass_is_refused(passed, model_named):
+    frozen = tlens.freeze(model_named(ONE), some_tokens())
+    for pair in ((frozen, passed), (passed, frozen), (frozen, tlens.difference(frozen, frozen))):
+        with pytest.raises(tlens.InvalidInputError, match="a frozen pass is needed, got"):
+            tlens.difference(*pair)
+    with pytest.raises(tlens.InvalidInputError, match="a frozen pass is needed, got"):
+        tlens.difference(frozen.model, frozen)
+
+
+HOOKED_ONLY = pytest.mark.skipif(not HOOKED, reason="of HookedTransformers")
+
+
+@HOOKED_ONLY
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("hooked/parallel", "put together in different ways"),
+        ("hooked/attn-only", "put together in different ways|two architectures"),
+        ("hooked/rms", "two architectures"),
+        ("hooked/gated", "two forms"),
+        ("bridge/llama", "two forms"),
+    ],
+)
+def test_two_architectures_are_refused(name, says, model_named):
+    a = tlens.freeze(model_named("hooked/ln"), some_tokens())
+    b = tlens.freeze(model_named(name), some_tokens())
+    with pytest.raises((tlens.InvalidInputError, tlens.UnsupportedModelError), match=says):
+        tlens.difference(a, b)
+
+
+@HOOKED_ONLY
+def test_two_sizes_are_refused():
+    a = tlens.freeze(build("hooked", "raw", {"n_layers": 1}), some_tokens())
+    for config in ({"n_layers": 2}, {"n_layers": 1, "d_model": 24}, {"n_layers": 1, "d_vocab": 60}):
+        b = tlens.freeze(build("hooked", "raw", config), some_tokens())
+        with pytest.raises(tlens.InvalidInputError, match="two architectures"):
+            tlens.difference(a, b)
+
+
+def test_two_vocabularies_are_refused(model_named, monkeypatch):
+    class Tokenizer:
+        def __init__(self, words):
+            self.words = words
+
+        def get_vocab(self):
+            return self.words
+
+    a = tlens.freeze(model_named(ONE), some_tokens())
+    b = tlens.freeze(tiny_model(ONE), some_tokens())
+    assert tlens.difference(a, b).n_layers == 2
+    for frozen, words in ((a, {"a": 0}), (b, {"b": 0})):
+        monkeypatch.setitem(vars(frozen.view), "tokenizer", Tokenizer(words))
+    with pytest.raises(tlens.InvalidInputError, match="different vocabularies"):
+        tlens.difference(a, b)
+
+
+def test_a_model_that_is_no_longer_that_of_its_run_is_refused():
+    model = tiny_model(ONE)
+    a, b = two_runs(model)
+    difference = tlens.difference(a, b)
+    with a.attached(), pytest.raises(tlens.FrozenModelError):
+        tlens.attribute(a, 5, method="difference")
+    with torch.no_grad():
+        next(model.blocks[0].parameters()).add_(0.01)
+    for answer in (
+        lambda: tlens.difference(a, b),
+        lambda: tlens.attribute(difference, 5),
+        lambda: tlens.attribute(a, 5, method="difference"),
+        lambda: tlens.difference(a, tlens.freeze(model, some_tokens())),
+    ):
+        with pytest.raises(tlens.FrozenModelError, match="changed"):
+            answer()
+
+
+@pytest.mark.parametrize("name", [name for name in ("bridge/gpt2",) if name in model_names()])
+def test_train_mode_since_then_is_refused(name):
+    model = tiny_model(name)
+    frozen = tlens.freeze(model, some_tokens())
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    model.train()
+    with pytest.raises((tlens.InvalidInputError, tlens.FrozenModelError)):
+        tlens.attribute(frozen, 5, method="difference")
+
+
+@pytest.mark.parametrize("method", sorted(set(tlens.list_methods()) - {"tensorlens", "difference"}))
+def test_other_methods_refuse_a_difference(method, model_named):
+    difference = tlens.difference(*two_runs(model_named(ONE)))
+    with pytest.raises(tlens.InvalidInputError, match="explains one run, and this is the difference of two"):
+        tlens.attribute(difference, method=method)
+
+
+def test_arguments_that_a_difference_does_not_take(model_named):
+    difference = tlens.difference(*two_runs(model_named(ONE)))
+    with pytest.raises(tlens.InvalidInputError, match="has its baseline already"):
+        tlens.attribute(difference, 5, baseline="mean")
+    with pytest.raises(tlens.InvalidInputError, match="has its input already"):
+        tlens.attribute(difference, 5, padding_side="left")
+    with pytest.raises(tlens.InvalidInputError, match="vocabulary"):
+        tlens.attribute(difference, 4800)
+    for query in (6, [0, 99]):
+        with pytest.raises(tlens.InvalidInputError):
+            tlens.attribute(difference, 5, query=query)
+
+
+# ------------------------------------------------------------------ the method and its baselines
+
+
+def baselines(frozen):
+    """Every kind, and what stands in the place of each token's embedding: ids, or vectors."""
+    ids = some_tokens(1, 6, seed=3)[0]
+    each = some_tokens(2, 6, seed=4)
+    at = embeddings_of(frozen.model)
+    _, cache = frozen.model.run_with_cache(torch.arange(3, 9)[None].expand(2, 6))
+    width = cache[at].shape[-1]
+    some = torch.randn(6, width, dtype=torch.float64)
+    return {
+        "token id": (5, torch.full((2, 6), 5)),
+        "token tensor": (torch.tensor(5), torch.full((2, 6), 5)),
+        "list of ids": (ids.tolist(), ids.expand(2, 6)),
+        "ids": (ids, ids.expand(2, 6)),
+        "ids of each prompt": (each, each),
+        "frozen pass": (tlens.freeze(frozen.model, each), each),
+        "zero": ("zero", torch.zeros(2, 6, width, dtype=torch.float64)),
+        "embedding": (some[0], some[0].expand(2, 6, width)),
+        "embeddings": (some, some.expand(2, 6, width)),
+    }
+
+
+BASELINES = (
+    "token id", "token tensor", "list of ids", "ids", "ids of each prompt", "frozen pass", "zero", "embedding",
+    "embeddings",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BASELINES)
+@pytest.mark.parametrize("name", EXACT)
+def test_a_baseline_is_what_the_live_model_runs_on(name, kind, model_named):
+    frozen = tlens.freeze(model_named(name), some_tokens())
+    baseline, stands = baselines(frozen)[kind]
+    result = tlens.attribute(frozen, 5, method="difference", baseline=baseline, query=[-1, 2])
+    inputs = dict(frozen.inputs)
+    hooks = []
+    if stands.is_floating_point():
+        hooks = [(embeddings_of(frozen.model), lambda x, hook: stands.to(x))]
+    else:
+        inputs["input"] = stands
+    with torch.no_grad():
+        out = frozen.model.run_with_hooks(**inputs, fwd_hooks=hooks)
+    live = out if isinstance(out, torch.Tensor) else out.logits
+    expected = (logits(frozen) - live)[..., 5][:, [-1, 2]]
+    assert close(summed(result), expected)
+    assert result.scores.abs().sum() > 0
+    assert result.additive
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_mean_embedding_is_the_default_without_a_mask_token(name, model_named):
+    frozen = tlens.freeze(model_named(name), some_tokens())
+    default = tlens.attribute(frozen, 5, method="difference")
+    mean = tlens.attribute(frozen, 5, method="difference", baseline="mean")
+    assert torch.equal(default.scores, mean.scores)
+    table = frozen.model.run_with_cache(torch.arange(48).view(8, 6))[1][embeddings_of(frozen.model)]
+    vector = table.flatten(0, 1).mean(0)
+    given = tlens.attribute(frozen, 5, method="difference", baseline=vector)
+    assert close(given.scores, mean.scores)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_several_baselines_are_averaged(name, model_named):
+    frozen = tlens.freeze(model_named(name), some_tokens())
+    several = ["mean", 5, some_tokens(2, 6, seed=3), [4, 5, 6, 7, 8, 9]]
+    together = tlens.attribute(frozen, 7, method="difference", baseline=several)
+    alone = [tlens.attribute(frozen, 7, method="difference", baseline=one) for one in several]
+    for part in ("scores", "bias", "total"):
+        assert close(getattr(together, part), torch.stack([getattr(one, part) for one in alone]).mean(0), 1e-12)
+
+
+def test_texts_and_masks_as_baselines(demo_model):
+    text = "If the file is not found"
+    frozen = tlens.freeze(demo_model, [text, text])
+    other = "If the word is not found"
+    ids = tlens.freeze(demo_model, other).tokens[0]
+    by_text = tlens.attribute(frozen, 5, method="difference", baseline=other)
+    by_ids = tlens.attribute(frozen, 5, method="difference", baseline=ids)
+    assert torch.equal(by_text.scores, by_ids.scores)
+    assert close(by_text.scores[0], by_text.scores[1], 1e-12)
+    (changed,) = (frozen.tokens[0] != ids).nonzero().T
+    assert by_text.scores[0, 0].nonzero().flatten().tolist() == changed.tolist()  # tokens of both runs give nothing
+    with pytest.raises(tlens.InvalidInputError, match="positions must match"):
+        tlens.attribute(frozen, 5, method="difference", baseline="too short")
+    tokenizer = frozen.view.tokenizer
+    for kind in ("mask", "pad"):
+        token = getattr(tokenizer, f"{kind}_token_id", None)
+        if token is None:
+            with pytest.raises(tlens.InvalidInputError, match=f"no {kind} token"):
+                tlens.attribute(frozen, 5, method="difference", baseline=kind)
+            continue
+        by_name = tlens.attribute(frozen, 5, method="difference", baseline=kind)
+        assert close(by_name.scores, tlens.attribute(frozen, 5, method="difference", baseline=token).scores, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "says"),
+    [
+        ([], "pass one baseline"),
+        ([3, 4, 5], "positions must match"),
+        (torch.arange(3, 8), "positions must match"),
+        (some_tokens(3, 6), "positions must match"),
+        (torch.tensor([3, 4, 5, 6, 7, 480]), "outside the vocabulary"),
+        (480, "outside the vocabulary"),
+        (torch.zeros(3), "positions must match"),
+        (torch.zeros(4, 16), "positions must match"),
+        (torch.tensor(0.5), "positions must match"),
+        ("a text", "no tokenizer"),
+        ("mask", "no mask token"),
+        (1.5, "baseline"),
+        (True, "baseline"),
+        ({"a": 1}, "baseline"),
+        (torch.ones(6, dtype=torch.bool), "must be integers"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", [name for name in ("hooked/ln", "bridge/gpt2") if name in model_names()])
+def test_what_is_no_baseline_is_refused(name, baseline, says, model_named):
+    """Before the model runs on it; `model_named` looks for hooks that are left."""
+    frozen = tlens.freeze(model_named(name), some_tokens())
+    with pytest.raises(tlens.InvalidInputError, match=says):
+        tlens.attribute(frozen, 5, method="difference", baseline=baseline)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_no_hook_is_left_after_an_error(name, model_named):
+    frozen = tlens.freeze(model_named(name), some_tokens())
+    width = baselines(frozen)["embedding"][0].shape[-1]
+    with pytest.raises(tlens.NumericalError, match="NaN"):
+        tlens.attribute(frozen, 5, method="difference", baseline=torch.full((width,), torch.nan))
+    assert hooks_left(frozen.model) == 0
+    assert tlens.attribute(frozen, 5, method="difference").gap.max() < 1e-12
+
+
+@pytest.mark.parametrize("name", [*EXACT, "bridge/bert"])
+@pytest.mark.parametrize("baseline", ["mean", 5, [3, 4, 5, 6, 7, 8]], ids=str)
+def test_a_padded_batch_against_a_baseline_is_its_prompts(name, baseline, model_named):
+    model = model_named(name)
+    rows = [[3, 9, 14, 15, 9, 26], [4, 8, 30, 31]]
+    together = tlens.attribute(tlens.freeze(model, rows), 5, method="difference", baseline=baseline)
+    for number, row in enumerate(rows):
+        one = baseline[: len(row)] if isinstance(baseline, list) else baseline
+        alone = tlens.attribute(tlens.freeze(model, row), 5, method="difference", baseline=one)
+        assert close(together.scores[number, 0, : len(row)], alone.scores[0, 0])
+
+
+def test_results_are_attributions_like_others(tmp_path, model_named):
+    a, b = two_runs(model_named(ONE))
+    result = tlens.attribute(tlens.difference(a, b), 5, minus=7)
+    assert result.method == "difference"
+    assert "change of the logit" in result.target
+    assert result.tokens[0][0] == f"{a.str_tokens[0][0]}|{b.str_tokens[0][0]}"
+    assert result.provenance == a.provenance()
+    loaded = tlens.Attribution.load(result.save(tmp_path / "result"))
+    assert torch.equal(loaded.scores, result.scores)
+    assert (loaded.target, loaded.options, loaded.tokens) == (result.target, result.options, result.tokens)
+    assert result.top(1)[0].token in result._repr_html_() or "|" in result._repr_html_()
+    assert len(result.to_dataframe()) == result.scores.numel()
+    for baseline in (torch.arange(3, 9), torch.zeros(16), a, ["mean", torch.zeros(6, 16)]):
+        of_baseline = tlens.attribute(a, 5, method="difference", baseline=baseline)
+        again = tlens.Attribution.load(of_baseline.save(tmp_path / "other"))
+        assert torch.equal(again.scores, of_baseline.scores)
+
+
+def test_provenance_names_both_models(model_named):
+    a = tlens.freeze(model_named(ONE), some_tokens())
+    other = tiny_model(ONE)
+    other.cfg.model_name = "the other"
+    b = tlens.freeze(other, some_tokens())
+    provenance = tlens.difference(a, b).provenance()
+    assert provenance["second model"] == "the other"
+    assert {name: value for name, value in provenance.items() if not name.startswith("second ")} == a.provenance()
+
+
+# ------------------------------------------------------------------ random models
+
+
+@pytest.mark.whole
+@settings(max_examples=settings.default.max_examples, suppress_health_check=list(HealthCheck))
+@given(st.one_of(hooked(), bridge()) if HOOKED else bridge(), prompts(), st.sampled_from([1e-6, 1.0]))
+def test_any_configuration_is_complete(configuration, prompt, size):
+    model = build(*configuration)
+    tokens, mask = padded(*prompt)
+    try:
+        a = tlens.freeze(model, tokens, attention_mask=mask)
+    except tlens.UnsupportedModelError as refusal:
+        assume("padd" not in str(refusal))
+        raise
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tlens.GapWarning)
+        b = moved(a, size)
+        difference = tlens.difference(a, b)
+        result = tlens.attribute(difference, 5)
+    change = summed(result) - result.total
+    scale = a.unembedded().abs().amax() * a.view.unembedding[0][:, 5].norm()
+    assert float(change.abs().max()) <= 1e-6 * float(result.scores.abs().sum()) + 1e-6 * float(scale)
+    assert hooks_left(model) == 0
