@@ -47,6 +47,7 @@ from tensorlens_tl.models.sublayers import (
     projection,
     read_attention,
     read_experts,
+    read_latent_scores,
     read_mixer,
     read_mlp,
     read_module,
@@ -325,6 +326,17 @@ class BlockView:
             k_norm=maybe(read_norm, k_norm),
             epsilon=norm_epsilon(q_norm, self.model.cfg),
         )
+
+    @weights_read
+    def latent_scores(self) -> QueryKeyWeights | None:
+        """The weights that make the scores of latent attention (DeepSeek); None of any other."""
+        attn: Any = getattr(self.module, self.mixer_name, None)
+        return read_latent_scores(attn, self.model.cfg, self._refuse)
+
+    def require_scores(self) -> None:
+        """Refuse attention whose scores are read neither from the stream nor from latents."""
+        if self.mixer is not None or self.latent_scores is None:
+            self.require_query_key()
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> "BlockView":
         """This reading with other weights, by TransformerLens' names; what the block itself holds is not touched."""

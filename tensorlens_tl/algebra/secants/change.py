@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -10,7 +11,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.maps import AffineMap, Chain, Sum
 from tensorlens_tl.algebra.numerics import plus, times, upcast
 from tensorlens_tl.algebra.primitives import Diagonal, Linear, Norm
-from tensorlens_tl.algebra.secants.maps import Offset
+from tensorlens_tl.algebra.secants.maps import Offset, RankOne
 from tensorlens_tl.algebra.secants.numbers import slope
 from tensorlens_tl.algebra.secants.parts import gain_secant, linear_secant, norm_secant, same, scale_response
 
@@ -81,8 +82,8 @@ class Change:
         repeat = Linear(torch.eye(width).to(self.a).repeat_interleave(each, dim=-1))
         return self.linear(repeat, repeat, "")
 
-    def weighted(self, a: Float[Tensor, "batch pos 1"], b: Float[Tensor, "batch pos 1"], name: str) -> "Change":
-        """Times a number of each run that is given: Δ(wx) = w̄·Δx, and x̄·Δw by name."""
+    def weighted(self, a: Float[Tensor, "batch pos #d"], b: Float[Tensor, "batch pos #d"], name: str) -> "Change":
+        """Times numbers of each run that are given: Δ(wx) = w̄·Δx, and x̄·Δw by name."""
         held = Diagonal((a + b) / 2)
         return Change(self.a * a, self.b * b, (*self.stages, held, Offset(self.mean * (a - b), name)))
 
@@ -100,6 +101,7 @@ class Change:
         gains: tuple[Tensor | None, Tensor | None] = (None, None),
         name: str = "",
         groups: int = 1,
+        first: int | None = None,
     ) -> "Change":
         """Divided by its scale, as an RMSNorm of either run does, and times the norm's gain.
 
@@ -108,12 +110,17 @@ class Change:
             gains: for every channel; None for 1.
             name: of the norm, for what two gains that differ add.
             groups: how many groups of channels have scales of their own.
+            first: how many channels, from the first, are divided; None for all.
         """
-        each = self.a.shape[-1] // groups
-        inverse_a = (1 / a).repeat_interleave(each, dim=-1)
-        inverse_b = (1 / b).repeat_interleave(each, dim=-1)
+        width = self.a.shape[-1]
+        first = width if first is None else first
+        filled = partial(torch.nn.functional.pad, pad=(0, width - first))
+        inverse_a = filled((1 / a).repeat_interleave(first // groups, dim=-1), value=1.0)
+        inverse_b = filled((1 / b).repeat_interleave(first // groups, dim=-1), value=1.0)
         held = Diagonal(((inverse_a + inverse_b) / 2).to(self.a))
-        responds = scale_response(upcast(self.a), upcast(self.b), a, b, groups=groups)
+        responds = scale_response(upcast(self.a[..., :first]), upcast(self.b[..., :first]), a, b, groups)
+        if first < width:
+            responds = RankOne(filled(responds.read), filled(responds.write))
         normed_a = self.a * inverse_a.to(self.a)
         normed_b = self.b * inverse_b.to(self.b)
         gained = gain_secant(*gains, (normed_a + normed_b) / 2, name)

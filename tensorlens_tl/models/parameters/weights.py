@@ -159,19 +159,47 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """What queries or keys are read from in place of the stream (DeepSeek): x·W + b, its first channels normed.
+
+    Attributes:
+        entry: the matrix.
+        norm: one that only scales.
+        rank: how many channels it norms.
+    """
+
+    entry: Linear
+    norm: NormWeights
+    rank: int
+
+    def scale(self, read: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos 1"]:
+        """The norm's scale, from what the matrix gives."""
+        return self.norm.scale_of(read[..., : self.rank])
+
+    @property
+    def gain(self) -> Float[Tensor, "width"]:
+        """What every channel is multiplied by, the scale apart."""
+        gain = torch.ones_like(self.entry.weight[0])
+        return torch.cat([times(gain[: self.rank], self.norm.gain).to(gain), gain[self.rank :]])
+
+
+@dataclass(frozen=True)
 class QueryKeyWeights:
     """Query and key weights with heads side by side, and the norms of queries and keys where there are any.
 
-    `epsilon` is those norms'. Keys keep the key-value heads of grouped attention.
+    `epsilon` is those norms'. Keys keep the key-value heads of grouped attention. With a latent, the weights are from
+    that to heads.
     """
 
-    W_Q: Float[Tensor, "d_model width"]
+    W_Q: Float[Tensor, "d_read width"]
     b_Q: Float[Tensor, "width"] | None
-    W_K: Float[Tensor, "d_model kv_width"]
+    W_K: Float[Tensor, "d_latent kv_width"]
     b_K: Float[Tensor, "kv_width"] | None
     q_norm: NormWeights | None
     k_norm: NormWeights | None
     epsilon: float
+    query_latent: Latent | None = None
+    key_latent: Latent | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, grouped_pr
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models.parameters import NormWeights
+from tensorlens_tl.models.parameters import Latent, NormWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
 
 
@@ -34,16 +34,28 @@ class HeadProjection:
         linear: to all heads side by side.
         heads: how many there are.
         norm: the RMSNorm of queries or keys, per head or over all of them; None without.
+        latent: what the matrix reads in place of what attention reads (DeepSeek); None for that.
     """
 
     reads: tuple[AffineMap, ...]
     linear: Linear
     heads: int
     norm: NormWeights | None = None
+    latent: Latent | None = None
+
+    def _held_linear(self, x: Float[Tensor, "batch pos d_model"]) -> Chain:
+        """From the stream to all heads, with the scale of a latent's norm held."""
+        if self.latent is None:
+            return Chain((*self.reads, self.linear))
+        entry = Chain((*self.reads, self.latent.entry))
+        read = entry(x)
+        factor = self.latent.gain.expand_as(read).clone()
+        factor[..., : self.latent.rank] /= self.latent.scale(read)
+        return Chain((*entry.stages, Diagonal(factor), self.linear))
 
     def raw(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos width"]:
         """Before their own norm."""
-        return Chain((*self.reads, self.linear))(x)
+        return self._held_linear(x)(x)
 
     @property
     def groups(self) -> int:
@@ -68,11 +80,12 @@ class HeadProjection:
 
     def held(self, x: Float[Tensor, "batch pos d_model"]) -> Chain:
         """From the stream to queries or keys, with the scale of their norm held: a diagonal map."""
+        linear = self._held_linear(x)
         if self.norm is None:
-            return Chain((*self.reads, self.linear))
-        raw = self.raw(x)
+            return linear
+        raw = linear(x)
         inverse = (1 / self.scale(raw)).to(raw).repeat_interleave(raw.shape[-1] // self.groups, dim=-1)
-        return Chain((*self.reads, self.linear, Diagonal(self.gain(raw) * inverse)))
+        return Chain((*linear.stages, Diagonal(self.gain(raw) * inverse)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +193,7 @@ def score_projections(
         UnsupportedModelError: the layer has no query and key weights that are read.
     """
     block = maps.view.blocks[layer]
-    weights = block.query_key
+    weights = block.latent_scores or block.query_key
     reads: list[AffineMap] = []
     if before is not None:
         reads.append(maps.norm(layer, before))
@@ -195,9 +208,11 @@ def score_projections(
         return replace(weights_of, epsilon=weights.epsilon)
 
     attention = block.attention
+    queries = Linear(weights.W_Q, weights.b_Q)
+    keys = Linear(weights.W_K, weights.b_K)
     return (
-        HeadProjection(tuple(reads), Linear(weights.W_Q, weights.b_Q), attention.heads, norm(weights.q_norm)),
-        HeadProjection(tuple(reads), Linear(weights.W_K, weights.b_K), attention.kv_heads, norm(weights.k_norm)),
+        HeadProjection(tuple(reads), queries, attention.heads, norm(weights.q_norm), weights.query_latent),
+        HeadProjection(tuple(reads), keys, attention.kv_heads, norm(weights.k_norm), weights.key_latent),
     )
 
 

@@ -194,7 +194,12 @@ def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change,
 
 
 def _projected(read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str) -> Change:
-    """What attention reads, through one projection and its norm."""
+    """What attention reads, through one projection, its norm, and the latent before it where there is one."""
+    if a.latent is not None and b.latent is not None:
+        entry = read.linear(a.latent.entry, b.latent.entry, name.replace("W_", "W_down_"))
+        scales = (a.latent.scale(entry.a), b.latent.scale(entry.b))
+        gains = (a.latent.gain, b.latent.gain)
+        read = entry.over(*scales, gains, name.replace("W_", "latent_norm_"), first=a.latent.rank)
     vectors = read.linear(a.linear, b.linear, name)
     if a.norm is None or b.norm is None:
         return vectors

@@ -13,7 +13,7 @@ from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.difference.attention import attention_secant
 from tensorlens_tl.passes.difference.experts import Mixture, experts_secant
 from tensorlens_tl.passes.difference.mlps import activated, hidden_secant
-from tensorlens_tl.passes.difference.values import BlockValues, block_values
+from tensorlens_tl.passes.difference.values import BlockValues, block_values, per_layer_values
 
 
 @dataclass(eq=False)
@@ -134,9 +134,21 @@ class SecantMaps(Blocks):
         parts.experts = experts_secant(mixture_a, mixture_b, read, layer)
         return parts.experts
 
-    def per_layer(self, layer: int, activation: str = "ratio") -> None:
-        """None: a separate input of each token at each layer is refused."""
-        return
+    @reads_weights
+    def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
+        """What a block adds for a separate input of each token at this layer; None without one.
+
+        Δ(φ(g)·p) = p̄·Δφ + φ̄·Δp: the input comes from the token, not from the stream, so that its change is a constant
+        with the name ``"L{layer}.per_layer"``.
+        """
+        weights_a, weights_b = (maps.view.blocks[layer].per_layer for maps in (self.a, self.b))
+        if weights_a is None or weights_b is None:
+            return None
+        (x_a, input_a), (x_b, input_b) = (per_layer_values(maps, layer) for maps in (self.a, self.b))
+        name = f"L{layer}.per_layer"
+        gate = Change(x_a, x_b).linear(Linear(weights_a.W_gate), Linear(weights_b.W_gate), f"{name}.W_gate")
+        gated = activated(gate, weights_a.activation).weighted(input_a, input_b, name)
+        return gated.linear(Linear(weights_a.W_out), Linear(weights_b.W_out), f"{name}.W_out").map
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
         """A masked language model's transform; None where nothing lies between output and unembedding."""

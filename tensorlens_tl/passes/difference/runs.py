@@ -280,8 +280,7 @@ def difference(a: FrozenPass, b: FrozenPass) -> Difference:
         InvalidInputError: no frozen passes; other numbers, lengths or padding of prompts; other architectures or
             vocabularies.
         UnsupportedModelError: a part whose response to another input is not read (mixers in place of attention, scores
-            that are not read, an input of each token at each layer, encoder–decoders), or a block that the map does not
-            reproduce.
+            that are not read, encoder–decoders), or a block that the map does not reproduce.
         FrozenModelError: a model is no longer that of its run.
 
     >>> other = tlens.freeze(model, text.replace("red", "blue"))
@@ -325,9 +324,7 @@ def refuse_without_secant(view: ModelView) -> None:
     for block in view.blocks:
         if block.mixer is not None:
             raise _refusal(view, f"{block.name} mixes positions without attention")
-        if block.per_layer is not None:
-            raise _refusal(view, f"{block.name} has an input of each token")
-        block.require_query_key()
+        block.require_scores()
 
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp")

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Tap
+from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
 
@@ -51,6 +52,9 @@ def block_values(maps: BlockMaps, layer: int) -> BlockValues:
     block(maps.capture.resid_pre(layer))
     experts, inner_norms = _experts_values(maps, layer, seen)
     read = {name: seen[name] for name in norms if name in seen}
+    per_layer = maps.per_layer(layer)
+    if per_layer is not None:
+        inner_norms[PER_LAYER_NORM] = per_layer(per_layer_values(maps, layer)[0])
     return BlockValues(read | inner_norms, seen[ATTENTION], seen[HEADS], seen.get(MLP), experts)
 
 
@@ -83,3 +87,13 @@ def _experts_values(
     for name, (before, after) in weights.around.items():
         norms |= {before: seen[MLP], after: seen[_written(name)]}
     return experts, norms
+
+
+def per_layer_values(
+    maps: BlockMaps, layer: int
+) -> tuple[Float[Tensor, "batch pos d_model"], Float[Tensor, "batch pos d_input"]]:
+    """What the gate of a separate input of each token reads, and that input; of a layer that has one."""
+    points = maps.points.blocks[layer]
+    assert points.per_layer is not None
+    assert points.per_layer_input is not None
+    return maps.capture.activation(points.per_layer.into), maps.capture.activation(points.per_layer_input)
