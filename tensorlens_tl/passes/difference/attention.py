@@ -70,7 +70,7 @@ def attention_secant(
     weights_a, weights_b = (maps.view.blocks[layer].attention for maps in (a, b))
     name = partial("L{}.{}".format, layer)
     reading = score_reading(a, layer)
-    runs = (_Run(a, of_a, reading), _Run(b, of_b, _same_reading(reading, b, layer)))
+    runs = (_Run(a, of_a, reading), _Run(b, of_b, same_reading(reading, b, layer)))
     values_a = Linear(weights_a.W_V, weights_a.b_V)
     values_b = Linear(weights_b.W_V, weights_b.b_V)
     by_value = linear_secant(values_a, values_b, of_a.attention, of_b.attention, name("W_V"))
@@ -92,7 +92,7 @@ def attention_secant(
     return Chain((routes, *linear_secant(*outs, of_a.heads, of_b.heads, name("W_O"))))
 
 
-def _same_reading(reading: ScoreReading, maps: BlockMaps, layer: int) -> ScoreReading:
+def same_reading(reading: ScoreReading, maps: BlockMaps, layer: int) -> ScoreReading:
     """The other run's scores, made in the same way.
 
     Raises:

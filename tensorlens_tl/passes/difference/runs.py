@@ -21,6 +21,8 @@ from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, 
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models import HeadChoice, LayerRange, Layout, MlpChoice, ModelView
 from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.passes.attention_scores import score_reading
+from tensorlens_tl.passes.difference.attention import same_reading
 from tensorlens_tl.passes.difference.maps import SecantMaps
 from tensorlens_tl.passes.frozen import FrozenPass, check_pass
 from tensorlens_tl.passes.inputs import Prompt
@@ -220,7 +222,7 @@ class Difference(Linearisation):
     @cached_property
     def rounding(self) -> float:
         """The share of their own size that the runs' numbers may be off by: no more than their proofs allow."""
-        return min(self.tolerance, ROUNDING * max(_epsilon(self.a), _epsilon(self.b)))
+        return min(self.tolerance, ROUNDING * _epsilon(self.a, self.b))
 
     def noise(self, unembedded: bool) -> Float[Tensor, "batch pos"]:
         """The length of what rounding of the two runs may leave in `output`, or in what is unembedded."""
@@ -390,23 +392,21 @@ def _suspects(a: FrozenPass, b: FrozenPass) -> str:
     return "A part responds to another input in another way than its weights say: ask about each run by itself."
 
 
-def _epsilon(frozen: FrozenPass) -> float:
-    """The relative rounding of the narrowest dtype that a run computes in, its norms and softmax included."""
-    narrowest = torch.finfo(frozen.resid_pre(0).dtype).eps
-    if frozen.view.norms_in_float32 or any(map(_is_float32, _patterns(frozen))):
-        narrowest = max(narrowest, torch.finfo(torch.float32).eps)
-    return narrowest
+def _epsilon(a: FrozenPass, b: FrozenPass) -> float:
+    """The relative rounding of the narrowest dtype that two runs compute in, their norms and softmax included."""
+    coarsest = max(torch.finfo(frozen.resid_pre(0).dtype).eps for frozen in (a, b))
+    in_float32 = a.view.norms_in_float32 or b.view.norms_in_float32
+    if in_float32 or any(error > ROUNDING * coarsest for error in _pattern_errors(a, b)):
+        return max(coarsest, torch.finfo(torch.float32).eps)
+    return coarsest
 
 
-def _patterns(frozen: FrozenPass) -> Iterator[Float[Tensor, "batch head query key"]]:
-    for layer in range(frozen.n_layers):
-        yield frozen.pattern(layer)
-
-
-def _is_float32(pattern: Float[Tensor, "batch head query key"]) -> bool:
-    """Whether float32 holds every probability: a softmax computes in it, whatever the stream's dtype."""
-    inside = pattern[(pattern > 0) & (pattern < 1)]
-    return inside.numel() > 0 and torch.equal(inside.float().to(inside), inside)
+def _pattern_errors(a: FrozenPass, b: FrozenPass) -> Iterator[float]:
+    """How far the patterns are from the softmax of their scores, which some models compute in float32."""
+    for layer in range(a.n_layers):
+        reading = score_reading(a.maps, layer)
+        yield reading.error
+        yield same_reading(reading, b.maps, layer).error
 
 
 def _error(difference: Difference, ours: Tensor, of_a: Tensor, of_b: Tensor) -> float:
