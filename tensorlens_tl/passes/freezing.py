@@ -210,7 +210,7 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached.
         InvalidInputError: the model is in train mode since, and its dropout is active.
     """
-    model = frozen.model
+    model = frozen.view.model
     frozen.check_fresh()
     refuse_dropout(frozen.view.model)
     refuse_attached(model)

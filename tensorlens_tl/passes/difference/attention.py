@@ -45,14 +45,17 @@ from tensorlens_tl.passes.difference.values import BlockValues
 
 def attention_secant(
     a: BlockMaps, b: BlockMaps, layer: int, of_a: BlockValues, of_b: BlockValues, heads: Collection[int] | None = None
-) -> Chain:
-    """The secant of one layer's attention, from what it reads to what it writes.
+) -> tuple[Chain, float]:
+    """The secant of one layer's attention, from what it reads to what it writes, and how exactly its scores are read.
 
     Args:
         a, b: the two runs.
         layer: which block.
         of_a, of_b: what its parts read.
         heads: keep only these.
+
+    Returns:
+        The map, and the largest error of a probability of the two patterns, as their scores give them.
 
     Raises:
         UnsupportedModelError: attention scores that are not read.
@@ -61,7 +64,7 @@ def attention_secant(
     name = partial("L{}.{}".format, layer)
     queries, keys = _projection_secants(a, b, layer)
     reading = score_reading(a, layer, (queries.a, keys.a))
-    _check_reading(reading, b, layer, queries.b, keys.b)
+    error = _checked_error(reading, b, layer, queries.b, keys.b)
     read = Change(of_a.attention, of_b.attention)
     values = _value_secant(weights, read, name)
     patterns = [upcast(maps.capture.pattern(layer)) for maps in (a, b)]
@@ -80,7 +83,7 @@ def attention_secant(
         Chain((*keys.stages, *rotation, KeyResponse(secant))),
     )
     routes, z = _gated(weights, routes, Change(of_a.heads, of_b.heads), read, name("attn.W_gate"), only)
-    return Chain((Sum(routes), _written(weights, z, name("W_O"), only)))
+    return Chain((Sum(routes), _written(weights, z, name("W_O"), only))), max(reading.error, error)
 
 
 def _value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:
@@ -166,8 +169,8 @@ def _of_heads(
     return z * keep.repeat_interleave(z.shape[-1] // n_heads)
 
 
-def _check_reading(reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor) -> None:
-    """Refuse another run whose scores are made in another way.
+def _checked_error(reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor) -> float:
+    """How far another run's pattern is from what the same way to compute scores gives.
 
     Raises:
         UnsupportedModelError: they do not give its pattern.
@@ -179,6 +182,7 @@ def _check_reading(reading: ScoreReading, maps: BlockMaps, layer: int, queries: 
             f"first run and in another in the second (its pattern is off by {error:.1e}). Freeze both runs without "
             "other hooks, or ask about each by itself."
         )
+    return error
 
 
 def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change, Change]:

@@ -25,6 +25,7 @@ class _Parts:
     attention: Chain | None = None
     mlp: AffineMap | None = None
     experts: dict[str, AffineMap] | None = None
+    pattern_error: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +97,15 @@ class SecantMaps(Blocks):
         """Attention by three routes, values, queries and keys, and what writes it."""
         parts = self._parts(layer)
         if heads is not None:
-            return attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b, heads)
+            return attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b, heads)[0]
         if parts.attention is None:
-            parts.attention = attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b)
+            parts.attention, parts.pattern_error = attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b)
         return parts.attention
+
+    def pattern_error(self, layer: int) -> float:
+        """The largest error of a probability of the two patterns, as the scores that were read give them."""
+        self.mixer(layer)
+        return self._parts(layer).pattern_error
 
     def mlp(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """One MLP or mixture of experts, its activations by their slopes; the rule does not matter."""

@@ -7,7 +7,7 @@ two models. Each of those constants is the bias of its map.
 """
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -224,7 +224,7 @@ class Difference(Linearisation):
     @cached_property
     def rounding(self) -> float:
         """The share of their own size that the runs' numbers may be off by: no more than their proofs allow."""
-        return min(self.tolerance, ROUNDING * max(_epsilon(self.a), _epsilon(self.b)))
+        return min(self.tolerance, ROUNDING * _epsilon(self))
 
     def noise(self, unembedded: bool) -> Float[Tensor, "batch pos"]:
         """The length of what rounding of the two runs may leave in `output`, or in what is unembedded."""
@@ -400,23 +400,15 @@ def _suspects(a: FrozenPass, b: FrozenPass) -> str:
     return "A part responds to another input in another way than its weights say: ask about each run by itself."
 
 
-def _epsilon(frozen: FrozenPass) -> float:
-    """The relative rounding of the narrowest dtype that a run computes in, its norms and softmax included."""
-    narrowest = torch.finfo(frozen.resid_pre(0).dtype).eps
-    if frozen.view.norms_in_float32 or any(map(_is_float32, _patterns(frozen))):
-        narrowest = max(narrowest, torch.finfo(torch.float32).eps)
-    return narrowest
-
-
-def _patterns(frozen: FrozenPass) -> Iterator[Float[Tensor, "batch head query key"]]:
-    for layer in range(frozen.n_layers):
-        yield frozen.pattern(layer)
-
-
-def _is_float32(pattern: Float[Tensor, "batch head query key"]) -> bool:
-    """Whether float32 holds every probability: a softmax computes in it, whatever the stream's dtype."""
-    inside = pattern[(pattern > 0) & (pattern < 1)]
-    return inside.numel() > 0 and torch.equal(inside.float().to(inside), inside)
+def _epsilon(difference: Difference) -> float:
+    """The relative rounding of the narrowest dtype that two runs compute in, their norms and softmax included."""
+    runs = (difference.a, difference.b)
+    coarsest = max(torch.finfo(frozen.resid_pre(0).dtype).eps for frozen in runs)
+    errors = map(difference.maps.pattern_error, range(difference.n_layers))
+    in_float32 = any(frozen.view.norms_in_float32 for frozen in runs)
+    if in_float32 or any(error > ROUNDING * coarsest for error in errors):
+        return max(coarsest, torch.finfo(torch.float32).eps)
+    return coarsest
 
 
 def _error(difference: Difference, ours: Tensor, of_a: Tensor, of_b: Tensor) -> float:
