@@ -28,7 +28,7 @@ CHANGED_WEIGHTS = {
     "bridge/gpt-oss": {"L0.routing", "L0.sinks", "L0E1.b_out", "L1E3.W_in"},
     "bridge/llama4": {"L1.routing", "L1E0.W_in", "L1.shared.W_out"},
     "bridge/deepseek-v3": {"L1.routing", "L0.W_down_K", "L0.latent_norm_Q.w", "L0.v_norm.w", "L0.W_V_out"},
-    "bridge/afmoe": {"L0.attn.W_gate", "L0.norm_Q.w", "L1.routing"},
+    "bridge/afmoe": {"L0.attn.W_gate", "L0.q_norm.w", "L1.routing"},
     "bridge/bitnet": {"L0.W_O", "L1.W_out"},
 }
 """Some of what two models differ by, by the names of their constants."""
