@@ -18,7 +18,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Chain, Norm
+from tensorlens_tl.algebra import Chain, Identity, Norm
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import Place
@@ -103,7 +103,8 @@ class LocalLayer:
             stream = stream @ norm
         for norm in self.norms(self.attn.after):
             stream = norm @ stream
-        return stream(self.x) + self.x
+        added, _ = self.frozen.maps.stream_offsets(self.layer)
+        return Chain((Identity(), *added))(stream(self.x) + self.x)
 
     # ------------------------------------------------------------------ norms of all pairs
 

@@ -19,9 +19,12 @@ from tensorlens_tl.errors import InvalidInputError, TensorLensError, Unsupported
 from tensorlens_tl.hooks import (
     FwdHook,
     ModelPoints,
+    Passed,
+    StreamPoint,
     check_finite,
     from_cache,
     hook_numbers,
+    hooked_stream_points,
     keep_in,
     lock_of,
     logit_hooks,
@@ -29,11 +32,13 @@ from tensorlens_tl.hooks import (
     model_points,
     observe,
     other_hooks,
+    passing,
     refuse_attached,
     unheld_run,
 )
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
+from tensorlens_tl.passes.additions import with_additions
 from tensorlens_tl.passes.attention_scores import PatternReader, refuse_unreadable
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture, HeldConfiguration
@@ -255,6 +260,7 @@ def _freeze(view: ModelView, prompt: Prompt, options: FreezeOptions, cache: Cach
     check_padding(capture)
     check_growth(capture, tolerance)
     check_finite({name: run.activations[name] for name in points.captured if name in run.activations})
+    capture = with_additions(capture, run.passed)
     maps = BlockMaps(capture, tolerance)
     proof = prove(maps, bool(options.verify), run.writes, run.sampled)
     warn_of_ties(capture, {name: run.activations.pop(name) for name in points.routers if name in run.activations})
@@ -275,6 +281,8 @@ class _Run:
         sampled: the positions that blocks are proved at, of a sampled proof.
         writes: what the proof compares.
         reader: reads patterns where they are recomputed.
+        hooked: the points of the residual stream that other people's hooks are on.
+        passed: what went through them.
     """
 
     def __init__(
@@ -292,6 +300,8 @@ class _Run:
         if options.verify:
             self.writes = SeenWrites.of(view, points, len(prompt.tokens), self.sampled, options.store)
         self.reader: PatternReader | None = None
+        self.hooked = hooked_stream_points(view, points)
+        self.passed: dict[StreamPoint, Passed] = {}
         self.hooks = logit_hooks(view.model, points.unembed_in, prompt.in_logits(last))
         if options.patterns == "recompute":
             refuse_unreadable(view)
@@ -341,9 +351,10 @@ class _Run:
             else:
                 see(name, activation)
 
-        return observe(
-            self.view.model, self.prompt.kwargs, names, see_all, hooks=self.hooks, calls=calls, optional=proved
-        )
+        with passing(self.view, self.hooked, self.passed.__setitem__):
+            return observe(
+                self.view.model, self.prompt.kwargs, names, see_all, hooks=self.hooks, calls=calls, optional=proved
+            )
 
     def _refusal(self, error: Exception) -> TensorLensError | None:
         """Why the model cannot run, where that is known."""
