@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ class StreamPoint:
         name: of the hook point.
         layer: the block.
         place: where in the block.
-        inside: whether the norm after the sublayer, and the block's factor, come after it.
+        inside: whether it is the output of a sublayer's own module, before the block's factor.
     """
 
     name: str
@@ -88,16 +89,26 @@ def _sums(view: ModelView) -> dict[str, StreamPlace]:
 
 @contextmanager
 def passing(
-    view: ModelView, points: Sequence[StreamPoint], see: Callable[[StreamPoint, Passed], None]
+    view: ModelView, points: Sequence[StreamPoint], see: Callable[[StreamPoint, Passed], None], *, zeros: bool = False
 ) -> Generator[None, None, None]:
-    """Inside, `see` is shown what goes through some hook points in this thread, before hooks and after them."""
+    """Inside, `see` is shown what goes through some hook points in this thread, before hooks and after them.
+
+    Args:
+        view: of the model.
+        points: which.
+        see: called with each of them.
+        zeros: give their hooks zeros in the place of what the model computes.
+    """
     known = hook_points(view.model) if points else {}
     home = threading.get_ident()
     entered: dict[str, Tensor] = {}
 
-    def before(point: StreamPoint, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if threading.get_ident() == home:
-            entered[point.name] = args[0].detach().clone()  # a hook may write into it
+    def before(point: StreamPoint, module: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
+        if threading.get_ident() != home:
+            return None
+        x = torch.zeros_like(args[0]) if zeros else args[0]
+        entered[point.name] = x.detach().clone()  # a hook may write into it
+        return x
 
     def after(point: StreamPoint, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if threading.get_ident() == home:

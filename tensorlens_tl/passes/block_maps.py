@@ -25,15 +25,16 @@ from tensorlens_tl.algebra import (
     Norm,
     Recursion,
     Sum,
+    stages_of,
 )
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import ModelPoints, StreamPoint
+from tensorlens_tl.hooks import ModelPoints, StreamPlace, StreamPoint
 from tensorlens_tl.models import Coefficients, Layout, Place, Within, coefficients
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.blocks import BlockParts, Blocks, joined, reads_weights
+from tensorlens_tl.passes.blocks import BlockParts, Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 
@@ -216,18 +217,24 @@ class BlockMaps(Blocks):
 
         What hooks add to its output is part of it: what is put in the place of that output comes after them.
         """
-        return self._divided(layer, joined(self.mixer(layer), self.additions(layer), "attention"))
+        return self._divided(layer, self._with_added(layer, self.mixer(layer), "attention"))
 
     @reads_weights
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
         mlp = self.mlp(layer, activation)
-        return None if mlp is None else self._divided(layer, joined(mlp, self.additions(layer), "mlp"))
+        return None if mlp is None else self._divided(layer, self._with_added(layer, mlp, "mlp"))
 
     @reads_weights
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """The parts of a mixture of experts likewise."""
         return {name: self._divided(layer, part) for name, part in self.experts(layer, activation).items()}
+
+    def _with_added(self, layer: int, branch: AffineMap, place: StreamPlace) -> AffineMap:
+        """A branch, and what hooks add to the output of its module."""
+        added = self.additions(layer).items()
+        offsets = [offset for point, offset in added if point.inside and point.place == place]
+        return Chain((*stages_of(branch), *offsets)) if offsets else branch
 
     def _divided(self, layer: int, branch: AffineMap) -> AffineMap:
         """A branch of a block without what the block multiplies it by."""

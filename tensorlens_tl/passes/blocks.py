@@ -3,24 +3,20 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, LazyMap, Segment, Sum
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, LazyMap, Segment, Sum, stages_of
 from tensorlens_tl.algebra.secants import Offset
-from tensorlens_tl.hooks import StreamPlace, StreamPoint
-from tensorlens_tl.models import Layout, ModelView, Place, Within, compose
+from tensorlens_tl.hooks import StreamPoint
+from tensorlens_tl.models import Layout, ModelView, Within, compose
 from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.passes.capture import Capture
 
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
 BlocksType = TypeVar("BlocksType", bound="Blocks")
-
-MIDDLE = ("attention", "middle")
-"""Places whose vectors are in the stream when the MLP of a sequential block reads it."""
 
 
 def reads_weights(
@@ -128,8 +124,7 @@ class Blocks(ABC):
 
     @abstractmethod
     def additions(self, layer: int, /) -> Mapping[StreamPoint, Offset]:
-        """What other people's hooks add to the stream in a block, by hook point; of what joins a branch (`inside`) as
-        much as the block's factor leaves."""
+        """What other people's hooks add to the stream in a block, by hook point."""
 
     @abstractmethod
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
@@ -183,42 +178,19 @@ class Blocks(ABC):
         if per_layer is not None:
             ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
         block = self.sublayers(layer, layout, parts)
-        return Chain((block, *ends)) if ends else block
+        return Chain((*stages_of(block), *ends)) if ends else block
 
     def sublayers(self, layer: int, layout: Layout, parts: BlockParts) -> AffineMap:
         """A block from its `parts`, without what comes after both sublayers; what hooks add goes with its sublayer."""
-        added = self.additions(layer)
-        if not added:
-            return compose(layout, *parts)
-        written = parts._replace(attention=joined(parts.attention, added, "attention"))
-        places = {"attention", "middle", "late"}
-        if parts.mlp is not None:
-            written = written._replace(mlp=joined(parts.mlp, added, "mlp"))
-            places.add("mlp")
-        later = {point: offset for point, offset in added.items() if point.place in places and not point.inside}
-        middle = [offset for point, offset in later.items() if point.place in MIDDLE]
-        late = [offset for point, offset in later.items() if point.place not in MIDDLE]
-        return compose(layout, *written, middle=middle, late=late)
+        middle, late = self.stream_offsets(layer, mlp=parts.mlp is not None)
+        return compose(layout, *parts, middle=middle, late=late)
 
-    def stream_offsets(self, layer: int) -> tuple[list[Offset], list[Offset]]:
-        """What hooks add, as vectors of the stream: to the sum after attention, and to that after the MLP.
-
-        What joins a branch before a norm is taken through it.
-        """
-        middle: list[Offset] = []
-        late: list[Offset] = []
-        layout = self.layouts[layer]
-        for point, offset in self.additions(layer).items():
-            if point.place in MIDDLE:
-                middle.append(self._through_norm(layer, layout.attn, point, offset))
-            elif point.place != "end":
-                late.append(self._through_norm(layer, layout.mlp, point, offset))
+    def stream_offsets(self, layer: int, *, mlp: bool = True) -> tuple[list[Offset], list[Offset]]:
+        """What hooks add to the stream after attention, and after the MLP (without `mlp`, not to what it writes)."""
+        added = self.additions(layer).items()
+        middle = [offset for point, offset in added if point.place in ("attention", "middle")]
+        late = [offset for point, offset in added if point.place == "late" or (mlp and point.place == "mlp")]
         return middle, late
-
-    def _through_norm(self, layer: int, place: Place, point: StreamPoint, offset: Offset) -> Offset:
-        if not point.inside or place.after is None:
-            return offset
-        return replace(offset, vectors=self.norm(layer, place.after).push(offset.vectors))
 
     def stage(self, layer: int, **options: Any) -> AffineMap:
         """`block_map`; where a block's weights are offloaded, composed each time it is used, and dropped afterwards."""
@@ -243,9 +215,3 @@ class Blocks(ABC):
         if norm is not None and layer + 1 == self.view.encoder_layers:
             ends.append(Segment(norm, *self.capture.side(layer), self.capture.tokens.shape[1]))
         return ends + [offset for point, offset in self.additions(layer).items() if point.place == "end"]
-
-
-def joined(sublayer: AffineMap, added: Mapping[StreamPoint, Offset], place: StreamPlace) -> AffineMap:
-    """A sublayer, and what hooks add to what it writes before the norm after it."""
-    offsets = [offset for point, offset in added.items() if point.inside and point.place == place]
-    return Chain((sublayer, *offsets)) if offsets else sublayer

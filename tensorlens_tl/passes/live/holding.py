@@ -11,10 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Norm
-from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import (
     Ends,
@@ -30,7 +31,6 @@ from tensorlens_tl.hooks import (
     whole_hooks,
 )
 from tensorlens_tl.models.lifecycle import OncePerWeights
-from tensorlens_tl.passes.additions import other_vectors
 from tensorlens_tl.passes.block_maps import BlockMaps
 
 _effective_patterns: OncePerWeights[frozenset[str]] = OncePerWeights()
@@ -204,7 +204,7 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
         reached = patterns_take_effect(model, maps.capture.inputs, sites)
         effective = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
     # another stream and not another prompt: a model of images and tokens checks that both fit together
-    others = [replace(name, other_vectors(maps.capture.activation(name))) for name in maps.capture.stream_names(0)]
+    others = [replace(name, _other(maps.capture.activation(name))) for name in maps.capture.stream_names(0)]
     depths = range(maps.capture.n_layers + 1)
     names = [name for layer in depths for name in maps.capture.stream_names(layer)]
     last = points.last_output
@@ -233,3 +233,9 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
     if not other_hooks(model):
         _effective_patterns.set(model, maps.capture.weights, effective)
     return effective
+
+
+def _other(x: Tensor) -> Tensor:
+    """Vectors of like size that point elsewhere: a uniform factor would be invisible behind a norm."""
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(x)
+    return x + noise * upcast(x).square().mean(-1, keepdim=True).sqrt().to(x)
