@@ -225,8 +225,10 @@ def test_what_a_norm_of_a_bridge_reads_is_no_place_of_the_stream(model_named):
 @pytest.mark.parametrize("query", [2, "all"])
 def test_decompx_spreads_it_as_a_bias(query, name, point, model_named):
     model = model_named(name)
-    steered, _ = steered_and_plain(model, (point, drawn(6, model.cfg.d_model)))
-    result = tlens.methods.decompx(steered, target=TARGET, query=query)
+    hooks = adding((point, drawn(6, model.cfg.d_model)))
+    with model.hooks(fwd_hooks=hooks):  # every query's logit is compared with the model's
+        steered = tlens.freeze(model, some_tokens())
+        result = tlens.methods.decompx(steered, target=TARGET, query=query)
     assert close(result.scores.sum(-1) + result.bias, result.total)
 
 

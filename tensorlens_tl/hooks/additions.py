@@ -71,7 +71,7 @@ def _stream_points(view: ModelView, points: ModelPoints, known: dict[str, Any]) 
             if name is not None:
                 inside = view.is_bridge and id(known[name]) not in norms
                 stream.append(StreamPoint(name, layer, place, inside))
-        sums = {f"{block.name}.{name}": place for name, place in _sums(view).items()}
+        sums: dict[str, StreamPlace] = {f"{block.name}.{name}": place for name, place in _sums(view).items()}
         if layer + 1 < len(view.blocks):
             sums[f"{view.blocks[layer + 1].name}.hook_resid_pre"] = "end"
         stream += [StreamPoint(name, layer, place) for name, place in sums.items()]

@@ -96,7 +96,8 @@ def freeze(
 
     Hooks of other people on the model run as well, and what they change is part of the pass: where the algebra cannot
     follow, the proof fails and says so. They are left on, and named in the pass's `other_hooks` and in every result's
-    provenance. Hooks put on or taken off later do not change a pass; ``attached()`` runs with those that are there.
+    provenance. Vectors that they add to the residual stream (steering) are constants of the pass, named by hook point.
+    Hooks put on or taken off later do not change a pass; ``attached()`` runs with those that are there.
 
     Args:
         model: a HookedTransformer, HookedEncoder (TransformerLens 3.9) or TransformerBridge (3.9 and 4.x).
