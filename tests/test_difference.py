@@ -412,7 +412,7 @@ HOOKED_ONLY = pytest.mark.skipif(not HOOKED, reason="of HookedTransformers")
         ("hooked/attn-only", "put together in different ways|two architectures"),
         ("hooked/rms", "two architectures"),
         ("hooked/gated", "two forms"),
-        ("bridge/llama", "two forms"),
+        ("bridge/llama", "two architectures"),
     ],
 )
 def test_two_architectures_are_refused(name, says, model_named):

@@ -24,14 +24,16 @@ from tensorlens_tl.algebra import (
     Linear,
     Norm,
     Recursion,
+    stages_of,
 )
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import ModelPoints
-from tensorlens_tl.models import Coefficients, Layout, Place, Within, coefficients, compose
+from tensorlens_tl.hooks import ModelPoints, StreamPlace, StreamPoint
+from tensorlens_tl.models import Coefficients, Layout, Place, Within, coefficients
 from tensorlens_tl.models.parameters import InverseScale, NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.blocks import Blocks, reads_weights
+from tensorlens_tl.passes.blocks import BlockParts, Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 
@@ -212,19 +214,28 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def attention_alone(self, layer: int) -> AffineMap:
-        """The same as the model's own module computes it, without what the block multiplies its branches by."""
-        return self._divided(layer, self.mixer(layer))
+        """The same as the model's own module computes it, without what the block multiplies its branches by.
+
+        What hooks add to its output is part of it: what is put in the place of that output comes after them.
+        """
+        return self._divided(layer, self._with_added(layer, self.mixer(layer), "attention"))
 
     @reads_weights
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
         mlp = self.mlp(layer, activation)
-        return None if mlp is None else self._divided(layer, mlp)
+        return None if mlp is None else self._divided(layer, self._with_added(layer, mlp, "mlp"))
 
     @reads_weights
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """The parts of a mixture of experts likewise."""
         return {name: self._divided(layer, part) for name, part in self.experts(layer, activation).items()}
+
+    def _with_added(self, layer: int, branch: AffineMap, place: StreamPlace) -> AffineMap:
+        """A branch, and what hooks add to the output of its module."""
+        added = self.additions(layer).items()
+        offsets = [offset for point, offset in added if point.inside and point.place == place]
+        return Chain((*stages_of(branch), *offsets)) if offsets else branch
 
     def _divided(self, layer: int, branch: AffineMap) -> AffineMap:
         """A branch of a block without what the block multiplies it by."""
@@ -312,9 +323,8 @@ class BlockMaps(Blocks):
             x = self.capture.resid_read(layer)
         else:
             before = replace(layout, mlp=Place())
-            x = compose(before, self.mixer(layer), None, norms, self.whitening(layer), self.within(layer))(
-                self.capture.resid_pre(layer)
-            )
+            parts = BlockParts(self.mixer(layer), None, norms, self.whitening(layer), self.within(layer))
+            x = self.sublayers(layer, before, parts)(self.capture.resid_pre(layer))
         x = x[:, start:stop]
         if layout.mlp.before is None:
             return x
@@ -351,6 +361,14 @@ class BlockMaps(Blocks):
         held = coefficients(weights.activation, gate(self.capture.activation(points.per_layer.into)), None, activation)
         rest = None if held.rest is None else held.rest * factor
         return Chain((gate, Diagonal(held.through * factor, rest), Linear(weights.W_out)))
+
+    def additions(self, layer: int) -> dict[StreamPoint, Offset]:
+        """What other people's hooks add to the stream in a block, by hook point."""
+        factor = self.view.blocks[layer].branch_factor
+        offsets: dict[StreamPoint, Offset] = {}
+        for point, vectors in self.capture.additions.of(layer).items():
+            offsets[point] = Offset(vectors * factor if point.inside else vectors, point.name)
+        return offsets
 
     @reads_weights
     def routing(self, layer: int) -> Routes:

@@ -1,5 +1,6 @@
 """What reads the residual stream and writes to it, one step after the other: the parts of a `Stream`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +22,7 @@ from tensorlens_tl.algebra import (
     stages_of,
 )
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.algebra.secants import without_offsets
+from tensorlens_tl.algebra.secants import Offset, without_offsets
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import Place
 from tensorlens_tl.models.names import PER_LAYER_NORM
@@ -200,14 +201,26 @@ def block_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
     per_layer = frozen.maps.per_layer(layer, rule)
     if per_layer is not None:
         ends.append(Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), ""))
-    ends += [Step(layer, (), end, f"L{layer}.end") for end in frozen.maps.ends(layer)]
+    for end in frozen.maps.ends(layer):
+        ends += _offset_steps(layer, [end]) if isinstance(end, Offset) else [Step(layer, (), end, f"L{layer}.end")]
+    middle, late = frozen.maps.stream_offsets(layer)
     if layout.parallel:
-        return [*steps, Step(layer, (*attention, *mlp), Identity(), f"L{layer}"), *ends]
-    for at, sublayers in ((layout.attn, attention), (layout.mlp, mlp)):
+        both = Step(layer, (*attention, *mlp), Identity(), f"L{layer}")
+        return [*steps, both, *_offset_steps(layer, middle + late), *ends]
+    for at, sublayers, offsets in ((layout.attn, attention, middle), (layout.mlp, mlp, late)):
         outer = Identity() if at.outer is None else frozen.maps.norm(layer, at.outer)
-        if sublayers:
-            steps.append(Step(layer, tuple(sublayers), outer, f"L{layer}.{at.outer}.b"))
+        outer_name = f"L{layer}.{at.outer}.b"
+        if offsets:  # they are added between the sublayers and the norm around the sum
+            steps += [Step(layer, tuple(sublayers), Identity(), ""), *_offset_steps(layer, offsets)]
+            sublayers = []
+        if sublayers or (offsets and at.outer is not None):
+            steps.append(Step(layer, tuple(sublayers), outer, outer_name))
     return steps + ends
+
+
+def _offset_steps(layer: int, offsets: Sequence[Offset]) -> list[Step]:
+    """What hooks add to the stream, each as a step whose bias has the name of the hook point."""
+    return [Step(layer, (), offset, offset.name) for offset in offsets]
 
 
 def _heads(

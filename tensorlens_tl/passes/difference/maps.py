@@ -1,11 +1,16 @@
 """The parts of every block as secants of two runs: linear in the difference of what enters."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from tensorlens_tl.algebra import AffineMap, Chain, Linear, Norm
-from tensorlens_tl.algebra.secants import Change, norm_secant
+from tensorlens_tl.algebra.secants import Change, Offset, norm_secant
+from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import Layout, Within
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
@@ -155,6 +160,21 @@ class SecantMaps(Blocks):
         gate = Change(x_a, x_b).linear(Linear(weights_a.W_gate), Linear(weights_b.W_gate), f"{name}.W_gate")
         gated = activated(gate, weights_a.activation).weighted(input_a, input_b, name)
         return gated.linear(Linear(weights_a.W_out), Linear(weights_b.W_out), f"{name}.W_out").map
+
+    def additions(self, layer: int) -> dict[StreamPoint, Offset]:
+        """What hooks add to the first run more than to the second, by hook point, where it is not the same."""
+        of_a, of_b = (maps.additions(layer) for maps in (self.a, self.b))
+        more: dict[StreamPoint, Offset] = {}
+        for point in {**of_a, **of_b}:
+            vectors = self._added(of_a, point) - self._added(of_b, point)
+            if bool(vectors.any()):
+                more[point] = Offset(vectors, point.name)
+        return more
+
+    def _added(self, of_run: Mapping[StreamPoint, Offset], point: StreamPoint) -> Float[Tensor, "batch pos d_model"]:
+        if point not in of_run:
+            return torch.zeros_like(self.capture.resid_pre(0))
+        return of_run[point].vectors
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
         """A masked language model's transform; None where nothing lies between output and unembedding."""
