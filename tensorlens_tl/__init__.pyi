@@ -20,6 +20,9 @@ from tensorlens_tl import (
     testing as testing,
     whitening as whitening,
 )
+from tensorlens_tl.circuits import (
+    compare_models as compare_models,
+)
 from tensorlens_tl.datasets import (
     BatchAttributor as BatchAttributor,
     attribute_dataset as attribute_dataset,

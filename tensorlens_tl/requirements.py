@@ -17,10 +17,11 @@ that is not in `REQUIREMENTS`:
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from tensorlens_tl.errors import RegistryError, UnsupportedModelError
 from tensorlens_tl.layerwise import refuse_whitened
-from tensorlens_tl.passes import FrozenPass, product_points, refuse_without_secant
+from tensorlens_tl.passes import Difference, FrozenPass, product_points, refuse_without_secant
 
 __all__ = ["REQUIREMENTS", "Requirement"]
 
@@ -35,7 +36,7 @@ class Requirement:
             sentence about the models that it passes.
     """
 
-    check: Callable[[FrozenPass, str], None]
+    check: Callable[[Any, str], None]
 
     @property
     def name(self) -> str:
@@ -141,8 +142,8 @@ def full_rows(frozen: FrozenPass, method: str) -> None:
 
 
 @Requirement
-def secants(frozen: FrozenPass, method: str) -> None:
-    """Every part's response to another input is read: softmax attention with readable scores, dense MLPs."""
+def secants(frozen: FrozenPass | Difference, method: str) -> None:
+    """Every part's response to another input is read: softmax attention with readable scores, MLPs and experts."""
     refuse_without_secant(frozen.view)
 
 

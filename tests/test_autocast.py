@@ -51,7 +51,7 @@ def _method(name):
 
 
 def _check(name):
-    return lambda case: getattr(evaluate, name)(case.model, some_tokens(1, 6), ["tensorlens in+out", "alti"])
+    return lambda case: getattr(evaluate, name)(case.model, some_tokens(1, 6), ["tensorlens in_out", "alti"])
 
 
 QUESTIONS = {

@@ -1,7 +1,6 @@
 """The shipped batteries catch what is broken, by name, and pass what is not."""
 
 import dataclasses
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra import ZERO, AffineMap, Attention, Linear, MixingMap, PositionwiseMap, RowPositions
+from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.testing import (
     check_attribution,
     check_map,
@@ -535,7 +535,7 @@ def ignored_patterns(monkeypatch):
     from tensorlens_tl.passes.live import holding
 
     monkeypatch.setattr(holding, "patterns_take_effect", lambda model, inputs, blocks: [True] * len(blocks))
-    monkeypatch.setattr(holding, "_proved", WeakKeyDictionary())
+    monkeypatch.setattr(holding, "_effective_patterns", OncePerWeights())
 
 
 def ignored_norms(monkeypatch):

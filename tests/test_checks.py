@@ -15,16 +15,16 @@ def test_completeness_is_measured(model_named):
     result = evaluate.completeness(model_named("bridge/gpt2"), some_tokens(2, 6))
     exact = [m for m in result.methods if m.startswith(("tensorlens", "decompx"))]
     assert exact == [
-        "tensorlens in+out",
-        "tensorlens in+out, biases",
+        "tensorlens in_out",
+        "tensorlens in_out, biases",
         "tensorlens target",
         "tensorlens target, biases",
         "decompx target",
     ]
     assert max(result.mean("gap", method) for method in exact) < 1e-9
     assert result.mean("gap", "integrated-gradients") > 1e-6  # quadrature
-    assert result.mean("unexplained", "tensorlens in+out, biases") == 0
-    assert result.mean("unexplained", "tensorlens in+out") > 0.01
+    assert result.mean("unexplained", "tensorlens in_out, biases") == 0
+    assert result.mean("unexplained", "tensorlens in_out") > 0.01
     claimed = evaluate.completeness(model_named("bridge/gpt2"), some_tokens(2, 6), ["rollout"])
     assert np.isnan(claimed.mean("gap", "rollout"))
 

@@ -300,7 +300,7 @@ def test_perturbed_prompts_beside_a_hook_on_one_row(name):
     for rows in (0, slice(None)):
         model = tiny_model(name)
         _transformer_lens_hook(model, _add(model, rows))
-        found.append(evaluate.perturbation(model, tokens, ["random", "tensorlens in+out"], **options).values)
+        found.append(evaluate.perturbation(model, tokens, ["random", "tensorlens in_out"], **options).values)
     assert close(found[0], found[1])
     for row in (0, -1):
         model = tiny_model(name)

@@ -197,7 +197,7 @@ def test_what_needs_patterns_or_heads_is_refused_by_the_name_of_the_block(frozen
 @few
 def test_perturbation_and_relation_decoding_run(frozen):
     model, tokens = frozen.model, frozen.tokens
-    result = evaluate.perturbation(model, tokens, ["tensorlens in+out", "random"], fractions=(0, 0.5))
+    result = evaluate.perturbation(model, tokens, ["tensorlens in_out", "random"], fractions=(0, 0.5))
     assert torch.isfinite(torch.as_tensor(result.values)).all()
     decoder = evaluate.RelationDecoder.fit(model, tokens, m=1)
     assert close(decoder.states(decoder.frozen.tokens), decoder.frozen.output[:, -1], atol=1e-6)

@@ -190,25 +190,28 @@ def test_mixers_have_frozen_scores_and_no_others(model_named):
 # ------------------------------------------------------------------ edges
 
 
+@pytest.mark.parametrize(
+    "edge",
+    ["embed → L0H1.v", "L0H2 → L1H0.v", "embed → MLP1", "L0H3 → MLP1", "MLP0 → target", "L1H1 → target"],
+)
 @pytest.mark.parametrize("name", [*NAMES, "bridge/whitened"])
-def test_patching_an_edge_of_the_frozen_steps_costs_its_score(name, model_named):
+def test_patching_an_edge_of_the_frozen_steps_costs_its_score(name, edge, model_named):
     clean, corrupted = two(model_named(name))
     edges = circuits.edge_scores(clean, corrupted, **ASKED, positions=True)
     assert close(edges.by_position.sum(-1), edges.scores, 1e-12)
     asked = pair_target(clean, corrupted, 5, 7, None, -1)
     before = rerun(asked, corrupted, None, None)
     assert close(before, edges.clean, tolerance(name))
-    names = ["embed → L0H1.v", "L0H2 → L1H0.v", "embed → MLP1", "L0H3 → MLP1", "MLP0 → target", "L1H1 → target"]
-    for edge in names:
-        patched = rerun(asked, corrupted, *edge.split(" → "))
-        assert close(before - patched, edges[edge], tolerance(name)), edge
+    patched = rerun(asked, corrupted, *edge.split(" → "))
+    assert close(before - patched, edges[edge], tolerance(name))
     matching = [name.endswith((".q", ".k")) for name in edges.destinations]
     assert sum(matching) == 16
     assert not bool(edges.scores[:, :, matching].any())
 
 
+@pytest.mark.parametrize("edge", ["embed → L1H2.v", "embed → MLP1", "embed → target"])
 @pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/neox"])
-def test_patching_an_edge_by_hooks_on_the_frozen_model_costs_its_score(name, model_named):
+def test_patching_an_edge_by_hooks_on_the_frozen_model_costs_its_score(name, edge, model_named):
     """What the embedding gives a head's values, an MLP's neurons, and the end, taken away at their own hook points."""
     clean, corrupted = two(model_named(name))
     edges, before = circuits.edge_scores(clean, corrupted, **ASKED), number(clean, [])
@@ -223,16 +226,14 @@ def test_patching_an_edge_by_hooks_on_the_frozen_model_costs_its_score(name, mod
         live[:, :, 2] -= values_away.unflatten(-1, (4, -1))[:, :, 2]
         return live
 
-    ratio = clean.maps.mlp_coefficients(
-        1
-    ).through  # the hook that holds it reads what the MLP reads before this one does
-    taken = {
+    # the hook that holds the ratio reads what the MLP reads before this one does
+    ratio = clean.maps.mlp_coefficients(1).through
+    hooks = {
         "embed → L1H2.v": (points.value, less_values),
         "embed → MLP1": (points.post, lambda live, hook: live - (ratio * neurons_away).reshape(live.shape)),
         "embed → target": (clean.points.last_output, lambda live, hook: live - away),
     }
-    for edge, hook in taken.items():
-        assert close(before - number(clean, [hook]), edges[edge]), edge
+    assert close(before - number(clean, [hooks[edge]]), edges[edge])
 
 
 def rerun(asked, corrupted, source, destination):
@@ -790,7 +791,8 @@ def test_agreement_finds_what_acts_through_patterns():
     task = evaluate.recall(3)
     source = evaluate.patching_agreement(model, evaluate.prompt_pairs(task))
     question = evaluate.patching_agreement(model, evaluate.prompt_pairs(task, "question"))
-    assert source.methods == ["frozen", "frozen+qk", "gradient", "integrated"]
+    assert source.methods == ["frozen", "frozen+qk", "gradient", "integrated", "difference"]
+    assert question.mean("pearson", "difference") > 0.95
     assert source.mean("pearson", "frozen") > 0.95
     assert question.mean("pearson", "frozen") < 0.7 < 0.85 < question.mean("pearson", "frozen+qk")
     edges = evaluate.patching_agreement(model, evaluate.prompt_pairs(task), ["frozen"], by="edge")
@@ -803,7 +805,7 @@ def test_methods_that_a_model_does_not_allow_are_left_out(model_named):
     changed[:, 2] = 40
     pairs = evaluate.PromptPairs("random", tokens, changed, torch.tensor([5, 6]), torch.tensor([7, 8]))
     made = evaluate.patching_agreement(model_named("bridge/gemma2"), pairs, only_correct=False)
-    assert made.methods == ["frozen", "gradient", "integrated"]
+    assert made.methods == ["frozen", "gradient", "integrated", "difference"]
     assert "sandwich" in made.skipped["frozen+qk"]
     with pytest.raises(tlens.InvalidInputError, match="nothing to explain"):
         evaluate.patching_agreement(model_named("bridge/gemma2"), pairs)

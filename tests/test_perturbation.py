@@ -145,7 +145,7 @@ def test_an_oracle_wins_and_random_loses():
 def test_batches_queries_and_memory(model_named):
     """One by one, in a batch, and within a small bound: the same; other queries are other numbers."""
     model, tokens = model_named("bridge/bert"), some_tokens(3, 8)
-    run = lambda t, **o: evaluate.perturbation(model, t, ["tensorlens in+out"], fractions=THIRDS, **o)  # noqa: E731
+    run = lambda t, **o: evaluate.perturbation(model, t, ["tensorlens in_out"], fractions=THIRDS, **o)  # noqa: E731
     whole = run(tokens)
     alone = torch.cat([run(tokens[row : row + 1], replacement=5).curves for row in range(3)], dim=2)
     assert close(alone, run(tokens, replacement=5).curves)
@@ -166,7 +166,7 @@ def test_the_query_that_is_asked_is_the_one_that_is_read():
     tokens, mask = some_tokens(), torch.ones(2, 6, dtype=torch.long)
     tokens[1, 4:], mask[1, 4:] = 0, 0
     last = {"x": lambda frozen: tlens.attribute(frozen, query=-1)}
-    with pytest.raises(tlens.InvalidInputError, match="asked for position"):
+    with pytest.raises(tlens.InvalidInputError, match="the query is position"):
         evaluate.perturbation(model, tokens, last, attention_mask=mask, query=1, fractions=(0, 0.5))
 
     def half_unexplained(frozen):

@@ -154,7 +154,7 @@ def test_an_encoder_is_measured_where_its_blocks_end(encoder, made):
     found = made("figure-4").evaluation
     options = {"query": "cls", "metrics": ["hs_mse", "logit"]}
     output, unembedded = (
-        evaluate.perturbation(encoder, tokens, ["tensorlens in+out"], hidden=hidden, **options)
+        evaluate.perturbation(encoder, tokens, ["tensorlens in_out"], hidden=hidden, **options)
         for hidden in ("output", "unembedded")
     )
     row = found.values[0, found.methods.index("Tensor, In+Out")]

@@ -68,7 +68,7 @@ def test_a_head_that_the_checkpoint_lacks_is_named_in_every_result(tmp_path, nam
     for result in (
         tlens.attribute(frozen, target=3),
         tlens.circuits.contribution_graph(frozen, 3),
-        tlens.evaluate.completeness(model, some_tokens(1, 5), ["tensorlens in+out"]),
+        tlens.evaluate.completeness(model, some_tokens(1, 5), ["tensorlens in_out"]),
     ):
         facts = result.settings if hasattr(result, "settings") else result.provenance
         assert head <= set(facts["newly_initialised"].split(", "))

@@ -159,14 +159,10 @@ class AffineMap(ABC):
         return 0, 1
 
     def of_group(self, group: int, groups: int) -> "AffineMap":
-        """The map that gives one of several equal groups of its output's channels, and nothing else.
-
-        Raises:
-            TypeError: its channels cannot be told apart.
-        """
-        if groups > 1:
-            raise TypeError(f"{self} cannot be cut to a group of channels.")
-        return self
+        """The map that gives one of several equal groups of its output's channels, and nothing else."""
+        if groups == 1:
+            return self
+        return Chain((*stages_of(self), ChannelGroup(group, groups)))
 
     @property
     def is_channelwise(self) -> bool:
@@ -366,6 +362,41 @@ def stages_of(m: AffineMap) -> tuple[AffineMap, ...]:
     if not isinstance(m, Chain):
         return (m,)
     return tuple(inner for stage in m.stages for inner in stages_of(stage))
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class ChannelGroup(PositionwiseMap):
+    """One of several equal groups of channels: ``[.., (group d)] -> [.., d]``.
+
+    >>> from tensorlens_tl.algebra import ChannelGroup
+    >>> ChannelGroup(1, 2)(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]))
+    tensor([[[3., 4.]]])
+    """
+
+    group: int
+    groups: int
+
+    def __repr__(self) -> str:
+        return f"ChannelGroup({self.group} of {self.groups})"
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO
+
+    def at(self, where: Where) -> "ChannelGroup":
+        return self
+
+    def norm_bound(self) -> float:
+        return 1.0
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        return x.unflatten(-1, (self.groups, -1))[..., self.group, :]
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        whole = g.new_zeros(*g.shape[:-1], self.groups, g.shape[-1])
+        whole[..., self.group, :] = g
+        return whole.flatten(-2)
 
 
 # ----------------------------------------------------------------------------------- combinations

@@ -51,7 +51,7 @@ class Identity(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Tap(PositionwiseMap):
-    """The identity, which notes the vectors that were last sent forward through it: ``seen[name]``.
+    """The identity, which notes the vectors that were last sent through it: forward in ``seen``, back in ``pulled``.
 
     >>> from tensorlens_tl.algebra import Linear, Tap
     >>> seen = {}
@@ -62,6 +62,7 @@ class Tap(PositionwiseMap):
 
     seen: dict[str, Tensor]
     name: str
+    pulled: dict[str, Tensor] | None = None
 
     def __repr__(self) -> str:
         return f"Tap({self.name})"
@@ -81,6 +82,8 @@ class Tap(PositionwiseMap):
         return x
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        if self.pulled is not None:
+            self.pulled[self.name] = g
         return g
 
 

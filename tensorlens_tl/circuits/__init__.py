@@ -10,6 +10,8 @@
 | what does one head move, and what becomes of it | `head_map` |
 | through which nodes did it come | `paths`, `top_paths`, `contribution_graph` |
 | what differs between a clean and a corrupted prompt | `patch_scores`, `edge_scores` |
+| which changed weights of a fine-tuned model changed its answer | `compare_models` |
+| does what differs between two runs act by values, by where heads attend, by norm scales | `routes` |
 | what does a circuit of some edges do by itself | `EdgeScores.circuit`, `run_circuits` |
 | why does this head attend there | `qk_attribution` |
 | which features of a sparse dictionary are active | `features` |
@@ -41,6 +43,7 @@ from tensorlens_tl.circuits.size import (
     spectral_norm,
     spectral_norm_bound,
 )
+from tensorlens_tl.circuits.two_runs import compare_models, routes
 from tensorlens_tl.circuits.weights import (
     composition_scores,
     copying_scores,
@@ -52,9 +55,20 @@ from tensorlens_tl.circuits.weights import (
     svd_tokens,
     virtual_head,
 )
-from tensorlens_tl.results import Circuit, ContributionGraph, EdgeScores, FeatureEdges, Paths, ScoreAttribution, Terms
+from tensorlens_tl.results import (
+    ChangeRoutes,
+    Circuit,
+    ContributionGraph,
+    EdgeScores,
+    FeatureEdges,
+    ModelChange,
+    Paths,
+    ScoreAttribution,
+    Terms,
+)
 
 __all__ = [
+    "ChangeRoutes",
     "Circuit",
     "ContributionGraph",
     "Directions",
@@ -64,10 +78,12 @@ __all__ = [
     "Features",
     "FrozenErrorBound",
     "HeadMap",
+    "ModelChange",
     "Paths",
     "ScoreAttribution",
     "Terms",
     "as_scipy",
+    "compare_models",
     "composition_scores",
     "contribution_graph",
     "copying_scores",
@@ -89,6 +105,7 @@ __all__ = [
     "paths",
     "qk",
     "qk_attribution",
+    "routes",
     "run_circuits",
     "singular_directions",
     "spectral_norm",

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     prediction = predict(frozen)
     results = {
         prediction.label: tlens.attribute(frozen, **prediction.options),
-        "in+out": tlens.attribute(frozen, collapse="in_out"),
+        "in_out": tlens.attribute(frozen, collapse="in_out"),
         "norm": tlens.attribute(frozen, collapse="norm"),
     }
     costs = _costs(
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
             "one forward pass": lambda: model(**frozen.inputs),
             "freezing, with the proof": lambda: tlens.freeze(model, text),
             "target": lambda: frozen.operator().target(**prediction.options),
-            "in+out": lambda: frozen.operator().in_out(),
+            "in_out": lambda: frozen.operator().in_out(),
             "norm": lambda: frozen.operator().norm(),
         }
     )

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             continue
         add_import_argument(sub)
         sub.add_argument(
-            "--methods", nargs="+", metavar="METHOD", help="labels such as 'tensorlens in+out' (default: all)"
+            "--methods", nargs="+", metavar="METHOD", help="labels such as 'tensorlens in_out' (default: all)"
         )
         sub.add_argument("-n", type=count, help=f"how many prompts where we make them (default: {PROMPTS})")
         if name == "known-answer":

@@ -107,6 +107,10 @@ def stack_heads(
 
     Raises:
         InvalidInputError: no such layout, or one that these shapes do not allow.
+
+    >>> from tensorlens_tl import compress
+    >>> compress.stack_heads(compress.head_weights(model, 0)).shape  # d_model d_head matrices heads
+    torch.Size([128, 32, 4, 4])
     """
     if layout == "paper":
         widths = {letter: weights.matrices[letter].shape[2] for letter in matrices}
@@ -225,7 +229,14 @@ def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Ten
 
 
 def rotate_heads(weights: HeadWeights, seed: int = 0) -> HeadWeights:
-    """The same circuits in a random basis inside every head: shows whether a method depends on that basis."""
+    """The same circuits in a random basis inside every head: shows whether a method depends on that basis.
+
+    >>> from tensorlens_tl import compress
+    >>> heads = compress.head_weights(model, 0)
+    >>> before, after = (h.matrices["V"] @ h.matrices["O"].mT for h in (heads, compress.rotate_heads(heads)))
+    >>> torch.allclose(before, after, atol=1e-5)
+    True
+    """
     generator = torch.Generator().manual_seed(whole_number("seed", seed))
     like = weights.matrices["Q"]
     new_matrices: dict[str, Tensor] = {}

@@ -220,6 +220,10 @@ def head_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = None, 
 
     Raises:
         InvalidInputError: not one of ratio and rank, or out of range.
+
+    >>> from tensorlens_tl import compress
+    >>> compress.head_svd(compress.head_weights(model, 0), rank=8).ratio
+    3.2
     """
     letters = check_letters(matrices)
     selection = {m: weights.matrices[m] for m in letters}
@@ -240,6 +244,10 @@ def circuit_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = Non
     Raises:
         InvalidInputError: as `head_svd`; half a circuit.
         UnsupportedModelError: queries and keys are among them and their basis is not free.
+
+    >>> from tensorlens_tl import compress
+    >>> compress.circuit_svd(compress.head_weights(model, 0), rank=8).ratio
+    4.0
     """
     letters = check_letters(matrices)
     moved = in_circuit_gauge(weights, letters)

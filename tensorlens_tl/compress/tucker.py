@@ -93,7 +93,13 @@ class Tucker:
         return parameter_count(self.shape, self.ranks)
 
     def dense(self) -> Float[Tensor, "d1 d2 d3 h"]:
-        """The tensor that it stands for."""
+        """The tensor that it stands for.
+
+        >>> tensor = torch.randn(6, 5, 4, 3)
+        >>> whole = tlens.compress.sequential_hosvd(tensor, (6, 5, 4))  # nothing cut off
+        >>> torch.allclose(whole.dense(), tensor, atol=1e-5)
+        True
+        """
         tensor = self.core
         for mode in (2, 1, 0):  # the largest mode last
             tensor = mode_product(tensor, self.factors[mode], mode)
@@ -193,6 +199,10 @@ class HOSVD:
 
         Raises:
             InvalidInputError: neither or both, no such rule, or no ranks that reach it; says what ranks can reach.
+
+        >>> whole = tlens.compress.HOSVD.of(torch.randn(8, 6, 4, 3))
+        >>> whole.ratio(whole.best_ranks(ratio=2)) >= 2
+        True
         """
         if (ratio is None) == (energy is None):
             raise InvalidInputError("ranks: pass one of ranks=, ratio= and energy=.")
@@ -235,6 +245,10 @@ class HOSVD:
 
         Raises:
             InvalidInputError: ranks out of range.
+
+        >>> whole = tlens.compress.HOSVD.of(torch.randn(8, 6, 4, 3))
+        >>> whole.truncated((4, 3, 2)).core.shape
+        torch.Size([4, 3, 2, 3])
         """
         a, b, c = check_ranks(self.shape, ranks)
         first, second, third = (factor[:, :rank].clone() for factor, rank in zip(self.factors, (a, b, c), strict=True))
@@ -248,6 +262,10 @@ def sequential_hosvd(tensor: Float[Tensor, "d1 d2 d3 h"], ranks: Sequence[int]) 
 
     Raises:
         InvalidInputError: not four modes, not finite, or ranks out of range.
+
+    >>> from tensorlens_tl import compress
+    >>> compress.sequential_hosvd(torch.randn(6, 5, 4, 3), (3, 3, 2)).core.shape
+    torch.Size([3, 3, 2, 3])
     """
     _check_tensor(tensor)
     core = tensor
@@ -276,6 +294,12 @@ def hooi(tensor: Float[Tensor, "d1 d2 d3 h"], start: Tucker, *, sweeps: Count = 
 
     Raises:
         InvalidInputError: `sweeps` below 1, or a start of another shape.
+
+    >>> from tensorlens_tl import compress
+    >>> tensor = torch.randn(6, 5, 4, 3)
+    >>> refined = compress.hooi(tensor, compress.sequential_hosvd(tensor, (2, 2, 2)))
+    >>> refined.errors[-1] <= refined.errors[0]
+    True
     """
     sweeps = whole_number("sweeps", sweeps, least=1)
     if tuple(tensor.shape) != start.shape:

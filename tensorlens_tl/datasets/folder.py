@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tensorlens_tl.datasets.identity import differing
 from tensorlens_tl.datasets.seal import broken, sealed
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
+from tensorlens_tl.passes.inputs import like_length
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -74,13 +75,11 @@ def planned(
     No batch of several rows has more than `tokens_per_batch` tokens. Rows that are no prompt are a batch by themselves.
     """
     refused = set(rejected)
-    batches = list[list[int]]()
     prompts = [row for row in range(len(lengths)) if row not in refused]
-    for row in sorted(prompts, key=lambda row: -lengths[row]):
-        # padded to the longest, which is the first
-        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch:
-            batches.append([])
-        batches[-1].append(row)
+    groups = like_length(
+        [lengths[row] for row in prompts], lambda count, longest, _: count * longest <= tokens_per_batch
+    )
+    batches = [[prompts[number] for number in group] for group in groups]
     shards = []
     start = 0
     for stop in range(1, len(batches) + 1):

@@ -53,7 +53,11 @@ PROMPT = "If the module is not found, a ModuleNotFoundError is raised. If the fi
 
 
 def held_out_text() -> list[str]:
-    """The documents the model was not trained on (the standard library differs between Python versions)."""
+    """The documents the model was not trained on (the standard library differs between Python versions).
+
+    >>> all(tlens.demo.held_out_text())
+    True
+    """
     return json.loads((MODEL_FOLDER / "held_out.json").read_text(encoding="utf-8"))
 
 
@@ -70,6 +74,9 @@ def held_out_prompts(
 
     Raises:
         InvalidInputError: a model that reads no text.
+
+    >>> tlens.demo.held_out_prompts(model, 4, length=8).shape  # with the token that texts begin with
+    torch.Size([4, 9])
     """
     tokenizer = model.tokenizer
     if tokenizer is None:
@@ -95,6 +102,10 @@ def digit_images(*, held_out: bool = True) -> tuple[Float[Tensor, "image 1 8 8"]
 
     Args:
         held_out: the second half.
+
+    >>> images, digits = tlens.demo.digit_images()
+    >>> images.shape, digits.shape
+    (torch.Size([899, 1, 8, 8]), torch.Size([899]))
     """
     from safetensors.torch import load_file
 
@@ -110,7 +121,11 @@ def is_held_out_word(words: Int[Tensor, "word letter"]) -> Bool[Tensor, "word"]:
 
 
 def reversal_words() -> Int[Tensor, "word letter"]:
-    """The 1004 words that the model `reversal` has not seen, six letters each, as token ids."""
+    """The 1004 words that the model `reversal` has not seen, six letters each, as token ids.
+
+    >>> tlens.demo.reversal_words().shape
+    torch.Size([1004, 6])
+    """
     numbers = torch.arange(0, 10**6, 997)[:, None]
     return numbers // 10 ** torch.arange(5, -1, -1) % 10 + 3
 
@@ -157,6 +172,9 @@ def load_demo_dictionary(
 
     Raises:
         InvalidInputError: no dictionary for that hook point.
+
+    >>> tlens.load_demo_dictionary().W_enc.shape
+    torch.Size([128, 512])
     """
     from safetensors.torch import load_file
 
@@ -196,6 +214,9 @@ def load_demo_model(
     Raises:
         InvalidInputError: no such name or kind, HookedTransformer asked for on TransformerLens 4, or for a
             model that is always a TransformerBridge.
+
+    >>> tlens.load_demo_model().cfg.n_layers
+    4
     """
     from transformers import AutoTokenizer
 

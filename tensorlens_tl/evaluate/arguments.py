@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from tensorlens_tl.passes import FrozenPass
     from tensorlens_tl.results import Attribution
 
-    Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Tensor
-    """Texts, or token ids `[prompt, pos]`; images or sound of a model that reads those."""
-
     MethodFunction = Callable[[FrozenPass], Attribution | Tensor]
     """A method as a function of a pass: it gives an Attribution, or scores `[batch, key]`."""
 
@@ -54,6 +51,6 @@ if TYPE_CHECKING:
     ReplacementName = Literal["mask", "pad", "mean", "zero"] | str | int | None
     """What stands for a replaced token: see `tensorlens_tl.evaluate.perturbation`."""
 else:
-    Prompts = MethodFunction = MethodSpec = Methods = Names = WholeNumber = PerturbationQuery = Any
+    MethodFunction = MethodSpec = Methods = Names = WholeNumber = PerturbationQuery = Any
     Share = TokenIds = Mask = PromptLength = Any
     Fractions = Metric = Metrics = Order = Hidden = ReplacementName = Any

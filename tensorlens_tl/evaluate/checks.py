@@ -18,11 +18,12 @@ from transformer_lens.hook_points import HookPoint
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.arguments import Methods, Prompts, Share, WholeNumber
+from tensorlens_tl.evaluate.arguments import Methods, Share, WholeNumber
 from tensorlens_tl.evaluate.scorers import Scorer, query_rows, scorers_of, usable
 from tensorlens_tl.hooks import lock_of
 from tensorlens_tl.models import ModelLike
 from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.passes.inputs import InputLike
 from tensorlens_tl.results import Attribution, Evaluation
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def completeness(
-    model: ModelLike, prompts: Prompts, methods: Methods = None, *, seed: int = 0, **freezing: Any
+    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
     """How far each method's scores and bias are from the total they explain, and the bias' share of it.
 
@@ -79,7 +80,7 @@ def _completeness(scorer: Scorer, frozen: FrozenPass) -> Float[Tensor, "2 batch"
 
 
 def randomisation(
-    model: ModelLike, prompts: Prompts, methods: Methods = None, *, seed: int = 0, **freezing: Any
+    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
     """Rank correlation of each method's scores with its scores on the same model, weights scrambled from the top down.
 
@@ -93,6 +94,10 @@ def randomisation(
     Returns:
         An Evaluation: `similarity` (Spearman) with all blocks scrambled, lower is better; curves over the number of
         scrambled blocks.
+
+    >>> from tensorlens_tl import evaluate
+    >>> list(evaluate.randomisation(model, [text], ["ifr"]).metrics)
+    ['similarity']
     """
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)
@@ -132,7 +137,7 @@ def _scramble(block: nn.Module, generator: torch.Generator) -> None:
 
 def stability(
     model: ModelLike,
-    prompts: Prompts,
+    prompts: InputLike,
     methods: Methods = None,
     *,
     noise: Share = 0.01,
@@ -153,6 +158,10 @@ def stability(
 
     Raises:
         InvalidInputError: noise that is not positive.
+
+    >>> from tensorlens_tl import evaluate
+    >>> list(evaluate.stability(model, [text], ["ifr"], draws=1).metrics)
+    ['similarity']
     """
     if not isinstance(noise, int | float) or not noise > 0:
         raise InvalidInputError(f"noise={noise!r}: pass a positive share, such as 0.01.")
@@ -193,7 +202,7 @@ def _plus(value: Tensor) -> Callable[..., Tensor]:
 
 
 def agreement(
-    model: ModelLike, prompts: Prompts, methods: Methods = None, *, seed: int = 0, **freezing: Any
+    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
     """Rank correlation of every two methods' scores for the last token.
 
@@ -232,6 +241,11 @@ def agreement_table(result: Evaluation) -> "pd.DataFrame":
 
     Raises:
         InvalidInputError: no result of `agreement`.
+
+    >>> from tensorlens_tl import evaluate
+    >>> table = evaluate.agreement_table(evaluate.agreement(model, [text], ["ifr", "alti"]))
+    >>> list(table.columns) == list(table.index)
+    True
     """
     import pandas as pd
 
@@ -245,7 +259,13 @@ def agreement_table(result: Evaluation) -> "pd.DataFrame":
 def spearman(
     a: Float[Tensor, "*method batch pos"], b: Float[Tensor, "*method batch pos"], mask: Tensor
 ) -> Float[Tensor, "*method batch"]:
-    """Rank correlation over each prompt's real tokens, equal scores sharing their rank; NaN for constant scores."""
+    """Rank correlation over each prompt's real tokens, equal scores sharing their rank; NaN for constant scores.
+
+    >>> from tensorlens_tl import evaluate
+    >>> ranks = torch.tensor([[1.0, 2.0, 3.0]])
+    >>> round(evaluate.spearman(ranks, -ranks, torch.ones(1, 3, dtype=torch.bool)).item(), 6)
+    -1.0
+    """
     first, second = (_centred_ranks(t, mask) for t in (a, b))
     size = first.norm(dim=-1) * second.norm(dim=-1)
     return torch.where(size > 0, (first * second).sum(-1) / size, torch.nan)

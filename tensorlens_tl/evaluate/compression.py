@@ -26,13 +26,13 @@ from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.compress import Plan
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.evaluate.arguments import Prompts, Share
+from tensorlens_tl.evaluate.arguments import Share
 from tensorlens_tl.evaluate.known import KnownAnswers
 from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
 from tensorlens_tl.hooks import model_points, refuse_attached, states_and_logits, unheld_run
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.passes.inputs import Prompt, prepare
+from tensorlens_tl.passes.inputs import InputLike, Prompt, prepare
 from tensorlens_tl.results import Evaluation
 from tensorlens_tl.results.statistics import bootstrap_interval
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 if TYPE_CHECKING:
-    CompressionTask = Prompts | KnownAnswers | tuple[Tensor, Tensor]
+    CompressionTask = InputLike | KnownAnswers | tuple[Tensor, Tensor]
     """Prompts, prompts with known answers, or token ids and answers."""
 
     Candidate = Plan | Callable[[], Plan]

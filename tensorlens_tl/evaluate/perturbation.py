@@ -34,14 +34,13 @@ from tensorlens_tl.evaluate.arguments import (
     Metrics,
     Order,
     PerturbationQuery,
-    Prompts,
     ReplacementName,
 )
 from tensorlens_tl.evaluate.perturbed_runs import PREDICTED, PerturbedRuns
 from tensorlens_tl.evaluate.scorers import MEAN_TOLERANCE, Scorer, random_scores, scorers_of, usable
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
-from tensorlens_tl.passes.inputs import Prompt, prepare, query_positions
+from tensorlens_tl.passes.inputs import InputLike, Prompt, prepare, query_positions
 from tensorlens_tl.passes.replacement import Replacement
 from tensorlens_tl.results import Evaluation, area
 
@@ -57,7 +56,7 @@ PROMPTS_AT_ONCE = 16
 
 def perturbation(
     model: ModelLike,
-    prompts: Prompts,
+    prompts: InputLike,
     methods: Methods = None,
     *,
     query: PerturbationQuery = "last",

@@ -99,8 +99,8 @@ class PerturbedRuns:
             if not error <= self.tolerance:
                 raise FrozenModelError(
                     f"perturbation: a prompt gives another number in the first or the last row of a batch than "
-                    f"elsewhere (they differ by {error:.1e}): something acts on some rows only, and it is no hook that "
-                    "could be found. Let it act on every row; or put it on the model as a hook, and prompts are run "
+                    f"elsewhere (they differ by {error:.1e}): something acts on some rows only, and it is none of "
+                    "the model's hooks. Let it act on every row; or put it on the model as a hook, and prompts are run "
                     "one by one."
                 )
         return [output[1:-1] for output in outputs]

@@ -44,8 +44,8 @@ RANDOM = "random"
 
 STANDARD: dict[str, tuple[str, dict[str, Any]]] = {
     "tensorlens norm": ("tensorlens", {"collapse": "norm"}),
-    "tensorlens in+out": ("tensorlens", {"collapse": "in_out"}),
-    "tensorlens in+out, biases": ("tensorlens", {"collapse": "in_out", "bias": "position"}),
+    "tensorlens in_out": ("tensorlens", {"collapse": "in_out"}),
+    "tensorlens in_out, biases": ("tensorlens", {"collapse": "in_out", "bias": "position"}),
     "tensorlens target": ("tensorlens", {"collapse": "target", "target": PREDICTED}),
     "tensorlens target, biases": ("tensorlens", {"collapse": "target", "target": PREDICTED, "bias": "position"}),
     "mean attention": ("mean", {"layer_map": "attention"}),
@@ -116,7 +116,7 @@ class Scorer:
             if query == "all":
                 raise InvalidInputError(
                     f"{self.label}: it explains a prediction, and a target needs one query; with query='mean' use "
-                    "methods or options without a target, such as 'tensorlens in+out'."
+                    "methods or options without a target, such as 'tensorlens in_out'."
                 )
             predicted = predictions(frozen, query)[0].tolist()
             options |= {name: predicted for name, value in options.items() if value is PREDICTED}
@@ -171,8 +171,8 @@ def query_rows(result: Attribution, frozen: FrozenPass, query: int) -> Int[Tenso
     matches = result.queries.to(positions.device) == positions
     if not bool(matches.any(1).all()):
         raise InvalidInputError(
-            f"{result.method}: asked for position {positions[:, 0].tolist()}, it holds {result.queries.tolist()}; a "
-            "function must attribute the query that the evaluation is about."
+            f"{result.method}: the query is position {positions[:, 0].tolist()}, and the result holds "
+            f"{result.queries.tolist()}; a function must attribute the query that the evaluation is about."
         )
     return matches.long().argmax(1, keepdim=True)
 
@@ -275,6 +275,11 @@ def predictions(frozen: FrozenPass, query: int = -1) -> tuple[Int[Tensor, "batch
 
     Raises:
         UnsupportedModelError: the model predicts no tokens.
+
+    >>> from tensorlens_tl import evaluate
+    >>> token, logits = evaluate.predictions(frozen)
+    >>> model.tokenizer.decode(token)
+    ' value'
     """
     logits = frozen.logits(query)
     if logits is None:

@@ -32,6 +32,12 @@ def over_seeds(
     Raises:
         InvalidInputError: no seed, a seed twice, or runs that differ in metrics, methods, steps or, of the
             same prompts, in their number.
+
+    >>> from tensorlens_tl import evaluate
+    >>> run = lambda seed: evaluate.stability(model, [text], ["ifr"], draws=1, seed=seed)
+    >>> result = evaluate.over_seeds(run, seeds=(0, 1))
+    >>> result.mean("similarity", "ifr") > 0.5
+    True
     """
     chosen = list(seeds)
     if not chosen or len(set(chosen)) < len(chosen) or units not in ("same", "drawn"):

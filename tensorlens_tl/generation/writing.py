@@ -9,28 +9,24 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.hooks import model_points, refuse_attached, states_and_logits, unheld_run
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.passes.inputs import prepare, tokenized
+from tensorlens_tl.passes.inputs import InputLike, prepare, tokenized
 
 Text = tuple[list[int], int]
 """Token ids of a prompt and its continuation, and how many of them are the prompt's."""
 
 if TYPE_CHECKING:
-    Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
-    """A string, a list of strings, or token ids."""
-
-    Continuation = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | None
+    Continuation = InputLike | None
     """The new text only, one for each prompt, as text or token ids; None where the model writes it."""
 
     Count = int | None
 else:
-    Prompts = Continuation = Count = Any  # what is wrong with them is said by `texts_of`
+    Continuation = Count = Any  # what is wrong with them is said by `texts_of`
 
 
 def refuse_non_causal(view: ModelView) -> None:
@@ -55,7 +51,7 @@ def refuse_non_causal(view: ModelView) -> None:
 
 def texts_of(
     view: ModelView,
-    prompt: Prompts,
+    prompt: InputLike,
     max_new_tokens: Count = None,
     continuation: Continuation = None,
     *,

@@ -12,10 +12,10 @@ from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.generation.hops import Hops, check_hops, sent_on
-from tensorlens_tl.generation.writing import Continuation, Count, Prompts, Text, refuse_non_causal, texts_of
+from tensorlens_tl.generation.writing import Continuation, Count, Text, refuse_non_causal, texts_of
 from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike, check_rule
 from tensorlens_tl.passes import FrozenPass, freeze
-from tensorlens_tl.passes.inputs import Store, Verify, find, memory_batches, one_per_prompt, taken
+from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, memory_batches, one_per_prompt, taken
 from tensorlens_tl.passes.operator import Collapse
 from tensorlens_tl.results import Attribution, joined
 
@@ -84,6 +84,10 @@ class FrozenGeneration:
         Raises:
             InvalidInputError: a span that is empty, outside the generated text or not in it; no such number of hops;
                 and what `FrozenOperator.target` raises.
+
+        >>> written = tlens.generation.freeze_generation(model, "Return the", max_new_tokens=3)
+        >>> bool((written.attribute().gap < 1e-4).all())
+        True
         """
         check_hops(hops)
         queries = self._queries(self.positions if span is None else self._span(span))
@@ -297,7 +301,7 @@ def _looks_ahead(frozen: FrozenPass) -> bool:
 
 def freeze_generation(
     model: ModelLike,
-    prompt: Prompts,
+    prompt: InputLike,
     *,
     max_new_tokens: Count = None,
     continuation: Continuation = None,
@@ -320,6 +324,10 @@ def freeze_generation(
     Raises:
         InvalidInputError: see `attribute_generation`.
         UnsupportedModelError: not a causal language model, and what `freeze` refuses.
+
+    >>> written = tlens.generation.freeze_generation(model, "Return the", max_new_tokens=3)
+    >>> written.generated_ranges()
+    [[3, 6]]
     """
     view = ModelView(model)
     refuse_non_causal(view)
@@ -331,7 +339,7 @@ def freeze_generation(
 
 def attribute_generation(
     model: ModelLike,
-    prompt: Prompts,
+    prompt: InputLike,
     *,
     max_new_tokens: Count = None,
     continuation: Continuation = None,

@@ -1,5 +1,6 @@
 """Where TransformerLens lets us look and hold on: hook points, capture, freezing, and which hooks are on a model."""
 
+from tensorlens_tl.hooks.additions import Passed, StreamPlace, StreamPoint, hooked_stream_points, passing
 from tensorlens_tl.hooks.calls import CallChange, changed_calls
 from tensorlens_tl.hooks.capture import (
     capture,
@@ -42,8 +43,11 @@ __all__ = [
     "Ends",
     "FwdHook",
     "ModelPoints",
+    "Passed",
     "PlacedHook",
     "RuleHooks",
+    "StreamPlace",
+    "StreamPoint",
     "attention_hooks",
     "capture",
     "changed_calls",
@@ -53,6 +57,7 @@ __all__ = [
     "graph_of",
     "hook_numbers",
     "hook_points",
+    "hooked_stream_points",
     "hooks_on",
     "in_this_thread",
     "is_attached",
@@ -65,6 +70,7 @@ __all__ = [
     "model_points",
     "observe",
     "other_hooks",
+    "passing",
     "patterns_take_effect",
     "refuse_attached",
     "replace",

@@ -18,7 +18,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Chain, Norm
+from tensorlens_tl.algebra import Chain, Identity, Norm, stages_of
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import Place
@@ -103,7 +103,17 @@ class LocalLayer:
             stream = stream @ norm
         for norm in self.norms(self.attn.after):
             stream = norm @ stream
-        return stream(self.x) + self.x
+        added, _ = self.frozen.maps.stream_offsets(self.layer)
+        return Chain((Identity(), *added))(stream(self.x) + self.x)
+
+    @property
+    def mlp_write(self) -> Chain | None:
+        """What the MLP adds to the stream, norms before and after it included; None without one."""
+        mlp = self.frozen.maps.mlp(self.layer)
+        if mlp is None:
+            return None
+        added = [offset for point, offset in self.frozen.maps.additions(self.layer).items() if point.place == "mlp"]
+        return Chain((*self.norms(self.mlp.before), *stages_of(mlp), *self.norms(self.mlp.after), *added))
 
     # ------------------------------------------------------------------ norms of all pairs
 

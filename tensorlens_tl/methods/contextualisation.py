@@ -7,7 +7,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
-from tensorlens_tl.algebra import Chain, stages_of
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import locals_of
@@ -154,11 +153,10 @@ def _ff_parts(frozen: FrozenPass) -> list[tuple[Tensor, Tensor]]:
     ff_scope(frozen, None)  # refuses blocks whose MLP does not read attention
     parts = []
     for local in locals_of(frozen):
-        mlp = frozen.maps.mlp(local.layer)
+        mlp = local.mlp_write
         bypass = local.attended()
         assert mlp is not None  # of a model that meets `sequential_mlp`
-        stages = (*local.norms(local.mlp.before), *stages_of(mlp), *local.norms(local.mlp.after))
-        parts.append((bypass, Chain(stages)(bypass)))
+        parts.append((bypass, mlp(bypass)))
     return parts
 
 

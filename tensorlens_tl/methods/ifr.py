@@ -27,7 +27,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
-from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import LocalLayer, Maps, normalize_rows, product, select_query
@@ -162,7 +161,7 @@ def _check_threshold(threshold: Threshold) -> None:
 def _edges(layer: LocalLayer, threshold: Threshold) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One layer's heads, stream, MLP and bypass, as in `FlowEdges`."""
     y = layer.attention_sum()
-    mlp = _mlp(layer)
+    mlp = layer.mlp_write
     parallel = layer.frozen.layouts[layer.layer].parallel
     real = layer.frozen.mask.to(upcast(y).dtype)
     summands = [layer.x]
@@ -184,14 +183,6 @@ def _edges(layer: LocalLayer, threshold: Threshold) -> tuple[Tensor, Tensor, Ten
     update = mlp(x)
     through, bypass = _shares(_proximities([update, x], x + update) * real[..., None], threshold).unbind(-1)
     return heads, others[..., 0], through, bypass
-
-
-def _mlp(layer: LocalLayer) -> AffineMap | None:
-    """What the MLP adds to the stream, norms before and after it included; None without one."""
-    mlp = layer.frozen.maps.mlp(layer.layer)
-    if mlp is None:
-        return None
-    return Chain((*layer.norms(layer.mlp.before), mlp, *layer.norms(layer.mlp.after)))
 
 
 def _proximities(summands: list[Tensor], y: Float[Tensor, "batch query d"]) -> Float[Tensor, "batch query summand"]:

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UnsupportedModelError
@@ -36,6 +36,7 @@ from tensorlens_tl.models.parameters import (
     norm_epsilon,
     norm_weights,
     offloaded,
+    tried_norm,
     weights_read,
 )
 from tensorlens_tl.models.sublayers import (
@@ -46,6 +47,7 @@ from tensorlens_tl.models.sublayers import (
     projection,
     read_attention,
     read_experts,
+    read_latent_scores,
     read_mixer,
     read_mlp,
     read_module,
@@ -311,6 +313,10 @@ class BlockView:
             raise self._refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
         q_norm, k_norm = (getattr(attn, name, None) for name in ("q_norm", "k_norm"))
         read_norm = partial(norm_weights, cfg=self.model.cfg)
+        for_both = innermost(getattr(innermost(attn), "qk_norm", None))  # of Llama 4
+        if isinstance(for_both, nn.Module):
+            q_norm = k_norm = for_both
+            read_norm = partial(tried_norm, cfg=self.model.cfg, width=W_Q.shape[2])
         return QueryKeyWeights(
             W_Q=rearrange(self._floating(W_Q, "attn.W_Q"), "head d_model d_head -> d_model (head d_head)"),
             b_Q=maybe(flattened, b_Q),
@@ -320,6 +326,17 @@ class BlockView:
             k_norm=maybe(read_norm, k_norm),
             epsilon=norm_epsilon(q_norm, self.model.cfg),
         )
+
+    @weights_read
+    def latent_scores(self) -> QueryKeyWeights | None:
+        """The weights that make the scores of latent attention (DeepSeek); None of any other."""
+        attn: Any = getattr(self.module, self.mixer_name, None)
+        return read_latent_scores(attn, self.model.cfg, self._refuse)
+
+    def require_scores(self) -> None:
+        """Refuse attention whose scores are read neither from the stream nor from latents."""
+        if self.mixer is not None or self.latent_scores is None:
+            self.require_query_key()
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> "BlockView":
         """This reading with other weights, by TransformerLens' names; what the block itself holds is not touched."""

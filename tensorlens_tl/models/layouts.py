@@ -17,7 +17,7 @@ it is, is decided by the proof (`tensorlens_tl.passes.proof.layouts`), never by 
 Attention-only blocks are the attention half of any of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tensorlens_tl.algebra import AffineMap, Chain, Identity, Segment, Sum
@@ -116,31 +116,39 @@ def compose(
     norms: Mapping[str, AffineMap],
     whitening: Chain | None = None,
     within: Within | None = None,
+    middle: Sequence[AffineMap] = (),
+    late: Sequence[AffineMap] = (),
 ) -> AffineMap:
     """The block's map from its parts; a sublayer that is None is left out with its branch.
 
     The outer norm of a left-out sublayer stays: it is part of the stream, not of the branch. A block of an
-    encoder–decoder becomes a map of both sides' positions.
+    encoder–decoder becomes a map of both sides' positions. The stream goes through `middle` after attention's sum, and
+    through `late` after the MLP's; in a parallel block through both after the one sum.
     """
-    halves = [(place, sub) for place, sub in ((layout.attn, attention), (layout.mlp, mlp))]
+    halves = [(layout.attn, attention, middle), (layout.mlp, mlp, late)]
     stages: list[AffineMap] = [] if whitening is None else [*whitening.stages]
     if layout.parallel:
-        both = Sum((Identity(), *(_branch(place, sub, norms) for place, sub in halves if sub is not None)))
-        return Chain((*stages, _placed(both, within))) if stages else _placed(both, within)
-    for number, (place, sub) in enumerate(halves):
+        both = Sum((Identity(), *(_branch(place, sub, norms) for place, sub, _ in halves if sub is not None)))
+        return _chained([*stages, _placed(both, within), *middle, *late])
+    for number, (place, sub, after) in enumerate(halves):
         if number and layout.cross is not None and within is not None:
             stages += _crossing(layout.cross, norms, within)
         if sub is not None:
             stages.append(_placed(Sum((Identity(), _branch(place, sub, norms))), within))
+        stages += after
         if place.outer is not None and place.outer in norms:
             stages.append(_placed(norms[place.outer], within))
+    return _chained(stages)
+
+
+def _chained(stages: list[AffineMap]) -> AffineMap:
     return stages[0] if len(stages) == 1 else Chain(tuple(stages) or (Identity(),))
 
 
 def _branch(place: Place, sublayer: AffineMap, norms: Mapping[str, AffineMap]) -> AffineMap:
     parts = (norms[place.before] if place.before else None, sublayer, norms[place.after] if place.after else None)
     stages = [part for part in parts if part is not None]
-    return stages[0] if len(stages) == 1 else Chain(tuple(stages))
+    return _chained(stages)
 
 
 def _placed(inner: AffineMap, within: Within | None) -> AffineMap:

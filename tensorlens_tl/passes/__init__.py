@@ -16,10 +16,18 @@
 | `backward`, `replacement` | what gives the live model under other backward rules, or with a token replaced? |
 """
 
+from typing import TYPE_CHECKING, Any
+
 from tensorlens_tl.passes.backward import product_points as product_points, rule_scores as rule_scores
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture
-from tensorlens_tl.passes.difference import Difference, SecantMaps, difference, refuse_without_secant
+from tensorlens_tl.passes.difference import (
+    Difference,
+    SecantMaps,
+    check_one_architecture as check_one_architecture,
+    difference,
+    refuse_without_secant,
+)
 from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze, freeze_changed
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike, check_pass as check_pass
 from tensorlens_tl.passes.linearisation import Linearisation
@@ -34,6 +42,19 @@ from tensorlens_tl.passes.operator import (
 )
 from tensorlens_tl.passes.proof import Proof
 
+if TYPE_CHECKING:
+    PassOrDifference = FrozenPass | Difference
+    """One run, or the difference of two, as a user passes it."""
+else:
+    PassOrDifference = Any  # `check_explained` refuses anything else with our own error
+
+
+def check_explained(frozen: Any) -> None:
+    """Raise `InvalidInputError` where neither a frozen pass nor a difference of two was passed."""
+    if not isinstance(frozen, Difference):
+        check_pass(frozen)
+
+
 __all__ = [
     "BlockMaps",
     "Capture",
@@ -42,11 +63,13 @@ __all__ = [
     "FrozenOperator",
     "FrozenPass",
     "Linearisation",
+    "PassOrDifference",
     "PatchEmbedding",
     "PixelScores",
     "Proof",
     "Routes",
     "SecantMaps",
+    "check_explained",
     "difference",
     "freeze",
     "freeze_changed",

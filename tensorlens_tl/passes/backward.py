@@ -6,8 +6,6 @@ pass, which is measured; one forward pass serves all queries, and their gradient
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -27,12 +25,13 @@ from tensorlens_tl.hooks import (
     other_hooks,
 )
 from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.live import holding_hooks
 from tensorlens_tl.passes.operator import Collapse, resolve_target
 
-_proved: "WeakKeyDictionary[Any, list[tuple[int, int]] | None]" = WeakKeyDictionary()  # weights' versions, by model
+_proved: OncePerWeights[bool] = OncePerWeights()
 
 
 def rule_scores(
@@ -150,10 +149,10 @@ def _check_run(frozen: FrozenPass, live: RuleHooks, outputs: list[Tensor]) -> No
             f"(allowed {allowed:.0e}); a hook that changes activations, or something random?"
         )
     live.check(frozen.view.description, frozen.tolerance)
-    if _proved.get(frozen.model) != frozen.capture.weights.versions or frozen.capture.weights.versions is None:
+    if not _proved.get(frozen.model, frozen.capture.weights):
         live.prove(outputs, frozen.view.description, frozen.tolerance)
         if not other_hooks(frozen.model):
-            _proved[frozen.model] = frozen.capture.weights.versions
+            _proved.set(frozen.model, frozen.capture.weights, True)
 
 
 def _ends(frozen: FrozenPass) -> list[str]:

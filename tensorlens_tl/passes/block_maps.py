@@ -24,15 +24,16 @@ from tensorlens_tl.algebra import (
     Linear,
     Norm,
     Recursion,
-    Sum,
+    stages_of,
 )
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import ModelPoints
-from tensorlens_tl.models import Coefficients, Layout, Place, Within, coefficients, compose
-from tensorlens_tl.models.parameters import NormWeights
+from tensorlens_tl.hooks import ModelPoints, StreamPlace, StreamPoint
+from tensorlens_tl.models import Coefficients, Layout, Place, Within, coefficients
+from tensorlens_tl.models.parameters import InverseScale, NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.blocks import Blocks, reads_weights
+from tensorlens_tl.passes.blocks import BlockParts, Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 
@@ -174,8 +175,10 @@ class BlockMaps(Blocks):
             values = weights.inner_values(x)
         if weights.output_factor is None:
             return Chain((values, mixing, out))
-        whole = self._mixing(layer)
-        factor = weights.output_factor(x, whole(values(x)))
+        reads = x
+        if isinstance(weights.output_factor, InverseScale):
+            reads = self._mixing(layer)(values(x))
+        factor = weights.output_factor(reads)
         return Chain((values, mixing, Chain((Diagonal(factor), out))))
 
     def _mixing(self, layer: int, heads: Collection[int] | None = None) -> AnyAttention:
@@ -211,19 +214,28 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def attention_alone(self, layer: int) -> AffineMap:
-        """The same as the model's own module computes it, without what the block multiplies its branches by."""
-        return self._divided(layer, self.mixer(layer))
+        """The same as the model's own module computes it, without what the block multiplies its branches by.
+
+        What hooks add to its output is part of it: what is put in the place of that output comes after them.
+        """
+        return self._divided(layer, self._with_added(layer, self.mixer(layer), "attention"))
 
     @reads_weights
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
         mlp = self.mlp(layer, activation)
-        return None if mlp is None else self._divided(layer, mlp)
+        return None if mlp is None else self._divided(layer, self._with_added(layer, mlp, "mlp"))
 
     @reads_weights
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """The parts of a mixture of experts likewise."""
         return {name: self._divided(layer, part) for name, part in self.experts(layer, activation).items()}
+
+    def _with_added(self, layer: int, branch: AffineMap, place: StreamPlace) -> AffineMap:
+        """A branch, and what hooks add to the output of its module."""
+        added = self.additions(layer).items()
+        offsets = [offset for point, offset in added if point.inside and point.place == place]
+        return Chain((*stages_of(branch), *offsets)) if offsets else branch
 
     def _divided(self, layer: int, branch: AffineMap) -> AffineMap:
         """A branch of a block without what the block multiplies it by."""
@@ -260,8 +272,7 @@ class BlockMaps(Blocks):
         """One MLP, or mixture of experts, with its activations and routing frozen, or None without one."""
         weights = self.view.blocks[layer].mlp
         if isinstance(weights, ExpertsWeights):
-            branches = [self.with_norms(layer, name, part) for name, part in self.experts(layer, activation).items()]
-            return branches[0] if len(branches) == 1 else Sum(tuple(branches))
+            return self.mixture(layer, self.experts(layer, activation))
         held = self.mlp_coefficients(layer, activation)
         ends = self.points.blocks[layer].mlp
         if weights is None or held is None:
@@ -312,9 +323,8 @@ class BlockMaps(Blocks):
             x = self.capture.resid_read(layer)
         else:
             before = replace(layout, mlp=Place())
-            x = compose(before, self.mixer(layer), None, norms, self.whitening(layer), self.within(layer))(
-                self.capture.resid_pre(layer)
-            )
+            parts = BlockParts(self.mixer(layer), None, norms, self.whitening(layer), self.within(layer))
+            x = self.sublayers(layer, before, parts)(self.capture.resid_pre(layer))
         x = x[:, start:stop]
         if layout.mlp.before is None:
             return x
@@ -330,7 +340,7 @@ class BlockMaps(Blocks):
         if activation == "ratio" and layer in self.cache.experts:
             return self.cache.experts[layer]
         points = self.points.blocks[layer]
-        weights = self._expert_weights(layer)
+        weights = self.expert_weights(layer)
         assert points.mlp is not None  # experts are held as a whole
         x = self.capture.activation(points.mlp.into)
         beside = self.capture.activation((points.shared or points.mlp).into)
@@ -338,15 +348,6 @@ class BlockMaps(Blocks):
         if activation == "ratio":
             self.cache.experts[layer] = experts
         return experts
-
-    @reads_weights
-    def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
-        """A part of a mixture of experts with the norms around it, where it has any."""
-        weights = self.view.blocks[layer].mlp
-        if not isinstance(weights, ExpertsWeights) or name not in weights.around:
-            return part
-        before, after = weights.around[name]
-        return Chain((self.norm(layer, before), part, self.norm(layer, after)))
 
     @reads_weights
     def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
@@ -361,6 +362,14 @@ class BlockMaps(Blocks):
         rest = None if held.rest is None else held.rest * factor
         return Chain((gate, Diagonal(held.through * factor, rest), Linear(weights.W_out)))
 
+    def additions(self, layer: int) -> dict[StreamPoint, Offset]:
+        """What other people's hooks add to the stream in a block, by hook point."""
+        factor = self.view.blocks[layer].branch_factor
+        offsets: dict[StreamPoint, Offset] = {}
+        for point, vectors in self.capture.additions.of(layer).items():
+            offsets[point] = Offset(vectors * factor if point.inside else vectors, point.name)
+        return offsets
+
     @reads_weights
     def routing(self, layer: int) -> Routes:
         """Which experts each token of a layer is sent to, and what each of them counts: `[batch, pos, choice]` each.
@@ -373,7 +382,7 @@ class BlockMaps(Blocks):
         """
         layer = whole_number("layer", layer, 0, self.capture.n_layers - 1, why="a layer of this model")
         points = self.points.blocks[layer]
-        weights = self._expert_weights(layer)
+        weights = self.expert_weights(layer)
         assert points.weight is not None
         weight = self.capture.activation(points.weight)
         if points.index is None:  # the weights of all experts, zero for those that are not chosen
@@ -382,7 +391,12 @@ class BlockMaps(Blocks):
             index = self.capture.activation(points.index)
         return Routes(index, weight * weights.routing.factor)
 
-    def _expert_weights(self, layer: int) -> ExpertsWeights:
+    def expert_weights(self, layer: int) -> ExpertsWeights:
+        """The weights of a layer's experts.
+
+        Raises:
+            UnsupportedModelError: it has none.
+        """
         weights = self.view.blocks[layer].mlp
         if not isinstance(weights, ExpertsWeights):
             raise UnsupportedModelError(f"blocks.{layer} of this {self.view.description} has no experts.")

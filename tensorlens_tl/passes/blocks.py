@@ -7,9 +7,12 @@ from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, LazyMap, Segment, Sum
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, LazyMap, Segment, Sum, stages_of
+from tensorlens_tl.algebra.secants import Offset
+from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import Layout, ModelView, Within, compose
 from tensorlens_tl.models.names import PER_LAYER_NORM
+from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.capture import Capture
 
 Options = ParamSpec("Options")
@@ -109,8 +112,16 @@ class Blocks(ABC):
         """One MLP, or mixture of experts, or None without one."""
 
     @abstractmethod
+    def experts(self, layer: int, /, activation: str = "ratio") -> dict[str, AffineMap]:
+        """What a mixture of experts is the sum of: the chosen ones together, and what every token goes through."""
+
+    @abstractmethod
     def per_layer(self, layer: int, /, activation: str = "ratio") -> Chain | None:
         """What a block adds for a separate input of each token at this layer; None without one."""
+
+    @abstractmethod
+    def additions(self, layer: int, /) -> Mapping[StreamPoint, Offset]:
+        """What other people's hooks add to the stream in a block, by hook point."""
 
     @abstractmethod
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
@@ -163,8 +174,35 @@ class Blocks(ABC):
         ends = self.ends(layer)
         if per_layer is not None:
             ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
-        block = compose(layout, *parts)
-        return Chain((block, *ends)) if ends else block
+        block = self.sublayers(layer, layout, parts)
+        return Chain((*stages_of(block), *ends)) if ends else block
+
+    def sublayers(self, layer: int, layout: Layout, parts: BlockParts) -> AffineMap:
+        """A block from its `parts`, without what comes after both sublayers; what hooks add goes with its sublayer."""
+        middle, late = self.stream_offsets(layer, mlp=parts.mlp is not None)
+        return compose(layout, *parts, middle=middle, late=late)
+
+    def stream_offsets(self, layer: int, *, mlp: bool = True) -> tuple[list[Offset], list[Offset]]:
+        """What hooks add to the stream after attention, and after the MLP (without `mlp`, not to what it writes)."""
+        added = self.additions(layer).items()
+        middle = [offset for point, offset in added if point.place in ("attention", "middle")]
+        late = [offset for point, offset in added if point.place == "late" or (mlp and point.place == "mlp")]
+        return middle, late
+
+    @reads_weights
+    def mixture(self, layer: int, parts: Mapping[str, AffineMap]) -> AffineMap:
+        """A mixture of experts from its parts."""
+        branches = [self.with_norms(layer, name, part) for name, part in parts.items()]
+        return branches[0] if len(branches) == 1 else Sum(tuple(branches))
+
+    @reads_weights
+    def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
+        """A part of a mixture of experts with the norms around it, where it has any."""
+        weights = self.view.blocks[layer].mlp
+        if not isinstance(weights, ExpertsWeights) or name not in weights.around:
+            return part
+        before, after = weights.around[name]
+        return Chain((self.norm(layer, before), part, self.norm(layer, after)))
 
     def stage(self, layer: int, **options: Any) -> AffineMap:
         """`block_map`; where a block's weights are offloaded, composed each time it is used, and dropped afterwards."""
@@ -180,7 +218,7 @@ class Blocks(ABC):
         return LazyMap(block_map, self.capture.tokens.shape[1], self.row_bytes, block.name)
 
     def ends(self, layer: int) -> list[AffineMap]:
-        """The maps after a block's sublayers: the block's scalar factor, an encoder's final norm."""
+        """The maps after a block's sublayers: the block's scalar factor, an encoder's final norm, what hooks add."""
         ends: list[AffineMap] = []
         scalar = self.view.blocks[layer].scalar
         if scalar is not None:
@@ -188,4 +226,4 @@ class Blocks(ABC):
         norm = self.encoder_norm()
         if norm is not None and layer + 1 == self.view.encoder_layers:
             ends.append(Segment(norm, *self.capture.side(layer), self.capture.tokens.shape[1]))
-        return ends
+        return ends + [offset for point, offset in self.additions(layer).items() if point.place == "end"]

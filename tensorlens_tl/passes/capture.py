@@ -13,7 +13,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import HeldScores
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
-from tensorlens_tl.hooks import ModelPoints, lock_of
+from tensorlens_tl.hooks import ModelPoints, StreamPoint, lock_of
 from tensorlens_tl.models import HookedModel, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
 from tensorlens_tl.passes.inputs import Prompt
@@ -27,6 +27,31 @@ class HeldConfiguration:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"texts": dict(self.texts)}
+
+
+@dataclass(frozen=True, eq=False)
+class Additions:
+    """What other people's hooks added to the residual stream.
+
+    Attributes:
+        constant: vectors that do not depend on what the hooks read, by hook point.
+        dependent: the hook points where hooks add something that does.
+    """
+
+    constant: Mapping[StreamPoint, Float[Tensor, "batch pos d_model"]] = field(default_factory=dict)
+    dependent: tuple[StreamPoint, ...] = ()
+
+    def of(self, layer: int) -> dict[StreamPoint, Float[Tensor, "batch pos d_model"]]:
+        """The constants of one block, in the order of the pass."""
+        return {point: vectors for point, vectors in self.constant.items() if point.layer == layer}
+
+    def shown_at(self, name: str) -> Tensor | None:
+        """What is added at one hook point; None where nothing is."""
+        return next((vectors for point, vectors in self.constant.items() if point.name == name), None)
+
+    def at(self, index: Any) -> "Additions":
+        """At some positions: an index of batch and position."""
+        return replace(self, constant={point: vectors[index] for point, vectors in self.constant.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +69,7 @@ class Capture:
             (`tensorlens_tl.models.lifecycle.settings`).
         other_hooks: the hook points and modules where other people's hooks were during the pass.
         hook_numbers: which hooks those were.
+        additions: what they added to the residual stream.
     """
 
     view: ModelView
@@ -55,6 +81,7 @@ class Capture:
     configuration: HeldConfiguration | None = None
     other_hooks: tuple[str, ...] = ()
     hook_numbers: frozenset[int] = frozenset()
+    additions: Additions = field(default_factory=Additions)
 
     # ------------------------------------------------------------------ the model and the prompt
 
@@ -303,7 +330,8 @@ class Capture:
             word_starts=None,
         )
         held_scores = {name: held.cut(length) for name, held in self.held_scores.items()}
-        return replace(self, prompt=prompt, activations=activations, held_scores=held_scores)
+        additions = self.additions.at(_first(length))
+        return replace(self, prompt=prompt, activations=activations, held_scores=held_scores, additions=additions)
 
     def block_at_start(self, layer: int, length: int = 8) -> "Capture":
         """One block, cut to its first tokens where these do not look ahead; else the whole capture."""
@@ -319,7 +347,8 @@ class Capture:
                 return self
             activations[pattern] = rows[..., :length]
         prompt = Prompt(self.tokens[:, :length], mask, {}, [])
-        return replace(self, prompt=prompt, activations=activations, held_scores={})
+        additions = self.additions.at(_first(length))
+        return replace(self, prompt=prompt, activations=activations, held_scores={}, additions=additions)
 
     def block_at(self, layer: int, positions: Int[Tensor, "batch query"]) -> "Capture":
         """One block at some positions, without its pattern."""
@@ -331,4 +360,10 @@ class Capture:
             tensor = self.activation(name)
             activations[name] = tensor.expand(*self.tokens.shape, *tensor.shape[2:])[index]
         prompt = Prompt(self.tokens[index], self.mask[index], {}, [])
-        return replace(self, prompt=prompt, activations=activations, held_scores={})
+        additions = self.additions.at(index)
+        return replace(self, prompt=prompt, activations=activations, held_scores={}, additions=additions)
+
+
+def _first(length: int) -> tuple[slice, slice]:
+    """The first positions of every prompt."""
+    return slice(None), slice(length)

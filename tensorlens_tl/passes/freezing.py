@@ -19,20 +19,25 @@ from tensorlens_tl.errors import InvalidInputError, TensorLensError, Unsupported
 from tensorlens_tl.hooks import (
     FwdHook,
     ModelPoints,
+    Passed,
+    StreamPoint,
     check_finite,
     from_cache,
     hook_numbers,
+    hooked_stream_points,
     keep_in,
     logit_hooks,
     logits_at,
     model_points,
     observe,
     other_hooks,
+    passing,
     refuse_attached,
     unheld_run,
 )
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
+from tensorlens_tl.passes.additions import with_additions
 from tensorlens_tl.passes.attention_scores import PatternReader, refuse_unreadable
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture, HeldConfiguration
@@ -90,7 +95,8 @@ def freeze(
 
     Hooks of other people on the model run as well, and what they change is part of the pass: where the algebra cannot
     follow, the proof fails and says so. They are left on, and named in the pass's `other_hooks` and in every result's
-    provenance. Hooks put on or taken off later do not change a pass; ``attached()`` runs with those that are there.
+    provenance. Vectors that they add to the residual stream (steering) are constants of the pass, named by hook point.
+    Hooks put on or taken off later do not change a pass; ``attached()`` runs with those that are there.
 
     Args:
         model: a HookedTransformer, HookedEncoder (TransformerLens 3.9) or TransformerBridge (3.9 and 4.x).
@@ -212,7 +218,7 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
     """
     model = frozen.view.model
     frozen.check_fresh()
-    refuse_dropout(model)
+    refuse_dropout(frozen.view.model)
     refuse_attached(model)
     tokens = frozen.tokens
     texts = frozen.str_tokens
@@ -263,6 +269,7 @@ def _freeze(
     check_padding(capture)
     check_growth(capture, tolerance)
     check_finite({name: run.activations[name] for name in points.captured if name in run.activations})
+    capture = with_additions(capture, run.passed)
     maps = BlockMaps(capture, tolerance)
     proof = prove(maps, bool(options.verify), run.writes, run.sampled)
     warn_of_ties(capture, {name: run.activations.pop(name) for name in points.routers if name in run.activations})
@@ -283,6 +290,8 @@ class _Run:
         sampled: the positions that blocks are proved at, of a sampled proof.
         writes: what the proof compares.
         reader: reads patterns where they are recomputed.
+        hooked: the points of the residual stream that other people's hooks are on.
+        passed: what went through them.
     """
 
     def __init__(
@@ -300,6 +309,8 @@ class _Run:
         if options.verify:
             self.writes = SeenWrites.of(view, points, len(prompt.tokens), self.sampled, options.store)
         self.reader: PatternReader | None = None
+        self.hooked = hooked_stream_points(view, points)
+        self.passed: dict[StreamPoint, Passed] = {}
         self.hooks = logit_hooks(view.model, points.unembed_in, prompt.in_logits(compared))
         if options.patterns == "recompute":
             refuse_unreadable(view)
@@ -349,9 +360,10 @@ class _Run:
             else:
                 see(name, activation)
 
-        return observe(
-            self.view.model, self.prompt.kwargs, names, see_all, hooks=self.hooks, calls=calls, optional=proved
-        )
+        with passing(self.view, self.hooked, self.passed.__setitem__):
+            return observe(
+                self.view.model, self.prompt.kwargs, names, see_all, hooks=self.hooks, calls=calls, optional=proved
+            )
 
     def _refusal(self, error: Exception) -> TensorLensError | None:
         """Why the model cannot run, where that is known."""

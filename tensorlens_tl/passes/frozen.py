@@ -132,8 +132,17 @@ class FrozenPass(Linearisation):
         """How many positions are an encoder's and a decoder's, in this order; None where there is one stack."""
         return self.capture.sides
 
+    @property
+    def soft_cap(self) -> float | None:
+        """The cap c of a final c·tanh(x/c), which sums stop before; None without."""
+        return self.view.soft_cap
+
     def activation(self, name: str) -> Tensor:
-        """The activation at one hook point, with batch and position apart."""
+        """The activation at one hook point, with batch and position apart.
+
+        >>> frozen.activation("blocks.0.hook_resid_pre").shape
+        torch.Size([1, 7, 128])
+        """
         return self.capture.activation(name)
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
@@ -141,6 +150,9 @@ class FrozenPass(Linearisation):
 
         Raises:
             InvalidInputError: no such layer.
+
+        >>> frozen.resid_pre(frozen.n_layers).shape  # after the last block
+        torch.Size([1, 7, 128])
         """
         return self.capture.resid_pre(layer)
 
@@ -154,6 +166,10 @@ class FrozenPass(Linearisation):
 
         Raises:
             UnsupportedModelError: the model predicts no tokens.
+
+        >>> logits = frozen.unembedded() @ model.W_U + model.b_U
+        >>> torch.allclose(logits, model(text), atol=1e-3)
+        True
         """
         return self.capture.unembedded()
 
@@ -163,6 +179,9 @@ class FrozenPass(Linearisation):
         Raises:
             InvalidInputError: no such layer.
             UnsupportedModelError: a layer without attention.
+
+        >>> frozen.pattern(0).shape  # batch head query key
+        torch.Size([1, 4, 7, 7])
         """
         return self.capture.pattern(layer)
 
@@ -183,7 +202,11 @@ class FrozenPass(Linearisation):
 
     def provenance(self) -> dict[str, str]:
         """What results depend on besides the prompt: the model's provenance, any hooks of other people, and the
-        positions of a sampled proof."""
+        positions of a sampled proof.
+
+        >>> frozen.provenance()["dtype"]
+        'float32'
+        """
         if self.proof.positions is None:
             return self.capture.provenance()
         return self.capture.provenance() | {"proof": self.proof.scope}
@@ -347,6 +370,10 @@ class FrozenPass(Linearisation):
             FrozenModelError: the weights changed since the pass, or another frozen pass is attached.
             UnsupportedModelError: a hook point of this model only observes (tried once per model, with another residual
                 stream); or its weights are offloaded.
+
+        >>> held = model.run_with_hooks(**frozen.inputs, fwd_hooks=frozen.fwd_hooks())
+        >>> torch.allclose(held, model(text), atol=1e-3)
+        True
         """
         check_rule(activation)
         self.check_fresh()

@@ -72,6 +72,11 @@ class Linearisation(ABC):
 
     @property
     @abstractmethod
+    def soft_cap(self) -> float | None:
+        """The cap c of c·tanh(x/c) that the model's logit is after the number that sums give; None without."""
+
+    @property
+    @abstractmethod
     def row_bytes(self) -> int:
         """What one vector allocates at most on its way through the blocks."""
 

@@ -12,6 +12,9 @@ from tensorlens_tl.models import Coefficients, coefficients
 from tensorlens_tl.models.parameters import MLPWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 
+EXPERTS = "experts"
+SHARED = "shared"
+
 
 @dataclass(frozen=True, eq=False)
 class Routes:
@@ -104,7 +107,7 @@ def expert_maps(
     if not branches:  # every token's choices count nothing
         nothing = frozen_mlp(weights.expert(0), flat_x[:0][None], activation)
         branches.append(Branch(nothing, flat_index.new_zeros(0), flat_weight.new_zeros(0)))
-    maps: dict[str, AffineMap] = {"experts": Routed(tuple(branches), tuple(x.shape[:2]), x.shape[-1])}
+    maps: dict[str, AffineMap] = {EXPERTS: Routed(tuple(branches), tuple(x.shape[:2]), x.shape[-1])}
     if weights.shared is not None:
         shared = frozen_mlp(weights.shared, beside, activation)
         stages = list(shared.stages)
@@ -112,5 +115,5 @@ def expert_maps(
             stages.append(Diagonal(weights.shared_gate(beside)))
         if weights.branch_factor != 1:
             stages.append(Diagonal(torch.full_like(x[:1, :1, :1], weights.branch_factor)))
-        maps["shared"] = Chain(tuple(stages))
+        maps[SHARED] = Chain(tuple(stages))
     return maps

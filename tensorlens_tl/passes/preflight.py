@@ -2,8 +2,6 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from tensorlens_tl.algebra import spectral_radius
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import capture as run_and_capture
+from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.proof import check_pattern, looks_ahead
@@ -71,13 +70,12 @@ def warn_of_ties(capture: Capture, logits: Mapping[str, Tensor]) -> None:
             )
 
 
-_repeats: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by model, the versions its weights had
+_repeats: OncePerWeights[bool] = OncePerWeights()
 
 
 def check_repeats(capture: Capture, tolerance: float) -> None:
     """Refuse a model that gives another output on the same prompt when it runs again; checked once per model."""
-    versions = capture.weights.versions
-    if capture.other_hooks or _repeats.get(capture.model) == versions:
+    if capture.other_hooks or _repeats.get(capture.model, capture.weights):
         return
     name = capture.points.last_output
     again, _ = run_and_capture(capture.model, capture.inputs, [name], last=name)
@@ -89,7 +87,7 @@ def check_repeats(capture: Capture, tolerance: float) -> None:
             f"two runs of this {capture.view.description} on the same prompt differ by {error:.1e} in the last block's "
             "output: something in it is random (dropout that is on in eval mode?). Switch it off."
         )
-    _repeats[capture.model] = versions
+    _repeats.set(capture.model, capture.weights, True)
 
 
 def check_dtype(capture: Capture) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tensorlens_tl.errors import RegistryError, UnsupportedModelError
 from tensorlens_tl.layerwise import Maps
-from tensorlens_tl.passes import FrozenPass
+from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.requirements import Requirement, resolved
 from tensorlens_tl.results import Attribution
 
@@ -68,7 +68,7 @@ class Method:
             needs = needs({**self.options, **(options or {})})
         return resolved(needs, f"method {self.name!r}")
 
-    def refusal(self, frozen: FrozenPass, options: Mapping[str, Any] | None = None) -> str:
+    def refusal(self, frozen: FrozenPass | Difference, options: Mapping[str, Any] | None = None) -> str:
         """Why it refuses the model of this pass, called with these options; an empty text where it does not.
 
         >>> tlens.get_method("alti").refusal(frozen)
@@ -80,7 +80,7 @@ class Method:
             return str(error)
         return ""
 
-    def check(self, frozen: FrozenPass, options: Mapping[str, Any] | None = None) -> None:
+    def check(self, frozen: FrozenPass | Difference, options: Mapping[str, Any] | None = None) -> None:
         """Refuse a model that it cannot be called on with these options.
 
         Raises:

@@ -20,7 +20,7 @@ from tensorlens_tl.report.prediction import Prediction, predict
 from tensorlens_tl.results import Attribution
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "tensorlens": {"target": {"collapse": "target"}, "in+out": {"collapse": "in_out"}, "norm": {"collapse": "norm"}},
+    "tensorlens": {"target": {"collapse": "target"}, "in_out": {"collapse": "in_out"}, "norm": {"collapse": "norm"}},
     "mean": {"norm": {"layer_map": "norm:attn_res_ln"}},  # of attention it is the same as that method
     "decompx": {"target": {"aggregate": "target"}, "norm": {"aggregate": "norm"}},
 }

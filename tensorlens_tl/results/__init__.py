@@ -1,6 +1,7 @@
 """Results: what every method, circuit and evaluation returns, how it is read, shown and kept."""
 
 from tensorlens_tl.results.attribution import AXES as AXES, Attribution
+from tensorlens_tl.results.changes import HEAD_ROUTES as HEAD_ROUTES, ROUTES as ROUTES, ChangeRoutes, ModelChange
 from tensorlens_tl.results.circuit import ARROW as ARROW, CHOICES as CHOICES, TARGET as TARGET, Circuit, EdgeScores
 from tensorlens_tl.results.entry import Entry, check_batch as check_batch, largest as largest
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
@@ -13,6 +14,7 @@ from tensorlens_tl.results.views import array as array
 
 __all__ = [
     "Attribution",
+    "ChangeRoutes",
     "Circuit",
     "Comparison",
     "ContributionGraph",
@@ -20,6 +22,7 @@ __all__ = [
     "Entry",
     "Evaluation",
     "FeatureEdges",
+    "ModelChange",
     "Paths",
     "ScoreAttribution",
     "Terms",

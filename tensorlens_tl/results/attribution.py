@@ -84,6 +84,10 @@ class Attribution(Shown, Stored):
             method: the method's name.
             query: the queries that the second axis holds, as the method was asked for them.
             fields: any other field of Attribution.
+
+        >>> scores = torch.rand(1, 7, 7)
+        >>> tlens.Attribution.of(frozen, scores, method="random").scores.shape
+        torch.Size([1, 7, 7])
         """
         of_pass = {
             "tokens": [list(row) for row in frozen.str_tokens],
@@ -127,6 +131,10 @@ class Attribution(Shown, Stored):
 
         Raises:
             InvalidInputError: k below 1, or no such query.
+
+        >>> attribution = tlens.attribute(frozen, " value")
+        >>> [token for token, *_ in attribution.top(1)]
+        [' the']
         """
         row = self._row(query, batch)
         tokens = self.tokens[batch]
@@ -195,7 +203,12 @@ class Attribution(Shown, Stored):
         return row.masked_fill(~self.mask[batch].to(row.device), 0)
 
     def normalize(self) -> "Attribution":
-        """Scores divided by the sum of their absolute values, per query; no longer additive."""
+        """Scores divided by the sum of their absolute values, per query; no longer additive.
+
+        >>> shares = tlens.attribute(frozen, " value").normalize()
+        >>> round(shares.scores[0, -1].abs().sum().item(), 5)
+        1.0
+        """
         size = self.scores.abs().sum(self.axes.index("key"), keepdim=True)
         scores = self.scores / size.clamp_min(torch.finfo(self.scores.dtype).tiny)
         return replace(self, scores=scores, additive=False, bias=None, total=None, gap=None, stderr=None)
@@ -205,6 +218,10 @@ class Attribution(Shown, Stored):
 
         Where a word starts is the tokenizer's own mark (`word_starts`), else white space. Sums over keys, and so
         completeness, are kept.
+
+        >>> words = tlens.attribute(frozen, " value").merge_words()
+        >>> len(words.tokens[0])
+        6
         """
         if self.axes != AXES:
             raise InvalidInputError(f"merge_words: needs scores [batch, query, key], these are {self.axes}.")
@@ -252,7 +269,11 @@ class Attribution(Shown, Stored):
         return fields
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per score of real tokens: the axes, the two tokens, of an encoder–decoder their sides, the score."""
+        """One line per score of real tokens: the axes, the two tokens, of an encoder–decoder their sides, the score.
+
+        >>> len(tlens.attribute(frozen, " value").to_dataframe())
+        7
+        """
         import pandas as pd
 
         index = torch.cartesian_prod(*(torch.arange(size) for size in self.scores.shape)).reshape(-1, self.scores.ndim)

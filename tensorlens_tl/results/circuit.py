@@ -94,7 +94,13 @@ class EdgeScores(Stored):
         return self.scores[(slice(None), *pair)]
 
     def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
-        """The k edges of largest absolute score, of one prompt, or (None) of the mean over prompts."""
+        """The k edges of largest absolute score, of one prompt, or (None) of the mean over prompts.
+
+        >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+        >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
+        >>> len(edges.top(3))
+        3
+        """
         scores = self._row(batch)
         order = edge_order(scores, self.exists, self.sources, self.destinations)[: whole_number("k", k, least=1)]
         return [Entry(self._name(edge), float(scores.flatten()[edge])) for edge in order.tolist()]
@@ -111,6 +117,11 @@ class EdgeScores(Stored):
 
         Raises:
             InvalidInputError: more edges than there are, or no such choice or prompt.
+
+        >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+        >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
+        >>> edges.circuit(5)
+        Circuit(5 of 479 edges, 4 nodes)
         """
         edges = whole_number("edges", edges, 0, len(self), why=f"this model has {len(self)} edges")
         scores = self._row(batch)

@@ -94,6 +94,10 @@ class Evaluation(Stored):
 
         Raises:
             InvalidInputError: no such metric or method.
+
+        >>> result = tlens.evaluate.stability(model, [text, "Set the name"], ["ifr", "random"], draws=1)
+        >>> result.mean("similarity", "ifr") > 0.5
+        True
         """
         return float(self._row(metric, method).nanmean())
 
@@ -112,6 +116,10 @@ class Evaluation(Stored):
 
         Raises:
             InvalidInputError: no such metric, or a level outside (0, 1).
+
+        >>> result = tlens.evaluate.stability(model, [text, "Set the name"], ["ifr", "random"], draws=1)
+        >>> sorted(result.table().index)
+        ['ifr', 'random']
         """
         import pandas as pd
 
@@ -159,7 +167,12 @@ class Evaluation(Stored):
         return frame
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One row per metric, method and unit; with curves, one per step too."""
+        """One row per metric, method and unit; with curves, one per step too.
+
+        >>> result = tlens.evaluate.stability(model, [text, "Set the name"], ["ifr", "random"], draws=1)
+        >>> len(result.to_dataframe())
+        4
+        """
         import pandas as pd
 
         if self.curves is None or self.axis is None:
@@ -174,7 +187,12 @@ class Evaluation(Stored):
         return pd.DataFrame({"value": self.curves.flatten().tolist()}, index=index).reset_index()
 
     def to_markdown(self, metric: str | None = None, digits: int = 3) -> str:
-        """The table as Markdown: ``mean [low, high]``, the best method of each metric in bold."""
+        """The table as Markdown: ``mean [low, high]``, the best method of each metric in bold.
+
+        >>> result = tlens.evaluate.stability(model, [text, "Set the name"], ["ifr", "random"], draws=1)
+        >>> result.to_markdown().startswith("|")
+        True
+        """
         frame = self.table(metric)
         lines = [f"| method | {' | '.join(self.metrics)} |", f"| --- |{' --- |' * len(self.metrics)}"]
         best = {}

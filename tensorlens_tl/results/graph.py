@@ -102,6 +102,10 @@ class ContributionGraph(Stored):
 
         Raises:
             InvalidInputError: keep outside (0, 1].
+
+        >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
+        >>> len(graph.prune(0.5).edges) <= len(graph.edges)
+        True
         """
         if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
             raise InvalidInputError(f"keep={keep!r}: the share of the edges' size to keep, above 0 and at most 1.")
@@ -130,6 +134,10 @@ class ContributionGraph(Stored):
 
         Raises:
             InvalidInputError: k below 1, or no such kind.
+
+        >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
+        >>> len(graph.top(3))
+        3
         """
         nodes = self.nodes.iloc[:-1]
         if kind is not None and kind not in KINDS:
@@ -181,7 +189,12 @@ class ContributionGraph(Stored):
         terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per edge, largest first: name, position and token of its source and its target, and its weight."""
+        """One line per edge, largest first: name, position and token of its source and its target, and its weight.
+
+        >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
+        >>> len(graph.to_dataframe()) == len(graph.edges)
+        True
+        """
         import pandas as pd
 
         weight = self.edges["weight"].to_numpy(float)

@@ -75,6 +75,10 @@ class ScoreAttribution(Stored):
 
         Raises:
             InvalidInputError: k below 1.
+
+        >>> pairs = tlens.circuits.qk_attribution(frozen, 1, 0, key=2)
+        >>> len(pairs.top(3))
+        3
         """
         check_batch(batch, self.names)
         pairs = self.pairs[batch]

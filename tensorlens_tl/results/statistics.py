@@ -19,6 +19,11 @@ def bootstrap_interval(
 
     Returns:
         Lower and upper ends; NaN where fewer than two values are known, which say nothing of how they scatter.
+
+    >>> from tensorlens_tl import evaluate
+    >>> low, high = evaluate.bootstrap_interval(torch.arange(10.0))
+    >>> bool(low < 4.5 < high)
+    True
     """
     units = values.shape[-1]
     draws = torch.randint(units, (resamples, units), generator=torch.Generator().manual_seed(seed))
@@ -58,6 +63,10 @@ def holm(p: Float[Tensor, "comparison"]) -> Float[Tensor, "comparison"]:
 
     Raises:
         InvalidInputError: a value outside [0, 1].
+
+    >>> from tensorlens_tl import evaluate
+    >>> evaluate.holm(torch.tensor([0.01, 0.04]))
+    tensor([0.0200, 0.0400], dtype=torch.float64)
     """
     p = p.double()
     known = ~p.isnan()
@@ -75,6 +84,10 @@ def auroc(scores: Float[Tensor, "item"], true: Bool[Tensor, "item"]) -> float:
     """The area under the ROC curve: how often a true item scores above one that is not, equal scores counting half.
 
     NaN where no item is true, or every one, or a score is NaN.
+
+    >>> from tensorlens_tl import evaluate
+    >>> evaluate.auroc(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([True, False, False]))
+    1.0
     """
     if bool(scores.isnan().any()) or bool(true.all()) or not bool(true.any()):
         return float("nan")

@@ -116,6 +116,10 @@ class Terms(Stored):
 
         Raises:
             InvalidInputError: k below 1, or no such query.
+
+        >>> effects = tlens.circuits.logit_attribution(frozen, " value")
+        >>> len(effects.top(3))
+        3
         """
         indices = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
         row = self.scores[batch, self.query_row(query, batch)]
@@ -128,6 +132,11 @@ class Terms(Stored):
 
         Raises:
             InvalidInputError: shares were not asked for when these were made.
+
+        >>> effects = tlens.circuits.logit_attribution(frozen, " value")
+        >>> table = effects.to_dataframe()
+        >>> len(table) == len(effects.names)
+        True
         """
         import pandas as pd
 

@@ -12,7 +12,7 @@ True
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import run
 from tensorlens_tl.models import RULES, ModelLike, ModelView, Rule
 from tensorlens_tl.passes import FrozenPass, freeze
-from tensorlens_tl.passes.inputs import token_rows
+from tensorlens_tl.passes.inputs import InputLike, token_rows
 from tensorlens_tl.testing.models import labelled, random_input, tiny_input
 from tensorlens_tl.testing.requirements import (
     ROUNDING,
@@ -38,12 +38,6 @@ from tensorlens_tl.testing.requirements import (
     require,
     same,
 )
-
-if TYPE_CHECKING:
-    Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | None
-    """Text or token ids, images or sounds; None for random ones."""
-else:
-    Prompts = Any  # `freeze` says what is wrong with them
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class ModelReport:
 
 
 def check_model(
-    model: ModelLike, input: Prompts = None, *, tolerance: float | None = None, seed: int = 0, **options: Any
+    model: ModelLike, input: InputLike | None = None, *, tolerance: float | None = None, seed: int = 0, **options: Any
 ) -> ModelReport:
     """Put a model through everything that a frozen pass of it promises: all of `MODEL_CHECKS`.
 
@@ -100,7 +94,12 @@ def check_model(
 
 
 def model_checks(
-    model: ModelLike | str, input: Prompts = None, *, tolerance: float | None = None, seed: int = 0, **options: Any
+    model: ModelLike | str,
+    input: InputLike | None = None,
+    *,
+    tolerance: float | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> list[Check]:
     """The same, one by one, for `parametrize_with_checks`; `model` may be one of `model_names()`.
 
@@ -123,7 +122,7 @@ class ModelCase:
     """A model and a pass of it; what is measured is collected."""
 
     def __init__(
-        self, model: ModelLike, input: Prompts, tolerance: float | None, seed: int, options: dict[str, Any]
+        self, model: ModelLike, input: InputLike | None, tolerance: float | None, seed: int, options: dict[str, Any]
     ) -> None:
         self.model = model
         self._tolerance = tolerance

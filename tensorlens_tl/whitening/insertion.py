@@ -84,6 +84,10 @@ def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", va
             blocks.
         UnsupportedModelError: a model of another class, or one that takes images or sound; ``reads`` that its attention
             cannot separate; heads that do not share d_model evenly, for ``values="dropped"``.
+
+    >>> whitened = tlens.whiten(tlens.load_demo_model(kind="bridge"))
+    >>> torch.allclose(whitened(text), model(text), atol=1e-5)  # it begins as the identity
+    True
     """
     view = ModelView(model)
     view.refuse_encoder_decoder("whiten")

@@ -14,15 +14,12 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, model_points, unheld_run
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.passes.inputs import prepare
+from tensorlens_tl.passes.inputs import InputLike, prepare
 from tensorlens_tl.whitening.estimation import Number, Reach, WhiteningFilter, estimate
 from tensorlens_tl.whitening.measures import SAME, stationarity, whiteness
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Tensor
-    """Text or token ids."""
 
     PointNames = str | Sequence[str] | None
     """Names of hook points; None for the residual stream before every block and after the last."""
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
     Filters = Mapping[str, WhiteningFilter] | None
     """A filter for each hook point, by name."""
 else:
-    Prompts = PointNames = Filters = Any  # what is wrong with them is said by `measure`
+    PointNames = Filters = Any  # what is wrong with them is said by `measure`
 
 AT_ONCE = 32
 """Prompts of a run."""
@@ -40,7 +37,7 @@ SETTLING = 4
 
 def measure(
     model: ModelLike,
-    prompts: Prompts,
+    prompts: InputLike,
     points: PointNames = None,
     *,
     filters: Filters = None,
@@ -98,7 +95,7 @@ def measure(
 
 
 def _filtered_inputs(
-    model: ModelLike, prompts: Prompts, points: PointNames, filters: object
+    model: ModelLike, prompts: InputLike, points: PointNames, filters: object
 ) -> dict[str, Float[Tensor, "batch pos d_model"]]:
     """What filters are applied to, at hook points, those of the filters unless said.
 
@@ -132,7 +129,7 @@ def _measured(x: Float[Tensor, "batch pos d_model"], memory: Memory) -> dict[str
 
 
 def stream_filters(
-    model: ModelLike, prompts: Prompts, points: PointNames = None, *, reach: Reach = "auto", ridge: Number = 1e-6
+    model: ModelLike, prompts: InputLike, points: PointNames = None, *, reach: Reach = "auto", ridge: Number = 1e-6
 ) -> dict[str, WhiteningFilter]:
     """The first-order filter of each hook point, from the covariances there, by name.
 
@@ -158,7 +155,7 @@ def stream_filters(
 
 
 def activations(
-    model: ModelLike, prompts: Prompts, points: PointNames = None
+    model: ModelLike, prompts: InputLike, points: PointNames = None
 ) -> dict[str, Float[Tensor, "batch pos d_model"]]:
     """What a model has at hook points, for prompts of equal length; see `measure`."""
     view = ModelView(model)

@@ -6,6 +6,7 @@ they may be apart is what the same question's own rounding is on the equivalent 
 """
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -142,13 +143,24 @@ def _of_table(table: pd.DataFrame, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Parts of the first block's input under one name: what a hook adds to it belongs to none of them."""
+    """Parts of the first block's input under one name: what a hook adds to it belongs to none of them. What a hook
+    adds later has a name of its own, and is added to the bias that it is a part of in the equivalent."""
     summed: dict[str, Tensor] = {}
     for name, value in found:
         for part in ("pos_embed", "token_type_embed"):
             name = name.replace(part, "embed")
+        name = STEERED.sub(_bias_beside, name)
         summed[name] = summed[name] + value if name in summed else value.detach().double()
     yield from summed.items()
+
+
+STEERED = re.compile(r"blocks\.(\d+)\.hook_(resid_pre|resid_post|attn_out|mlp_out)")
+
+
+def _bias_beside(point: re.Match[str]) -> str:
+    """The bias that stands where a hook point is."""
+    layer = int(point[1]) - (point[2] == "resid_pre")
+    return f"L{layer}.b_O" if point[2] == "attn_out" else f"L{layer}.b_out"
 
 
 def _of_terms(terms: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -352,6 +364,8 @@ class _Runner:
             return []  # ranks among parts: under a hook, the first block's input is one of them
         if question.function == "evaluate.randomisation" and self.change.group == ADAPTERS:
             return []  # weights are drawn parameter by parameter, and a model with adapters has other parameters
+        if self.change.unlike and re.search(self.change.unlike, question.name):
+            return []
         edits = [self.change.frozen_as] if question.of == "pass" else [self.change.now]
         if question.of == "weights" and self.change.leaves_weights:
             edits.append(untouched)

@@ -20,6 +20,7 @@ class Change:
         frozen_as: makes a fresh model the untouched equivalent of what was frozen; None where there is none.
         asked_as: the same of the model at the time of the questions; by default what it was frozen as.
         of_row: whether it reaches one row of a batch: of several prompts at once nobody can say what the model is.
+        unlike: the questions (a regular expression) whose answer tells it from its equivalent.
         takes: tells by class and dtype whether a model can be changed so.
     """
 
@@ -32,6 +33,7 @@ class Change:
     frozen_as: Callable[[Any], None] | None = None
     asked_as: Callable[[Any], None] | str | None = "the same"
     of_row: bool = False
+    unlike: str = ""
     takes: Callable[[str, str], bool] = lambda name, dtype: True
 
     @property

@@ -82,6 +82,10 @@ def with_bias(layer: int | None, part: str, added: Tensor) -> Callable[[Any], No
 
 V = vector(WIDTH)
 HOOKS = "TransformerLens' hooks"
+SPREAD = "method decompx"
+"""What spreads every constant by itself: the equivalent has one bias for two."""
+BESIDE = f"{SPREAD}|ff_against|gain_against|flow_edges|eature"
+"""And what asks about the MLP's output alone: in the equivalent, what a hook adds after it is a part of that."""
 add(
     "a hook adds a vector to the first block's input",
     HOOKS,
@@ -91,24 +95,28 @@ add(
 add(
     "a hook adds a vector between blocks",
     HOOKS,
+    unlike=BESIDE,
     before=hook("blocks.1.hook_resid_pre", plus(V)),
     frozen_as=with_bias(0, "out", V),
 )
 add(
     "a hook adds a vector to the last block's output",
     HOOKS,
+    unlike=BESIDE,
     before=hook("blocks.1.hook_resid_post", plus(V)),
     frozen_as=with_bias(1, "out", V),
 )
 add(
     "a hook adds a vector to hook_attn_out",
     HOOKS,
+    unlike=SPREAD,
     before=hook("blocks.0.hook_attn_out", plus(V)),
     frozen_as=with_bias(0, "o", V),
 )
 add(
     "a hook adds a vector to hook_mlp_out",
     HOOKS,
+    unlike=SPREAD,
     before=hook("blocks.0.hook_mlp_out", plus(V)),
     frozen_as=with_bias(0, "out", V),
 )

@@ -326,6 +326,7 @@ LEFT_OUT = {
     "methods.": "the functions of registered methods, asked by name",
     "registry.register": "a decorator",
     "registry.list_methods": "names, by the requirements that methods check themselves",
+    "circuits.compare_models": "two models that are changed apart: test_compare_models",
     "contextualisation.top_pairs": "the largest of what is asked",
     "algebra.": "maps, which a pass or an operator is asked for",
 }  # fmt: skip

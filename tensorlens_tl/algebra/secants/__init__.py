@@ -17,12 +17,23 @@ of a row in either run, as the softmax is.
 """
 
 from tensorlens_tl.algebra.secants.attention import KeyResponse, QueryResponse, ScoreSecant
-from tensorlens_tl.algebra.secants.maps import Offset, RankOne, Rotation
+from tensorlens_tl.algebra.secants.change import Change
+from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne, Rotation
 from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, slope
-from tensorlens_tl.algebra.secants.parts import bias_name, linear_secant, norm_secant, offset_terms, scale_response
+from tensorlens_tl.algebra.secants.parts import (
+    bias_name,
+    linear_secant,
+    norm_secant,
+    offset_terms,
+    pull_noting,
+    scale_response,
+    without_offsets,
+)
 
 __all__ = [
+    "Change",
     "KeyResponse",
+    "MatrixChange",
     "Offset",
     "QueryResponse",
     "RankOne",
@@ -33,6 +44,8 @@ __all__ = [
     "logarithmic_mean",
     "norm_secant",
     "offset_terms",
+    "pull_noting",
     "scale_response",
     "slope",
+    "without_offsets",
 ]

@@ -7,9 +7,34 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, PositionwiseMap, note_bias
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, note_bias
+from tensorlens_tl.algebra.numerics import product
 from tensorlens_tl.algebra.positions import Where, at
 from tensorlens_tl.algebra.primitives import largest_singular_value
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixChange:
+    """What differs between the matrices of two models, and what they read: the factors of x̄·ΔW.
+
+    Attributes:
+        read: x̄, the mean of what the two read.
+        a, b: the two matrices.
+    """
+
+    read: Float[Tensor, "batch pos d_in"]
+    a: Float[Tensor, "d_in d_out"]
+    b: Float[Tensor, "d_in d_out"]
+
+    @property
+    def matrix(self) -> Float[Tensor, "d_in d_out"]:
+        """ΔW."""
+        return self.a - self.b
+
+    @property
+    def vectors(self) -> Float[Tensor, "batch pos d_out"]:
+        """x̄·ΔW."""
+        return product(self.read, self.matrix).to(self.read.dtype)
 
 
 @final
@@ -24,6 +49,8 @@ class Offset(PositionwiseMap):
 
     vectors: Float[Tensor, "batch pos d"]
     name: str
+    change: MatrixChange | None = None
+    """Of a matrix that changed, what the vectors are the product of."""
 
     def __repr__(self) -> str:
         return f"Offset({self.name})"
@@ -41,10 +68,10 @@ class Offset(PositionwiseMap):
         return True
 
     def of_group(self, group: int, groups: int) -> "Offset":
-        return replace(self, vectors=self.vectors.unflatten(-1, (groups, -1))[..., group, :])
+        return Offset(self.vectors.unflatten(-1, (groups, -1))[..., group, :], self.name)
 
     def at(self, where: Where) -> "Offset":
-        return replace(self, vectors=at(self.vectors, where))
+        return Offset(at(self.vectors, where), self.name)
 
     def norm_bound(self) -> float:
         return 1.0
@@ -82,9 +109,9 @@ class RankOne(PositionwiseMap):
     def bias(self) -> Tensor:
         return ZERO
 
-    def of_group(self, group: int, groups: int) -> "RankOne":
+    def of_group(self, group: int, groups: int) -> AffineMap:
         if self.groups % groups:
-            return self  # refuses
+            return super().of_group(group, groups)
         cut = partial(channels_of, group=group, groups=groups)
         return RankOne(cut(self.read), cut(self.write), self.groups // groups)
 

@@ -1,6 +1,7 @@
 """Secants of the parts that two runs share: a linear layer, a norm."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.maps import AffineMap, Chain, Sum
 from tensorlens_tl.algebra.numerics import centred
-from tensorlens_tl.algebra.primitives import Linear, Norm
-from tensorlens_tl.algebra.secants.maps import Offset, RankOne
+from tensorlens_tl.algebra.primitives import Diagonal, Linear, Norm
+from tensorlens_tl.algebra.routing import Branch, Routed
+from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne
 
 
 def linear_secant(
@@ -22,15 +24,16 @@ def linear_secant(
         x_a, x_b: what they read.
         name: of the matrix; its bias is named after it, as ``"L0.W_V"`` and ``"L0.b_V"``.
     """
-    if _same(a.weight, b.weight) and _same(a.offset, b.offset):
+    if same(a.weight, b.weight) and same(a.offset, b.offset):
         return (Linear(a.weight),)
     stages: list[AffineMap] = [Linear((a.weight + b.weight) / 2)]
-    if not _same(a.weight, b.weight):
-        stages.append(Offset(Linear(a.weight - b.weight)((x_a + x_b) / 2), name))
-    if not _same(a.offset, b.offset):
+    if not same(a.weight, b.weight):
+        change = MatrixChange((x_a + x_b) / 2, a.weight, b.weight)
+        stages.append(Offset(change.vectors, name, change))
+    if not same(a.offset, b.offset):
         zero = a.weight.new_zeros(a.weight.shape[1])
-        change = (zero if a.offset is None else a.offset) - (zero if b.offset is None else b.offset)
-        stages.append(Offset(change[None, None], bias_name(name)))
+        shift = (zero if a.offset is None else a.offset) - (zero if b.offset is None else b.offset)
+        stages.append(Offset(shift[None, None], bias_name(name)))
     return tuple(stages)
 
 
@@ -52,26 +55,33 @@ def norm_secant(
     """
     c_a = centred(x_a, a.centre)
     c_b = centred(x_b, b.centre)
-    mean_inverse = (1 / a.scale + 1 / b.scale) / 2
-    gain = a.gain
-    if not _same(a.gain, b.gain):
-        gain = (_factor(a.gain, x_a) + _factor(b.gain, x_b)) / 2
-    held = Norm(1 / mean_inverse, gain, None, a.centre)
-    responds = scale_response(c_a, c_b, a.scale, b.scale, gain)
-    stages: list[AffineMap] = [Sum((held, responds))]
-    if not _same(a.gain, b.gain):
-        normed = (c_a / a.scale + c_b / b.scale) / 2
-        stages.append(Offset(normed * (_factor(a.gain, x_a) - _factor(b.gain, x_b)), f"{name}.w"))
-    if not _same(a.shift, b.shift):
+    held = Norm(2 / (1 / a.scale + 1 / b.scale), None, None, a.centre)
+    responds = scale_response(c_a, c_b, a.scale, b.scale)
+    normed = (c_a / a.scale + c_b / b.scale) / 2
+    stages: list[AffineMap] = [Sum((held, responds)), *gain_secant(a.gain, b.gain, normed, name)]
+    if not same(a.shift, b.shift):
         zero = torch.zeros_like(x_a[0, 0])
         shift = (zero if a.shift is None else a.shift) - (zero if b.shift is None else b.shift)
         stages.append(Offset(shift[None, None], f"{name}.b"))
     return Chain(tuple(stages))
 
 
-def _factor(gain: Tensor | None, x: Tensor) -> Tensor:
-    """A gain, 1 where there is none."""
-    return torch.ones_like(x[0, 0]) if gain is None else gain
+def gain_secant(
+    a: Float[Tensor, "d"] | None, b: Float[Tensor, "d"] | None, mean: Float[Tensor, "batch pos d"], name: str
+) -> tuple[AffineMap, ...]:
+    """Δ of what a norm's gain multiplies: the mean gain, and what two gains that differ add, as ``"{name}.w"``.
+
+    Args:
+        a, b: the gains; None for 1.
+        mean: of what they multiply.
+        name: of the norm.
+    """
+    if same(a, b):
+        return () if a is None else (Diagonal(a[None, None]),)
+    ones = torch.ones_like(mean[0, 0])
+    of_a = ones if a is None else a
+    of_b = ones if b is None else b
+    return Diagonal(((of_a + of_b) / 2)[None, None]), Offset(mean * (of_a - of_b), f"{name}.w")
 
 
 def scale_response(
@@ -79,7 +89,6 @@ def scale_response(
     c_b: Float[Tensor, "batch pos d"],
     scale_a: Float[Tensor, "batch pos group"],
     scale_b: Float[Tensor, "batch pos group"],
-    gain: Float[Tensor, "..."] | None = None,
     groups: int = 1,
 ) -> RankOne:
     """What a norm's output changes by because its scale does: c̄·Δ(1/σ), linear in the difference of its input.
@@ -87,41 +96,87 @@ def scale_response(
     Args:
         c_a, c_b: what is divided by the scale, centred where the norm centres.
         scale_a, scale_b: the scales, one for each group of channels.
-        gain: what the norm multiplies by afterwards.
         groups: how many groups of channels have scales of their own.
     """
     size = c_a.shape[-1] // groups
     factor = -1 / ((scale_a + scale_b) * scale_a * scale_b)
     if groups > 1:
         factor = factor.repeat_interleave(size, dim=-1)
-    write = factor * (c_a + c_b) / 2
-    return RankOne((c_a + c_b) / size, write if gain is None else write * gain, groups)
+    return RankOne((c_a + c_b) / size, factor * (c_a + c_b) / 2, groups)
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two parameters are one, or equal."""
     if a is None or b is None:
         return a is b
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape) or torch.equal(a, b)
 
 
-def offset_terms(
-    m: AffineMap, g: Float[Tensor, "*rows batch pos d"]
-) -> Iterator[tuple[str, Float[Tensor, "*rows batch pos"]]]:
-    """What every `Offset` in a map gives to a vector at its end, by name and position: ⟨g pulled to it, its vectors⟩.
+def pull_noting(
+    m: AffineMap, g: Float[Tensor, "*rows batch pos d"], note: Callable[[Offset, Tensor], None]
+) -> Float[Tensor, "*rows batch pos d_in"]:
+    """``m.pull(g)``; on the way ``note(offset, vectors)`` is called with every `Offset` and what is pulled to it.
 
     Args:
         m: the map, of chains and sums.
-        g: the vector, `[*rows, batch, pos, d]`.
+        g: the vector at its end.
+        note: takes the offsets, the last of the map first.
     """
     match m:
-        case Offset(vectors=vectors, name=name):
-            yield name, (g * vectors).sum(-1)
+        case Offset():
+            note(m, g)
+            return g
         case Chain(stages=stages):
             for stage in reversed(stages):
-                yield from offset_terms(stage, g)
-                g = stage.pull(g)
+                g = pull_noting(stage, g, note)
+            return g
         case Sum(terms=terms):
-            for term in terms:
-                yield from offset_terms(term, g)
+            first, *others = (pull_noting(term, g, note) for term in terms)
+            return sum(others, start=first)
+        case Routed():
+            _note_routed(m, g, note)
+            return m.pull(g)
         case _:
-            return
+            return m.pull(g)
+
+
+def _note_routed(m: Routed, g: Float[Tensor, "*rows batch pos d"], note: Callable[[Offset, Tensor], None]) -> None:
+    """The offsets in each expert, noted at the positions of its tokens; zero elsewhere."""
+    flat = g.flatten(-1 - len(m.shape), -2)
+
+    def spread(packed: Float[Tensor, "*rows 1 token d"], branch: Branch) -> Float[Tensor, "*rows batch pos d"]:
+        vectors = packed.expand(*packed.shape[:-2], len(branch.places), packed.shape[-1]).squeeze(-3)
+        whole = vectors.new_zeros(*vectors.shape[:-2], flat.shape[-2], vectors.shape[-1])
+        return whole.index_add(-2, branch.places, vectors).unflatten(-2, m.shape)
+
+    for branch in m.branches:
+        packed = (flat[..., branch.places, :] * branch.weight[:, None]).unsqueeze(-3)
+
+        def note_spread(offset: Offset, pulled: Tensor, branch: Branch = branch) -> None:
+            change = offset.change
+            if change is not None:
+                change = replace(change, read=spread(change.read, branch))
+            note(Offset(spread(offset.vectors, branch), offset.name, change), spread(pulled, branch))
+
+        pull_noting(branch.map, packed, note_spread)
+
+
+def offset_terms(
+    m: AffineMap, g: Float[Tensor, "*rows batch pos d"]
+) -> list[tuple[str, Float[Tensor, "*rows batch pos"]]]:
+    """What every `Offset` in a map gives to a vector at its end, by name and position: ⟨g pulled to it, its vectors⟩.
+
+    Args:
+        m: the map, of chains, sums and experts.
+        g: the vector, `[*rows, batch, pos, d]`.
+    """
+    terms: list[tuple[str, Tensor]] = []
+    pull_noting(m, g, lambda offset, pulled: terms.append((offset.name, (pulled * offset.vectors).sum(-1))))
+    return terms
+
+
+def without_offsets(m: AffineMap) -> AffineMap:
+    """A map of chains without what its `Offset`s add."""
+    if not isinstance(m, Chain):
+        return m
+    return Chain(tuple(without_offsets(stage) for stage in m.stages if not isinstance(stage, Offset)))

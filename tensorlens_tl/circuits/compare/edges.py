@@ -10,6 +10,7 @@ else as it is for the clean prompt:
 | `frozen+qk` | the same, the pull joined by the patterns' responses where they are read | as `integrated` |
 | `gradient` | (a_clean − a_corrupted) · ∂target/∂(what it reads) at the clean prompt | the same |
 | `integrated` | gradients averaged from the corrupted to the clean embeddings | the same |
+| `difference` | (a_clean − a_corrupted) · pull of the target through the exact difference of the runs | the same |
 | `patching` | target(clean) − target(edge patched), a run for each edge | the same |
 
 Edges into values, MLPs and the target are exact in the model frozen at the clean prompt, and a node's outgoing edges
@@ -17,9 +18,15 @@ sum to its score there. Edges into queries and keys act through patterns, which 
 zero by construction, and only live gradients, or patching, show them. A gradient at the clean prompt alone misses a
 head that is sure where to look (its softmax is flat there), so `frozen+qk` takes averaged ones.
 
+`difference` takes the exact linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in which
+patterns, ratios and scales respond: it is complete at every node, and all edges into the target sum to
+target(clean) − target(corrupted). Between two runs an edge shares what it does with the others symmetrically; patching
+takes all others at the clean prompt.
+
 `gradient` is edge attribution patching (Syed et al. 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al.
-2024). All but ``"frozen"`` run the model from its weights (`tensorlens_tl.circuits.compare.weights_forward`), which
-blocks with norms on their way back to the stream do not allow.
+2024). All but ``"frozen"`` and ``"difference"`` run the model from its weights
+(`tensorlens_tl.circuits.compare.weights_forward`), which blocks with norms on their way back to the stream do not
+allow.
 """
 
 from collections.abc import Iterable
@@ -32,9 +39,15 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
-from tensorlens_tl.circuits.compare.pairs import corrupted_stream, gradient_shares, number_of, pair_target
+from tensorlens_tl.circuits.compare.pairs import (
+    change_target,
+    corrupted_stream,
+    gradient_shares,
+    number_of,
+    pair_target,
+)
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
-from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
+from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, Sublayer, summed_by_name
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import PassLike
@@ -59,7 +72,7 @@ def edge_scores(
 
     Args:
         clean, corrupted, target, minus, direction, query: as in `patch_scores`.
-        method: ``"frozen"``, ``"frozen+qk"``, ``"gradient"``, ``"integrated"`` or ``"patching"``.
+        method: ``"frozen"``, ``"frozen+qk"``, ``"gradient"``, ``"integrated"``, ``"difference"`` or ``"patching"``.
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"patching"``.
         activation: the rule for MLPs, of the frozen methods.
@@ -68,10 +81,16 @@ def edge_scores(
 
     Raises:
         InvalidInputError: no such method, and what `patch_scores` refuses.
-        UnsupportedModelError: an encoder–decoder, a mixture of experts, or, except under ``"frozen"``, blocks that
-            are not read as a sum of what their parts write (see `tensorlens_tl.circuits.compare.weights_forward`).
-        FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
-            alone, hooks put on the model or taken off since, or a frozen pass attached to it.
+        UnsupportedModelError: an encoder–decoder, a mixture of experts; under ``"difference"`` what `difference`
+            refuses; or, except under these and ``"frozen"``, blocks that are not read as a sum of what their parts
+            write (see `tensorlens_tl.circuits.compare.weights_forward`).
+        FrozenModelError: weights changed since a pass; and except under ``"frozen"`` and ``"difference"``, which
+            describe the passes alone, hooks put on the model or taken off since, or a frozen pass attached to it.
+
+    >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+    >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
+    >>> edges.scores.shape  # prompt source destination
+    torch.Size([1, 21, 53])
     """
     shares = gradient_shares(method, steps)
     if positions and method == "patching":
@@ -80,17 +99,23 @@ def edge_scores(
     layout = edge_layout(readout.stream)
     if method == "patching":
         scores = Replay(readout, clean, corrupted, layout.exists).patched(memory)
+    elif method == "difference":
+        change = change_target(clean, corrupted, target, minus, direction, query)
+        pulled = change.stream.pull(change.seed)
+        scores = _products(change.stream, Changes.of(change.stream), layout, pulled, positions)
     elif method in ("gradient", "integrated"):
         replay = Replay(readout, clean, corrupted, layout.exists)
         scores = replay.products(replay.gradients(shares), positions)
     else:
-        other = corrupted_stream(readout, corrupted, activation)
+        changes = Changes.of(readout.stream, corrupted_stream(readout, corrupted, activation))
         if method == "frozen":
-            scores = _frozen(readout, other, layout, readout.stream.pull(readout.seed), positions)
+            pulled = readout.stream.pull(readout.seed)
+            scores = _products(readout.stream, changes, layout, pulled, positions)
         else:
             replay = Replay(readout, clean, corrupted, layout.exists)
             responses = replay.gradients(shares)
-            scores = _frozen(readout, other, layout, pull_with_patterns(readout, responses), positions)
+            pulled = pull_with_patterns(readout, responses)
+            scores = _products(readout.stream, changes, layout, pulled, positions)
             matching = [name.endswith((".q", ".k")) for name in layout.destinations]
             scores[:, :, matching] = replay.products(responses, positions)[:, :, matching]
     by_position = None
@@ -135,6 +160,11 @@ def run_circuits(
     Raises:
         InvalidInputError: no circuit, or one of another model; and what `patch_scores` refuses.
         UnsupportedModelError, FrozenModelError: as for `edge_scores`.
+
+    >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+    >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
+    >>> tlens.circuits.run_circuits(frozen, corrupted, edges.circuit(5), " value", " name").shape  # circuit prompt
+    torch.Size([1, 1])
     """
     if not isinstance(circuits, (Circuit, Iterable)):
         raise InvalidInputError(
@@ -165,6 +195,25 @@ def run_circuits(
     return Replay(readout, clean, corrupted, layout.exists).numbers(clean_edges, memory)
 
 
+class Changes(NamedTuple):
+    """What differs between two runs: the stream before each step, and every sublayer's hidden vector by step."""
+
+    x: list[Float[Tensor, "batch pos d_model"]]
+    hidden: list[tuple[Tensor, ...]]
+
+    @classmethod
+    def of(cls, stream: Stream, other: Stream | None = None) -> "Changes":
+        """Between two passes' streams, or of the stream of a difference, whose values they are."""
+        if other is None:
+            return cls(stream.x, stream.hidden)
+        x = [first - second for first, second in zip(stream.x, other.x, strict=True)]
+        hidden = [
+            tuple(first - second for first, second in zip(*pair, strict=True))
+            for pair in zip(stream.hidden, other.hidden, strict=True)
+        ]
+        return cls(x, hidden)
+
+
 class EdgeLayout(NamedTuple):
     """Sources and destinations of a model in the order of the forward pass, and which pairs are edges."""
 
@@ -180,16 +229,21 @@ def edge_layout(stream: Stream) -> EdgeLayout:
     known = list[int]()
     for step in stream.steps:
         for sublayer in step.sublayers:
-            read_at = list(sublayer.nodes)
-            if sublayer.is_attention:
-                read_at = [f"{node}.{letter}" for letter in "qkv" for node in sublayer.nodes]
-            destinations += read_at
-            known += [len(sources)] * len(read_at)
+            read_at = [*read_names(sublayer, "q"), *read_names(sublayer, "k"), *read_names(sublayer)]
+            destinations += dict.fromkeys(read_at)
+            known += [len(sources)] * len(dict.fromkeys(read_at))
         sources += step.nodes
     destinations.append(TARGET)
     known.append(len(sources))
     before = torch.arange(len(sources), device=stream.x[0].device)[:, None]
     return EdgeLayout(sources, destinations, before < torch.tensor(known, device=before.device))
+
+
+def read_names(sublayer: Sublayer, letter: str = "") -> list[str]:
+    """The destinations that a sublayer's nodes are: of heads what they read by, or by another letter."""
+    if not sublayer.letter:
+        return list(sublayer.nodes)
+    return [f"{node}.{letter or sublayer.letter}" for node in sublayer.nodes]
 
 
 def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> Pulled:
@@ -213,30 +267,29 @@ def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destinat
     return readout.stream.pull(readout.seed, joining=joining)
 
 
-def _frozen(
-    readout: StreamTarget, other: Stream, layout: EdgeLayout, pulled: Pulled, positions: bool
+def _products(
+    stream: Stream, changes: Changes, layout: EdgeLayout, pulled: Pulled, positions: bool
 ) -> Float[Tensor, "batch source destination *pos"]:
-    """Each source's difference, carried past the sublayers to every destination, and dotted with the target there."""
-    stream = readout.stream
+    """What differs in each source's output, carried past the sublayers to every destination, dotted with the target."""
     batch, pos = stream.x[0].shape[:2]
     shape = [batch, *layout.exists.shape]
     if positions:
         shape.append(pos)
     scores = upcast(stream.x[0]).new_zeros(shape)
-    carried = (stream.x[0] - other.x[0])[None]
-    first = 0
+    columns = {name: number for number, name in enumerate(layout.destinations)}
+    carried = changes.x[0][None]
     for number, step in enumerate(stream.steps):
+        names = list[str]()
         written = list[Tensor]()
-        for sublayer, hidden, others in zip(step.sublayers, stream.hidden[number], other.hidden[number], strict=True):
-            cotangent = sublayer.write.pull(pulled.sums[number])
-            parts = sublayer.split(cotangent)
-            nodes = len(sublayer.nodes)
-            read_cotangents = torch.cat([sublayer.read_of(node).pull(parts[..., node, :]) for node in range(nodes)])
-            if sublayer.is_attention:
-                first += 2 * nodes  # queries and keys stay zero
-            scores[:, : len(carried), first : first + nodes] = edge_products(carried, read_cotangents, positions)
-            first += nodes
-            written.append(sublayer.outputs(hidden - others))
+        for sublayer, change in zip(step.sublayers, changes.hidden[number], strict=True):
+            parts = sublayer.split(sublayer.write.pull(pulled.sums[number]))
+            reads = torch.cat([sublayer.read_of(node).pull(parts[..., node, :]) for node in range(len(sublayer.nodes))])
+            into = [columns[name] for name in read_names(sublayer)]
+            scores[:, : len(carried), into] = edge_products(carried, reads, positions)
+            names += sublayer.nodes
+            written.append(sublayer.outputs(change))
+        if written:
+            written = [summed_by_name(names, torch.cat(written), 0)[1]]
         carried = step.outer.push(torch.cat([carried, *written]))
     scores[:, :, -1:] = edge_products(carried, pulled.stream[-1], positions)
     return scores

@@ -1,7 +1,7 @@
 """What differs between a clean and a corrupted prompt, node by node.
 
 A node's score is what the target loses when the node's clean value is replaced by its corrupted one
-(`tensorlens_tl.circuits.compare.pairs` states the sign). Four ways to get it:
+(`tensorlens_tl.circuits.compare.pairs` states the sign). Ways to get it:
 
 | method | score of a node with values a | what it takes |
 | --- | --- | --- |
@@ -9,6 +9,7 @@ A node's score is what the target loses when the node's clean value is replaced 
 | `frozen+qk` | the same, the pull joined by live gradients where queries and keys are read | `steps` gradients |
 | `gradient` | (a_clean − a_corrupted) · ∂target/∂a at the clean prompt | one gradient |
 | `integrated` | the same, gradients averaged from the corrupted to the clean embeddings | `steps` gradients |
+| `difference` | (a_clean − a_corrupted) · pull of the target through the exact difference of the runs | one pull |
 | `patching` | target(clean) − target(node patched), measured | a live run for each node |
 
 Everything later than the node is linear in the model frozen at the clean prompt, so the first is exact there, whatever
@@ -18,7 +19,10 @@ frozen model: what acts through an attention pattern is invisible to it. `frozen
 gradients of the live model averaged on the way from the corrupted to the clean embeddings
 (`tensorlens_tl.circuits.compare.edges` says of which models). The gradients of the live model see it to first order:
 `gradient` is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al. 2024).
-Patching is the live model's own answer.
+`difference`
+pulls the target through the exact linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in
+which patterns, ratios and scales respond, each by its secant: the score of ``"embed"`` is all of target(clean) −
+target(corrupted). Patching is the live model's own answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,8 +38,9 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
-from tensorlens_tl.circuits.compare.edges import edge_layout, pull_with_patterns
+from tensorlens_tl.circuits.compare.edges import Changes, edge_layout, pull_with_patterns
 from tensorlens_tl.circuits.compare.pairs import (
+    change_target,
     corrupted_stream,
     gradient_shares,
     number_of,
@@ -43,7 +48,7 @@ from tensorlens_tl.circuits.compare.pairs import (
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay
 from tensorlens_tl.circuits.live import LiveTarget, NodeChange, losses, sublayer_nodes
-from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget
+from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, summed_by_name
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
 from tensorlens_tl.models import Query, TokenLike
@@ -82,8 +87,8 @@ def patch_scores(
             one.
         target, minus, direction: as in `FrozenOperator.target`, of the clean prompt.
         by: what a node is.
-        method: ``"frozen"``, ``"frozen+qk"``, ``"gradient"``, ``"integrated"`` or ``"patching"``; see this module's
-            table.
+        method: ``"frozen"``, ``"frozen+qk"``, ``"gradient"``, ``"integrated"``, ``"difference"`` or ``"patching"``; see
+            this module's table.
         positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
             node's score, except under ``"patching"``, where each is patched by itself.
         query: one position of each prompt, the last by default.
@@ -102,6 +107,11 @@ def patch_scores(
         FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
             alone, hooks put on the model or taken off since that change what it does (under ``"frozen+qk"`` any), or
             a frozen pass attached to it.
+
+    >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+    >>> scores = tlens.circuits.patch_scores(frozen, corrupted, " value", " name", by="component")
+    >>> scores.scores.shape[-1] == len(scores.names)
+    True
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
@@ -119,10 +129,13 @@ def patch_scores(
             nodes = _LiveNodes(readout, corrupted, by, method)
             names = nodes.names
             by_position = nodes.along_gradients(shares)
+        elif method == "difference":
+            change = change_target(clean, corrupted, target, minus, direction, query)
+            pulled = change.stream.pull(change.seed)
+            names, by_position = _along(pulled, change.stream, Changes.of(change.stream), by)
         else:
-            other = corrupted_stream(readout, corrupted, activation)
-            pulled = _pulled(readout, clean, corrupted, shares)
-            names, by_position = _along(pulled, readout.stream, other, by)
+            changes = Changes.of(readout.stream, corrupted_stream(readout, corrupted, activation))
+            names, by_position = _along(_pulled(readout, clean, corrupted, shares), readout.stream, changes, by)
         scores = by_position.sum(-1)[:, None]
         if positions:
             keys = by_position[:, None]
@@ -141,36 +154,38 @@ def _pulled(readout: StreamTarget, clean: PassLike, corrupted: PassLike, shares:
     return pull_with_patterns(readout, replay.gradients(shares))
 
 
-def _along(pulled: Pulled, stream: Stream, other: Stream, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
-    """What differs between two streams at every node, dotted with the target pulled back to it."""
+def _along(
+    pulled: Pulled, stream: Stream, changes: Changes, by: str
+) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
+    """What differs between two runs at every node, dotted with the target pulled back to it."""
     names = ["embed"]
-    scores = [_at_positions(pulled, stream, other, 0)]
+    scores = [_at_positions(pulled, changes, 0)]
     previous = -1
     for number, step in enumerate(stream.steps):
         if by == "stream":
             if step.layer not in (-1, previous):
                 names.append(f"L{step.layer}.stream")
-                scores.append(_at_positions(pulled, stream, other, number))
+                scores.append(_at_positions(pulled, changes, number))
             previous = step.layer
             continue
-        for sublayer, hidden, others in zip(step.sublayers, stream.hidden[number], other.hidden[number], strict=True):
+        for sublayer, change in zip(step.sublayers, changes.hidden[number], strict=True):
             cotangent = sublayer.write.pull(pulled.sums[number])[0]
-            product = upcast(cotangent) * (hidden - others)
+            product = upcast(cotangent) * change
             if by == "component":
                 names.append(sublayer.name)
                 scores.append(product.sum(-1)[:, None])
-            elif by == "neuron" and sublayer.is_positionwise:
-                names += sublayer.neurons(hidden)
+            elif by == "neuron" and sublayer.is_positionwise and not sublayer.letter:
+                names += sublayer.neurons(change)
                 scores.append(product.mT)
             else:
                 names += sublayer.nodes
                 scores.append(sublayer.split(product).sum(-1).mT)
-    return names, torch.cat(scores, dim=1)
+    return summed_by_name(names, torch.cat(scores, dim=1), 1)
 
 
-def _at_positions(pulled: Pulled, stream: Stream, other: Stream, number: int) -> Float[Tensor, "batch 1 pos"]:
+def _at_positions(pulled: Pulled, changes: Changes, number: int) -> Float[Tensor, "batch 1 pos"]:
     """The streams' difference before a step, dotted with the target there."""
-    return (upcast(pulled.stream[number][0]) * (stream.x[number] - other.x[number])).sum(-1)[:, None]
+    return (upcast(pulled.stream[number][0]) * changes.x[number]).sum(-1)[:, None]
 
 
 # ------------------------------------------------------------------ live

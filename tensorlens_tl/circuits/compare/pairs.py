@@ -1,4 +1,4 @@
-"""Two prompts of the same length, and what is asked about the first: what every comparison of a clean and a corrupted
+"""Two prompts of the same length, and the target of the first: what every comparison of a clean and a corrupted
 prompt begins with.
 
 A prompt is *clean* where the model does what one wants to understand, and *corrupted* where a small change takes that
@@ -18,9 +18,9 @@ from tensorlens_tl.errors import FrozenModelError, InvalidInputError, PromptNumb
 from tensorlens_tl.hooks import hook_numbers, other_hooks, refuse_attached
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes import PassLike, check_pass
+from tensorlens_tl.passes import PassLike, check_pass, difference
 
-METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "patching")
+METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "difference", "patching")
 """The ways to get a score of a node or an edge."""
 
 
@@ -63,9 +63,7 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
     prompts = len(clean.tokens)
     others = len(corrupted.tokens)
     if prompts != others:
-        raise InvalidInputError(
-            f"{prompts} clean prompts and {others} corrupted ones; freeze as many, each beside its own."
-        )
+        raise InvalidInputError(f"{prompts} clean prompts and {others} corrupted ones; freeze as many, in pairs.")
     lengths = [tuple(frozen.tokens.shape) for frozen in (clean, corrupted)]
     if lengths[0] != lengths[1]:
         raise InvalidInputError(
@@ -112,7 +110,7 @@ def pair_target(
     query: Query,
     activation: str = "ratio",
 ) -> StreamTarget:
-    """What is asked about the clean prompt, after `check_pair`; see `stream_target` for what is refused besides."""
+    """The target of the clean prompt, after `check_pair`; see `stream_target` for what is refused besides."""
     check_pair(clean, corrupted)
     return stream_target(clean, target, minus, direction, query, activation)
 
@@ -126,3 +124,19 @@ def corrupted_stream(readout: StreamTarget, corrupted: PassLike, activation: str
 def number_of(readout: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batch query"]:
     """The same number of the corrupted prompt, before any final soft cap."""
     return readout.number(corrupted.activation(readout.read_at))
+
+
+def change_target(
+    clean: PassLike,
+    corrupted: PassLike,
+    target: TokenLike,
+    minus: TokenLike,
+    direction: Direction,
+    query: Query,
+) -> StreamTarget:
+    """The change of the same number between the two prompts, along the stream of their exact difference.
+
+    Raises:
+        UnsupportedModelError: see `tensorlens_tl.passes.difference.difference`.
+    """
+    return stream_target(difference(clean, corrupted), target, minus, direction, query, "ratio")

@@ -1,7 +1,7 @@
 """The features of a sparse dictionary in one frozen pass.
 
 Which features are active is held, as patterns, ratios and scales are. The encoder is then affine, and so is the error
-of the reconstruction: whatever reads the stream reads features, error and b_dec, each a term of its own. How the
+of the reconstruction: whatever reads the stream reads features, error and b_dec, as separate terms. How the
 dictionary is read: `tensorlens_tl.models.dictionaries`; where it stands:
 `tensorlens_tl.circuits.dictionary_features.hook_points`.
 """
@@ -29,7 +29,7 @@ from tensorlens_tl.results import Entry, check_batch, largest
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The active features of a dictionary in one frozen pass. Made by `features`.
+    """The active features of a dictionary in one frozen pass, as `features` gives them.
 
     Attributes:
         frozen: the pass.
@@ -84,6 +84,10 @@ class Features:
 
         Raises:
             InvalidInputError: k below 1, or no such token or prompt.
+
+        >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+        >>> len(sae.top(3))
+        3
         """
         check_batch(batch, self.frozen.str_tokens)
         batch %= len(self.frozen.tokens)
@@ -97,6 +101,10 @@ class Features:
 
         Raises:
             InvalidInputError: no such feature.
+
+        >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+        >>> sae.value(sae.top(1)[0][0]).shape  # batch pos
+        torch.Size([1, 7])
         """
         values = self.values.new_zeros(self.frozen.tokens.shape)
         here = self.index[:, 2] == self.checked(feature)
@@ -152,7 +160,7 @@ if TYPE_CHECKING:
     FeaturesLike = Features
     """Features, as a user passes them."""
 else:
-    FeaturesLike = Any  # what is none is refused in our own words
+    FeaturesLike = Any  # our errors say what is wrong
 
 
 def features(
@@ -181,6 +189,10 @@ def features(
             `read_dictionary` refuses.
         NumericalError: weights that are not finite.
         UnsupportedModelError: an encoder–decoder.
+
+    >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+    >>> sae.top(1)[0][0].startswith("F")
+    True
     """
     check_pass(frozen)
     read = read_dictionary(dictionary, transcodes=hook_out is not None or None)

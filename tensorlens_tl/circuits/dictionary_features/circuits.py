@@ -1,4 +1,4 @@
-"""What sparse features are made of, what they do, and how they feed each other: exact sums on a frozen pass.
+"""Which terms sparse features sum up, what they do, and how they feed each other: exact sums on a frozen pass.
 
     pre-activation = Σ source tokens + bias                                 (`feature_attribution`)
     logit          = Σ active features + reconstruction error + b_dec + bias     (`feature_effects`)
@@ -52,10 +52,10 @@ def feature_attribution(
     activation: str = "ratio",
     memory: Memory = None,
 ) -> Attribution | Terms:
-    """What a feature's pre-activation is made of.
+    """The terms that a feature's pre-activation is the sum of.
 
     Args:
-        features: those of a pass, made by `circuits.features`.
+        features: those of a pass, from `circuits.features`.
         feature: its number or name (``"F12"``); it need not be active.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         by: ``"token"``, source tokens through everything before the dictionary; or direct effects by ``"component"``,
@@ -70,6 +70,11 @@ def feature_attribution(
     Raises:
         InvalidInputError: no such feature, query or `by`.
         FrozenModelError: the weights were changed since the pass.
+
+    >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+    >>> tokens = tlens.circuits.feature_attribution(sae, sae.top(1)[0][0])
+    >>> bool((tokens.gap < 1e-4).all())
+    True
     """
     frozen = _checked(features).frozen
     number = features.checked(feature)
@@ -119,7 +124,7 @@ def feature_effects(
     A score is what the frozen model's logit loses when the feature is taken out of what it is written to.
 
     Args:
-        features: those of a pass, made by `circuits.features`.
+        features: those of a pass, from `circuits.features`.
         target, minus, direction: as in `FrozenOperator.target`.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         by: ``"feature_token"`` (``"F12@7"`` is feature 12 at position 7, ``"error@7"`` the error there), or
@@ -131,6 +136,11 @@ def feature_effects(
         InvalidInputError: no such `by`, a query out of range, no target, and what `target` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
         FrozenModelError: the weights were changed since the pass.
+
+    >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+    >>> effects = tlens.circuits.feature_effects(sae, " value")
+    >>> bool((effects.gap < 1e-4).all())
+    True
     """
     frozen = _checked(features).frozen
     rule = check_rule(activation)
@@ -185,6 +195,11 @@ def feature_edges(
     Raises:
         InvalidInputError: no such feature, query or `by`; features of two passes, or in the wrong order.
         FrozenModelError: the weights were changed since the pass.
+
+    >>> early, late = (tlens.load_demo_dictionary(f"blocks.{layer}.hook_resid_post") for layer in (0, 2))
+    >>> edges = tlens.circuits.feature_edges(*(tlens.circuits.features(frozen, sae) for sae in (early, late)))
+    >>> bool((edges.gap < 1e-4).all())
+    True
     """
     frozen = _checked(early).frozen
     rule = check_rule(activation)

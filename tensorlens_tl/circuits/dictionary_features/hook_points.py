@@ -1,4 +1,4 @@
-"""Where a sparse dictionary reads the residual stream and writes to it, found by what its hook points hold.
+"""Where a sparse dictionary reads the residual stream and writes to it, by what its hook points hold.
 
 Names differ between the classes of TransformerLens and do not always mean what they say (`hook_resid_mid` of a post-LN
 Bridge is the sum after the MLP), so a hook point is looked at: what it holds in this pass must be the stream before a
@@ -209,7 +209,7 @@ def _held(frozen: FrozenPass, hook: str, mlp: bool) -> tuple[int, Tensor]:
 
 
 def _names(frozen: FrozenPass, layer: int, mlp: bool) -> list[str]:
-    """Hook points of a block that can be asked for."""
+    """Hook points of a block that may be named."""
     known = frozen.model.hook_dict
     at = frozen.view.blocks[layer].name
     suffixes = list(RESIDUAL)

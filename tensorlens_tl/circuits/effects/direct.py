@@ -16,17 +16,17 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
-from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, token_pairs
+from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, summed_by_name, token_pairs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
-from tensorlens_tl.passes import PassLike
+from tensorlens_tl.passes import PassOrDifference
 from tensorlens_tl.results import Terms
 
 BY = ("component", "head", "head_token", "neuron")
 
 
 def logit_attribution(
-    frozen: PassLike,
+    frozen: PassOrDifference,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
@@ -40,10 +40,10 @@ def logit_attribution(
 ) -> Terms:
     """The direct effect of every component on a logit; with the biases they sum to it.
 
-    Heads count with b_V inside, as TransformerLens' ``hook_result``; b_O and b_out are terms of their own.
+    Heads count with b_V inside, as TransformerLens' ``hook_result``; b_O and b_out are separate terms.
 
     Args:
-        frozen: the pass.
+        frozen: the pass, or the difference of two: then every term is a part of the change.
         target, minus, direction: as in `FrozenOperator.target`.
         by: ``"component"`` (embeddings, each layer's attention and MLP, each bias), ``"head"`` (attention by head),
             ``"head_token"`` (the same, and each head's or mixer's source tokens in `Terms.keys`), or ``"neuron"`` (also
@@ -119,7 +119,7 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
     for number, step in enumerate(stream.steps):
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             cotangent = sublayer.write.pull(pulled.sums[number])
-            if by == "neuron" and sublayer.is_positionwise:
+            if by == "neuron" and sublayer.is_positionwise and not sublayer.letter:
                 stream.frozen.view.blocks[sublayer.layer].require_dense_mlp()
                 add(
                     sublayer.neurons(hidden),
@@ -132,8 +132,8 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
                 by_key = partial(_by_node, sublayer, cotangent, hidden)
                 if sublayer.is_attention:
                     by_key = partial(_by_source, sublayer, stream.x[number], cotangent)
-                elif sublayer.kind == "mixer":
-                    by_key = partial(_by_source_of_mixer, sublayer, stream.x[number], cotangent)
+                elif sublayer.read.mixes:
+                    by_key = partial(_by_source_without_pattern, sublayer, stream.x[number], cotangent)
                 add(list(sublayer.nodes), sublayer.shares(cotangent, hidden), by_key)
         for at, name, bias, g in biases:
             if at == number:
@@ -141,13 +141,14 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
     if bool(readout.constant.any()):
         constant = readout.constant[:, rows].T[..., None]
         add([readout.constant_name], constant, partial(_at_query, constant, positions, stream.x[0].shape[1]))
+    merged, values = summed_by_name(names, torch.cat(scores, dim=-1), -1)
     if keys:
-        keys = [torch.cat(keys, dim=2)]
-    return names, torch.cat(scores, dim=-1), keys
+        keys = [summed_by_name(names, torch.cat(keys, dim=2), 2)[1]]
+    return merged, values, keys
 
 
 def _by_position(cotangent: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch 1 pos"]:
-    """⟨cotangent, x⟩ where the vectors are: the query's own position, and on a whitened model those before it."""
+    """⟨cotangent, x⟩ where the vectors are: the query's position, and on a whitened model those before it."""
     return (upcast(cotangent) * x).sum(-1)[:, :, None]
 
 
@@ -161,15 +162,21 @@ def _by_source(sublayer: Sublayer, x: Tensor, cotangent: Tensor) -> Float[Tensor
     return token_pairs(sublayer, x, cotangent).sum(-2)
 
 
-def _by_source_of_mixer(sublayer: Sublayer, x: Tensor, cotangent: Tensor) -> Float[Tensor, "query batch 1 pos"]:
-    """What a mixer moves from each source token; what it adds by itself counts where it comes out."""
-    moved = (upcast(sublayer.read.pull(cotangent)) * x).sum(-1)
-    return (moved + (upcast(cotangent) * sublayer.read.bias).sum(-1))[:, :, None]
+def _by_source_without_pattern(
+    sublayer: Sublayer, x: Tensor, cotangent: Tensor
+) -> Float[Tensor, "query batch node pos"]:
+    """What each node moves from each source token; what it adds by itself counts where it comes out."""
+    moved: list[Tensor] = []
+    for number, part in enumerate(sublayer.split(cotangent).unbind(-2)):
+        read = sublayer.read_of(number)
+        given = (upcast(read.pull(part)) * x).sum(-1)
+        moved.append(given + (upcast(part) * read.bias).sum(-1))
+    return torch.stack(moved, dim=2)
 
 
 def _at_query(
     values: Float[Tensor, "query batch term"], positions: Int[Tensor, "batch query"], pos: int
 ) -> Float[Tensor, "query batch term key"]:
-    """Effects as shares of source tokens, all at the query's own position."""
+    """Effects as shares of source tokens, all at the query's position."""
     shares = values.new_zeros(*values.shape, pos)
     return shares.scatter_(3, positions.T[:, :, None, None].expand(*values.shape, 1), values[..., None])

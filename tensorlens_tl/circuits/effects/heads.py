@@ -50,6 +50,9 @@ class HeadMap:
         Raises:
             InvalidInputError: a query out of range.
             SizeError: the result would be larger than `tensorlens_tl.algebra.memory.MOST_BYTES`.
+
+        >>> tlens.circuits.head_map(frozen, 0, 0).contributions().shape  # batch query key d_model
+        torch.Size([1, 7, 7, 128])
         """
         positions = query_positions(self.frozen.prompt, query)
         batch, _, key = self.pattern.shape
@@ -101,11 +104,14 @@ class HeadMap:
         Args:
             target, minus, direction: as in `FrozenOperator.target`; where the head was taken from a range of layers, a
                 direction reads the stream where they end.
-            query: the position whose prediction is asked about.
+            query: the position whose prediction the target is part of.
             direct: only along the residual stream, past every later head and MLP.
 
         Returns:
             Scores whose sum is ⟨output, pulled-back target⟩, the head's total (or direct) effect on the logit.
+
+        >>> tlens.circuits.head_map(frozen, 0, 0).target(" value").shape  # batch query key
+        torch.Size([1, 7, 7])
         """
         layers = self._stream.layers
         norm = self._stream.final_norm
@@ -130,7 +136,7 @@ def head_map(
     Args:
         frozen: the pass.
         layer, head: which one; with grouped-query attention the head is a query head.
-        layers: consecutive layers that its effect goes through, its own among them; None for all.
+        layers: consecutive layers that its effect goes through, the head's layer among them; None for all.
         final_norm: whether its effect goes through the norm after the last layer.
         activation: the rule for the MLPs that its effect goes through.
 

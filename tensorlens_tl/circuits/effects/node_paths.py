@@ -3,7 +3,7 @@
 Multiplied out, the steps of the stream are a sum over *paths*: choose in order any nodes (heads, MLPs), go through each
 of them, and along the residual stream between them. A path of order 0 is the direct one, order 1 are the full OV
 circuits of Elhage et al. (2021) and single MLPs, order 2 holds the virtual heads. Every path starts from what reaches
-its first node directly: the embeddings, and the biases written before it (the node's own b_V inside). With the
+its first node directly: the embeddings, and the biases written before it (the node's b_V inside). With the
 biases so placed the scores of all paths and b_U sum to the logit.
 
 A path is followed backwards, from the target to its first node; ``pulled`` is the target's vector at that node's input.
@@ -65,7 +65,7 @@ def paths(
     Args:
         frozen: the pass.
         target, minus, direction, layers, final_norm: as in `logit_attribution`.
-        max_order: the most nodes a listed path has; the longer ones are the remainder, summed by a pull of their own.
+        max_order: the most nodes a listed path has; the longer ones are the remainder, summed by one more pull.
         query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
         activation: the rule for MLPs.
 
@@ -75,6 +75,10 @@ def paths(
     Raises:
         InvalidInputError: a negative order, several queries, and what `logit_attribution` refuses.
         SizeError: more than `MOST_PATHS` paths.
+
+    >>> paths = tlens.circuits.paths(frozen, " value", max_order=1)
+    >>> bool((paths.gap < 1e-4).all())
+    True
     """
     max_order = whole_number("max_order", max_order, 0, why="0 is the direct path")
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
@@ -136,8 +140,8 @@ def top_paths(
     """The k largest paths that a beam search finds, of any length, for one prompt.
 
     Backwards from the target: a partial path is worth the absolute value of everything that flows through it, and the
-    `width` best of each length are followed on. The remainder is everything else: the sum of all paths, by a pull of
-    its own, less the k; so here `gap` measures that pull, and not the scores of the k.
+    `width` best of each length are followed on. The remainder is everything else: the sum of all paths, by one
+    more pull, less the k; so here `gap` measures that pull, and not the scores of the k.
 
     Args:
         frozen: a pass of one prompt.
@@ -147,6 +151,10 @@ def top_paths(
 
     Raises:
         InvalidInputError: k or width below 1, several prompts, and what `paths` refuses.
+
+    >>> paths = tlens.circuits.top_paths(frozen, " value", k=3)
+    >>> len(paths.names), bool((paths.gap < 1e-4).all())
+    (3, True)
     """
     k = whole_number("k", k, 1)
     width = whole_number("width", width, 1)

@@ -2,7 +2,7 @@
 
 In the frozen pass everything later is linear, so the total effect of every head and MLP comes from one pull: its
 hidden vector dotted with the target pulled through everything later. Patterns, ratios and scales stay as they were. In
-the live model they respond as well: with ``live=True`` each component is ablated in a run of its own, many to a batch.
+the live model they respond as well: with ``live=True`` each component is ablated in a separate run, many to a batch.
 The two differ by what the ablation does to patterns, activations and norms; a previous-token head, say, acts on an
 induction head's *pattern*, which only the live model shows.
 """
@@ -58,7 +58,7 @@ def total_effects(
         InvalidInputError: no such `by`, and what `logit_attribution` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
             Live effects where the model ignores hooks, or of a part that neither a hook nor a module's call reaches.
-        FrozenModelError: live effects asked for while a frozen pass is attached, or where the live model no longer
+        FrozenModelError: ``live=True`` while a frozen pass is attached, or where the live model no longer
             gives the number that the pass holds.
 
     >>> effects = tlens.circuits.total_effects(frozen, " value")

@@ -84,7 +84,7 @@ class Edges:
                 first += len(alone)
 
     def into_rows(self, first: int, reads: Float[Tensor, "row pos d_model"], carried: Carried) -> None:
-        """Edges into nodes that take what was written at their own position.
+        """Edges into nodes that take what was written at their position.
 
         Args:
             first: the first one's row.

@@ -7,11 +7,11 @@ With active set and scales held, every part of x is affine in x, and the parts s
 that was written before ends in these nodes, and whatever is later is fed by them. Where g is the target pulled back to
 x, and o what a source wrote,
 
-* feature i has the weight ⟨g, s·W_dec_i⟩·f_i; the source enters it with ⟨g, s·W_dec_i⟩·⟨W_enc_i, n(o)⟩, and its own
+* feature i has the weight ⟨g, s·W_dec_i⟩·f_i; the source enters it with ⟨g, s·W_dec_i⟩·⟨W_enc_i, n(o)⟩, and its
   bias is ⟨g, s·W_dec_i⟩·b_enc_i;
 * the mean of a dictionary that centres what it reads is linear in x, and takes ⟨g, mean(o)·1⟩ from the source;
 * b_dec is a source;
-* the error is what is left: its edges are ⟨g, o⟩ less all of the above, its own bias minus the others' constants.
+* the error is what is left: its edges are ⟨g, o⟩ less all of the above, its bias is minus the others' constants.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Dictionaries = Features | list[Features] | tuple[Features, ...] | None
     """Features of dictionaries, as a user passes them."""
 else:
-    Dictionaries = Any  # what is none is refused in our own words
+    Dictionaries = Any  # our errors say what is wrong
 
 
 class FeatureRow(NamedTuple):
@@ -203,7 +203,7 @@ class FeatureSplit:
     def _spread(
         self, vectors: Float[Tensor, "feature d"], factors: Float[Tensor, "active"], part: Int[Tensor, "slot pos"]
     ) -> Float[Tensor, "slot pos d"]:
-        """Each slot's own vectors, times a factor; zero where it holds none."""
+        """The vector of the feature in each slot, times its factor; zero where a slot holds no feature."""
         at = part.clamp(min=0)
         return vectors[self.features.index[:, 2][at]] * (factors[at] * (part >= 0)).to(vectors)[..., None]
 

@@ -6,10 +6,10 @@ back to it through the whole frozen model. The *edge* from a source to a node is
 entered the node through the source: pull the target back to the node's output, through the node alone to the residual
 stream, and dot with the source's output there. So
 
-* a node's incoming edges and its own bias sum to its weight;
-* embeddings and biases (the sources, and the nodes' own) sum to the logit.
+* a node's incoming edges and its bias sum to its weight;
+* embeddings and biases (those that are sources, and those of the nodes) sum to the logit.
 
-An edge into a head comes from the source's own position, so that it says which token was read; an edge out of a head
+An edge into a head comes from the source's position, so that it says which token was read; an edge out of a head
 mixes all that the head has read. ``sources=k`` splits each head at each query into a node for each of the k tokens
 that give most, ``L0H3←5``, and one for all others, ``L0H3.rest``: an edge out of one then belongs to one head and one
 source token. ``neurons=k`` splits each MLP at each position into its k largest neurons, ``MLP0.N17``, and the rest,
@@ -24,8 +24,13 @@ in `feature_effects`.
 
 Nothing is trained and nothing is approximated: attention patterns, activation ratios and norm scales are frozen. In a
 post-LN model what a source wrote goes through the norms of the residual stream before it enters a node. Whitening
-passes vectors on from position to position, so it is a node of its own, which takes in all that was written before it.
+passes vectors on from position to position, so it is one node, which takes in all that was written before it.
 A mixer in place of attention (a state-space layer, a convolution) is one node with edges from every earlier position.
+
+Of the difference of two runs (`tensorlens_tl.passes.difference`) weights and edges are parts of the change of the
+target, and nothing is held: every head is three nodes, ``L0H3.v``, ``L0H3.q`` and ``L0H3.k``, what it gives because its
+values changed, and because its queries and keys changed where it attends. So an edge from one head to another's ``.k``
+says that the first tells the second where to look.
 """
 
 import sys
@@ -45,7 +50,7 @@ from tensorlens_tl.circuits.graph.nodes import Choice
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, Sublayer, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models import LayerRange, ModelView, Query, TokenLike
-from tensorlens_tl.passes import PassLike
+from tensorlens_tl.passes import Difference, PassOrDifference
 from tensorlens_tl.passes.operator import target_ids
 from tensorlens_tl.results import ContributionGraph
 
@@ -57,7 +62,7 @@ MOST_NODES = 200_000
 
 
 def contribution_graph(
-    frozen: PassLike,
+    frozen: PassOrDifference,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
@@ -75,7 +80,7 @@ def contribution_graph(
     """The contribution graph of one logit of one prompt.
 
     Args:
-        frozen: a pass of one prompt.
+        frozen: a pass of one prompt, or the difference of two.
         target, minus, direction, layers, final_norm: as in `logit_attribution`.
         threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
             keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
@@ -83,7 +88,7 @@ def contribution_graph(
             below 1, all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
         sources: split heads by the token they read, in the same way: so many for each head and query, or all that are
             at least this share of the largest. None leaves heads whole. Mixers have no pattern and stay whole.
-        dictionaries: the active features of a sparse autoencoder, or of several, in this pass, made by
+        dictionaries: the active features of a sparse autoencoder, or of several, in this pass, from
             `tensorlens_tl.circuits.features`. Each takes the residual stream apart at its place; one place takes one.
         features: which active features become nodes, in the same way: so many at each position, or all that are at
             least this share of the largest. None makes a node of each.
@@ -97,6 +102,10 @@ def contribution_graph(
             refuses.
         UnsupportedModelError: neurons of a mixture of experts.
         SizeError: more than `MOST_NODES` nodes, or more than `MOST_EDGES` edges would be kept.
+
+    >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
+    >>> graph.gap < 1e-4
+    True
     """
     check_options(threshold, neurons, sources, features)
     if features is not None and dictionaries in (None, [], ()):
@@ -159,7 +168,7 @@ def _of_largest(name: str, value: int | float, largest: float) -> Choice:
 
 def _splits(sublayer: Sublayer) -> str:
     """What a sublayer's nodes are split into: heads by source, MLPs by neuron."""
-    return {"head": "sources", "mlp": "neurons"}.get(sublayer.kind, "")
+    return {"head": "sources", "mlp": "neurons"}.get("" if sublayer.letter in ("q", "k") else sublayer.node_kind, "")
 
 
 def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, direction: Direction) -> dict[str, Any]:
@@ -178,7 +187,8 @@ def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, dire
         "provenance": frozen.provenance(),
     }
     if direction is None and minus is None and view.unembedding is not None:
-        logits = upcast(view.logits(frozen.unembedded()[0, query]))
+        run = frozen.a if isinstance(frozen, Difference) else frozen
+        logits = upcast(view.logits(run.unembedded()[0, query]))
         token = int(target_ids(frozen, readout.positions, target)[0])
         facts |= {"token_id": token, "probability": float(logits.softmax(-1)[token])}
     return facts
@@ -358,10 +368,11 @@ class _Builder:
                 self._add(name, kind, sublayer.layer, weights, biases, numbers)
         self._check_count(x.shape[1], sublayer.layer)
         carried = self._carried(outputs)
-        if sublayer.kind == "mixer":
-            self.edges.into_mixing(first, sublayer.read, cotangent[0, 0], carried)
-        elif sublayer.is_attention:
+        if sublayer.is_attention:
             self.edges.into_heads(sublayer, nodes, first, cotangent, carried)
+        elif sublayer.read.mixes:
+            for number, part in enumerate(sublayer.split(cotangent[0, 0]).unbind(-2)):
+                self.edges.into_mixing(first + number, sublayer.read_of(number), part, carried)
         else:
             self.edges.into_positionwise(sublayer, nodes, first, cotangent, carried)
         return [node.outputs for node in nodes]

@@ -63,7 +63,7 @@ class Node:
         kind: head, mixer or mlp.
         chosen: which neuron, or which source position of a head, each slot holds; −1 where it holds none.
         weights: what each row contributes to the target.
-        biases: what of it is its own bias.
+        biases: the part of the weight that is the bias of the node.
         outputs: what each row writes, biases of the sublayer apart.
     """
 
@@ -99,8 +99,9 @@ def whole(
     bias_shares = cotangent[0, 0] * _hidden_bias(sublayer)
     weights, biases = (sublayer.split(part).sum(-1).T for part in (shares, bias_shares))
     none = torch.zeros(0, hidden.shape[1], dtype=torch.long, device=hidden.device)
-    rows = zip(sublayer.nodes, weights, biases, sublayer.outputs(hidden)[:, 0], strict=True)
-    return [Node(name, sublayer.kind, none, weight[None], bias[None], out[None]) for name, weight, bias, out in rows]
+    kind = sublayer.node_kind
+    rows = zip(sublayer.part_names, weights, biases, sublayer.outputs(hidden)[:, 0], strict=True)
+    return [Node(name, kind, none, weight[None], bias[None], out[None]) for name, weight, bias, out in rows]
 
 
 def neurons(
@@ -148,7 +149,7 @@ def sources(
     bias_shares = token_pairs(sublayer, torch.zeros_like(x), cotangent)[0, 0]
     nodes = list[Node]()
     width = values.shape[-1]
-    for head, name in enumerate(sublayer.nodes):
+    for head, name in enumerate(sublayer.part_names):
         chosen = choice.of(shares[head])
         at = chosen.clamp(min=0)
         filled = chosen >= 0
@@ -174,7 +175,7 @@ def row_of(chosen: Int[Tensor, "slot query"], keys: int) -> Int[Tensor, "query k
 
 
 def _hidden_bias(sublayer: Sublayer) -> Float[Tensor, "..."]:
-    """What the sublayer's hidden vector holds of its own biases."""
+    """The part of a sublayer's hidden vector that its biases give."""
     bias = sublayer.read.bias
     if bias.ndim < 3:
         return bias

@@ -29,12 +29,12 @@ class LiveTarget:
 
     def __init__(self, readout: StreamTarget, question: str) -> None:
         self.readout = readout
-        self.frozen = readout.stream.frozen
+        self.frozen = readout.stream.run
         self.question = question
         self._model = self.frozen.live(question)
         activations = torch.take_along_dim(self.frozen.activation(readout.read_at), readout.positions[..., None], dim=1)
         sizes = activations.norm(dim=-1).to(readout.vectors) * readout.vectors.norm(dim=-1)
-        # a difference of two logits may be small beside the rounding of what it is made from
+        # a difference of two logits may be small beside the rounding of the logits themselves
         rounding = 32 * torch.finfo(activations.dtype).eps / activations.shape[-1] ** 0.5
         self._scale = max(float(readout.total.abs().max()), rounding / self._model.tolerance * float(sizes.max()))
         error = self._error(self.numbers(1, [])[0])

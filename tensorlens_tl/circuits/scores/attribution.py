@@ -1,9 +1,9 @@
 """Which sources make an attention score.
 
 The score of a head is bilinear in the stream at the query and at the key. That stream is a sum of sources and a bias,
-so the score is a sum over pairs of sources, plus what one side's bias makes with the other side's sources, plus the two
-biases' own product. Sources are the prompt's tokens, each with all it does through the layers before; or the components
-that wrote the stream: embeddings, heads or whole attention layers, MLPs and their biases.
+so the score is a sum over pairs of sources, plus what one side's bias makes with the other side's sources, plus the
+product of the two biases. Sources are the prompt's tokens, each with all it does through the layers before; or the
+components that wrote the stream: embeddings, heads or whole attention layers, MLPs and their biases.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ def qk_attribution(
 ) -> ScoreAttribution:
     """Which pairs of sources make one attention score, everything before the layer included.
 
-    Patterns, activation ratios and norm scales before the layer are frozen, and so are the scales of the layer's own
+    Patterns, activation ratios and norm scales before the layer are frozen, and so are the scales of the layer's
     norms, of queries and keys too.
 
     Args:
@@ -56,6 +56,10 @@ def qk_attribution(
     Raises:
         InvalidInputError: no such layer, head, position or `by`, or a key that the query cannot attend to.
         UnsupportedModelError: the layer's scores cannot be read.
+
+    >>> pairs = tlens.circuits.qk_attribution(frozen, 1, 0, key=2)
+    >>> bool((pairs.gap < 1e-4).all())
+    True
     """
     check_pass(frozen)
     if by not in BY:
@@ -133,7 +137,7 @@ def _check_score(
     allowed = row > torch.finfo(row.dtype).min / 2  # a mask leaves -inf or the dtype's lowest number
     size = row.abs().masked_fill(~allowed, 0).amax(-1).clamp_min(torch.finfo(row.dtype).tiny)
     errors = (score[:, None] - row).abs().masked_fill(~allowed, 0) / size[:, None]
-    # a masked key has no score of the model's own
+    # a masked key has no score in the model
     error = float(errors.gather(1, positions["key"].to(row.device)[:, None]).max())
     if not error <= frozen.tolerance:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""How a layer makes its attention scores, read from its weights and proved against the pattern it made.
+"""How a layer makes its attention scores, read from its weights and proved against the pattern that it gave.
 
 The known ways are candidates (`tensorlens_tl.passes.attention_scores.reading`); a reading is right when the softmax of
 its scores is the pattern of the model itself.

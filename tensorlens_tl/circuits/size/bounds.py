@@ -2,12 +2,12 @@
 
 `norm_bound` (ours) reads a bound off the algebra: ‖a·b‖ ≤ ‖a‖‖b‖, ‖a + b‖ ≤ ‖a‖ + ‖b‖, a norm contributes max abs(gain)
 / min σ, a frozen activation its largest ratio, attention the spectral norm of its patterns. `spectral_norm_bound` is
-TensorLens' own (Eqs. 31 to 35), which knows √L for a pattern, and sums heads.
+that of the paper (TensorLens, Eqs. 31 to 35), which knows √L for a pattern, and sums heads.
 
 `frozen_error_bound` is TensorLens' bound of the error (Proposition 1, Eq. 25), from ‖T‖₂ and what the live model does.
 `error_bound` (ours) goes layer by layer: with x_l the live stream at block l and A_l the frozen block, live and frozen
 model differ by exactly Σ_l T_{L…l+1}(x_{l+1} − A_l(x_l)), so by no more than Σ_l (Π_{m>l} ‖A_m‖) ‖x_{l+1} − A_l(x_l)‖.
-Which of the two is closer depends on the input: far from its own, Proposition 1 often is.
+Which of the two is closer depends on the input: far from the pass's input, Proposition 1 often is.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,10 @@ def norm_bound(m: Any) -> float:
 
     Raises:
         InvalidInputError: no map and no operator.
+
+    >>> op = frozen.operator()
+    >>> tlens.circuits.spectral_norm(op) <= tlens.circuits.norm_bound(op)
+    True
     """
     if isinstance(m, FrozenOperator):
         m = m.map
@@ -48,7 +52,7 @@ class ErrorBound:
     Attributes:
         error: ‖live output − frozen output‖, measured.
         bound: Σ amplification · local, never below it.
-        local: each stage's own error on the live stream, ‖x_{l+1} − A_l(x_l)‖: the blocks, and the final norm.
+        local: the error that each stage adds on the live stream, ‖x_{l+1} − A_l(x_l)‖: the blocks, and the final norm.
         amplification: what the later stages can make of it at most.
     """
 
@@ -68,6 +72,10 @@ def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, acti
 
     Raises:
         InvalidInputError: several prompts, or a shape that is not the pass's.
+
+    >>> bound = tlens.circuits.error_bound(frozen, frozen.resid_pre(0) * 1.01)
+    >>> bound.error <= bound.bound
+    True
     """
     op, x = _other_input(frozen, x, activation)
     stages: list[AffineMap] = [frozen.maps.block_map(layer, activation=activation) for layer in range(frozen.n_layers)]
@@ -124,6 +132,10 @@ def frozen_error_bound(
 
     Raises:
         InvalidInputError: several prompts, a shape that is not the pass's, or a norm that is not positive.
+
+    >>> bound = tlens.circuits.frozen_error_bound(frozen, frozen.resid_pre(0) * 1.01)
+    >>> bound.error <= bound.bound
+    True
     """
     op, x = _other_input(frozen, x, activation)
     if norm is None:
@@ -150,11 +162,15 @@ def spectral_norm_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
 
     Args:
         frozen: a pass of one prompt.
-        as_printed: reproduce the paper's own constants: 1/Var where the denominator is σ (Eq. 33), and 1 for a frozen
-            activation. That is no bound where a variance is above one, or an MLP is gated (where abs(φ(g)) counts).
+        as_printed: take the constants as the paper prints them: 1/Var where the denominator is σ (Eq. 33), and 1
+            for a frozen activation. That is no bound where a variance is above one, or an MLP is gated (where
+            abs(φ(g)) counts).
 
     Raises:
         InvalidInputError: several prompts.
+
+    >>> tlens.circuits.spectral_norm(frozen.operator()) < tlens.circuits.spectral_norm_bound(frozen)
+    True
     """
     check_pass(frozen)
     frozen.view.refuse_encoder_decoder("bounds")

@@ -26,6 +26,9 @@ def as_scipy(op: Any) -> "LinearOperator":
 
     Raises:
         InvalidInputError: the pass has several prompts.
+
+    >>> tlens.circuits.as_scipy(frozen.operator()).shape  # 7 tokens of 128 numbers
+    (896, 896)
     """
     from scipy.sparse.linalg import LinearOperator
 
@@ -57,11 +60,14 @@ def spectral_norm(op: Any, *, tol: Any = 1e-6, seed: int = 0) -> float:
 
     Args:
         op: the operator of one prompt.
-        tol: relative accuracy asked of the Lanczos iteration.
+        tol: the relative accuracy at which the Lanczos iteration stops.
         seed: of its starting vector.
 
     Raises:
         InvalidInputError: several prompts, or a tolerance that is not positive.
+
+    >>> tlens.circuits.spectral_norm(frozen.operator()) > tlens.circuits.spectral_norm(frozen.operator(layers=[3]))
+    True
     """
     if not isinstance(tol, (int, float)) or not tol > 0:
         raise InvalidInputError(f"tol={tol!r}: pass a positive number.")
@@ -94,6 +100,9 @@ def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Whole 
 
     Raises:
         InvalidInputError: several prompts, a position out of range, or k outside 1 … d_model.
+
+    >>> tlens.circuits.singular_directions(frozen.operator(), key=2, k=3).values.shape
+    torch.Size([3])
     """
     one_prompt(op)
     k = whole_number("k", k, 1, op.x.shape[-1])
@@ -104,7 +113,7 @@ def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Whole 
 
 
 def _svds(matrix: Any, size: int, k: int, tol: float = 0.0, seed: int = 0) -> Any:
-    """scipy's Lanczos, from a start that depends on the seed alone (its own argument for it was renamed)."""
+    """scipy's Lanczos, from a start that depends on the seed alone (scipy has renamed its argument for it)."""
     import numpy as np
     from scipy.sparse import linalg
 

@@ -1,6 +1,14 @@
 """The frozen model as steps of its residual stream: what reads from it, and what writes to it."""
 
-from tensorlens_tl.circuits.stream.stream import Pulled, Stream, StreamTarget, dot, stream_target, token_pairs
+from tensorlens_tl.circuits.stream.stream import (
+    Pulled,
+    Stream,
+    StreamTarget,
+    dot,
+    stream_target,
+    summed_by_name,
+    token_pairs,
+)
 from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
 
 __all__ = [
@@ -12,5 +20,6 @@ __all__ = [
     "block_steps",
     "dot",
     "stream_target",
+    "summed_by_name",
     "token_pairs",
 ]

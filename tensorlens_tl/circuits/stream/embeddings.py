@@ -12,7 +12,7 @@ from tensorlens_tl.algebra import Norm
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.parameters import loaded, norm_weights
-from tensorlens_tl.passes import FrozenPass
+from tensorlens_tl.passes import Difference, PassOrDifference
 
 PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
     ({"embed": "hook_embed", "pos_embed": "hook_pos_embed"}, None),
@@ -37,11 +37,17 @@ PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
 """Hook points that add up to the first block's input, and the norm that they go through where there is one."""
 
 
-def embedding_parts(frozen: FrozenPass) -> dict[str, Float[Tensor, "batch pos d_model"]]:
+def embedding_parts(frozen: PassOrDifference) -> dict[str, Float[Tensor, "batch pos d_model"]]:
     """The summands of ``blocks.0`` input by name; one entry ``"embed"`` where no known way adds up to it.
 
-    An embedding norm is frozen as any other: its linear part is applied to each summand and its shift is one more.
+    An embedding norm is frozen as any other: its linear part is applied to each summand and its shift is one more. Of a
+    difference of two runs they are the differences of the two runs' summands.
     """
+    if isinstance(frozen, Difference):
+        first, second = (embedding_parts(run) for run in (frozen.a, frozen.b))
+        if first.keys() != second.keys():
+            return {"embed": frozen.resid_pre(0)}
+        return {name: first[name] - second[name] for name in first}
     points = frozen.points.blocks[0]
     x = frozen.resid_pre(0)
     known = frozen.model.hook_dict

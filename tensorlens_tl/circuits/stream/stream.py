@@ -6,13 +6,13 @@ final norm or a prediction head):
 
     x[s+1] = outer( x[s] + Σ_sublayers write(read(x[s])) )
 
-A sequential block is two steps, a parallel block one with two sublayers; whitening before a block is a step of its own
+A sequential block is two steps, a parallel block one with two sublayers; whitening before a block is one more step,
 without sublayers, whose outer map mixes positions. What is left without the sublayers is how a
 vector written to the stream reaches the end *directly*: the identity in a pre-LN model, the norms in a post-LN model.
 
 A sublayer's hidden vector, read(x), is a row of groups: one per head, or one for the whole MLP. A group is a *node*:
-what it writes is linear in its own part of the hidden vector, so its share of anything is an inner product with the
-part of the pulled-back vector. What `write` and `outer` add besides are *biases*, sources of their own.
+what it writes is linear in its part of the hidden vector, so its share of anything is an inner product with the
+part of the pulled-back vector. What `write` and `outer` add besides are *biases*, which are sources too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ from tensorlens_tl.circuits.stream.embeddings import embedding_parts
 from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike, check_rule
-from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
+from tensorlens_tl.passes import FrozenPass, PassOrDifference, check_explained
 from tensorlens_tl.passes.inputs import one_query, query_positions
 from tensorlens_tl.passes.operator import chosen_layers, end_of, resolve_target
 
@@ -62,7 +62,7 @@ class Pulled:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """A frozen pass, or some of its layers, as steps, with the values that its own input gives them.
+    """A frozen pass, or some of its layers, as steps, with the values that the input of the pass gives them.
 
     Attributes:
         layers: which of them.
@@ -71,7 +71,7 @@ class Stream:
         hidden: each sublayer's hidden vector, by step and sublayer, `[batch, pos, width]`.
     """
 
-    frozen: FrozenPass
+    frozen: PassOrDifference
     layers: range
     final_norm: bool
     steps: tuple[Step, ...]
@@ -81,7 +81,7 @@ class Stream:
     @classmethod
     def of(
         cls,
-        frozen: FrozenPass,
+        frozen: PassOrDifference,
         activation: str = "ratio",
         *,
         layers: LayerRange = None,
@@ -124,6 +124,12 @@ class Stream:
             x = step.outer(written)
         stream.x.append(x)
         return stream
+
+    @property
+    def run(self) -> FrozenPass:
+        """The pass, of a stream that is no difference of two."""
+        assert isinstance(self.frozen, FrozenPass)
+        return self.frozen
 
     @property
     def widest(self) -> int:
@@ -193,7 +199,7 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class StreamTarget:
-    """What is asked about some queries of a frozen pass, and the stream that leads to it.
+    """A target at some queries of a frozen pass, and the stream that leads to it.
 
     Attributes:
         stream: up to where the target reads it.
@@ -201,7 +207,7 @@ class StreamTarget:
         vectors: the target's vector for each query, `[batch, query, d_model]`.
         seed: the same at its place, a row per query, `[query, batch, pos, d_model]`.
         constant: what the answer adds besides (b_U), `[batch, query]`.
-        total: the model's own number that is asked for, before any final soft cap, `[batch, query]`.
+        total: the model's own number, before any final soft cap, `[batch, query]`.
         positions: the queries, `[batch, query]`.
         soft_cap: the cap that the model applies after it, or None.
         label: the target for people.
@@ -232,12 +238,12 @@ class StreamTarget:
         constant_name: str = "b_U",
         soft_cap: float | None = None,
     ) -> "StreamTarget":
-        """A target of any stream, its vectors placed where they are asked."""
+        """A target of any stream, its vectors placed at the queries."""
         seed = place(vectors.transpose(0, 1), positions.T, stream.x[-1])
         return cls(stream, read_at, vectors, seed, constant, total, positions, soft_cap, label, constant_name)
 
     def number(self, read: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch query"]:
-        """What is asked, of another stream at `read_at`, before any final soft cap."""
+        """The number that the target names, of another stream at `read_at`, before any final soft cap."""
         positions = self.positions[..., None].expand(*read.shape[:-2], -1, 1)
         activations = torch.take_along_dim(upcast(read.to(self.vectors.device)), positions, dim=-2)
         return (activations * self.vectors).sum(-1) + self.constant
@@ -256,7 +262,7 @@ class StreamTarget:
 
 
 def stream_target(
-    frozen: PassLike,
+    frozen: PassOrDifference,
     target: TokenLike,
     minus: TokenLike,
     direction: Direction,
@@ -267,10 +273,10 @@ def stream_target(
     *,
     one: bool = True,
 ) -> StreamTarget:
-    """Check what is asked, and build the stream to where it is asked.
+    """Check the arguments, and build the stream up to where the target reads it.
 
     Args:
-        frozen: the pass.
+        frozen: the pass, or the difference of two.
         target, minus, direction: as in `FrozenOperator.target`; a direction reads the stream where the layers end.
         query: the queries, or with `one` a single one.
         activation: the rule for MLPs.
@@ -278,11 +284,11 @@ def stream_target(
         final_norm: whether the norm after the last layer is part of it.
 
     Raises:
-        InvalidInputError: no frozen pass, a query out of range, several where one is asked, a token target before the
+        InvalidInputError: no frozen pass, a query out of range, several with `one`, a token target before the
             last layer, and what `resolve_target` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
     """
-    check_pass(frozen)
+    check_explained(frozen)
     chosen = chosen_layers(frozen.n_layers, layers)
     normed = final_norm or frozen.view.final_norm is None
     if direction is None and target is not None and not (chosen.stop == frozen.n_layers and normed):
@@ -296,17 +302,17 @@ def stream_target(
     if resolved.of_tokens:
         read_at = frozen.points.unembed_in
     elif chosen.stop < frozen.n_layers or not final_norm or frozen.view.final_norm is None:
-        read_at = frozen.capture.output_name(chosen.stop - 1)
+        read_at = frozen.maps.capture.output_name(chosen.stop - 1)
     else:
         read_at = frozen.points.output
     assert read_at is not None  # a token needs an unembedding
     label = resolved.label
-    soft_cap = frozen.view.soft_cap
+    soft_cap = frozen.soft_cap
     if not resolved.of_tokens:
         label = f"{label} at {end_of(frozen, chosen.stop, normed)}"
         soft_cap = None
     activations = upcast(torch.take_along_dim(frozen.activation(read_at), positions[..., None], dim=1))
-    real = torch.take_along_dim(frozen.mask, positions, dim=1)  # nothing is asked at padding
+    real = torch.take_along_dim(frozen.mask, positions, dim=1)  # padding has no target
     vectors = resolved.vectors * real[..., None]
     constant = resolved.constant.to(activations) * real
     return StreamTarget.at(
@@ -330,6 +336,28 @@ def token_pairs(
     """
     pairs = rearrange(sublayer.split(cotangent), "... q h d -> ... h q d") @ sublayer.values(x).mT
     return sublayer.mixing.pattern * pairs
+
+
+def summed_by_name(
+    names: list[str], values: Float[Tensor, "*any"], dim: int
+) -> tuple[list[str], Float[Tensor, "*any"]]:
+    """Values along a dimension with those of equal names summed: a head's, by queries, keys and values.
+
+    Args:
+        names: one for each index along the dimension.
+        values: anything.
+        dim: the dimension.
+
+    Returns:
+        Every name once, in the order of its first value, and as many sums.
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    if len(numbers) == len(names):
+        return names, values
+    index = torch.tensor([numbers[name] for name in names], device=values.device)
+    shape = list(values.shape)
+    shape[dim] = len(numbers)
+    return list(numbers), values.new_zeros(shape).index_add_(dim, index, values)
 
 
 def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch 1"]:

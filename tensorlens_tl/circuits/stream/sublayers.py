@@ -1,5 +1,6 @@
-"""What reads the residual stream and writes to it, one step after the other: the parts that `Stream` is made of."""
+"""What reads the residual stream and writes to it, one step after the other: the parts of a `Stream`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,18 +17,24 @@ from tensorlens_tl.algebra import (
     Chain,
     GroupSum,
     Identity,
-    Norm,
     Routed,
     Sum,
     stages_of,
 )
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.secants import Offset, without_offsets
+from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import Place
 from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes import FrozenPass
+from tensorlens_tl.passes import PassOrDifference
 
-Kind = Literal["head", "mixer", "mlp"]
+Kind = Literal["head", "query", "key", "mixer", "mlp", "per_layer"]
+"""What a sublayer's nodes are: heads by what they mix, and in a difference of two runs by where their queries and keys
+make them attend; a mixer in place of attention; an MLP or experts; an input of each token at its layer."""
+
+LETTERS: dict[Kind, str] = {"head": "v", "query": "q", "key": "k"}
+"""What heads read by: values, queries or keys."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +46,9 @@ class Sublayer:
         read: stream -> hidden: heads side by side (mixed over positions), or the MLP's neurons after the activation.
         write: hidden -> stream; its bias is `bias_name`'s, not the nodes'.
         nodes: the names of its nodes, ``"L0H3"``, ``"MLP0"``, or of a mixture of experts ``"L0E2"`` for each expert
-            that is chosen and ``"L0.shared"``.
-        is_attention: whether the nodes are heads.
+            that is chosen and ``"L0.shared"``. In a difference of two runs a head has three sublayers.
+        kind: what its nodes are.
+        of_three: whether the heads have other sublayers beside it, by queries, keys and values.
     """
 
     layer: int
@@ -48,33 +56,49 @@ class Sublayer:
     write: Chain
     nodes: tuple[str, ...]
     bias_name: str
-    is_attention: bool
+    kind: Kind
+    of_three: bool = False
 
     @property
     def name(self) -> str:
         """All nodes together: ``"L0.attn"``, ``"MLP0"``, or ``"L0.mixer"``."""
-        if self.is_attention:
+        if self.letter:
             return f"L{self.layer}.attn"
         if self.is_mlp:
             return f"MLP{self.layer}"
         return self.nodes[0]
 
     @property
+    def letter(self) -> str:
+        """What heads read by, ``"v"``, ``"q"`` or ``"k"``; an empty text of anything else."""
+        return LETTERS.get(self.kind, "")
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of its nodes, apart from those of the same heads in other sublayers: ``"L0H3.k"``."""
+        if not self.of_three:
+            return self.nodes
+        return tuple(f"{node}.{self.letter}" for node in self.nodes)
+
+    @property
+    def node_kind(self) -> str:
+        """What its nodes are called where kinds are listed: a head, a mixer or an MLP."""
+        return {"query": "head", "key": "head", "per_layer": "mlp"}.get(self.kind, self.kind)
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether its nodes are heads that mix values by a pattern."""
+        return self.kind == "head"
+
+    @property
     def is_mlp(self) -> bool:
         """Whether it is an MLP, or the experts in its place."""
-        return not self.is_attention and not self.nodes[0].endswith((".mixer", ".per_layer"))
+        return self.kind == "mlp"
 
     @property
     def is_positionwise(self) -> bool:
         """Whether it moves nothing between positions: an MLP, or an input of each token."""
         return not self.read.mixes
-
-    @property
-    def kind(self) -> Kind:
-        """What its nodes are: attention heads, a mixer in place of attention, or what treats every position alone."""
-        if self.is_attention:
-            return "head"
-        return "mixer" if self.read.mixes else "mlp"
 
     @property
     def heads(self) -> int:
@@ -131,8 +155,8 @@ class Step:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes of all sublayers, in their order."""
-        return tuple(node for sublayer in self.sublayers for node in sublayer.nodes)
+        """The nodes of all sublayers, in their order, each once."""
+        return tuple(dict.fromkeys(node for sublayer in self.sublayers for node in sublayer.nodes))
 
     @property
     def map(self) -> Chain:
@@ -141,7 +165,7 @@ class Step:
         return Chain((inside, self.outer))
 
     def directly(self, x: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch pos d_model"]:
-        """What the stream carries past the sublayers, the step's own biases included."""
+        """What the stream carries past the sublayers, the biases of the step included."""
         for sublayer in self.sublayers:
             if sublayer.write.bias is not ZERO:
                 x = x + sublayer.write.bias
@@ -155,22 +179,20 @@ class Step:
         return [term for term in terms if term[1] is not ZERO]
 
 
-def block_steps(frozen: FrozenPass, layer: int, rule: str) -> list[Step]:
+def block_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
     """One block's steps, by its proven layout."""
     layout = frozen.layouts[layer]
+    *inside, output = frozen.maps.mixer(layer).stages
     if frozen.view.blocks[layer].mixer is not None:
-        *inside, output = frozen.maps.mixer(layer).stages
-        attention = _sublayer(
-            frozen, layer, layout.attn, (*inside,), output, (f"L{layer}.mixer",), "mixer.b_out", False
-        )
+        attention = [
+            _sublayer(frozen, layer, layout.attn, tuple(inside), output, (f"L{layer}.mixer",), "mixer.b_out", "mixer")
+        ]
     else:
-        values, mixing, output = frozen.maps.attention(layer).stages
-        heads = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
-        attention = _sublayer(frozen, layer, layout.attn, (values, mixing), output, heads, "b_O", True)
-    sublayers = [(layout.attn, attention)]
+        attention = _heads(frozen, layer, layout.attn, tuple(inside), output)
+    mlp: list[Sublayer] = []
     if frozen.view.blocks[layer].has_mlp:
         hidden, output, names = _mlp_nodes(frozen, layer, rule)
-        sublayers.append((layout.mlp, _sublayer(frozen, layer, layout.mlp, (hidden,), output, names, "b_out", False)))
+        mlp.append(_sublayer(frozen, layer, layout.mlp, (hidden,), output, names, "b_out", "mlp"))
     steps: list[Step] = []
     whitening = frozen.maps.whitening(layer)
     if whitening is not None:
@@ -179,19 +201,59 @@ def block_steps(frozen: FrozenPass, layer: int, rule: str) -> list[Step]:
     per_layer = frozen.maps.per_layer(layer, rule)
     if per_layer is not None:
         ends.append(Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), ""))
-    ends += [Step(layer, (), end, f"L{layer}.end") for end in frozen.maps.ends(layer)]
+    for end in frozen.maps.ends(layer):
+        ends += _offset_steps(layer, [end]) if isinstance(end, Offset) else [Step(layer, (), end, f"L{layer}.end")]
+    middle, late = frozen.maps.stream_offsets(layer)
     if layout.parallel:
-        return [*steps, Step(layer, tuple(sublayer for _, sublayer in sublayers), Identity(), f"L{layer}"), *ends]
-    for at, sublayer in sublayers:
+        both = Step(layer, (*attention, *mlp), Identity(), f"L{layer}")
+        return [*steps, both, *_offset_steps(layer, middle + late), *ends]
+    for at, sublayers, offsets in ((layout.attn, attention, middle), (layout.mlp, mlp, late)):
         outer = Identity() if at.outer is None else frozen.maps.norm(layer, at.outer)
-        steps.append(Step(layer, (sublayer,), outer, f"L{layer}.{at.outer}.b"))
+        outer_name = f"L{layer}.{at.outer}.b"
+        if offsets:  # they are added between the sublayers and the norm around the sum
+            steps += [Step(layer, tuple(sublayers), Identity(), ""), *_offset_steps(layer, offsets)]
+            sublayers = []
+        if sublayers or (offsets and at.outer is not None):
+            steps.append(Step(layer, tuple(sublayers), outer, outer_name))
     return steps + ends
 
 
-def _mlp_nodes(frozen: FrozenPass, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
+def _offset_steps(layer: int, offsets: Sequence[Offset]) -> list[Step]:
+    """What hooks add to the stream, each as a step whose bias has the name of the hook point."""
+    return [Step(layer, (), offset, offset.name) for offset in offsets]
+
+
+def _heads(
+    frozen: PassOrDifference, layer: int, at: Place, inside: tuple[AffineMap, ...], output: AffineMap
+) -> list[Sublayer]:
+    """Attention as sublayers: one of a pass, whose patterns are held; of a difference by queries, keys and values.
+
+    What the output adds by itself is the bias of the last.
+    """
+    names = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
+    routes = inside[0].summands if len(inside) == 1 else (Chain(inside),)
+    if len(routes) == 4:
+        raise UnsupportedModelError(
+            f"{frozen.view.blocks[layer].name} of this {frozen.view.description}: a gate stands after its heads; "
+            "circuits of a difference have no nodes for what gates change. attribute and the operator work."
+        )
+    if len(routes) == 1:
+        return [_sublayer(frozen, layer, at, (Chain(inside),), output, names, "b_O", "head")]
+    by_value, by_query, by_key = routes
+    alone = without_offsets(output)  # what two models' outputs differ by is added once
+    kinds: tuple[tuple[AffineMap, AffineMap, Kind], ...] = (
+        (by_query, alone, "query"),
+        (by_key, alone, "key"),
+        (by_value, output, "head"),
+    )
+    sublayers = [_sublayer(frozen, layer, at, (read,), out, names, "b_O", kind) for read, out, kind in kinds]
+    return [replace(sublayer, of_three=True) for sublayer in sublayers]
+
+
+def _mlp_nodes(frozen: PassOrDifference, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
     """An MLP's hidden vector, what writes it, and its nodes: the whole MLP, or every expert that is chosen.
 
-    An expert's hidden vector is what it writes, its share of the routing and its own biases included.
+    An expert's hidden vector is what it writes, its share of the routing and its biases included.
     """
     if not isinstance(frozen.view.blocks[layer].mlp, ExpertsWeights):
         mlp = frozen.maps.mlp(layer, rule)
@@ -208,15 +270,15 @@ def _mlp_nodes(frozen: FrozenPass, layer: int, rule: str) -> tuple[AffineMap, Af
     return Beside(tuple(terms.values())), GroupSum(len(terms)), tuple(terms)
 
 
-def _per_layer_node(frozen: FrozenPass, layer: int, per_layer: Chain) -> Sublayer:
-    """What a block adds for an input of each token at this layer, as a node of its own."""
+def _per_layer_node(frozen: PassOrDifference, layer: int, per_layer: Chain) -> Sublayer:
+    """What a block adds for an input of each token at this layer, as a node."""
     *inside, output = per_layer.stages
     write = Chain((output, frozen.maps.norm(layer, PER_LAYER_NORM)))
     name = f"L{layer}.per_layer"
-    return Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", False)
+    return Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", "per_layer")
 
 
-def _norms(frozen: FrozenPass, layer: int, name: str | None) -> tuple[Norm, ...]:
+def _norms(frozen: PassOrDifference, layer: int, name: str | None) -> tuple[AffineMap, ...]:
     """The norm of this name, or none."""
     if name is None:
         return ()
@@ -224,16 +286,16 @@ def _norms(frozen: FrozenPass, layer: int, name: str | None) -> tuple[Norm, ...]
 
 
 def _sublayer(
-    frozen: FrozenPass,
+    frozen: PassOrDifference,
     layer: int,
     at: Place,
     read: tuple[AffineMap, ...],
     output: AffineMap,
     nodes: tuple[str, ...],
     bias_name: str,
-    is_attention: bool,
+    kind: Kind,
 ) -> Sublayer:
     before, after = (_norms(frozen, layer, name) for name in (at.before, at.after))
     bias = f"L{layer}.{bias_name}"
     inside = [stage for part in read for stage in stages_of(part)]
-    return Sublayer(layer, Chain((*before, *inside)), Chain((*stages_of(output), *after)), nodes, bias, is_attention)
+    return Sublayer(layer, Chain((*before, *inside)), Chain((*stages_of(output), *after)), nodes, bias, kind)

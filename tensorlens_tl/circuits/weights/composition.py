@@ -44,6 +44,9 @@ def composition_scores(
     Raises:
         InvalidInputError: no such kind or baseline; a rotary model without an offset for Q or K.
         UnsupportedModelError: layers with different numbers of heads.
+
+    >>> tlens.circuits.composition_scores(model, "V").shape  # layer head later_layer later_head
+    torch.Size([4, 4, 4, 4])
     """
     if kind not in KINDS:
         raise InvalidInputError(f"kind={kind!r}; use one of {', '.join(KINDS)}.")

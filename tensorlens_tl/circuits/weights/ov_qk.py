@@ -8,9 +8,9 @@ Functions take a model or a `FrozenPass`. Folding, and every question about scor
 together: a model is frozen on a few tokens for that, so who asks often passes a pass.
 
 With ``fold_norms=True`` the gain and the centring of the norm that feeds the head are folded into what it reads (and
-the head's own query and key gains, and a norm after the sublayer into what it writes); the norm's shift would be a
-bias and is left out, and so is its denominator, which depends on the input. Norms of the residual stream itself
-(post-LN) belong to no head.
+the gains of the head's query and key norms, and a norm after the sublayer into what it writes); the norm's shift
+would be a bias and is left out, and so is its denominator, which depends on the input. Norms of the residual stream
+itself (post-LN) belong to no head.
 
 Adapters (peft's LoRA and the like) are in the weights; the matrices that are returned name them as `adapters`.
 """
@@ -76,6 +76,9 @@ def qk(
     Raises:
         InvalidInputError: no such layer or head; a rotary model without an offset, or one outside the context.
         UnsupportedModelError: the layer's scores cannot be read.
+
+    >>> tlens.circuits.qk(model, 0, 0).shape
+    torch.Size([128, 128])
     """
     layer, head = chosen_head(as_view(model), layer, head)
     weights = LayerWeights.with_scores(as_pass(model, offset), layer, fold_norms, offset)
@@ -90,6 +93,9 @@ def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool =
     Raises:
         InvalidInputError: no such layer or head.
         UnsupportedModelError: no readable embedding or unembedding, or a prediction head between them.
+
+    >>> tlens.circuits.full_ov(model, 0, 0).shape == (model.cfg.d_vocab, model.cfg.d_vocab)
+    True
     """
     view = as_view(model)
     circuit = ov(model, layer, head, fold_norms=fold_norms)
@@ -107,6 +113,9 @@ def full_qk(
 
     Raises:
         InvalidInputError, UnsupportedModelError: as `qk`; also no readable embedding.
+
+    >>> tlens.circuits.full_qk(model, 0, 0, offset=1).shape == (model.cfg.d_vocab, model.cfg.d_vocab)
+    True
     """
     view = as_view(model)
     circuit = qk(model, layer, head, offset=offset, fold_norms=fold_norms)
@@ -118,7 +127,11 @@ def full_qk(
 def ov_eigenvalues(
     model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False
 ) -> Complex[Tensor, "d_head"]:
-    """The non-zero eigenvalues of `full_ov`, largest first: positive ones copy tokens, negative ones suppress them."""
+    """The non-zero eigenvalues of `full_ov`, largest first: positive ones copy tokens, negative ones suppress them.
+
+    >>> tlens.circuits.ov_eigenvalues(model, 0, 0).shape  # d_head of them are not zero
+    torch.Size([32])
+    """
     unembedding, embedding = _square_vocabulary(as_view(model), fold_norms)
     circuit = ov(model, layer, head, fold_norms=fold_norms)
     values = torch.linalg.eigvals(upcast(circuit.B) @ unembedding @ embedding @ upcast(circuit.A))
@@ -126,7 +139,11 @@ def ov_eigenvalues(
 
 
 def copying_scores(model: WeightsLike, *, fold_norms: bool = False) -> Float[Tensor, "layer head"]:
-    """Σλ / Σ|λ| over the eigenvalues of every head's `full_ov`: 1 copies, −1 suppresses (Elhage et al. 2021)."""
+    """Σλ / Σ|λ| over the eigenvalues of every head's `full_ov`: 1 copies, −1 suppresses (Elhage et al. 2021).
+
+    >>> bool((tlens.circuits.copying_scores(model).abs() <= 1).all())
+    True
+    """
     view = as_view(model)
     unembedding, embedding = _square_vocabulary(view, fold_norms)
     through = unembedding @ embedding  # [d_model, d_model]: the vocabulary once, for all heads
@@ -173,6 +190,9 @@ def svd_tokens(
 
     Raises:
         InvalidInputError: no such circuit, layer or head; k or top below 1.
+
+    >>> tlens.circuits.svd_tokens(model, 0, 0, k=2, top=3).shape
+    (2, 6)
     """
     import pandas as pd
 
@@ -232,6 +252,9 @@ def virtual_head(model: WeightsLike, heads: Any, *, fold_norms: bool = False) ->
 
     Raises:
         InvalidInputError: fewer than one head, no such head, or layers that do not ascend.
+
+    >>> tlens.circuits.virtual_head(model, [(0, 1), (1, 2)]).shape
+    torch.Size([128, 128])
     """
     try:
         heads = [(whole_number("layer", layer), whole_number("head", head)) for layer, head in heads]
@@ -256,12 +279,12 @@ def virtual_head(model: WeightsLike, heads: Any, *, fold_norms: bool = False) ->
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer's weights by query head, folded and rotated as asked.
+    """One layer's weights by query head, folded and rotated as the options say.
 
     Attributes:
         V: `[head, d_model, d_head]`.
         O: `[head, d_head, d_model]`.
-        Q, K: `[head, d_model, d_head]`, the rotation in Q; None where no scores were asked for.
+        Q, K: `[head, d_model, d_head]`, the rotation in Q; None where only OV is read.
         adapters: the names of those that are in V and O.
     """
 
@@ -344,7 +367,7 @@ def _writing(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
 
 
 def _head_norm_gain(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
-    """Query or key weights with the gain of their own norm, per head or over all of them."""
+    """Query or key weights with the gain of the norm after them, per head or over all of them."""
     if norm is None or norm.gain is None:
         return W
     if norm.gain.numel() == W.shape[-1]:

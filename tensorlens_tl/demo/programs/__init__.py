@@ -56,6 +56,10 @@ def program(name: Any) -> Program:
 
     Raises:
         InvalidInputError: no program of that name.
+
+    >>> program = tlens.demo.program("induction")
+    >>> program.model().cfg.n_layers
+    2
     """
     if name not in PROGRAMS:
         raise InvalidInputError(f"program={name!r}; use one of {', '.join(map(repr, PROGRAMS))}.")

@@ -55,6 +55,11 @@ def known_answer(
 
     Raises:
         InvalidInputError: no task, or no prompt that the model answers.
+
+    >>> from tensorlens_tl import evaluate
+    >>> result = evaluate.known_answer(tlens.load_demo_model("recall"), evaluate.recall(8), ["relp", "random"])
+    >>> result.mean("mrr", "relp") > result.mean("mrr", "random")
+    True
     """
     if not isinstance(task, KnownAnswers):
         raise InvalidInputError(

@@ -50,6 +50,11 @@ def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None
         InvalidInputError: no task, no such method, a head or position that the model does not have, or a true component
             that it does not have.
         UnsupportedModelError: the scores of a layer cannot be read.
+
+    >>> from tensorlens_tl import evaluate
+    >>> program = tlens.demo.program("induction")
+    >>> list(evaluate.known_attention(program.model(), program.attention(4)).metrics)[:2]
+    ['query token', 'key token']
     """
     if not isinstance(task, KnownAttention):
         raise InvalidInputError(

@@ -77,6 +77,11 @@ def known_components(
         InvalidInputError: no task, no such method, a threshold outside (0, 1], no pair that the model answers, or a
             true node or edge that the model does not have.
         UnsupportedModelError: a method that is named, or every one, does not fit this model.
+
+    >>> from tensorlens_tl import evaluate
+    >>> program = tlens.demo.program("induction")
+    >>> list(evaluate.known_components(program.model(), program.components(4), ["frozen"]).metrics)[:2]
+    ['node auroc', 'node precision']
     """
     if not isinstance(task, KnownComponents):
         raise InvalidInputError(

@@ -78,6 +78,11 @@ def patching_agreement(
 
     Raises:
         InvalidInputError: no pairs, no such method, or no pair that the model answers.
+
+    >>> from tensorlens_tl import evaluate
+    >>> pairs = evaluate.prompt_pairs(evaluate.recall(4))
+    >>> list(evaluate.patching_agreement(tlens.load_demo_model("recall"), pairs, ["frozen"]).metrics)
+    ['pearson', 'spearman']
     """
     known = [name for name in METHODS if name != "patching"]
     chosen = checked_methods(methods, known)
@@ -142,6 +147,11 @@ def circuit_faithfulness(
         InvalidInputError: no pairs, no such method or choice, proportions that do not rise to 1, no such folder, no
             pair that the model answers, or two prompts that give one mean logit difference.
         UnsupportedModelError: what `circuits.edge_scores` refuses.
+
+    >>> from tensorlens_tl import evaluate
+    >>> model, pairs = tlens.load_demo_model("recall"), evaluate.prompt_pairs(evaluate.recall(4))
+    >>> list(evaluate.circuit_faithfulness(model, pairs, ["frozen"], proportions=(0.1, 1)).metrics)
+    ['cpr', 'cmd']
     """
     axis = _axis(proportions)
     if choice not in CHOICES:

@@ -137,6 +137,11 @@ def recall(
 
     Raises:
         InvalidInputError: a number out of range.
+
+    >>> from tensorlens_tl import evaluate
+    >>> task = evaluate.recall(2, pairs=4)
+    >>> bool((task.tokens[task.sources] == task.answers).all())  # the source is the answer itself
+    True
     """
     prompts = whole_number("prompts", prompts, least=1)
     pairs = whole_number("pairs", pairs, 1, len(KEYS))

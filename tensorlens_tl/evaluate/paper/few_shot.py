@@ -48,6 +48,11 @@ def few_shot_prompts(
 
     Raises:
         InvalidInputError: no subject, or prompts of unequal length (says which, and what the most common length is).
+
+    >>> from tensorlens_tl import evaluate
+    >>> pairs = evaluate.shipped_relations()["animal young"].samples[:1]
+    >>> evaluate.few_shot_prompts(model, "{} is", pairs).samples == tuple(pairs)
+    True
     """
     if not subjects:
         raise InvalidInputError("few_shot_prompts: no subject to ask for.")
@@ -117,7 +122,7 @@ def _subject_end(view: ModelView, template: str, tokens: Sequence[int], sample: 
 def of_common_length(model: ModelLike, template: str, samples: Sequence[Sample]) -> list[Sample]:
     """The samples whose prompts, alone and with their objects, have the most common token lengths (Appendix D).
 
-    Few-shot prompts made of any of them then have the same length.
+    Few-shot prompts of any of them then have the same length.
     """
     view = ModelView(model)
 

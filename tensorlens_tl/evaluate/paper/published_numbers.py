@@ -24,7 +24,7 @@ LENGTH = 128
 
 PAPER_METHODS: Mapping[str, str] = {
     "Tensor, Norm": "tensorlens norm",
-    "Tensor, In+Out": "tensorlens in+out",
+    "Tensor, In+Out": "tensorlens in_out",
     "Tensor, In+Class": "tensorlens target",
     "Rollout, Attn": "rollout attention",
     "Rollout, W-Attn": "rollout norm:attn",
@@ -156,6 +156,10 @@ def published(name: str | None = None, model: str | None = None) -> list[Publish
 
     Raises:
         InvalidInputError: no such experiment.
+
+    >>> from tensorlens_tl import evaluate
+    >>> len(evaluate.published()) > 100
+    True
     """
     numbers = [number for number in _all() if name is None or number.name == experiment_named(name).name]
     if model is None:

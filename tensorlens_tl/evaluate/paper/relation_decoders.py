@@ -23,7 +23,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.evaluate.arguments import PromptLength, Prompts as TextPrompts, WholeNumber
+from tensorlens_tl.evaluate.arguments import PromptLength, WholeNumber
 from tensorlens_tl.evaluate.paper.few_shot import (
     Prompts,
     few_shot_prompts,
@@ -39,6 +39,7 @@ from tensorlens_tl.evaluate.scorers import RANDOM, predictions
 from tensorlens_tl.hooks import in_this_thread, run
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.passes.inputs import InputLike
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.results import Evaluation
 
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     Examples = Relation | Sequence[Sample] | Sequence[tuple[str, str]] | Sequence[str] | Prompts | Tensor
     """A relation, pairs of subject and object, texts, or token ids `[prompt, pos]`."""
 
-    DecoderPrompts = Prompts | TextPrompts | FrozenPass
+    DecoderPrompts = Prompts | InputLike | FrozenPass
     """Texts or token ids of the examples' length, or a pass of them."""
 else:
     Examples = DecoderPrompts = Any  # our own errors say what is wrong

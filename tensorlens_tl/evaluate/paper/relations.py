@@ -67,7 +67,12 @@ class Relation:
 
 @lru_cache
 def shipped_relations() -> dict[str, Relation]:
-    """The relations that come with the library, by name; the embedded relations model was trained on them."""
+    """The relations that come with the library, by name; the embedded relations model was trained on them.
+
+    >>> from tensorlens_tl import evaluate
+    >>> sorted(evaluate.shipped_relations())[:2]
+    ['adjective opposite', 'animal young']
+    """
     relations = [Relation.load(path) for path in sorted(SHIPPED.glob("*.json"))]
     return {relation.name: relation for relation in relations}
 

@@ -23,7 +23,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.drawing import page, terminal
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
-from tensorlens_tl.evaluate.arguments import Prompts, ReplacementName, WholeNumber
+from tensorlens_tl.evaluate.arguments import ReplacementName, WholeNumber
 from tensorlens_tl.evaluate.checks import spearman
 from tensorlens_tl.evaluate.paper.published_numbers import (
     CATEGORIES,
@@ -41,14 +41,14 @@ from tensorlens_tl.evaluate.perturbation import perturbation
 from tensorlens_tl.evaluate.scorers import STANDARD, scorers_of, usable
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
-from tensorlens_tl.passes.inputs import token_rows
+from tensorlens_tl.passes.inputs import InputLike, token_rows
 from tensorlens_tl.results import Evaluation
 
 if TYPE_CHECKING:
     import pandas as pd
 
 if TYPE_CHECKING:
-    Data = Prompts | Sequence[Relation] | None
+    Data = InputLike | Sequence[Relation] | None
     """Texts, token ids or images; relations, or None for those that come with the library."""
 else:
     Data = Any  # our own errors say what is wrong

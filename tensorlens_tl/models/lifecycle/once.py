@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from tensorlens_tl.models.lifecycle.weight_state import WeightState
+from tensorlens_tl.models.protocol import HookedModel
 
 Value = TypeVar("Value")
 
@@ -24,9 +25,11 @@ class OncePerWeights(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._stored: WeakKeyDictionary[nn.Module, tuple[list[tuple[object, ...]], Value]] = WeakKeyDictionary()
+        self._stored: WeakKeyDictionary[nn.Module | HookedModel, tuple[list[tuple[object, ...]], Value]] = (
+            WeakKeyDictionary()
+        )
 
-    def get(self, model: nn.Module, weights: WeightState) -> Value | None:
+    def get(self, model: nn.Module | HookedModel, weights: WeightState) -> Value | None:
         """The value that was stored for a model with these weights.
 
         Args:
@@ -39,7 +42,7 @@ class OncePerWeights(Generic[Value]):
         versions, value = self._stored.get(model, (None, None))
         return value if versions is not None and versions == weights.versions else None
 
-    def set(self, model: nn.Module, weights: WeightState, value: Value) -> None:
+    def set(self, model: nn.Module | HookedModel, weights: WeightState, value: Value) -> None:
         """Store a value, in place of any other one of this model.
 
         Args:

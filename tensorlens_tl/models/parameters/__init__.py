@@ -28,6 +28,10 @@ from tensorlens_tl.models.parameters.offload import (
 )
 from tensorlens_tl.models.parameters.weights import (
     AttentionWeights,
+    Gate,
+    InnerValues,
+    InverseScale,
+    Latent,
     MLMHead,
     MLPWeights,
     NormWeights,
@@ -47,6 +51,10 @@ from tensorlens_tl.models.parameters.weights import (
 
 __all__ = [
     "AttentionWeights",
+    "Gate",
+    "InnerValues",
+    "InverseScale",
+    "Latent",
     "MLMHead",
     "MLPWeights",
     "NormWeights",

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tensorlens_tl.algebra import AffineMap
+from tensorlens_tl.algebra import Chain, Diagonal, Linear, Norm
 from tensorlens_tl.algebra.numerics import centred, maybe, plus, times, upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.activations import Activation
@@ -35,6 +35,15 @@ class NormWeights:
         assert self.epsilon is not None
         return (centred(upcast(x), self.centre).square().mean(-1, keepdim=True) + self.epsilon).sqrt()
 
+    def scales(self, x: Float[Tensor, "*any width"], groups: int) -> Float[Tensor, "*any group"]:
+        """The scale of each of several equal groups of channels."""
+        return self.scale_of(x.unflatten(-1, (groups, -1)))[..., 0]
+
+    def gains(self, x: Float[Tensor, "*any width"], groups: int) -> Float[Tensor, "width"]:
+        """The gain of every channel of several groups; 1 where there is none."""
+        ones = torch.ones_like(x[..., :1, :].flatten(0, -2)[0]).unflatten(-1, (groups, -1))
+        return times(ones, self.gain).to(x).flatten()
+
     @property
     def is_plain(self) -> bool:
         """Whether its gain and shift change nothing: folded into what reads the norm, or never trained."""
@@ -49,6 +58,59 @@ class NormWeights:
 
 
 @dataclass(frozen=True)
+class Gate:
+    """``squash(x·W + b)``, from what a sublayer reads: a factor, each channel for several of what it multiplies."""
+
+    linear: Linear
+    squash: Activation
+    each: int = 1
+
+    def __call__(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos width"]:
+        """The factor of every channel."""
+        return self.squash(self.linear(x)).repeat_interleave(self.each, dim=-1)
+
+
+@dataclass(frozen=True)
+class InverseScale:
+    """1 / the scale of a norm inside a sublayer, from what the norm reads; its gain belongs to the next matrix."""
+
+    norm: NormWeights
+
+    def __call__(self, z: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos 1"]:
+        """The factor of every position."""
+        return (1 / self.norm.scale_of(z)).to(z)
+
+
+@dataclass(frozen=True)
+class InnerValues:
+    """Values through a norm: that of each head's values (Gemma 4), or of a latent vector before them (DeepSeek).
+
+    Attributes:
+        entry: from what attention reads to what the norm reads.
+        norm: with one scale for each of `groups` of channels; one that only scales, if there are several.
+        out: from there to the values; None where the norm gives them.
+    """
+
+    entry: Linear
+    norm: NormWeights
+    groups: int
+    out: Linear | None = None
+
+    def __call__(self, x: Float[Tensor, "batch pos d_model"]) -> Chain:
+        """With the scales held that the norm has at x."""
+        read = self.entry(x)
+        if self.out is not None:
+            return Chain((self.entry, self.held(read), self.out))
+        by_group = read.unflatten(-1, (self.groups, -1))
+        factor = times((1 / self.norm.scale_of(by_group)).to(read).expand_as(by_group), self.norm.gain)
+        return Chain((self.entry, Diagonal(factor.flatten(-2))))
+
+    def held(self, read: Float[Tensor, "batch pos width"]) -> Norm:
+        """The norm of a latent vector, with the scale that it has there."""
+        return Norm(self.norm.scale_of(read), self.norm.gain, self.norm.shift, self.norm.centre)
+
+
+@dataclass(frozen=True)
 class AttentionWeights:
     """Value and output weights with heads side by side; values keep the key-value heads of grouped attention.
 
@@ -57,10 +119,8 @@ class AttentionWeights:
 
     Attributes:
         value_matrix, b_V: W_V and its bias; no matrix where values go through a norm inside (latent attention).
-        inner_values: values as a map, given what attention reads `[batch, pos, d_model]`, where they are more than
-            x·W_V + b_V.
-        output_factor: a factor `[batch, pos, width or 1]` of what the heads give, from what attention reads and from
-            the heads themselves: a gate, or the scale of a norm before W_O. None for 1.
+        inner_values: values where they are more than x·W_V + b_V.
+        output_factor: what multiplies what the heads give: a gate, or the scale of a norm before W_O. None for 1.
     """
 
     value_matrix: Float[Tensor, "d_model kv_width"] | None
@@ -69,8 +129,8 @@ class AttentionWeights:
     b_O: Float[Tensor, "d_model"] | None
     heads: int
     kv_heads: int
-    inner_values: Callable[[Tensor], AffineMap] | None = None
-    output_factor: Callable[[Tensor, Tensor], Tensor] | None = None
+    inner_values: InnerValues | None = None
+    output_factor: Gate | InverseScale | None = None
 
     @property
     def hooked(self) -> bool:
@@ -99,19 +159,47 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """What queries or keys are read from in place of the stream (DeepSeek): x·W + b, its first channels normed.
+
+    Attributes:
+        entry: the matrix.
+        norm: one that only scales.
+        rank: how many channels it norms.
+    """
+
+    entry: Linear
+    norm: NormWeights
+    rank: int
+
+    def scale(self, read: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos 1"]:
+        """The norm's scale, from what the matrix gives."""
+        return self.norm.scale_of(read[..., : self.rank])
+
+    @property
+    def gain(self) -> Float[Tensor, "width"]:
+        """What every channel is multiplied by, the scale apart."""
+        gain = torch.ones_like(self.entry.weight[0])
+        return torch.cat([times(gain[: self.rank], self.norm.gain).to(gain), gain[self.rank :]])
+
+
+@dataclass(frozen=True)
 class QueryKeyWeights:
     """Query and key weights with heads side by side, and the norms of queries and keys where there are any.
 
-    `epsilon` is those norms'. Keys keep the key-value heads of grouped attention.
+    `epsilon` is those norms'. Keys keep the key-value heads of grouped attention. With a latent, the weights are from
+    that to heads.
     """
 
-    W_Q: Float[Tensor, "d_model width"]
+    W_Q: Float[Tensor, "d_read width"]
     b_Q: Float[Tensor, "width"] | None
-    W_K: Float[Tensor, "d_model kv_width"]
+    W_K: Float[Tensor, "d_latent kv_width"]
     b_K: Float[Tensor, "kv_width"] | None
     q_norm: NormWeights | None
     k_norm: NormWeights | None
     epsilon: float
+    query_latent: Latent | None = None
+    key_latent: Latent | None = None
 
 
 @dataclass(frozen=True)
@@ -128,8 +216,8 @@ class MLPWeights:
 
     Attributes:
         linear_activation: ψ of a gated MLP φ(gate)·ψ(in) (the clamp of gpt-oss); None for the identity.
-        post_factor: from the hidden vector after the activation to a factor of it, `[batch, pos, d_mlp or 1]` (the
-            scale of a norm inside, as in BitNet); None without.
+        post_factor: what multiplies the hidden vector after the activation: the scale of a norm inside (BitNet); None
+            without.
         hooked: whether its pre-activations have hook points; else they follow from what it reads, and it is held as a
             whole.
     """
@@ -143,7 +231,7 @@ class MLPWeights:
     b_out: Float[Tensor, "d_model"] | None
     activation: Activation
     linear_activation: Activation | None = None
-    post_factor: Callable[[Tensor], Tensor] | None = None
+    post_factor: InverseScale | None = None
     hooked: bool = True
 
     @property

@@ -1,6 +1,6 @@
 """How the parts of a block are read: attention, MLPs, experts, and mixers in place of attention."""
 
-from tensorlens_tl.models.sublayers.attention import projection, read_attention
+from tensorlens_tl.models.sublayers.attention import projection, read_attention, read_latent_scores
 from tensorlens_tl.models.sublayers.delta import delta_pattern, is_delta
 from tensorlens_tl.models.sublayers.experts import (
     ExpertsWeights,
@@ -27,6 +27,7 @@ __all__ = [
     "projection",
     "read_attention",
     "read_experts",
+    "read_latent_scores",
     "read_mixer",
     "read_mlp",
     "read_module",

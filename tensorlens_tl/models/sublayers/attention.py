@@ -1,7 +1,6 @@
 """How is a block's attention read: values, output, and what stands between them and the pattern?"""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,11 +8,16 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from tensorlens_tl.algebra import Chain, Diagonal, Linear, Norm
+from tensorlens_tl.algebra import Linear
 from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
+    Gate,
+    InnerValues,
+    InverseScale,
+    Latent,
+    QueryKeyWeights,
     Refuse,
     detached,
     flattened,
@@ -78,7 +82,10 @@ def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, A
     if module is None:
         # HookedTransformer's W_V is expanded to query heads, its _W_V is not; a Bridge has only the latter, as W_V.
         prefix = "_" if letter in "KV" and hasattr(attn, f"_W_{letter}") else ""
-        return shown(attn, f"{prefix}W_{letter}"), shown(attn, f"{prefix}b_{letter}")
+        weight = shown(attn, f"{prefix}W_{letter}")
+        module = innermost(attn._modules.get("q"))
+        if weight is not None or letter != "Q" or not isinstance(module, nn.Module):
+            return weight, shown(attn, f"{prefix}b_{letter}")
     weight, bias = read_linear(module, f"attn.{letter.lower()}", refuse)
     heads = cfg.n_heads
     if letter in "KV":
@@ -115,38 +122,31 @@ def _with_inner_norms(read: AttentionWeights, inner: Any, cfg: Any, refuse: Refu
     value_norm, sub_norm = (innermost(getattr(inner, name, None)) for name in ("v_norm", "attn_sub_norm"))
     if isinstance(value_norm, nn.Module):
         assert read.value_matrix is not None
-        plain = Linear(read.value_matrix, read.b_V)
         norm = tried_norm(value_norm, cfg, width=read.value_matrix.shape[1] // read.kv_heads)
-
-        def values(x: Tensor) -> Chain:
-            v = plain(x).unflatten(-1, (read.kv_heads, -1))
-            factor = times((1 / norm.scale_of(v)).to(v).expand_as(v), norm.gain)
-            return Chain((plain, Diagonal(factor.flatten(-2))))
-
         if not norm.only_scales:
             raise UnsupportedModelError(f"{type(value_norm).__name__} of values is centred or shifted; not read.")
-        read = replace(read, inner_values=values)
+        read = replace(read, inner_values=InnerValues(Linear(read.value_matrix, read.b_V), norm, read.kv_heads))
     if isinstance(sub_norm, nn.Module):
         outer = tried_norm(sub_norm, cfg, width=read.W_O.shape[0])
         if not outer.only_scales:
             raise UnsupportedModelError(f"{type(sub_norm).__name__} before W_O is centred or shifted; not read.")
         W_O = times(read.W_O.mT, outer.gain).mT
-        read = replace(read, W_O=W_O, output_factor=lambda x, z: (1 / outer.scale_of(z)).to(z))
+        read = replace(read, W_O=W_O, output_factor=InverseScale(outer))
     return replace(read, output_factor=_gate(inner, read, refuse) or read.output_factor)
 
 
-def _gate(inner: Any, read: AttentionWeights, refuse: Refuse) -> Callable[[Tensor, Tensor], Tensor] | None:
+def _gate(inner: Any, read: AttentionWeights, refuse: Refuse) -> Gate | None:
     """A gate of what the heads give, from what attention reads: per head or per channel."""
     width = read.W_O.shape[0]
     for name, squash in (("gate_proj", torch.sigmoid), ("g_proj", torch.nn.functional.softplus)):
         linear = innermost(getattr(inner, name, None))
         if isinstance(linear, nn.Module) and isinstance(getattr(linear, "weight", None), Tensor):
             weight, bias = read_linear(linear, f"attn.{name}", refuse)
-            return _Gate(Linear(weight, bias), squash, width // weight.shape[1])
+            return Gate(Linear(weight, bias), squash, width // weight.shape[1])
     return _gate_beside_queries(inner, width, refuse)
 
 
-def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Callable[[Tensor, Tensor], Tensor] | None:
+def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Gate | None:
     """A gate that the query projection gives as well, head by head after its query (Qwen3-Next, Qwen3.5)."""
     linear = innermost(getattr(inner, "q_proj", None))
     d_head = getattr(inner, "head_dim", None)
@@ -158,19 +158,7 @@ def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Callable[[Te
     def second_half(both: Tensor) -> Tensor:
         return both.unflatten(-1, (-1, 2, d_head))[..., 1, :].flatten(-2)
 
-    return _Gate(Linear(second_half(weight), maybe(second_half, bias)), torch.sigmoid, 1)
-
-
-@dataclass(frozen=True)
-class _Gate:
-    """``squash(x·W + b)``, each channel for so many channels of what the heads give."""
-
-    linear: Linear
-    squash: Callable[[Tensor], Tensor]
-    each: int
-
-    def __call__(self, x: Tensor, z: Tensor) -> Tensor:
-        return self.squash(self.linear(x)).repeat_interleave(self.each, dim=-1)
+    return Gate(Linear(second_half(weight), maybe(second_half, bias)), torch.sigmoid, 1)
 
 
 def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
@@ -196,8 +184,58 @@ def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
     b_up = maybe(values_of, b_up)
     up_to_values = Linear(values_of(W_up), b_up)
 
-    def values(x: Tensor) -> Chain:
-        scale = read.scale_of(latent(x))
-        return Chain((latent, Norm(scale, read.gain, read.shift, read.centre), up_to_values))
-
+    values = InnerValues(latent, read, 1, up_to_values)
     return AttentionWeights(None, b_up, W_O, b_O, heads, heads, inner_values=values)
+
+
+def read_latent_scores(attn: Any, cfg: Any, refuse: Refuse) -> QueryKeyWeights | None:
+    """Queries and keys of latent attention, each head's rotated channels before the others; None of any other.
+
+    A key is read from the latent vector that values are read from, and from channels that all heads share.
+    """
+    inner = innermost(attn)
+    if not isinstance(getattr(inner, "kv_b_proj", None), nn.Module):
+        return None
+    rotated = int(inner.qk_rope_head_dim)
+    plain = int(inner.qk_nope_head_dim)
+    W_Q, b_Q, query_latent = _latent_queries(inner, cfg, refuse)
+    W_up, b_up = read_linear(inner.kv_b_proj, "attn.kv_b_proj", refuse)
+    heads = W_Q.shape[1] // (rotated + plain)
+    rank = len(W_up)
+
+    def rotated_first(both: Tensor) -> Tensor:
+        return both.unflatten(-1, (heads, -1)).roll(rotated, dims=-1).flatten(-2)
+
+    W_K = W_up.new_zeros(rank + rotated, heads, rotated + plain)
+    W_K[:rank, :, rotated:] = W_up.unflatten(-1, (heads, -1))[..., :plain]
+    W_K[rank:, :, :rotated] = torch.eye(rotated).to(W_up)[:, None]
+    b_K = None
+    if b_up is not None:
+        b_K = torch.nn.functional.pad(b_up.unflatten(-1, (heads, -1))[..., :plain], (rotated, 0)).flatten()
+    return QueryKeyWeights(
+        W_Q=rotated_first(W_Q),
+        b_Q=maybe(rotated_first, b_Q),
+        W_K=W_K.flatten(1),
+        b_K=b_K,
+        q_norm=None,
+        k_norm=None,
+        epsilon=0.0,
+        query_latent=query_latent,
+        key_latent=_latent_of(inner, "kv_a_proj_with_mqa", "kv_a_layernorm", rank, cfg, refuse),
+    )
+
+
+def _latent_queries(inner: Any, cfg: Any, refuse: Refuse) -> tuple[Tensor, Tensor | None, Latent | None]:
+    """Their matrix, its bias, and the latent vector that they are read from; None for what attention reads."""
+    if isinstance(getattr(inner, "q_b_proj", None), nn.Module):
+        W_Q, b_Q = read_linear(inner.q_b_proj, "attn.q_b_proj", refuse)
+        return W_Q, b_Q, _latent_of(inner, "q_a_proj", "q_a_layernorm", len(W_Q), cfg, refuse)
+    W_Q, b_Q = read_linear(inner.q_proj, "attn.q_proj", refuse)
+    return W_Q, b_Q, None
+
+
+def _latent_of(inner: Any, entry: str, norm: str, rank: int, cfg: Any, refuse: Refuse) -> Latent:
+    read = tried_norm(innermost(getattr(inner, norm)), cfg, width=rank)
+    if not read.only_scales:
+        raise refuse(f"attn.{norm} is centred or shifted; queries and keys through it are not read.")
+    return Latent(Linear(*read_linear(getattr(inner, entry), f"attn.{entry}", refuse)), read, rank)

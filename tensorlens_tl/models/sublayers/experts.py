@@ -19,6 +19,7 @@ from tensorlens_tl.algebra import Linear
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.models.activations import Activation
 from tensorlens_tl.models.parameters import (
+    Gate,
     MLPWeights,
     Refuse,
     detached,
@@ -77,7 +78,7 @@ class ExpertsWeights:
     expert: Callable[[int], MLPWeights]
     routing: Routing
     shared: MLPWeights | None = None
-    shared_gate: Callable[[Tensor], Tensor] | None = None
+    shared_gate: Gate | None = None
     shared_module: nn.Module | None = None
     around: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     choices: int = 1
@@ -149,7 +150,7 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
         expert=expert,
         routing=routing,
         shared=maybe(partial(read_module, cfg=cfg, refuse=refuse), shared),
-        shared_gate=maybe(partial(_sigmoid_of, refuse=refuse), gate),
+        shared_gate=maybe(partial(_shared_gate, refuse=refuse), gate),
         shared_module=shared,
         choices=next((number for number in choices if isinstance(number, int)), count),
     )
@@ -161,9 +162,8 @@ def _first_module(layer: Any, *names: str) -> nn.Module | None:
     return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
-def _sigmoid_of(linear: nn.Module, refuse: Refuse) -> Callable[[Tensor], Tensor]:
-    gate = Linear(*read_linear(linear, "shared_expert_gate", refuse))
-    return lambda x: torch.sigmoid(gate(x))
+def _shared_gate(linear: nn.Module, refuse: Refuse) -> Gate:
+    return Gate(Linear(*read_linear(linear, "shared_expert_gate", refuse)), torch.sigmoid)
 
 
 def _routing(layer: Any, experts: nn.Module, refuse: Refuse) -> Routing:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.models.activations import Activation, is_elementwise
 from tensorlens_tl.models.parameters import (
+    InverseScale,
     MLPWeights,
     Refuse,
     detached,
@@ -104,7 +105,7 @@ def _with_inner_norm(read: MLPWeights, inner: Any, cfg: Any, refuse: Refuse) -> 
     if not weights.only_scales:
         raise refuse(f"the norm inside its mlp ({type(norm).__name__}) is centred or shifted; it is not read.")
     W_out = times(read.W_out.mT, weights.gain).mT
-    return replace(read, W_out=W_out, post_factor=lambda post: (1 / weights.scale_of(post)).to(post), hooked=False)
+    return replace(read, W_out=W_out, post_factor=InverseScale(weights), hooked=False)
 
 
 def read_module(module: nn.Module, cfg: Any, refuse: Refuse) -> MLPWeights:

@@ -21,7 +21,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, grouped_pr
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models.parameters import NormWeights
+from tensorlens_tl.models.parameters import Latent, NormWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
 
 
@@ -34,16 +34,28 @@ class HeadProjection:
         linear: to all heads side by side.
         heads: how many there are.
         norm: the RMSNorm of queries or keys, per head or over all of them; None without.
+        latent: what the matrix reads in place of what attention reads (DeepSeek); None for that.
     """
 
     reads: tuple[AffineMap, ...]
     linear: Linear
     heads: int
     norm: NormWeights | None = None
+    latent: Latent | None = None
+
+    def _held_linear(self, x: Float[Tensor, "batch pos d_model"]) -> Chain:
+        """From the stream to all heads, with the scale of a latent's norm held."""
+        if self.latent is None:
+            return Chain((*self.reads, self.linear))
+        entry = Chain((*self.reads, self.latent.entry))
+        read = entry(x)
+        factor = self.latent.gain.expand_as(read).clone()
+        factor[..., : self.latent.rank] /= self.latent.scale(read)
+        return Chain((*entry.stages, Diagonal(factor), self.linear))
 
     def raw(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos width"]:
         """Before their own norm."""
-        return Chain((*self.reads, self.linear))(x)
+        return self._held_linear(x)(x)
 
     @property
     def groups(self) -> int:
@@ -57,7 +69,7 @@ class HeadProjection:
     def scale(self, raw: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos group"]:
         """The norm's scale of every group."""
         assert self.norm is not None
-        return self.norm.scale_of(raw.unflatten(-1, (self.groups, -1)))[..., 0]
+        return self.norm.scales(raw, self.groups)
 
     def gain(self, raw: Float[Tensor, "batch pos width"]) -> Float[Tensor, "width"]:
         """The norm's gain of every channel; 1 where it has none."""
@@ -68,11 +80,12 @@ class HeadProjection:
 
     def held(self, x: Float[Tensor, "batch pos d_model"]) -> Chain:
         """From the stream to queries or keys, with the scale of their norm held: a diagonal map."""
+        linear = self._held_linear(x)
         if self.norm is None:
-            return Chain((*self.reads, self.linear))
-        raw = self.raw(x)
+            return linear
+        raw = linear(x)
         inverse = (1 / self.scale(raw)).to(raw).repeat_interleave(raw.shape[-1] // self.groups, dim=-1)
-        return Chain((*self.reads, self.linear, Diagonal(self.gain(raw) * inverse)))
+        return Chain((*linear.stages, Diagonal(self.gain(raw) * inverse)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +119,14 @@ class ScoreReading:
         self, x: Float[Tensor, "batch pos d_model"]
     ) -> tuple[Float[Tensor, "batch head pos d_head"], Float[Tensor, "batch kv pos d_head"]]:
         """Queries and keys as their product takes them: after norms and rotation."""
-        q = rearrange(self.query(x), "b p (h d) -> b h p d", h=self.heads)
-        k = rearrange(self.key(x), "b p (h d) -> b h p d", h=self.kv_heads)
+        return self.rotated(self.query(x), self.key(x))
+
+    def rotated(
+        self, query: Float[Tensor, "batch pos width"], key: Float[Tensor, "batch pos kv_width"]
+    ) -> tuple[Float[Tensor, "batch head pos d_head"], Float[Tensor, "batch kv pos d_head"]]:
+        """The same from what `query` and `key` give."""
+        q = rearrange(query, "b p (h d) -> b h p d", h=self.heads)
+        k = rearrange(key, "b p (h d) -> b h p d", h=self.kv_heads)
         if self.rotation is None:
             return q, k
         rotated = partial(torch.einsum, "pde,bhpd->bhpe", self.rotation.to(q))
@@ -115,7 +134,13 @@ class ScoreReading:
 
     def scores(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch head query key"]:
         """Scores before soft cap, ALiBi and mask."""
-        return self.scale * grouped_products(*self.vectors(x))
+        return self.scores_of(self.query(x), self.key(x))
+
+    def scores_of(
+        self, query: Float[Tensor, "batch pos width"], key: Float[Tensor, "batch pos kv_width"]
+    ) -> Float[Tensor, "batch head query key"]:
+        """The same from what `query` and `key` give."""
+        return self.scale * grouped_products(*self.rotated(query, key))
 
     def finished(self, scores: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query key"]:
         """The same after soft cap and ALiBi, as they enter the mask and the softmax."""
@@ -168,7 +193,7 @@ def score_projections(
         UnsupportedModelError: the layer has no query and key weights that are read.
     """
     block = maps.view.blocks[layer]
-    weights = block.query_key
+    weights = block.latent_scores or block.query_key
     reads: list[AffineMap] = []
     if before is not None:
         reads.append(maps.norm(layer, before))
@@ -183,9 +208,11 @@ def score_projections(
         return replace(weights_of, epsilon=weights.epsilon)
 
     attention = block.attention
+    queries = Linear(weights.W_Q, weights.b_Q)
+    keys = Linear(weights.W_K, weights.b_K)
     return (
-        HeadProjection(tuple(reads), Linear(weights.W_Q, weights.b_Q), attention.heads, norm(weights.q_norm)),
-        HeadProjection(tuple(reads), Linear(weights.W_K, weights.b_K), attention.kv_heads, norm(weights.k_norm)),
+        HeadProjection(tuple(reads), queries, attention.heads, norm(weights.q_norm), weights.query_latent),
+        HeadProjection(tuple(reads), keys, attention.kv_heads, norm(weights.k_norm), weights.key_latent),
     )
 
 
@@ -259,7 +286,9 @@ def _angle_tables(maps: BlockMaps, attn: nn.Module, inner: nn.Module, x: Tensor)
         for extra in arguments:
             with suppress(TypeError), torch.no_grad():  # only some classes take the layer's kind
                 tables = module(x, positions, *extra)
-                if isinstance(tables, tuple) and len(tables) == 2:  # else complex numbers
+                if isinstance(tables, Tensor) and tables.is_complex():  # cos + i·sin, each plane once (Llama 4)
+                    yield tables[0].real, tables[0].imag
+                if isinstance(tables, tuple) and len(tables) == 2:
                     cos, sin = tables
                     half = cos.shape[-1] // 2
                     yield cos[0, :, :half], sin[0, :, :half]
@@ -297,18 +326,24 @@ def rotation_matrices(
     return matrices
 
 
-def score_reading(maps: BlockMaps, layer: int) -> ScoreReading:
+def score_reading(maps: BlockMaps, layer: int, vectors: tuple[Tensor, Tensor] | None = None) -> ScoreReading:
     """The reading of one layer's scores that reproduces its pattern.
+
+    Args:
+        maps: of the run.
+        layer: which one.
+        vectors: its queries and keys as of `projected`, where they are known.
 
     Raises:
         UnsupportedModelError: no known reading does; says how near the best came.
     """
     maps.view.refuse_encoder_decoder("attention scores")
-    x = maps.capture.resid_read(layer)
     before = maps.layouts[layer].attn.before
+    added = added_positions(maps)
+    queries, keys = vectors or projected(maps, layer, score_projections(maps, layer, before, added))
     candidates = [
-        replace(candidate, error=pattern_error(candidate, maps, layer))
-        for candidate in score_candidates(maps, layer, before, added_positions(maps))
+        replace(candidate, error=pattern_error(candidate, maps, layer, queries, keys))
+        for candidate in score_candidates(maps, layer, before, added)
     ]
     best = min(candidates, key=lambda reading: reading.error, default=None)
     if best is None or not best.error <= maps.tolerance:
@@ -319,26 +354,48 @@ def score_reading(maps: BlockMaps, layer: int) -> ScoreReading:
             "Relative position biases and centred query norms are not supported."
         )
     # what the pattern cannot tell apart (one token; nothing but uniform attention) goes to what the model states
-    near = [reading for reading in candidates if reading.error <= 2 * best.error]
-    scores = best.scores(x)
-    unlike = [reading for reading in near if float((reading.scores(x) - scores).norm()) > 0.1 * float(scores.norm())]
-    if unlike and x.shape[1] > 1:
+    near = [reading for reading in candidates if reading.error <= 2 * best.error and reading is not best]
+    scores = best.scores_of(queries, keys)
+    size = 0.1 * float(scores.norm())
+    unlike = [reading for reading in near if float((reading.scores_of(queries, keys) - scores).norm()) > size]
+    if unlike and queries.shape[1] > 1:
         raise UnsupportedModelError(
             f"blocks.{layer} of this {maps.view.description}: several ways to make its attention scores reproduce "
             f"its pattern equally well (off by {best.error:.1e} and {unlike[0].error:.1e}); it is too even to tell. "
             "Freeze a longer prompt, or use a wider dtype."
         )
     if unlike:
-        return near[0]
+        return next(reading for reading in candidates if reading.error <= 2 * best.error)
     return best
 
 
-def pattern_error(reading: ScoreReading, maps: BlockMaps, layer: int) -> float:
-    """The largest error of an attention probability. A row's own sum is kept: attention sinks take their share."""
+def projected(
+    maps: BlockMaps, layer: int, projections: tuple[HeadProjection, HeadProjection]
+) -> tuple[Float[Tensor, "batch pos width"], Float[Tensor, "batch pos kv_width"]]:
+    """One layer's queries and keys before rotation, heads side by side."""
     x = maps.capture.resid_read(layer)
-    pattern = maps.capture.pattern(layer).to(x.dtype)
+    query, key = projections
+    return query.held(x)(x), key.held(x)(x)
+
+
+def pattern_error(
+    reading: ScoreReading,
+    maps: BlockMaps,
+    layer: int,
+    queries: Float[Tensor, "batch pos width"],
+    keys: Float[Tensor, "batch pos kv_width"],
+) -> float:
+    """The largest error of an attention probability. A row's own sum is kept: attention sinks take their share.
+
+    Args:
+        reading: how scores are computed.
+        maps: of the run.
+        layer: which one.
+        queries, keys: before rotation, as of `projected`.
+    """
+    pattern = maps.capture.pattern(layer).to(queries.dtype)
     allowed = pattern > 0
-    scores = reading.finished(reading.scores(x)).masked_fill(~allowed, -torch.inf)
+    scores = reading.finished(reading.scores_of(queries, keys)).masked_fill(~allowed, -torch.inf)
     probabilities = torch.softmax(upcast(scores), dim=-1) * pattern.sum(-1, keepdim=True)
     real = maps.mask[:, None, :, None] & allowed.any(-1, keepdim=True)
     return float((probabilities - pattern).masked_fill(~real, 0.0).abs().max())

@@ -3,12 +3,12 @@
 | module | question |
 | --- | --- |
 | `values` | what did the parts of a block read in one run? |
-| `attention`, `mlps` | which linear map takes a difference of inputs to the difference of outputs? |
+| `attention`, `mlps`, `experts` | which linear map takes a difference of inputs to the difference of outputs? |
 | `maps` | the parts of every block as such secants |
 | `runs` | the two runs, checked, and their map proved block by block |
 """
 
 from tensorlens_tl.passes.difference.maps import SecantMaps
-from tensorlens_tl.passes.difference.runs import Difference, difference, refuse_without_secant
+from tensorlens_tl.passes.difference.runs import Difference, check_one_architecture, difference, refuse_without_secant
 
-__all__ = ["Difference", "SecantMaps", "difference", "refuse_without_secant"]
+__all__ = ["Difference", "SecantMaps", "check_one_architecture", "difference", "refuse_without_secant"]

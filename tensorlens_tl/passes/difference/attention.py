@@ -2,11 +2,12 @@
 
     Δz_i = Σ_k P̄_ik·Δv_k + Σ_k ΔP_ik·v̄_k,    ΔP by the softmax's secant from Δs_ik = scale·(Δq_i·k̄_k + q̄_i·Δk_k)
 
-so that attention is the sum of three linear maps of what it reads: one by values, one by queries, one by keys.
+so that attention is the sum of three linear maps of what it reads: one by values, one by queries, one by keys. A gate
+of what heads give is a fourth, Δ(g·z) = ḡ·Δz + z̄·Δg; the scale of a norm before W_O responds as any norm's does.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,20 +15,21 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Attention, Chain, Diagonal, Linear, Sum, grouped_products
+from tensorlens_tl.algebra import Attention, Chain, Diagonal, Identity, Linear, Sum, grouped_products
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import (
+    Change,
     KeyResponse,
+    Offset,
     QueryResponse,
     Rotation,
     ScoreSecant,
-    linear_secant,
     logarithmic_mean,
-    scale_response,
     slope,
 )
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import derivative
+from tensorlens_tl.models.parameters import AttentionWeights, Gate, InverseScale
 from tensorlens_tl.passes.attention_scores import (
     HeadProjection,
     ScoreReading,
@@ -37,26 +39,14 @@ from tensorlens_tl.passes.attention_scores import (
     score_reading,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.difference.mlps import gate_secant
 from tensorlens_tl.passes.difference.values import BlockValues
-
-
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """One layer's attention in one run: the frozen maps, what was read, and how scores follow from it."""
-
-    maps: BlockMaps
-    values: BlockValues
-    reading: ScoreReading
-
-    def raw(self, side: int, layer: int) -> Float[Tensor, "batch pos width"]:
-        """Queries (0) or keys (1) before their own norm."""
-        return self.reading.projections[side].raw(self.maps.capture.resid_read(layer))
 
 
 def attention_secant(
     a: BlockMaps, b: BlockMaps, layer: int, of_a: BlockValues, of_b: BlockValues, heads: Collection[int] | None = None
-) -> Chain:
-    """The secant of one layer's attention, from what it reads to what it writes.
+) -> tuple[Chain, float]:
+    """The secant of one layer's attention, from what it reads to what it writes, and how exactly its scores are read.
 
     Args:
         a, b: the two runs.
@@ -64,104 +54,204 @@ def attention_secant(
         of_a, of_b: what its parts read.
         heads: keep only these.
 
+    Returns:
+        The map, and the largest error of a probability of the two patterns, as their scores give them.
+
     Raises:
         UnsupportedModelError: attention scores that are not read.
     """
-    weights_a, weights_b = (maps.view.blocks[layer].attention for maps in (a, b))
+    weights = [maps.view.blocks[layer].attention for maps in (a, b)]
     name = partial("L{}.{}".format, layer)
-    reading = score_reading(a, layer)
-    runs = (_Run(a, of_a, reading), _Run(b, of_b, same_reading(reading, b, layer)))
-    values_a = Linear(weights_a.W_V, weights_a.b_V)
-    values_b = Linear(weights_b.W_V, weights_b.b_V)
-    by_value = linear_secant(values_a, values_b, of_a.attention, of_b.attention, name("W_V"))
+    queries, keys = _projection_secants(a, b, layer)
+    reading = score_reading(a, layer, (queries.a, keys.a))
+    error = _checked_error(reading, b, layer, queries.b, keys.b)
+    read = Change(of_a.attention, of_b.attention)
+    values = _value_secant(weights, read, name)
     patterns = [upcast(maps.capture.pattern(layer)) for maps in (a, b)]
-    mean = (values_a(upcast(of_a.attention)) + values_b(upcast(of_b.attention))) / 2
-    mean_values = rearrange(mean, "b p (h d) -> b h p d", h=weights_a.kv_heads)
-    secant = _score_secant(runs, layer, patterns, mean_values)
-    mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights_a.kv_heads)
+    mean_values = rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=weights[0].kv_heads)
+    of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
+    secant, by_sinks = _score_secant(reading, queries, keys, patterns, mean_values, of_sinks)
+    rotation = () if reading.rotation is None else (Rotation.of(reading.rotation),)
+    mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
-    routes = Sum(
-        (
-            Chain((*by_value, mixing)),
-            Chain((*_projection_secant(runs, 0, layer, name("W_Q")), QueryResponse.of(secant))),
-            Chain((*_projection_secant(runs, 1, layer, name("W_K")), KeyResponse(secant))),
-        )
+    only = partial(_of_heads, n_heads=weights[0].heads, heads=heads)
+    sinks = () if by_sinks is None else (Offset(only(by_sinks.to(of_a.heads)), name("sinks")),)
+    routes = (
+        Chain((*values.stages, mixing)),
+        Chain((*queries.stages, *rotation, QueryResponse.of(secant), *sinks)),
+        Chain((*keys.stages, *rotation, KeyResponse(secant))),
     )
-    outs = (Linear(weights_a.W_O, weights_a.b_O), Linear(weights_b.W_O, weights_b.b_O))
-    return Chain((routes, *linear_secant(*outs, of_a.heads, of_b.heads, name("W_O"))))
+    routes, z = _gated(weights, routes, Change(of_a.heads, of_b.heads), read, name("attn.W_gate"), only)
+    return Chain((Sum(routes), _written(weights, z, name("W_O"), only))), max(reading.error, error)
 
 
-def same_reading(reading: ScoreReading, maps: BlockMaps, layer: int) -> ScoreReading:
-    """The other run's scores, made in the same way.
+def _value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:
+    """The values, through a norm where one is inside.
+
+    Raises:
+        UnsupportedModelError: the two runs' are of different forms.
+    """
+    inner_a, inner_b = (weights_of.inner_values for weights_of in weights)
+    if inner_a is None and inner_b is None:
+        plain_a, plain_b = map(_values, weights)
+        return read.linear(plain_a, plain_b, name("W_V"))
+    if inner_a is None or inner_b is None or (inner_a.out is None) != (inner_b.out is None):
+        raise UnsupportedModelError(f"difference: the values of {name('attention')} are of two forms.")
+    entry = read.linear(inner_a.entry, inner_b.entry, name("W_V"))
+    if inner_a.out is not None and inner_b.out is not None:
+        latent = entry.normed(inner_a.held(entry.a), inner_b.held(entry.b), name("v_norm"))
+        return latent.linear(inner_a.out, inner_b.out, name("W_V_out"))
+    groups = inner_a.groups
+    gains = (inner_a.norm.gains(entry.a, groups), inner_b.norm.gains(entry.b, groups))
+    scale_a = inner_a.norm.scales(upcast(entry.a), groups)
+    scale_b = inner_b.norm.scales(upcast(entry.b), groups)
+    return entry.over(scale_a, scale_b, gains, name("v_norm"), groups)
+
+
+def _values(weights: AttentionWeights) -> Linear:
+    assert weights.value_matrix is not None
+    return Linear(weights.value_matrix, weights.b_V)
+
+
+def _gated(
+    weights: list[AttentionWeights],
+    routes: tuple[Chain, ...],
+    z: Change,
+    read: Change,
+    name: str,
+    only: Callable[[Tensor], Tensor],
+) -> tuple[tuple[Chain, ...], Change]:
+    """The routes to what heads give, and what they give, after a gate, which is one more route; without one as before.
+
+    Args:
+        weights: of either run.
+        routes: to what heads give.
+        z: what they give.
+        read: what attention reads.
+        name: of the gate's matrix.
+        only: leaves the heads that count.
+    """
+    gate_a, gate_b = (weights_of.output_factor for weights_of in weights)
+    if not isinstance(gate_a, Gate) or not isinstance(gate_b, Gate):
+        return routes, z
+    gate = gate_secant(gate_a, gate_b, read, name)
+    gate = gate.repeated(z.a.shape[-1] // gate.a.shape[-1])
+    held = Diagonal(gate.mean)
+    by_gate = Chain((*gate.stages, Diagonal(only(z.mean))))
+    gated = (*(Chain((*route.stages, held)) for route in routes), by_gate)
+    return gated, Change(z.a * gate.a, z.b * gate.b)
+
+
+def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callable[[Tensor], Tensor]) -> Chain:
+    """What attention writes: through a norm where there is one, and W_O.
+
+    Raises:
+        UnsupportedModelError: the two runs' are of different forms.
+    """
+    norm_a, norm_b = (weights_of.output_factor for weights_of in weights)
+    if type(norm_a) is not type(norm_b):
+        raise UnsupportedModelError(f"difference: what stands before {name} is of two forms.")
+    if isinstance(norm_a, InverseScale) and isinstance(norm_b, InverseScale):
+        z = z.over(norm_a.norm.scale_of(z.a), norm_b.norm.scale_of(z.b))
+    out_a, out_b = (Linear(weights_of.W_O, weights_of.b_O) for weights_of in weights)
+    return replace(z, a=only(z.a), b=only(z.b)).written(out_a, out_b, name)
+
+
+def _of_heads(
+    z: Float[Tensor, "batch pos width"], n_heads: int, heads: Collection[int] | None
+) -> Float[Tensor, "batch pos width"]:
+    """Some heads' vectors, the others zero; None for all of them."""
+    if heads is None:
+        return z
+    keep = torch.zeros(n_heads, dtype=z.dtype, device=z.device)
+    keep[list(heads)] = 1
+    return z * keep.repeat_interleave(z.shape[-1] // n_heads)
+
+
+def _checked_error(reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor) -> float:
+    """How far another run's pattern is from what the same way to compute scores gives.
 
     Raises:
         UnsupportedModelError: they do not give its pattern.
     """
-    before = maps.layouts[layer].attn.before
-    projections = score_projections(maps, layer, before, added_positions(maps))
-    x = maps.capture.resid_read(layer)
-    query, key = (projection.held(x) for projection in projections)
-    other = replace(reading, query=query, key=key, projections=projections)
-    error = pattern_error(other, maps, layer)
+    error = pattern_error(reading, maps, layer, queries, keys)
     if not error <= maps.tolerance:
         raise UnsupportedModelError(
             f"difference: blocks.{layer} of this {maps.view.description} makes its attention scores in one way in the "
             f"first run and in another in the second (its pattern is off by {error:.1e}). Freeze both runs without "
             "other hooks, or ask about each by itself."
         )
-    return replace(other, error=error)
+    return error
 
 
-def _projection_secant(runs: tuple[_Run, _Run], side: int, layer: int, name: str) -> list[AffineMap]:
-    """The secant of queries (0) or keys (1): their matrix, their norm with its scale responding, and their rotation."""
-    a, b = runs
-    projections = [run.reading.projections[side] for run in runs]
-    linears = (projections[0].linear, projections[1].linear)
-    stages = list(linear_secant(*linears, a.values.attention, b.values.attention, name))
-    if projections[0].norm is not None:
-        stages.append(_norm_secant(projections, [run.raw(side, layer) for run in runs]))
-    if a.reading.rotation is not None:
-        stages.append(Rotation.of(a.reading.rotation))
-    return stages
+def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change, Change]:
+    """Queries and keys before rotation: their matrices, and their norms with the scale responding."""
+    before = a.layouts[layer].attn.before
+    projections = [score_projections(maps, layer, before, added_positions(maps)) for maps in (a, b)]
+    reads = [Chain((Identity(), *of_queries.reads)) for of_queries, _ in projections]  # keys read the same
+    x_a, x_b = (upcast(maps.capture.resid_read(layer)) for maps in (a, b))
+    read = Change(reads[0](x_a), reads[1](x_b))
+    (query_a, key_a), (query_b, key_b) = projections
+    queries = _projected(read, query_a, query_b, f"L{layer}.W_Q", f"L{layer}.q_norm")
+    return queries, _projected(read, key_a, key_b, f"L{layer}.W_K", f"L{layer}.k_norm")
 
 
-def _norm_secant(projections: list[HeadProjection], raws: list[Float[Tensor, "batch pos width"]]) -> Sum:
-    """The secant of the RMSNorm of queries or keys."""
-    groups = projections[0].groups
-    raw_a, raw_b = map(upcast, raws)
-    scale_a = projections[0].scale(raw_a)
-    scale_b = projections[1].scale(raw_b)
-    gain = projections[0].gain(raw_a)
-    mean_inverse = ((1 / scale_a + 1 / scale_b) / 2).repeat_interleave(raw_a.shape[-1] // groups, dim=-1)
-    held = Diagonal((mean_inverse * gain).to(raws[0]))
-    return Sum((held, scale_response(raw_a, raw_b, scale_a, scale_b, gain, groups)))
+def _projected(read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str) -> Change:
+    """What attention reads, through one projection, its norm, and the latent before it where there is one."""
+    if a.latent is not None and b.latent is not None:
+        entry = read.linear(a.latent.entry, b.latent.entry, name.replace("W_", "W_down_"))
+        scales = (a.latent.scale(entry.a), b.latent.scale(entry.b))
+        gains = (a.latent.gain, b.latent.gain)
+        read = entry.over(*scales, gains, name.replace("W_", "latent_norm_"), first=a.latent.rank)
+    vectors = read.linear(a.linear, b.linear, name)
+    if a.norm is None or b.norm is None:
+        return vectors
+    scales = (a.scale(vectors.a), b.scale(vectors.b))
+    gains = (a.gain(vectors.a), b.gain(vectors.b))
+    return vectors.over(*scales, gains, norm_name, a.groups)
 
 
 def _score_secant(
-    runs: tuple[_Run, _Run],
-    layer: int,
+    reading: ScoreReading,
+    queries: Change,
+    keys: Change,
     patterns: list[Float[Tensor, "batch head query key"]],
     mean_values: Float[Tensor, "batch kv pos d_head"],
-) -> ScoreSecant:
-    """The secant of softmax and scores together."""
-    reading = runs[0].reading
-    vectors = [run.reading.vectors(upcast(run.maps.capture.resid_read(layer))) for run in runs]
-    raw_scores = [reading.scale * grouped_products(*pair) for pair in vectors]
+    of_sinks: tuple[bool, float],
+) -> tuple[ScoreSecant, Float[Tensor, "batch pos width"] | None]:
+    """The secant of softmax and scores together, and what heads give because sinks of two models differ, or None."""
+    (q_a, k_a), (q_b, k_b) = (reading.rotated(*pair) for pair in ((queries.a, keys.a), (queries.b, keys.b)))
+    raw_scores = [reading.scale * grouped_products(*pair) for pair in ((q_a, k_a), (q_b, k_b))]
     allowed = (patterns[0] > 0) | (patterns[1] > 0)
     finished = [reading.finished(scores).masked_fill(~allowed, -torch.inf) for scores in raw_scores]
-    sinks = _sink_scores(finished, patterns, max(run.maps.tolerance for run in runs))
-    logs, rests = zip(*(_log_pattern(scores, sinks) for scores in finished), strict=True)
+    sinks = _sinks(finished, patterns, *of_sinks)
+    logs, rests = zip(*map(_log_pattern, finished, sinks), strict=True)
+    rest = logarithmic_mean(*rests)
     scale: Tensor | float = reading.scale
     if reading.soft_cap is not None:
         cap = partial(_capped, cap=reading.soft_cap)
         scale = scale * slope(cap, partial(derivative, cap), *raw_scores)
-    (q_a, k_a), (q_b, k_b) = vectors
-    repeated = partial(torch.repeat_interleave, repeats=reading.heads // reading.kv_heads, dim=1)
-    keys = repeated((k_a + k_b) / 2)
-    of_kv_heads = reading.heads // mean_values.shape[1]
-    values = mean_values.repeat_interleave(of_kv_heads, dim=1)
-    return ScoreSecant.of(logs, logarithmic_mean(*rests), scale, (q_a + q_b) / 2, keys, values, reading.kv_heads)
+    repeated = partial(torch.repeat_interleave, dim=1)
+    mean_keys = repeated((k_a + k_b) / 2, reading.heads // reading.kv_heads)
+    values = repeated(mean_values, reading.heads // mean_values.shape[1])
+    secant = ScoreSecant.of(logs, rest, scale, (q_a + q_b) / 2, mean_keys, values, reading.kv_heads)
+    if sinks[0] is sinks[1] or sinks[0] is None or sinks[1] is None:
+        return secant, None
+    taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
+    return secant, -(taken * secant.centres).flatten(-2)
+
+
+def _sinks(
+    scores: list[Float[Tensor, "batch head query key"]],
+    patterns: list[Float[Tensor, "batch head query key"]],
+    of_one_model: bool,
+    tolerance: float,
+) -> list[Float[Tensor, "head"] | None]:
+    """The scores of either run's sinks; one tensor where both are of one model."""
+    if of_one_model:
+        return [_sink_scores(scores, patterns, tolerance)] * 2
+    return [_sink_scores([row], [pattern], tolerance) for row, pattern in zip(scores, patterns, strict=True)]
 
 
 def _capped(scores: Tensor, cap: float) -> Tensor:

@@ -1,18 +1,24 @@
 """The parts of every block as secants of two runs: linear in the difference of what enters."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
-from tensorlens_tl.algebra import Chain, Diagonal, Linear, Norm
-from tensorlens_tl.algebra.secants import linear_secant, norm_secant, slope
-from tensorlens_tl.models import Layout, Within, derivative
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import AffineMap, Chain, Linear, Norm
+from tensorlens_tl.algebra.secants import Change, Offset, norm_secant
+from tensorlens_tl.hooks import StreamPoint
+from tensorlens_tl.models import Layout, Within
 from tensorlens_tl.passes.block_maps import BlockMaps
-from tensorlens_tl.passes.blocks import Blocks
+from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.difference.attention import attention_secant
-from tensorlens_tl.passes.difference.mlps import mlp_secant
-from tensorlens_tl.passes.difference.values import BlockValues, block_values
+from tensorlens_tl.passes.difference.experts import Mixture, experts_secant
+from tensorlens_tl.passes.difference.mlps import activated, hidden_secant
+from tensorlens_tl.passes.difference.values import BlockValues, block_values, per_layer_values
 
 
 @dataclass(eq=False)
@@ -22,7 +28,9 @@ class _Parts:
     of_a: BlockValues
     of_b: BlockValues
     attention: Chain | None = None
-    mlp: Chain | None = None
+    mlp: AffineMap | None = None
+    experts: dict[str, AffineMap] | None = None
+    pattern_error: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,26 +102,79 @@ class SecantMaps(Blocks):
         """Attention by three routes, values, queries and keys, and what writes it."""
         parts = self._parts(layer)
         if heads is not None:
-            return attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b, heads)
+            return attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b, heads)[0]
         if parts.attention is None:
-            parts.attention = attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b)
+            parts.attention, parts.pattern_error = attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b)
         return parts.attention
 
-    def mlp(self, layer: int, activation: str = "ratio") -> Chain | None:
-        """One MLP, its activations by their slopes; the rule does not matter."""
+    def pattern_error(self, layer: int) -> float:
+        """The largest error of a probability of the two patterns, as the scores that were read give them."""
+        self.mixer(layer)
+        return self._parts(layer).pattern_error
+
+    def mlp(self, layer: int, activation: str = "ratio") -> AffineMap | None:
+        """One MLP or mixture of experts, its activations by their slopes; the rule does not matter."""
         parts = self._parts(layer)
         if parts.of_a.mlp is None or parts.of_b.mlp is None:
             return None
+        if parts.mlp is None and parts.of_a.experts:
+            parts.mlp = self.mixture(layer, self.experts(layer))
         if parts.mlp is None:
-            weights = [maps.view.blocks[layer].require_dense_mlp() for maps in (self.a, self.b)]
-            assert weights[0] is not None
-            assert weights[1] is not None
-            parts.mlp = mlp_secant(weights[0], weights[1], (parts.of_a.mlp, parts.of_b.mlp), layer)
+            dense_a = self.a.view.blocks[layer].dense_mlp
+            dense_b = self.b.view.blocks[layer].dense_mlp
+            assert dense_a is not None
+            assert dense_b is not None
+            read = Change(parts.of_a.mlp, parts.of_b.mlp)
+            hidden = hidden_secant(dense_a, dense_b, read, f"L{layer}")
+            outs = (Linear(dense_a.W_out, dense_a.b_out), Linear(dense_b.W_out, dense_b.b_out))
+            parts.mlp = hidden.written(*outs, f"L{layer}.W_out")
         return parts.mlp
 
-    def per_layer(self, layer: int, activation: str = "ratio") -> None:
-        """None: a separate input of each token at each layer is refused."""
-        return
+    @reads_weights
+    def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
+        """What a mixture of experts is the sum of, by name; see `experts_secant`.
+
+        Raises:
+            UnsupportedModelError: the layer has no experts.
+        """
+        parts = self._parts(layer)
+        if parts.experts is not None:
+            return parts.experts
+        mixture_a, mixture_b = (Mixture(maps.expert_weights(layer), maps.routing(layer)) for maps in (self.a, self.b))
+        read = {name: Change(x, parts.of_b.experts[name]) for name, x in parts.of_a.experts.items()}
+        parts.experts = experts_secant(mixture_a, mixture_b, read, layer)
+        return parts.experts
+
+    @reads_weights
+    def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
+        """What a block adds for a separate input of each token at this layer; None without one.
+
+        Δ(φ(g)·p) = p̄·Δφ + φ̄·Δp: the input comes from the token, not from the stream, so that its change is a constant
+        with the name ``"L{layer}.per_layer"``.
+        """
+        weights_a, weights_b = (maps.view.blocks[layer].per_layer for maps in (self.a, self.b))
+        if weights_a is None or weights_b is None:
+            return None
+        (x_a, input_a), (x_b, input_b) = (per_layer_values(maps, layer) for maps in (self.a, self.b))
+        name = f"L{layer}.per_layer"
+        gate = Change(x_a, x_b).linear(Linear(weights_a.W_gate), Linear(weights_b.W_gate), f"{name}.W_gate")
+        gated = activated(gate, weights_a.activation).weighted(input_a, input_b, name)
+        return gated.linear(Linear(weights_a.W_out), Linear(weights_b.W_out), f"{name}.W_out").map
+
+    def additions(self, layer: int) -> dict[StreamPoint, Offset]:
+        """What hooks add to the first run more than to the second, by hook point, where it is not the same."""
+        of_a, of_b = (maps.additions(layer) for maps in (self.a, self.b))
+        more: dict[StreamPoint, Offset] = {}
+        for point in {**of_a, **of_b}:
+            vectors = self._added(of_a, point) - self._added(of_b, point)
+            if bool(vectors.any()):
+                more[point] = Offset(vectors, point.name)
+        return more
+
+    def _added(self, of_run: Mapping[StreamPoint, Offset], point: StreamPoint) -> Float[Tensor, "batch pos d_model"]:
+        if point not in of_run:
+            return torch.zeros_like(self.capture.resid_pre(0))
+        return of_run[point].vectors
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
         """A masked language model's transform; None where nothing lies between output and unembedding."""
@@ -125,13 +186,12 @@ class SecantMaps(Blocks):
         assert isinstance(norm_a, Norm)
         assert isinstance(norm_b, Norm)
         x_a, x_b = (maps.capture.output for maps in (self.a, self.b))
-        between = (Chain(tuple(inside_a))(x_a), Chain(tuple(inside_b))(x_b))
-        normed = norm_secant(norm_a, norm_b, *between, "head.ln")
         if self.view.mlm_head is None:  # a classifier's, of the mean of some positions
-            return Chain((*inside_a, normed))
-        dense_a, dense_b = inside_a[0], inside_b[0]
-        assert isinstance(dense_a, Linear)
-        assert isinstance(dense_b, Linear)
-        phi = self.view.mlm_head.activation
-        slopes = slope(phi, partial(derivative, phi), dense_a(x_a), dense_b(x_b))
-        return Chain((*linear_secant(dense_a, dense_b, x_a, x_b, "head.W_dense"), Diagonal(slopes), normed))
+            inside = Change(Chain(tuple(inside_a))(x_a), Chain(tuple(inside_b))(x_b), tuple(inside_a))
+        else:
+            dense_a, dense_b = inside_a[0], inside_b[0]
+            assert isinstance(dense_a, Linear)
+            assert isinstance(dense_b, Linear)
+            dense = Change(x_a, x_b).linear(dense_a, dense_b, "head.W_dense")
+            inside = activated(dense, self.view.mlm_head.activation)
+        return Chain((*inside.stages, norm_secant(norm_a, norm_b, inside.a, inside.b, "head.ln")))

@@ -7,7 +7,7 @@ two models. Each of those constants is the bias of its map.
 """
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,9 +20,6 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models import HeadChoice, LayerRange, Layout, MlpChoice, ModelView
-from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.attention_scores import score_reading
-from tensorlens_tl.passes.difference.attention import same_reading
 from tensorlens_tl.passes.difference.maps import SecantMaps
 from tensorlens_tl.passes.frozen import FrozenPass, check_pass
 from tensorlens_tl.passes.inputs import Prompt
@@ -112,6 +109,11 @@ class Difference(Linearisation):
     @property
     def sides(self) -> None:
         """None: encoder–decoders are refused."""
+        return None
+
+    @property
+    def soft_cap(self) -> None:
+        """None: a difference of two capped numbers is no cap of their difference. Sums explain it before the cap."""
         return None
 
     @property
@@ -222,7 +224,7 @@ class Difference(Linearisation):
     @cached_property
     def rounding(self) -> float:
         """The share of their own size that the runs' numbers may be off by: no more than their proofs allow."""
-        return min(self.tolerance, ROUNDING * _epsilon(self.a, self.b))
+        return min(self.tolerance, ROUNDING * _epsilon(self))
 
     def noise(self, unembedded: bool) -> Float[Tensor, "batch pos"]:
         """The length of what rounding of the two runs may leave in `output`, or in what is unembedded."""
@@ -259,6 +261,10 @@ def _of_both(first: str, second: str) -> str:
 def difference(a: FrozenPass, b: FrozenPass) -> Difference:
     """The exact difference of two runs, proved block by block.
 
+    Nothing is held but the routing of experts: which of them are chosen is no linear function of what enters, so that a
+    changed routing is a constant by itself, with the name ``"L{layer}.routing"``. Where both runs are the same, the map
+    is the model's Jacobian, with the routing held.
+
     The runs are of one model, or of two models of one architecture (base and fine-tuned, two checkpoints, with and
     without an adapter). Position by position they must match: as many prompts, of the same lengths.
 
@@ -273,8 +279,8 @@ def difference(a: FrozenPass, b: FrozenPass) -> Difference:
     Raises:
         InvalidInputError: no frozen passes; other numbers, lengths or padding of prompts; other architectures or
             vocabularies.
-        UnsupportedModelError: a part whose response to another input is not read (mixers, experts, attention with a
-            gate, a norm of values or a latent inside, encoder–decoders), or a block that the map does not reproduce.
+        UnsupportedModelError: a part whose response to another input is not read (mixers in place of attention, scores
+            that are not read, encoder–decoders), or a block that the map does not reproduce.
         FrozenModelError: a model is no longer that of its run.
 
     >>> other = tlens.freeze(model, text.replace("red", "blue"))
@@ -302,7 +308,7 @@ def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
         )
     refuse_without_secant(a.view)
     if a.model is not b.model:
-        _check_models(a, b)
+        check_one_architecture(a.view, b.view)
         refuse_without_secant(b.view)
     if a.layouts != b.layouts:
         raise InvalidInputError("difference: the blocks of the two models are put together in different ways.")
@@ -318,31 +324,33 @@ def refuse_without_secant(view: ModelView) -> None:
     for block in view.blocks:
         if block.mixer is not None:
             raise _refusal(view, f"{block.name} mixes positions without attention")
-        if not block.attention.hooked:
-            raise _refusal(view, f"{block.name} has a gate, a norm or a latent inside its attention")
-        if isinstance(block.mlp, ExpertsWeights):
-            raise _refusal(view, f"{block.name} is a mixture of experts")
-        if block.per_layer is not None:
-            raise _refusal(view, f"{block.name} has an input of each token")
-        block.require_query_key()
+        block.require_scores()
 
 
-def _check_models(a: FrozenPass, b: FrozenPass) -> None:
-    views = (a.view, b.view)
-    shapes = [
-        (view.n_layers, view.d_vocab, tuple(frozen.output.shape[2:]))
-        for view, frozen in zip(views, (a, b), strict=True)
-    ]
-    if shapes[0] != shapes[1]:
+SIZES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp")
+"""What two models of one architecture have in common, by the names of their configuration."""
+
+
+def check_one_architecture(a: ModelView, b: ModelView) -> None:
+    """Refuse, before any work, two models whose weights or tokens do not stand for the same things.
+
+    Raises:
+        InvalidInputError: other sizes, or other vocabularies.
+    """
+    sizes_a, sizes_b = (
+        {name: getattr(view.cfg, name, None) for name in SIZES} | {"d_vocab": view.d_vocab} for view in (a, b)
+    )
+    differing = [f"{name} {sizes_a[name]} and {sizes_b[name]}" for name in sizes_a if sizes_a[name] != sizes_b[name]]
+    if differing:
         raise InvalidInputError(
-            f"difference: two architectures, {a.view.description} and {b.view.description} (layers, vocabulary and "
-            f"width {shapes[0]} and {shapes[1]}). Both runs must be of one architecture."
+            f"difference: two architectures, {a.description} and {b.description}: {', '.join(differing)}. Both runs "
+            "must be of one architecture."
         )
-    tokenizers = [view.tokenizer for view in (a.view, b.view)]
+    tokenizers = (a.tokenizer, b.tokenizer)
     if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
         raise InvalidInputError(
-            f"difference: {a.view.description} and {b.view.description} have different vocabularies, so that the same "
-            "token ids are different tokens."
+            f"difference: {a.description} and {b.description} have different vocabularies, so that the same token ids "
+            "are different tokens."
         )
 
 
@@ -392,21 +400,15 @@ def _suspects(a: FrozenPass, b: FrozenPass) -> str:
     return "A part responds to another input in another way than its weights say: ask about each run by itself."
 
 
-def _epsilon(a: FrozenPass, b: FrozenPass) -> float:
+def _epsilon(difference: Difference) -> float:
     """The relative rounding of the narrowest dtype that two runs compute in, their norms and softmax included."""
-    coarsest = max(torch.finfo(frozen.resid_pre(0).dtype).eps for frozen in (a, b))
-    in_float32 = a.view.norms_in_float32 or b.view.norms_in_float32
-    if in_float32 or any(error > ROUNDING * coarsest for error in _pattern_errors(a, b)):
+    runs = (difference.a, difference.b)
+    coarsest = max(torch.finfo(frozen.resid_pre(0).dtype).eps for frozen in runs)
+    errors = map(difference.maps.pattern_error, range(difference.n_layers))
+    in_float32 = any(frozen.view.norms_in_float32 for frozen in runs)
+    if in_float32 or any(error > ROUNDING * coarsest for error in errors):
         return max(coarsest, torch.finfo(torch.float32).eps)
     return coarsest
-
-
-def _pattern_errors(a: FrozenPass, b: FrozenPass) -> Iterator[float]:
-    """How far the patterns are from the softmax of their scores, which some models compute in float32."""
-    for layer in range(a.n_layers):
-        reading = score_reading(a.maps, layer)
-        yield reading.error
-        yield same_reading(reading, b.maps, layer).error
 
 
 def _error(difference: Difference, ours: Tensor, of_a: Tensor, of_b: Tensor) -> float:

@@ -7,6 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Tap
+from tensorlens_tl.models.names import PER_LAYER_NORM
+from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
 
 ATTENTION = "attention"
@@ -21,14 +23,16 @@ class BlockValues:
     Attributes:
         norms: what each norm read, by its name.
         attention: what attention read, after the norm before it.
-        heads: what its heads gave, side by side, before W_O.
+        heads: what its heads gave, side by side, before a gate, a norm and W_O.
         mlp: what the MLP read; None without one.
+        experts: what each part of a mixture of experts read, by name.
     """
 
     norms: dict[str, Float[Tensor, "batch pos d_model"]]
     attention: Float[Tensor, "batch pos d_model"]
     heads: Float[Tensor, "batch pos width"]
     mlp: Float[Tensor, "batch pos d_model"] | None
+    experts: dict[str, Float[Tensor, "batch pos d_model"]]
 
 
 def block_values(maps: BlockMaps, layer: int) -> BlockValues:
@@ -40,21 +44,56 @@ def block_values(maps: BlockMaps, layer: int) -> BlockValues:
     """
     seen: dict[str, Tensor] = {}
     parts = maps.parts(layer)
-    place = maps.layouts[layer].mlp
     norms = {name: Chain((Tap(seen, name), norm)) for name, norm in parts.norms.items()}
     *inside, out = maps.attention(layer).stages
     attention = Chain((Tap(seen, ATTENTION), *inside, Tap(seen, HEADS), out))
-    mlp = parts.mlp
-    if mlp is not None:
-        if place.after is None and place.outer is None:
-            mlp = _nothing(maps)  # nothing in the block reads what it writes
-        mlp = Chain((Tap(seen, MLP), mlp))
+    mlp = None if parts.mlp is None else Chain((Tap(seen, MLP), _tapped_mlp(maps, layer, parts.mlp, seen)))
     block = maps.composed(layer, maps.layouts[layer], parts._replace(attention=attention, mlp=mlp, norms=norms))
     block(maps.capture.resid_pre(layer))
-    return BlockValues(
-        {name: seen[name] for name in norms if name in seen}, seen[ATTENTION], seen[HEADS], seen.get(MLP)
-    )
+    experts, inner_norms = _experts_values(maps, layer, seen)
+    read = {name: seen[name] for name in norms if name in seen}
+    per_layer = maps.per_layer(layer)
+    if per_layer is not None:
+        inner_norms[PER_LAYER_NORM] = per_layer(per_layer_values(maps, layer)[0])
+    return BlockValues(read | inner_norms, seen[ATTENTION], seen[HEADS], seen.get(MLP), experts)
 
 
-def _nothing(maps: BlockMaps) -> AffineMap:
-    return Diagonal(torch.zeros_like(maps.capture.resid_pre(0)[:1, :1, :1]))
+def _tapped_mlp(maps: BlockMaps, layer: int, mlp: AffineMap, seen: dict[str, Tensor]) -> AffineMap:
+    """The MLP, as far as something reads what it or its parts write."""
+    weights = maps.view.blocks[layer].mlp
+    if isinstance(weights, ExpertsWeights) and weights.around:
+        parts = maps.experts(layer).items()
+        tapped = {name: Chain((Tap(seen, name), part, Tap(seen, _written(name)))) for name, part in parts}
+        return maps.mixture(layer, tapped)
+    place = maps.layouts[layer].mlp
+    if place.after is None and place.outer is None:
+        return Diagonal(torch.zeros_like(maps.capture.resid_pre(0)[:1, :1, :1]))
+    return mlp
+
+
+def _written(name: str) -> str:
+    return f"{name} written"
+
+
+def _experts_values(
+    maps: BlockMaps, layer: int, seen: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the parts of a mixture of experts read, and the norms around them."""
+    weights = maps.view.blocks[layer].mlp
+    if not isinstance(weights, ExpertsWeights):
+        return {}, {}
+    experts = {name: seen.get(name, seen[MLP]) for name in maps.experts(layer)}
+    norms: dict[str, Tensor] = {}
+    for name, (before, after) in weights.around.items():
+        norms |= {before: seen[MLP], after: seen[_written(name)]}
+    return experts, norms
+
+
+def per_layer_values(
+    maps: BlockMaps, layer: int
+) -> tuple[Float[Tensor, "batch pos d_model"], Float[Tensor, "batch pos d_input"]]:
+    """What the gate of a separate input of each token reads, and that input; of a layer that has one."""
+    points = maps.points.blocks[layer]
+    assert points.per_layer is not None
+    assert points.per_layer_input is not None
+    return maps.capture.activation(points.per_layer.into), maps.capture.activation(points.per_layer_input)

@@ -14,6 +14,7 @@ from tensorlens_tl.passes.inputs.arguments import (
 from tensorlens_tl.passes.inputs.batches import (
     captured_bytes,
     check_slice,
+    like_length,
     memory_batches,
     one_per_prompt,
     taken,
@@ -39,6 +40,7 @@ __all__ = [
     "find",
     "find_real",
     "is_all",
+    "like_length",
     "memory_batches",
     "one_per_prompt",
     "one_query",

@@ -1,6 +1,6 @@
 """Many prompts: how long is each, and which of them are frozen together?"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,38 @@ from tensorlens_tl.passes.inputs.prompts import token_rows
 WASTE = 0.25
 """The share of a batch that may be padding before a new one begins."""
 
+FEW = 8
+"""So many prompts are frozen together however much of their batch is padding."""
+
 
 def tokenized(view: ModelView, input: InputLike, prepend_bos: bool | None = None) -> list[list[int]]:
     """Each prompt's token ids; see `tensorlens_tl.passes.inputs.prepare` for what may be passed."""
     return [row.tolist() for row in token_rows(view, input, prepend_bos)]
+
+
+def like_length(lengths: Sequence[int], fits: Callable[[int, int, int], bool]) -> list[list[int]]:
+    """Prompts of like length, longest first, as many together as fit.
+
+    >>> from tensorlens_tl.passes.inputs import like_length
+    >>> like_length([2, 5, 4], lambda count, longest, shortest: count * longest <= 10)
+    [[1, 2], [0]]
+
+    Args:
+        lengths: of the prompts, in tokens.
+        fits: whether so many prompts, padded to the longest of them, are one batch: their number, the longest length
+            and the shortest. A single prompt always is one.
+
+    Returns:
+        Numbers of prompts.
+    """
+    batches: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        batch = batches[-1] if batches else []
+        if batch and fits(len(batch) + 1, lengths[batch[0]], lengths[number]):
+            batch.append(number)
+        else:
+            batches.append([number])
+    return batches
 
 
 def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = None) -> list[list[int]]:
@@ -34,16 +62,12 @@ def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = Non
         Numbers of prompts.
     """
     bound = in_bytes(memory)
-    batches: list[list[int]] = []
-    longest = 0
-    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-        count = len(batches[-1]) if batches else 0
-        full = (count + 1) * captured_bytes(view, longest) > bound
-        if not count or full or (count >= 8 and lengths[number] < (1 - WASTE) * longest):
-            batches.append([])
-            longest = lengths[number]
-        batches[-1].append(number)
-    return batches
+
+    def fits(count: int, longest: int, shortest: int) -> bool:
+        wasteful = count > FEW and shortest < (1 - WASTE) * longest
+        return not wasteful and count * captured_bytes(view, longest) <= bound
+
+    return like_length(lengths, fits)
 
 
 def one_per_prompt(name: str, value: object, prompts: int) -> list[Any] | Tensor | None:

@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,17 +30,11 @@ from tensorlens_tl.hooks import (
     unheld_run,
     whole_hooks,
 )
+from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
 
-
-class _Proved(NamedTuple):
-    """What trying showed of a model, and the versions its weights had (weight processing may rewire hook points)."""
-
-    versions: list[tuple[int, int]] | None
-    patterns: frozenset[str]
-
-
-_proved: "WeakKeyDictionary[Any, _Proved]" = WeakKeyDictionary()  # by model
+_effective_patterns: OncePerWeights[frozenset[str]] = OncePerWeights()
+# of models that obey hooks: the hook points of patterns at which one takes effect (weight processing may rewire them)
 
 
 def prove_obedience(maps: BlockMaps) -> frozenset[str]:
@@ -61,10 +53,10 @@ def prove_obedience(maps: BlockMaps) -> frozenset[str]:
             "weights where no hook of accelerate brings them in, so that fwd_hooks, attached and what runs the held "
             "model do not work. The operator and what is computed from it do; or load the model into memory."
         )
-    known = _proved.get(maps.capture.model)
-    if known is None or known.versions != maps.capture.weights.versions or other_hooks(maps.capture.model):
-        known = _prove(maps)
-    return known.patterns
+    known = _effective_patterns.get(maps.capture.model, maps.capture.weights)
+    if known is None or other_hooks(maps.capture.model):
+        return _prove(maps)
+    return known
 
 
 def holding_hooks(
@@ -203,7 +195,7 @@ def _mlp_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]:
     return whole_hooks(points.mlp, whole, shape)
 
 
-def _prove(maps: BlockMaps) -> _Proved:
+def _prove(maps: BlockMaps) -> frozenset[str]:
     """Run the model, held, with another stream at its first block, and compare every block with its map there."""
     model = maps.capture.model
     points = maps.points
@@ -211,7 +203,6 @@ def _prove(maps: BlockMaps) -> _Proved:
         sites = [site for block in points.blocks for site in (block.heads, block.cross) if site is not None]
         reached = patterns_take_effect(model, maps.capture.inputs, sites)
         effective = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
-        proved = _Proved(maps.capture.weights.versions, effective)
     # another stream and not another prompt: a model of images and tokens checks that both fit together
     others = [replace(name, _other(maps.capture.activation(name))) for name in maps.capture.stream_names(0)]
     depths = range(maps.capture.n_layers + 1)
@@ -240,8 +231,8 @@ def _prove(maps: BlockMaps) -> _Proved:
                 "(operator, most methods and circuits); fwd_hooks, attached and live ablations do not."
             )
     if not other_hooks(model):
-        _proved[model] = proved
-    return proved
+        _effective_patterns.set(model, maps.capture.weights, effective)
+    return effective
 
 
 def _other(x: Tensor) -> Tensor:

@@ -55,6 +55,11 @@ class Collapse:
 
         Raises:
             InvalidInputError: a level outside (0, 1).
+
+        >>> norms = frozen.operator().norm(probes=64)
+        >>> low, high = norms.interval()
+        >>> bool((low <= norms.scores).all() and (norms.scores <= high).all())
+        True
         """
         if not 0 < level < 1:
             raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")

@@ -167,7 +167,7 @@ class FrozenOperator(FrozenTensor):
         resolved, through = self._resolved(target, minus, direction, positions)
         soft_cap = None
         if resolved.of_tokens:
-            soft_cap = self.frozen.view.soft_cap
+            soft_cap = self.frozen.soft_cap
         if not resolved.of_tokens:
             states = self.output
         elif self.whole:

@@ -229,6 +229,20 @@ class _BlockProof:
         )
 
     def _explanation(self) -> str:
+        additions = self.maps.capture.additions
+        dependent = [point.name for point in additions.dependent if point.layer == self.layer]
+        constant = [point.name for point in additions.of(self.layer)]
+        if dependent:
+            return (
+                f"A hook at {' and '.join(dependent)} adds something that depends on what it reads, as an ablation, a "
+                "factor or a patch does; only vectors that are the same whatever the model computes there can be held "
+                "(steering). Take it off, or make the change in the weights."
+            )
+        if constant:
+            return (
+                f"A hook at {' and '.join(constant)} adds a vector, and this block does not take it in at the place "
+                "that the point has in others. Add it to the stream itself, at hook_resid_pre or hook_resid_post."
+            )
         if self.maps.view.wrapped_twice:
             return "This Hugging Face model was wrapped by a Bridge before: load it anew, and wrap it once."
         return "Other hooks on the model, or a part that is not attention, norm or MLP, would explain it."

@@ -1,8 +1,6 @@
 """How a block is put together: the one layout whose map reproduces the block's own output on its own input."""
 
 from collections.abc import Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -10,10 +8,11 @@ from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import Layout, candidates
+from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
 
-_unambiguous: "WeakKeyDictionary[Any, tuple[Any, dict[int, Layout]]]" = WeakKeyDictionary()
-# by model: the versions of its weights, and the layouts of blocks where an input excluded all other layouts
+_unambiguous: OncePerWeights[dict[int, Layout]] = OncePerWeights()
+# the layouts of blocks where an input excluded all other layouts
 
 
 def block_error(maps: BlockMaps, layer: int, block: AffineMap) -> float:
@@ -95,13 +94,11 @@ class LayoutSearch:
     def _earlier(self) -> dict[int, Layout]:
         """The layouts of blocks in earlier passes of the same weights; each is proved on this pass too."""
         capture = self.maps.capture
-        versions, layouts = _unambiguous.get(capture.model, (None, {}))
-        if capture.other_hooks or versions is None or versions != capture.weights.versions:
+        if capture.other_hooks:
             return {}
-        return layouts
+        return _unambiguous.get(capture.model, capture.weights) or {}
 
     def _remember(self, layout: Layout) -> None:
         capture = self.maps.capture
-        if capture.other_hooks or capture.weights.versions is None:
-            return
-        _unambiguous[capture.model] = (capture.weights.versions, self._earlier() | {self.layer: layout})
+        if not capture.other_hooks:
+            _unambiguous.set(capture.model, capture.weights, self._earlier() | {self.layer: layout})

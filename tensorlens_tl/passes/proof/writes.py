@@ -196,6 +196,9 @@ class _Comparison:
         if ours.shape != self.seen[point].shape:
             return WriteError(point, float("inf"))
         expected = self._real(self.seen[point])
+        added = self.maps.capture.additions.shown_at(point)
+        if added is not None:
+            expected = expected - self._real(added)
         rounding = self.rounding * self._real(self.stream).abs()
         writes = [self._real(write) for write in self._as_shown(ours, place)]
         errors = [self._beyond(write - expected, rounding, expected) for write in writes]

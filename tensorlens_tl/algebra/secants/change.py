@@ -1,0 +1,133 @@
+"""A value of two runs and what its difference follows from: the rules of secants, one after the other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.maps import AffineMap, Chain, Sum
+from tensorlens_tl.algebra.numerics import plus, times, upcast
+from tensorlens_tl.algebra.primitives import Diagonal, Linear, Norm
+from tensorlens_tl.algebra.secants.maps import Offset, RankOne
+from tensorlens_tl.algebra.secants.numbers import slope
+from tensorlens_tl.algebra.secants.parts import gain_secant, linear_secant, norm_secant, same, scale_response
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A value in either run, and the stages that take the difference of what a part reads to the value's difference.
+
+    A part begins with ``Change(x_a, x_b)``, what it reads; each rule continues both the values and the stages.
+
+    Attributes:
+        a, b: the value in either run.
+        stages: of the map that gives ``a − b``.
+
+    >>> from tensorlens_tl.algebra import Linear
+    >>> from tensorlens_tl.algebra.secants import Change
+    >>> x = Change(torch.ones(1, 1, 2), torch.zeros(1, 1, 2))
+    >>> double = Linear(2 * torch.eye(2))
+    >>> square = x.linear(double, double, "W").times(x)
+    >>> square.a - square.b, square.map(x.a - x.b)
+    (tensor([[[2., 2.]]]), tensor([[[2., 2.]]]))
+    """
+
+    a: Float[Tensor, "batch pos d"]
+    b: Float[Tensor, "batch pos d"]
+    stages: tuple[AffineMap, ...] = ()
+
+    @property
+    def map(self) -> Chain:
+        """The secant."""
+        return Chain(self.stages)
+
+    @property
+    def mean(self) -> Float[Tensor, "batch pos d"]:
+        """Between both runs."""
+        return (self.a + self.b) / 2
+
+    def linear(self, a: Linear, b: Linear, name: str) -> "Change":
+        """Through a matrix of either run, one more stage; see `linear_secant`."""
+        secant = linear_secant(a, b, self.a, self.b, name)
+        stage = secant[0] if len(secant) == 1 else Chain(secant)
+        return Change(a(self.a), b(self.b), (*self.stages, stage))
+
+    def written(self, a: Linear, b: Linear, name: str) -> Chain:
+        """The secant up to the outputs of a matrix, whose values nobody needs; see `linear`."""
+        return Chain((*self.stages, Chain(linear_secant(a, b, self.a, self.b, name))))
+
+    def elementwise(self, phi: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> "Change":
+        """Through a function of each number; see `slope`."""
+        slopes = Diagonal(slope(phi, derivative, self.a, self.b))
+        return Change(phi(self.a), phi(self.b), (*self.stages, slopes))
+
+    def times(self, other: "Change") -> "Change":
+        """The product with another value that follows from the same: Δ(uv) = Δu·v̄ + ū·Δv.
+
+        Each channel of a narrower one is for as many of the wider one's, side by side.
+        """
+        factor = other.repeated(self.a.shape[-1] // other.a.shape[-1])
+        by_self = Chain((*self.stages, Diagonal(factor.mean)))
+        by_factor = Chain((*factor.stages, Diagonal(self.mean)))
+        return Change(self.a * factor.a, self.b * factor.b, (Sum((by_self, by_factor)),))
+
+    def repeated(self, each: int) -> "Change":
+        """Every channel so many times, side by side."""
+        if each == 1:
+            return self
+        width = self.a.shape[-1]
+        repeat = Linear(torch.eye(width).to(self.a).repeat_interleave(each, dim=-1))
+        return self.linear(repeat, repeat, "")
+
+    def weighted(self, a: Float[Tensor, "batch pos #d"], b: Float[Tensor, "batch pos #d"], name: str) -> "Change":
+        """Times numbers of each run that are given: Δ(wx) = w̄·Δx, and x̄·Δw by name."""
+        held = Diagonal((a + b) / 2)
+        return Change(self.a * a, self.b * b, (*self.stages, held, Offset(self.mean * (a - b), name)))
+
+    def plus(self, a: Float[Tensor, "d"], b: Float[Tensor, "d"], name: str) -> "Change":
+        """With a vector of each run added, by name where the two differ."""
+        stages = self.stages
+        if not same(a, b):
+            stages = (*stages, Offset((a - b)[None, None], name))
+        return Change(plus(self.a, a), plus(self.b, b), stages)
+
+    def over(
+        self,
+        a: Float[Tensor, "batch pos group"],
+        b: Float[Tensor, "batch pos group"],
+        gains: tuple[Tensor | None, Tensor | None] = (None, None),
+        name: str = "",
+        groups: int = 1,
+        first: int | None = None,
+    ) -> "Change":
+        """Divided by its scale, as an RMSNorm of either run does, and times the norm's gain.
+
+        Args:
+            a, b: the scales, one for each group of channels.
+            gains: for every channel; None for 1.
+            name: of the norm, for what two gains that differ add.
+            groups: how many groups of channels have scales of their own.
+            first: how many channels, from the first, are divided; None for all.
+        """
+        width = self.a.shape[-1]
+        first = width if first is None else first
+        filled = partial(torch.nn.functional.pad, pad=(0, width - first))
+        inverse_a = filled((1 / a).repeat_interleave(first // groups, dim=-1), value=1.0)
+        inverse_b = filled((1 / b).repeat_interleave(first // groups, dim=-1), value=1.0)
+        held = Diagonal(((inverse_a + inverse_b) / 2).to(self.a))
+        responds = scale_response(upcast(self.a[..., :first]), upcast(self.b[..., :first]), a, b, groups)
+        if first < width:
+            responds = RankOne(filled(responds.read), filled(responds.write))
+        normed_a = self.a * inverse_a.to(self.a)
+        normed_b = self.b * inverse_b.to(self.b)
+        gained = gain_secant(*gains, (normed_a + normed_b) / 2, name)
+        stages = (*self.stages, Sum((held, responds)), *gained)
+        return Change(times(normed_a, gains[0]), times(normed_b, gains[1]), stages)
+
+    def normed(self, a: Norm, b: Norm, name: str) -> "Change":
+        """Through a norm of either run, with the scale that it had; see `norm_secant`."""
+        secant = norm_secant(a, b, self.a, self.b, name)
+        return Change(a(self.a), b(self.b), (*self.stages, *secant.stages))

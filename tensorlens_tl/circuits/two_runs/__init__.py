@@ -1,0 +1,13 @@
+"""What makes two runs differ, and how the difference acts: exact sums over the difference of two passes.
+
+| module | question |
+| --- | --- |
+| `reading` | which number's change is explained, and which vector is pulled back for it? |
+| `models`, `weights` | which changed weights of a fine-tuned model change it? |
+| `layer_routes` | does the change pass a layer by values, by where heads attend, by the MLP or by norm scales? |
+"""
+
+from tensorlens_tl.circuits.two_runs.layer_routes import routes
+from tensorlens_tl.circuits.two_runs.models import compare_models
+
+__all__ = ["compare_models", "routes"]

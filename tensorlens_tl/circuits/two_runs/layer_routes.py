@@ -1,0 +1,272 @@
+"""By which routes the change of a number passes each layer: heads' values, queries and keys, the MLP, norm scales.
+
+Let g be the target's vector pulled back to a block's output, and Δx the change of the stream there. ⟨g, Δx⟩, with what
+the weights of two models add later, is the whole change. What the block writes is a sum of routes: the stream that goes
+past it, each head by its values, its queries and its keys, and the MLP by the slopes of its activation. Before such a
+sublayer a norm divides by a scale that responds (the map of rank one of its secant): every route is split into what
+passes with the scale held, and what the response of the scale adds. Norms around the stream or after a sublayer
+respond likewise, and are a route of their own.
+
+Each layer is a cut through the same change: its scores sum to all of it. **Layers do not add up to each other**: what
+passes layer 0 by a head's keys may pass layer 1 directly, and counts in both.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Sum, Tap
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.algebra.numerics import maybe, upcast
+from tensorlens_tl.algebra.secants import Offset, offset_terms, pull_noting
+from tensorlens_tl.circuits.arguments import Direction
+from tensorlens_tl.circuits.two_runs.reading import Reading
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import Difference
+from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes
+
+ATTENTION = "attention"
+MLP = "mlp"
+KINDS = ("values", "queries", "keys")
+"""What a head reads, in the order of the secant of attention."""
+SCALE = ", scale"
+"""What a route by the response of a norm's scale is called beside the same with the scale held."""
+
+
+def routes(
+    difference: Difference,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    query: Query = -1,
+    direction: Direction = None,
+    memory: Memory = None,
+) -> ChangeRoutes:
+    """By which routes the change of a number passes each layer, exactly.
+
+    At layer l, with the target's vector pulled back to the block's output, every route's score is what it writes there
+    along that vector: past the layer (``"direct"``), by each head's values, by its attention through queries and
+    through keys, and through the MLP by the slopes of its activations. Where the norm before the sublayer responds
+    with its scale, that is a route of its own (``"values, scale"``). ``"norms"`` are the responses of norms around the
+    stream or after a sublayer (post-LN, sandwich blocks). ``"constants"`` is what the changed weights of two models add
+    in this layer, ``"later constants"`` after it. A last row, ``"end"``, is what follows the last block: the final norm
+    and a masked model's transform, whose own routes are ``"direct"`` and ``"norms"``.
+
+    The scores of each layer sum to the whole change. Layers do not add up to each other: every layer is a cut through
+    one and the same change, seen at that depth.
+
+    Args:
+        difference: of two passes, of one model or of two.
+        target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
+        memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
+
+    Returns:
+        Scores by layer and route, and each head's share of them.
+
+    Raises:
+        InvalidInputError: no difference, a query out of range, and what `FrozenOperator.target` refuses.
+        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+        FrozenModelError: a model is no longer that of its run.
+
+    Source: ours; the rules are those of `tensorlens_tl.algebra.secants`.
+
+    >>> other = tlens.freeze(model, text.replace("red", "blue"))
+    >>> by = tlens.circuits.routes(tlens.difference(frozen, other), " value")
+    >>> torch.allclose(by.scores.sum(-1), by.total[..., None], atol=1e-4)
+    True
+    >>> by.layers[0], by.layers[-1]
+    ('L0', 'end')
+    """
+    reading = Reading.of(difference, target, minus, direction, query)
+    scores: list[Tensor] = []
+    heads: list[Tensor] = []
+    for seed in reading.seeds(memory):
+        cuts = list(_cuts(reading, seed))[::-1]
+        scores.append(torch.stack([cut.scores() for cut in cuts], dim=2))
+        heads.append(_padded([cut.heads for cut in cuts if cut.heads is not None]))
+    layers = [f"L{layer}" for layer in range(difference.n_layers)]
+    whole = torch.cat(scores).transpose(0, 1)
+    whole[..., ROUTES.index("later constants")] += reading.constant[..., None]
+    return difference.checked(
+        ChangeRoutes([*layers, "end"], whole, torch.cat(heads).transpose(0, 1), **reading.fields())
+    )
+
+
+@dataclass
+class _Cut:
+    """What passes one depth by every route, `[query, batch]`, and by each head, `[query, batch, head, route]`.
+
+    Attributes:
+        x: the change where it begins.
+        seen: what every norm and sublayer reads, of the change.
+        pulled: the vector at what sublayers write and at what the scales of norms add by responding.
+    """
+
+    x: Float[Tensor, "batch pos d_model"]
+    by_route: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    heads: Tensor | None = None
+    seen: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    pulled: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def add(self, route: str, value: Float[Tensor, "query batch"]) -> None:
+        """More of a route."""
+        if route in self.by_route:
+            value = self.by_route[route] + value
+        self.by_route[route] = value
+
+    def add_constants(self, m: AffineMap, g: Float[Tensor, "query batch pos d"]) -> None:
+        """What the weights of two models add inside a map, along a vector at its end."""
+        for _, value in offset_terms(m, g):
+            self.add("constants", value.sum(-1))
+
+    def add_stream(
+        self, direct: AffineMap, norms: Mapping[str, AffineMap], g: Float[Tensor, "query batch pos d"]
+    ) -> None:
+        """What goes past every sublayer, and what norms on that way add by responding.
+
+        Args:
+            direct: the way past, made of `tapped`, `held_norm` and `absent`.
+            norms: its norms by name.
+            g: the vector at its end.
+        """
+        self.add_constants(direct, g)
+        self.add("direct", _dot(direct.pull(g), self.x))
+        for name, norm in norms.items():
+            self.add("norms", _dot(self.pulled[name], _parts_of(norm)[1].push(self.seen[name])))
+
+    def tapped(self, name: str, part: AffineMap) -> Chain:
+        """A part that notes what it reads."""
+        return Chain((Tap(self.seen, name), part))
+
+    def held_norm(self, name: str, norm: AffineMap) -> Chain:
+        """A norm with its scale held, which notes the vector that the scale's response would get."""
+        assert isinstance(norm, Chain)
+        held, _ = _parts_of(norm)
+        return Chain((Sum((held, self.absent(name))), *norm.stages[1:]))
+
+    def absent(self, name: str) -> Chain:
+        """Nothing in place of a part, which notes the vector that the part would get."""
+        return Chain((Diagonal(self.x.new_zeros(1, 1, 1)), Tap(self.seen, name, self.pulled)))
+
+    def scores(self) -> Float[Tensor, "query batch route"]:
+        """Of all routes, zero where there is none."""
+        zero = torch.zeros_like(self.by_route["direct"])
+        return torch.stack([self.by_route.get(route, zero) for route in ROUTES], dim=-1)
+
+
+def _cuts(reading: Reading, g: Float[Tensor, "query batch pos d"]) -> Iterator[_Cut]:
+    """The cuts from the end to the first layer."""
+    difference = reading.difference
+    cut = _end(reading, g)
+    later = torch.zeros_like(cut.by_route["direct"])
+
+    def note(offset: Offset, vectors: Tensor) -> None:
+        nonlocal later
+        later = later + _dot(vectors, offset.vectors)
+
+    g = pull_noting(reading.ends(), g, note)
+    yield cut
+    for layer in reversed(range(difference.n_layers)):
+        cut = _block(difference, layer, g)
+        cut.add("later constants", later)
+        g = pull_noting(difference.maps.block_map(layer), g, note)
+        yield cut
+
+
+def _end(reading: Reading, g: Float[Tensor, "query batch pos d"]) -> _Cut:
+    """What follows the last block."""
+    cut = _Cut(reading.difference.resid_pre(reading.difference.n_layers))
+    norms: dict[str, AffineMap] = {}
+
+    def noted(name: str, norm: AffineMap) -> AffineMap:
+        norms[name] = norm
+        return cut.tapped(name, norm)
+
+    reading.ends(noted)(cut.x)
+    cut.add_stream(reading.ends(cut.held_norm), norms, g)
+    cut.heads = cut.by_route["direct"].new_zeros(*g.shape[:2], 0, len(HEAD_ROUTES))
+    return cut
+
+
+def _block(difference: Difference, layer: int, g: Float[Tensor, "query batch pos d_model"]) -> _Cut:
+    """What passes one block by every route, along a vector at its output."""
+    maps = difference.maps
+    layout = difference.layouts[layer]
+    parts = maps.parts(layer)
+    heads = difference.view.blocks[layer].attention.heads
+    cut = _Cut(difference.resid_pre(layer))
+    sublayers = {ATTENTION: parts.attention}
+    if parts.mlp is not None:
+        sublayers[MLP] = parts.mlp
+    tapped = {name: cut.tapped(name, part) for name, part in sublayers.items()}
+    norms = {name: cut.tapped(name, norm) for name, norm in parts.norms.items()}
+    maps.composed(layer, layout, parts._replace(**tapped, norms=norms))(cut.x)
+    absent = {name: cut.absent(name) for name in sublayers}
+    held = {name: cut.held_norm(name, norm) for name, norm in parts.norms.items()}
+    cut.add_stream(maps.composed(layer, layout, parts._replace(**absent, norms=held)), parts.norms, g)
+    for name, place in ((ATTENTION, layout.attn), (MLP, layout.mlp)):
+        if name in sublayers:
+            _add_sublayer(cut, name, sublayers[name], maybe(parts.norms.get, place.before), place.before or name, heads)
+    return cut
+
+
+def _add_sublayer(cut: _Cut, name: str, sublayer: AffineMap, before: AffineMap | None, reads: str, heads: int) -> None:
+    """What a sublayer writes, with the scale of the norm before it held, and by the response of that scale."""
+    g = cut.pulled[name]
+    x = cut.seen[reads]
+    changes = {"": x}
+    stages = [sublayer]
+    if before is not None:
+        assert isinstance(before, Chain)
+        after = Chain(before.stages[1:])
+        held, response = _parts_of(before)
+        changes = {"": after.push(held.push(x)), SCALE: after.push(response.push(x))}
+        stages = [before, sublayer]
+    cut.add_constants(Chain(tuple(stages)), g)
+    if name == MLP:
+        for how, change in changes.items():
+            cut.add(f"MLP{how}", _dot(g, sublayer.push(change)))
+        return
+    assert isinstance(sublayer, Chain)
+    by_route = _by_head(sublayer, changes, g, heads)
+    cut.heads = torch.stack(
+        [by_route.get(route, torch.zeros_like(by_route["values"])) for route in HEAD_ROUTES], dim=-1
+    )
+    for route, value in by_route.items():
+        cut.add(route, value.sum(-1))
+
+
+def _by_head(
+    attention: Chain, changes: Mapping[str, Tensor], g: Float[Tensor, "query batch pos d_model"], heads: int
+) -> dict[str, Float[Tensor, "query batch head"]]:
+    """What each head writes by its values, queries and keys, along a vector at what attention writes."""
+    kinds, *after = attention.stages
+    g = upcast(Chain(tuple(after)).pull(g))
+    shares: dict[str, Tensor] = {}
+    for kind, route in zip(KINDS, kinds.summands, strict=True):
+        for how, change in changes.items():
+            products = (g * route.push(change)).unflatten(-1, (heads, -1))
+            shares[f"{kind}{how}"] = products.sum((2, -1))
+    return shares
+
+
+def _parts_of(norm: AffineMap) -> tuple[AffineMap, AffineMap]:
+    """A norm with its scale held, and what the scale adds by responding."""
+    assert isinstance(norm, Chain)
+    held, response = norm.stages[0].summands
+    return held, response
+
+
+def _dot(g: Float[Tensor, "query batch pos d"], x: Float[Tensor, "batch pos d"]) -> Float[Tensor, "query batch"]:
+    return (upcast(g) * x).sum((-2, -1))
+
+
+def _padded(heads: list[Tensor]) -> Float[Tensor, "query batch layer head route"]:
+    """Layers side by side; one with fewer heads, as the end with none, is zero there."""
+    most = max(layer.shape[2] for layer in heads)
+    return torch.stack([pad(layer, (0, 0, 0, most - layer.shape[2])) for layer in heads], dim=2)

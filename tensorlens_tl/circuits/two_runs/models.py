@@ -1,0 +1,164 @@
+"""Which changed weights of a fine-tuned model change its prediction: an exact sum, by one pull.
+
+The difference of two models' runs on one prompt is a linear map of the difference of their embeddings plus a constant
+for everything else that differs (`tensorlens_tl.passes.difference`). With the target's vector g pulled to where a
+matrix W writes, the matrix adds
+
+    Σ_i ⟨g_i, x̄_i·ΔW⟩,    x̄ the mean of what it reads in the two models, ΔW the change
+
+and norm gains, biases, the embedding and the unembedding likewise. The terms sum to the change of the model's own
+number. Everything downstream of a change responds to it; what two changes do together is shared between them, as the
+secant of a product does (half of it each).
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import Chain, Tap
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import Direction
+from tensorlens_tl.circuits.two_runs.reading import Number, Reading
+from tensorlens_tl.circuits.two_runs.weights import BY, BY_HEAD, Directions, WeightTerms, term_name
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models import ModelLike, ModelView, Query, TokenLike
+from tensorlens_tl.passes import check_one_architecture, difference as difference_of, freeze
+from tensorlens_tl.passes.inputs import InputLike
+from tensorlens_tl.results import ModelChange
+
+
+def compare_models(
+    base: ModelLike,
+    tuned: ModelLike,
+    prompts: InputLike,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    by: str = "matrix",
+    query: Query = -1,
+    direction: Direction = None,
+    positions: bool = False,
+    memory: Memory = None,
+    **freezing: Any,
+) -> ModelChange:
+    """Where a fine-tuning acted on a logit: signed terms that sum to its change.
+
+    Both models run on the same prompts. `by` says what a term is:
+
+    * ``"matrix"``: each changed matrix, bias or norm vector (``"L0.W_V"``, ``"L1.ln1.w"``, ``"W_U"``), and the
+      embedding, positions included (``"embed"``);
+    * ``"layer"``: all of a layer together, ``"L0"``;
+    * ``"component"``: each layer's attention, MLP and norms;
+    * ``"head"``: as that, with attention by head, ``"L0H3"``: W_Q, W_K and W_V by the channels of the head (where heads
+      share keys and values, by what each of them makes of these), W_O by what the head gives it;
+    * ``"head_matrix"``: the same for each matrix apart, ``"L0H3.W_V"``;
+    * ``"rank"``: each changed matrix by the singular directions of its change, ``"L0.W_V rank 1"`` the largest. For
+      changes of at most 64 directions, such as LoRA's. What rounding adds to the change beyond those is the
+      `remainder`.
+
+    Args:
+        base: the model before.
+        tuned: the model after: of the same architecture and vocabulary. Adapters of peft are read as their merge.
+        prompts: as in `freeze`, one or several.
+        target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`.
+        by: what a term is.
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
+        positions: also where each term acts: `Terms.keys`, `[batch, query, term, pos]`, the token for the embedding,
+            and the position that reads it for a weight.
+        memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
+        freezing: further options of `freeze`, for both runs.
+
+    Returns:
+        Terms for each prompt; weights that did not change have none. ``.mean()`` is their mean over prompts, and two
+        such results can be subtracted.
+
+    Raises:
+        InvalidInputError: no such `by`, other architectures or vocabularies, prompts that the two tokenize in different
+            ways, a change of more than 64 directions under ``by="rank"``, and what `freeze` and the target refuse.
+        UnsupportedModelError: see `tensorlens_tl.passes.difference.difference`.
+
+    Source: ours; the rules are those of `tensorlens_tl.algebra.secants`.
+
+    >>> change = tlens.compare_models(model, model, text, " value")
+    >>> change.names, float(change.total)
+    (['embed'], 0.0)
+    """
+    if by not in BY:
+        raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
+    check_one_architecture(ModelView(tuned), ModelView(base))
+    runs = [freeze(model, prompts, **freezing) for model in (tuned, base)]
+    if runs[0].tokens.shape == runs[1].tokens.shape and not torch.equal(runs[0].tokens, runs[1].tokens):
+        raise InvalidInputError("compare_models: the two models tokenize the prompts differently; pass token ids.")
+    difference = difference_of(*runs)
+    reading = Reading.of(difference, target, minus, direction, query)
+    numbers = [reading.number(frozen, target, minus, direction) for frozen in runs]
+    directions: dict[str, Directions] = {}
+    parts: list[dict[str, Tensor]] = []
+    remainders: list[Tensor] = []
+    for seed in reading.seeds(memory):
+        terms = _pulled(reading, seed, WeightTerms(by, directions))
+        parts.append({name: _shown(value, positions) for name, value in terms.values.items()})
+        remainders.append(terms.remainder_like(seed))
+    values = {name: torch.cat([part[name] for part in parts]).transpose(0, 1) for name in reversed(parts[0])}
+    values = _with_unembedding(values, reading, numbers, by, positions)
+    scores = torch.stack(list(values.values()), dim=2)
+    keys = None
+    if positions:
+        keys = scores
+        scores = keys.sum(-1)
+    change = ModelChange(
+        names=list(values),
+        scores=scores,
+        keys=keys,
+        remainder=torch.cat(remainders).T,
+        tuned=numbers[0].value,
+        base=numbers[1].value,
+        by=by,
+        **reading.fields(),
+    )
+    return difference.checked(change)
+
+
+def _pulled(reading: Reading, g: Float[Tensor, "query batch pos d"], terms: WeightTerms) -> WeightTerms:
+    """Pull the target's vectors through both models, and collect what each changed weight adds."""
+    difference = reading.difference
+    maps = difference.maps
+    g = terms.pull(reading.ends(), g)
+    for layer in reversed(range(difference.n_layers)):
+        parts = maps.parts(layer)
+        attention = parts.attention
+        pulled: dict[str, Tensor] = {}
+        tapped = Chain((attention, Tap({}, "attention", pulled)))
+        g = terms.pull(maps.composed(layer, difference.layouts[layer], parts._replace(attention=tapped)), g)
+        if terms.by in BY_HEAD:
+            assert isinstance(attention, Chain)
+            terms.pull_heads(attention, pulled["attention"], difference.view.blocks[layer].attention, layer)
+    terms.add(["embed"], (upcast(g) * difference.resid_pre(0)).sum(-1)[..., None])
+    return terms
+
+
+def _shown(value: Float[Tensor, "query batch pos"], positions: bool) -> Float[Tensor, "query batch *pos"]:
+    """A term by position, or in all."""
+    return value if positions else value.sum(-1)
+
+
+def _with_unembedding(
+    values: dict[str, Tensor], reading: Reading, numbers: list[Number], by: str, positions: bool
+) -> dict[str, Tensor]:
+    """With what the unembedding adds, where it changed, at the query's position."""
+    tuned, base = numbers
+    state = (tuned.state + base.state) / 2
+    added = {"W_U": (state * (tuned.vectors - base.vectors)).sum(-1), "b_U": tuned.constant - base.constant}
+    for weight, value in added.items():
+        if not bool(value.any()):
+            continue
+        if positions:
+            value = value[..., None] * reading.at_queries(value)
+        name = term_name(weight, by)
+        if name in values:
+            value = values[name] + value
+        values[name] = value
+    return values

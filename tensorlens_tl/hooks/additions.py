@@ -1,0 +1,122 @@
+"""What other people's hooks add to the residual stream while a model runs: steering vectors, and what acts like them.
+
+A hook point is the identity. Its module's input is what the model computes, and its output what hooks make of that:
+the difference is what they add.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tensorlens_tl.hooks.inspection import other_hooks
+from tensorlens_tl.hooks.points import ModelPoints
+from tensorlens_tl.hooks.running import hook_points
+from tensorlens_tl.models import ModelView
+
+StreamPlace = Literal["attention", "middle", "mlp", "late", "end"]
+"""Where in a block something joins the stream: with what attention writes, after that has joined it, with what the MLP
+writes, after that has joined it (and before a norm around the sum), or after the whole block."""
+
+
+@dataclass(frozen=True)
+class StreamPoint:
+    """A hook point whose tensor is the residual stream, or becomes a part of it as it stands.
+
+    Attributes:
+        name: of the hook point.
+        layer: the block.
+        place: where in the block.
+        inside: whether it is the output of a sublayer's own module, before the block's factor.
+    """
+
+    name: str
+    layer: int
+    place: StreamPlace
+    inside: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Passed:
+    """What a hook point's module was given, and what it gave."""
+
+    before: Float[Tensor, "..."]
+    after: Float[Tensor, "..."]
+
+
+def hooked_stream_points(view: ModelView, points: ModelPoints) -> list[StreamPoint]:
+    """The points of the stream that somebody else's hooks are on, in the order of the pass."""
+    names = other_hooks(view.model)
+    if not names or view.is_encoder_decoder:
+        return []
+    known = hook_points(view.model)
+    hooked = {id(known[name]) for name in names if name in known}
+    unseen = {id(known[point.name]): point for point in reversed(_stream_points(view, points, known))}
+    return [point for module, point in reversed(unseen.items()) if module in hooked]
+
+
+def _stream_points(view: ModelView, points: ModelPoints, known: dict[str, Any]) -> list[StreamPoint]:
+    """Every point of the stream that a model has."""
+    stream: list[StreamPoint] = []
+    for layer, (block, of_block) in enumerate(zip(view.blocks, points.blocks, strict=True)):
+        writes: dict[StreamPlace, str | None] = {"attention": of_block.attention_write, "mlp": of_block.mlp_write}
+        norms = {id(known.get(f"{block.name}.{norm}.hook_out")) for norm in block.norms}
+        for place, name in writes.items():
+            if name is not None:
+                inside = view.is_bridge and id(known[name]) not in norms
+                stream.append(StreamPoint(name, layer, place, inside))
+        sums: dict[str, StreamPlace] = {f"{block.name}.{name}": place for name, place in _sums(view).items()}
+        if layer + 1 < len(view.blocks):
+            sums[f"{view.blocks[layer + 1].name}.hook_resid_pre"] = "end"
+        stream += [StreamPoint(name, layer, place) for name, place in sums.items()]
+    return [point for point in stream if point.name in known]
+
+
+def _sums(view: ModelView) -> dict[str, StreamPlace]:
+    """The points of a block that hold the stream itself; a Bridge's `hook_resid_mid` is what the second norm reads."""
+    if view.is_hooked_encoder:
+        return {"hook_resid_mid": "middle", "hook_resid_post": "late", "hook_normalized_resid_post": "end"}
+    if view.is_bridge:
+        return {"hook_resid_post": "end"}
+    return {"hook_resid_mid": "middle", "hook_resid_post": "end"}
+
+
+@contextmanager
+def passing(
+    view: ModelView, points: Sequence[StreamPoint], see: Callable[[StreamPoint, Passed], None], *, zeros: bool = False
+) -> Generator[None, None, None]:
+    """Inside, `see` is shown what goes through some hook points in this thread, before hooks and after them.
+
+    Args:
+        view: of the model.
+        points: which.
+        see: called with each of them.
+        zeros: give their hooks zeros in the place of what the model computes.
+    """
+    known = hook_points(view.model) if points else {}
+    home = threading.get_ident()
+    entered: dict[str, Tensor] = {}
+
+    def before(point: StreamPoint, module: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
+        if threading.get_ident() != home:
+            return None
+        x = torch.zeros_like(args[0]) if zeros else args[0]
+        entered[point.name] = x.detach().clone()  # a hook may write into it
+        return x
+
+    def after(point: StreamPoint, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if threading.get_ident() == home:
+            see(point, Passed(entered.pop(point.name), output.detach()))
+
+    with ExitStack() as stack:
+        for point in points:
+            module = known[point.name]
+            stack.callback(module.register_forward_pre_hook(partial(before, point)).remove)
+            stack.callback(module.register_forward_hook(partial(after, point)).remove)
+        yield

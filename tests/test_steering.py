@@ -1,0 +1,250 @@
+"""Vectors that hooks add to the stream are constants of a pass, and of the difference to a run without them."""
+
+import pytest
+import torch
+from conftest import close, hooks_left, some_tokens, tolerance
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits
+from tensorlens_tl.hooks import capture, hook_points
+from tensorlens_tl.testing import model_names, tiny_model
+
+pytestmark = pytest.mark.numeric
+
+NAMES = [
+    "bridge/gpt2", "hooked/ln", "hooked/parallel", "hooked/sandwich", "encoder/bert",
+    "bridge/llama", "bridge/gemma2", "bridge/neox", "bridge/llama-compatibility",
+]  # fmt: skip
+NAMES = [name for name in NAMES if name in model_names()]
+HANDFUL = [name for name in ("bridge/gpt2", "hooked/ln", "hooked/parallel", "encoder/bert") if name in NAMES]
+POINTS = [
+    "blocks.1.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post", "blocks.0.hook_resid_mid",
+    "blocks.0.hook_normalized_resid_post", "blocks.0.hook_attn_out", "blocks.0.hook_mlp_out", "blocks.1.hook_mlp_out",
+]  # fmt: skip
+TARGET = 5
+
+
+def drawn(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def points_of(name, model):
+    """The points of the stream; on a Bridge `hook_resid_mid` is what the second norm reads."""
+    known = hook_points(model)
+    bridge = name.startswith("bridge/")
+    return [point for point in POINTS if point in known and not (bridge and point.endswith("resid_mid"))]
+
+
+def adding(*pairs):
+    """Hooks that add a vector each."""
+    return [(point, lambda x, hook, vectors=vectors: x + vectors.to(x)) for point, vectors in pairs]
+
+
+def steered_and_plain(model, *pairs, **options):
+    tokens = some_tokens()
+    plain = tlens.freeze(model, tokens)
+    with model.hooks(fwd_hooks=adding(*pairs)):
+        steered = tlens.freeze(model, tokens, **options)
+    return steered, plain
+
+
+def live_logit(model, hooks=()):
+    with torch.no_grad():
+        return model.run_with_hooks(some_tokens(), fwd_hooks=list(hooks))[:, -1:, TARGET].double()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pass_holds_what_hooks_add(name, model_named):
+    model = model_named(name)
+    for point in points_of(name, model):
+        for options in ({}, {"verify": "sample"}, {"patterns": "recompute"}):
+            with model.hooks(fwd_hooks=adding((point, drawn(6, model.cfg.d_model)))):
+                live = live_logit(model)
+                steered = tlens.freeze(model, some_tokens(), **options)
+            assert max(steered.errors.values()) <= tolerance(name)
+            assert [stream.name for stream in steered.capture.additions.constant] == [point]
+            operator = steered.operator()
+            assert close(operator(operator.x), steered.output, 10 * tolerance(name))
+            if steered.soft_cap is None and steered.view.mlm_head is None:
+                assert close(tlens.attribute(steered, TARGET).total, live, 10 * tolerance(name))
+    assert hooks_left(model) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_held_model_adds_it_once(name, model_named):
+    model = model_named(name)
+    for point in points_of(name, model):
+        with model.hooks(fwd_hooks=adding((point, drawn(6, model.cfg.d_model)))):
+            steered = tlens.freeze(model, some_tokens())
+            with steered.attached() as held:
+                seen, _ = capture(held, steered.inputs, [steered.points.output])
+        output = seen[steered.points.output].reshape(steered.output.shape)
+        assert close(output, steered.output, 10 * tolerance(name))
+
+
+@pytest.mark.parametrize("name", ["bridge/mixtral", "bridge/qwen3-next"])
+def test_what_is_held_as_a_whole_adds_it_once(name, model_named):
+    model = model_named(name)
+    known = hook_points(model)
+    for point in ("blocks.1.hook_attn_out", "blocks.1.hook_mlp_out"):
+        if point not in known:
+            continue
+        with model.hooks(fwd_hooks=adding((point, drawn(6, model.cfg.d_model)))):
+            steered = tlens.freeze(model, some_tokens())
+            with steered.attached() as held:
+                seen, _ = capture(held, steered.inputs, [steered.points.output])
+        assert close(seen[steered.points.output], steered.output, 1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_difference_to_a_plain_run_is_the_effect_of_the_vector(name, model_named):
+    model = model_named(name)
+    for point in points_of(name, model):
+        steered, plain = steered_and_plain(model, (point, drawn(6, model.cfg.d_model)))
+        change = tlens.difference(steered, plain)
+        assert max(change.errors.values()) <= 10 * tolerance(name)
+        why = tlens.attribute(change, TARGET)
+        effect = (steered.unembedded() - plain.unembedded())[:, -1:] @ steered.view.unembedding[0][:, TARGET]
+        assert close(why.total, effect, 10 * tolerance(name))
+        assert close(why.bias, why.total, 100 * tolerance(name))
+        assert not bool(why.scores.any())
+        back = tlens.attribute(tlens.difference(plain, steered), TARGET)
+        assert close(back.bias, -why.bias, 100 * tolerance(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_terms_name_the_hook_point_and_the_heads_it_acts_through(name, model_named):
+    model = model_named(name)
+    for point in points_of(name, model):
+        steered, plain = steered_and_plain(model, (point, drawn(6, model.cfg.d_model)))
+        change = tlens.difference(steered, plain)
+        for by in ("component", "head"):
+            terms = circuits.logit_attribution(change, TARGET, by=by)
+            assert point in terms.names
+            assert close(terms.scores.sum(-1), terms.total, 100 * tolerance(name))
+        acts = bool(terms.scores[..., [name.startswith("L1H") for name in terms.names]].abs().max() > 1e-6)
+        assert acts == (not point.startswith("blocks.1.hook_resid_post") and point != "blocks.1.hook_mlp_out")
+        own = circuits.logit_attribution(steered, TARGET, by="head")
+        assert point in own.names
+        assert close(own.scores.sum(-1), own.total, 100 * tolerance(name))
+
+
+@pytest.mark.parametrize("name", HANDFUL)
+def test_several_hooks_and_different_vectors_at_each_position(name, model_named):
+    model = model_named(name)
+    points = points_of(name, model)
+    at_last = torch.zeros(6, model.cfg.d_model, dtype=torch.float64)
+    at_last[-1] = drawn(model.cfg.d_model)
+    of_rows = drawn(2, 6, model.cfg.d_model)
+    pairs = [(point, vectors) for point in points for vectors in (at_last, of_rows)]
+    steered, plain = steered_and_plain(model, *pairs)
+    added = steered.capture.additions.constant
+    assert {stream.name for stream in added} == set(points)
+    assert all(close(vectors, at_last + of_rows) for vectors in added.values())
+    terms = circuits.logit_attribution(tlens.difference(steered, plain), TARGET, by="head")
+    assert set(points) <= set(terms.names)
+    assert close(terms.scores.sum(-1), terms.total, 1e-9)
+
+
+def test_the_same_vector_in_both_runs_is_no_difference(model_named):
+    model = model_named("bridge/gpt2")
+    point = "blocks.1.hook_resid_pre"
+    with model.hooks(fwd_hooks=adding((point, drawn(6, 16)))):
+        a = tlens.freeze(model, some_tokens(seed=1))
+        b = tlens.freeze(model, some_tokens(seed=2))
+    change = tlens.difference(a, b)
+    assert point not in circuits.logit_attribution(change, TARGET).names
+    why = tlens.attribute(change, TARGET)
+    assert close(why.scores.sum(-1), why.total)
+
+
+def test_a_hook_may_write_into_what_it_is_given(model_named):
+    model = model_named("bridge/gpt2")
+    vector = drawn(16)
+
+    def steer(x, hook):
+        x[:, -1] += vector
+        return x
+
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", steer)]):
+        steered = tlens.freeze(model, some_tokens())
+    (vectors,) = steered.capture.additions.constant.values()
+    assert close(vectors[:, -1], vector.expand(2, -1))
+    assert not bool(vectors[:, :-1].any())
+
+
+def ablated(x, hook):
+    return torch.zeros_like(x)
+
+
+def scaled(x, hook):
+    return 1.5 * x
+
+
+def patched(x, hook):
+    return drawn(*x.shape)
+
+
+def projected_out(x, hook):
+    direction = torch.nn.functional.normalize(drawn(x.shape[-1]), dim=0)
+    return x - (x @ direction)[..., None] * direction
+
+
+@pytest.mark.parametrize("act", [ablated, scaled, patched, projected_out])
+@pytest.mark.parametrize("name", HANDFUL)
+def test_what_depends_on_what_it_reads_is_refused_by_name(name, act, model_named):
+    model = model_named(name)
+    for point in points_of(name, model):
+        match = rf"cannot be frozen.*A hook at {point} adds something that depends on what it reads"
+        with model.hooks(fwd_hooks=[(point, act)]), pytest.raises(tlens.UnsupportedModelError, match=match):
+            tlens.freeze(model, some_tokens())
+    assert hooks_left(model) == 0
+
+
+def test_a_hook_that_only_looks_costs_no_further_run(model_named):
+    model = model_named("bridge/gpt2")
+    tlens.freeze(model, some_tokens())
+    runs = []
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", lambda x, hook: runs.append(1))]):
+        frozen = tlens.freeze(model, some_tokens())
+    assert len(runs) == 1
+    assert not frozen.capture.additions.constant
+
+
+def test_what_a_norm_of_a_bridge_reads_is_no_place_of_the_stream(model_named):
+    """A Bridge's `hook_resid_mid` is what the second norm reads; the stream goes past it."""
+    model = model_named("bridge/gpt2")
+    hooks = adding(("blocks.0.hook_resid_mid", drawn(6, 16)))
+    with (
+        model.hooks(fwd_hooks=hooks),
+        pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 .*cannot be frozen"),
+    ):
+        tlens.freeze(model, some_tokens())
+
+
+@pytest.mark.parametrize("point", ["blocks.0.hook_attn_out", "blocks.0.hook_resid_post", "blocks.1.hook_mlp_out"])
+@pytest.mark.parametrize("name", [name for name in HANDFUL if name != "encoder/bert"])
+@pytest.mark.parametrize("query", [2, "all"])
+def test_decompx_spreads_it_as_a_bias(query, name, point, model_named):
+    model = model_named(name)
+    hooks = adding((point, drawn(6, model.cfg.d_model)))
+    with model.hooks(fwd_hooks=hooks):  # every query's logit is compared with the model's
+        steered = tlens.freeze(model, some_tokens())
+        result = tlens.methods.decompx(steered, target=TARGET, query=query)
+    assert close(result.scores.sum(-1) + result.bias, result.total)
+
+
+@pytest.mark.parametrize("method", ["tensorlens", "input-x-gradient", "rollout", "globenc", "alti", "ifr"])
+def test_methods_give_what_they_give_for_a_model_with_the_bias(method, model_named):
+    """The same vector at every position acts as a bias."""
+    model = model_named("bridge/gpt2")
+    vector = drawn(16)
+    options = {"target": TARGET} if method in ("tensorlens", "input-x-gradient") else {}
+    steered, _ = steered_and_plain(model, ("blocks.0.hook_attn_out", vector), ("blocks.1.hook_mlp_out", vector))
+    with model.hooks(fwd_hooks=adding(("blocks.0.hook_attn_out", vector), ("blocks.1.hook_mlp_out", vector))):
+        scores = tlens.attribute(steered, method=method, **options).scores
+    biased = tiny_model("bridge/gpt2")
+    blocks = biased.original_model.transformer.h
+    blocks[0].attn.c_proj.bias.data += vector
+    blocks[1].mlp.c_proj.bias.data += vector
+    assert close(scores, tlens.attribute(tlens.freeze(biased, some_tokens()), method=method, **options).scores)
