@@ -38,6 +38,7 @@ WHOLE = [name for name in model_names() if not is_refused(name)]
 BOTH = [name for name in ("hooked/ln", "hooked/rmspre", "bridge/gpt2", "bridge/neox") if name in model_names()]
 EXACT = [name for name in ("hooked/ln", "hooked/alibi", "bridge/gpt2", "encoder/bert") if name in model_names()]
 ONE = EXACT[0]
+HOOKED_ONLY = pytest.mark.skipif(not HOOKED, reason="of HookedTransformers")
 EMBEDDINGS = ("embed.hook_out", "embed.hook_embed", "hook_embed")
 
 
@@ -145,6 +146,19 @@ def test_passes_of_every_kind(name, options, model_named):
     expected = tlens.attribute(tlens.difference(a, b), 5).scores
     other_a, other_b = two_runs(model_named(name), **options)
     assert close(tlens.attribute(tlens.difference(other_a, other_b), 5).scores, expected, rerun_tolerance(name))
+
+
+@HOOKED_ONLY
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_sinks_are_read_from_real_queries(side):
+    """Rotary positions are counted otherwise at padding, where scores do not give the pattern."""
+    model = build("hooked", "raw", {"use_attention_sinks": True, "positional_embedding_type": "rotary"})
+    tokens, mask = padded([1, 1, 4], side)
+    a = tlens.freeze(model, tokens, attention_mask=mask)
+    for size in (1e-6, 1.0):
+        difference = tlens.difference(a, moved(a, size))
+        assert max(difference.errors.values()) < 1e-8
+        assert tlens.attribute(difference, 5).gap.max() < 1e-8
 
 
 # ------------------------------------------------------------------ signs, nothing, and the derivative
@@ -263,7 +277,7 @@ def test_close_prompts(name, dtype, size):
             assert not result.scores.any()
 
 
-@pytest.mark.skipif(not HOOKED, reason="of HookedTransformers")
+@HOOKED_ONLY
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float64, 60), (torch.float32, 20)], ids=str)
 def test_attention_that_underflows(dtype, factor):
     """Scores of ±1000 (±100 in float32): probabilities of one run are 0 where the other's are not."""
@@ -401,15 +415,12 @@ def test_what_is_no_frozen_pass_is_refused(passed, model_named):
         tlens.difference(frozen.model, frozen)
 
 
-HOOKED_ONLY = pytest.mark.skipif(not HOOKED, reason="of HookedTransformers")
-
-
 @HOOKED_ONLY
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("hooked/parallel", "put together in different ways"),
-        ("hooked/attn-only", "put together in different ways|two architectures"),
+        ("hooked/attn-only", "two architectures"),
         ("hooked/rms", "two architectures"),
         ("hooked/gated", "two forms"),
         ("bridge/llama", "two architectures"),
@@ -429,6 +440,14 @@ def test_two_sizes_are_refused():
         b = tlens.freeze(build("hooked", "raw", config), some_tokens())
         with pytest.raises(tlens.InvalidInputError, match="two architectures"):
             tlens.difference(a, b)
+
+
+@HOOKED_ONLY
+def test_blocks_of_other_parts_are_refused():
+    configs = ({"d_mlp": 64}, {"attn_only": True})
+    a, b = (tlens.freeze(build("hooked", "raw", config), some_tokens()) for config in configs)
+    with pytest.raises(tlens.InvalidInputError, match=r"blocks\.0 has attention\+ln1\+ln2\+mlp and attention\+ln1,"):
+        tlens.difference(a, b)
 
 
 def test_two_vocabularies_are_refused(model_named, monkeypatch):
@@ -690,14 +709,14 @@ def test_any_configuration_is_complete(configuration, prompt, size):
         a = tlens.freeze(model, tokens, attention_mask=mask)
     except Exception:  # what a pass holds, or is refused of, is test_fuzz's question
         assume(False)
+    b = moved(a, size)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", tlens.GapWarning)
-            b = moved(a, size)
             result = tlens.attribute(tlens.difference(a, b), 5)
     except (tlens.UnsupportedModelError, tlens.InvalidInputError) as refusal:
         assume("attention scores cannot be read" not in str(refusal))  # shortformers with the blocks of OLMo 2
-        assume(not gives_nothing(a))
+        assume(not gives_nothing(a) and not gives_nothing(b))
         raise
     change = summed(result) - (logits(a) - result_of(b))[..., 5].gather(1, result.queries)
     scale = a.unembedded().abs().amax() * a.view.unembedding[0][:, 5].norm()

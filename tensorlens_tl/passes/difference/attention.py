@@ -67,7 +67,8 @@ def attention_secant(
     error = _checked_error(reading, b, layer, queries.b, keys.b)
     read = Change(of_a.attention, of_b.attention)
     values = _value_secant(weights, read, name)
-    patterns = [upcast(maps.capture.pattern(layer)) for maps in (a, b)]
+    padded = ~a.capture.mask[:, None, :, None]  # queries whose positions, and scores, may be counted otherwise
+    patterns = [upcast(maps.capture.pattern(layer)).masked_fill(padded, 0.0) for maps in (a, b)]
     mean_values = rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=weights[0].kv_heads)
     of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
     secant, by_sinks = _score_secant(reading, queries, keys, patterns, mean_values, of_sinks)

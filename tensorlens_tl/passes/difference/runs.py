@@ -19,7 +19,7 @@ from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
-from tensorlens_tl.models import HeadChoice, LayerRange, Layout, MlpChoice, ModelView
+from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView
 from tensorlens_tl.passes.difference.maps import SecantMaps
 from tensorlens_tl.passes.frozen import FrozenPass, check_pass
 from tensorlens_tl.passes.inputs import Prompt
@@ -311,7 +311,15 @@ def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
         check_one_architecture(a.view, b.view)
         refuse_without_secant(b.view)
     if a.layouts != b.layouts:
-        raise InvalidInputError("difference: the blocks of the two models are put together in different ways.")
+        runs = "two models" if a.model is not b.model else "one model's two runs (a part that gives nothing in one?)"
+        raise InvalidInputError(
+            f"difference: the blocks of {runs} are put together in different ways, {_layout_names(a)} and "
+            f"{_layout_names(b)}. Ask about each run by itself."
+        )
+
+
+def _layout_names(frozen: FrozenPass) -> str:
+    return ", ".join(dict.fromkeys(layout.name for layout in frozen.layouts))
 
 
 def refuse_without_secant(view: ModelView) -> None:
@@ -335,12 +343,15 @@ def check_one_architecture(a: ModelView, b: ModelView) -> None:
     """Refuse, before any work, two models whose weights or tokens do not stand for the same things.
 
     Raises:
-        InvalidInputError: other sizes, or other vocabularies.
+        InvalidInputError: other sizes, other parts of a block, or other vocabularies.
     """
     sizes_a, sizes_b = (
         {name: getattr(view.cfg, name, None) for name in SIZES} | {"d_vocab": view.d_vocab} for view in (a, b)
     )
     differing = [f"{name} {sizes_a[name]} and {sizes_b[name]}" for name in sizes_a if sizes_a[name] != sizes_b[name]]
+    if not differing:
+        parts = [(block.name, _parts(block), _parts(other)) for block, other in zip(a.blocks, b.blocks, strict=True)]
+        differing = [f"{name} has {ours} and {theirs}" for name, ours, theirs in parts if ours != theirs]
     if differing:
         raise InvalidInputError(
             f"difference: two architectures, {a.description} and {b.description}: {', '.join(differing)}. Both runs "
@@ -352,6 +363,14 @@ def check_one_architecture(a: ModelView, b: ModelView) -> None:
             f"difference: {a.description} and {b.description} have different vocabularies, so that the same token ids "
             "are different tokens."
         )
+
+
+def _parts(block: BlockView) -> str:
+    """Which norms and MLP a block has, in words."""
+    names = sorted(block.norms)
+    if block.has_mlp:
+        names.append(block.mlp_name)
+    return "+".join(["attention", *names])
 
 
 def _refusal(view: ModelView, why: str) -> UnsupportedModelError:
