@@ -91,7 +91,7 @@ def test_an_error_at_one_other_token_is_what_it_cannot_see():
 
     def once(out):
         out = out.clone()
-        out[:, free] += 1.0
+        out[:, free] *= 1.5
         return out
 
     change(model, "blocks.1.hook_mlp_out", once)

@@ -228,7 +228,9 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
         texts, _ = readable_tokens(frozen.view, given)
     prompt = replace(frozen.prompt, tokens=tokens, kwargs=dict(inputs), str_tokens=texts)
     options = FreezeOptions(tolerance=frozen.tolerance, strict=frozen.strict)
-    compared = query_positions(prompt, "all" if hooks else -1)  # nobody can run this model again without its hooks
+    compared = query_positions(prompt, -1)
+    if hooks and prompt.class_at is None:  # nobody can run this model again without its hooks
+        compared = query_positions(prompt, "all")
     with torch.inference_mode(False), torch.no_grad(), unheld_run(model), model.hooks(fwd_hooks=list(hooks)):
         return _freeze(frozen.view, prompt, options, None, compared)
 

@@ -215,6 +215,9 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     ),
     "registry.attribute": lambda s: tlens.attribute(s.model, torch.tensor([TOKENS]), target=TARGET, minus=MINUS),
     # methods
+    # its total is the change between two runs, and not the model's number
+    "method difference": lambda s: tlens.attribute(s.frozen, TARGET, method="difference").scores,
+    "method difference [query=2]": lambda s: tlens.attribute(s.frozen, TARGET, method="difference", query=2).scores,
     "method leave-one-out": lambda s: _leave_one_out(s, "logit"),
     "method leave-one-out [of=probability]": lambda s: _leave_one_out(s, "probability"),
     "method leave-one-out [replacement=delete]": lambda s: tlens.attribute(
@@ -315,6 +318,10 @@ LEFT_OUT = {
     "demo.": "the embedded models",
     "passes.patch_embedding": "models of images",
     "passes.pixel_scores": "models of images",
+    "passes.difference": "two runs: test_difference",
+    "passes.freeze_changed": "the other run of a difference: test_difference",
+    "passes.refuse_without_secant": "a check",
+    "passes.check_explained": "a check",
     "layerwise.refuse_whitened": "a check",
     "layerwise.select_query": "an index",
     "evaluate.few_shot_prompts": "writes prompts",
@@ -354,7 +361,7 @@ CLASSES: dict[str, tuple[type, Callable[[Setting], Any]]] = {
 PARTS = {
     "FrozenPass": (
         "activation", "allowed_gap", "capture", "causal", "check_fresh", "checked", "cross_pattern", "cut",
-        "errors", "final_map", "inputs", "layouts", "live", "logit_vectors", "mask", "model", "n_layers", "other_hooks",
+        "errors", "final_map", "inputs", "layouts", "live", "logit_vectors", "mask", "model", "n_layers", "noise", "other_hooks",
         "points", "prediction_head", "prompt", "provenance", "routing", "row_bytes", "sides", "stage", "str_tokens",
         "tokens", "tolerance", "unembedding_error", "view", "with_capture",
     ),
