@@ -12,7 +12,7 @@
 | `live` | how is the live model held fixed, or run again with something changed? |
 | `frozen` | the pass that users hold, composed of capture, maps and proof |
 | `freezing` | how does one run of the model become a pass? |
-| `difference` | which exact linear map takes the difference of two runs' inputs to that of their outputs? |
+| `two_runs` | which exact linear map takes the difference of two runs' inputs to that of their outputs? |
 | `backward`, `replacement` | what gives the live model under other backward rules, or with a token replaced? |
 """
 
@@ -21,13 +21,6 @@ from typing import TYPE_CHECKING, Any
 from tensorlens_tl.passes.backward import product_points as product_points, rule_scores as rule_scores
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture
-from tensorlens_tl.passes.difference import (
-    Difference,
-    SecantMaps,
-    check_one_architecture as check_one_architecture,
-    difference,
-    refuse_without_secant,
-)
 from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze, freeze_changed
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike, check_pass as check_pass
 from tensorlens_tl.passes.linearisation import Linearisation
@@ -41,6 +34,13 @@ from tensorlens_tl.passes.operator import (
     pixel_scores,
 )
 from tensorlens_tl.passes.proof import Proof
+from tensorlens_tl.passes.two_runs import (
+    Difference,
+    SecantMaps,
+    check_one_architecture as check_one_architecture,
+    difference,
+    refuse_without_secant,
+)
 
 if TYPE_CHECKING:
     PassOrDifference = FrozenPass | Difference

@@ -361,9 +361,9 @@ CLASSES: dict[str, tuple[type, Callable[[Setting], Any]]] = {
 PARTS = {
     "FrozenPass": (
         "activation", "allowed_gap", "capture", "causal", "check_fresh", "checked", "cross_pattern", "cut",
-        "errors", "final_map", "inputs", "layouts", "live", "logit_vectors", "mask", "model", "n_layers", "noise", "other_hooks",
-        "points", "prediction_head", "prompt", "provenance", "routing", "row_bytes", "sides", "stage", "str_tokens",
-        "tokens", "tolerance", "unembedding_error", "view", "with_capture",
+        "errors", "final_map", "inputs", "layouts", "live", "logit_vectors", "mask", "model", "n_layers", "noise",
+        "other_hooks", "points", "prediction_head", "prompt", "provenance", "routing", "row_bytes", "sides", "stage",
+        "str_tokens", "tokens", "tolerance", "unembedding_error", "view", "with_capture",
     ),
     "FrozenOperator": ("of", "x", "end"),
     "FrozenGeneration": ("generated_ranges", "real", "texts"),

@@ -137,6 +137,6 @@ def change_target(
     """The change of the same number between the two prompts, along the stream of their exact difference.
 
     Raises:
-        UnsupportedModelError: see `tensorlens_tl.passes.difference.difference`.
+        UnsupportedModelError: see `tensorlens_tl.passes.difference`.
     """
     return stream_target(difference(clean, corrupted), target, minus, direction, query, "ratio")

@@ -78,7 +78,7 @@ def compare_models(
     Raises:
         InvalidInputError: no such `by`, other architectures or vocabularies, prompts that the two tokenize in different
             ways, a change of more than 64 directions under ``by="rank"``, and what `freeze` and the target refuse.
-        UnsupportedModelError: see `tensorlens_tl.passes.difference.difference`.
+        UnsupportedModelError: see `tensorlens_tl.passes.difference`.
 
     Source: ours; the rules are those of `tensorlens_tl.algebra.secants`.
 

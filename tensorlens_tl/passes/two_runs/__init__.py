@@ -8,7 +8,7 @@
 | `runs` | the two runs, checked, and their map proved block by block |
 """
 
-from tensorlens_tl.passes.difference.maps import SecantMaps
-from tensorlens_tl.passes.difference.runs import Difference, check_one_architecture, difference, refuse_without_secant
+from tensorlens_tl.passes.two_runs.maps import SecantMaps
+from tensorlens_tl.passes.two_runs.runs import Difference, check_one_architecture, difference, refuse_without_secant
 
 __all__ = ["Difference", "SecantMaps", "check_one_architecture", "difference", "refuse_without_secant"]

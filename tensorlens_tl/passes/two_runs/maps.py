@@ -15,10 +15,10 @@ from tensorlens_tl.models import Layout, Within
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
-from tensorlens_tl.passes.difference.attention import attention_secant
-from tensorlens_tl.passes.difference.experts import Mixture, experts_secant
-from tensorlens_tl.passes.difference.mlps import activated, hidden_secant
-from tensorlens_tl.passes.difference.values import BlockValues, block_values, per_layer_values
+from tensorlens_tl.passes.two_runs.attention import attention_secant
+from tensorlens_tl.passes.two_runs.experts import Mixture, experts_secant
+from tensorlens_tl.passes.two_runs.mlps import activated, hidden_secant
+from tensorlens_tl.passes.two_runs.values import BlockValues, block_values, per_layer_values
 
 
 @dataclass(eq=False)

@@ -39,8 +39,8 @@ from tensorlens_tl.passes.attention_scores import (
     score_reading,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
-from tensorlens_tl.passes.difference.mlps import gate_secant
-from tensorlens_tl.passes.difference.values import BlockValues
+from tensorlens_tl.passes.two_runs.mlps import gate_secant
+from tensorlens_tl.passes.two_runs.values import BlockValues
 
 
 def attention_secant(

@@ -20,11 +20,11 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView
-from tensorlens_tl.passes.difference.maps import SecantMaps
 from tensorlens_tl.passes.frozen import FrozenPass, check_pass
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.linearisation import Linearisation, SumType
 from tensorlens_tl.passes.operator import FrozenOperator
+from tensorlens_tl.passes.two_runs.maps import SecantMaps
 
 ROUNDING = 64
 """Units of rounding that a run's own numbers may be off by, in a difference of two of them."""
