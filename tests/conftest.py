@@ -41,6 +41,11 @@ MIXED = ("mamba", "mamba2", "jamba", "lfm2", "qwen3-next")
 `test_mixers`."""
 
 
+def rest_whole(names, *quick):
+    """Names to parametrise by: all but a few belong to the marked set `whole`."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.whole) for name in names]
+
+
 def pytest_collection_modifyitems(config, items):
     """Tests of every model run on the representatives by default, on the whole table where `whole` is asked for."""
     of_heads = [item for item in items if item.path.stem in ("test_circuits", "test_compress") and _is_mixed(item)]

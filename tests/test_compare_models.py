@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from conftest import close, some_tokens, tolerance
+from conftest import close, rest_whole, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
@@ -24,7 +24,7 @@ NAMES = [
     "hooked/post-only", "encoder/bert", "bridge/gpt2", "bridge/llama", "bridge/qwen3", "bridge/neox",
 ]  # fmt: skip
 """Pre-LN, parallel, sandwich, post-only and post-LN blocks; plain and gated MLPs; grouped heads; norms of queries."""
-NAMES = [name for name in NAMES if name in HERE]
+NAMES = rest_whole([name for name in NAMES if name in HERE], "hooked/ln", "bridge/gpt2", "bridge/qwen3")
 PLAIN = "hooked/ln" if "hooked/ln" in HERE else "bridge/gpt2"
 HOOKED = pytest.mark.skipif("hooked/ln" not in HERE, reason="edits parameters of TransformerLens 3.9's class")
 BY = ["matrix", "layer", "component", "head", "head_matrix", "rank"]

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 import transformers
+from conftest import rest_whole
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra.secants import offset_terms
@@ -22,6 +23,7 @@ EXPERTS = [
 ]
 INSIDE = ["bridge/deepseek-v3", "bridge/afmoe", "bridge/bitnet", "attention of qwen3-next", "experts of gemma4"]
 FAMILIES = [*EXPERTS, "bridge/bitnet", "attention of qwen3-next", "inputs of gemma4"]
+QUICK = ("bridge/mixtral", "bridge/bitnet")
 
 CHANGED_WEIGHTS = {
     "bridge/qwen2-moe": {"L1.routing", "L1.shared.W_factor", "L1.shared.W_in", "L1E0.W_gate", "L0.W_in"},
@@ -92,13 +94,13 @@ def constants(change, g):
     return totals
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", rest_whole(FAMILIES, *QUICK))
 def test_every_block_gives_the_difference_of_its_outputs(change):
     assert set(change.errors) == {"blocks.0", "blocks.1", "head"}
     assert max(change.errors.values()) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", rest_whole(FAMILIES, *QUICK))
 def test_scores_and_constants_sum_to_the_difference_of_the_logits(change):
     result = tlens.attribute(change, 7, query="all")
     expected = (logits_of(change.a) - logits_of(change.b))[..., 7]
@@ -108,7 +110,7 @@ def test_scores_and_constants_sum_to_the_difference_of_the_logits(change):
     assert size > 0.1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", rest_whole(FAMILIES, *QUICK))
 def test_the_other_order_changes_the_sign(change):
     there = tlens.attribute(change, 7)
     back = tlens.attribute(tlens.difference(change.b, change.a), 7)
@@ -116,14 +118,14 @@ def test_the_other_order_changes_the_sign(change):
     assert torch.allclose(back.bias, -there.bias, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", rest_whole(FAMILIES, *QUICK))
 def test_equal_runs_differ_by_nothing(change):
     same = tlens.attribute(tlens.difference(change.a, change.a), 7)
     for number in (same.scores, same.bias, same.total):
         assert not bool(number.any())
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", rest_whole(EXPERTS, *QUICK))
 def test_a_changed_routing_is_a_constant_with_a_name(change):
     g = torch.randn(change.output.shape, dtype=torch.float64)
     terms = constants(change, g)
@@ -162,7 +164,7 @@ def routing_held(model):
         yield
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", rest_whole(FAMILIES, *QUICK))
 def test_where_both_runs_are_the_same_it_is_the_jacobian_with_the_routing_held(change):
     run = change.a
     x = run.resid_pre(0).clone().requires_grad_(True)
@@ -183,7 +185,7 @@ def test_where_both_runs_are_the_same_it_is_the_jacobian_with_the_routing_held(c
     assert (pulled - expected).norm() < 10 * TOLERANCE * expected.norm()
 
 
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("name", rest_whole(INSIDE, *QUICK))
 def test_heads_add_up(change):
     """Each alone, with its gate, and the scale of a norm over all of them responding."""
     for layer in range(change.n_layers):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import close, hooks_left, some_tokens, tolerance
+from conftest import close, hooks_left, rest_whole, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -53,7 +53,7 @@ def live_logit(model, hooks=()):
         return model.run_with_hooks(some_tokens(), fwd_hooks=list(hooks))[:, -1:, TARGET].double()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_whole(NAMES, *HANDFUL))
 def test_a_pass_holds_what_hooks_add(name, model_named):
     model = model_named(name)
     for point in points_of(name, model):
@@ -70,7 +70,7 @@ def test_a_pass_holds_what_hooks_add(name, model_named):
     assert hooks_left(model) == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_whole(NAMES, *HANDFUL))
 def test_the_held_model_adds_it_once(name, model_named):
     model = model_named(name)
     for point in points_of(name, model):
@@ -96,7 +96,7 @@ def test_what_is_held_as_a_whole_adds_it_once(name, model_named):
         assert close(seen[steered.points.output], steered.output, 1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_whole(NAMES, *HANDFUL))
 def test_the_difference_to_a_plain_run_is_the_effect_of_the_vector(name, model_named):
     model = model_named(name)
     for point in points_of(name, model):
@@ -112,7 +112,7 @@ def test_the_difference_to_a_plain_run_is_the_effect_of_the_vector(name, model_n
         assert close(back.bias, -why.bias, 100 * tolerance(name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_whole(NAMES, *HANDFUL))
 def test_terms_name_the_hook_point_and_the_heads_it_acts_through(name, model_named):
     model = model_named(name)
     for point in points_of(name, model):
