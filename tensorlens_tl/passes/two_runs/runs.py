@@ -20,7 +20,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView
-from tensorlens_tl.passes.frozen import FrozenPass, check_pass
+from tensorlens_tl.passes.frozen import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.linearisation import Linearisation, SumType
 from tensorlens_tl.passes.operator import FrozenOperator
@@ -258,7 +258,7 @@ def _of_both(first: str, second: str) -> str:
     return first if first == second else f"{first}|{second}"
 
 
-def difference(a: FrozenPass, b: FrozenPass) -> Difference:
+def difference(a: PassLike, b: PassLike) -> Difference:
     """The exact difference of two runs, proved block by block.
 
     Nothing is held but the routing of experts: which of them are chosen is no linear function of what enters, so that a
