@@ -105,4 +105,4 @@ package: .venv/.ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-tl4 .venv-package dist demo.html report.html docs/_build
+	rm -rf .venv .venv-tl4 .venv-package dist demo.html report.html generated.html docs/_build

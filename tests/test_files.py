@@ -253,10 +253,3 @@ def test_shared_tensors_can_be_saved(model_named, tmp_path):
     scores = frozen.operator().in_out().scores
     result = tlens.Attribution.of(frozen, scores, method="x", query=-1, layers=scores[None])
     assert torch.equal(tlens.Attribution.load(result.save(tmp_path / "x")).layers[0], scores)
-
-
-@pytest.mark.parametrize(("place", "message"), [("no/such/folder/x", "no folder"), ("x.html", "to_html")])
-def test_a_path_that_cannot_be_saved_to_is_refused(model_named, place, message):
-    result = tlens.attribute(tlens.freeze(model_named("bridge/gpt2"), some_tokens()))
-    with pytest.raises(tlens.InvalidInputError, match=message):
-        result.save(place)

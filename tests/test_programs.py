@@ -12,7 +12,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate
 from tensorlens_tl.commands import main
 from tensorlens_tl.demo.programs import building
-from tensorlens_tl.results.circuit import ARROW
+from tensorlens_tl.results import ARROW
 from tensorlens_tl.results.statistics import auroc
 from tensorlens_tl.testing import model_names
 

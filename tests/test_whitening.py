@@ -237,7 +237,7 @@ def test_the_command(tmp_path, capsys):
     for wrong, message in (
         (["--prompts", str(text), "--length", "60"], "none of 8 lines has 60 tokens"),
         (["--prompts", str(tmp_path / "no")], "no such file"),
-        (["-o", str(tmp_path / "table.txt")], "save as .html or .csv"),
+        (["-o", str(tmp_path / "table.txt")], "end its name in .html or .csv"),
         (["-o", str(tmp_path / "a.html"), "--points", "blocks.0.hook_resid_pre"], "2 hook points or more"),
         (["-n", "6", "--filters"], "6 prompts; at least 8 are needed with --filters"),
         (["--length", "5000"], "the model reads 128 tokens"),

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens_tl.commands.options import (
+    ENDINGS,
     add_import_argument,
     add_model_arguments,
-    check_output,
+    check_result_output,
     count,
     given,
     loaded_model,
@@ -34,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a position, counted over the prompt's tokens, or a text of it (default: the last)",
     )
     parser.add_argument("--top", type=count, default=10, help="how many tokens to print")
-    parser.add_argument(
-        "-o", "--output", type=Path, help="also save: .html for a page, .csv, anything else for Attribution.load"
-    )
+    parser.add_argument("-o", "--output", type=Path, help=f"also save; {ENDINGS}")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     import tensorlens_tl as tlens
     from tensorlens_tl.report import predict
 
-    check_output(args.output)
+    check_result_output(args.output)
     run_imports(args)
     method = tlens.get_method(args.method)
     if args.collapse is not None and "collapse" not in method.options:
@@ -70,4 +69,4 @@ def run(args: argparse.Namespace) -> None:
     options |= {name: value for name, value in question.items() if method.takes(name)}
     result = tlens.attribute(frozen, method=args.method, **options)
     result.show(args.top)
-    write_result(result, args.text, args.output)
+    write_result(result, args.output)

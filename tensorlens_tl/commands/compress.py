@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens_tl.commands.options import (
+    ENDINGS,
     PROMPTS,
     TASKS,
     add_model_arguments,
     check_output,
+    check_result_output,
     count,
     given,
     loaded_model,
@@ -53,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=count, help=f"number of generated prompts (default: {PROMPTS})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, metavar="FILE", help="save the plan of one method and one ratio")
-    parser.add_argument("-o", "--output", type=Path, help="save: .html, .csv, or any other name for Evaluation.load")
+    parser.add_argument("-o", "--output", type=Path, help=f"save; {ENDINGS}")
 
 
 def run(args: argparse.Namespace) -> None:
     """Compress, measure, print the tables, and save where asked."""
     from tensorlens_tl import compress, evaluate
 
-    check_output(args.output)
+    check_result_output(args.output)
     check_output(args.save, "--save")
     methods = args.methods or list(METHODS)
     if args.save is not None and (args.save.suffix == ".html" or len(methods) > 1 or len(args.ratio) > 1):
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
         for method, method_plans in plans.items()
     }
     print("\nratios reached: " + "; ".join(f"{method} {text}" for method, text in ratios_reached.items()))
-    write_result(result, "Compression", args.output)
+    write_result(result, args.output)
 
 
 def _task(args: argparse.Namespace, model: Any) -> Any:

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl.drawing.terminal import show_table
     from tensorlens_tl.report import predict
 
-    check_output(args.output)
+    check_output(args.output, endings=(".html",))
     text = args.text
     if text is None:
         text = tlens.demo.PROMPT

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens_tl.commands.options import (
+    ENDINGS,
     PROMPTS,
     TASKS,
     add_import_argument,
     add_model_arguments,
-    check_output,
+    check_result_output,
     count,
     loaded_model,
     named_program,
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub = kinds.add_parser(name, help=help, description=help)
         add_model_arguments(sub)
         sub.add_argument("--seed", type=int, default=0)
-        sub.add_argument("-o", "--output", type=Path, help="save: .html, .csv, or for Evaluation.load")
+        sub.add_argument("-o", "--output", type=Path, help=f"save; {ENDINGS}")
         if name == "relations":
             sub.add_argument("--relations", nargs="+", type=Path, help="JSON files (default: the shipped ones)")
             sub.add_argument("--splits", type=count, default=6, help="draws of examples")
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
     """Run one evaluation, print its table, and save it where asked."""
     from tensorlens_tl import evaluate
 
-    check_output(args.output)
+    check_result_output(args.output)
     if "imports" in args:
         run_imports(args)
     if args.what in OF_PROGRAMS:
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
         print(evaluate.agreement_table(result).round(2).to_string())
     else:
         result.show()
-    write_result(result, result.kind, args.output)
+    write_result(result, args.output)
 
 
 def _known_answer(args: argparse.Namespace, model: Any) -> Any:

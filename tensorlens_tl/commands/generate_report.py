@@ -41,14 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hops", type=hops, default="all", help="how many hops to follow (default: all)")
     parser.add_argument("--minus", help="hold each token against this one, or against its 'runner-up'")
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html here)")
+    page = "generated.html"
+    parser.add_argument("-o", "--output", type=Path, default=Path(page), help=f"(default: {page} here)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Write the report of one generated text."""
     import tensorlens_tl as tlens
 
-    check_output(args.output)
+    check_output(args.output, endings=(".html",))
     most = args.max_new_tokens
     if most is None and args.continuation is None:
         most = 12

@@ -17,6 +17,9 @@ DTYPES = ("float32", "float64", "bfloat16")
 PROMPTS = 32
 TASKS = ("recall", "brackets", "induction")
 
+ENDINGS = "its ending says how: .html, .csv, .parquet, .json, .pdf, .svg, .png, or .safetensors to load it again"
+"""What `-o` of a result takes, for its help."""
+
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, of which class, in which dtype, on which device."""
@@ -86,12 +89,29 @@ def run_imports(args: argparse.Namespace) -> None:
             raise InvalidInputError(f"--import {name}: {type(error).__name__}: {error}") from error
 
 
-def check_output(path: Path | None, name: str = "--output") -> None:
-    """Raise `InvalidInputError` before work starts where the output cannot be written."""
-    if path is not None and path.is_dir():
+def check_output(path: Path | None, name: str = "--output", *, endings: Sequence[str] = ()) -> None:
+    """Raise `InvalidInputError` before work starts where the output cannot be written.
+
+    Args:
+        path: of the file; None is none.
+        name: the flag.
+        endings: what its name may end in; any where there are none.
+    """
+    if path is None:
+        return
+    if path.is_dir():
         raise InvalidInputError(f"{name} {path}: that is a folder; name a file in it.")
-    if path is not None and not path.parent.is_dir():
+    if not path.parent.is_dir():
         raise InvalidInputError(f"{name} {path}: there is no folder {path.parent}.")
+    if endings and path.suffix.lower() not in endings:
+        raise InvalidInputError(f"{name} {path}: end its name in {' or '.join(filter(None, endings))}.")
+
+
+def check_result_output(path: Path | None) -> None:
+    """Raise `InvalidInputError` before work starts where a result cannot be saved to the output."""
+    from tensorlens_tl.results import RESULT_ENDINGS
+
+    check_output(path, endings=RESULT_ENDINGS)
 
 
 def named_model(args: argparse.Namespace, name: str | None = None, *, images: bool = False) -> Any:
@@ -241,19 +261,10 @@ def named_program(name: str) -> Any:
     return demo.program(name.partition(":")[2].removesuffix(":norm"))
 
 
-def write_result(result: Any, title: str, path: Path | None) -> None:
-    """Save a result where a path is given: ``.html`` is a page, ``.csv`` a table, else a file that `load` reads."""
-    if path is None:
-        return
-    from tensorlens_tl.drawing.page import page
-
-    if path.suffix == ".html":
-        path.write_text(page(title, result.to_html(style=False)), encoding="utf-8")
-    elif path.suffix == ".csv":
-        result.to_dataframe().to_csv(path, index=False)
-    else:
-        result.save(path)
-    print(f"saved to {path}")
+def write_result(result: Any, path: Path | None) -> None:
+    """Save a result where a path is given, as its ending says."""
+    if path is not None:
+        print(f"saved to {result.save(path)}")
 
 
 def task_of(args: argparse.Namespace, model: Any) -> Any:

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     """Write the report of one prediction."""
     import tensorlens_tl as tlens
 
-    check_output(args.output)
+    check_output(args.output, endings=(".html",))
     run_imports(args)
     for name in args.methods or ():
         tlens.get_method(name)  # a typing error should not cost a forward pass

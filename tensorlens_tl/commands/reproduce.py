@@ -5,7 +5,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model, write_result
+from tensorlens_tl.commands.options import (
+    ENDINGS,
+    add_model_arguments,
+    check_result_output,
+    count,
+    loaded_model,
+    write_result,
+)
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -35,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--replacement", help="mask, pad, mean, zero or a token (default: mask where there is one)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path, help="save: .html, .csv, or for Reproduction.load")
+    parser.add_argument("-o", "--output", type=Path, help=f"save; {ENDINGS}")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -43,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl import evaluate
     from tensorlens_tl.evaluate.paper import experiment_named
 
-    check_output(args.output)
+    check_result_output(args.output)
     experiment = experiment_named(args.name)
     data = _read(args.data, experiment)
     name = args.model
@@ -55,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         data, options = _embedded(name.partition(":")[2], model, experiment, options)
     result = evaluate.reproduce(args.name, model, data, seed=args.seed, **options)
     result.show()
-    write_result(result, f"Reproduction: {args.name}", args.output)
+    write_result(result, args.output)
 
 
 def _embedded(name: str, model: Any, experiment: "Experiment", options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -33,9 +33,7 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl import whitening
     from tensorlens_tl.whitening import SETTLING
 
-    check_output(args.output)
-    if args.output is not None and args.output.suffix not in (".html", ".csv"):
-        raise InvalidInputError(f"--output {args.output}: save as .html or .csv.")
+    check_output(args.output, endings=(".html", ".csv"))
     if args.output is not None and args.output.suffix == ".html" and args.points is not None and len(args.points) < 2:
         raise InvalidInputError("--points: a page draws curves over 2 hook points or more; save one as .csv.")
     model = loaded_model(args, logits=False)

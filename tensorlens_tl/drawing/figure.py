@@ -1,11 +1,12 @@
-"""Heat maps and evaluations as matplotlib figures, for papers (``tensorlens-tl[plot]``)."""
+"""Heat maps, bars, curves and graphs as matplotlib figures, for papers (``tensorlens-tl[plot]``)."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, STRONGEST, largest_of, visible
+from tensorlens_tl.drawing.graphs import GraphPicture, layout
+from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, STRONGEST, largest_of, share, short, sign_colour, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +28,18 @@ def heat_map(
     title: str,
     ax: Axes | None = None,
     values: bool | None = None,
+    names: tuple[str, str] = ("query", "source token"),
 ) -> Axes:
-    """Signed scores `[query, key]` on matplotlib axes; `values` writes numbers into cells, None where they fit."""
+    """Scores `[query, key]` on matplotlib axes, in colours from zero upwards where none is negative.
+
+    Args:
+        plane: the scores.
+        queries, keys: labels of rows and columns.
+        title: above it.
+        ax: draw here; None makes a figure of fitting size.
+        values: write numbers into cells; None does so where they fit.
+        names: what rows and columns are.
+    """
     _pyplot()
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -37,13 +48,17 @@ def heat_map(
     if values is None:
         values = max(height, width) <= FITTING
     ax = axes(ax, (2.2 + CELL * width, 1.6 + CELL * height))
-    on_white = [tuple(1 - STRONGEST * (1 - channel / 255) for channel in rgb) for rgb in (NEGATIVE, POSITIVE)]
-    colours = LinearSegmentedColormap.from_list("tensorlens", [on_white[0], (1, 1, 1), on_white[1]])
-    image = ax.imshow(plane, cmap=colours, vmin=-largest, vmax=largest, aspect="equal" if height > 1 else "auto")
+    scale = [_on_white(NEGATIVE), (1, 1, 1), _on_white(POSITIVE)]
+    least = -largest
+    if not bool((plane < 0).any()):
+        scale = scale[1:]
+        least = 0.0
+    colours = LinearSegmentedColormap.from_list("tensorlens", scale)
+    image = ax.imshow(plane, cmap=colours, vmin=least, vmax=largest, aspect="equal" if height > 1 else "auto")
     ax.set_xticks(range(width), [_plain(visible(token)) for token in keys], rotation=90, fontsize=LABEL)
     ax.set_yticks(range(height), [_plain(visible(token)) for token in queries], fontsize=LABEL)
-    ax.set_xlabel("source token")
-    ax.set_ylabel("query")
+    ax.set_ylabel(names[0])
+    ax.set_xlabel(names[1])
     ax.set_title(_plain(title), fontsize=LABEL + 2, loc="left")
     ax.tick_params(length=0)
     for side in ax.spines.values():
@@ -81,11 +96,81 @@ def bars(lines: Mapping[str, Sequence[float]], labels: Mapping[str, str], ax: Ax
     return ax
 
 
+def signed_bars(lines: Sequence[tuple[str, float]], title: str, ax: Axes | None = None) -> Axes:
+    """Signed values as horizontal bars around zero, the first on top.
+
+    Args:
+        lines: names and values.
+        title: above it.
+        ax: draw here; None makes a figure of fitting size.
+    """
+    ax = axes(ax, (5.5, 1.0 + 0.24 * len(lines)))
+    names = [_plain(visible(name)) for name, _ in lines][::-1]
+    values = np.array([value for _, value in lines])[::-1]
+    rows = ax.barh(range(len(names)), values, color=[_of_sign(value) for value in values])
+    ax.bar_label(rows, [f"{value:+.3g}" for value in values], padding=2, fontsize=LABEL)
+    ax.set_yticks(range(len(names)), names, fontsize=LABEL + 1)
+    ax.margins(x=0.15)
+    ax.axvline(0, color="black", linewidth=0.5)
+    ax.tick_params(axis="x", labelsize=LABEL)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.set_title(_plain(title), fontsize=LABEL + 2, loc="left")
+    return ax
+
+
+def graph(picture: GraphPicture, title: str, ax: Axes | None = None) -> Axes:
+    """Positions side by side, layers upwards, the target on top; widths and sizes are weights.
+
+    Args:
+        picture: nodes and edges.
+        title: above it.
+        ax: draw here; None makes a figure of fitting size.
+    """
+    _pyplot()
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    x, y, width, height = layout(picture)
+    ax = axes(ax, (max(3.0, width / 90), max(2.0, height / 90)))
+    strongest = largest_of(np.array(picture.strengths))
+    for source, target, strength in zip(picture.sources, picture.targets, picture.strengths, strict=True):
+        middle = (y[source] + y[target]) / 2
+        corners = [(x[source], y[source]), (x[source], middle), (x[target], middle), (x[target], y[target])]
+        curve = Path(corners, [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4])
+        part = share(strength, strongest)
+        line = {"edgecolor": _of_sign(part), "linewidth": 0.4 + 3 * abs(part), "facecolor": "none", "alpha": 0.6}
+        ax.add_patch(PathPatch(curve, zorder=1, **line))
+    largest = largest_of(np.array(picture.weights[:-1]))
+    parts = [share(weight, largest) for weight in picture.weights[:-1]] + [1.0]
+    sizes = [15 + 85 * abs(part) for part in parts]
+    ax.scatter(x, y, s=sizes, c=[_of_sign(part) for part in parts], zorder=2, edgecolors="white", linewidths=0.5)
+    for node, name in enumerate(picture.names):
+        label = {"fontsize": LABEL - 1, "ha": "center", "zorder": 3}
+        ax.annotate(_plain(short(name, 14)), (x[node], y[node]), (0, 6), textcoords="offset points", **label)
+    for position, token in dict(zip(picture.positions, picture.tokens, strict=True)).items():
+        column = x[np.array(picture.positions) == position].mean()
+        ax.text(column, height, _plain(short(visible(token), 12)), ha="center", va="bottom", fontsize=LABEL)
+    ax.set_xlim(0, width)
+    ax.set_ylim(height + 20, 0)
+    ax.set_axis_off()
+    ax.set_title(_plain(title), fontsize=LABEL + 2, loc="left")
+    return ax
+
+
 def axes(ax: Axes | None = None, size: tuple[float, float] = (7, 4.5)) -> Axes:
     """The axes that were passed, or new ones."""
     if ax is not None:
         return ax
     return _pyplot().subplots(figsize=size, layout="constrained")[1]
+
+
+def _on_white(rgb: tuple[int, int, int]) -> tuple[float, ...]:
+    """A colour of the palette at full strength, on paper."""
+    return tuple(1 - STRONGEST * (1 - channel / 255) for channel in rgb)
+
+
+def _of_sign(value: float) -> tuple[float, ...]:
+    return _on_white(sign_colour(value))
 
 
 def _plain(text: str) -> str:

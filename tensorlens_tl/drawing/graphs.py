@@ -90,7 +90,7 @@ def graph(picture: GraphPicture) -> str:
 
 
 def _svg(picture: GraphPicture) -> str:
-    x, y, width, height = _layout(picture)
+    x, y, width, height = layout(picture)
     largest = largest_of(np.array(picture.weights[:-1]))
     strongest = largest_of(np.array(picture.strengths))
     order = np.abs(picture.strengths).argsort().tolist()
@@ -145,7 +145,7 @@ def _svg(picture: GraphPicture) -> str:
     )
 
 
-def _layout(picture: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
+def layout(picture: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Where each node stands: a column per position, a row per layer and kind; neighbours in a row keep apart."""
     top = 4 * (max(picture.layers) + 2)
     order = {"whitening": -1, "mlp": 1, "neuron": 1, "feature": 2, "error": 2, "bias": 2}  # others are below: 0

@@ -1,7 +1,8 @@
 """From pictures to what shows them: a notebook cell, or one HTML file that opens without a network."""
 
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -57,6 +58,19 @@ def page(title: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
         f"<title>{escape(title)}</title><style>{PAGE_STYLE}</style>{head(body)}</head><body>{body}</body></html>\n"
     )
+
+
+def display_in_notebook(html: Callable[[], str]) -> bool:
+    """Display HTML where this runs in a notebook, or any IPython shell; False, and nothing is computed, elsewhere.
+
+    Args:
+        html: computes it, style included.
+    """
+    shell = sys.modules.get("IPython")
+    if shell is None or shell.get_ipython() is None:
+        return False
+    shell.display.display(shell.display.HTML(html()))
+    return True
 
 
 @dataclass(frozen=True, repr=False)

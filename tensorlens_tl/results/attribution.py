@@ -14,7 +14,6 @@ from tensorlens_tl.models import Query
 from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark, word_ids, word_starts
 from tensorlens_tl.results.entry import Entry, largest, query_row
-from tensorlens_tl.results.storage import Stored
 from tensorlens_tl.results.views import AXES, OF_GENERATED, Shown
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Attribution(Shown, Stored):
+class Attribution(Shown):
     """What every method returns.
 
     Attributes:

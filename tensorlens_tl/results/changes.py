@@ -3,7 +3,7 @@ change passes each layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import maybe, relative_gap
-from tensorlens_tl.drawing import matrix, page, terminal
+from tensorlens_tl.drawing import figure, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, with_style
-from tensorlens_tl.results.storage import Stored
+from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ NUMBERS = ("total", "remainder", "base", "tuned")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ChangeRoutes(Stored):
+class ChangeRoutes(Result):
     """By which routes the change of a number passes each layer; `circuits.routes` returns one.
 
     Every layer's scores sum to the whole change: layers are cuts through one and the same change at different depths,
@@ -257,20 +257,41 @@ class ChangeRoutes(Stored):
     def to_html(self, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True) -> str:
         """A row per layer and a column per route; every row sums to the change."""
         which, routes, values = self._table(query, batch)
-        heading = title or f"How the change of {self.target} passes each layer"
+        heading = title or self.heading
         picture = matrix.matrix(self.layers, routes, values, label=heading, corner="layer ↓ route →")
         gap = float(self.gap[batch].max())
         notes = " · ".join(filter(None, [which, f"every row sums to the change to {gap:.1e}"]))
         return with_style(page.panel(heading, picture, notes=notes), style)
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return f"How the {self.target} passes each layer"
+
+    def plot(self, query: int | str = -1, batch: int = 0, *, ax: Any = None) -> Any:
+        """A matplotlib heat map, a row per layer and a column per route (install ``tensorlens-tl[plot]``).
+
+        Args:
+            query, batch: as in `top`.
+            ax: draw here; None makes a figure of fitting size.
+
+        Returns:
+            The axes.
+
+        Raises:
+            InvalidInputError: no such query or prompt.
+            ImportError: matplotlib is not installed.
+        """
+        _, routes, values = self._table(query, batch)
+        return figure.heat_map(values, self.layers, routes, self.heading, ax, names=("layer", "route"))
 
     def show(self, query: int | str = -1, batch: int = 0) -> None:
-        """Print a row per layer and a column per route, what norms add by their scales in one column.
+        """Display the matrix in a notebook; elsewhere print a row per layer and a column per route.
 
-        Every row sums to the change.
+        Every row sums to the change. In print, what norms add by their scales is one column.
         """
+        if page.display_in_notebook(lambda: self.to_html(query, batch)):
+            return
         which, routes, values = self._table(query, batch)
         columns = [SCALES if route in OF_SCALES else route for route in routes]
         headings = list(dict.fromkeys(columns))

@@ -13,8 +13,8 @@ from torch import Tensor
 from tensorlens_tl.drawing import charts, figure, page, terminal
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import with_style
+from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval, holm, sign_flip_p
-from tensorlens_tl.results.storage import Stored
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +42,7 @@ class Comparison(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Evaluation(Stored):
+class Evaluation(Result):
     """What every evaluation returns.
 
     Attributes:
@@ -206,7 +206,9 @@ class Evaluation(Stored):
         return "\n".join(lines)
 
     def show(self) -> None:
-        """Print the table, best method first, and which methods were left out."""
+        """Display the charts in a notebook; elsewhere print the table, best method first, and which were left out."""
+        if page.display_in_notebook(self.to_html):
+            return
         frame = self.table()
         arrows = {True: " ↑", False: " ↓", None: ""}
         headings = ["method", *(name + arrows[higher] for name, higher in self.metrics.items())]
@@ -222,7 +224,7 @@ class Evaluation(Stored):
         caption = "\n".join(notes)
         terminal.show_table(title, headings, rows, left=("method",), caption=caption)
 
-    def plot(self, metric: str | None = None, methods: list[str] | None = None, ax: Any = None) -> Any:
+    def plot(self, metric: str | None = None, methods: list[str] | None = None, *, ax: Any = None) -> Any:
         """Mean curves with intervals, or bars where there are none (install ``tensorlens-tl[plot]``); returns the axes.
 
         Raises:
@@ -283,8 +285,10 @@ class Evaluation(Stored):
         steps = self.axis.double().numpy()
         return charts.curves(names, steps, means, low, high, metric=metric, axis_name=self.axis_name)
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return self.kind
 
     # ------------------------------------------------------------------ parts
 

@@ -1,8 +1,9 @@
 """A logit as a weighted graph of heads, MLPs, neurons, embeddings and biases."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorlens_tl.drawing import graphs, page, terminal
+from tensorlens_tl.drawing import figure, graphs, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
 from tensorlens_tl.results.entry import Entry, largest, with_style
-from tensorlens_tl.results.storage import Stored
+from tensorlens_tl.results.result import Result
 
 if TYPE_CHECKING:
     import networkx
@@ -33,7 +34,7 @@ KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "neuron", "feature", 
 
 
 @dataclass(frozen=True, eq=False)
-class ContributionGraph(Stored):
+class ContributionGraph(Result):
     """A logit as a weighted graph. Made by `circuits.contribution_graph`.
 
     Attributes:
@@ -183,7 +184,13 @@ class ContributionGraph(Stored):
         return largest(weights, names[ends].tolist(), k, positions[ends].tolist())
 
     def show(self, k: int = 10, *, kind: str | None = None) -> None:
-        """Print the k largest nodes; a notebook draws the graph by itself, and `to_html` does so elsewhere."""
+        """Display the graph in a notebook; elsewhere print the k largest nodes.
+
+        Args:
+            k, kind: as in `top`.
+        """
+        if page.display_in_notebook(self.to_html):
+            return
         rows = [(entry.name, str(entry.position), number(entry.score)) for entry in self.top(k, kind=kind)]
         title = f"nodes of {self.target} = {number(self.total)}, {len(rows)} of {len(self.nodes) - 1} shown"
         terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
@@ -274,14 +281,45 @@ class ContributionGraph(Stored):
         Raises:
             InvalidInputError: most below 1.
         """
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise InvalidInputError(f"most={most!r}: the number of edges to show, at least 1.")
-        small = self._small(most)
+        small = self._small(_checked_most(most))
         caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
         caption += f", which carry {small.completeness:.0%} of what enters the nodes shown"
-        nodes = small.nodes
-        edges = small.edges
-        picture = graphs.GraphPicture(
+        notes = f"{caption} · the graph with every edge sums to the logit to {self.gap:.1e}"
+        panel = page.panel(title or self.heading, graphs.graph(small._picture()), notes=notes)
+        return with_style(panel, style)
+
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return f"How the {self.target} comes about"
+
+    def plot(self, most: int = SHOWN_EDGES, *, ax: Any = None) -> Any:
+        """The same picture as a matplotlib figure (install ``tensorlens-tl[plot]``); returns the axes.
+
+        Args:
+            most: as in `to_html`.
+            ax: draw here; None makes a figure of fitting size.
+
+        Raises:
+            InvalidInputError: most below 1.
+            ImportError: matplotlib is not installed.
+        """
+        return figure.graph(self._small(_checked_most(most))._connected()._picture(), self.heading, ax)
+
+    def _connected(self) -> "ContributionGraph":
+        """The nodes that have edges, and the target."""
+        used = np.zeros(len(self.nodes), dtype=bool)
+        used[-1] = True
+        for end in ("source", "target"):
+            used[self.edges[end].to_numpy(int)] = True
+        new_number = used.cumsum() - 1
+        ends = {end: new_number[self.edges[end].to_numpy(int)] for end in ("source", "target")}
+        return replace(self, nodes=self.nodes[used].reset_index(drop=True), edges=self.edges.assign(**ends))
+
+    def _picture(self) -> graphs.GraphPicture:
+        nodes = self.nodes
+        edges = self.edges
+        return graphs.GraphPicture(
             names=nodes["name"].tolist(),
             kinds=nodes["kind"].tolist(),
             tokens=nodes["token"].tolist(),
@@ -293,9 +331,6 @@ class ContributionGraph(Stored):
             targets=edges["target"].to_numpy(int).tolist(),
             strengths=edges["weight"].tolist(),
         )
-        notes = f"{caption} · the graph with every edge sums to the logit to {self.gap:.1e}"
-        panel = page.panel(title or f"How the {self.target} comes about", graphs.graph(picture), notes=notes)
-        return with_style(panel, style)
 
     def _small(self, most: int) -> "ContributionGraph":
         """The largest share of the edges, to a four-thousandth, that a picture can bear."""
@@ -318,8 +353,10 @@ class ContributionGraph(Stored):
                 high = keep
         return small
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    @classmethod
+    def _writers(cls) -> Mapping[str, Callable[[Any], bytes]]:
+        exchanged = {suffix: partial(_exchanged, format) for suffix, format in exchange.SUFFIXES.items()}
+        return {**super()._writers(), **exchanged}
 
     def _packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tables = {"nodes": self.nodes, "edges": self.edges}
@@ -345,3 +382,13 @@ class ContributionGraph(Stored):
         values = {name: facts[name] for name in cls.FACTS}
         values |= {name: facts[name] for name in cls.LATER_FACTS if name in facts}
         return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **values)
+
+
+def _checked_most(most: int) -> int:
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise InvalidInputError(f"most={most!r}: the number of edges to show, at least 1.")
+    return most
+
+
+def _exchanged(format: str, graph: ContributionGraph) -> bytes:
+    return exchange.WRITERS[format](graph, {})

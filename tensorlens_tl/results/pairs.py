@@ -1,7 +1,7 @@
 """An attention score as a sum over pairs of sources, one in the query and one in the key."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -9,17 +9,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_gap
-from tensorlens_tl.drawing import terminal
+from tensorlens_tl.drawing import figure, graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
-from tensorlens_tl.results.entry import Entry, check_batch, largest, with_others
-from tensorlens_tl.results.storage import Stored
+from tensorlens_tl.results.entry import Entry, check_batch, largest, with_others, with_style
+from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.views import array
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreAttribution(Stored):
+class ScoreAttribution(Result):
     """An attention score as a sum over pairs of sources: tokens, components or heads. See `circuits.qk_attribution`.
 
     ``pairs + query_sources + key_sources + bias``, all summed, are `total` up to `gap`.
@@ -100,15 +101,59 @@ class ScoreAttribution(Stored):
         frame["score"] = self.pairs.detach().double().cpu().reshape(-1).numpy()
         return frame
 
-    def show(self, k: int = 10, batch: int = 0) -> None:
-        """Print the k largest pairs, all others in one line, what one side's bias makes, and the total."""
-        pairs = self.pairs[batch].double()
-        lines = with_others(self.top(k, batch), float(pairs.sum()), pairs.numel())
-        sums = [
+    def _sums(self, batch: int) -> list[tuple[str, float]]:
+        """What the pairs leave out, and the total."""
+        return [
             ("with the key's bias", float(self.query_sources[batch].double().sum())),
             ("with the query's bias", float(self.key_sources[batch].double().sum())),
             ("both biases", float(self.bias[batch])),
             ("total", float(self.total[batch])),
         ]
+
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return "Attention score by source in the query and in the key"
+
+    def _square(self, batch: int) -> tuple[list[str], np.ndarray]:
+        """Labels of the sources, and their pairs `[source_q, source_k]`."""
+        check_batch(batch, self.names)
+        labels = [self._label(batch, source) for source in range(len(self.names[batch]))]
+        return labels, array(self.pairs[batch])
+
+    def to_html(self, batch: int = 0, *, style: bool = True) -> str:
+        """A matrix, a row per source of the query and a column per source of the key; what they leave out below."""
+        labels, values = self._square(batch)
+        square = matrix.matrix(labels, labels, values, label=self.heading, corner="in the query ↓ in the key →")
+        notes = f"sums to the score to {float(self.gap[batch]):.1e}"
+        sums = graphs.bars([], [("all pairs", float(values.sum())), *self._sums(batch)])
+        return with_style(page.panel(self.heading, square, sums, notes=notes), style)
+
+    def plot(self, batch: int = 0, *, ax: Any = None) -> Any:
+        """A matplotlib heat map of the pairs (install ``tensorlens-tl[plot]``); returns the axes.
+
+        Args:
+            batch: the prompt.
+            ax: draw here; None makes a figure of fitting size.
+
+        Raises:
+            InvalidInputError: no such prompt.
+            ImportError: matplotlib is not installed.
+        """
+        labels, values = self._square(batch)
+        names = ("source in the query", "source in the key")
+        return figure.heat_map(values, labels, labels, self.heading, ax, names=names)
+
+    def show(self, k: int = 10, batch: int = 0) -> None:
+        """Display the matrix in a notebook; elsewhere print the k largest pairs and what they leave out.
+
+        Args:
+            k, batch: as in `top`.
+        """
+        if page.display_in_notebook(lambda: self.to_html(batch)):
+            return
+        pairs = self.pairs[batch].double()
+        lines = with_others(self.top(k, batch), float(pairs.sum()), pairs.numel())
+        sums = self._sums(batch)
         rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
         terminal.show_table("attention score", ("query source × key source", "score"), rows, below)

@@ -16,6 +16,9 @@ from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.models import Relative
 
 FORMAT_VERSION = 1
+LOADABLE = ("", ".safetensors")
+"""What the name of a file ends in that holds tensors."""
+
 Result = TypeVar("Result", bound="Stored")
 
 
@@ -71,15 +74,15 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
         tensors, facts: what it holds.
 
     Raises:
-        InvalidInputError: there is no such folder, or the name is a page's.
+        InvalidInputError: there is no such folder, or the name's ending is that of another kind of file.
         OSError: it cannot be written, as on a full disk.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(path)
-    if path.suffix == ".html":
-        raise InvalidInputError(f"save: cannot write {path}, that is a page: use to_html().")
+    if path.suffix not in LOADABLE:
+        raise InvalidInputError(f"save: {path.name!r} ends in {path.suffix!r}; end it in .safetensors, or in nothing.")
     if not path.parent.is_dir():
         raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
     # clones: safetensors refuses tensors that share memory

@@ -4,25 +4,25 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_gap
-from tensorlens_tl.drawing import graphs, matrix, page, terminal
+from tensorlens_tl.drawing import figure, graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import Entry, check_batch, largest, query_row, shown_query, with_others, with_style
-from tensorlens_tl.results.storage import Stored
+from tensorlens_tl.results.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 @dataclass(frozen=True, eq=False)
-class Terms(Stored):
+class Terms(Result):
     """Named parts of a logit before any final soft cap (or of a logit difference, or of any direction).
 
     Where `additive`, ``scores.sum(-1) + remainder == total`` up to `gap`. Total effects are not: what goes
@@ -198,8 +198,8 @@ class Terms(Stored):
         if self.additive:
             gap = float(self.gap[batch, self.query_row(query, batch)])
             notes.append(f"sums to the model's own number to {gap:.1e}")
-        heading = title or f"What adds to {self.target}"
-        return with_style(page.panel(heading, graphs.bars(lines, sums), notes=" · ".join(notes)), style)
+        picture = graphs.bars(lines, sums)
+        return with_style(page.panel(title or self.heading, picture, notes=" · ".join(notes)), style)
 
     def heads_to_html(self, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True) -> str:
         """Terms of heads as a grid, a row per layer and a column per head, MLPs beside them; empty without any."""
@@ -211,11 +211,34 @@ class Terms(Stored):
         heading = title or f"Heads and MLPs on {self.target}"
         return with_style(page.panel(heading, matrix.head_grid(cells, heading)), style)
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return f"What adds to {self.target}"
+
+    def plot(self, k: int = 15, query: int | str = -1, batch: int = 0, *, ax: Any = None) -> Any:
+        """The k largest parts of one query as matplotlib bars (install ``tensorlens-tl[plot]``); returns the axes.
+
+        Args:
+            k, query, batch: as in `top`.
+            ax: draw here; None makes a figure of fitting size.
+
+        Raises:
+            InvalidInputError: k below 1, or no such query or prompt.
+            ImportError: matplotlib is not installed.
+        """
+        which, lines, sums = self._lines(k, query, batch)
+        title = " · ".join(filter(None, [self.target, which]))
+        return figure.signed_bars([*lines, *sums], title, ax)
 
     def show(self, k: int = 10, query: int | str = -1, batch: int = 0) -> None:
-        """Print the k largest parts of one query, all others in one line, and the total they sum to."""
+        """Display the bars in a notebook; elsewhere print the k largest parts, all others in one line, and the total.
+
+        Args:
+            k, query, batch: as in `top`.
+        """
+        if page.display_in_notebook(lambda: self.to_html(k, query, batch)):
+            return
         which, lines, sums = self._lines(k, query, batch)
         title = " · ".join(filter(None, [self.target, which]))
         rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))

@@ -1,7 +1,6 @@
 """How an Attribution shows itself: which arrays and words of it a picture is made of."""
 
-import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from tensorlens_tl.drawing import figure, generated, heat_maps, images, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, with_others, with_style
+from tensorlens_tl.results.result import Result
 
 AXES = ("batch", "query", "key")
 
@@ -26,7 +26,7 @@ MOST_PROMPTS = 8
 """Prompts of a batch that one picture shows."""
 
 
-class Shown(ABC):
+class Shown(Result):
     """The pictures of an Attribution, whose fields these are."""
 
     scores: Float[Tensor, "..."]
@@ -49,6 +49,11 @@ class Shown(ABC):
     @abstractmethod
     def top(self, k: int = 10, query: int | str = -1, batch: int = 0) -> list[Entry]:
         """See `Attribution.top`."""
+
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return self.describe()
 
     def describe(self) -> str:
         """What the scores are, in one line."""
@@ -83,9 +88,6 @@ class Shown(ABC):
         facts = " · ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in self.provenance.items())
         return with_style(page.panel(self.describe(), *parts, notes=facts), style)
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
-
     def show(self, k: int = 10, query: int | str = -1, batch: int | None = None) -> None:
         """Display the heat maps in a notebook, or a table of one query's top tokens in a terminal.
 
@@ -94,9 +96,7 @@ class Shown(ABC):
             query: which of the held queries the table is about, as in `top`.
             batch: one prompt, or None for the first few of them.
         """
-        shell = sys.modules.get("IPython")
-        if shell is not None and shell.get_ipython() is not None:
-            shell.display.display(shell.display.HTML(self.to_html(batch=batch)))
+        if page.display_in_notebook(lambda: self.to_html(batch=batch)):
             return
         prompts, left = self._prompts(batch)
         for prompt in prompts:
@@ -136,7 +136,7 @@ class Shown(ABC):
         title = " · ".join(filter(None, [self.describe(), which]))
         terminal.show_table(title, headings, rows, sums, left=("token", "side"))
 
-    def plot(self, batch: int = 0, ax: Any = None, *, values: bool | None = None) -> Any:
+    def plot(self, batch: int = 0, *, ax: Any = None, values: bool | None = None) -> Any:
         """A matplotlib heat map of one prompt (install ``tensorlens-tl[plot]``); returns the axes.
 
         Args:

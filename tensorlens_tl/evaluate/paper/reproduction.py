@@ -42,7 +42,7 @@ from tensorlens_tl.evaluate.scorers import STANDARD, scorers_of, usable
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import InputLike, token_rows
-from tensorlens_tl.results import Evaluation
+from tensorlens_tl.results import Evaluation, Result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,7 +65,7 @@ RANKED = 3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Reproduction:
+class Reproduction(Result):
     """What `reproduce` returns.
 
     Attributes:
@@ -126,7 +126,12 @@ class Reproduction:
         return correlations
 
     def show(self) -> None:
-        """Print what was measured beside what was published, a table for each metric, and what was left out."""
+        """What was measured beside what was published, a table for each metric, and what was left out.
+
+        A notebook displays it; elsewhere it is printed.
+        """
+        if page.display_in_notebook(self.to_html):
+            return
         for title, headings, rows in self._tables():
             terminal.show_table(title, headings, rows, left=("method", "category", "relation"))
         print("\n".join(self._notes()))
@@ -139,10 +144,16 @@ class Reproduction:
         head = page.head() if style else ""
         return head + page.panel(self.experiment.name, *parts) + curves
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return f"Reproduction: {self.experiment.name}"
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def plot(self, metric: str | None = None, methods: list[str] | None = None, *, ax: Any = None) -> Any:
+        """What was measured, as `Evaluation.plot` draws it."""
+        return self.evaluation.plot(metric, methods, ax=ax)
+
+    def _keep(self, path: Path) -> Path:
         """Write the evaluation to one file, for `Reproduction.load` or `Evaluation.load`."""
         return self.evaluation.save(path)
 

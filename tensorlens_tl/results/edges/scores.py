@@ -1,0 +1,187 @@
+"""A score for every edge between the parts of a model."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.drawing import figure, graphs, page, terminal
+from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.edges.choosing import edge_order, pruned
+from tensorlens_tl.results.edges.circuit import Circuit
+from tensorlens_tl.results.edges.names import ARROW, check_shape
+from tensorlens_tl.results.entry import Entry, check_batch, with_style
+from tensorlens_tl.results.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EdgeScores(Result):
+    """A score for every edge and prompt: what the target loses when the edge carries its corrupted value.
+
+    Attributes:
+        sources, destinations: what the two axes are, in the order of the forward pass.
+        scores: `[batch, source, destination]`, zero where there is no edge.
+        exists: which pairs are edges, `[source, destination]`.
+        clean, corrupted: the target's number for the two prompts, before any final soft cap, `[batch]`.
+        target: what the scores explain, in words.
+        method: how they were made.
+        config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`, for files.
+        by_position: each edge at each position where its destination reads, `[batch, source, destination, pos]`; None
+            where not asked for.
+    """
+
+    TENSORS: ClassVar = ("scores", "exists", "clean", "corrupted", "by_position")
+    FACTS: ClassVar = ("sources", "destinations", "target", "method", "config")
+
+    sources: list[str]
+    destinations: list[str]
+    scores: Float[Tensor, "batch source destination"]
+    exists: Bool[Tensor, "source destination"]
+    clean: Float[Tensor, "batch"]
+    corrupted: Float[Tensor, "batch"]
+    target: str
+    method: str
+    config: dict[str, Any] = field(default_factory=dict)
+    by_position: Float[Tensor, "batch source destination pos"] | None = None
+
+    def __post_init__(self) -> None:
+        check_shape(self.sources, self.destinations, self.exists, next(iter(self.scores), self.scores))
+
+    def __len__(self) -> int:
+        return int(self.exists.sum())
+
+    def __repr__(self) -> str:
+        return f"EdgeScores({len(self)} edges, {len(self.scores)} prompts, {self.target!r}, method={self.method!r})"
+
+    def __getitem__(self, edge: Any) -> Float[Tensor, "batch"]:
+        """One edge's score for every prompt.
+
+        Raises:
+            InvalidInputError: no such edge.
+        """
+        if not isinstance(edge, str):
+            some = ARROW.join((self.sources[0], self.destinations[0]))
+            raise InvalidInputError(f"no edge {edge!r}; edges are called by name, as {some!r}.")
+        source, _, destination = edge.partition(ARROW)
+        if source not in self.sources or destination not in self.destinations:
+            some = ARROW.join((self.sources[0], self.destinations[0]))
+            raise InvalidInputError(f"no edge {edge!r}; edges are called as {some!r}.")
+        pair = self.sources.index(source), self.destinations.index(destination)
+        if not self.exists[pair]:
+            raise InvalidInputError(f"no edge {edge!r}: {source} does not come before {destination}.")
+        return self.scores[(slice(None), *pair)]
+
+    def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
+        """The k edges of largest absolute score, of one prompt, or (None) of the mean over prompts.
+
+        >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+        >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
+        >>> len(edges.top(3))
+        3
+        """
+        scores = self._row(batch)
+        order = edge_order(scores, self.exists, self.sources, self.destinations)[: whole_number("k", k, least=1)]
+        return [Entry(self._name(edge), float(scores.flatten()[edge])) for edge in order.tolist()]
+
+    def circuit(self, edges: Any, batch: int | None = None, *, absolute: bool = True, choice: str = "top") -> Circuit:
+        """The circuit of so many edges, without those that no path from the input to the target goes through.
+
+        Args:
+            edges: how many are chosen, before pruning.
+            batch: by one prompt's scores, or (None) by the mean over prompts.
+            absolute: choose by size; else by score, the most positive first.
+            choice: ``"top"`` takes the best edges wherever they are, ``"greedy"`` the best of those that lead into
+                what is already reached, from the target backwards.
+
+        Raises:
+            InvalidInputError: more edges than there are, or no such choice or prompt.
+
+        >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+        >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
+        >>> edges.circuit(5)
+        Circuit(5 of 479 edges, 4 nodes)
+        """
+        edges = whole_number("edges", edges, 0, len(self), why=f"this model has {len(self)} edges")
+        scores = self._row(batch)
+        order = edge_order(scores, self.exists, self.sources, self.destinations, absolute=absolute, choice=choice)
+        selection = torch.zeros_like(self.exists)
+        selection.view(-1)[order[:edges]] = True
+        selection = pruned(selection, self.sources, self.destinations)
+        return Circuit(self.sources, self.destinations, scores, self.exists, selection, self.config)
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per prompt and edge: batch, source, destination, score."""
+        import pandas as pd
+
+        source, destination = (numbers.tolist() for numbers in self.exists.nonzero(as_tuple=True))
+        rows = self.scores[:, source, destination].double().cpu()
+        return pd.DataFrame(
+            {
+                "batch": [batch for batch in range(len(rows)) for _ in source],
+                "source": [self.sources[number] for number in source] * len(rows),
+                "destination": [self.destinations[number] for number in destination] * len(rows),
+                "score": rows.flatten().tolist(),
+            }
+        )
+
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return f"Edges that act on {self.target}"
+
+    def _lines(self, k: int, batch: int | None) -> tuple[str, list[tuple[str, float]]]:
+        """What is shown, in words, and the k largest edges."""
+        notes = [self.target, self.method]
+        if batch is not None:
+            notes.append(f"prompt {batch}")
+        elif len(self.scores) > 1:
+            notes.append(f"mean of {len(self.scores)} prompts")
+        return " · ".join(notes), [(entry.name, entry.score) for entry in self.top(k, batch)]
+
+    def to_html(self, k: int = 20, batch: int | None = None, *, style: bool = True) -> str:
+        """The k edges of largest absolute score as bars around zero, of one prompt or (None) of the mean."""
+        notes, lines = self._lines(k, batch)
+        return with_style(page.panel(self.heading, graphs.bars(lines, []), notes=notes), style)
+
+    def plot(self, k: int = 20, batch: int | None = None, *, ax: Any = None) -> Any:
+        """The k edges of largest absolute score as matplotlib bars (``tensorlens-tl[plot]``); returns the axes.
+
+        Args:
+            k, batch: as in `top`.
+            ax: draw here; None makes a figure of fitting size.
+
+        Raises:
+            InvalidInputError: k below 1, or no such prompt.
+            ImportError: matplotlib is not installed.
+        """
+        title, lines = self._lines(k, batch)
+        return figure.signed_bars(lines, title, ax)
+
+    def show(self, k: int = 10, batch: int | None = None) -> None:
+        """Display the k edges of largest absolute score as bars in a notebook; print them elsewhere.
+
+        Args:
+            k, batch: as in `top`.
+        """
+        if page.display_in_notebook(lambda: self.to_html(k, batch)):
+            return
+        title, lines = self._lines(k, batch)
+        rows = [(name, number(score)) for name, score in lines]
+        terminal.show_table(title, ("edge", "score"), rows, [], left=("edge",))
+
+    def _row(self, batch: int | None) -> Float[Tensor, "source destination"]:
+        if batch is None:
+            return self.scores.mean(0)
+        check_batch(batch, list(self.scores))
+        return self.scores[batch]
+
+    def _name(self, edge: int) -> str:
+        source, destination = divmod(edge, len(self.destinations))
+        return self.sources[source] + ARROW + self.destinations[destination]

@@ -1,0 +1,169 @@
+"""What every result can do: show itself, be drawn, become a table, and go into a file whose name says what it is.
+
+| a name ends in | the file is |
+| --- | --- |
+| nothing, ``.safetensors`` | the result itself, which `load` reads back |
+| ``.html`` | a page that opens without a network |
+| ``.csv``, ``.parquet``, ``.json`` | the table of `to_dataframe` |
+| ``.pdf``, ``.svg``, ``.png`` | the figure that `plot` draws |
+"""
+
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tensorlens_tl.drawing import page
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.storage import LOADABLE, Stored
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Result(Stored, ABC):
+    """A result, with the same six members in every class: `show`, `plot`, `to_html`, `to_dataframe`, `save`, `load`."""
+
+    LOADABLE: ClassVar = LOADABLE
+    """What the name of a file ends in that `load` reads back."""
+
+    @abstractmethod
+    def to_html(self, *, style: bool = True) -> str:
+        """A picture as an HTML fragment.
+
+        Args:
+            style: with the style and the script that a page needs once.
+        """
+
+    @abstractmethod
+    def to_dataframe(self) -> "pd.DataFrame":
+        """A long table, one line per score."""
+
+    @abstractmethod
+    def plot(self, *, ax: Any = None) -> Any:
+        """A matplotlib figure for print (install ``tensorlens-tl[plot]``); returns the axes.
+
+        Args:
+            ax: draw here; None makes a figure of fitting size.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+
+    @abstractmethod
+    def show(self) -> None:
+        """Display the picture in a notebook; elsewhere print the largest parts as a table."""
+
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write one file; what its name ends in says which kind. An older file is replaced in one step.
+
+        Args:
+            path: without a suffix, or ending in ``.safetensors``: what `load` reads back (facts as JSON, never pickle).
+                ``.html`` is a page, ``.csv``, ``.parquet`` and ``.json`` are tables, ``.pdf``, ``.svg`` and ``.png``
+                figures.
+
+        Returns:
+            The path.
+
+        Raises:
+            InvalidInputError: no such folder, or a name with another ending.
+            ImportError: a figure, and matplotlib is not installed.
+            OSError: it cannot be written, as on a full disk.
+
+        >>> import pathlib, tempfile
+        >>> result = tlens.attribute(frozen, " value")
+        >>> [result.save(pathlib.Path(tempfile.mkdtemp()) / name).name for name in ("a", "a.html", "a.csv")]
+        ['a', 'a.html', 'a.csv']
+        """
+        path = Path(path)
+        check_file(path, type(self))
+        suffix = path.suffix.lower()
+        if suffix in self.LOADABLE:
+            return self._keep(path)
+        content = self._writers()[suffix](self)  # before an older file is emptied
+        path.write_bytes(content)
+        return path
+
+    def _keep(self, path: Path) -> Path:
+        """Write the file that `load` reads back."""
+        return super().save(path)
+
+    @classmethod
+    def _writers(cls) -> Mapping[str, Callable[[Any], bytes]]:
+        """What each suffix writes, besides the file that `load` reads back."""
+        return WRITERS
+
+
+def check_file(path: str | os.PathLike[str], kind: type[Result] = Result) -> None:
+    """Refuse, before any work, a path that a result cannot be saved to.
+
+    Args:
+        path: of the file.
+        kind: the class of the result.
+
+    Raises:
+        InvalidInputError: it is a folder, lies in none, or its name has an unknown ending.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise InvalidInputError(f"save: cannot write {path}, that is a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
+    known = [*kind.LOADABLE, *kind._writers()]
+    if path.suffix.lower() not in known:
+        endings = ", ".join(filter(None, known))
+        raise InvalidInputError(
+            f"save: {path.name!r} ends in {path.suffix!r}, and no such file is written. Use one of {endings}."
+        )
+
+
+def _page(result: Result) -> bytes:
+    return page.page(result.heading, result.to_html(style=False)).encode()
+
+
+def _csv(result: Result) -> bytes:
+    return result.to_dataframe().to_csv(index=False).encode()
+
+
+def _json(result: Result) -> bytes:
+    return str(result.to_dataframe().to_json(orient="records", double_precision=15, force_ascii=False)).encode()
+
+
+def _parquet(result: Result) -> bytes:
+    return result.to_dataframe().to_parquet(index=False)
+
+
+def _figure(suffix: str) -> Callable[[Result], bytes]:
+    def drawn(result: Result) -> bytes:
+        from matplotlib import pyplot
+
+        figure = result.plot().figure
+        file = io.BytesIO()
+        figure.savefig(file, format=suffix.removeprefix("."), bbox_inches="tight")
+        pyplot.close(figure)
+        return file.getvalue()
+
+    return drawn
+
+
+WRITERS: Mapping[str, Callable[[Any], bytes]] = {
+    ".html": _page,
+    ".csv": _csv,
+    ".parquet": _parquet,
+    ".json": _json,
+    ".pdf": _figure(".pdf"),
+    ".svg": _figure(".svg"),
+    ".png": _figure(".png"),
+}
+RESULT_ENDINGS = (*Result.LOADABLE, *WRITERS)
+"""What the name of any result's file may end in."""
