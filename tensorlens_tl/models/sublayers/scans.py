@@ -30,7 +30,7 @@ from tensorlens_tl.algebra import Chain, Diagonal, SelectiveScan, Sum
 from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.activations import is_elementwise
-from tensorlens_tl.models.parameters import innermost
+from tensorlens_tl.models.parameters import NormWeights, innermost, is_norm, tried_norm
 from tensorlens_tl.models.sublayers.mixing import (
     Ends,
     Entry,
@@ -78,6 +78,19 @@ class MambaWeights:
         scan = SelectiveScan(wide(delta), wide(self.A), wide(B)[:, :, None], wide(C)[:, :, None])
         gate = silu(into.projected[..., len(self.D) :])
         return into.chain(_beside(scan, self.D), gate, None)
+
+    def norm_weights(self) -> list[NormWeights | None]:
+        """The norms of the three parts as what they are made of, None where there is none.
+
+        Raises:
+            UnsupportedModelError: one that is neither a LayerNorm nor an RMSNorm.
+        """
+        states = self.A.shape[-1]
+        widths = (len(self.W_delta), states, states)
+        return [
+            tried_norm(norm, None, width=width) if isinstance(norm, nn.Module) and is_norm(norm) else None
+            for norm, width in zip(self.norms, widths, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
