@@ -102,9 +102,7 @@ class Change:
             return self
         return Change(self.a * factor, self.b * factor, (*self.stages, Diagonal(factor.to(self.a))))
 
-    def weighted(
-        self, a: Float[Tensor, "#batch #pos #d"], b: Float[Tensor, "#batch #pos #d"], name: str
-    ) -> "Change":
+    def weighted(self, a: Float[Tensor, "#batch #pos #d"], b: Float[Tensor, "#batch #pos #d"], name: str) -> "Change":
         """Times numbers of each run that are given: Δ(wx) = w̄·Δx, and x̄·Δw by name where they differ."""
         if same(a, b):
             return self.multiplied(a)

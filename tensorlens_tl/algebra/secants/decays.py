@@ -16,6 +16,7 @@ from typing import final
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tensorlens_tl.algebra.held_scores import grouped_products
 from tensorlens_tl.algebra.maps import ZERO, AffineMap, Chain, MixingMap
@@ -33,7 +34,8 @@ class DecayResponse(MixingMap):
     ``Δz_i = Σ_j weights_ij · (Δℓ_{j+1} + … + Δℓ_i) · v̄_j``.
 
     Attributes:
-        weights: zero where a key is not before the query.
+        weights: zero where a key is not before the query. Queries may be the last ones alone: keys before them wait for
+            what decays since, but nothing decays before.
         values: the mean of the two runs' values.
 
     >>> from tensorlens_tl.algebra.secants import DecayResponse
@@ -50,7 +52,12 @@ class DecayResponse(MixingMap):
 
     @property
     def positions(self) -> int | None:
-        return self.weights.shape[-1]
+        return self.weights.shape[-2]
+
+    @property
+    def earlier(self) -> int:
+        """How many keys are before the first query."""
+        return self.weights.shape[-1] - self.weights.shape[-2]
 
     @property
     def bias(self) -> Tensor:
@@ -58,29 +65,34 @@ class DecayResponse(MixingMap):
 
     def at(self, where: Where) -> "DecayResponse":
         where = shared(where)
-        return DecayResponse(self.weights[:, :, where][..., where], self.values[:, :, where])
+        if not isinstance(where, slice):
+            raise TypeError("decays are cut to neighbouring positions; use a slice.")
+        begin, end, _ = where.indices(self.weights.shape[-2])
+        stop = self.earlier + end
+        return DecayResponse(self.weights[:, :, begin:end, :stop], self.values[:, :, :stop])
 
     def norm_bound(self) -> float:
         """√(largest row sum · largest column sum) of the same map without signs (Schur's test)."""
         alike = DecayResponse(self.weights.double().abs(), self.values.double().abs())
-        batch, heads, pos, width = self.values.shape
-        ones = alike.values.new_ones(batch, pos, heads * width)
+        batch, heads, pos, _ = self.weights.shape
+        ones = alike.values.new_ones(batch, pos, heads * self.values.shape[-1])
         rows = alike.push(ones[..., :heads]).max()
         return float((rows * alike.pull(ones).max()).clamp_min(0).sqrt())
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         dtype = x.dtype
         x = x.to(torch.promote_types(dtype, self.weights.dtype))
-        every = x.expand(*x.shape[:-2], self.weights.shape[-1], x.shape[-1])
-        passed = every.cumsum(-2).mT[..., None]
-        z = passed * (self.weights @ self.values) - self.weights @ (passed * self.values)
+        passed = x.expand(*x.shape[:-2], self.weights.shape[-2], x.shape[-1]).cumsum(-2).mT[..., None]
+        before = pad(passed, (0, 0, self.earlier, 0))
+        z = passed * (self.weights @ self.values) - self.weights @ (before * self.values)
         return z.transpose(-3, -2).flatten(-2).to(dtype)
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         heads = g.unflatten(-1, (self.weights.shape[1], -1)).transpose(-3, -2)
         heads = heads.to(torch.promote_types(g.dtype, self.weights.dtype))
-        passed = heads * (self.weights @ self.values) - (self.weights.mT @ heads) * self.values
-        return passed.sum(-1).mT.flip(-2).cumsum(-2).flip(-2).to(g.dtype)
+        by_query = (heads * (self.weights @ self.values)).sum(-1)
+        by_key = ((self.weights.mT @ heads) * self.values).sum(-1)[..., self.earlier :]
+        return (by_query - by_key).mT.flip(-2).cumsum(-2).flip(-2).to(g.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Maps that secants need besides the primitives: something added by name, rank one, rotations, channels of wider ones."""
+"""Maps that secants need besides the primitives: what is added by name, rank one, rotations, some channels of more."""
 
 from dataclasses import dataclass, replace
 from functools import partial

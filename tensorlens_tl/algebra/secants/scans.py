@@ -1,4 +1,4 @@
-"""The secant of a selective scan: what it gives for a change of its input, its step sizes, and what it writes and reads.
+"""The secant of a selective scan: what it gives for a change of its input, step sizes, and what it writes and reads.
 
 With decays α_t = exp(Δ_t·A), u_t = Δ_t·x_t and states h_t = α_t·h_{t−1} + B_t·u_t, a scan gives y_t = ⟨C_t, h_t⟩. For
 two runs, δ their difference and bars their means, every product by the product rule,
@@ -17,6 +17,7 @@ from typing import final
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tensorlens_tl.algebra.maps import ZERO, MixingMap
 from tensorlens_tl.algebra.positions import Where, shared
@@ -226,7 +227,7 @@ class ScanResponse(MixingMap):
 
 def _previous(states: Float[Tensor, "batch pos some state"]) -> Float[Tensor, "batch pos some state"]:
     """The states one position before, zero before the first."""
-    return torch.nn.functional.pad(states, (0, 0, 0, 0, 1, 0))[:, :-1]
+    return pad(states, (0, 0, 0, 0, 1, 0))[:, :-1]
 
 
 def _scanned(drive: Tensor, decay: Tensor) -> Float[Tensor, "*rows batch pos some state"]:

@@ -23,7 +23,6 @@ from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_convolution, 
 from tensorlens_tl.models.sublayers.scans import Mamba2Weights, MambaWeights, mixer_weights
 
 
-
 @dataclass(frozen=True)
 class ShortConvolution:
     """A gated short convolution: out(C ⊙ conv(B ⊙ x)), with B, C and x three parts of one projection."""

@@ -19,7 +19,7 @@ modules, the norms of Δ, B and C among them, round to float32 in float64 models
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtyping import Float
@@ -30,7 +30,7 @@ from tensorlens_tl.algebra import Chain, Diagonal, SelectiveScan, Sum
 from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.activations import is_elementwise
-from tensorlens_tl.models.parameters import NormWeights, innermost, is_norm, tried_norm
+from tensorlens_tl.models.parameters import NormWeights, innermost, tried_norm
 from tensorlens_tl.models.sublayers.mixing import (
     Ends,
     Entry,
@@ -87,10 +87,16 @@ class MambaWeights:
         """
         states = self.A.shape[-1]
         widths = (len(self.W_delta), states, states)
-        return [
-            tried_norm(norm, None, width=width) if isinstance(norm, nn.Module) and is_norm(norm) else None
-            for norm, width in zip(self.norms, widths, strict=True)
-        ]
+        return [_norm_weights(norm, width) for norm, width in zip(self.norms, widths, strict=True)]
+
+
+def _norm_weights(norm: Callable[[Tensor], Tensor], width: int) -> NormWeights | None:
+    if not isinstance(norm, nn.Module) or isinstance(norm, nn.Identity):
+        return None
+    read = tried_norm(norm, None, width=width)
+    if read.is_plain:  # FalconMamba's have a gain of another width, which nothing reads
+        return replace(read, gain=None, shift=None)
+    return read
 
 
 @dataclass(frozen=True)
@@ -115,9 +121,14 @@ class Mamba2Weights:
     groups: int
     norm: GatedNorm | None
 
+    @property
+    def heads(self) -> int:
+        """How many heads it has."""
+        return len(self.A)
+
     def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
         """The mixer as a map, with everything that depends on its input held at `x`."""
-        heads = len(self.A)
+        heads = self.heads
         channels = len(self.ends.W_out)
         into = Entry(self.ends, x, slice(channels, self.ends.W_in.shape[1] - heads), mask)
         B, C = (part.unflatten(-1, (self.groups, -1)) for part in into.after[..., channels:].chunk(2, dim=-1))

@@ -9,9 +9,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Norm
-from tensorlens_tl.algebra.secants import Change, Offset, norm_secant
+from tensorlens_tl.algebra.secants import WORKING_ARRAYS, Change, Offset, norm_secant
 from tensorlens_tl.hooks import StreamPoint
-from tensorlens_tl.models import Layout, Within
+from tensorlens_tl.models import BlockView, Layout, Within
+from tensorlens_tl.models.sublayers import DeltaWeights, Mamba2Weights, MambaWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
@@ -57,10 +58,10 @@ class SecantMaps(Blocks):
 
     @cached_property
     def row_bytes(self) -> int:
-        """What a vector allocates on its way at most, the products with all keys of its layer included."""
+        """What a vector allocates on its way at most, products with all keys of its layer or states included."""
         batch, pos = self.capture.tokens.shape
-        heads = max((block.attention.heads for block in self.view.blocks if block.mixer is None), default=0)
-        return self.a.row_bytes + 3 * heads * batch * pos * pos * self.capture.resid_pre(0).element_size()
+        most = max((_numbers(block, pos) for block in self.view.blocks), default=0)
+        return self.a.row_bytes + batch * pos * most * self.capture.resid_pre(0).element_size()
 
     def forget(self, layer: int) -> None:
         """Drop what was cached of a layer."""
@@ -230,3 +231,16 @@ class SecantMaps(Blocks):
             dense = Change(x_a, x_b).linear(dense_a, dense_b, "head.W_dense")
             inside = activated(dense, self.view.mlm_head.activation)
         return Chain((*inside.stages, norm_secant(norm_a, norm_b, inside.a, inside.b, "head.ln")))
+
+
+def _numbers(block: BlockView, pos: int) -> int:
+    """How many numbers a vector takes for each position where a block mixes them."""
+    with block.loaded():
+        if block.mixer is None:
+            return 3 * block.attention.heads * pos
+        weights = block.mixer.weights
+    if isinstance(weights, Mamba2Weights | DeltaWeights):
+        return 3 * weights.heads * pos
+    if isinstance(weights, MambaWeights):  # of a channel at least; of more, `CHUNK_BYTES` in all
+        return WORKING_ARRAYS * weights.A.shape[-1]
+    return 0

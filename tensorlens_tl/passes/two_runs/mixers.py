@@ -22,7 +22,17 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from tensorlens_tl.algebra import AffineMap, Attention, CausalConvolution, Chain, Diagonal, Linear, Norm, SelectiveScan, Sum
+from tensorlens_tl.algebra import (
+    AffineMap,
+    Attention,
+    CausalConvolution,
+    Chain,
+    Diagonal,
+    Linear,
+    Norm,
+    SelectiveScan,
+    Sum,
+)
 from tensorlens_tl.algebra.numerics import maybe, upcast
 from tensorlens_tl.algebra.secants import Change, DecayedProducts, Offset, Placed, ScanResponse, ScanRun
 from tensorlens_tl.errors import UnsupportedModelError
@@ -68,8 +78,11 @@ def mixer_secant(a: MixerWeights, b: MixerWeights, read: Change, keep: Keep, blo
             inside = _delta_rule(a, b, _Entry(a.ends, b.ends, read, name))
         case _:
             raise UnsupportedModelError(f"difference: what mixes positions in {block} is of two kinds.")
-    outs = (Linear(ends.W_out, ends.b_out) for ends in (a.ends, b.ends))
-    return inside.written(*outs, name("W_out"))
+    return inside.written(_output(a.ends), _output(b.ends), name("W_out"))
+
+
+def _output(ends: Ends) -> Linear:
+    return Linear(ends.W_out, ends.b_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +104,9 @@ class _Entry:
 
     def projected(self, part: str, first: int, stop: int) -> Change:
         """Some of its channels."""
-        matrices = (_columns(ends, first, stop) for ends in (self.a, self.b))
-        return self.read.linear(*matrices, self.name(f"W_{part}"))
+        a = _columns(self.a, first, stop)
+        b = _columns(self.b, first, stop)
+        return self.read.linear(a, b, self.name(f"W_{part}"))
 
     def convolved(self, part: str, first: int, stop: int, start: int) -> Change:
         """Some of its channels after the convolution, whose first channel is that at `start`, and the activation."""
@@ -101,8 +115,9 @@ class _Entry:
 
     def filtered(self, before: Change, part: str, first: int, stop: int) -> Change:
         """Through some channels of the convolution."""
-        convolutions = (_channels(ends.convolution, first, stop) for ends in (self.a, self.b))
-        return before.convolved(*convolutions, self.name(f"conv_{part}"))
+        a = _channels(self.a.convolution, first, stop)
+        b = _channels(self.b.convolution, first, stop)
+        return before.convolved(a, b, self.name(f"conv_{part}"))
 
     def gate(self, first: int, stop: int, activation: Activation) -> Change:
         """Some channels that gate what is mixed."""
@@ -134,33 +149,25 @@ def _selective_scan(a: MambaWeights, b: MambaWeights, entry: _Entry) -> Change:
     rank = len(a.W_delta)
     x = entry.convolved("x", 0, channels, 0)
     inner = Change(x.a, x.b)
+    stops = (rank, rank + states, rank + 2 * states)
     norms = zip(a.norm_weights(), b.norm_weights(), strict=True)
-    widths = (rank, states, states)
     parts: list[Change] = []
-    first = 0
-    for part, width, pair in zip(("step", "B", "C"), widths, norms, strict=True):
-        matrices = (Linear(weights.W_select[:, first : first + width]) for weights in (a, b))
-        selected = inner.linear(*matrices, entry.name(f"W_{part}"))
-        parts.append(_normed(selected, *pair, entry.name(f"norm_{part}")))
-        first += width
+    for part, stop, (norm_a, norm_b) in zip(("step", "B", "C"), stops, norms, strict=True):
+        some = slice(stops[len(parts) - 1] if parts else 0, stop)
+        selected = inner.linear(Linear(a.W_select[:, some]), Linear(b.W_select[:, some]), entry.name(f"W_{part}"))
+        parts.append(_normed(selected, norm_a, norm_b, entry.name(f"norm_{part}")))
     step, B, C = parts
-    steps = (Linear(weights.W_delta, weights.b_delta) for weights in (a, b))
-    delta = activated(step.linear(*steps, entry.name("W_delta")), softplus)
-    runs = [
-        ScanRun(upcast(inner_x), upcast(step_sizes), upcast(weights.A), upcast(writes), upcast(reads))
-        for inner_x, step_sizes, weights, writes, reads in (
-            (inner.a, delta.a, a, B.a, C.a),
-            (inner.b, delta.b, b, B.b, C.b),
-        )
-    ]
-    response = ScanResponse(*runs)
+    steps = step.linear(Linear(a.W_delta, a.b_delta), Linear(b.W_delta, b.b_delta), entry.name("W_delta"))
+    delta = activated(steps, softplus)
+    run_a = ScanRun(*map(upcast, (inner.a, delta.a, a.A, B.a, C.a)))
+    run_b = ScanRun(*map(upcast, (inner.b, delta.b, b.A, B.b, C.b)))
+    response = ScanResponse(run_a, run_b)
     stages: list[AffineMap] = [Sum(tuple(_placed((inner, delta, B, C)))), response]
     if not torch.equal(a.A, b.A):
         stages.append(Offset(response.by_rates().to(x.a), entry.name("A")))
     passed = inner.weighted(a.D[None, None], b.D[None, None], entry.name("D"))
-    mixed = [_scanned(run).to(x.a) for run in runs]
     both = Sum((Chain(tuple(stages)), passed.map))
-    y = Change(mixed[0] + passed.a, mixed[1] + passed.b, (*x.stages, both))
+    y = Change(_scanned(run_a).to(x.a) + passed.a, _scanned(run_b).to(x.a) + passed.b, (*x.stages, both))
     return y.times(entry.gate(channels, 2 * channels, silu))
 
 
@@ -174,11 +181,9 @@ def _normed(x: Change, a: NormWeights | None, b: NormWeights | None, name: str) 
         return x
     if a is None or b is None or a.centre != b.centre:
         raise UnsupportedModelError(f"difference: {name} is of two forms.")
-    norms = (
-        Norm(weights.scale_of(of_run), weights.gain, weights.shift, weights.centre)
-        for weights, of_run in ((a, x.a), (b, x.b))
-    )
-    return x.normed(*norms, name)
+    norm_a = Norm(a.scale_of(x.a), a.gain, a.shift, a.centre)
+    norm_b = Norm(b.scale_of(x.b), b.gain, b.shift, b.centre)
+    return x.normed(norm_a, norm_b, name)
 
 
 def _placed(parts: tuple[Change, ...]) -> list[Chain]:
@@ -196,7 +201,7 @@ def _scanned(run: ScanRun) -> Float[Tensor, "batch pos channel"]:
 
 def _scan_of_heads(a: Mamba2Weights, b: Mamba2Weights, entry: _Entry) -> Change:
     """A scan of heads by its pattern, with D beside it, times its gate and through its norm."""
-    heads = len(a.A)
+    heads = a.heads
     channels = len(a.ends.W_out)
     width = channels // heads
     convolved = len(a.ends.convolution.weight)
@@ -215,8 +220,9 @@ def _scan_of_heads(a: Mamba2Weights, b: Mamba2Weights, entry: _Entry) -> Change:
     passed = x.weighted(D_a, D_b, entry.name("D"))
     mixing = Chain((*u.stages, Attention(pattern.mean, heads)))
     routes = (mixing, *pattern.responses(_by_head(upcast(u.mean), heads)), passed.map)
-    mixed = (Attention(of_run, heads).push(values) for of_run, values in ((pattern.a, u.a), (pattern.b, u.b)))
-    y = Change(next(mixed) + passed.a, next(mixed) + passed.b, (Sum(routes),))
+    y_a = Attention(pattern.a, heads).push(u.a) + passed.a
+    y_b = Attention(pattern.b, heads).push(u.b) + passed.b
+    y = Change(y_a, y_b, (Sum(routes),))
     gate = entry.gate(0, channels, silu)
     if a.norm is None or b.norm is None:
         return y.times(gate)
