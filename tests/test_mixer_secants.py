@@ -8,7 +8,7 @@ import transformers as hf
 from conftest import rest_whole
 from test_scans import FAMILIES, Wide, family, off
 
-from tensorlens_tl.algebra.secants import Change, ScanResponse, ScanRun, offset_terms, scans
+from tensorlens_tl.algebra.secants import Change, DecayedProducts, ScanResponse, ScanRun, offset_terms, scans
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.sublayers import read_mixer
 from tensorlens_tl.passes.two_runs.mixers import mixer_secant
@@ -280,3 +280,48 @@ def test_a_scan_that_forgets_everything():
     outputs = [(literal_states(run) * run.C[:, :, None]).sum(-1) for run in (a, b)]
     parts = torch.cat([getattr(a, name) - getattr(b, name) for name in ("x", "delta", "B", "C")], -1)
     assert off(ScanResponse(a, b)(parts), outputs[0] - outputs[1]) <= 1e-12
+
+
+# ------------------------------------------------------------------ patterns that decay
+
+
+def decaying_heads(q, k, log_decays, v, itself=True):
+    """One query and key after the other, by what decays between them; `[batch, pos, head, d]`."""
+    z = torch.zeros_like(v)
+    for i in range(v.shape[1]):
+        for j in range(i + itself):
+            passed = log_decays[:, j + 1 : i + 1].sum(1)
+            z[:, i] += (passed.exp() * (q[:, i] * k[:, j]).sum(-1))[..., None] * v[:, j]
+    return z
+
+
+@pytest.mark.parametrize("itself", [True, False])
+@pytest.mark.parametrize("size", [1e-9, 1.0, 30.0])
+def test_a_pattern_responds_to_queries_keys_and_decays(itself, size):
+    """Two heads of keys for four of queries; at equal values, that is all that changes."""
+    q, k, v = (torch.randn(2, 7, heads, 3, dtype=torch.float64) for heads in (4, 2, 4))
+    log_decays = -torch.rand(2, 7, 4, dtype=torch.float64)
+    others = [part + size * torch.rand_like(part) for part in (q, k)] + [log_decays - size * torch.rand_like(log_decays)]
+    runs = [[q, k, log_decays], others]
+    expected = torch.zeros_like(v)
+    for sign, (queries, keys, decays) in zip((1, -1), runs, strict=True):
+        expected += sign * decaying_heads(queries, keys.repeat_interleave(2, 2), decays, v, itself)
+    parts = [Change(*(run[part].flatten(2) for run in runs)) for part in range(3)]
+    pattern = DecayedProducts.of(*parts, 2, itself=itself)
+    responses = pattern.responses(v.transpose(1, 2))
+    changed = [response(part.a - part.b) for response, part in zip(responses, parts, strict=True)]
+    assert off(sum(changed), expected.flatten(2)) <= (1e-6 if size < 1e-6 else 1e-12)
+    for of_run, (queries, keys, decays) in zip((pattern.a, pattern.b), runs, strict=True):
+        z = (of_run @ v.transpose(1, 2)).transpose(1, 2)
+        assert off(z, decaying_heads(queries, keys.repeat_interleave(2, 2), decays, v, itself)) <= 1e-12
+
+
+def test_decays_that_underflow():
+    """No number is lost, and none is invented, where either run forgets everything."""
+    log_decays = [torch.full((1, 5, 1), value, dtype=torch.float64) for value in (-1e4, -0.1)]
+    one = torch.ones(1, 5, 1, dtype=torch.float64)
+    same = Change(one, one)
+    pattern = DecayedProducts.of(same, same, Change(*log_decays), 1)
+    *_, by_decays = pattern.responses(one[:, None])
+    expected = [decaying_heads(one[..., None], one[..., None], decays, one[..., None])[..., 0] for decays in log_decays]
+    assert off(by_decays(log_decays[0] - log_decays[1]), expected[0] - expected[1]) <= 1e-12
