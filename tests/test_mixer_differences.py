@@ -70,6 +70,10 @@ def test_two_models_and_two_prompts_together(name):
     assert bool((result.bias.abs() > 1e-3).all())
 
 
+ON_THE_LEFT = ("bridge/mamba", "bridge/mamba2")
+"""Families that are not changed by padding there."""
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", rest_whole(NAMES, *QUICK))
 def test_padded_batches_are_their_prompts(name, side):
@@ -78,11 +82,11 @@ def test_padded_batches_are_their_prompts(name, side):
         [row[:length].tolist() for row, length in zip(some_tokens(2, 6, seed), lengths, strict=True)] for seed in (0, 1)
     ]
     model = models_of(name)[0]
-    try:
-        runs = [tlens.freeze(model, rows, padding_side=side) for rows in batches]
-    except (UnsupportedModelError, NumericalError) as refused:  # padding there changes what the model gives
-        assert side == "left", refused
+    if side == "left" and name not in ON_THE_LEFT:
+        with pytest.raises((UnsupportedModelError, NumericalError), match="Pad on the right"):
+            tlens.freeze(model, batches[0], padding_side=side)
         return
+    runs = [tlens.freeze(model, rows, padding_side=side) for rows in batches]
     together = tlens.attribute(tlens.difference(*runs), 5).scores
     for number, length in enumerate(lengths):
         alone = tlens.difference(*(tlens.freeze(model, rows[number]) for rows in batches))
@@ -101,8 +105,9 @@ def test_queries_in_chunks(name):
 
 
 def test_some_heads_of_a_mixer_are_refused():
+    change = two_runs("bridge/mamba")
     with pytest.raises(UnsupportedModelError, match=r"blocks\.0 .*no softmax attention"):
-        two_runs("bridge/mamba").operator(heads={0: [0]}).map
+        change.stage(0, heads=[0])
 
 
 def test_mixers_of_other_sizes_are_two_architectures():

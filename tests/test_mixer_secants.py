@@ -301,8 +301,7 @@ def test_a_pattern_responds_to_queries_keys_and_decays(itself, size):
     """Two heads of keys for four of queries; at equal values, that is all that changes."""
     q, k, v = (torch.randn(2, 7, heads, 3, dtype=torch.float64) for heads in (4, 2, 4))
     log_decays = -torch.rand(2, 7, 4, dtype=torch.float64)
-    others = [part + size * torch.rand_like(part) for part in (q, k)] + [log_decays - size * torch.rand_like(log_decays)]
-    runs = [[q, k, log_decays], others]
+    runs = [[q, k, log_decays], [part - size * torch.rand_like(part) for part in (q, k, log_decays)]]
     expected = torch.zeros_like(v)
     for sign, (queries, keys, decays) in zip((1, -1), runs, strict=True):
         expected += sign * decaying_heads(queries, keys.repeat_interleave(2, 2), decays, v, itself)
