@@ -266,7 +266,7 @@ def _parts_of(norm: AffineMap) -> tuple[AffineMap, AffineMap]:
     return held, response
 
 
-def _dot(g: Float[Tensor, "query batch pos d"], x: Float[Tensor, "batch pos d"]) -> Float[Tensor, "query batch"]:
+def _dot(g: Float[Tensor, "query batch pos d"], x: Float[Tensor, "#batch #pos d"]) -> Float[Tensor, "query batch"]:
     return (upcast(g) * x).sum((-2, -1))
 
 
