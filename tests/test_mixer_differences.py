@@ -70,8 +70,19 @@ def test_two_models_and_two_prompts_together(name):
     assert bool((result.bias.abs() > 1e-3).all())
 
 
-ON_THE_LEFT = ("bridge/mamba", "bridge/mamba2")
-"""Families that are not changed by padding there."""
+ON_BOTH_SIDES = ("bridge/mamba", "bridge/mamba2")
+"""Families that padding changes on neither side, on any TransformerLens."""
+
+
+def padded_runs(name, side, batches):
+    """None where padding changes what the model gives, which is refused."""
+    model = models_of(name)[0]
+    try:
+        return [tlens.freeze(model, rows, padding_side=side) for rows in batches]
+    except (UnsupportedModelError, NumericalError) as refused:
+        if side == "right" or name in ON_BOTH_SIDES or "Pad on the right" not in str(refused):
+            raise
+        return None
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -81,15 +92,12 @@ def test_padded_batches_are_their_prompts(name, side):
     batches = [
         [row[:length].tolist() for row, length in zip(some_tokens(2, 6, seed), lengths, strict=True)] for seed in (0, 1)
     ]
-    model = models_of(name)[0]
-    if side == "left" and name not in ON_THE_LEFT:
-        with pytest.raises((UnsupportedModelError, NumericalError), match="Pad on the right"):
-            tlens.freeze(model, batches[0], padding_side=side)
+    runs = padded_runs(name, side, batches)
+    if runs is None:
         return
-    runs = [tlens.freeze(model, rows, padding_side=side) for rows in batches]
     together = tlens.attribute(tlens.difference(*runs), 5).scores
     for number, length in enumerate(lengths):
-        alone = tlens.difference(*(tlens.freeze(model, rows[number]) for rows in batches))
+        alone = tlens.difference(*(tlens.freeze(runs[0].model, rows[number]) for rows in batches))
         real = runs[0].mask[number]
         assert int(real.sum()) == length
         assert close(together[number, 0, real], tlens.attribute(alone, 5).scores[0, 0], TOLERANCE)
