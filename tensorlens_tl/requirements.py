@@ -143,7 +143,7 @@ def full_rows(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def secants(frozen: FrozenPass | Difference, method: str) -> None:
-    """Every part's response to another input is read: softmax attention with readable scores, MLPs and experts."""
+    """Every part's response to another input is read: attention scores or what is in their place, MLPs, experts."""
     refuse_without_secant(frozen.view)
 
 

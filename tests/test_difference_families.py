@@ -12,7 +12,6 @@ from conftest import rest_whole
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra.secants import offset_terms
-from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.testing import tiny_input, tiny_model
 from tensorlens_tl.testing.building import bridge_of, build_bridge
 
@@ -210,11 +209,3 @@ def test_two_models_differ_by_their_tokens_their_routing_and_their_weights(name)
     assert torch.allclose(result.scores.sum(-1) + result.bias, expected, rtol=1e-5, atol=1e-5)
     names = set(constants(change, torch.randn_like(change.output)))
     assert CHANGED_WEIGHTS[name] <= names
-
-
-@pytest.mark.parametrize("name", ["bridge/mamba", "bridge/jamba"])
-def test_what_has_no_secant_is_refused_by_name(name):
-    model = built(name)
-    a, b = (tlens.freeze(model, tiny_input(model, seed=seed)[0]) for seed in SEEDS.values())
-    with pytest.raises(UnsupportedModelError, match=r"blocks\.0 mixes positions without attention"):
-        tlens.difference(a, b)

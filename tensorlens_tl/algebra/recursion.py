@@ -122,7 +122,7 @@ class DiagonalRecursion(MixingMap):
         sizes = self.factor.flatten(-2).abs().double()
         ones = torch.ones_like(sizes)
         rows = diagonal_scan(ones, sizes).max()
-        columns = diagonal_scan(ones.flip(-2), _passed_back(sizes)).max()
+        columns = diagonal_scan(ones.flip(-2), passed_back(sizes)).max()
         return float((rows * columns).sqrt())
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
@@ -130,14 +130,14 @@ class DiagonalRecursion(MixingMap):
         return diagonal_scan(x.expand(torch.broadcast_shapes(x.shape, factor.shape)), factor)  # a bias may come once
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        return diagonal_scan(g.flip(-2), _passed_back(self.factor.flatten(-2))).flip(-2)
+        return diagonal_scan(g.flip(-2), passed_back(self.factor.flatten(-2))).flip(-2)
 
 
 def _length(keep: Bool[Tensor, "batch pos"]) -> int:
     return keep.shape[-1]
 
 
-def _passed_back(factor: Float[Tensor, "*any pos d"]) -> Float[Tensor, "*any pos d"]:
+def passed_back(factor: Float[Tensor, "*any pos d"]) -> Float[Tensor, "*any pos d"]:
     """The factors of the adjoint's scan, which runs from the last position: each acts one step later."""
     back = factor.flip(-2)
     return torch.cat([torch.ones_like(back[..., :1, :]), back[..., :-1, :]], dim=-2)

@@ -13,7 +13,15 @@ from tensorlens_tl.algebra.numerics import plus, times, upcast
 from tensorlens_tl.algebra.primitives import Diagonal, Linear, Norm
 from tensorlens_tl.algebra.secants.maps import Offset, RankOne
 from tensorlens_tl.algebra.secants.numbers import slope
-from tensorlens_tl.algebra.secants.parts import gain_secant, linear_secant, norm_secant, same, scale_response
+from tensorlens_tl.algebra.secants.parts import (
+    convolution_secant,
+    gain_secant,
+    linear_secant,
+    norm_secant,
+    same,
+    scale_response,
+)
+from tensorlens_tl.algebra.state_space import CausalConvolution
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +67,11 @@ class Change:
         """The secant up to the outputs of a matrix, whose values nobody needs; see `linear`."""
         return Chain((*self.stages, Chain(linear_secant(a, b, self.a, self.b, name))))
 
+    def convolved(self, a: CausalConvolution, b: CausalConvolution, name: str) -> "Change":
+        """Through a short convolution of either run; see `convolution_secant`."""
+        secant = convolution_secant(a, b, self.a, self.b, name)
+        return Change(a(self.a), b(self.b), (*self.stages, *secant))
+
     def elementwise(self, phi: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> "Change":
         """Through a function of each number; see `slope`."""
         slopes = Diagonal(slope(phi, derivative, self.a, self.b))
@@ -74,17 +87,26 @@ class Change:
         by_factor = Chain((*factor.stages, Diagonal(self.mean)))
         return Change(self.a * factor.a, self.b * factor.b, (Sum((by_self, by_factor)),))
 
-    def repeated(self, each: int) -> "Change":
-        """Every channel so many times, side by side."""
+    def repeated(self, each: int, size: int = 1) -> "Change":
+        """Every group of so many neighbouring channels so many times, side by side."""
         if each == 1:
             return self
         width = self.a.shape[-1]
-        repeat = Linear(torch.eye(width).to(self.a).repeat_interleave(each, dim=-1))
+        groups = torch.eye(width).to(self.a).unflatten(-1, (-1, size))
+        repeat = Linear(groups.repeat_interleave(each, dim=-2).flatten(-2))
         return self.linear(repeat, repeat, "")
 
-    def weighted(self, a: Float[Tensor, "batch pos #d"], b: Float[Tensor, "batch pos #d"], name: str) -> "Change":
-        """Times numbers of each run that are given: Δ(wx) = w̄·Δx, and x̄·Δw by name."""
-        held = Diagonal((a + b) / 2)
+    def multiplied(self, factor: Float[Tensor, "#batch #pos #d"] | None) -> "Change":
+        """Times numbers that are the same in both runs; None for 1."""
+        if factor is None:
+            return self
+        return Change(self.a * factor, self.b * factor, (*self.stages, Diagonal(factor.to(self.a))))
+
+    def weighted(self, a: Float[Tensor, "#batch #pos #d"], b: Float[Tensor, "#batch #pos #d"], name: str) -> "Change":
+        """Times numbers of each run that are given: Δ(wx) = w̄·Δx, and x̄·Δw by name where they differ."""
+        if same(a, b):
+            return self.multiplied(a)
+        held = Diagonal(((a + b) / 2).to(self.a))
         return Change(self.a * a, self.b * b, (*self.stages, held, Offset(self.mean * (a - b), name)))
 
     def plus(self, a: Float[Tensor, "d"], b: Float[Tensor, "d"], name: str) -> "Change":

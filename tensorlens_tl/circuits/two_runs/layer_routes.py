@@ -1,11 +1,11 @@
-"""By which routes the change of a number passes each layer: heads' values, queries and keys, the MLP, norm scales.
+"""By which routes the change of a number passes each layer: heads, mixers in their place, the MLP, norm scales.
 
 Let g be the target's vector pulled back to a block's output, and Δx the change of the stream there. ⟨g, Δx⟩, with what
 the weights of two models add later, is the whole change. What the block writes is a sum of routes: the stream that goes
-past it, each head by its values, its queries and its keys, and the MLP by the slopes of its activation. Before such a
-sublayer a norm divides by a scale that responds (the map of rank one of its secant): every route is split into what
-passes with the scale held, and what the response of the scale adds. Norms around the stream or after a sublayer
-respond likewise, and are a route of their own.
+past it, each head by its values, its queries, its keys and its gate where it has one, or what mixes positions in place
+of attention, and the MLP by the slopes of its activation. Before such a sublayer a norm divides by a scale that
+responds (the map of rank one of its secant): every route is split into what passes with the scale held, and what the
+response of the scale adds. Norms around the stream or after a sublayer respond likewise, and are a route of their own.
 
 Each layer is a cut through the same change: its scores sum to all of it. **Layers do not add up to each other**: what
 passes layer 0 by a head's keys may pass layer 1 directly, and counts in both.
@@ -31,8 +31,8 @@ from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes
 
 ATTENTION = "attention"
 MLP = "mlp"
-KINDS = ("values", "queries", "keys")
-"""What a head reads, in the order of the secant of attention."""
+KINDS = ("values", "queries", "keys", "gates")
+"""What a head reads, in the order of the secant of attention; most have no gate."""
 SCALE = ", scale"
 """What a route by the response of a norm's scale is called beside the same with the scale held."""
 
@@ -50,7 +50,8 @@ def routes(
 
     At layer l, with the target's vector pulled back to the block's output, every route's score is what it writes there
     along that vector: past the layer (``"direct"``), by each head's values, by its attention through queries and
-    through keys, and through the MLP by the slopes of its activations. Where the norm before the sublayer responds
+    through keys, by its gate where it has one (``"gates"``), through what mixes positions in place of attention
+    (``"mixer"``), and through the MLP by the slopes of its activations. Where the norm before the sublayer responds
     with its scale, that is a route of its own (``"values, scale"``). ``"norms"`` are the responses of norms around the
     stream or after a sublayer (post-LN, sandwich blocks). ``"constants"`` is what the changed weights of two models add
     in this layer, ``"later constants"`` after it. A last row, ``"end"``, is what follows the last block: the final norm
@@ -198,8 +199,10 @@ def _block(difference: Difference, layer: int, g: Float[Tensor, "query batch pos
     maps = difference.maps
     layout = difference.layouts[layer]
     parts = maps.parts(layer)
-    heads = difference.view.blocks[layer].attention.heads
+    block = difference.view.blocks[layer]
+    heads = block.attention.heads if block.mixer is None else 0
     cut = _Cut(difference.resid_pre(layer))
+    cut.heads = upcast(g).new_zeros(*g.shape[:2], 0, len(HEAD_ROUTES))
     sublayers = {ATTENTION: parts.attention}
     if parts.mlp is not None:
         sublayers[MLP] = parts.mlp
@@ -228,9 +231,10 @@ def _add_sublayer(cut: _Cut, name: str, sublayer: AffineMap, before: AffineMap |
         changes = {"": after.push(held.push(x)), SCALE: after.push(response.push(x))}
         stages = [before, sublayer]
     cut.add_constants(Chain(tuple(stages)), g)
-    if name == MLP:
+    if name == MLP or not heads:
+        route = "MLP" if name == MLP else "mixer"
         for how, change in changes.items():
-            cut.add(f"MLP{how}", _dot(g, sublayer.push(change)))
+            cut.add(f"{route}{how}", _dot(g, sublayer.push(change)))
         return
     assert isinstance(sublayer, Chain)
     by_route = _by_head(sublayer, changes, g, heads)
@@ -248,7 +252,7 @@ def _by_head(
     kinds, *after = attention.stages
     g = upcast(Chain(tuple(after)).pull(g))
     shares: dict[str, Tensor] = {}
-    for kind, route in zip(KINDS, kinds.summands, strict=True):
+    for kind, route in zip(KINDS, kinds.summands, strict=False):
         for how, change in changes.items():
             products = (g * route.push(change)).unflatten(-1, (heads, -1))
             shares[f"{kind}{how}"] = products.sum((2, -1))
@@ -262,7 +266,7 @@ def _parts_of(norm: AffineMap) -> tuple[AffineMap, AffineMap]:
     return held, response
 
 
-def _dot(g: Float[Tensor, "query batch pos d"], x: Float[Tensor, "batch pos d"]) -> Float[Tensor, "query batch"]:
+def _dot(g: Float[Tensor, "query batch pos d"], x: Float[Tensor, "#batch #pos d"]) -> Float[Tensor, "query batch"]:
     return (upcast(g) * x).sum((-2, -1))
 
 

@@ -51,7 +51,7 @@ def compare_models(
     * ``"matrix"``: each changed matrix, bias or norm vector (``"L0.W_V"``, ``"L1.ln1.w"``, ``"W_U"``), and the
       embedding, positions included (``"embed"``);
     * ``"layer"``: all of a layer together, ``"L0"``;
-    * ``"component"``: each layer's attention, MLP and norms;
+    * ``"component"``: each layer's attention, or mixer in its place, MLP and norms;
     * ``"head"``: as that, with attention by head, ``"L0H3"``: W_Q, W_K and W_V by the channels of the head (where heads
       share keys and values, by what each of them makes of these), W_O by what the head gives it;
     * ``"head_matrix"``: the same for each matrix apart, ``"L0H3.W_V"``;
@@ -133,7 +133,7 @@ def _pulled(reading: Reading, g: Float[Tensor, "query batch pos d"], terms: Weig
         pulled: dict[str, Tensor] = {}
         tapped = Chain((attention, Tap({}, "attention", pulled)))
         g = terms.pull(maps.composed(layer, difference.layouts[layer], parts._replace(attention=tapped)), g)
-        if terms.by in BY_HEAD:
+        if terms.by in BY_HEAD and difference.view.blocks[layer].mixer is None:
             assert isinstance(attention, Chain)
             terms.pull_heads(attention, pulled["attention"], difference.view.blocks[layer].attention, layer)
     terms.add(["embed"], (upcast(g) * difference.resid_pre(0)).sum(-1)[..., None])

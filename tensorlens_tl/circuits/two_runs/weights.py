@@ -49,6 +49,10 @@ def term_name(weight: str, by: str) -> str:
         return weight if by in BY_HEAD else f"{place}.attn"
     if part in MLP:
         return f"MLP{place[1:]}"
+    if part.startswith("mixer."):
+        return f"{place}.mixer"
+    if part.startswith("attn.") or part == "sinks":
+        return f"{place}.attn"
     return f"{place}.norms"
 
 
@@ -132,6 +136,8 @@ class WeightTerms:
             self._add_heads(names, offset.name, shares.unflatten(-1, (weights.heads, -1)).sum(-1))
 
         def note_input(offset: Offset, g: Tensor) -> None:
+            if offset.name.partition(".")[2] not in ATTENTION:
+                return  # a gate's, or a sink's: `pull` has noted it, as no head's
             products = upcast(g) * offset.vectors
             if offset.name.partition(".")[2] in QUERIES:
                 shares = products.sum(0).unflatten(-1, (weights.heads, -1)).sum(-1)

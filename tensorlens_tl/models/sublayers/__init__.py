@@ -1,7 +1,7 @@
 """How the parts of a block are read: attention, MLPs, experts, and mixers in place of attention."""
 
 from tensorlens_tl.models.sublayers.attention import projection, read_attention, read_latent_scores
-from tensorlens_tl.models.sublayers.delta import delta_pattern, is_delta
+from tensorlens_tl.models.sublayers.delta import DeltaWeights, delta_pattern, is_delta
 from tensorlens_tl.models.sublayers.experts import (
     ExpertsWeights,
     PerLayerWeights,
@@ -10,15 +10,23 @@ from tensorlens_tl.models.sublayers.experts import (
     read_experts,
     read_per_layer,
 )
-from tensorlens_tl.models.sublayers.mixers import Mixer, mixer_map, read_mixer
+from tensorlens_tl.models.sublayers.mixers import Mixer, MixerWeights, ShortConvolution, mixer_map, read_mixer
+from tensorlens_tl.models.sublayers.mixing import Ends, GatedNorm
 from tensorlens_tl.models.sublayers.mlps import read_mlp, read_module
-from tensorlens_tl.models.sublayers.scans import mixer_weights, scan_of
+from tensorlens_tl.models.sublayers.scans import Mamba2Weights, MambaWeights, mixer_weights, scan_of
 
 __all__ = [
+    "DeltaWeights",
+    "Ends",
     "ExpertsWeights",
+    "GatedNorm",
+    "Mamba2Weights",
+    "MambaWeights",
     "Mixer",
+    "MixerWeights",
     "PerLayerWeights",
     "Routing",
+    "ShortConvolution",
     "delta_pattern",
     "has_experts",
     "is_delta",

@@ -46,7 +46,7 @@ from tensorlens_tl.models.sublayers.mixing import (
 )
 
 EPSILON = 1e-6
-"""Added to the squared length of keys and queries, in every implementation."""
+"""What every implementation adds to the squared length of keys and queries."""
 
 Stored = tuple[Tensor, Tensor | None]
 """A weight, from input to output, and its bias."""
@@ -99,6 +99,7 @@ class DeltaWeights:
         strongest: the largest β: 1, or 2 where the state may turn its sign.
         gate: its activation.
         norm: the norm before it.
+        epsilon: added to the squared length of keys and queries.
     """
 
     ends: Ends
@@ -110,6 +111,7 @@ class DeltaWeights:
     strongest: float
     gate: nn.Module
     norm: GatedNorm
+    epsilon: float = EPSILON
 
     def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
         """The mixer as a map, with everything that depends on its input held at `x`."""
@@ -127,7 +129,7 @@ class DeltaWeights:
     def _unit(self, part: Tensor) -> Float[Tensor, "batch pos head width"]:
         """Of length 1, once for each head of values."""
         heads = wide(part).unflatten(-1, (self.key_heads, -1))
-        length = (heads.square().sum(-1, keepdim=True) + EPSILON).sqrt()
+        length = (heads.square().sum(-1, keepdim=True) + self.epsilon).sqrt()
         return (heads / length).repeat_interleave(self.heads // self.key_heads, dim=-2)
 
 

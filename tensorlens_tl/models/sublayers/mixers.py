@@ -22,9 +22,6 @@ from tensorlens_tl.models.sublayers.delta import DeltaWeights, delta_weights, is
 from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_convolution, read_linear, real_tokens, require
 from tensorlens_tl.models.sublayers.scans import Mamba2Weights, MambaWeights, mixer_weights
 
-Mixer = Callable[[Tensor, "Mask | None"], Chain]
-"""From what a mixer reads, and which tokens are real, to its map."""
-
 
 @dataclass(frozen=True)
 class ShortConvolution:
@@ -70,11 +67,64 @@ def mixer_map(module: nn.Module, x: Float[Tensor, "batch pos d_model"], mask: Ma
     return weights.hold(x.detach(), mask)
 
 
-def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError] = UnsupportedModelError) -> Mixer:
-    """How a mixer's map follows from what it reads.
+MixerWeights = MambaWeights | Mamba2Weights | DeltaWeights | ShortConvolution
+"""What a mixer is made of, by its kind."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mixer:
+    """A mixer in place of attention, read from its module each time that it is used.
 
     The map refuses padding on the left that would change what real tokens give: there the mixer itself lets a bias
     through from padded positions.
+
+    Attributes:
+        module: the mixer, as Hugging Face has it.
+        refuse: makes an error that names the block.
+        leaking: which part, if any, gives padded positions something that reaches later ones.
+    """
+
+    module: nn.Module
+    refuse: Callable[[str], UnsupportedModelError]
+    leaking: str
+
+    def __call__(self, x: Tensor, mask: Mask | None) -> Chain:
+        """Its map, from what it reads and which tokens are real, with all that depends on its input held."""
+        if self.leaking and mask is not None and bool(((mask != 0).cumsum(1) == 0).any()):
+            raise self.refuse(
+                f"{self.leaking} of {type(self.module).__name__} has a bias, which padding on the left passes on to "
+                "real tokens: padding changes what the model gives. Pad on the right, or freeze the prompts one by one."
+            )
+        return mixer_map(self.module, x, mask)
+
+    @property
+    def weights(self) -> MixerWeights:
+        """What it is made of."""
+        return _weights(self.module)
+
+    @property
+    def form(self) -> str:
+        """Its kind and sizes, which two models of one architecture have in common."""
+        weights = self.weights
+        ends = weights.ends
+        shapes = [ends.W_in.shape, ends.convolution.weight.shape, ends.W_out.shape]
+        if not isinstance(weights, ShortConvolution):
+            shapes.append(weights.A.shape)
+        return f"{type(weights).__name__} of {', '.join('×'.join(map(str, shape)) for shape in shapes)}"
+
+    def require_response(self) -> None:
+        """Refuse a part whose response to another input is not read: what stands in the place of a norm and is none."""
+        weights = self.weights
+        if not isinstance(weights, MambaWeights):
+            return
+        try:
+            weights.norm_weights()
+        except UnsupportedModelError as error:
+            raise self.refuse(f"{type(self.module).__name__}: {error}") from None
+
+
+def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError] = UnsupportedModelError) -> Mixer:
+    """A mixer, whose map follows from what it reads.
 
     Args:
         module: the mixer, as Hugging Face has it.
@@ -83,20 +133,10 @@ def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError]
     Raises:
         UnsupportedModelError: a mixer of no known kind; names the part.
     """
-    leaking = _leaking_bias(_weights(module))
-
-    def held(x: Tensor, mask: Mask | None) -> Chain:
-        if leaking and mask is not None and bool(((mask != 0).cumsum(1) == 0).any()):
-            raise refuse(
-                f"{leaking} of {type(module).__name__} has a bias, which padding on the left passes on to real tokens: "
-                "padding changes what the model gives. Pad on the right, or freeze the prompts one by one."
-            )
-        return mixer_map(module, x, mask)
-
-    return held
+    return Mixer(module, refuse, _leaking_bias(_weights(module)))
 
 
-def _leaking_bias(weights: MambaWeights | Mamba2Weights | DeltaWeights | ShortConvolution) -> str:
+def _leaking_bias(weights: MixerWeights) -> str:
     """Which part, if any, gives padded positions something that reaches later ones."""
     ends = weights.ends
     if ends.b_in is not None and bool(ends.b_in.any()):
@@ -108,7 +148,7 @@ def _leaking_bias(weights: MambaWeights | Mamba2Weights | DeltaWeights | ShortCo
     return ""
 
 
-def _weights(module: nn.Module) -> MambaWeights | Mamba2Weights | DeltaWeights | ShortConvolution:
+def _weights(module: nn.Module) -> MixerWeights:
     if is_delta(module):
         return delta_weights(module)
     if _is_short_convolution(module):

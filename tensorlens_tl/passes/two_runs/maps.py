@@ -5,18 +5,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Chain, Linear, Norm
-from tensorlens_tl.algebra.secants import Change, Offset, norm_secant
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Norm
+from tensorlens_tl.algebra.secants import WORKING_ARRAYS, Change, Offset, norm_secant
 from tensorlens_tl.hooks import StreamPoint
-from tensorlens_tl.models import Layout, Within
+from tensorlens_tl.models import BlockView, Layout, Within
+from tensorlens_tl.models.sublayers import DeltaWeights, Mamba2Weights, MambaWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.two_runs.attention import attention_secant
 from tensorlens_tl.passes.two_runs.experts import Mixture, experts_secant
+from tensorlens_tl.passes.two_runs.mixers import mixer_secant
 from tensorlens_tl.passes.two_runs.mlps import activated, hidden_secant
 from tensorlens_tl.passes.two_runs.values import BlockValues, block_values, per_layer_values
 
@@ -56,10 +58,10 @@ class SecantMaps(Blocks):
 
     @cached_property
     def row_bytes(self) -> int:
-        """What a vector allocates on its way at most, the products with all keys of its layer included."""
+        """What a vector allocates on its way at most, products with all keys of its layer or states included."""
         batch, pos = self.capture.tokens.shape
-        heads = max((block.attention.heads for block in self.view.blocks if block.mixer is None), default=0)
-        return self.a.row_bytes + 3 * heads * batch * pos * pos * self.capture.resid_pre(0).element_size()
+        most = max((_numbers(block, pos) for block in self.view.blocks), default=0)
+        return self.a.row_bytes + batch * pos * most * self.capture.resid_pre(0).element_size()
 
     def forget(self, layer: int) -> None:
         """Drop what was cached of a layer."""
@@ -99,13 +101,47 @@ class SecantMaps(Blocks):
         return self.a.whitening(layer)
 
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
-        """Attention by three routes, values, queries and keys, and what writes it."""
+        """Attention by three routes, values, queries and keys, and what writes it; or what a block has in its place."""
+        if self.view.blocks[layer].mixer is not None:
+            return self._in_place_of_attention(layer, heads)
         parts = self._parts(layer)
         if heads is not None:
             return attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b, heads)[0]
         if parts.attention is None:
             parts.attention, parts.pattern_error = attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b)
         return parts.attention
+
+    @reads_weights
+    def _in_place_of_attention(self, layer: int, heads: Collection[int] | None) -> Chain:
+        """The secant of a mixer.
+
+        Raises:
+            UnsupportedModelError: some of its heads, which are not read.
+        """
+        blocks = [maps.view.blocks[layer] for maps in (self.a, self.b)]
+        if heads is not None:
+            blocks[0].require_attention()
+        parts = self._parts(layer)
+        if parts.attention is not None:
+            return parts.attention
+        with blocks[1].loaded():
+            mixers = [block.mixer for block in blocks]
+            assert mixers[0] is not None
+            assert mixers[1] is not None
+            read = Change(parts.of_a.attention, parts.of_b.attention)
+            keep = None if bool(self.mask.all()) else self.mask[..., None].to(read.a)
+            secant = mixer_secant(mixers[0].weights, mixers[1].weights, read, keep, f"L{layer}")
+        factor = blocks[0].branch_factor
+        if factor != 1:
+            *inside, out = secant.stages
+            secant = Chain((*inside, Chain((out, Diagonal(read.a.new_full((1, 1, 1), factor))))))
+        parts.attention = secant
+        return secant
+
+    @property
+    def mask(self) -> Bool[Tensor, "batch pos"]:
+        """True at real tokens, the same in both runs."""
+        return self.capture.mask
 
     def pattern_error(self, layer: int) -> float:
         """The largest error of a probability of the two patterns, as the scores that were read give them."""
@@ -195,3 +231,16 @@ class SecantMaps(Blocks):
             dense = Change(x_a, x_b).linear(dense_a, dense_b, "head.W_dense")
             inside = activated(dense, self.view.mlm_head.activation)
         return Chain((*inside.stages, norm_secant(norm_a, norm_b, inside.a, inside.b, "head.ln")))
+
+
+def _numbers(block: BlockView, pos: int) -> int:
+    """How many numbers a vector takes for each position where a block mixes them."""
+    with block.loaded():
+        if block.mixer is None:
+            return 3 * block.attention.heads * pos
+        weights = block.mixer.weights
+    if isinstance(weights, Mamba2Weights | DeltaWeights):
+        return 3 * weights.heads * pos
+    if isinstance(weights, MambaWeights):  # of a channel at least; of more, `CHUNK_BYTES` in all
+        return WORKING_ARRAYS * weights.A.shape[-1]
+    return 0

@@ -279,8 +279,8 @@ def difference(a: PassLike, b: PassLike) -> Difference:
     Raises:
         InvalidInputError: no frozen passes; other numbers, lengths or padding of prompts; other architectures or
             vocabularies.
-        UnsupportedModelError: a part whose response to another input is not read (mixers in place of attention, scores
-            that are not read, encoder–decoders), or a block that the map does not reproduce.
+        UnsupportedModelError: a part whose response to another input is not read (scores that are not read,
+            encoder–decoders), or a block that the map does not reproduce.
         FrozenModelError: a model is no longer that of its run.
 
     >>> other = tlens.freeze(model, text.replace("red", "blue"))
@@ -330,9 +330,11 @@ def refuse_without_secant(view: ModelView) -> None:
     """
     view.refuse_encoder_decoder("difference")
     for block in view.blocks:
-        if block.mixer is not None:
-            raise _refusal(view, f"{block.name} mixes positions without attention")
-        block.require_scores()
+        mixer = block.mixer
+        if mixer is None:
+            block.require_scores()
+        else:
+            mixer.require_response()
 
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp")
@@ -370,14 +372,8 @@ def _parts(block: BlockView) -> str:
     names = sorted(block.norms)
     if block.has_mlp:
         names.append(block.mlp_name)
-    return "+".join(["attention", *names])
-
-
-def _refusal(view: ModelView, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"difference of two runs of this {view.description}: {why}, whose response to another input is not read. Ask "
-        "about each run by itself."
-    )
+    mixes = "attention" if block.mixer is None else block.mixer.form
+    return "+".join([mixes, *names])
 
 
 def _errors(difference: Difference) -> dict[str, float]:

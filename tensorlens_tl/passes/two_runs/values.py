@@ -22,8 +22,8 @@ class BlockValues:
 
     Attributes:
         norms: what each norm read, by its name.
-        attention: what attention read, after the norm before it.
-        heads: what its heads gave, side by side, before a gate, a norm and W_O.
+        attention: what attention, or what stands in its place, read after the norm before it.
+        heads: what its heads gave, side by side, before a gate, a norm and W_O; what a mixer gave before W_O.
         mlp: what the MLP read; None without one.
         experts: what each part of a mixture of experts read, by name.
     """
@@ -40,12 +40,12 @@ def block_values(maps: BlockMaps, layer: int) -> BlockValues:
 
     Args:
         maps: of the run.
-        layer: which block; one with attention.
+        layer: which block.
     """
     seen: dict[str, Tensor] = {}
     parts = maps.parts(layer)
     norms = {name: Chain((Tap(seen, name), norm)) for name, norm in parts.norms.items()}
-    *inside, out = maps.attention(layer).stages
+    *inside, out = maps.mixer(layer).stages
     attention = Chain((Tap(seen, ATTENTION), *inside, Tap(seen, HEADS), out))
     mlp = None if parts.mlp is None else Chain((Tap(seen, MLP), _tapped_mlp(maps, layer, parts.mlp, seen)))
     block = maps.composed(layer, maps.layouts[layer], parts._replace(attention=attention, mlp=mlp, norms=norms))
