@@ -24,7 +24,8 @@ target(clean) − target(corrupted). Between two runs an edge shares what it doe
 takes all others at the clean prompt.
 
 `gradient` is edge attribution patching (Syed et al. 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al.
-2024). All but ``"frozen"`` and ``"difference"`` run the model from its weights
+2024), whose published code takes its gradients at the left ends of the steps (``points="left"``); midpoints, the
+default, are nearer to the integral. All but ``"frozen"`` and ``"difference"`` run the model from its weights
 (`tensorlens_tl.circuits.compare.weights_forward`), which blocks with norms on their way back to the stream do not
 allow.
 """
@@ -66,6 +67,7 @@ def edge_scores(
     direction: Direction = None,
     activation: str = "ratio",
     steps: int = 5,
+    points: str = "midpoint",
     memory: Memory = None,
 ) -> EdgeScores:
     """What the target loses when each edge carries its corrupted value; see this module's table.
@@ -76,11 +78,14 @@ def edge_scores(
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"patching"``.
         activation: the rule for MLPs, of the frozen methods.
-        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, at the midpoints of as many equal steps.
+        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
+        points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
+            from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
+            EAP-IG and of the Mechanistic Interpretability Benchmark.
         memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
-        InvalidInputError: no such method, and what `patch_scores` refuses.
+        InvalidInputError: no such method or points, and what `patch_scores` refuses.
         UnsupportedModelError: an encoder–decoder, a mixture of experts; under ``"difference"`` what `difference`
             refuses; or, except under these and ``"frozen"``, blocks that are not read as a sum of what their parts
             write (see `tensorlens_tl.circuits.compare.weights_forward`).
@@ -92,7 +97,7 @@ def edge_scores(
     >>> edges.scores.shape  # prompt source destination
     torch.Size([1, 21, 53])
     """
-    shares = gradient_shares(method, steps)
+    shares = gradient_shares(method, steps, points)
     if positions and method == "patching":
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
     readout = pair_target(clean, corrupted, target, minus, direction, query, activation)

@@ -18,9 +18,8 @@ algebra and not by the hooks: the frozen model's hooks leave it live. Patterns, 
 frozen model: what acts through an attention pattern is invisible to it. `frozen+qk` adds what the patterns do, by
 gradients of the live model averaged on the way from the corrupted to the clean embeddings
 (`tensorlens_tl.circuits.compare.edges` says of which models). The gradients of the live model see it to first order:
-`gradient` is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al. 2024).
-`difference`
-pulls the target through the exact linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in
+`gradient` is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al. 2024); with
+``points="left"`` its gradients are where the published code has them. `difference` pulls the target through the exact linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in
 which patterns, ratios and scales respond, each by its secant: the score of ``"embed"`` is all of target(clean) −
 target(corrupted). Patching is the live model's own answer.
 """
@@ -71,6 +70,7 @@ def patch_scores(
     direction: Direction = None,
     activation: str = "ratio",
     steps: int = 5,
+    points: str = "midpoint",
     memory: Memory = None,
 ) -> Terms:
     """What the target loses when each node's clean value is replaced by its corrupted one.
@@ -93,14 +93,17 @@ def patch_scores(
             node's score, except under ``"patching"``, where each is patched by itself.
         query: one position of each prompt, the last by default.
         activation: the rule for MLPs, of the frozen methods.
-        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, at the midpoints of as many equal steps.
+        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
+        points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
+            from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
+            EAP-IG and of the Mechanistic Interpretability Benchmark.
         memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
         Terms that are not additive: what goes through two nodes counts for both. `Terms.total` is the clean number.
 
     Raises:
-        InvalidInputError: no such `by` or method, prompts that cannot be compared (see `check_pair`), and what
+        InvalidInputError: no such `by`, method or points, prompts that cannot be compared (see `check_pair`), and what
             `logit_attribution` refuses.
         UnsupportedModelError: an encoder–decoder, a mixture of experts, or, except under ``"frozen"``, a part that
             no hook reaches.
@@ -115,7 +118,7 @@ def patch_scores(
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
-    shares = gradient_shares(method, steps)
+    shares = gradient_shares(method, steps, points)
     readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
     keys = None
     if method == "patching":

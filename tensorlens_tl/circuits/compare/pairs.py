@@ -23,18 +23,23 @@ from tensorlens_tl.passes import PassLike, check_pass, difference
 METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "difference", "patching")
 """The ways to get a score of a node or an edge."""
 
+POINTS = {"midpoint": 0.5, "left": 0.0}
+"""Where in each of the equal steps a gradient is taken, as a share of the step."""
 
-def gradient_shares(method: str, steps: Whole) -> list[float]:
+
+def gradient_shares(method: str, steps: Whole, points: str = "midpoint") -> list[float]:
     """Where a method takes gradients on the way from the corrupted to the clean embeddings: none, or shares of it.
 
     Raises:
-        InvalidInputError: no such method, or no whole number of steps, 1 or more.
+        InvalidInputError: no such method or points, or no whole number of steps, 1 or more.
     """
     if method not in METHODS:
         raise InvalidInputError(f"method={method!r}; use one of {', '.join(map(repr, METHODS))}.")
+    if points not in POINTS:
+        raise InvalidInputError(f"points={points!r}; use one of {', '.join(map(repr, POINTS))}.")
     steps = whole_number("steps", steps, least=1)
-    midpoints = [(step + 0.5) / steps for step in range(steps)]
-    return {"gradient": [1.0], "integrated": midpoints, "frozen+qk": midpoints}.get(method, [])
+    on_the_way = [(step + POINTS[points]) / steps for step in range(steps)]
+    return {"gradient": [1.0], "integrated": on_the_way, "frozen+qk": on_the_way}.get(method, [])
 
 
 def check_pair(clean: PassLike, corrupted: PassLike) -> None:
