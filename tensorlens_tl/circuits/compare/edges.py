@@ -20,7 +20,8 @@ head that is sure where to look (its softmax is flat there), so `frozen+qk` take
 
 `difference` takes the exact linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in which
 patterns, ratios and scales respond: it is complete at every node, and all edges into the target sum to
-target(clean) − target(corrupted). Between two runs an edge shares what it does with the others symmetrically; patching
+target(clean) − target(corrupted). What a hook added to one of the runs, or a patch put there, is a source by the name
+of its hook point. Between two runs an edge shares what it does with the others symmetrically; patching
 takes all others at the clean prompt.
 
 `gradient` is edge attribution patching (Syed et al. 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al.
@@ -39,6 +40,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.compare.pairs import (
     change_target,
@@ -48,10 +50,10 @@ from tensorlens_tl.circuits.compare.pairs import (
     pair_target,
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
-from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, Sublayer, summed_by_name
+from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer, summed_by_name
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.passes import PassLike
+from tensorlens_tl.passes import Difference, PassLike
 from tensorlens_tl.results import TARGET, Circuit, EdgeScores
 
 
@@ -100,14 +102,19 @@ def edge_scores(
     shares = gradient_shares(method, steps, points)
     if positions and method == "patching":
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
-    readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
+    if method == "difference":
+        pair = change_target(clean, corrupted, target, minus, direction, query)
+        readout = pair.change
+        numbers = (pair.clean, pair.corrupted)
+    else:
+        readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
+        numbers = (readout.total, number_of(readout, corrupted))
     layout = edge_layout(readout.stream)
     if method == "patching":
         scores = Replay(readout, clean, corrupted, layout.exists).patched(memory)
     elif method == "difference":
-        change = change_target(clean, corrupted, target, minus, direction, query)
-        pulled = change.stream.pull(change.seed)
-        scores = _products(change.stream, Changes.of(change.stream), layout, pulled, positions)
+        pulled = readout.stream.pull(readout.seed)
+        scores = _products(readout.stream, Changes.of(readout.stream), layout, pulled, positions)
     elif method in ("gradient", "integrated"):
         replay = Replay(readout, clean, corrupted, layout.exists)
         scores = replay.products(replay.gradients(shares), positions)
@@ -132,8 +139,8 @@ def edge_scores(
         destinations=layout.destinations,
         scores=scores,
         exists=layout.exists,
-        clean=readout.total[:, 0],
-        corrupted=number_of(readout, corrupted)[:, 0],
+        clean=numbers[0][:, 0],
+        corrupted=numbers[1][:, 0],
         target=readout.label,
         method=method,
         config=_config(readout),
@@ -228,7 +235,10 @@ class EdgeLayout(NamedTuple):
 
 
 def edge_layout(stream: Stream) -> EdgeLayout:
-    """The edges of a stream: from everything written before a step to everything that its sublayers read."""
+    """The edges of a stream: from everything written before a step to everything that its sublayers read.
+
+    In a difference, what hooks added to one run and not to the other is written as well.
+    """
     sources = ["embed"]
     destinations = list[str]()
     known = list[int]()
@@ -238,10 +248,19 @@ def edge_layout(stream: Stream) -> EdgeLayout:
             destinations += dict.fromkeys(read_at)
             known += [len(sources)] * len(dict.fromkeys(read_at))
         sources += step.nodes
+        if added_by_hooks(stream, step) is not None:
+            sources.append(step.outer_name)
     destinations.append(TARGET)
     known.append(len(sources))
     before = torch.arange(len(sources), device=stream.x[0].device)[:, None]
     return EdgeLayout(sources, destinations, before < torch.tensor(known, device=before.device))
+
+
+def added_by_hooks(stream: Stream, step: Step) -> Float[Tensor, "1 #batch #pos d_model"] | None:
+    """What hooks added at a step to one run of a difference more than to the other; None of any other step."""
+    if isinstance(stream.frozen, Difference) and isinstance(step.outer, Offset):
+        return step.outer.vectors[None]
+    return None
 
 
 def read_names(sublayer: Sublayer, letter: str = "") -> list[str]:
@@ -296,6 +315,9 @@ def _products(
         if written:
             written = [summed_by_name(names, torch.cat(written), 0)[1]]
         carried = step.outer.push(torch.cat([carried, *written]))
+        added = added_by_hooks(stream, step)
+        if added is not None:
+            carried = torch.cat([carried, added.expand_as(carried[:1])])
     scores[:, :, -1:] = edge_products(carried, pulled.stream[-1], positions)
     return scores
 

@@ -21,7 +21,8 @@ gradients of the live model averaged on the way from the corrupted to the clean 
 `gradient` is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al. 2024); with
 ``points="left"`` its gradients are where the published code has them. `difference` pulls the target through the exact linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in
 which patterns, ratios and scales respond, each by its secant: the score of ``"embed"`` is all of target(clean) −
-target(corrupted). Patching is the live model's own answer.
+target(corrupted), less that of what hooks added to one of the runs, or of a patch, which is a node by the name of its
+hook point. Patching is the live model's own answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
-from tensorlens_tl.circuits.compare.edges import Changes, edge_layout, pull_with_patterns
+from tensorlens_tl.circuits.compare.edges import Changes, added_by_hooks, edge_layout, pull_with_patterns
 from tensorlens_tl.circuits.compare.pairs import (
     change_target,
     corrupted_stream,
@@ -119,7 +120,11 @@ def patch_scores(
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
     shares = gradient_shares(method, steps, points)
-    readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
+    if method == "difference":
+        readout, total, _ = change_target(clean, corrupted, target, minus, direction, query)
+    else:
+        readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
+        total = readout.total
     keys = None
     if method == "patching":
         nodes = _LiveNodes(readout, corrupted, by, method)
@@ -133,16 +138,15 @@ def patch_scores(
             names = nodes.names
             by_position = nodes.along_gradients(shares)
         elif method == "difference":
-            change = change_target(clean, corrupted, target, minus, direction, query)
-            pulled = change.stream.pull(change.seed)
-            names, by_position = _along(pulled, change.stream, Changes.of(change.stream), by)
+            pulled = readout.stream.pull(readout.seed)
+            names, by_position = _along(pulled, readout.stream, Changes.of(readout.stream), by)
         else:
             changes = Changes.of(readout.stream, corrupted_stream(readout, corrupted, activation))
             names, by_position = _along(_pulled(readout, clean, corrupted, shares), readout.stream, changes, by)
         scores = by_position.sum(-1)[:, None]
         if positions:
             keys = by_position[:, None]
-    terms = Terms(names=names, scores=scores, keys=keys, **readout.fields())
+    terms = Terms(names=names, scores=scores, keys=keys, **readout.fields() | {"total": total})
     return replace(terms, target=f"{readout.label}, clean − patched")
 
 
@@ -183,6 +187,10 @@ def _along(
             else:
                 names += sublayer.nodes
                 scores.append(sublayer.split(product).sum(-1).mT)
+        added = added_by_hooks(stream, step)
+        if added is not None:
+            names.append(step.outer_name)
+            scores.append((upcast(pulled.stream[number + 1][0]) * added[0]).sum(-1)[:, None])
     return summed_by_name(names, torch.cat(scores, dim=1), 1)
 
 

@@ -234,9 +234,10 @@ class _BlockProof:
         constant = [point.name for point in additions.of(self.layer)]
         if dependent:
             return (
-                f"A hook at {' and '.join(dependent)} adds something that depends on what it reads, as an ablation, a "
-                "factor or a patch does; only vectors that are the same whatever the model computes there can be held "
-                "(steering). Take it off, or make the change in the weights."
+                f"A hook at {' and '.join(dependent)} adds something that depends on what it reads, as a factor or a "
+                "projection does; only what is the same whatever the model computes there can be held: vectors that "
+                "are added (steering), or values that take its place (a patch). Take it off, or make the change in the "
+                "weights."
             )
         if constant:
             return (
