@@ -20,7 +20,6 @@ from scripts.small import read_arguments, report
 from scripts.train import optimiser_for, small_gpt2, step
 from scripts.train_small import word_tokenizer
 from tensorlens_tl.demo import CHECKPOINTS, INDUCTION_WORDS
-from tensorlens_tl.evaluate.known import tasks
 
 CONTEXT, WIDTH, RATE = 24, 24, 1e-2
 SHORTEST = 5
@@ -68,6 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
             model.train()
             print(f"{number:5d}  held-out loss {losses[number]:.3f}  {time.time() - started:.0f} s", flush=True)
             save_checkpoint(model, args.out, number)
+        if number == args.steps:
+            break
         for group in optimiser.param_groups:  # rising at first, falling in the last fifth
             group["lr"] = RATE * min(1.0, (number + 1) / 100, 0.05 + 5 * (1 - number / max(1, args.steps)))
         step(model, optimiser, loss_of(model, *next(batches)))
@@ -80,5 +81,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    assert INDUCTION_WORDS[:2] == (tasks.BOS, tasks.PAD)
     main()
