@@ -1,4 +1,4 @@
-"""Train a small model on repeated random letters, and keep checkpoints: ``python -m scripts.train_induction OUT --seed 2``.
+"""Train a small model on repeated random letters, with checkpoints: ``python -m scripts.train_induction OUT --seed 2``.
 
 GPT-2 architecture, 2 layers of four heads, width 24. A row is a segment of different letters, repeated; every repeated
 letter is learnt, which only induction can predict. Two minutes on two cores; the checkpoints of `CHECKPOINTS` are

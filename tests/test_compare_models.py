@@ -353,7 +353,7 @@ def test_a_term_that_a_batch_lacks_is_zero_there():
     assert not bool(many["W_U"][0].any())
     assert bool(many["W_U"][1].any())
     assert close(many.scores.sum(-1), many.total)
-    with pytest.raises(InvalidInputError, match="'L1.W_V' is a term of this change"):
+    with pytest.raises(InvalidInputError, match=r"'L1\.W_V' is a term of this change"):
         many.with_names(["embed", "W_U"])
 
 

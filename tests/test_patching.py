@@ -169,6 +169,26 @@ def test_integrated_gradients_of_the_embedding_find_the_whole_difference(model_n
     assert errors[1] < 1e-3 < errors[0]
 
 
+@pytest.mark.parametrize("name", LIVE)
+def test_all_methods_score_the_same_edges(name, model_named):
+    """So that circuits of the difference, whose heads are three sublayers each, are circuits of the model."""
+    clean, corrupted = two(model_named(name))
+    frozen, exact = (circuits.edge_scores(clean, corrupted, **ASKED, method=m) for m in ("frozen", "difference"))
+    assert (frozen.sources, frozen.destinations) == (exact.sources, exact.destinations)
+    assert frozen.config == exact.config
+    assert frozen.target == exact.target
+    assert torch.equal(frozen.exists, exact.exists)
+    assert close(frozen.clean, exact.clean, 1e-9)
+    assert close(frozen.corrupted, exact.corrupted, 1e-9)
+    nodes = [circuits.patch_scores(clean, corrupted, **ASKED, method=m) for m in ("frozen", "difference")]
+    assert nodes[0].names == nodes[1].names
+    assert nodes[0].target == nodes[1].target
+    assert close(nodes[0].total, nodes[1].total, 1e-9)
+    numbers = circuits.run_circuits(clean, corrupted, [exact.circuit(0), exact.circuit(len(exact))], **ASKED)
+    error = 1e-6 if name == "bridge/opt" else tolerance(name)  # a Bridge OPT's softmax is float32's
+    assert close(numbers[1], exact.clean, error)
+
+
 def test_one_prompt_twice_has_no_scores(model_named):
     clean, _ = two(model_named("bridge/gpt2"))
     for method in circuits.compare.METHODS:
@@ -352,7 +372,7 @@ def test_edges_by_left_ends_are_what_the_published_code_of_eap_ig_computes(split
     clean, corrupted, (own, other) = split
     edges = circuits.edge_scores(clean, corrupted, **ASKED, method="integrated", points="left", steps=steps)
     by_default = circuits.edge_scores(clean, corrupted, **ASKED, method="integrated", steps=steps)
-    totals = {name: 0.0 for name in edges.destinations}
+    totals = dict.fromkeys(edges.destinations, 0.0)
     for k in range(steps):
         start = other[0] + (k / steps) * (own[0] - other[0])
         for name, gradient in live_gradients(clean, edges.destinations, start).items():

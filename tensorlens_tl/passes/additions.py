@@ -63,22 +63,22 @@ def with_additions(capture: Capture, seen: Mapping[StreamPoint, Passed]) -> Capt
 
 def _is_sum(passed: Passed, vectors: Tensor) -> bool:
     """Whether hooks made of a tensor what it is with these vectors added, but for rounding."""
-    return passed.before.shape == passed.after.shape == vectors.shape and bool(_kept(passed, vectors).all())
+    return passed.before.shape == passed.after.shape == vectors.shape and bool(_summed(passed, vectors).all())
 
 
 def _is_patch(runs: Sequence[Passed], vectors: Tensor) -> bool:
     """Whether every entry is what went in with a vector added in all runs, or this vector itself in all of them."""
     if any(not passed.before.shape == passed.after.shape == vectors.shape for passed in runs):
         return False
-    kept = torch.ones_like(vectors, dtype=torch.bool)
-    put = torch.ones_like(kept)
+    summed = torch.ones_like(vectors, dtype=torch.bool)
+    put = torch.ones_like(summed)
     for passed in runs:
-        kept &= _kept(passed, vectors)
+        summed &= _summed(passed, vectors)
         put &= passed.after == vectors
-    return bool((kept | put).all())
+    return bool((summed | put).all())
 
 
-def _kept(passed: Passed, vectors: Tensor) -> Bool[Tensor, "..."]:
+def _summed(passed: Passed, vectors: Tensor) -> Bool[Tensor, "..."]:
     """Where a tensor is what it was with these vectors added, but for rounding."""
     before, after, added = (upcast(tensor) for tensor in (passed.before, passed.after, vectors))
     rounding = ROUNDING * torch.finfo(passed.after.dtype).eps * (before.abs() + after.abs() + added.abs())

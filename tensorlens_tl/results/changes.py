@@ -99,9 +99,7 @@ class ModelChange(Terms):
             tokens=[[f"mean of {prompts} prompts"] * queries],
         )
 
-    def summary(
-        self, level: float = 0.95, *, query: int | str = -1, names: str = "*", seed: int = 0
-    ) -> "pd.DataFrame":
+    def summary(self, level: float = 0.95, *, query: int | str = -1, names: str = "*", seed: int = 0) -> "pd.DataFrame":
         """The mean of each term over the prompts with its bootstrap interval, the largest first, and of the total.
 
         Prompts are drawn anew, whole: a term's interval says how its mean would scatter over other prompts like these.

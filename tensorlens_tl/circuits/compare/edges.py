@@ -243,10 +243,13 @@ def edge_layout(stream: Stream) -> EdgeLayout:
     destinations = list[str]()
     known = list[int]()
     for step in stream.steps:
+        read_at = dict[str, None]()  # heads are three sublayers in a difference
         for sublayer in step.sublayers:
-            read_at = [*read_names(sublayer, "q"), *read_names(sublayer, "k"), *read_names(sublayer)]
-            destinations += dict.fromkeys(read_at)
-            known += [len(sources)] * len(dict.fromkeys(read_at))
+            read_at |= dict.fromkeys(read_names(sublayer, "q"))
+            read_at |= dict.fromkeys(read_names(sublayer, "k"))
+            read_at |= dict.fromkeys(read_names(sublayer, "v" if sublayer.letter else ""))
+        destinations += read_at
+        known += [len(sources)] * len(read_at)
         sources += step.nodes
         if added_by_hooks(stream, step) is not None:
             sources.append(step.outer_name)

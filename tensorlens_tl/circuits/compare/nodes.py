@@ -19,10 +19,11 @@ frozen model: what acts through an attention pattern is invisible to it. `frozen
 gradients of the live model averaged on the way from the corrupted to the clean embeddings
 (`tensorlens_tl.circuits.compare.edges` says of which models). The gradients of the live model see it to first order:
 `gradient` is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al. 2024); with
-``points="left"`` its gradients are where the published code has them. `difference` pulls the target through the exact linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in
-which patterns, ratios and scales respond, each by its secant: the score of ``"embed"`` is all of target(clean) −
-target(corrupted), less that of what hooks added to one of the runs, or of a patch, which is a node by the name of its
-hook point. Patching is the live model's own answer.
+``points="left"`` its gradients are where the published code has them. `difference` pulls the target through the exact
+linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in which patterns, ratios and scales
+respond, each by its secant: the score of ``"embed"`` is all of target(clean) − target(corrupted), less that of what
+hooks added to one of the runs, or of a patch, which is a node by the name of its hook point. Patching is the live
+model's own answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -146,8 +147,8 @@ def patch_scores(
         scores = by_position.sum(-1)[:, None]
         if positions:
             keys = by_position[:, None]
-    terms = Terms(names=names, scores=scores, keys=keys, **readout.fields() | {"total": total})
-    return replace(terms, target=f"{readout.label}, clean − patched")
+    terms = Terms(names=names, scores=scores, keys=keys, **readout.fields())
+    return replace(terms, total=total, target=f"{readout.label}, clean − patched")
 
 
 # ------------------------------------------------------------------ frozen

@@ -94,20 +94,20 @@ def compare_models(
     view = ModelView(tuned)
     check_one_architecture(view, ModelView(base))
     comparison = _Comparison(base, tuned, by, query, positions, memory, freezing)
-    asked = {"target": target, "minus": minus, "direction": direction}
+    explained = {"target": target, "minus": minus, "direction": direction}
     rows, batches = prompt_batches(view, prompts, freezing, max(1, in_bytes(memory) // RUNS))
     if len(batches) < 2:
-        return comparison.of(prompts, **asked)
+        return comparison.of(prompts, **explained)
     if view.reads == "tokens" and rows != tokenized(ModelView(base), prompts, freezing.get("prepend_bos")):
         raise InvalidInputError(TOKENIZED_APART)
     comparison.freezing.pop("prepend_bos", None)  # the rows are token ids now
-    split = {name: one_per_prompt(name, value, len(rows)) for name, value in asked.items()}
+    split = {name: one_per_prompt(name, value, len(rows)) for name, value in explained.items()}
     check_slice(query, [len(row) for row in rows])
     parts: list[ModelChange] = []
     for batch in batches:
         of_batch = {name: taken(values, batch) for name, values in split.items() if values is not None}
         try:
-            parts.append(comparison.of([rows[number] for number in batch], **asked | of_batch))
+            parts.append(comparison.of([rows[number] for number in batch], **explained | of_batch))
         except InvalidInputError as error:
             raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
     return joined_changes(parts, batches)

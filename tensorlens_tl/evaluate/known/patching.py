@@ -134,8 +134,8 @@ def circuit_faithfulness(
     Args:
         model: a TransformerLens model with pre-LN blocks.
         pairs: prompts; see `prompt_pairs`.
-        methods: of `circuits.edge_scores`, ``"integrated, left"`` (EAP-IG with ``points="left"``) and ``"random"``; None
-            is all but ``"patching"``, which runs the model once for each edge.
+        methods: of `circuits.edge_scores`, ``"integrated, left"`` (EAP-IG with ``points="left"``) and ``"random"``;
+            None is all but ``"patching"``, which runs the model once for each edge.
         proportions: of all edges, rising to 1.
         absolute: whether circuits take edges by size; None takes them by score for CPR and by size for CMD.
         choice: ``"top"`` or ``"greedy"``; see `EdgeScores.circuit`.

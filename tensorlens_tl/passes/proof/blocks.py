@@ -242,10 +242,10 @@ class _BlockProof:
         patched = [point.name for point in additions.patched if point.layer == self.layer]
         if patched:
             return (
-                f"A hook at {' and '.join(patched)} puts values in the place of what the model computes, and this block "
-                "does not take them in where the point lies in others; or they are zeros, and leave nothing that its "
-                "map could be compared with. Patch the stream itself, at hook_resid_pre or hook_resid_post, by values "
-                "other than zero."
+                f"A hook at {' and '.join(patched)} puts values in the place of what the model computes, and this "
+                "block does not take them in where the point lies in others; or they are zeros, and leave nothing that "
+                "its map could be compared with. Patch the stream itself, at hook_resid_pre or hook_resid_post, by "
+                "values other than zero."
             )
         if constant:
             return (
