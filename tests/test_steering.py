@@ -190,7 +190,11 @@ def projected_out(x, hook):
     return x - (x @ direction)[..., None] * direction
 
 
-@pytest.mark.parametrize("act", [scaled, rectified, averaged, projected_out])
+def thresholded(x, hook):
+    return torch.where(x.abs() > x.abs().median(), x, 0)
+
+
+@pytest.mark.parametrize("act", [scaled, rectified, averaged, thresholded, projected_out])
 @pytest.mark.parametrize("name", HANDFUL)
 def test_what_depends_on_what_it_reads_is_refused_by_name(name, act, model_named):
     model = model_named(name)

@@ -3,7 +3,7 @@
 What a hook adds is a constant of the pass if it does not depend on what the hook reads. It is tried: the model runs
 once more, and the hooks are given zeros, so that a constant comes out as it is, without the rounding of a sum. A patch
 puts values in the place of some entries, which do not depend on what was there either. That is tried by a third run, in
-which the hooks are given the stream with its sign changed: every entry must be what it was given, plus a constant, in
+which the hooks are given a stream of other signs and sizes: every entry must be what it was given, plus a constant, in
 all runs, or the same value in all of them. What changed there in the pass, the value less what it replaced, is then
 held as a constant; that it depends on what it replaced is for `tensorlens_tl.passes.two_runs` to know, and for a pass
 by itself a reason to refuse.
@@ -40,9 +40,9 @@ def with_additions(capture: Capture, seen: Mapping[StreamPoint, Passed]) -> Capt
         run_and_capture(capture.model, capture.inputs, [last], last=last)
     sums = {point for point, passed in changed.items() if point in alone and _is_sum(passed, alone[point].after)}
     others = [point for point in changed if point not in sums]
-    negated: dict[StreamPoint, Passed] = {}
+    elsewhere: dict[StreamPoint, Passed] = {}
     if others:
-        with passing(capture.view, others, negated.__setitem__, instead=torch.neg):
+        with passing(capture.view, others, elsewhere.__setitem__, instead=_other_stream):
             run_and_capture(capture.model, capture.inputs, [last], last=last)
     batch, pos = capture.tokens.shape
     constant: dict[StreamPoint, Float[Tensor, "batch pos d_model"]] = {}
@@ -51,7 +51,7 @@ def with_additions(capture: Capture, seen: Mapping[StreamPoint, Passed]) -> Capt
     for point, passed in changed.items():
         if point in sums:
             vectors = alone[point].after
-        elif point in alone and point in negated and _is_patch([passed, negated[point]], alone[point].after):
+        elif point in alone and point in elsewhere and _is_patch([passed, elsewhere[point]], alone[point].after):
             vectors = (upcast(passed.after) - upcast(passed.before)).to(passed.after)
             patched.append(point)
         else:
@@ -59,6 +59,11 @@ def with_additions(capture: Capture, seen: Mapping[StreamPoint, Passed]) -> Capt
             continue
         constant[point] = vectors.reshape(batch, pos, -1).to(capture.tokens.device)
     return replace(capture, additions=Additions(constant, tuple(patched), tuple(dependent)))
+
+
+def _other_stream(x: Tensor) -> Tensor:
+    """Vectors of other signs and sizes, in every channel and as a whole: what chooses entries by these chooses others."""
+    return -3 * x.flip(-1)
 
 
 def _is_sum(passed: Passed, vectors: Tensor) -> bool:
