@@ -62,7 +62,7 @@ def with_additions(capture: Capture, seen: Mapping[StreamPoint, Passed]) -> Capt
 
 
 def _other_stream(x: Tensor) -> Tensor:
-    """Vectors of other signs and sizes, in every channel and as a whole: what chooses entries by these chooses others."""
+    """Vectors of other signs and sizes in every channel: what chooses entries by these chooses others."""
     return -3 * x.flip(-1)
 
 
