@@ -7,6 +7,7 @@ what heads write from TransformerLens' cache.
 import copy
 
 import pytest
+import tokenizers
 import torch
 from conftest import close, rest_whole, some_tokens, tolerance
 
@@ -291,6 +292,107 @@ def test_padded_prompts():
         assert float(together.gap.max()) < 1e-9
         mean = tlens.compare_models(base, tuned, prompts, **ASKED, query="all", padding_side=side).mean()
         assert close(mean.scores.sum(-1), mean.total)
+
+
+# ------------------------------------------------------------------ many prompts
+
+MANY = [[5, 9, 11, 4, 8], [7, 6, 10], [3, 12, 8, 9, 1], [2, 40, 33, 21], [6, 5], [11, 8, 30]]
+TARGETS = [5, 7, 3, 20, 31, 9]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if getattr(name, "values", [name])[0] != "encoder/bert"])
+@pytest.mark.parametrize("by", BY)
+def test_many_prompts_in_small_batches_are_each_what_it_is_alone(name, by):
+    """Terms sum to the change of the live logit for every prompt, however they are batched."""
+    base, tuned = two_models(name)
+    asked = {"target": TARGETS, "minus": [12, 13, 14, 15, 16, 17], "by": by, "padding_side": "right"}
+    many = tlens.compare_models(base, tuned, MANY, **asked, memory=1)
+    assert close(many.scores.sum(-1) + many.remainder, many.total, tolerance(name))
+    for row, prompt in enumerate(MANY):
+        each = {"target": TARGETS[row], "minus": asked["minus"][row]}
+        expected = live(tuned, [prompt], **each) - live(base, [prompt], **each)
+        assert close(many.total[row : row + 1], expected, 1e-9)
+        alone = tlens.compare_models(base, tuned, [prompt], **each, by=by)
+        assert alone.names == many.names
+        assert close(many.scores[row], alone.scores[0], tolerance(name))
+        assert many.tokens[row][: len(prompt)] == alone.tokens[0]
+    together = tlens.compare_models(base, tuned, MANY, **asked)
+    assert close(many.scores, together.scores, tolerance(name))
+    assert "a target of its own for each prompt" in (many.target, together.target)
+
+
+@pytest.mark.parametrize("query", ["all", [0, -1]])
+def test_batches_of_other_lengths_join_at_every_query(query):
+    base, tuned = two_models(PLAIN)
+    asked = {**ASKED, "query": query, "positions": True, "padding_side": "right"}
+    many = tlens.compare_models(base, tuned, MANY, **asked, memory="8KB")  # a prompt each, and a query of it at a time
+    for row, prompt in enumerate(MANY):
+        alone = tlens.compare_models(base, tuned, [prompt], **asked)
+        queries = alone.queries.shape[1]
+        assert close(many.scores[row, :queries], alone.scores[0])
+        assert close(many.keys[row, :queries, :, : len(prompt)], alone.keys[0])
+        assert not bool(many.keys[row, queries:].any())
+        assert not bool(many.keys[row, :, :, len(prompt) :].any())
+        assert close(many.base[row, :queries], alone.base[0])
+    assert float(many.gap.max()) < 1e-9
+    assert len(many.to_dataframe()) == sum(map(len, MANY) if query == "all" else [2] * 6) * len(many)
+    assert close(many.mean().scores.sum(-1), many.mean().total)
+
+
+@HOOKED
+def test_a_term_that_a_batch_lacks_is_zero_there():
+    """Two columns of the unembedding change: a batch about other tokens has no such term."""
+    base = tiny_model("hooked/ln")
+
+    def change(model):
+        model.unembed.W_U[:, 5] += 0.5
+        model.blocks[1].attn.W_V.mul_(1.1)
+
+    many = tlens.compare_models(base, edited(base, change), some_tokens(), [4, 5], memory=1)
+    assert many.names == ["embed", "L1.W_V", "W_U"]
+    assert not bool(many["W_U"][0].any())
+    assert bool(many["W_U"][1].any())
+    assert close(many.scores.sum(-1), many.total)
+    with pytest.raises(InvalidInputError, match=r"'L1\.W_V' is a term of this change"):
+        many.with_names(["embed", "W_U"])
+
+
+def test_a_prompt_that_is_refused_is_named_by_its_number():
+    base, tuned = two_models(PLAIN)
+    with pytest.raises(InvalidInputError, match="prompt 4"):
+        tlens.compare_models(base, tuned, MANY, **ASKED, query=2, memory=1)
+    with pytest.raises(InvalidInputError, match="target: 2 for 6 prompts"):
+        tlens.compare_models(base, tuned, MANY, [5, 6], memory=1)
+
+
+def test_the_mean_over_prompts_has_intervals(tuned_recall):
+    base, tuned, _ = tuned_recall
+    task = evaluate.recall(24, seed=9)
+    change = tlens.compare_models(base, tuned, task.tokens, task.answers.tolist(), memory="1MB")
+    frame = change.summary(0.9, seed=3)
+    mean = change.mean()
+    assert frame.index[-1] == "total"
+    assert float(frame["mean"].iloc[:-1].sum()) == pytest.approx(float(mean.total), rel=1e-9)
+    assert list(frame.index[:3]) == [entry.name for entry in mean.top(3)]
+    draws = torch.randint(24, (2000, 24), generator=torch.Generator().manual_seed(3))
+    for name in (frame.index[0], "total"):
+        values = change.total[:, 0] if name == "total" else change[name][:, 0]
+        ends = torch.quantile(values[draws].mean(1), torch.tensor([0.05, 0.95], dtype=torch.float64))
+        assert close(torch.tensor(frame.loc[name, ["low", "high"]].to_numpy(dtype=float)), ends)
+    assert (frame["low"] <= frame["mean"]).all()
+    assert set(change.summary(names="L1.*").index[:-1]) == {name for name in change.names if name.startswith("L1.")}
+    for options, message in (({"level": 95}, "level=95"), ({"names": "L9*"}, "names=")):
+        with pytest.raises(InvalidInputError, match=message):
+            change.summary(**options)
+
+
+def test_models_that_tokenize_apart_are_refused_in_batches():
+    model, other = tlens.load_demo_model(), tlens.load_demo_model()
+    other.tokenizer = copy.deepcopy(other.tokenizer)
+    other.tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+    texts = ["Return the Value", "Set the Name of the"]
+    with pytest.raises(InvalidInputError, match="tokenize the prompts differently"):
+        tlens.compare_models(model, other, texts, " the", memory=1)
 
 
 # ------------------------------------------------------------------ results

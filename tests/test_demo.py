@@ -53,6 +53,26 @@ def bigram_loss(documents, vocabulary):
     return best
 
 
+def test_the_checkpoints_are_on_the_way_to_induction():
+    """They are small; the loss falls as the script wrote it, and what is learnt at the end is induction."""
+    folder = demo.FOLDERS["recall"].parent / "induction"
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 300_000
+    losses = json.loads((folder / "training.json").read_text(encoding="utf-8"))["losses"]
+    assert tuple(map(int, losses)) == demo.CHECKPOINTS
+    models = demo.induction_checkpoints()
+    assert tuple(models) == demo.CHECKPOINTS
+    order = torch.rand(64, 22, generator=torch.Generator().manual_seed(5)).argsort(1)[:, :9] + 2
+    rows = torch.cat([torch.zeros(64, 1, dtype=torch.long), order, order], dim=1)
+    right = []
+    for model in models.values():
+        with torch.no_grad():
+            right.append(float((model(rows)[:, 10:-1].argmax(-1) == rows[:, 11:]).double().mean()))
+    assert right[0] < 0.1
+    assert right[demo.CHECKPOINTS.index(1600)] < 0.6
+    assert right[-1] > 0.99
+    assert models[2200].tokenizer.decode([2, 3]) == "a b"
+
+
 def test_it_is_small():
     assert sum(path.stat().st_size for path in demo.MODEL_FOLDER.iterdir()) < 6_000_000
 

@@ -169,6 +169,26 @@ def test_integrated_gradients_of_the_embedding_find_the_whole_difference(model_n
     assert errors[1] < 1e-3 < errors[0]
 
 
+@pytest.mark.parametrize("name", LIVE)
+def test_all_methods_score_the_same_edges(name, model_named):
+    """So that circuits of the difference, whose heads are three sublayers each, are circuits of the model."""
+    clean, corrupted = two(model_named(name))
+    frozen, exact = (circuits.edge_scores(clean, corrupted, **ASKED, method=m) for m in ("frozen", "difference"))
+    assert (frozen.sources, frozen.destinations) == (exact.sources, exact.destinations)
+    assert frozen.config == exact.config
+    assert frozen.target == exact.target
+    assert torch.equal(frozen.exists, exact.exists)
+    assert close(frozen.clean, exact.clean, 1e-9)
+    assert close(frozen.corrupted, exact.corrupted, 1e-9)
+    nodes = [circuits.patch_scores(clean, corrupted, **ASKED, method=m) for m in ("frozen", "difference")]
+    assert nodes[0].names == nodes[1].names
+    assert nodes[0].target == nodes[1].target
+    assert close(nodes[0].total, nodes[1].total, 1e-9)
+    numbers = circuits.run_circuits(clean, corrupted, [exact.circuit(0), exact.circuit(len(exact))], **ASKED)
+    error = 1e-6 if name == "bridge/opt" else tolerance(name)  # a Bridge OPT's softmax is float32's
+    assert close(numbers[1], exact.clean, error)
+
+
 def test_one_prompt_twice_has_no_scores(model_named):
     clean, _ = two(model_named("bridge/gpt2"))
     for method in circuits.compare.METHODS:
@@ -318,7 +338,8 @@ def test_edges_are_what_split_inputs_of_the_model_say(split):
             assert close(before - number(clean, [hook], held=False), made["patching"][edge]), edge
 
 
-def live_gradients(clean, destinations):
+def live_gradients(clean, destinations, start=None):
+    """By autograd at every destination's own hook point; `start` stands for the first block's input."""
     seen, asked = {}, pair_target(clean, clean, 5, 7, None, -1)
 
     def see(live, hook):
@@ -328,6 +349,8 @@ def live_gradients(clean, destinations):
     points = dict.fromkeys(reading_hook(name)[0] for name in destinations)
     with torch.enable_grad():
         hooks = [(point, see) for point in [*points, "unembed.hook_in"] if point in clean.model.hook_dict]
+        if start is not None:
+            hooks.insert(0, ("blocks.0.hook_resid_pre", lambda live, hook: start.clone().requires_grad_(True)))
         final = []
         hooks.append(("ln_final.hook_normalized", lambda live, hook: final.append(live)))
         clean.model.run_with_hooks(clean.tokens, fwd_hooks=hooks)
@@ -340,6 +363,58 @@ def live_gradients(clean, destinations):
         gradient = seen[point].grad
         found[name] = gradient if head is None else gradient[:, :, head]
     return found
+
+
+@SPLIT
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_edges_by_left_ends_are_what_the_published_code_of_eap_ig_computes(split, steps):
+    """Embeddings at k/steps of the way from the corrupted prompt for k = 0, 1, …; gradients summed, then averaged."""
+    clean, corrupted, (own, other) = split
+    edges = circuits.edge_scores(clean, corrupted, **ASKED, method="integrated", points="left", steps=steps)
+    by_default = circuits.edge_scores(clean, corrupted, **ASKED, method="integrated", steps=steps)
+    totals = dict.fromkeys(edges.destinations, 0.0)
+    for k in range(steps):
+        start = other[0] + (k / steps) * (own[0] - other[0])
+        for name, gradient in live_gradients(clean, edges.destinations, start).items():
+            totals[name] = totals[name] + gradient
+    for place, name in enumerate(edges.destinations):
+        expected = torch.einsum("sbpd,bpd->bs", own - other, totals[name] / steps)
+        assert close(edges.scores[:, :, place], expected * edges.exists[:, place]), name
+    assert not close(edges.scores, by_default.scores, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama"])
+def test_nodes_by_left_ends_are_what_hooks_and_autograd_compute(name, model_named):
+    clean, corrupted = two(model_named(name))
+    first = clean.capture.stream_names(0)[0]
+    points = [first, *(point.z for point in clean.points.blocks)]
+    own, other = values(clean, points), values(corrupted, points)
+    summed = dict.fromkeys(points, 0.0)
+    for k in range(4):
+        seen = {}
+
+        def enter(live, hook, k=k, seen=seen):
+            seen[first] = torch.lerp(other[first], own[first], k / 4).requires_grad_(True)
+            return seen[first]
+
+        def see(live, hook, point, seen=seen):
+            seen[point] = live + torch.zeros_like(live).requires_grad_(True)
+            seen[point].retain_grad()
+            return seen[point]
+
+        hooks = [(first, enter), *((point, partial(see, point=point)) for point in points[1:])]
+        with torch.enable_grad():
+            logits = clean.model.run_with_hooks(**clean.inputs, fwd_hooks=hooks)[:, -1]
+            (logits[:, 5] - logits[:, 7]).sum().backward()
+        summed = {point: summed[point] + seen[point].grad for point in points}
+    clean.model.zero_grad()
+    nodes = circuits.patch_scores(clean, corrupted, **ASKED, method="integrated", points="left", steps=4)
+    products = {point: (own[point] - other[point]) * summed[point] / 4 for point in points}
+    assert close(nodes["embed"][:, 0], products[first].flatten(1).sum(1), tolerance(name))
+    for layer, point in enumerate(points[1:]):
+        by_head = products[point].reshape(*clean.tokens.shape, 4, -1).sum((1, 3))
+        heads = torch.stack([nodes[f"L{layer}H{head}"][:, 0] for head in range(4)], dim=1)
+        assert close(heads, by_head, tolerance(name))
 
 
 @SPLIT
@@ -594,6 +669,7 @@ def test_prompts_that_cannot_be_compared_are_refused(model_named, scores):
         ({"by": "word"}, "by="),
         ({"method": "guess"}, "method="),
         ({"steps": 0}, "steps"),
+        ({"points": "right"}, "points="),
         ({"target": None, "minus": None}, "target: missing"),
         ({"minus": 5}, "same token"),
         ({"query": [0, 1]}, "one"),
@@ -772,6 +848,11 @@ def test_faithfulness_is_the_benchmarks_ratio_of_means(tmp_path):
     assert close(made.curves[0, :, :, -1].mean(-1), torch.ones(2, dtype=torch.float64), 1e-9)
     saved = circuits.Circuit.load(tmp_path / "gradient.json")
     assert saved.edges == scores.circuit(int(0.1 * len(scores))).edges
+    left = evaluate.circuit_faithfulness(model, pairs, ["integrated, left"], proportions=(0.1, 1))
+    ends = circuits.edge_scores(clean, corrupted, **asked, method="integrated", points="left")
+    alone = circuits.run_circuits(clean, corrupted, ends.circuit(int(0.1 * len(ends)), absolute=False), **asked)[0]
+    share = (alone - ends.corrupted) / (ends.clean - ends.corrupted).mean()
+    assert close(left.curves[0, 0, :, 0], share, 1e-9)
     for options, message in (
         ({"proportions": [0.5, 0.1]}, "proportions"),
         ({"methods": ["guess"]}, "methods"),
@@ -791,7 +872,7 @@ def test_agreement_finds_what_acts_through_patterns():
     task = evaluate.recall(3)
     source = evaluate.patching_agreement(model, evaluate.prompt_pairs(task))
     question = evaluate.patching_agreement(model, evaluate.prompt_pairs(task, "question"))
-    assert source.methods == ["frozen", "frozen+qk", "gradient", "integrated", "difference"]
+    assert source.methods == ["frozen", "frozen+qk", "gradient", "integrated", "integrated, left", "difference"]
     assert question.mean("pearson", "difference") > 0.95
     assert source.mean("pearson", "frozen") > 0.95
     assert question.mean("pearson", "frozen") < 0.7 < 0.85 < question.mean("pearson", "frozen+qk")
@@ -805,7 +886,7 @@ def test_methods_that_a_model_does_not_allow_are_left_out(model_named):
     changed[:, 2] = 40
     pairs = evaluate.PromptPairs("random", tokens, changed, torch.tensor([5, 6]), torch.tensor([7, 8]))
     made = evaluate.patching_agreement(model_named("bridge/gemma2"), pairs, only_correct=False)
-    assert made.methods == ["frozen", "gradient", "integrated", "difference"]
+    assert made.methods == ["frozen", "gradient", "integrated", "integrated, left", "difference"]
     assert "sandwich" in made.skipped["frozen+qk"]
     with pytest.raises(tlens.InvalidInputError, match="nothing to explain"):
         evaluate.patching_agreement(model_named("bridge/gemma2"), pairs)

@@ -173,16 +173,16 @@ def test_a_hook_may_write_into_what_it_is_given(model_named):
     assert not bool(vectors[:, :-1].any())
 
 
-def ablated(x, hook):
-    return torch.zeros_like(x)
-
-
 def scaled(x, hook):
     return 1.5 * x
 
 
-def patched(x, hook):
-    return drawn(*x.shape)
+def rectified(x, hook):
+    return x.relu()
+
+
+def averaged(x, hook):
+    return x.mean(0, keepdim=True).expand_as(x)
 
 
 def projected_out(x, hook):
@@ -190,7 +190,11 @@ def projected_out(x, hook):
     return x - (x @ direction)[..., None] * direction
 
 
-@pytest.mark.parametrize("act", [ablated, scaled, patched, projected_out])
+def thresholded(x, hook):
+    return torch.where(x.abs() > x.abs().median(), x, 0)
+
+
+@pytest.mark.parametrize("act", [scaled, rectified, averaged, thresholded, projected_out])
 @pytest.mark.parametrize("name", HANDFUL)
 def test_what_depends_on_what_it_reads_is_refused_by_name(name, act, model_named):
     model = model_named(name)
@@ -199,6 +203,186 @@ def test_what_depends_on_what_it_reads_is_refused_by_name(name, act, model_named
         with model.hooks(fwd_hooks=[(point, act)]), pytest.raises(tlens.UnsupportedModelError, match=match):
             tlens.freeze(model, some_tokens())
     assert hooks_left(model) == 0
+
+
+# ------------------------------------------------------------------ patches
+
+
+def ablated(x, hook):
+    x = x.clone()
+    x[:, 1:3] = 0
+    return x
+
+
+def patched(x, hook):
+    return drawn(*x.shape).to(x)
+
+
+def patched_at_a_position(x, hook):
+    x = x.clone()
+    x[:, 2] = drawn(x.shape[-1]).to(x)
+    return x
+
+
+def patched_in_some_channels_and_steered(x, hook):
+    x = x + drawn(x.shape[-1]).to(x)
+    x[:, 1:4, :5] = 0.7
+    return x
+
+
+PATCHES = [ablated, patched, patched_at_a_position, patched_in_some_channels_and_steered]
+
+
+def points_for(act, name, model):
+    """A stream of zeros is no place to prove a block at; what attention and MLPs write may be zero."""
+    points = points_of(name, model)
+    if act is ablated:
+        points = [point for point in points if point.endswith(("attn_out", "mlp_out"))]
+    return points
+
+
+def patched_and_plain(model, point, act):
+    plain = tlens.freeze(model, some_tokens())
+    with model.hooks(fwd_hooks=[(point, act)]):
+        run = tlens.freeze(model, some_tokens())
+    return run, plain
+
+
+@pytest.mark.parametrize("act", PATCHES)
+@pytest.mark.parametrize("name", rest_whole(NAMES, *HANDFUL))
+def test_the_difference_to_a_plain_run_is_the_effect_of_a_patch(name, act, model_named):
+    model = model_named(name)
+    for point in points_for(act, name, model):
+        run, plain = patched_and_plain(model, point, act)
+        assert [stream.name for stream in run.capture.additions.patched] == [point]
+        change = tlens.difference(run, plain)
+        why = tlens.attribute(change, TARGET)
+        if plain.soft_cap is None and plain.view.mlm_head is None:
+            live = live_logit(model, [(point, act)]) - live_logit(model)
+            assert close(why.total, live, 10 * tolerance(name))
+        assert close(why.bias, why.total, 100 * tolerance(name))
+        assert not bool(why.scores.any())
+        terms = circuits.logit_attribution(change, TARGET, by="head")
+        assert close(terms.scores.sum(-1), terms.total, 100 * tolerance(name))
+        assert point in terms.names
+        back = tlens.attribute(tlens.difference(plain, run), TARGET)
+        assert close(back.bias, -why.bias, 100 * tolerance(name))
+    assert hooks_left(model) == 0
+
+
+@pytest.mark.parametrize("act", [patched_at_a_position, ablated])
+@pytest.mark.parametrize("name", rest_whole(NAMES, *HANDFUL))
+def test_edges_show_by_which_ways_a_patch_reached_the_target(name, act, model_named):
+    """Into the target they sum to the live effect, and the edges that leave the patch to what the patch does at all."""
+    model = model_named(name)
+    for point in points_for(act, name, model):
+        run, plain = patched_and_plain(model, point, act)
+        asked = {"target": TARGET, "minus": 7, "method": "difference"}
+        edges = circuits.edge_scores(run, plain, **asked, positions=True)
+        nodes = circuits.patch_scores(run, plain, **asked, positions=True)
+        effect = (edges.clean - edges.corrupted)[:, None]
+        if plain.soft_cap is None and plain.view.mlm_head is None:
+            numbers = [live_logits(model, hooks) for hooks in ([(point, act)], [])]
+            live = [logits[:, -1:, TARGET] - logits[:, -1:, 7] for logits in numbers]
+            assert close(nodes.total, live[0], 10 * tolerance(name))
+            assert close(effect, live[0] - live[1], 10 * tolerance(name))
+        error = 100 * tolerance(name)
+        assert close(edges.scores[:, :, -1].sum(-1, keepdim=True), effect, error)
+        assert close(nodes[point], effect, error)
+        source = edges.sources.index(point)
+        assert close(edges.scores[:, source].sum(-1, keepdim=True), effect, error)
+        assert close(edges.by_position.sum(-1), edges.scores, 1e-9)
+        assert close(nodes.keys.sum(-1), nodes.scores, 1e-9)
+        assert not bool(nodes["embed"].any())
+        assert len(set(edges.destinations)) == len(edges.destinations)
+        assert not bool(edges.scores[:, ~edges.exists].any())
+        before = ~edges.exists[source]  # what reads the stream before the patch
+        assert bool(before.any())
+        assert not bool((edges.scores[:, :, before].abs() > error).any())
+
+
+def live_logits(model, hooks):
+    with torch.no_grad():
+        return model.run_with_hooks(some_tokens(), fwd_hooks=hooks).double()
+
+
+def test_a_patch_is_a_node_of_the_graph(model_named):
+    model = model_named("bridge/gpt2")
+    run, plain = patched_and_plain(model, "blocks.1.hook_resid_pre", patched_at_a_position)
+    row = [tlens.freeze(model, some_tokens()[:1])]
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", patched_at_a_position)]):
+        row.insert(0, tlens.freeze(model, some_tokens()[:1]))
+    graph = circuits.contribution_graph(tlens.difference(*row), TARGET)
+    (node,) = graph.nodes.index[(graph.nodes["name"] == "blocks.1.hook_resid_pre") & (graph.nodes["pos"] == 2)]
+    effect = live_logit(model, [("blocks.1.hook_resid_pre", patched_at_a_position)]) - live_logit(model)
+    assert graph.nodes.loc[node, "weight"] == pytest.approx(float(effect[0]), abs=1e-9)
+    assert float(graph.gap) < 1e-9
+    assert close(tlens.attribute(tlens.difference(run, plain), TARGET).total, effect)
+
+
+@pytest.mark.parametrize("point", ["blocks.0.hook_attn_out", "blocks.0.hook_resid_post"])
+def test_a_patched_run_of_another_prompt(point, model_named):
+    """What differs before the patch passes it, and the constant is what the patch changed in its run."""
+    model = model_named("bridge/gpt2")
+    with model.hooks(fwd_hooks=[(point, patched_at_a_position)]):
+        run = tlens.freeze(model, some_tokens(seed=1))
+    other = tlens.freeze(model, some_tokens(seed=2))
+    for change in (tlens.difference(run, other), tlens.difference(other, run)):
+        why = tlens.attribute(change, TARGET)
+        assert close(why.scores.sum(-1) + why.bias, why.total)
+        assert bool(why.scores.any())
+        edges = circuits.edge_scores(change.a, change.b, TARGET, method="difference")
+        assert close(edges.scores[:, :, -1].sum(-1), edges.clean - edges.corrupted)
+
+
+def test_the_same_patch_in_both_runs_is_no_source(model_named):
+    model = model_named("bridge/gpt2")
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", patched_at_a_position)]):
+        runs = [tlens.freeze(model, some_tokens()) for _ in range(2)]
+        edges = circuits.edge_scores(*runs, TARGET, method="difference")
+    assert "blocks.1.hook_resid_pre" not in edges.sources
+    assert not bool(edges.scores.any())
+
+
+def test_a_patched_run_by_itself_has_no_map_where_it_was_patched(model_named):
+    model = model_named("bridge/gpt2")
+    run, plain = patched_and_plain(model, "blocks.1.hook_resid_pre", patched_at_a_position)
+    match = r"blocks\.0 .*a hook at blocks\.1\.hook_resid_pre put values in the place.*difference"
+    for question in (
+        lambda: run.operator(),
+        lambda: tlens.attribute(run, TARGET),
+        lambda: tlens.attribute(run, method="alti"),
+        lambda: tlens.attribute(run, method="decompx", aggregate="norm"),
+        lambda: circuits.logit_attribution(run, TARGET),
+        lambda: circuits.total_effects(run, TARGET),
+        lambda: circuits.contribution_graph(run, TARGET),
+        lambda: circuits.edge_scores(run, plain, TARGET),
+        lambda: circuits.patch_scores(run, plain, TARGET),
+    ):
+        with pytest.raises(tlens.UnsupportedModelError, match=match):
+            question()
+    after = run.operator(layers=slice(1, None))  # begins after the patch
+    assert close(after(after.x), run.output)
+    assert close(after.x[:, 2], drawn(16).expand(2, -1))
+
+
+@pytest.mark.parametrize("name", [name for name in HANDFUL if not name.startswith("bridge/")])
+def test_a_stream_of_zeros_is_refused_by_name(name, model_named):
+    model = model_named(name)
+    match = r"A hook at blocks\.1\.hook_resid_pre puts values in the place.*or they are zeros"
+    with (
+        model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", ablated)]),
+        pytest.raises(tlens.UnsupportedModelError, match=match),
+    ):
+        tlens.freeze(model, some_tokens())
+
+
+def test_circuits_of_a_patch_are_not_run(model_named):
+    model = model_named("bridge/gpt2")
+    run, plain = patched_and_plain(model, "blocks.1.hook_resid_pre", patched_at_a_position)
+    edges = circuits.edge_scores(run, plain, TARGET, method="difference")
+    with pytest.raises(tlens.UnsupportedModelError, match="put values in the place"):
+        circuits.run_circuits(run, plain, edges.circuit(3), TARGET)
 
 
 def test_a_hook_that_only_looks_costs_no_further_run(model_named):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorlens_tl as tlens
-from scripts import train, train_dictionary, train_reversal, train_small, train_vision, train_whitened
+from scripts import train, train_dictionary, train_induction, train_reversal, train_small, train_vision, train_whitened
 
 pytestmark = pytest.mark.whole  # every script reads and trains something
 
@@ -151,6 +151,30 @@ def test_the_reversal_model(tmp_path):
         model(train_reversal.started(words[:3]), decoder_input_ids=train_reversal.started(answers[:, :-1])),
         atol=1e-5,
     )
+
+
+def test_the_checkpoints_of_induction(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_induction, "CHECKPOINTS", (0, 2))
+    train_induction.main([str(tmp_path), "--steps", "3"])
+    facts = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
+    assert list(facts["losses"]) == ["0", "2", "3"]
+    assert facts["losses"]["3"] == facts["held_out_loss"] != facts["losses"]["0"]
+    models = tlens.demo.induction_checkpoints(folder=tmp_path)
+    assert list(models) == [0, 2, 3]
+    shipped = tlens.demo.induction_checkpoints()
+    shapes = [{name: value.shape for name, value in one.named_parameters()} for one in (models[3], shipped[2200])]
+    assert shapes[0] == shapes[1]
+    assert not torch.equal(models[0].W_E, models[3].W_E)
+
+
+def test_rows_are_repeated_and_what_is_repeated_is_learnt():
+    rows = train_induction.repeated_rows(torch.Generator().manual_seed(0))
+    for _ in range(20):
+        tokens, period = next(rows)
+        assert tokens.shape == (64, train_induction.CONTEXT)
+        assert torch.equal(tokens[:, 1 + period :], tokens[:, 1:-period])
+        assert all(len(set(row)) == period for row in tokens[:, 1 : 1 + period].tolist())
+        assert int(tokens[:, 1:].min()) >= 2
 
 
 def test_digits_are_distorted_a_little():

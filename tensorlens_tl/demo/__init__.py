@@ -13,7 +13,8 @@
 
 In the repository, ``scripts/train.py`` trains the first, ``train_whitened.py`` `whitened`, ``train_vision.py``
 `digits`, ``train_reversal.py`` `reversal`, and ``train_small.py`` the others. `load_demo_dictionary` gives sparse
-autoencoders of the first one's residual stream.
+autoencoders of the first one's residual stream. `induction_checkpoints` gives one small model at several steps of its
+training (``train_induction.py``), on the way to induction.
 `program` gives models that nobody trained: their weights are written down (`tensorlens_tl.demo.programs`).
 """
 
@@ -31,8 +32,9 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.whitening import whiten
 
 __all__ = [
-    "DICTIONARIES", "FOLDERS", "PROGRAMS", "PROMPT", "Dictionary", "Program", "digit_images", "held_out_prompts",
-    "held_out_text", "load_demo_dictionary", "load_demo_model", "program", "reversal_words",
+    "CHECKPOINTS", "DICTIONARIES", "FOLDERS", "INDUCTION_WORDS", "PROGRAMS", "PROMPT", "Dictionary", "Program",
+    "digit_images", "held_out_prompts", "held_out_text", "induction_checkpoints", "load_demo_dictionary",
+    "load_demo_model", "program", "reversal_words",
 ]  # fmt: skip
 
 MODEL_FOLDER = Path(__file__).parent / "model"
@@ -42,6 +44,14 @@ FOLDERS = {"language": MODEL_FOLDER} | {
     for name in ("recall", "brackets", "relations", "encoder", "whitened", "digits", "reversal")
 }
 """Where each model lies, in Hugging Face format."""
+
+CHECKPOINT_FOLDER = Path(__file__).parent / "models" / "induction"
+
+CHECKPOINTS = (0, 500, 1000, 1400, 1600, 1700, 1800, 2200)
+"""The training steps that `induction_checkpoints` has."""
+
+INDUCTION_WORDS = ("<|bos|>", "<|pad|>", *"abcdefghijklmnopqrstuv")
+"""What the model of these checkpoints reads."""
 
 DICTIONARIES = ("blocks.0.hook_resid_post", "blocks.2.hook_resid_post")
 """Where the embedded model `language` has sparse autoencoders."""
@@ -239,17 +249,60 @@ def load_demo_model(
     weights, filters = _module(folder, dtype, name)
     tokenizer = None if name == "digits" else AutoTokenizer.from_pretrained(folder)
     model_name = "tensorlens-demo" if name == "language" else f"tensorlens-demo-{name}"
-    if kind == "bridge" or HookedTransformer is None or name in ONLY_BRIDGE:
+    as_bridge = kind == "bridge" or HookedTransformer is None or name in ONLY_BRIDGE
+    return _wrapped(weights, tokenizer, model_name, filters, None if as_bridge else HookedTransformer)
+
+
+def induction_checkpoints(dtype: torch.dtype = torch.float32, *, folder: Path | str | None = None) -> dict[int, Any]:
+    """A small model at several steps of its training, from the first to the last, each a TransformerBridge.
+
+    It learns to continue repeated random letters (`INDUCTION_WORDS`): GPT-2 architecture, 2 layers of four heads, width
+    24, rows of 24 tokens. Trained by the repository's ``scripts/train_induction.py``; the losses stand in
+    ``models/induction/training.json``.
+
+    Args:
+        dtype: of the weights; what is stored is half precision.
+        folder: another folder that the script wrote.
+
+    Returns:
+        The model at every step of `CHECKPOINTS`, or at those that the other folder has.
+
+    >>> list(tlens.demo.induction_checkpoints())
+    [0, 500, 1000, 1400, 1600, 1700, 1800, 2200]
+    """
+    from transformers import AutoTokenizer
+
+    folder = CHECKPOINT_FOLDER if folder is None else Path(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    steps = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.safetensors"))
+    models: dict[int, Any] = {}
+    for number in steps:
+        weights, _ = _module(folder, dtype, "induction", f"step-{number}.safetensors")
+        models[number] = _wrapped(weights, tokenizer, f"tensorlens-demo-induction-{number}")
+    return models
+
+
+def _wrapped(
+    weights: Any,
+    tokenizer: Any,
+    model_name: str,
+    filters: list[tuple[Tensor, Tensor]] | None = None,
+    HookedTransformer: Any = None,
+) -> Any:
+    """A TransformerBridge around a Hugging Face module, or a HookedTransformer with its weights, in eval mode."""
+    if HookedTransformer is None:
         from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
         model = build_bridge_from_module(
             weights, type(weights).__name__, hf_config=weights.config, tokenizer=tokenizer, model_name=model_name
         )
         return (whiten(model, init=filters) if filters else model).eval()
-    return _hooked(HookedTransformer, weights, tokenizer, dtype, model_name)
+    return _hooked(HookedTransformer, weights, tokenizer, weights.dtype, model_name)
 
 
-def _module(folder: Path, dtype: torch.dtype, name: str) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+def _module(
+    folder: Path, dtype: torch.dtype, name: str, file: str = "model.safetensors"
+) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     """The Hugging Face module, and a whitened model's filters (L⁻¹, M).
 
     The module is read by hand because `from_pretrained` prints a progress bar.
@@ -265,7 +318,7 @@ def _module(folder: Path, dtype: torch.dtype, name: str) -> tuple[Any, list[tupl
     }.get(name, ("GPT2Config", "GPT2LMHeadModel"))
     facts = getattr(transformers, config).from_pretrained(folder, attn_implementation="eager", dtype=dtype)
     module = getattr(transformers, architecture)(facts)
-    state = load_file(folder / "model.safetensors")
+    state = load_file(folder / file)
     module.load_state_dict(state, strict=False)  # tied weights are stored once, whitening has no place in the module
     module.tie_weights()
     maps = [[state[key] for key in sorted(state) if f"whitening.{part}." in key] for part in ("L_inv", "M")]

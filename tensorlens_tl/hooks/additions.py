@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -89,7 +88,11 @@ def _sums(view: ModelView) -> dict[str, StreamPlace]:
 
 @contextmanager
 def passing(
-    view: ModelView, points: Sequence[StreamPoint], see: Callable[[StreamPoint, Passed], None], *, zeros: bool = False
+    view: ModelView,
+    points: Sequence[StreamPoint],
+    see: Callable[[StreamPoint, Passed], None],
+    *,
+    instead: Callable[[Tensor], Tensor] | None = None,
 ) -> Generator[None, None, None]:
     """Inside, `see` is shown what goes through some hook points in this thread, before hooks and after them.
 
@@ -97,7 +100,7 @@ def passing(
         view: of the model.
         points: which.
         see: called with each of them.
-        zeros: give their hooks zeros in the place of what the model computes.
+        instead: what their hooks are given in the place of what the model computes, from that.
     """
     known = hook_points(view.model) if points else {}
     home = threading.get_ident()
@@ -106,7 +109,7 @@ def passing(
     def before(point: StreamPoint, module: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
         if threading.get_ident() != home:
             return None
-        x = torch.zeros_like(args[0]) if zeros else args[0]
+        x = args[0] if instead is None else instead(args[0])
         entered[point.name] = x.detach().clone()  # a hook may write into it
         return x
 

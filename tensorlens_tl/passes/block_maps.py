@@ -80,6 +80,11 @@ class BlockMaps(Blocks):
         """The same blocks at other activations, or with other weights."""
         return replace(self, capture=capture, cache=_Cache())
 
+    def of_two_runs(self) -> "BlockMaps":
+        """The same blocks for a difference: what a patch put there less what it replaced is a constant of the run."""
+        additions = replace(self.capture.additions, patched=())
+        return replace(self, capture=replace(self.capture, additions=additions))
+
     def forget(self, layer: int) -> None:
         """Drop what was cached of a layer and is as large as its weights."""
         self.cache.forget(layer)
@@ -363,7 +368,19 @@ class BlockMaps(Blocks):
         return Chain((gate, Diagonal(held.through * factor, rest), Linear(weights.W_out)))
 
     def additions(self, layer: int) -> dict[StreamPoint, Offset]:
-        """What other people's hooks add to the stream in a block, by hook point."""
+        """What other people's hooks add to the stream in a block, by hook point.
+
+        Raises:
+            UnsupportedModelError: they put values in the place of some, and this is a pass by itself: what they
+                replaced must not count, and a constant that is added to it would let it.
+        """
+        patched = [point.name for point in self.capture.additions.patched if point.layer == layer]
+        if patched and self.layouts:
+            raise UnsupportedModelError(
+                f"blocks.{layer} of this {self.view.description}: a hook at {' and '.join(patched)} put values in the "
+                "place of what the model computes (a patch), so that this pass by itself has no map there. Compare it "
+                "with a run without the hook, tlens.difference(patched, plain): its constant is what the patch changed."
+            )
         factor = self.view.blocks[layer].branch_factor
         offsets: dict[StreamPoint, Offset] = {}
         for point, vectors in self.capture.additions.of(layer).items():

@@ -34,11 +34,14 @@ class Additions:
     """What other people's hooks added to the residual stream.
 
     Attributes:
-        constant: vectors that do not depend on what the hooks read, by hook point.
-        dependent: the hook points where hooks add something that does.
+        constant: vectors, by hook point: those that do not depend on what the hooks read, and of a patch what it put
+            there less what it replaced.
+        patched: the hook points where hooks put values in the place of entries of the stream.
+        dependent: the hook points where hooks add something else that depends on what they read.
     """
 
     constant: Mapping[StreamPoint, Float[Tensor, "batch pos d_model"]] = field(default_factory=dict)
+    patched: tuple[StreamPoint, ...] = ()
     dependent: tuple[StreamPoint, ...] = ()
 
     def of(self, layer: int) -> dict[StreamPoint, Float[Tensor, "batch pos d_model"]]:

@@ -10,11 +10,9 @@ from tensorlens_tl.models import ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, freeze
 from tensorlens_tl.passes.inputs import (
     check_slice,
-    memory_batches,
     one_per_prompt,
-    prepare,
+    prompt_batches,
     taken,
-    tokenized,
 )
 from tensorlens_tl.registry.entries import Method
 from tensorlens_tl.registry.options import PER_PROMPT, split_options
@@ -95,7 +93,7 @@ def attribute(
         return _answered(chosen, model, for_method)
     if input is None:
         raise InvalidInputError("attribute: `input` is missing; pass a string, a list of strings or token ids.")
-    rows, batches = _batches(model, input, for_freeze, memory)
+    rows, batches = prompt_batches(ModelView(model), input, for_freeze, memory)
     if len(batches) < 2:
         return _answered(chosen, freeze(model, input, **for_freeze), for_method)
     for_freeze.pop("prepend_bos", None)  # the rows are token ids now
@@ -118,25 +116,6 @@ def _answered(method: Method, frozen: FrozenPass | Difference, options: Mapping[
     with lock_of(frozen.view.model):
         frozen.check_fresh()
         return _checked(method.name, method.function(frozen, **options))
-
-
-def _batches(
-    model: ModelLike, input: Any, for_freeze: dict[str, Any], memory: Memory
-) -> tuple[list[Any], list[list[int]]]:
-    """Many prompts as rows of token ids, and which of them go together; no batches where one pass is asked for.
-
-    Images and sounds are their own rows.
-    """
-    whole = {"attention_mask", "token_type_ids", "cache", "decoder_input_ids", "model_inputs"} & set(for_freeze)
-    if whole or isinstance(input, str | Mapping) or not hasattr(input, "__len__") or len(input) < 2:
-        return [], []
-    view = ModelView(model)
-    if view.reads != "tokens":
-        prompt = prepare(view, input)
-        values = list(prompt.kwargs["input"])
-        return values, memory_batches(view, [prompt.tokens.shape[1]] * len(values), memory)
-    rows = tokenized(view, input, for_freeze.get("prepend_bos"))
-    return rows, memory_batches(view, [len(row) for row in rows], memory)
 
 
 def _checked(method: str, result: Any) -> Attribution:

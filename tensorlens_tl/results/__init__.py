@@ -7,7 +7,11 @@ from tensorlens_tl.results.entry import Entry, check_batch as check_batch, large
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
 from tensorlens_tl.results.feature_edges import FeatureEdges
 from tensorlens_tl.results.graph import ContributionGraph
-from tensorlens_tl.results.joining import SEVERAL_TARGETS as SEVERAL_TARGETS, joined as joined
+from tensorlens_tl.results.joining import (
+    SEVERAL_TARGETS as SEVERAL_TARGETS,
+    joined as joined,
+    joined_changes as joined_changes,
+)
 from tensorlens_tl.results.pairs import ScoreAttribution
 from tensorlens_tl.results.result import RESULT_ENDINGS as RESULT_ENDINGS, Result
 from tensorlens_tl.results.terms import Paths, Terms

@@ -3,6 +3,7 @@ change passes each layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, with_style
 from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
@@ -97,6 +99,49 @@ class ModelChange(Terms):
             tokens=[[f"mean of {prompts} prompts"] * queries],
         )
 
+    def summary(self, level: float = 0.95, *, query: int | str = -1, names: str = "*", seed: int = 0) -> "pd.DataFrame":
+        """The mean of each term over the prompts with its bootstrap interval, the largest first, and of the total.
+
+        Prompts are drawn anew, whole: a term's interval says how its mean would scatter over other prompts like these.
+
+        Args:
+            level: the confidence of the intervals.
+            query: which of the queries of each prompt, as in `Terms.query_row`.
+            names: of terms of such names only: ``"L*H*"`` are heads, ``"L1.*"`` the weights of one layer.
+            seed: of the resamples.
+
+        Returns:
+            A line for each term, and ``"total"`` last: `mean`, `low`, `high`; NaN ends of a single prompt.
+
+        Raises:
+            InvalidInputError: a level outside (0, 1), no such term, or no such query.
+
+        Source: `tensorlens_tl.evaluate.bootstrap_interval` (percentiles).
+
+        >>> change = tlens.compare_models(model, model, [text, "Set the name"], " value")
+        >>> list(change.summary().index)
+        ['embed', 'total']
+        """
+        import pandas as pd
+
+        if not 0 < level < 1:
+            raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+        columns = [column for column, name in enumerate(self.names) if fnmatchcase(name, names)]
+        if not columns:
+            raise InvalidInputError(f"names={names!r}: there are {', '.join(self.names[:8])}, …")
+        prompts = range(len(self.queries))
+        rows = torch.tensor([self.query_row(query, prompt) for prompt in prompts], device=self.queries.device)
+        at_query = torch.take_along_dim(self.scores, rows[:, None, None], dim=1)[:, 0, columns]
+        total = torch.take_along_dim(self.total, rows[:, None], dim=1)
+        values = torch.cat([at_query, total], dim=1).detach().double().cpu().mT
+        low, high = bootstrap_interval(values, level, seed=seed)
+        frame = pd.DataFrame(
+            {"mean": values.mean(-1).tolist(), "low": low.tolist(), "high": high.tolist()},
+            index=pd.Index([*(self.names[column] for column in columns), "total"], name="term"),
+        )
+        by_size = frame["mean"].iloc[:-1].abs().sort_values(ascending=False, kind="stable").index
+        return frame.loc[[*by_size, "total"]]
+
     def __sub__(self, other: "ModelChange") -> "ModelChange":
         """Term by term; one that only one of the two has is zero in the other.
 
@@ -111,8 +156,8 @@ class ModelChange(Terms):
                 f"of {tuple(other.queries.shape)}. Compare both by the same terms; for other prompts, their means."
             )
         names = list(dict.fromkeys([*self.names, *other.names]))
-        a = self._named(names)
-        b = other._named(names)
+        a = self.with_names(names)
+        b = other.with_names(names)
         target = self.target
         if other.target != target:
             target = f"{target} − {other.target}"
@@ -120,8 +165,15 @@ class ModelChange(Terms):
         tensors = {name: None if x is None or y is None else x - y for name, (x, y) in pairs.items()}
         return replace(a, **tensors, target=target)
 
-    def _named(self, names: Sequence[str]) -> "ModelChange":
-        """With these terms, of which those that it lacks are zero."""
+    def with_names(self, names: Sequence[str]) -> "ModelChange":
+        """With these terms in this order, of which those that it lacks are zero.
+
+        Raises:
+            InvalidInputError: one of its own terms is left out, so that the others would no longer sum to the change.
+        """
+        missing = [name for name in self.names if name not in names]
+        if missing:
+            raise InvalidInputError(f"names: {missing[0]!r} is a term of this change, and its sum needs it.")
         columns = [names.index(name) for name in self.names]
         scores = self.scores.new_zeros(*self.scores.shape[:2], len(names))
         scores[..., columns] = self.scores

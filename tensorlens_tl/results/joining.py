@@ -1,4 +1,4 @@
-"""Attributions of several batches of prompts as one: the batches padded to the longest, prompts in their own order."""
+"""Results of several batches of prompts as one: the batches padded to the longest, prompts in their own order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results.changes import NUMBERS, ModelChange
 
 SEVERAL_TARGETS = "a target of its own for each prompt"
 """What is explained, where that differs."""
@@ -52,6 +53,42 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
     )
 
 
+def joined_changes(parts: Sequence[ModelChange], batches: Sequence[Sequence[int]]) -> ModelChange:
+    """One ModelChange out of those of batches of prompts; a term that a batch lacks is zero there.
+
+    Args:
+        parts: one for each batch, of the same models by the same terms.
+        batches: the prompts of each, by their number in the whole.
+    """
+    order = torch.tensor([number for batch in batches for number in batch]).argsort()
+    names = list(dict.fromkeys(name for part in parts for name in part.names))
+    queries = max(part.queries.shape[1] for part in parts)
+    length = max(part.mask.shape[1] for part in parts)
+    if any(part.queries.shape[1] != queries for part in parts):
+        length += 1  # every prompt ends in padding, where its missing queries are placed
+    sizes = {"query": queries, "pos": length}
+    axes = dict.fromkeys(NUMBERS, ("batch", "query"))
+    axes |= {
+        "scores": ("batch", "query", "term"),
+        "keys": ("batch", "query", "term", "pos"),
+        "mask": ("batch", "pos"),
+        "queries": ("batch", "query"),
+    }
+    tensors: dict[str, Tensor | None] = {}
+    aligned = [part.with_names(names) for part in parts]
+    for name, of_field in axes.items():
+        value = length - 1 if name == "queries" else 0
+        padded = [_padded(getattr(part, name), of_field, sizes, value) for part in aligned]
+        tensors[name] = _in_order(padded, 0, order)
+    first = parts[0]
+    target = SEVERAL_TARGETS
+    if all(part.target == first.target for part in parts):
+        target = first.target
+    tokens = [_filled(row, "", length) for part in parts for row in part.tokens]
+    tokens = [tokens[number] for number in order.tolist()]
+    return replace(first, **tensors, names=names, tokens=tokens, target=target)
+
+
 def padded_to(part: Attribution, length: int, queries: int, layer_queries: int) -> Attribution:
     """An Attribution with padding at the end of its axes.
 
@@ -88,10 +125,14 @@ def _padded(tensor: Tensor | None, axes: Sequence[str], sizes: Mapping[str, int]
 
 def _concatenated(parts: Sequence[Attribution], name: str, order: Int[Tensor, "prompt"]) -> Tensor | None:
     """One field of every part, in the order of the prompts; None where a part does not have it."""
-    tensors = [getattr(part, name) for part in parts]
-    if any(tensor is None for tensor in tensors):
+    return _in_order([getattr(part, name) for part in parts], BATCH_AXES.get(name, 0), order)
+
+
+def _in_order(parts: Sequence[Tensor | None], batch: int, order: Int[Tensor, "prompt"]) -> Tensor | None:
+    """Tensors of several batches side by side, in the order of the prompts; None where one is missing."""
+    tensors = [tensor for tensor in parts if tensor is not None]
+    if len(tensors) < len(parts):
         return None
-    batch = BATCH_AXES.get(name, 0)
     return torch.cat(tensors, batch).index_select(batch, order.to(tensors[0].device))
 
 

@@ -20,11 +20,13 @@ head that is sure where to look (its softmax is flat there), so `frozen+qk` take
 
 `difference` takes the exact linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in which
 patterns, ratios and scales respond: it is complete at every node, and all edges into the target sum to
-target(clean) − target(corrupted). Between two runs an edge shares what it does with the others symmetrically; patching
+target(clean) − target(corrupted). What a hook added to one of the runs, or a patch put there, is a source by the name
+of its hook point. Between two runs an edge shares what it does with the others symmetrically; patching
 takes all others at the clean prompt.
 
 `gradient` is edge attribution patching (Syed et al. 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al.
-2024). All but ``"frozen"`` and ``"difference"`` run the model from its weights
+2024), whose published code takes its gradients at the left ends of the steps (``points="left"``); midpoints, the
+default, are nearer to the integral. All but ``"frozen"`` and ``"difference"`` run the model from its weights
 (`tensorlens_tl.circuits.compare.weights_forward`), which blocks with norms on their way back to the stream do not
 allow.
 """
@@ -38,6 +40,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.compare.pairs import (
     change_target,
@@ -47,10 +50,10 @@ from tensorlens_tl.circuits.compare.pairs import (
     pair_target,
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
-from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, Sublayer, summed_by_name
+from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer, summed_by_name
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.passes import PassLike
+from tensorlens_tl.passes import Difference, PassLike
 from tensorlens_tl.results import TARGET, Circuit, EdgeScores
 
 
@@ -66,6 +69,7 @@ def edge_scores(
     direction: Direction = None,
     activation: str = "ratio",
     steps: int = 5,
+    points: str = "midpoint",
     memory: Memory = None,
 ) -> EdgeScores:
     """What the target loses when each edge carries its corrupted value; see this module's table.
@@ -76,11 +80,14 @@ def edge_scores(
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"patching"``.
         activation: the rule for MLPs, of the frozen methods.
-        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, at the midpoints of as many equal steps.
+        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
+        points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
+            from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
+            EAP-IG and of the Mechanistic Interpretability Benchmark.
         memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
-        InvalidInputError: no such method, and what `patch_scores` refuses.
+        InvalidInputError: no such method or points, and what `patch_scores` refuses.
         UnsupportedModelError: an encoder–decoder, a mixture of experts; under ``"difference"`` what `difference`
             refuses; or, except under these and ``"frozen"``, blocks that are not read as a sum of what their parts
             write (see `tensorlens_tl.circuits.compare.weights_forward`).
@@ -92,17 +99,22 @@ def edge_scores(
     >>> edges.scores.shape  # prompt source destination
     torch.Size([1, 21, 53])
     """
-    shares = gradient_shares(method, steps)
+    shares = gradient_shares(method, steps, points)
     if positions and method == "patching":
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
-    readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
+    if method == "difference":
+        pair = change_target(clean, corrupted, target, minus, direction, query)
+        readout = pair.change
+        numbers = (pair.clean, pair.corrupted)
+    else:
+        readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
+        numbers = (readout.total, number_of(readout, corrupted))
     layout = edge_layout(readout.stream)
     if method == "patching":
         scores = Replay(readout, clean, corrupted, layout.exists).patched(memory)
     elif method == "difference":
-        change = change_target(clean, corrupted, target, minus, direction, query)
-        pulled = change.stream.pull(change.seed)
-        scores = _products(change.stream, Changes.of(change.stream), layout, pulled, positions)
+        pulled = readout.stream.pull(readout.seed)
+        scores = _products(readout.stream, Changes.of(readout.stream), layout, pulled, positions)
     elif method in ("gradient", "integrated"):
         replay = Replay(readout, clean, corrupted, layout.exists)
         scores = replay.products(replay.gradients(shares), positions)
@@ -127,8 +139,8 @@ def edge_scores(
         destinations=layout.destinations,
         scores=scores,
         exists=layout.exists,
-        clean=readout.total[:, 0],
-        corrupted=number_of(readout, corrupted)[:, 0],
+        clean=numbers[0][:, 0],
+        corrupted=numbers[1][:, 0],
         target=readout.label,
         method=method,
         config=_config(readout),
@@ -223,20 +235,35 @@ class EdgeLayout(NamedTuple):
 
 
 def edge_layout(stream: Stream) -> EdgeLayout:
-    """The edges of a stream: from everything written before a step to everything that its sublayers read."""
+    """The edges of a stream: from everything written before a step to everything that its sublayers read.
+
+    In a difference, what hooks added to one run and not to the other is written as well.
+    """
     sources = ["embed"]
     destinations = list[str]()
     known = list[int]()
     for step in stream.steps:
+        read_at = dict[str, None]()  # heads are three sublayers in a difference
         for sublayer in step.sublayers:
-            read_at = [*read_names(sublayer, "q"), *read_names(sublayer, "k"), *read_names(sublayer)]
-            destinations += dict.fromkeys(read_at)
-            known += [len(sources)] * len(dict.fromkeys(read_at))
+            read_at |= dict.fromkeys(read_names(sublayer, "q"))
+            read_at |= dict.fromkeys(read_names(sublayer, "k"))
+            read_at |= dict.fromkeys(read_names(sublayer, "v" if sublayer.letter else ""))
+        destinations += read_at
+        known += [len(sources)] * len(read_at)
         sources += step.nodes
+        if added_by_hooks(stream, step) is not None:
+            sources.append(step.outer_name)
     destinations.append(TARGET)
     known.append(len(sources))
     before = torch.arange(len(sources), device=stream.x[0].device)[:, None]
     return EdgeLayout(sources, destinations, before < torch.tensor(known, device=before.device))
+
+
+def added_by_hooks(stream: Stream, step: Step) -> Float[Tensor, "1 #batch #pos d_model"] | None:
+    """What hooks added at a step to one run of a difference more than to the other; None of any other step."""
+    if isinstance(stream.frozen, Difference) and isinstance(step.outer, Offset):
+        return step.outer.vectors[None]
+    return None
 
 
 def read_names(sublayer: Sublayer, letter: str = "") -> list[str]:
@@ -291,6 +318,9 @@ def _products(
         if written:
             written = [summed_by_name(names, torch.cat(written), 0)[1]]
         carried = step.outer.push(torch.cat([carried, *written]))
+        added = added_by_hooks(stream, step)
+        if added is not None:
+            carried = torch.cat([carried, added.expand_as(carried[:1])])
     scores[:, :, -1:] = edge_products(carried, pulled.stream[-1], positions)
     return scores
 

@@ -18,11 +18,12 @@ algebra and not by the hooks: the frozen model's hooks leave it live. Patterns, 
 frozen model: what acts through an attention pattern is invisible to it. `frozen+qk` adds what the patterns do, by
 gradients of the live model averaged on the way from the corrupted to the clean embeddings
 (`tensorlens_tl.circuits.compare.edges` says of which models). The gradients of the live model see it to first order:
-`gradient` is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al. 2024).
-`difference`
-pulls the target through the exact linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in
-which patterns, ratios and scales respond, each by its secant: the score of ``"embed"`` is all of target(clean) −
-target(corrupted). Patching is the live model's own answer.
+`gradient` is attribution patching (Nanda 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al. 2024); with
+``points="left"`` its gradients are where the published code has them. `difference` pulls the target through the exact
+linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in which patterns, ratios and scales
+respond, each by its secant: the score of ``"embed"`` is all of target(clean) − target(corrupted), less that of what
+hooks added to one of the runs, or of a patch, which is a node by the name of its hook point. Patching is the live
+model's own answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
-from tensorlens_tl.circuits.compare.edges import Changes, edge_layout, pull_with_patterns
+from tensorlens_tl.circuits.compare.edges import Changes, added_by_hooks, edge_layout, pull_with_patterns
 from tensorlens_tl.circuits.compare.pairs import (
     change_target,
     corrupted_stream,
@@ -71,6 +72,7 @@ def patch_scores(
     direction: Direction = None,
     activation: str = "ratio",
     steps: int = 5,
+    points: str = "midpoint",
     memory: Memory = None,
 ) -> Terms:
     """What the target loses when each node's clean value is replaced by its corrupted one.
@@ -93,14 +95,17 @@ def patch_scores(
             node's score, except under ``"patching"``, where each is patched by itself.
         query: one position of each prompt, the last by default.
         activation: the rule for MLPs, of the frozen methods.
-        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, at the midpoints of as many equal steps.
+        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
+        points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
+            from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
+            EAP-IG and of the Mechanistic Interpretability Benchmark.
         memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
         Terms that are not additive: what goes through two nodes counts for both. `Terms.total` is the clean number.
 
     Raises:
-        InvalidInputError: no such `by` or method, prompts that cannot be compared (see `check_pair`), and what
+        InvalidInputError: no such `by`, method or points, prompts that cannot be compared (see `check_pair`), and what
             `logit_attribution` refuses.
         UnsupportedModelError: an encoder–decoder, a mixture of experts, or, except under ``"frozen"``, a part that
             no hook reaches.
@@ -115,8 +120,12 @@ def patch_scores(
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
-    shares = gradient_shares(method, steps)
-    readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
+    shares = gradient_shares(method, steps, points)
+    if method == "difference":
+        readout, total, _ = change_target(clean, corrupted, target, minus, direction, query)
+    else:
+        readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
+        total = readout.total
     keys = None
     if method == "patching":
         nodes = _LiveNodes(readout, corrupted, by, method)
@@ -130,9 +139,8 @@ def patch_scores(
             names = nodes.names
             by_position = nodes.along_gradients(shares)
         elif method == "difference":
-            change = change_target(clean, corrupted, target, minus, direction, query)
-            pulled = change.stream.pull(change.seed)
-            names, by_position = _along(pulled, change.stream, Changes.of(change.stream), by)
+            pulled = readout.stream.pull(readout.seed)
+            names, by_position = _along(pulled, readout.stream, Changes.of(readout.stream), by)
         else:
             changes = Changes.of(readout.stream, corrupted_stream(readout, corrupted, activation))
             names, by_position = _along(_pulled(readout, clean, corrupted, shares), readout.stream, changes, by)
@@ -140,7 +148,7 @@ def patch_scores(
         if positions:
             keys = by_position[:, None]
     terms = Terms(names=names, scores=scores, keys=keys, **readout.fields())
-    return replace(terms, target=f"{readout.label}, clean − patched")
+    return replace(terms, total=total, target=f"{readout.label}, clean − patched")
 
 
 # ------------------------------------------------------------------ frozen
@@ -180,6 +188,10 @@ def _along(
             else:
                 names += sublayer.nodes
                 scores.append(sublayer.split(product).sum(-1).mT)
+        added = added_by_hooks(stream, step)
+        if added is not None:
+            names.append(step.outer_name)
+            scores.append((upcast(pulled.stream[number + 1][0]) * added[0]).sum(-1)[:, None])
     return summed_by_name(names, torch.cat(scores, dim=1), 1)
 
 

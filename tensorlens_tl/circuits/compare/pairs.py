@@ -8,6 +8,8 @@ Sign of every score: what the target loses when the clean value is replaced by t
 ``number(clean) − number(patched)``. What helps the clean answer is positive.
 """
 
+from typing import NamedTuple
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,22 +21,28 @@ from tensorlens_tl.hooks import hook_numbers, other_hooks, refuse_attached
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import PassLike, check_pass, difference
+from tensorlens_tl.passes.operator import resolve_target
 
 METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "difference", "patching")
 """The ways to get a score of a node or an edge."""
 
+POINTS = {"midpoint": 0.5, "left": 0.0}
+"""Where in each of the equal steps a gradient is taken, as a share of the step."""
 
-def gradient_shares(method: str, steps: Whole) -> list[float]:
+
+def gradient_shares(method: str, steps: Whole, points: str = "midpoint") -> list[float]:
     """Where a method takes gradients on the way from the corrupted to the clean embeddings: none, or shares of it.
 
     Raises:
-        InvalidInputError: no such method, or no whole number of steps, 1 or more.
+        InvalidInputError: no such method or points, or no whole number of steps, 1 or more.
     """
     if method not in METHODS:
         raise InvalidInputError(f"method={method!r}; use one of {', '.join(map(repr, METHODS))}.")
+    if points not in POINTS:
+        raise InvalidInputError(f"points={points!r}; use one of {', '.join(map(repr, POINTS))}.")
     steps = whole_number("steps", steps, least=1)
-    midpoints = [(step + 0.5) / steps for step in range(steps)]
-    return {"gradient": [1.0], "integrated": midpoints, "frozen+qk": midpoints}.get(method, [])
+    on_the_way = [(step + POINTS[points]) / steps for step in range(steps)]
+    return {"gradient": [1.0], "integrated": on_the_way, "frozen+qk": on_the_way}.get(method, [])
 
 
 def check_pair(clean: PassLike, corrupted: PassLike) -> None:
@@ -126,6 +134,19 @@ def number_of(readout: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batc
     return readout.number(corrupted.activation(readout.read_at))
 
 
+class ChangeTarget(NamedTuple):
+    """The change of a number between two runs, and the number in either of them.
+
+    Attributes:
+        change: of the number, along the stream of the exact difference.
+        clean, corrupted: the number of each run, before any final soft cap.
+    """
+
+    change: StreamTarget
+    clean: Float[Tensor, "batch query"]
+    corrupted: Float[Tensor, "batch query"]
+
+
 def change_target(
     clean: PassLike,
     corrupted: PassLike,
@@ -133,10 +154,17 @@ def change_target(
     minus: TokenLike,
     direction: Direction,
     query: Query,
-) -> StreamTarget:
-    """The change of the same number between the two prompts, along the stream of their exact difference.
+) -> ChangeTarget:
+    """The change of a number between two runs, after `check_pair`.
+
+    Either run may have been patched by hooks: it is their difference that is asked, and neither of them by itself.
 
     Raises:
+        InvalidInputError: see `check_pair` and `stream_target`.
         UnsupportedModelError: see `tensorlens_tl.passes.difference`.
     """
-    return stream_target(difference(clean, corrupted), target, minus, direction, query, "ratio")
+    check_pair(clean, corrupted)
+    change = stream_target(difference(clean, corrupted), target, minus, direction, query, "ratio")
+    constant = resolve_target(clean, target, minus, direction, change.positions).constant
+    numbers = [change.number(frozen.activation(change.read_at)) + constant for frozen in (clean, corrupted)]
+    return ChangeTarget(change, *numbers)

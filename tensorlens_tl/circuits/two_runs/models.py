@@ -11,6 +11,7 @@ number. Everything downstream of a change responds to it; what two changes do to
 secant of a product does (half of it each).
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,16 +19,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import Chain, Tap
-from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.two_runs.reading import Number, Reading
 from tensorlens_tl.circuits.two_runs.weights import BY, BY_HEAD, Directions, WeightTerms, term_name
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.models import ModelLike, ModelView, Query, TokenLike
 from tensorlens_tl.passes import check_one_architecture, difference as difference_of, freeze
-from tensorlens_tl.passes.inputs import InputLike
-from tensorlens_tl.results import ModelChange
+from tensorlens_tl.passes.inputs import InputLike, check_slice, one_per_prompt, prompt_batches, taken, tokenized
+from tensorlens_tl.results import ModelChange, joined_changes
 
 
 def compare_models(
@@ -46,7 +47,8 @@ def compare_models(
 ) -> ModelChange:
     """Where a fine-tuning acted on a logit: signed terms that sum to its change.
 
-    Both models run on the same prompts. `by` says what a term is:
+    Both models run on the same prompts, many of them in batches of like length, as many at once as fit the bound of
+    `memory`. `by` says what a term is:
 
     * ``"matrix"``: each changed matrix, bias or norm vector (``"L0.W_V"``, ``"L1.ln1.w"``, ``"W_U"``), and the
       embedding, positions included (``"embed"``);
@@ -68,12 +70,13 @@ def compare_models(
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         positions: also where each term acts: `Terms.keys`, `[batch, query, term, pos]`, the token for the embedding,
             and the position that reads it for a weight.
-        memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
+        memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
+            the batches, and how many queries are pulled together.
         freezing: further options of `freeze`, for both runs.
 
     Returns:
-        Terms for each prompt; weights that did not change have none. ``.mean()`` is their mean over prompts, and two
-        such results can be subtracted.
+        Terms for each prompt; weights that did not change have none. ``.mean()`` is their mean over prompts,
+        ``.summary()`` a table of it with bootstrap intervals, and two such results can be subtracted.
 
     Raises:
         InvalidInputError: no such `by`, other architectures or vocabularies, prompts that the two tokenize in different
@@ -88,38 +91,84 @@ def compare_models(
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
-    check_one_architecture(ModelView(tuned), ModelView(base))
-    runs = [freeze(model, prompts, **freezing) for model in (tuned, base)]
-    if runs[0].tokens.shape == runs[1].tokens.shape and not torch.equal(runs[0].tokens, runs[1].tokens):
-        raise InvalidInputError("compare_models: the two models tokenize the prompts differently; pass token ids.")
-    difference = difference_of(*runs)
-    reading = Reading.of(difference, target, minus, direction, query)
-    numbers = [reading.number(frozen, target, minus, direction) for frozen in runs]
-    directions: dict[str, Directions] = {}
-    parts: list[dict[str, Tensor]] = []
-    remainders: list[Tensor] = []
-    for seed in reading.seeds(memory):
-        terms = _pulled(reading, seed, WeightTerms(by, directions))
-        parts.append({name: _shown(value, positions) for name, value in terms.values.items()})
-        remainders.append(terms.remainder_like(seed))
-    values = {name: torch.cat([part[name] for part in parts]).transpose(0, 1) for name in reversed(parts[0])}
-    values = _with_unembedding(values, reading, numbers, by, positions)
-    scores = torch.stack(list(values.values()), dim=2)
-    keys = None
-    if positions:
-        keys = scores
-        scores = keys.sum(-1)
-    change = ModelChange(
-        names=list(values),
-        scores=scores,
-        keys=keys,
-        remainder=torch.cat(remainders).T,
-        tuned=numbers[0].value,
-        base=numbers[1].value,
-        by=by,
-        **reading.fields(),
-    )
-    return difference.checked(change)
+    view = ModelView(tuned)
+    check_one_architecture(view, ModelView(base))
+    comparison = _Comparison(base, tuned, by, query, positions, memory, freezing)
+    explained = {"target": target, "minus": minus, "direction": direction}
+    rows, batches = prompt_batches(view, prompts, freezing, max(1, in_bytes(memory) // RUNS))
+    if len(batches) < 2:
+        return comparison.of(prompts, **explained)
+    if view.reads == "tokens" and rows != tokenized(ModelView(base), prompts, freezing.get("prepend_bos")):
+        raise InvalidInputError(TOKENIZED_APART)
+    comparison.freezing.pop("prepend_bos", None)  # the rows are token ids now
+    split = {name: one_per_prompt(name, value, len(rows)) for name, value in explained.items()}
+    check_slice(query, [len(row) for row in rows])
+    parts: list[ModelChange] = []
+    for batch in batches:
+        of_batch = {name: taken(values, batch) for name, values in split.items() if values is not None}
+        try:
+            parts.append(comparison.of([rows[number] for number in batch], **explained | of_batch))
+        except InvalidInputError as error:
+            raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
+    return joined_changes(parts, batches)
+
+
+RUNS = 2
+"""How many runs of a batch are held at once."""
+
+TOKENIZED_APART = "compare_models: the two models tokenize the prompts differently; pass token ids."
+
+
+@dataclass
+class _Comparison:
+    """What is compared, whichever the prompts.
+
+    Attributes:
+        base, tuned, by, query, positions, memory, freezing: as in `compare_models`.
+        directions: the singular directions of every changed matrix, once they were needed.
+    """
+
+    base: ModelLike
+    tuned: ModelLike
+    by: str
+    query: Query
+    positions: bool
+    memory: Memory
+    freezing: dict[str, Any]
+    directions: dict[str, Directions] = field(default_factory=dict[str, Directions])
+
+    def of(self, prompts: InputLike, target: TokenLike, minus: TokenLike, direction: Direction) -> ModelChange:
+        """The terms of some prompts, in one pass by each model."""
+        runs = [freeze(model, prompts, **self.freezing) for model in (self.tuned, self.base)]
+        if runs[0].tokens.shape == runs[1].tokens.shape and not torch.equal(runs[0].tokens, runs[1].tokens):
+            raise InvalidInputError(TOKENIZED_APART)
+        difference = difference_of(*runs)
+        reading = Reading.of(difference, target, minus, direction, self.query)
+        numbers = [reading.number(frozen, target, minus, direction) for frozen in runs]
+        parts: list[dict[str, Tensor]] = []
+        remainders: list[Tensor] = []
+        for seed in reading.seeds(self.memory):
+            terms = _pulled(reading, seed, WeightTerms(self.by, self.directions))
+            parts.append({name: _shown(value, self.positions) for name, value in terms.values.items()})
+            remainders.append(terms.remainder_like(seed))
+        values = {name: torch.cat([part[name] for part in parts]).transpose(0, 1) for name in reversed(parts[0])}
+        values = _with_unembedding(values, reading, numbers, self.by, self.positions)
+        scores = torch.stack(list(values.values()), dim=2)
+        keys = None
+        if self.positions:
+            keys = scores
+            scores = keys.sum(-1)
+        change = ModelChange(
+            names=list(values),
+            scores=scores,
+            keys=keys,
+            remainder=torch.cat(remainders).T,
+            tuned=numbers[0].value,
+            base=numbers[1].value,
+            by=self.by,
+            **reading.fields(),
+        )
+        return difference.checked(change)
 
 
 def _pulled(reading: Reading, g: Float[Tensor, "query batch pos d"], terms: WeightTerms) -> WeightTerms:

@@ -7,8 +7,8 @@ prompt's.
 * `logit_attribution`: direct effects of embeddings, heads, MLPs and biases, compared with the last node of each path.
 * `contribution_graph`: weights of nodes at positions and of edges between them, compared with the paths' nodes and
   steps.
-* `frozen`, `frozen+qk`, `gradient`, `integrated`, `patching`: `circuits.patch_scores` by head, held to `nodes`, and
-  `circuits.edge_scores`, held to `edges`.
+* `frozen`, `frozen+qk`, `gradient`, `integrated`, `difference`, `patching`: `circuits.patch_scores` by head, held to
+  `nodes`, and `circuits.edge_scores`, held to `edges`; `integrated, left` is `integrated` with ``points="left"``.
 
 The first two explain the clean prompt by itself, along values: what chose the attention is outside their question. The
 others explain what differs between two prompts. Where heads attend elsewhere in the corrupted one, the difference goes
@@ -29,19 +29,19 @@ from typing import Any
 import torch
 
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.circuits.compare import METHODS as PAIR_METHODS, edge_scores, patch_scores
+from tensorlens_tl.circuits.compare import edge_scores, patch_scores
 from tensorlens_tl.circuits.effects import logit_attribution
 from tensorlens_tl.circuits.graph import contribution_graph
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import Names
-from tensorlens_tl.evaluate.known.patching import FrozenPairs, PairWork, checked_methods
+from tensorlens_tl.evaluate.known.patching import ROWS, FrozenPairs, PairWork, checked_methods, method_options
 from tensorlens_tl.evaluate.known.truths import ComponentTask, KnownComponents, Place
 from tensorlens_tl.models import ModelLike
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.results import ARROW, TARGET, ContributionGraph, Evaluation
 from tensorlens_tl.results.statistics import auroc
 
-METHODS = ("logit_attribution", "contribution_graph", *PAIR_METHODS)
+METHODS = ("logit_attribution", "contribution_graph", *ROWS)
 METRICS = tuple(f"{what} {metric}" for what in ("node", "edge") for metric in ("auroc", "precision", "recall"))
 
 Paths = tuple[tuple[Place, ...], ...]
@@ -147,7 +147,7 @@ def _of_pairs(part: FrozenPairs, method: str, steps: int, memory: Memory) -> lis
     if method == "logit_attribution":
         terms = logit_attribution(part.clean, part.answers, part.others, by="head")
         return [(dict(zip(terms.names, row, strict=True)),) for row in terms.scores[:, 0].tolist()]
-    options: dict[str, Any] = {"method": method, "steps": steps, "memory": memory}
+    options: dict[str, Any] = {**method_options(method), "steps": steps, "memory": memory}
     nodes = patch_scores(part.clean, part.corrupted, part.answers, part.others, **options)
     edges = edge_scores(part.clean, part.corrupted, part.answers, part.others, **options)
     pairs = edges.exists.nonzero().tolist()

@@ -36,6 +36,12 @@ from tensorlens_tl.models import ModelLike
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.results import CHOICES, EdgeScores, Evaluation
 
+VARIANTS = {"integrated, left": {"method": "integrated", "points": "left"}}
+"""Rows that are a method with another option: EAP-IG at the left ends of its steps, as its published code has it."""
+
+ROWS = (*METHODS[: METHODS.index("integrated") + 1], *VARIANTS, *METHODS[METHODS.index("integrated") + 1 :])
+"""The methods of `circuits.patch_scores` and `circuits.edge_scores`, and their variants beside them."""
+
 PROPORTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The benchmark's proportions of edges."""
 
@@ -66,8 +72,8 @@ def patching_agreement(
     Args:
         model: a TransformerLens model.
         pairs: prompts; see `prompt_pairs`.
-        methods: of `circuits.patch_scores`, or with ``by="edge"`` of `circuits.edge_scores`; None is all that the
-            model allows.
+        methods: of `circuits.patch_scores`, or with ``by="edge"`` of `circuits.edge_scores`; ``"integrated, left"`` is
+            EAP-IG with ``points="left"``; None is all that the model allows.
         by: as in `circuits.patch_scores`, or ``"edge"``.
         only_correct: leave out pairs of which the model answers one prompt wrongly.
         steps: gradients of ``"integrated"``.
@@ -84,7 +90,7 @@ def patching_agreement(
     >>> list(evaluate.patching_agreement(tlens.load_demo_model("recall"), pairs, ["frozen"]).metrics)
     ['pearson', 'spearman']
     """
-    known = [name for name in METHODS if name != "patching"]
+    known = [name for name in ROWS if name != "patching"]
     chosen = checked_methods(methods, known)
     work = PairWork(model, pairs, only_correct)
     skipped = dict[str, str]()
@@ -128,8 +134,8 @@ def circuit_faithfulness(
     Args:
         model: a TransformerLens model with pre-LN blocks.
         pairs: prompts; see `prompt_pairs`.
-        methods: of `circuits.edge_scores`, and ``"random"``; None is all but ``"patching"``, which runs the model once
-            for each edge.
+        methods: of `circuits.edge_scores`, ``"integrated, left"`` (EAP-IG with ``points="left"``) and ``"random"``;
+            None is all but ``"patching"``, which runs the model once for each edge.
         proportions: of all edges, rising to 1.
         absolute: whether circuits take edges by size; None takes them by score for CPR and by size for CMD.
         choice: ``"top"`` or ``"greedy"``; see `EdgeScores.circuit`.
@@ -157,7 +163,7 @@ def circuit_faithfulness(
     if choice not in CHOICES:
         raise InvalidInputError(f"choice={choice!r}; use one of {', '.join(map(repr, CHOICES))}.")
     _prepare_folder(folder)
-    chosen = checked_methods(methods, [*METHODS, RANDOM], [name for name in (*METHODS, RANDOM) if name != "patching"])
+    chosen = checked_methods(methods, [*ROWS, RANDOM], [name for name in (*ROWS, RANDOM) if name != "patching"])
     work = PairWork(model, pairs, only_correct)
     parts = work.parts()
     scores = {name: _mean_scores(parts, name, steps, seed, memory) for name in chosen}
@@ -319,6 +325,11 @@ def checked_methods(methods: Names, known: Sequence[str], default: Sequence[str]
     return chosen
 
 
+def method_options(row: str) -> dict[str, str]:
+    """The options of `circuits.patch_scores` and `circuits.edge_scores` that a row of a table stands for."""
+    return VARIANTS.get(row, {"method": row})
+
+
 def _axis(proportions: Sequence[float]) -> Float[Tensor, "step"]:
     axis = torch.as_tensor(list(proportions), dtype=torch.float64)
     if len(axis) < 2 or not bool((axis.diff() > 0).all()) or float(axis[0]) < 0 or float(axis[-1]) != 1:
@@ -329,14 +340,14 @@ def _axis(proportions: Sequence[float]) -> Float[Tensor, "step"]:
 def _scores(part: FrozenPairs, by: str, method: str, options: dict[str, Any]) -> Float[Tensor, "batch part"]:
     """One method's scores of every node or edge."""
     if by == "edge":
-        edges = edge_scores(part.clean, part.corrupted, method=method, **options)
+        edges = edge_scores(part.clean, part.corrupted, **method_options(method), **options)
         return edges.scores[:, edges.exists]
-    return patch_scores(part.clean, part.corrupted, by=by, method=method, **options).scores[:, 0, 1:]
+    return patch_scores(part.clean, part.corrupted, by=by, **method_options(method), **options).scores[:, 0, 1:]
 
 
 def _mean_scores(parts: Sequence[FrozenPairs], method: str, steps: int, seed: int, memory: Memory) -> EdgeScores:
     """One method's edge scores of all prompts."""
-    options: dict[str, Any] = {"method": method, "steps": steps, "memory": memory}
+    options: dict[str, Any] = {**method_options(method), "steps": steps, "memory": memory}
     if method == RANDOM:
         options["method"] = "frozen"  # for the edges; their scores are drawn below
     results = [edge_scores(p.clean, p.corrupted, p.answers, p.others, **options) for p in parts]

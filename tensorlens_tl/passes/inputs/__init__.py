@@ -17,6 +17,7 @@ from tensorlens_tl.passes.inputs.batches import (
     like_length,
     memory_batches,
     one_per_prompt,
+    prompt_batches,
     taken,
     tokenized,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "one_per_prompt",
     "one_query",
     "prepare",
+    "prompt_batches",
     "query_positions",
     "readable_tokens",
     "span_positions",

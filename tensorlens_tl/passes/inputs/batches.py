@@ -1,6 +1,6 @@
 """Many prompts: how long is each, and which of them are frozen together?"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import ModelView, Query
 from tensorlens_tl.passes.inputs.arguments import InputLike
-from tensorlens_tl.passes.inputs.prompts import token_rows
+from tensorlens_tl.passes.inputs.prompts import prepare, token_rows
 
 WASTE = 0.25
 """The share of a batch that may be padding before a new one begins."""
@@ -68,6 +68,34 @@ def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = Non
         return not wasteful and count * captured_bytes(view, longest) <= bound
 
     return like_length(lengths, fits)
+
+
+WHOLE = ("attention_mask", "token_type_ids", "cache", "decoder_input_ids", "model_inputs")
+"""Options of `freeze` that describe all prompts of one pass together."""
+
+
+def prompt_batches(
+    view: ModelView, input: Any, freezing: Mapping[str, Any], memory: Memory = None
+) -> tuple[list[Any], list[list[int]]]:
+    """Many prompts as rows of token ids, and which of them go together; no batches where they are one pass.
+
+    Images and sounds are their own rows.
+
+    Args:
+        view: the model.
+        input: see `tensorlens_tl.passes.inputs.prepare`.
+        freezing: options of `freeze`.
+        memory: see `memory_batches`.
+    """
+    together = set(WHOLE) & set(freezing)
+    if together or isinstance(input, str | Mapping) or not hasattr(input, "__len__") or len(input) < 2:
+        return [], []
+    if view.reads != "tokens":
+        prompt = prepare(view, input)
+        values = list(prompt.kwargs["input"])
+        return values, memory_batches(view, [prompt.tokens.shape[1]] * len(values), memory)
+    rows = tokenized(view, input, freezing.get("prepend_bos"))
+    return rows, memory_batches(view, [len(row) for row in rows], memory)
 
 
 def one_per_prompt(name: str, value: object, prompts: int) -> list[Any] | Tensor | None:

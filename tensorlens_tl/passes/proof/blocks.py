@@ -234,9 +234,18 @@ class _BlockProof:
         constant = [point.name for point in additions.of(self.layer)]
         if dependent:
             return (
-                f"A hook at {' and '.join(dependent)} adds something that depends on what it reads, as an ablation, a "
-                "factor or a patch does; only vectors that are the same whatever the model computes there can be held "
-                "(steering). Take it off, or make the change in the weights."
+                f"A hook at {' and '.join(dependent)} adds something that depends on what it reads, as a factor or a "
+                "projection does; only what is the same whatever the model computes there can be held: vectors that "
+                "are added (steering), or values that take its place (a patch). Take it off, or make the change in the "
+                "weights."
+            )
+        patched = [point.name for point in additions.patched if point.layer == self.layer]
+        if patched:
+            return (
+                f"A hook at {' and '.join(patched)} puts values in the place of what the model computes, and this "
+                "block does not take them in where the point lies in others; or they are zeros, and leave nothing that "
+                "its map could be compared with. Patch the stream itself, at hook_resid_pre or hook_resid_post, by "
+                "values other than zero."
             )
         if constant:
             return (

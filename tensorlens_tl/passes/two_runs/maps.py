@@ -54,7 +54,7 @@ class SecantMaps(Blocks):
     @classmethod
     def of(cls, a: BlockMaps, b: BlockMaps) -> "SecantMaps":
         """Of the maps of two runs."""
-        return cls(a, b, a.capture, a.layouts)
+        return cls(a.of_two_runs(), b.of_two_runs(), a.capture, a.layouts)
 
     @cached_property
     def row_bytes(self) -> int:

@@ -265,6 +265,9 @@ def difference(a: PassLike, b: PassLike) -> Difference:
     changed routing is a constant by itself, with the name ``"L{layer}.routing"``. Where both runs are the same, the map
     is the model's Jacobian, with the routing held.
 
+    What a hook added to the stream of one run and not of the other, or a patch put in its place, is a constant with the
+    name of the hook point: of a patch what it put there less what it replaced, so that what differs before it passes.
+
     The runs are of one model, or of two models of one architecture (base and fine-tuned, two checkpoints, with and
     without an adapter). Position by position they must match: as many prompts, of the same lengths.
 
