@@ -8,7 +8,7 @@ from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as are
 from tensorlens_tl.results.feature_edges import FeatureEdges
 from tensorlens_tl.results.graph import ContributionGraph
 from tensorlens_tl.results.joining import SEVERAL_TARGETS as SEVERAL_TARGETS, joined as joined
-from tensorlens_tl.results.pairs import ScoreAttribution
+from tensorlens_tl.results.pairs import ScoreAttribution, ScoreChange
 from tensorlens_tl.results.terms import Paths, Terms
 from tensorlens_tl.results.views import array as array
 
@@ -25,5 +25,6 @@ __all__ = [
     "ModelChange",
     "Paths",
     "ScoreAttribution",
+    "ScoreChange",
     "Terms",
 ]
