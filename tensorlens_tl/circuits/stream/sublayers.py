@@ -159,6 +159,11 @@ class Step:
         return tuple(dict.fromkeys(node for sublayer in self.sublayers for node in sublayer.nodes))
 
     @property
+    def part_names(self) -> tuple[str, ...]:
+        """The nodes of each sublayer, those of the same heads in several apart."""
+        return tuple(name for sublayer in self.sublayers for name in sublayer.part_names)
+
+    @property
     def map(self) -> Chain:
         """The whole step."""
         inside = Sum((Identity(), *(sublayer.write @ sublayer.read for sublayer in self.sublayers)))
