@@ -30,8 +30,8 @@ def score_change(
     seed = difference.output.new_zeros(len(query), pos, pos)
     seed[torch.arange(len(query)), query, key] = 1
     routes = [Chain((route,)) for route in difference.maps.score_routes(layer, head, of)]
+    names = [list(row) for row in difference.str_tokens]
     if by == "token":
-        names = [list(row) for row in difference.str_tokens]
         whitening = difference.maps.whitening(layer) or Chain(())
         earlier = [difference.maps.block_map(number) for number in range(layer)]
         routes = [Chain((*earlier, whitening, route)) for route in routes]
