@@ -490,7 +490,7 @@ def test_heads_whose_scores_do_not_change_have_no_routes_by_attention():
             block.attn.b_Q[1] = 0
     tokens = some_tokens()
     by = circuits.routes(tlens.difference(*(tlens.freeze(model, one) for one in (tokens, tokens.flip(0)))), **ASKED)
-    by_attention = [HEAD_ROUTES.index(route) for route in HEAD_ROUTES if not route.startswith("values")]
+    by_attention = [HEAD_ROUTES.index(route) for route in HEAD_ROUTES if route.startswith(("queries", "keys"))]
     by_keys = by.heads[:, 0, :2, 1][..., by_attention]
     assert not bool(by_keys.any())
     assert bool(by.heads[:, 0, :2, 0][..., by_attention].all())

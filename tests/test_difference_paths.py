@@ -11,6 +11,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.testing import model_names
+from tensorlens_tl.testing.building import build_bridge
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
 HERE = set(model_names())
@@ -102,3 +103,75 @@ def test_the_largest_paths_are_among_all_of_them(name, model_named):
     for entry in largest:
         assert abs(float(top[entry.name]) - entry.score) < 1e-12
     assert close(top.scores.sum(-1) + top.remainder, every.total)
+
+
+# ------------------------------------------------------------------ gates and norms behind the heads
+
+BEHIND = [
+    pytest.param(name, marks=pytest.mark.whole) if name == "bridge/bitnet" else name
+    for name in ("bridge/afmoe", "bridge/bitnet")
+    if name in HERE
+]
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_stands_behind_the_heads_is_a_way_of_its_own(name, model_named):
+    """A gate reads the stream beside queries, keys and values; a norm's scale responds in what heads write."""
+    a, b = two(model_named(name), batch=1)
+    difference = tlens.difference(a, b)
+    changes = (logits(a) - logits(b))[:, -1]
+    expected = changes[:, [5]] - changes[:, [7]]
+    ways = "gqkv" if name == "bridge/afmoe" else "qkv"
+    for result in (
+        circuits.logit_attribution(difference, 5, 7, by="head"),
+        circuits.logit_attribution(difference, 5, 7, by="head_token"),
+        circuits.paths(difference, 5, 7, max_order=1),
+        circuits.top_paths(difference, 5, 7, k=4),
+    ):
+        assert close(result.scores.sum(-1) + result.remainder, expected, 1e-5)  # their norms compute in float32
+    paths = circuits.paths(difference, 5, 7, max_order=1)
+    assert {node.split(".")[1] for path in paths.nodes for node in path if "H" in node} == set(ways)
+    graph = circuits.contribution_graph(difference, 5, 7)
+    assert graph.gap < 1e-5
+    assert {f"L1H2.{way}" for way in ways} <= set(graph.nodes["name"])
+    by = circuits.routes(difference, 5, 7)
+    assert close(by.scores.sum(-1), expected[..., None].expand_as(by.total[..., None].expand(by.scores.shape[:-1])), 1e-5)
+    assert bool(by["gates"].any()) is (name == "bridge/afmoe")
+
+
+def test_a_gated_head_writes_its_change(model_named):
+    """By its four ways together what the live model's own gated heads change by, times W_O."""
+    if "bridge/afmoe" not in HERE:
+        pytest.skip("no gates here")
+    a, b = two(model_named("bridge/afmoe"), batch=1)
+    stream = Stream.of(tlens.difference(a, b))
+    for layer in (0, 1):
+        number, _ = stream.at(layer)
+        hidden = zip(stream.steps[number].sublayers, stream.hidden[number], strict=True)
+        written = sum(sublayer.outputs(value) for sublayer, value in hidden)
+        inputs = []
+        for frozen in (a, b):
+            seen = {}
+            out = frozen.view.blocks[layer].module.attn.o
+            handle = out.register_forward_pre_hook(lambda module, args, seen=seen: seen.update(x=args[0].detach()))
+            with torch.no_grad():
+                frozen.model(**frozen.inputs)
+            handle.remove()
+            inputs.append(seen["x"])
+        change = (inputs[0] - inputs[1]).unflatten(-1, (len(written), -1))
+        W_O = a.view.blocks[layer].attention.W_O.unflatten(0, (len(written), -1))
+        heads = torch.einsum("bphd,hdm->hbpm", change, W_O)
+        after = stream.steps[number].sublayers[0].write.stages[1:]  # the gate's route, after W_O
+        assert len(written) == len(heads) == 4
+        for stage in after:
+            heads = stage.push(heads)
+        assert close(written, heads, 1e-5)
+
+
+def test_edges_into_gates_are_refused_by_name():
+    if "bridge/afmoe" not in HERE:
+        pytest.skip("no gates here")
+    a, b = two(build_bridge("afmoe", num_dense_layers=2), batch=1)
+    assert circuits.patch_scores(a, b, 5, 7, method="difference").scores.all()
+    with pytest.raises(tlens.UnsupportedModelError, match="has a gate after its heads"):
+        circuits.edge_scores(a, b, 5, 7, method="difference")

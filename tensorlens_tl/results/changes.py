@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 ROUTES = (
     "direct",
-    "values", "values, scale", "queries", "queries, scale", "keys", "keys, scale",
+    "values", "values, scale", "queries", "queries, scale", "keys", "keys, scale", "gates", "gates, scale",
     "MLP", "MLP, scale",
     "norms", "constants", "later constants",
 )  # fmt: skip
 """The ways in which a change passes a layer."""
 
-HEAD_ROUTES = ROUTES[1:7]
+HEAD_ROUTES = ROUTES[1:9]
 """Those of them that are heads'."""
 
 SCALES = "scales"
@@ -146,10 +146,10 @@ class ChangeRoutes(Stored):
     Attributes:
         layers: what the layer axis is: ``"L0"`` …, and ``"end"``, what follows the last block.
         scores: `[batch, query, layer, route]`, the routes being `ROUTES`: past the layer (``"direct"``); by each head's
-            values, queries and keys; through the MLP; where the norm before a sublayer responds with its scale, under
+            values, queries, keys and gate; through the MLP; where the norm before a sublayer responds with its scale, under
             ``", scale"``; by the scales of norms around the stream or after a sublayer (``"norms"``); and what the
             weights of two models add in this layer and after it (``"constants"``, ``"later constants"``).
-        heads: each head's share of the six routes of attention (`HEAD_ROUTES`), `[batch, query, layer, head, route]`.
+        heads: each head's share of the routes of attention (`HEAD_ROUTES`), `[batch, query, layer, head, route]`.
         total: the change of the number, `[batch, query]`.
         queries: the positions that the query axis stands for, `[batch, query]`.
         mask: True at real tokens, `[batch, pos]`.

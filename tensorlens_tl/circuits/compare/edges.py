@@ -48,7 +48,7 @@ from tensorlens_tl.circuits.compare.pairs import (
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, Sublayer, summed_by_name
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import PassLike
 from tensorlens_tl.results import TARGET, Circuit, EdgeScores
@@ -101,6 +101,7 @@ def edge_scores(
         scores = Replay(readout, clean, corrupted, layout.exists).patched(memory)
     elif method == "difference":
         change = change_target(clean, corrupted, target, minus, direction, query)
+        _refuse_gates(change.stream)
         pulled = change.stream.pull(change.seed)
         scores = _products(change.stream, Changes.of(change.stream), layout, pulled, positions)
     elif method in ("gradient", "integrated"):
@@ -237,6 +238,17 @@ def edge_layout(stream: Stream) -> EdgeLayout:
     known.append(len(sources))
     before = torch.arange(len(sources), device=stream.x[0].device)[:, None]
     return EdgeLayout(sources, destinations, before < torch.tensor(known, device=before.device))
+
+
+def _refuse_gates(stream: Stream) -> None:
+    """Raise `UnsupportedModelError` where heads have a gate, which a circuit of edges has no destination for."""
+    gated = [sublayer.name for step in stream.steps for sublayer in step.sublayers if sublayer.kind == "gate"]
+    if gated:
+        raise UnsupportedModelError(
+            f"edge_scores(method='difference'): {gated[0]} of this {stream.frozen.view.description} has a gate after its "
+            "heads, which reads the stream besides queries, keys and values. patch_scores, paths and "
+            "contribution_graph of the difference have it as a node."
+        )
 
 
 def read_names(sublayer: Sublayer, letter: str = "") -> list[str]:

@@ -31,8 +31,8 @@ from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes
 
 ATTENTION = "attention"
 MLP = "mlp"
-KINDS = ("values", "queries", "keys")
-"""What a head reads, in the order of the secant of attention."""
+KINDS = ("values", "queries", "keys", "gates")
+"""What a head reads, in the order of the secant of attention; few have a gate after them."""
 SCALE = ", scale"
 """What a route by the response of a norm's scale is called beside the same with the scale held."""
 
@@ -50,7 +50,7 @@ def routes(
 
     At layer l, with the target's vector pulled back to the block's output, every route's score is what it writes there
     along that vector: past the layer (``"direct"``), by each head's values, by its attention through queries and
-    through keys, and through the MLP by the slopes of its activations. Where the norm before the sublayer responds
+    through keys, by a gate of what heads give where there is one, and through the MLP by the slopes of its activations. Where the norm before the sublayer responds
     with its scale, that is a route of its own (``"values, scale"``). ``"norms"`` are the responses of norms around the
     stream or after a sublayer (post-LN, sandwich blocks). ``"constants"`` is what the changed weights of two models add
     in this layer, ``"later constants"`` after it. A last row, ``"end"``, is what follows the last block: the final norm
@@ -248,7 +248,7 @@ def _by_head(
     kinds, *after = attention.stages
     g = upcast(Chain(tuple(after)).pull(g))
     shares: dict[str, Tensor] = {}
-    for kind, route in zip(KINDS, kinds.summands, strict=True):
+    for kind, route in zip(KINDS, kinds.summands, strict=False):
         for how, change in changes.items():
             products = (g * route.push(change)).unflatten(-1, (heads, -1))
             shares[f"{kind}{how}"] = products.sum((2, -1))
