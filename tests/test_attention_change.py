@@ -96,7 +96,9 @@ def test_the_query_side_is_the_secant_written_out(name, model_named):
     difference = tlens.difference(a, b)
     first = circuits.qk_attribution(difference, 0, 1, query=4, key=2, of="pattern")
     readings = [circuits.scores.score_reading(run, 0) for run in (a, b)]
-    (q_a, k_a), (q_b, k_b) = (reading.vectors(run.capture.resid_read(0)) for reading, run in zip(readings, (a, b)))
+    (q_a, k_a), (q_b, k_b) = (
+        reading.vectors(run.capture.resid_read(0)) for reading, run in zip(readings, (a, b), strict=True)
+    )
     repeat = readings[0].heads // readings[0].kv_heads
     k_a, k_b = (keys.repeat_interleave(repeat, 1)[:, 1, :5] for keys in (k_a, k_b))
     q_a, q_b = q_a[:, 1, 4], q_b[:, 1, 4]
@@ -194,7 +196,7 @@ def test_sinks_of_two_models_are_a_constant(model_named):
 
 def test_padded_prompts_are_their_own(model_named):
     model = model_named("bridge/gpt2")
-    rows = [[row[:length].tolist() for row, length in zip(some_tokens(2, 6, seed), (6, 4))] for seed in (0, 1)]
+    rows = [[some_tokens(2, 6, seed)[0].tolist(), some_tokens(2, 6, seed)[1, :4].tolist()] for seed in (0, 1)]
     together = tlens.difference(*(tlens.freeze(model, batch, padding_side="left") for batch in rows))
     change = circuits.qk_attribution(together, 1, 2, query=-1, key=3, of="pattern")
     alone = tlens.difference(*(tlens.freeze(model, batch[1]) for batch in rows))

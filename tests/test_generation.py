@@ -386,7 +386,8 @@ def test_report_of_a_generated_text(tmp_path, capsys, written):
 
 # ------------------------------------------------------------------ two texts
 
-DIFFERENT = [name for name in ("hooked/gqa", "hooked/soft-caps", "bridge/gpt2", "bridge/llama") if name in model_names()]
+TWO = ("hooked/gqa", "hooked/soft-caps", "bridge/gpt2", "bridge/llama")
+DIFFERENT = [name for name in TWO if name in model_names()]
 
 
 def own_logits(text, tokens):

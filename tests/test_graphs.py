@@ -498,9 +498,8 @@ def test_the_graph_of_a_program_is_the_program(change, norm):
         graph = circuits.contribution_graph(difference, answer, other, threshold=0.05)
         assert graph.gap < 1e-9
         table = graph.to_dataframe()
-        edges = {
-            f"{source.split('.')[0]} → {target}" for source, target in zip(table["source"], table["target"], strict=True)
-        }
+        sources = [source.split(".")[0] for source in table["source"]]
+        edges = {" → ".join(pair) for pair in zip(sources, table["target"], strict=True)}
         assert set(task.edges) <= edges
         by_values = table.loc[table["target"] == "L1H0.v", "weight"].abs().sum()
         by_keys = table.loc[table["target"] == "L1H0.k", "weight"].abs().sum()

@@ -146,9 +146,9 @@ class ChangeRoutes(Stored):
     Attributes:
         layers: what the layer axis is: ``"L0"`` …, and ``"end"``, what follows the last block.
         scores: `[batch, query, layer, route]`, the routes being `ROUTES`: past the layer (``"direct"``); by each head's
-            values, queries, keys and gate; through the MLP; where the norm before a sublayer responds with its scale, under
-            ``", scale"``; by the scales of norms around the stream or after a sublayer (``"norms"``); and what the
-            weights of two models add in this layer and after it (``"constants"``, ``"later constants"``).
+            values, queries, keys and gate; through the MLP; where the norm before a sublayer responds with its scale,
+            under ``", scale"``; by the scales of norms around the stream or after a sublayer (``"norms"``); and what
+            the weights of two models add in this layer and after it (``"constants"``, ``"later constants"``).
         heads: each head's share of the routes of attention (`HEAD_ROUTES`), `[batch, query, layer, head, route]`.
         total: the change of the number, `[batch, query]`.
         queries: the positions that the query axis stands for, `[batch, query]`.

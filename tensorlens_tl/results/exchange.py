@@ -13,8 +13,8 @@ Neuronpedia shows as well. Its pages know four values of `feature_type` and draw
 `activation` holds a node's weight, its contribution to the target. `influence` is the share of Σ abs(weight) that the
 nodes up to this one hold, largest first, as circuit-tracer's own pruning by a threshold reads it. b_U, which is no node
 here, becomes one, so that links into the logit sum to it. Beside circuit-tracer's fields nodes have ``bias``, their own
-part of the weight, links into heads have ``reads`` (values, queries, keys or a gate), and the metadata say which library
-wrote the file and how exactly the sums hold.
+part of the weight, links into heads have ``reads`` (values, queries, keys or a gate), and the metadata say which
+library wrote the file and how exactly the sums hold.
 """
 
 import ast

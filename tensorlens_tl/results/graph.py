@@ -219,7 +219,7 @@ class ContributionGraph(Stored):
         return pd.DataFrame(columns)
 
     def to_networkx(self) -> "networkx.DiGraph":
-        """The graph with every column of `nodes` and `edges`, and `reads`, as attributes (networkx comes with torch)."""
+        """The graph with every column of `nodes` and `edges`, and `reads`, as attributes; networkx comes with torch."""
         import networkx
 
         graph = networkx.DiGraph(target=self.target, total=self.total, constant=self.constant, gap=self.gap)

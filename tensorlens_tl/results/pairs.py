@@ -1,4 +1,4 @@
-"""An attention score as a sum over pairs of sources, one in the query and one in the key; its change between two runs."""
+"""An attention score as a sum over pairs of sources, one in the query and one in the key; its change over sources."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -148,7 +148,8 @@ class ScoreChange(Stored):
     def __repr__(self) -> str:
         total = ", ".join(f"{total:.4g}" for total in self.total.tolist())
         gap = f"{float(self.gap.max()):.1e}"
-        return f"ScoreChange(of={self.of!r}, by={self.by!r}, total={total}, gap={gap}, reading={self.reading_error:.1e})"
+        facts = f"of={self.of!r}, by={self.by!r}, total={total}, gap={gap}, reading={self.reading_error:.1e}"
+        return f"ScoreChange({facts})"
 
     @property
     def gap(self) -> Float[Tensor, "batch"]:

@@ -245,8 +245,8 @@ def _refuse_gates(stream: Stream) -> None:
     gated = [sublayer.name for step in stream.steps for sublayer in step.sublayers if sublayer.kind == "gate"]
     if gated:
         raise UnsupportedModelError(
-            f"edge_scores(method='difference'): {gated[0]} of this {stream.frozen.view.description} has a gate after its "
-            "heads, which reads the stream besides queries, keys and values. patch_scores, paths and "
+            f"edge_scores(method='difference'): {gated[0]} of this {stream.frozen.view.description} has a gate after "
+            "its heads, which reads the stream besides queries, keys and values. patch_scores, paths and "
             "contribution_graph of the difference have it as a node."
         )
 

@@ -50,11 +50,12 @@ def routes(
 
     At layer l, with the target's vector pulled back to the block's output, every route's score is what it writes there
     along that vector: past the layer (``"direct"``), by each head's values, by its attention through queries and
-    through keys, by a gate of what heads give where there is one, and through the MLP by the slopes of its activations. Where the norm before the sublayer responds
-    with its scale, that is a route of its own (``"values, scale"``). ``"norms"`` are the responses of norms around the
-    stream or after a sublayer (post-LN, sandwich blocks). ``"constants"`` is what the changed weights of two models add
-    in this layer, ``"later constants"`` after it. A last row, ``"end"``, is what follows the last block: the final norm
-    and a masked model's transform, whose own routes are ``"direct"`` and ``"norms"``.
+    through keys, by a gate of what heads give where there is one, and through the MLP by the slopes of its
+    activations. Where the norm before the sublayer responds with its scale, that is a route of its own
+    (``"values, scale"``). ``"norms"`` are the responses of norms around the stream or after a sublayer (post-LN,
+    sandwich blocks). ``"constants"`` is what the changed weights of two models add in this layer, ``"later constants"``
+    after it. A last row, ``"end"``, is what follows the last block: the final norm and a masked model's transform,
+    whose own routes are ``"direct"`` and ``"norms"``.
 
     The scores of each layer sum to the whole change. Layers do not add up to each other: every layer is a cut through
     one and the same change, seen at that depth.
