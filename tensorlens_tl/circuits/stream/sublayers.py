@@ -141,6 +141,8 @@ class Sublayer:
 
     def read_of(self, node: int) -> Chain:
         """What one node reads, as a separate map: for a head, its values and its pattern only."""
+        if len(self.nodes) == 1:
+            return self.read
         if self.kind == "gate":
             return self.read.of_group(node, len(self.nodes))
         return self.read.component(node)
