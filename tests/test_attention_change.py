@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import close, hooks_left, rerun_tolerance, some_tokens
+from conftest import close, hooks_left, rerun_tolerance, rest_whole, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -16,14 +16,17 @@ HERE = set(model_names())
 NAMES = [
     name
     for name in (
-        "hooked/ln", "hooked/gqa", "hooked/rotary", "hooked/alibi", "hooked/softcap", "hooked/post", "hooked/sandwich",
-        "encoder/bert", "bridge/gpt2", "bridge/llama", "bridge/gemma2", "bridge/qwen3", "bridge/opt", "bridge/neox",
-        "bridge/mixtral", "bridge/whitened", "bridge/deepseek-v3",
+        "hooked/ln", "hooked/gqa", "hooked/rotary", "hooked/alibi", "hooked/soft-caps", "hooked/sinks",
+        "hooked/shortformer", "hooked/post-only", "hooked/sandwich", "hooked/qk-norm", "hooked/local", "encoder/bert",
+        "bridge/gpt2", "bridge/llama", "bridge/gemma2", "bridge/qwen3", "bridge/opt", "bridge/neox", "bridge/mixtral",
+        "bridge/whitened", "bridge/deepseek-v3", "bridge/afmoe",
     )
     if name in HERE
 ]  # fmt: skip
+DEFAULT = ("hooked/ln", "hooked/soft-caps", "hooked/shortformer", "encoder/bert", "bridge/llama", "bridge/gpt2")
+NAMES = rest_whole(NAMES, *DEFAULT)
 FEW = [name for name in ("hooked/ln", "hooked/gqa", "bridge/gpt2", "bridge/llama") if name in HERE]
-WHERE = {"layer": 1, "head": 2, "query": 4, "key": 1}
+WHERE = {"layer": 1, "head": 2, "query": 4, "key": 3}
 
 
 def two(model, seeds=(0, 1)):
@@ -55,7 +58,7 @@ def test_parts_sum_to_the_change_of_the_live_pattern_and_score(name, by, model_n
     allowed = rerun_tolerance(name)
     moved = circuits.qk_attribution(difference, **WHERE, by=by, of="pattern")
     change = live_pattern(a, 1) - live_pattern(b, 1)
-    assert close(whole(moved), change[:, 2, 4, 1], allowed)
+    assert close(whole(moved), change[:, 2, 4, 3], allowed)
     assert float(moved.total.abs().max()) > 1e-3
     scored = circuits.qk_attribution(difference, **WHERE, by=by)
     numbers = [circuits.qk_attribution(run, **WHERE).total for run in (a, b)]
@@ -127,7 +130,7 @@ def test_of_close_runs_it_is_the_live_models_gradient(name, model_named):
     seen = {}
 
     def see(pattern, hook):
-        seen["entry"] = pattern[:, 2, 4, 1].sum()
+        seen["entry"] = pattern[:, 2, 4, 3].sum()
 
     with torch.enable_grad():
         a.model.run_with_hooks(**a.inputs, fwd_hooks=[(at, lambda x, hook: leaf), (a.points.blocks[1].pattern, see)])
@@ -163,7 +166,7 @@ def test_changed_weights_are_constants_by_name(name, of, model_named):
     b = tlens.freeze(changed(model), some_tokens())
     difference = tlens.difference(a, b)
     by = {way: circuits.qk_attribution(difference, **WHERE, by=way, of=of) for way in ("token", "head")}
-    expected = (live_pattern(a, 1) - live_pattern(b, 1))[:, 2, 4, 1]
+    expected = (live_pattern(a, 1) - live_pattern(b, 1))[:, 2, 4, 3]
     if of == "score":
         numbers = [circuits.qk_attribution(run, **WHERE).total for run in (a, b)]
         expected = numbers[0] - numbers[1]

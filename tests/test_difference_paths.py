@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import close, hooks_left, rerun_tolerance, some_tokens
+from conftest import close, hooks_left, rerun_tolerance, rest_whole, some_tokens
 from test_difference import logits
 
 import tensorlens_tl as tlens
@@ -18,18 +18,19 @@ HERE = set(model_names())
 NAMES = [
     name
     for name in (
-        "hooked/gqa", "hooked/sandwich", "hooked/post", "encoder/bert", "bridge/gpt2", "bridge/llama", "bridge/neox",
-        "bridge/mixtral",
+        "hooked/gqa", "hooked/sandwich", "hooked/post-only", "hooked/sinks", "encoder/bert", "bridge/gpt2",
+        "bridge/llama", "bridge/neox", "bridge/mixtral",
     )
     if name in HERE
 ]  # fmt: skip
+QUICK = ("hooked/gqa", "hooked/sandwich", "encoder/bert", "bridge/gpt2", "bridge/llama")
 
 
 def two(model, batch=2):
     return [tlens.freeze(model, some_tokens(batch, seed=seed)) for seed in (0, 1)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_whole(NAMES, *QUICK))
 def test_paths_sum_to_the_change_of_the_live_logit(name, model_named):
     a, b = two(model_named(name))
     paths = circuits.paths(tlens.difference(a, b), 5, minus=7, max_order=2)
@@ -44,7 +45,7 @@ def test_paths_sum_to_the_change_of_the_live_logit(name, model_named):
     assert not hooks_left(a.model)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "bridge/mixtral"])
+@pytest.mark.parametrize("name", rest_whole([name for name in NAMES if name != "bridge/mixtral"], *QUICK))
 def test_every_path_is_listed_and_all_through_a_node_are_its_score(name, model_named):
     """With no order left out, the paths through a head or MLP sum to what its change does through everything later."""
     a, b = two(model_named(name), batch=1)
