@@ -342,7 +342,7 @@ def token_pairs(
 
 def summed_by_name(
     names: list[str], values: Float[Tensor, "*any"], dim: int
-) -> tuple[list[str], Float[Tensor, "*any"]]:
+) -> tuple[list[str], Float[Tensor, "*summed"]]:
     """Values along a dimension with those of equal names summed: a head's, by queries, keys and values.
 
     Args:

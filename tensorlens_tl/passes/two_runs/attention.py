@@ -96,8 +96,8 @@ def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain
         UnsupportedModelError: attention scores that are not read.
     """
     scores = _Scores.of(a, b, layer)
-    pos = scores.patterns[0].shape[-1]
-    one_hot = torch.eye(pos).to(scores.patterns[0])[None, None]
+    batch, _, _, pos = scores.patterns[0].shape
+    one_hot = torch.eye(pos).to(scores.patterns[0]).expand(batch, 1, -1, -1)
     secant, by_sinks = scores.secant(one_hot)
     if of == "score":
         weights = torch.full_like(secant.weights, scores.reading.scale)
