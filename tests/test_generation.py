@@ -1,5 +1,7 @@
 """Generated text: every token and span exact, one pull for a span, and hops that conserve the total."""
 
+import copy
+
 import pytest
 import torch
 from conftest import close, some_tokens, tolerance
@@ -380,3 +382,91 @@ def test_report_of_a_generated_text(tmp_path, capsys, written):
             tlens.report.explain_generation(written, **bad)
     with pytest.raises(tlens.InvalidInputError, match="2 prompts"):
         tlens.report.explain_generation(tlens.load_demo_model(), PROMPTS[:2], continuation=[" is", " is"])
+
+
+# ------------------------------------------------------------------ two texts
+
+TWO = ("hooked/gqa", "hooked/soft-caps", "bridge/gpt2", "bridge/llama")
+DIFFERENT = [name for name in TWO if name in model_names()]
+
+
+def own_logits(text, tokens):
+    """The live logits that a text's positions give to these tokens, before a soft cap."""
+    logits = text.frozen.model(text.frozen.tokens).detach()
+    cap = text.frozen.view.soft_cap
+    if cap is not None:
+        logits = cap * torch.atanh(logits / cap)
+    return logits[:, 3:7].gather(-1, tokens[..., None])[..., 0]
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_two_texts_differ_by_what_differs_in_them(name, model_named):
+    model = model_named(name)
+    first, second = (
+        freeze_generation(model, some_tokens(batch=2, pos=4, seed=seed), max_new_tokens=4, stop_at_eos=False)
+        for seed in (0, 1)
+    )
+    limit = max(tolerance(name), 1e-9)
+    text = first.difference(second)
+    written = first.frozen.tokens[:, 4:]
+    change = own_logits(first, written) - own_logits(second, written)
+    tokens = text.attribute()
+    assert close(tokens.total, change, limit)
+    assert close(sums(tokens), change, limit)
+    assert tokens.target == "change of the logit of each generated token"
+    span = text.attribute(span="all")  # one question
+    assert span.scores.shape[1] == 1
+    assert close(sums(span)[:, 0], change.sum(1), limit)
+    assert close(span.scores[:, 0], tokens.scores.sum(1), limit)
+    part = text.attribute(span=(1, 3))
+    assert close(sums(part)[:, 0], change[:, 1:3].sum(1), limit)
+    for hops in (1, "all"):
+        sent = text.attribute(span="all", hops=hops)
+        assert close(sums(sent)[:, 0], change.sum(1), limit)
+    assert not sent.scores[:, :, 4:].any()  # all of it has landed on the prompts
+    assert not torch.equal(written, second.frozen.tokens[:, 4:])
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_the_next_tokens_are_targets_of_a_difference(name, model_named):
+    """Each query asks for the token that follows it in the first text."""
+    model = model_named(name)
+    a, b = (tlens.freeze(model, some_tokens(seed=seed)) for seed in (0, 1))
+    result = tlens.attribute(tlens.difference(a, b), target=NEXT, query=slice(None, -1))
+    logits = [model(frozen.tokens).detach()[:, :-1] for frozen in (a, b)]
+    if a.view.soft_cap is not None:
+        logits = [a.view.soft_cap * torch.atanh(each / a.view.soft_cap) for each in logits]
+    expected = (logits[0] - logits[1]).gather(-1, a.tokens[:, 1:, None])[..., 0]
+    assert close(sums(result), expected, max(tolerance(name), 1e-9))
+    assert "each query's next token" in result.target
+    with pytest.raises(tlens.InvalidInputError, match="nothing follows"):
+        tlens.attribute(tlens.difference(a, b), target=NEXT, query="all")
+
+
+def test_one_text_in_two_models_differs_by_their_weights(model_named):
+    """Tokens are the same: all of the change is a constant."""
+    model = model_named("bridge/gpt2")
+    prompt = some_tokens(batch=1, pos=4)
+    first = freeze_generation(model, prompt, max_new_tokens=4, stop_at_eos=False)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.blocks[1].mlp.original_component.c_fc.weight.mul_(1.1)
+    written = first.frozen.tokens[:, 4:]
+    second = freeze_generation(other, prompt, continuation=written.tolist(), stop_at_eos=False)
+    whole = first.difference(second).attribute(span="all")
+    assert not whole.scores.any()
+    assert close(whole.bias[:, 0], (own_logits(first, written) - own_logits(second, written)).sum(1))
+    runner_up = first.difference(second).attribute(minus="runner-up")
+    assert float(runner_up.gap.max()) < 1e-9
+    assert close(first.difference(first).attribute(span="all").total, torch.zeros(1, 1, dtype=torch.float64))
+
+
+def test_texts_that_do_not_match_are_refused(written):
+    model = written.frozen.model
+    other = freeze_generation(model, PROMPT, max_new_tokens=7)
+    with pytest.raises(tlens.InvalidInputError, match="stand elsewhere"):
+        written.difference(other)
+    with pytest.raises(tlens.InvalidInputError, match="another FrozenGeneration"):
+        written.difference(written.frozen.operator())
+    with pytest.raises(tlens.InvalidInputError, match="texts of one run"):
+        written.difference(written).difference(written)

@@ -4,6 +4,7 @@ The independent computation is the live model, held fixed by hooks: taking one n
 token, away there must cost exactly that node's weight.
 """
 
+import itertools
 import json
 import types
 from collections import defaultdict
@@ -12,6 +13,7 @@ import networkx
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from conftest import some_tokens, tolerance
 from test_circuits import token_logit
 
@@ -363,3 +365,144 @@ def test_inputs_and_outputs_of_a_node(demo_model):
         graph.inputs("MLP3")
     with pytest.raises(tlens.InvalidInputError, match="none of this graph's nodes"):
         graph.outputs("MLP9")
+
+
+# ------------------------------------------------------------------ a circuit that acts by attention
+
+PREVIOUS, ANSWER, QUERY = 8, 9, 24
+"""Of the prompt below: the token that is changed, the answer's first place, and the last token."""
+
+
+@pytest.fixture(scope="module")
+def induction(demo_model):
+    """Random tokens twice; in the second prompt another token stands before the answer's first place."""
+    task = tlens.evaluate.induction(1, d_vocab=demo_model.cfg.d_vocab)
+    prompt = task.tokens
+    assert int(task.sources[0].nonzero()[0]) == ANSWER
+    assert prompt.shape == (1, QUERY + 1)
+    other = prompt.clone()
+    other[0, PREVIOUS] = prompt[0, 3]
+    change = tlens.difference(tlens.freeze(demo_model, prompt), tlens.freeze(demo_model, other))
+    return change, {"target": int(task.answers), "minus": int(prompt[0, 3])}
+
+
+CIRCUIT = [
+    ("embed", PREVIOUS, "L0H3.v", ANSWER, "values"),
+    ("L0H3.v", ANSWER, "MLP0", ANSWER, ""),
+    *(("MLP0", ANSWER, f"L1H{head}.k", QUERY, "keys") for head in range(4)),
+    *(("L0H3.v", ANSWER, f"L1H{head}.k", QUERY, "keys") for head in range(4)),
+    *((f"L1H{head}.k", QUERY, "target", QUERY, "") for head in range(4)),
+]
+"""Induction: a previous-token head moves a token to the one after it, where induction heads find it by their keys."""
+
+
+def test_the_induction_circuit_is_one_graph(induction):
+    change, asked = induction
+    graph = circuits.contribution_graph(change, **asked)
+    assert graph.gap < 1e-9
+    live = [frozen.last_logits[0] for frozen in (change.a, change.b)]
+    expected = float((live[0] - live[1])[asked["target"]] - (live[0] - live[1])[asked["minus"]])
+    assert graph.total == pytest.approx(expected, abs=1e-9)
+    assert graph.target.startswith("change of the logit of")
+    table = graph.to_dataframe()
+    edges = {row[:4] + row[5:]: row[4] for row in table[
+        ["source", "source_pos", "target", "target_pos", "weight", "reads"]
+    ].itertuples(index=False, name=None)}  # fmt: skip
+    assert set(CIRCUIT) <= set(edges)
+    assert all(edges[edge] > 0.01 * graph.total for edge in CIRCUIT)
+    assert [entry[0] for entry in graph.top(3)] == ["embed", "L0H3.v", "MLP0"]
+    # all that differs is one token, and nearly all of what it does passes the previous-token head
+    nodes = {(row.name_, row.pos): row.weight for row in graph.nodes.rename(columns={"name": "name_"}).itertuples()}
+    assert nodes["embed", PREVIOUS] == pytest.approx(graph.total)
+    assert nodes["L0H3.v", ANSWER] > 0.9 * graph.total
+    keys = sum(nodes[f"L1H{head}.k", QUERY] for head in range(4))
+    assert keys > 0.9 * graph.total
+    values = sum(abs(nodes.get((f"L1H{head}.v", QUERY), 0)) for head in range(4))
+    assert values < 0.1 * keys
+    assert circuits.top_paths(change, **asked, k=8, query=-1).names[0].startswith("L0H3.v → MLP0 → L1H")
+
+
+def test_attention_moved_because_of_the_previous_token_head(induction):
+    change, _ = induction
+    for head in range(4):
+        moved = circuits.qk_attribution(change, 1, head, query=QUERY, key=ANSWER, of="pattern", by="head")
+        assert float(moved.total) > 0.9  # the head turned away
+        assert {entry.name for entry in moved.top(2)} == {"key: MLP0", "key: L0H3"}
+        sources = dict(zip(moved.names[0], moved.key_sources[0].tolist(), strict=True))
+        assert sources["MLP0"] + sources["L0H3"] > 0.95 * float(moved.total)
+        tokens = circuits.qk_attribution(change, 1, head, query=QUERY, key=ANSWER, of="pattern")
+        assert tokens.key_sources[0].nonzero()[:, 0].tolist() == [PREVIOUS]  # the only token that differs
+        assert float(tokens.key_sources[0, PREVIOUS] + tokens.query_sources[0, PREVIOUS]) == pytest.approx(
+            float(moved.total), abs=1e-9
+        )
+
+
+def test_the_induction_circuit_survives_graphml(induction, tmp_path):
+    change, asked = induction
+    graph = circuits.contribution_graph(change, **asked)
+    again = networkx.read_graphml(graph.export(tmp_path / "induction.graphml"), node_type=int)
+    nodes = again.nodes
+    read = {
+        (nodes[one]["name"], nodes[one]["pos"], nodes[two]["name"], nodes[two]["pos"], edge["reads"]): edge["weight"]
+        for one, two, edge in again.edges(data=True)
+    }
+    assert set(CIRCUIT) <= set(read)
+    assert sorted(read.values()) == sorted(graph.edges["weight"])
+    best = max(networkx.all_simple_paths(again, *_ends(again)), key=lambda path: _weakest(again, path))
+    assert [nodes[node]["name"] for node in best][:3] == ["embed", "L0H3.v", "MLP0"]
+    assert nodes[best[3]]["name"].endswith(".k")
+    assert [again.edges[pair]["reads"] for pair in itertools.pairwise(best)][:3] == ["values", "", "keys"]
+
+
+def _ends(network):
+    """The changed token's embedding, and the target."""
+    named = {(node["name"], node["pos"]): number for number, node in network.nodes(data=True)}
+    return named["embed", PREVIOUS], named["target", QUERY]
+
+
+def _weakest(network, path):
+    return min(abs(network.edges[pair]["weight"]) for pair in itertools.pairwise(path))
+
+
+def test_the_induction_circuit_survives_circuit_tracers_file(induction, tmp_path):
+    change, asked = induction
+    data = written(circuits.contribution_graph(change, **asked), tmp_path, slug="induction")
+    for part, fields in CIRCUIT_TRACER.items():
+        for row in data[part] if isinstance(data[part], list) else [data[part]]:
+            assert {name: type(row[name]) for name in fields if type(row[name]) not in fields[name]} == {}
+    names = {}
+    for node in data["nodes"]:
+        name = "embed" if node["feature_type"] == "embedding" else node["clerp"].split(" at ")[0]
+        names[node["node_id"]] = ("target" if node["is_target_logit"] else name, node["ctx_idx"])
+    read = {(*names[link["source"]], *names[link["target"]], link["reads"]) for link in data["links"]}
+    assert set(CIRCUIT) <= read
+    assert {node["feature_type"] for node in data["nodes"] if ".k at" in node["clerp"]} == {"attention head"}
+    assert "difference of two runs" in data["metadata"]["info"]["description"]
+    assert "|" in data["metadata"]["prompt_tokens"][PREVIOUS]
+    models = pytest.importorskip("circuit_tracer.frontend.graph_models", reason="circuit-tracer is not installed")
+    assert models.Model.model_validate(data).links == data["links"]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("change", ["source", "choice"])
+def test_the_graph_of_a_program_is_the_program(change, norm):
+    """Where the answer's token changes, values carry it; where another token matches, keys do."""
+    program = tlens.demo.program("induction")
+    task = program.components(4, change=change)
+    pairs = task.pairs
+    model = program.model(norm=norm, dtype=torch.float64)
+    for clean, corrupted, answer, other in zip(
+        pairs.clean, pairs.corrupted, pairs.answers.tolist(), pairs.others.tolist(), strict=True
+    ):
+        difference = tlens.difference(*(tlens.freeze(model, prompt[None]) for prompt in (clean, corrupted)))
+        graph = circuits.contribution_graph(difference, answer, other, threshold=0.05)
+        assert graph.gap < 1e-9
+        table = graph.to_dataframe()
+        sources = [source.split(".")[0] for source in table["source"]]
+        edges = {" → ".join(pair) for pair in zip(sources, table["target"], strict=True)}
+        assert set(task.edges) <= edges
+        by_values = table.loc[table["target"] == "L1H0.v", "weight"].abs().sum()
+        by_keys = table.loc[table["target"] == "L1H0.k", "weight"].abs().sum()
+        assert bool(by_keys > 100 * by_values) is (change == "choice")
+        assert bool(by_values > 100 * by_keys) is (change == "source")
+        assert set(table.loc[table["target"] == "L1H0.k", "reads"]) <= {"keys"}

@@ -48,6 +48,7 @@ RESULTS = {
     "ModelChange": lambda: tlens.compare_models(model(), model(), some_tokens(), 5),
     "ChangeRoutes": lambda: circuits.routes(tlens.difference(frozen(), other()), 5),
     "ScoreAttribution": lambda: circuits.qk_attribution(frozen(), 1, 0, key=2),
+    "ScoreChange": lambda: circuits.qk_attribution(tlens.difference(frozen(), other()), 1, 0, key=2),
     "ContributionGraph": lambda: circuits.contribution_graph(tlens.freeze(model(), some_tokens()[:1]), 5),
     "EdgeScores": lambda: circuits.edge_scores(frozen(), other(), 5),
     "Circuit": lambda: circuits.edge_scores(frozen(), other(), 5).circuit(12),

@@ -127,6 +127,105 @@ def test_pixels_are_those_of_the_held_model(frozen):
     assert float(some.gap.max()) < 1e-12
 
 
+# ------------------------------------------------------------------ two images
+
+FLOAT32 = 1e-6
+"""The softmax of these Bridges computes in float32 whatever the dtype, so that scores give patterns to that alone."""
+
+
+def two_images(model, seeds=(1, 2)):
+    return [tlens.freeze(model, random_input(model, 8, torch.Generator().manual_seed(seed))) for seed in seeds]
+
+
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_the_difference_of_two_signals_is_that_of_the_live_models(signal):
+    a, b = two_images(tiny_model(signal))
+    change = tlens.difference(a, b)
+    assert max(change.errors.values()) < FLOAT32
+    query = 0 if a.prompt.class_at == 0 else -1
+    vector = torch.randn(a.output.shape[-1], dtype=torch.float64)
+    along = tlens.methods.difference(change, direction=vector, query=query)
+    assert close(along.scores.sum(-1)[:, 0], (a.output - b.output)[:, query] @ vector, FLOAT32)
+    if a.view.unembedding is not None:
+        live = [frozen.model(**frozen.inputs).detach() for frozen in (a, b)]
+        logits = [out if out.ndim == 2 else out[:, -1] for out in live]
+        result = tlens.attribute(change, 3, minus=1)
+        moved = logits[0] - logits[1]
+        assert close((result.scores.sum(-1) + result.bias)[:, 0], moved[:, 3] - moved[:, 1], FLOAT32)
+
+
+@pytest.mark.parametrize("signal", CLASSIFIERS)
+def test_the_change_of_pixels_sums_to_the_change_of_the_logit(signal):
+    model = tiny_model(signal)
+    a, b = two_images(model)
+    change = tlens.difference(a, b)
+    pixels = tlens.pixel_scores(change, 3)
+    live = [model(**frozen.inputs).detach()[:, 3] for frozen in (a, b)]
+    assert close(pixels.scores.flatten(1).sum(1), live[0] - live[1], FLOAT32)
+    assert not pixels.bias.abs().max() > 1e-12
+    assert float(pixels.gap.max()) < FLOAT32
+    assert pixels.target == "change of the logit of 'LABEL_3'" if a.view.labels else "change" in pixels.target
+    back = tlens.pixel_scores(tlens.difference(b, a), 3)
+    assert close(back.scores, -pixels.scores, 1e-12)
+    # where both are one image the change is the live model's gradient
+    x = a.inputs["input"].clone().requires_grad_(True)
+    size = 1e-7
+    step = torch.randn_like(x)
+    near = tlens.freeze(model, (x + size * step).detach())
+    (gradient,) = torch.autograd.grad(model(x)[:, 3].sum(), x)
+    few = tlens.pixel_scores(tlens.difference(near, a), 3).scores[:, 0] / size
+    assert close(few, gradient * step, 1e-5)
+    with pytest.raises(tlens.InvalidInputError, match=r"difference\.a"):
+        tlens.patch_embedding(change)
+
+
+def test_pixels_that_are_the_same_give_nothing(digits):
+    images, _ = tlens.demo.digit_images()
+    image = images[:1].double()
+    other = image.clone()
+    other[..., 2:4, 5] = 1 - other[..., 2:4, 5]
+    pixels = tlens.pixel_scores(tlens.difference(*(tlens.freeze(digits, x) for x in (image, other))), "8")
+    nonzero = pixels.scores[0, 0, 0] != 0
+    assert nonzero.nonzero().tolist() == [[2, 5], [3, 5]]
+    assert close(pixels.scores.sum(), (digits(image) - digits(other)).detach()[0, 8], FLOAT32)
+
+
+def test_two_models_of_images(digits):
+    """What their patch embeddings make otherwise of the mean image is no pixel's."""
+    other = tlens.load_demo_model("digits", dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    images, _ = tlens.demo.digit_images()
+    change = tlens.difference(tlens.freeze(digits, images[:2]), tlens.freeze(other, images[2:4]))
+    pixels = tlens.pixel_scores(change, "3", query=0)
+    live = digits(images[:2].double())[:, 3] - other(images[2:4].double())[:, 3]
+    assert float(pixels.gap.max()) < FLOAT32
+    assert close(pixels.scores.flatten(1).sum(1, keepdim=True) + pixels.bias, live.detach()[:, None], FLOAT32)
+    assert bool(pixels.bias.abs().min() > 1e-6)
+
+
+def test_a_picture_of_a_change_and_images_as_baselines(digits):
+    images, _ = tlens.demo.digit_images()
+    a, b = (tlens.freeze(digits, images[rows]) for rows in (slice(0, 2), slice(2, 4)))
+    change = tlens.attribute(tlens.difference(a, b), "3")
+    assert change.to_html().count("<image") == 4
+    assert torch.equal(change.image, images[:2].double())
+    for baseline in (images[2:4], images[2], images[2:3]):
+        compared = tlens.methods.difference(a, target="3", baseline=baseline)
+        assert close(compared.scores[:1], change.scores[:1])
+    assert close(tlens.methods.difference(a, target="3", baseline=images[2:4]).scores, change.scores)
+    stream = a.resid_pre(0)
+    positions = digits.embed.original_component.position_embeddings.detach()[0, 1:]
+    mean = stream.clone()
+    mean[:, 1:] = positions + (stream[:, 1:] - positions).mean(1, keepdim=True)
+    with digits.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda live, *, hook: mean)]):
+        of_mean = digits(images[:2].double()).detach()[:, 3]
+    by_mean = tlens.methods.difference(a, target="3", baseline="mean")
+    assert close(by_mean.scores.sum(-1)[:, 0], digits(images[:2].double()).detach()[:, 3] - of_mean, FLOAT32)
+    assert not by_mean.scores[..., 0].any()
+
+
 def test_a_patch_embedding_that_does_more_is_refused(digits):
     images, _ = tlens.demo.digit_images()
     with digits.hooks(fwd_hooks=[("embed.hook_out", lambda stream, *, hook: 1.5 * stream)]):

@@ -154,6 +154,11 @@ class AffineMap(ABC):
         """One of the maps that stand side by side in it: a head of attention, a term of `Beside`; else all of it."""
         return self
 
+    @property
+    def components(self) -> int:
+        """How many maps stand side by side in it; 1 where they are no parts of it."""
+        return 1
+
     def group_read_by(self, number: int) -> tuple[int, int]:
         """Which group of its input's channels a component reads, and of how many equal groups."""
         return 0, 1
@@ -459,10 +464,18 @@ class Chain(AffineMap):
         return tuple(steps)
 
     def component(self, number: int) -> "Chain":
-        """What one component of the last stage gives, with what it reads of the stages before, and nothing else."""
+        """What one component of the last stage gives, with what it reads of the stages before, and nothing else.
+
+        Where the last stages treat each channel alone, it is of the stage before them that has components.
+        """
         *before, last = self.stages
+        after: list[AffineMap] = []
+        while last.is_channelwise and last.components == 1 and any(stage.components > 1 for stage in before):
+            after = [last, *after]
+            *before, last = before
         read = Chain(tuple(before)).of_group(*last.group_read_by(number))
-        return Chain((*read.stages, last.component(number)))
+        cut = [stage.of_group(number, last.components) for stage in after]
+        return Chain((*read.stages, last.component(number), *cut))
 
     def of_group(self, group: int, groups: int) -> "Chain":
         """Cut at its end: the last stage that mixes channels, and what treats each channel alone after it."""

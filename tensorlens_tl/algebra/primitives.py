@@ -278,6 +278,10 @@ class Attention(AffineMap):
         """One head alone: it mixes the values of its key-value head."""
         return Attention(self.pattern[:, head : head + 1], 1)
 
+    @property
+    def components(self) -> int:
+        return self.n_heads
+
     def component(self, number: int) -> "Attention":
         return self.of_head(number)
 

@@ -88,6 +88,10 @@ class RecomputedAttention(AffineMap):
         factor = maybe(partial(torch.narrow, dim=0, start=head, length=1), self.heads)
         return replace(self, source=self.source.of_head(head), kv_heads=1, heads=factor)
 
+    @property
+    def components(self) -> int:
+        return self.n_heads
+
     def component(self, number: int) -> "RecomputedAttention":
         return self.of_head(number)
 

@@ -143,6 +143,10 @@ class Beside(PositionwiseMap):
 
     terms: tuple[AffineMap, ...]
 
+    @property
+    def components(self) -> int:
+        return len(self.terms)
+
     def component(self, number: int) -> AffineMap:
         return self.terms[number]
 

@@ -13,7 +13,7 @@
 | which changed weights of a fine-tuned model changed its answer | `compare_models` |
 | does what differs between two runs act by values, by where heads attend, by norm scales | `routes` |
 | what does a circuit of some edges do by itself | `EdgeScores.circuit`, `run_circuits` |
-| why does this head attend there | `qk_attribution` |
+| why does this head attend there, or there no more | `qk_attribution` |
 | which features of a sparse dictionary are active | `features` |
 | what makes a feature, what does it do, which make which | `feature_attribution`, `feature_effects`, `feature_edges` |
 | how large is the operator | `spectral_norm`, `singular_directions`, `norm_bound`, `spectral_norm_bound` |
@@ -64,6 +64,7 @@ from tensorlens_tl.results import (
     ModelChange,
     Paths,
     ScoreAttribution,
+    ScoreChange,
     Terms,
 )
 
@@ -81,6 +82,7 @@ __all__ = [
     "ModelChange",
     "Paths",
     "ScoreAttribution",
+    "ScoreChange",
     "Terms",
     "as_scipy",
     "compare_models",

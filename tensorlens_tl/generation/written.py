@@ -1,4 +1,4 @@
-"""A frozen text of prompt and continuation, and what made its generated tokens."""
+"""A frozen text of prompt and continuation, and what made its generated tokens; the difference of two such texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedMod
 from tensorlens_tl.generation.hops import Hops, check_hops, sent_on
 from tensorlens_tl.generation.writing import Continuation, Count, Text, refuse_non_causal, texts_of
 from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike, check_rule
-from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, difference, freeze
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, memory_batches, one_per_prompt, taken
 from tensorlens_tl.passes.operator import Collapse
 from tensorlens_tl.results import Attribution, joined
@@ -41,11 +41,11 @@ class FrozenGeneration:
     torch.Size([1, 1, 10])
 
     Attributes:
-        frozen: the pass of the whole text.
+        frozen: the pass of the whole text, or the difference of two; see `difference`.
         positions: of the generated tokens, `[batch, token]`; where a prompt has fewer of them, of padding.
     """
 
-    frozen: FrozenPass
+    frozen: PassOrDifference
     positions: Int[Tensor, "batch token"]
     _links: dict[tuple[str, str], Collapse] = field(default_factory=dict)
 
@@ -118,6 +118,41 @@ class FrozenGeneration:
             options={name: value for name, value in options.items() if value is not None}
             | {"generated": self.generated_ranges(), "asked": self._token_positions(queries)},
         )
+
+    def difference(self, other: "FrozenGeneration") -> "FrozenGeneration":
+        """What another text, or the same text in another run, makes otherwise: to ask as of one text.
+
+        Every target is a logit of this text's own token, in both runs: what does it give to that token here that it
+        does not give there? Scores are parts of the exact change (`tlens.difference`), and a span is one question.
+
+        Args:
+            other: a text of as many tokens, generated at the same positions: another prompt's, of another model of the
+                same architecture, or of a model that was changed in between.
+
+        Raises:
+            InvalidInputError: other positions, and what `tlens.difference` refuses.
+            UnsupportedModelError: see `tlens.difference`.
+
+        >>> other = text.replace("red", "blue")
+        >>> first, second = (
+        ...     tlens.generation.freeze_generation(model, prompt, continuation=" value of")
+        ...     for prompt in (text, other)
+        ... )
+        >>> change = first.difference(second).attribute(span="all")
+        >>> torch.allclose(change.scores.sum(-1) + change.bias, change.total, atol=1e-3)
+        True
+        """
+        if not isinstance(other, FrozenGeneration):
+            raise InvalidInputError(f"difference: pass another FrozenGeneration, not {type(other).__name__}.")
+        first, second = self.frozen, other.frozen
+        if isinstance(first, Difference) or isinstance(second, Difference):
+            raise InvalidInputError("difference: one of these is a difference of two texts; pass texts of one run.")
+        if self.positions.shape != other.positions.shape or not torch.equal(self.positions, other.positions):
+            raise InvalidInputError(
+                f"difference: the generated tokens stand elsewhere, {self.generated_ranges()} and "
+                f"{other.generated_ranges()}. Pass continuations of one length to prompts of one length."
+            )
+        return FrozenGeneration(difference(first, second), self.positions)
 
     def links(self, *, bias: str = "apart", activation: str = "ratio", memory: Memory = None) -> Collapse:
         """What made the logit of every generated token: the scores that hops follow; stored for the next call."""
@@ -198,7 +233,10 @@ class FrozenGeneration:
 
     def _runners_up(self, queries: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
         """The token of largest logit besides the next one, at each query."""
-        logits = self.frozen.logits(queries)
+        run = self.frozen
+        if isinstance(run, Difference):
+            run = run.a
+        logits = run.logits(queries)
         assert logits is not None  # `refuse_non_causal`
         after = (queries + 1).clamp_max(self.frozen.tokens.shape[1] - 1)
         next_tokens = torch.take_along_dim(self.frozen.tokens, after, dim=1)
@@ -214,6 +252,8 @@ class FrozenGeneration:
             label = f"sum of the {unit}s{against} of {_counted(len(tokens), 'generated token')}"
             if len(self.positions) == 1 and len(tokens) <= 12:
                 label += f" {''.join(tokens)!r}"
+        if isinstance(self.frozen, Difference):
+            label = f"change of the {label}"
         if hops == 0:
             return label
         return f"{label}, after {_counted(hops, 'hop')}"

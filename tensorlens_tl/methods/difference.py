@@ -52,7 +52,9 @@ def difference(
             ``"mean"`` (the vocabulary's mean embedding), ``"zero"``, a token id, a text or ids of the same length (a
             list of integers, or a tensor `[pos]` or `[batch, pos]`), embeddings `[d_model]` or `[pos, d_model]`, or a
             frozen pass; or a list of several of these, over which scores are averaged. None is the mask token where
-            there is one, else the mean. A difference has its baseline already.
+            there is one, else the mean. Images and sound are compared with another image (or sound), with ``"mean"``
+            (each one's mean patch in all its places) or ``"zero"`` (position embeddings alone). A difference has its
+            baseline already.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
@@ -135,17 +137,28 @@ def baseline_pass(frozen: FrozenPass, baseline: Any) -> FrozenPass:
     if isinstance(baseline, FrozenPass):
         return baseline
     is_tensor = isinstance(baseline, Tensor)
+    if is_tensor and _is_signal(frozen, baseline):
+        other = prepare(frozen.view, baseline).kwargs["input"]
+        return freeze_changed(frozen, {**frozen.inputs, "input": other.expand_as(frozen.inputs["input"])})
     if is_tensor and baseline.is_floating_point():
         return _with_embeddings(frozen, baseline)
     is_text = isinstance(baseline, str) and baseline not in REPLACEMENTS
     if is_text or _are_ids(baseline) or (is_tensor and baseline.ndim > 0):
         return _with_tokens(frozen, baseline)
     try:
-        chosen = Replacement.of(frozen.view, frozen.prompt, baseline, vocabulary_mean(frozen.view))
+        chosen = Replacement.of(frozen.view, frozen.prompt, baseline, vocabulary_mean(frozen.view), alone=True)
     except InvalidInputError as error:
         raise InvalidInputError(f"baseline: {error}") from error
     positions = torch.arange(frozen.tokens.shape[1], device=frozen.mask.device)
     return _replaced(frozen, chosen, frozen.mask & (positions >= frozen.prompt.special))
+
+
+def _is_signal(frozen: FrozenPass, values: Tensor) -> bool:
+    """Whether these are another image or sound, for each of the pass's or for all."""
+    if frozen.view.reads == "tokens":
+        return False
+    batch, *one = frozen.inputs["input"].shape
+    return list(values.shape) in (one, [1, *one], [batch, *one])
 
 
 def _with_tokens(frozen: FrozenPass, baseline: Any) -> FrozenPass:

@@ -117,6 +117,11 @@ class Linearisation(ABC):
     def check_fresh(self) -> None:
         """Raise `FrozenModelError` if the model is no longer the one that the maps belong to."""
 
+    @property
+    def runs(self) -> "tuple[Linearisation, ...]":
+        """The runs that it is of: itself, or the two that it is the difference of, the first less the second."""
+        return (self,)
+
     def noise(self, unembedded: bool) -> Float[Tensor, "batch pos"] | None:
         """The length of what rounding may leave in `output`, or in what is unembedded, beside its own size.
 

@@ -26,7 +26,7 @@ Mean = Callable[[str], Float[Tensor, "d"]]
 class Replacement:
     """A token id, or a vector put in the place of token embeddings at the hook point `at`.
 
-    A vector is one for all positions, `[d]` (or just zero), or one for each, `[pos, d]`.
+    A vector is one for all positions, `[d]` (or just zero), or one for each, `[pos, d]`, of each prompt or of all.
     """
 
     name: str
@@ -35,7 +35,9 @@ class Replacement:
     vector: Tensor | None = None
 
     @classmethod
-    def of(cls, view: ModelView, prompt: Prompt, replacement: Any, mean: Mean | None = None) -> "Replacement":
+    def of(
+        cls, view: ModelView, prompt: Prompt, replacement: Any, mean: Mean | None = None, *, alone: bool = False
+    ) -> "Replacement":
         """The replacement that a user names.
 
         Args:
@@ -44,6 +46,7 @@ class Replacement:
             replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), ``"mean"``, ``"zero"``, or a token. None is the mask
                 token where there is one, else the mean.
             mean: what ``"mean"`` stands for where tokens are read; None is the mean over all prompts' real tokens.
+            alone: whether ``"mean"`` is each image's or sound's own, whichever others are beside it.
 
         Raises:
             InvalidInputError: a replacement that the model does not have, or no single token.
@@ -56,7 +59,7 @@ class Replacement:
         if view.reads != "tokens":
             if replacement not in ("mean", "zero"):
                 raise InvalidInputError(f"replacement={replacement!r}: of {view.reads}, use 'mean' or 'zero'.")
-            return cls._of_signal(view, prompt, replacement)
+            return cls._of_signal(view, prompt, replacement, alone)
         if replacement in ("mask", "pad"):
             token = getattr(tokenizer, f"{replacement}_token_id", None)
             if token is None:
@@ -83,7 +86,7 @@ class Replacement:
         return cls(repr(replacement), token=token)
 
     @classmethod
-    def _of_signal(cls, view: ModelView, prompt: Prompt, replacement: str) -> "Replacement":
+    def _of_signal(cls, view: ModelView, prompt: Prompt, replacement: str, alone: bool) -> "Replacement":
         """What stands for a patch, or for a sound's frame: its position alone, or the mean patch at its position.
 
         Where no position embedding is read (sound), it is the mean vector of the first block's input, or zero.
@@ -94,7 +97,10 @@ class Replacement:
         if view.patches is not None:
             vector = view.patches.constant.to(stream)
         if replacement == "mean":
-            vector = vector + (stream - vector)[:, prompt.special :].mean((0, 1))
+            means = (stream - vector)[:, prompt.special :].mean(1, keepdim=True)
+            if not alone:
+                means = means.mean(0)
+            vector = vector + means
         return cls(replacement, at=at, vector=vector)
 
     def put(self, inputs: dict[str, Any], replaced: Bool[Tensor, "row pos"]) -> tuple[dict[str, Any], list[FwdHook]]:

@@ -12,7 +12,7 @@ from tensorlens_tl.results.joining import (
     joined as joined,
     joined_changes as joined_changes,
 )
-from tensorlens_tl.results.pairs import ScoreAttribution
+from tensorlens_tl.results.pairs import ScoreAttribution, ScoreChange
 from tensorlens_tl.results.result import RESULT_ENDINGS as RESULT_ENDINGS, Result
 from tensorlens_tl.results.terms import Paths, Terms
 from tensorlens_tl.results.views import array as array
@@ -31,5 +31,6 @@ __all__ = [
     "Paths",
     "Result",
     "ScoreAttribution",
+    "ScoreChange",
     "Terms",
 ]

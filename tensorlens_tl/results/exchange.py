@@ -13,7 +13,8 @@ Neuronpedia shows as well. Its pages know four values of `feature_type` and draw
 `activation` holds a node's weight, its contribution to the target. `influence` is the share of Σ abs(weight) that the
 nodes up to this one hold, largest first, as circuit-tracer's own pruning by a threshold reads it. b_U, which is no node
 here, becomes one, so that links into the logit sum to it. Beside circuit-tracer's fields nodes have ``bias``, their own
-part of the weight, and the metadata say which library wrote the file and how exactly the sums hold.
+part of the weight, links into heads have ``reads`` (values, queries, keys or a gate), and the metadata say which
+library wrote the file and how exactly the sums hold.
 """
 
 import ast
@@ -74,17 +75,21 @@ def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) 
     nodes = _nodes(graph)
     tokens = _tokens(graph)
     logit = nodes[-1]["node_id"]
+    edges = graph.edges[["source", "target", "weight"]].itertuples(index=False, name=None)
     links = [
-        {"source": nodes[source]["node_id"], "target": nodes[target]["node_id"], "weight": weight}
-        for source, target, weight in graph.edges[["source", "target", "weight"]].itertuples(index=False, name=None)
+        {"source": nodes[source]["node_id"], "target": nodes[target]["node_id"], "weight": weight, "reads": reads}
+        for (source, target, weight), reads in zip(edges, graph.reads, strict=True)
     ]
     if graph.constant:
         position = nodes[-1]["ctx_idx"]
         number = -2 - len(nodes)  # none of the others has it
         constant = _node("b_U", "bias", str(graph.n_layers), position, number, graph.constant, tokens[position])
         nodes.insert(-1, constant)
-        links.append({"source": constant["node_id"], "target": logit, "weight": graph.constant})
+        links.append({"source": constant["node_id"], "target": logit, "weight": graph.constant, "reads": ""})
     _note_influence(nodes)
+    what = "the frozen model"
+    if graph.target.startswith("change of"):
+        what = "the difference of two runs"
     return {
         "metadata": {
             "slug": slug,
@@ -95,7 +100,7 @@ def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) 
             "node_threshold": threshold,
             "schema_version": 1,
             "info": {
-                "description": f"{graph.target} = {graph.total:.6g}: exact contributions of the frozen model",
+                "description": f"{graph.target} = {graph.total:.6g}: exact contributions of {what}",
                 "generator": {"name": "tensorlens_tl", "version": tensorlens_tl.__version__},
             },
             "generation_settings": {

@@ -1,6 +1,7 @@
 """A logit as a weighted graph of heads, MLPs, neurons, embeddings and biases."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +31,8 @@ MOST_SHOWN = 600
 
 NUMBERS = {"nodes": ("layer", "pos", "part", "weight", "bias", "entering"), "edges": ("source", "target", "weight")}
 WORDS = ("name", "kind", "token")
+READS = {"v": "values", "q": "queries", "k": "keys", "g": "gate"}
+"""What a head reads, by the letter in its node's name, as in ``"L1H3.k"``; a head of one run has values alone."""
 KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "neuron", "feature", "error", "bias")
 
 
@@ -95,6 +98,13 @@ class ContributionGraph(Result):
         if not weight.any():
             return 1.0
         return float((share * weight).sum() / weight.sum())
+
+    @property
+    def reads(self) -> list[str]:
+        """What every edge is read by: a head's values, queries, keys or gate; an empty text of anything else."""
+        names = zip(self.nodes["name"].tolist(), self.nodes["kind"].tolist(), strict=True)
+        of_nodes = [_read_by(name) if kind == "head" else "" for name, kind in names]
+        return [of_nodes[number] for number in self.edges["target"].tolist()]
 
     def prune(self, keep: Any = 0.8) -> "ContributionGraph":
         """The largest edges that together carry `keep` of this graph's edges, and what of them reaches the target.
@@ -196,7 +206,8 @@ class ContributionGraph(Result):
         terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per edge, largest first: name, position and token of its source and its target, and its weight.
+        """One line per edge, largest first: name, position and token of its source and its target, its weight, and
+        what it is read by (`reads`).
 
         >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
         >>> len(graph.to_dataframe()) == len(graph.edges)
@@ -211,15 +222,18 @@ class ContributionGraph(Result):
             rows = self.nodes.iloc[self.edges[end].to_numpy(int)[order]]
             columns |= {end: rows["name"].tolist(), f"{end}_pos": rows["pos"].tolist()}
             columns[f"{end}_token"] = rows["token"].tolist()
-        return pd.DataFrame(columns | {"weight": weight[order]})
+        columns |= {"weight": weight[order], "reads": np.array(self.reads, dtype=object)[order]}
+        return pd.DataFrame(columns)
 
     def to_networkx(self) -> "networkx.DiGraph":
-        """The graph with every column of `nodes` and `edges` as attributes (networkx comes with torch)."""
+        """The graph with every column of `nodes` and `edges`, and `reads`, as attributes; networkx comes with torch."""
         import networkx
 
         graph = networkx.DiGraph(target=self.target, total=self.total, constant=self.constant, gap=self.gap)
         graph.add_nodes_from((number, dict(row)) for number, row in self.nodes.iterrows())
-        graph.add_weighted_edges_from(self.edges[["source", "target", "weight"]].itertuples(index=False, name=None))
+        edges = self.edges[["source", "target", "weight"]].itertuples(index=False, name=None)
+        for (source, target, weight), reads in zip(edges, self.reads, strict=True):
+            graph.add_edge(source, target, weight=weight, reads=reads)
         return graph
 
     def to_circuit_tracer(
@@ -392,3 +406,11 @@ def _checked_most(most: int) -> int:
 
 def _exchanged(format: str, graph: ContributionGraph) -> bytes:
     return exchange.WRITERS[format](graph, {})
+
+
+def _read_by(head: str) -> str:
+    """What the node of a head reads: ``"keys"`` of ``"L1H3.k"``."""
+    match = re.match(r"L\d+H\d+\.([vqkg])(?!\w)", head)
+    if match is None:
+        return READS["v"]
+    return READS[match[1]]

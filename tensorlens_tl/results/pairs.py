@@ -1,4 +1,4 @@
-"""An attention score as a sum over pairs of sources, one in the query and one in the key."""
+"""An attention score as a sum over pairs of sources, one in the query and one in the key; its change over sources."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -157,3 +157,133 @@ class ScoreAttribution(Result):
         sums = self._sums(batch)
         rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
         terminal.show_table("attention score", ("query source × key source", "score"), rows, below)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreChange(Result):
+    """The change of an attention score, or of one entry of the pattern, between two runs as a sum over sources.
+
+    See `circuits.qk_attribution`. ``query_sources + key_sources + constants``, all summed, are `total` up to `gap`.
+
+    Attributes:
+        names: what the sources are, one list per prompt: tokens, or components of the model.
+        query_sources: what each source gives by the query, `[batch, source]`.
+        key_sources: what each gives by keys, of an entry of the pattern by all keys of its row, `[batch, source]`.
+        constant_names: what is no source's: what changed weights of two models, a changed routing and sinks add.
+        constants: the same, `[batch, constant]`.
+        total: the change of the models' own number, `[batch]`; of a score before a soft cap and ALiBi.
+        by: ``"token"``, ``"component"`` or ``"head"``.
+        of: ``"score"`` or ``"pattern"``.
+        reading_error: how far the softmax of the layer's scores is from its own patterns.
+    """
+
+    TENSORS: ClassVar = ("query_sources", "key_sources", "constants", "total")
+    FACTS: ClassVar = ("names", "constant_names", "by", "of", "reading_error")
+
+    names: list[list[str]]
+    query_sources: Float[Tensor, "batch source"]
+    key_sources: Float[Tensor, "batch source"]
+    constant_names: list[str]
+    constants: Float[Tensor, "batch constant"]
+    total: Float[Tensor, "batch"]
+    by: str
+    of: str
+    reading_error: float
+
+    def __repr__(self) -> str:
+        total = ", ".join(f"{total:.4g}" for total in self.total.tolist())
+        gap = f"{float(self.gap.max()):.1e}"
+        facts = f"of={self.of!r}, by={self.by!r}, total={total}, gap={gap}, reading={self.reading_error:.1e}"
+        return f"ScoreChange({facts})"
+
+    @property
+    def gap(self) -> Float[Tensor, "batch"]:
+        """abs(Σ − total) / Σ abs: how far the sum is from holding."""
+        parts = torch.cat([self.query_sources, self.key_sources, self.constants], dim=1)
+        return relative_gap(parts, torch.zeros_like(self.total), self.total)
+
+    @property
+    def scores(self) -> Float[Tensor, "batch source"]:
+        """What each source gives by query and keys together."""
+        return self.query_sources + self.key_sources
+
+    def _parts(self, batch: int) -> tuple[list[str], list[str], list[int | None], Float[Tensor, "part"]]:
+        """Sides, labels, positions and scores of everything that sums to the total."""
+        check_batch(batch, self.names)
+        names = self.names[batch]
+        places: list[int | None] = [None] * len(names)
+        if self.by == "token":
+            places = list(range(len(names)))
+        labels = [name if place is None else f"{place} {name}" for place, name in zip(places, names, strict=True)]
+        sides = ["query"] * len(names) + ["key"] * len(names) + [""] * len(self.constant_names)
+        scores = torch.cat([self.query_sources[batch], self.key_sources[batch], self.constants[batch]])
+        none: list[int | None] = [None] * len(self.constant_names)
+        return sides, [*labels, *labels, *self.constant_names], [*places, *places, *none], scores
+
+    def top(self, k: int = 10, batch: int = 0) -> list[Entry]:
+        """The k parts of largest absolute score: ``"query: L0H3"``, ``"key: 5 the"``, or a constant.
+
+        Raises:
+            InvalidInputError: k below 1.
+
+        >>> other = tlens.freeze(model, text.replace("red", "blue"))
+        >>> change = tlens.circuits.qk_attribution(tlens.difference(frozen, other), 1, 0, key=2)
+        >>> len(change.top(3))
+        3
+        """
+        sides, labels, places, scores = self._parts(batch)
+        named = [f"{side}: {label}" if side else label for side, label in zip(sides, labels, strict=True)]
+        return largest(scores, named, k, places)
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per part: batch, side (query, key, or empty of a constant), source, score."""
+        import pandas as pd
+
+        frames: list[pd.DataFrame] = []
+        for batch in range(len(self.names)):
+            sides, labels, _, scores = self._parts(batch)
+            values = scores.detach().double().cpu().numpy()
+            frames.append(pd.DataFrame({"batch": batch, "side": sides, "source": labels, "score": values}))
+        return pd.concat(frames, ignore_index=True)
+
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return {"score": "Change of an attention score", "pattern": "Change of an entry of the pattern"}[self.of]
+
+    def _lines(self, k: int, batch: int) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+        """The k largest parts with all others in one line, and the total."""
+        scores = self._parts(batch)[-1].double()
+        lines = with_others(self.top(k, batch), float(scores.sum()), len(scores))
+        return lines, [("total", float(self.total[batch]))]
+
+    def to_html(self, k: int = 15, batch: int = 0, *, style: bool = True) -> str:
+        """The k largest parts as bars around zero; all others, and the total, below."""
+        lines, sums = self._lines(k, batch)
+        notes = f"sums to the change to {float(self.gap[batch]):.1e}"
+        return with_style(page.panel(self.heading, graphs.bars(lines, sums), notes=notes), style)
+
+    def plot(self, k: int = 15, batch: int = 0, *, ax: Any = None) -> Any:
+        """The k largest parts as matplotlib bars (install ``tensorlens-tl[plot]``); returns the axes.
+
+        Args:
+            k, batch: as in `top`.
+            ax: draw here; None makes a figure of fitting size.
+
+        Raises:
+            InvalidInputError: k below 1, or no such prompt.
+            ImportError: matplotlib is not installed.
+        """
+        lines, sums = self._lines(k, batch)
+        return figure.signed_bars([*lines, *sums], self.heading, ax)
+
+    def show(self, k: int = 10, batch: int = 0) -> None:
+        """Display the bars in a notebook; elsewhere print the k largest parts, all others in one line, and the total.
+
+        Args:
+            k, batch: as in `top`.
+        """
+        if page.display_in_notebook(lambda: self.to_html(k, batch)):
+            return
+        rows, below = ([(name, number(score)) for name, score in part] for part in self._lines(k, batch))
+        terminal.show_table(self.heading, ("source", "score"), rows, below)

@@ -192,6 +192,7 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
 SAME = {
     "activation": ("method ", "FrozenPass.block", "circuits.logit_attribution", "circuits.total_effects"),
     "query": ("method ", "FrozenOperator.target", "circuits.logit_attribution", "circuits.total_effects"),
+    "of": ("method ",),
 }
 """Where a way of so many functions is the way of one operator, it is tried in these alone."""
 
@@ -362,11 +363,11 @@ PARTS = {
     "FrozenPass": (
         "activation", "allowed_gap", "capture", "causal", "check_fresh", "checked", "cross_pattern", "cut",
         "errors", "final_map", "inputs", "layouts", "live", "logit_vectors", "mask", "model", "n_layers", "noise",
-        "other_hooks", "points", "prediction_head", "prompt", "provenance", "routing", "row_bytes", "sides", "stage",
-        "str_tokens", "tokens", "tolerance", "unembedding_error", "view", "with_capture",
+        "other_hooks", "points", "prediction_head", "prompt", "provenance", "routing", "row_bytes", "runs", "sides",
+        "stage", "str_tokens", "tokens", "tolerance", "unembedding_error", "view", "with_capture",
     ),
     "FrozenOperator": ("of", "x", "end"),
-    "FrozenGeneration": ("generated_ranges", "real", "texts"),
+    "FrozenGeneration": ("difference", "generated_ranges", "real", "texts"),
     "HeadMap": (),
     "Features": ("pre_activation", "reader", "writer", "active_per_token", "explained", "top", "value", "checked"),
     "Plan": ("before", "check_fits", "label", "load", "parameters", "ratio", "save"),

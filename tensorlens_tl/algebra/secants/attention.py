@@ -120,6 +120,10 @@ class QueryResponse(PositionwiseMap):
     def bias(self) -> Tensor:
         return ZERO
 
+    @property
+    def components(self) -> int:
+        return self.heads
+
     def component(self, number: int) -> "QueryResponse":
         cut = partial(channels_of, group=number, groups=self.heads)
         only = slice(number, number + 1)
@@ -175,6 +179,10 @@ class KeyResponse(MixingMap):
     @property
     def bias(self) -> Tensor:
         return ZERO
+
+    @property
+    def components(self) -> int:
+        return self.secant.heads
 
     def component(self, number: int) -> "KeyResponse":
         return KeyResponse(self.secant.of_head(number))

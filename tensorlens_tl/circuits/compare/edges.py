@@ -51,7 +51,7 @@ from tensorlens_tl.circuits.compare.pairs import (
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
 from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer, summed_by_name
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import Difference, PassLike
 from tensorlens_tl.results import TARGET, Circuit, EdgeScores
@@ -113,6 +113,7 @@ def edge_scores(
     if method == "patching":
         scores = Replay(readout, clean, corrupted, layout.exists).patched(memory)
     elif method == "difference":
+        _refuse_gates(readout.stream)
         pulled = readout.stream.pull(readout.seed)
         scores = _products(readout.stream, Changes.of(readout.stream), layout, pulled, positions)
     elif method in ("gradient", "integrated"):
@@ -264,6 +265,17 @@ def added_by_hooks(stream: Stream, step: Step) -> Float[Tensor, "1 #batch #pos d
     if isinstance(stream.frozen, Difference) and isinstance(step.outer, Offset):
         return step.outer.vectors[None]
     return None
+
+
+def _refuse_gates(stream: Stream) -> None:
+    """Raise `UnsupportedModelError` where heads have a gate, which a circuit of edges has no destination for."""
+    gated = [sublayer.name for step in stream.steps for sublayer in step.sublayers if sublayer.kind == "gate"]
+    if gated:
+        raise UnsupportedModelError(
+            f"edge_scores(method='difference'): {gated[0]} of this {stream.frozen.view.description} has a gate after "
+            "its heads, which reads the stream besides queries, keys and values. patch_scores, paths and "
+            "contribution_graph of the difference have it as a node."
+        )
 
 
 def read_names(sublayer: Sublayer, letter: str = "") -> list[str]:

@@ -6,6 +6,10 @@ circuits of Elhage et al. (2021) and single MLPs, order 2 holds the virtual head
 its first node directly: the embeddings, and the biases written before it (the node's b_V inside). With the
 biases so placed the scores of all paths and b_U sum to the logit.
 
+In a difference of two runs the sum over all paths is the change of the logit. A head is three nodes then, as a path may
+enter it by its values, its queries or its keys: ``"L0H3.v → L1H5.k"`` is what the change of L0H3's values does to where
+L1H5 attends, by its keys. Paths start from what differs between the two embeddings.
+
 A path is followed backwards, from the target to its first node; ``pulled`` is the target's vector at that node's input.
 """
 
@@ -23,7 +27,7 @@ from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
-from tensorlens_tl.passes import PassLike
+from tensorlens_tl.passes import PassOrDifference
 from tensorlens_tl.results import Paths
 
 MOST_PATHS = 100_000
@@ -49,7 +53,7 @@ class _Partial:
 
 
 def paths(
-    frozen: PassLike,
+    frozen: PassOrDifference,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
@@ -63,7 +67,8 @@ def paths(
     """Every path through at most `max_order` heads and MLPs, and the sum of the longer ones.
 
     Args:
-        frozen: the pass.
+        frozen: the pass, or the difference of two: then heads are nodes by values, queries and keys (``"L0H3.k"``), and
+            the paths sum to the change of the target.
         target, minus, direction, layers, final_norm: as in `logit_attribution`.
         max_order: the most nodes a listed path has; the longer ones are the remainder, summed by one more pull.
         query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
@@ -125,7 +130,7 @@ def paths(
 
 
 def top_paths(
-    frozen: PassLike,
+    frozen: PassOrDifference,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
@@ -144,7 +149,7 @@ def top_paths(
     more pull, less the k; so here `gap` measures that pull, and not the scores of the k.
 
     Args:
-        frozen: a pass of one prompt.
+        frozen: a pass of one prompt, or the difference of two.
         target, minus, query, direction, layers, activation: as in `paths`.
         k: how many paths.
         width: partial paths that are followed at each length.
@@ -198,7 +203,7 @@ def _label(path: tuple[str, ...]) -> str:
 
 def _named(stream: Stream, partial: "_Partial", candidates: Int[Tensor, "path 3"]) -> list[tuple[str, ...]]:
     """The nodes of paths that are one longer, first to last."""
-    return [(stream.steps[step].nodes[node], *partial.names[row]) for row, step, node in candidates.tolist()]
+    return [(stream.steps[step].part_names[node], *partial.names[row]) for row, step, node in candidates.tolist()]
 
 
 def _rows_at_once(stream: Stream) -> int:
@@ -212,7 +217,7 @@ def _count(stream: Stream, max_order: int) -> int:
     """The number of paths of at most so many nodes: elementary symmetric polynomials of the steps' node counts."""
     ways = [1] + [0] * max_order
     for step in stream.steps:
-        nodes = len(step.nodes)
+        nodes = len(step.part_names)
         ways = [ways[0], *(ways[order] + nodes * ways[order - 1] for order in range(1, max_order + 1))]
     return sum(ways)
 
@@ -277,7 +282,7 @@ def _extend(stream: Stream, partial: _Partial, chosen: Int[Tensor, "path 3"]) ->
         step = stream.steps[number]
         nodes = 0
         for sublayer in step.sublayers:
-            for node, name in enumerate(sublayer.nodes):
+            for node, name in enumerate(sublayer.part_names):
                 parents = chosen[(chosen[:, 1] == number) & (chosen[:, 2] == nodes + node), 0]
                 parents = parents[torch.isin(parents, rows)]
                 if not len(parents):

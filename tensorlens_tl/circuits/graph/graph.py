@@ -168,7 +168,9 @@ def _of_largest(name: str, value: int | float, largest: float) -> Choice:
 
 def _splits(sublayer: Sublayer) -> str:
     """What a sublayer's nodes are split into: heads by source, MLPs by neuron."""
-    return {"head": "sources", "mlp": "neurons"}.get("" if sublayer.letter in ("q", "k") else sublayer.node_kind, "")
+    if sublayer.letter and not sublayer.is_attention:  # a head's part that mixes no values
+        return ""
+    return {"head": "sources", "mlp": "neurons"}.get(sublayer.node_kind, "")
 
 
 def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, direction: Direction) -> dict[str, Any]:

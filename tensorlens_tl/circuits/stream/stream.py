@@ -33,7 +33,7 @@ from tensorlens_tl.circuits.stream.embeddings import embedding_parts
 from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike, check_rule
-from tensorlens_tl.passes import FrozenPass, PassOrDifference, check_explained
+from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, check_explained
 from tensorlens_tl.passes.inputs import one_query, query_positions
 from tensorlens_tl.passes.operator import chosen_layers, end_of, resolve_target
 
@@ -311,6 +311,8 @@ def stream_target(
     if not resolved.of_tokens:
         label = f"{label} at {end_of(frozen, chosen.stop, normed)}"
         soft_cap = None
+    if isinstance(frozen, Difference):
+        label = f"change of the {label}"
     activations = upcast(torch.take_along_dim(frozen.activation(read_at), positions[..., None], dim=1))
     real = torch.take_along_dim(frozen.mask, positions, dim=1)  # padding has no target
     vectors = resolved.vectors * real[..., None]
@@ -340,7 +342,7 @@ def token_pairs(
 
 def summed_by_name(
     names: list[str], values: Float[Tensor, "*any"], dim: int
-) -> tuple[list[str], Float[Tensor, "*fewer"]]:
+) -> tuple[list[str], Float[Tensor, "*summed"]]:
     """Values along a dimension with those of equal names summed: a head's, by queries, keys and values.
 
     Args:

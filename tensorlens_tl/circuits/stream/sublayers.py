@@ -23,18 +23,18 @@ from tensorlens_tl.algebra import (
 )
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import Offset, without_offsets
-from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import Place
 from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import PassOrDifference
 
-Kind = Literal["head", "query", "key", "mixer", "mlp", "per_layer"]
+Kind = Literal["head", "query", "key", "gate", "mixer", "mlp", "per_layer"]
 """What a sublayer's nodes are: heads by what they mix, and in a difference of two runs by where their queries and keys
-make them attend; a mixer in place of attention; an MLP or experts; an input of each token at its layer."""
+make them attend and by a gate of what they give; a mixer in place of attention; an MLP or experts; an input of each
+token at its layer."""
 
-LETTERS: dict[Kind, str] = {"head": "v", "query": "q", "key": "k"}
-"""What heads read by: values, queries or keys."""
+LETTERS: dict[Kind, str] = {"head": "v", "query": "q", "key": "k", "gate": "g"}
+"""What heads read by: values, queries, keys, or a gate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +46,9 @@ class Sublayer:
         read: stream -> hidden: heads side by side (mixed over positions), or the MLP's neurons after the activation.
         write: hidden -> stream; its bias is `bias_name`'s, not the nodes'.
         nodes: the names of its nodes, ``"L0H3"``, ``"MLP0"``, or of a mixture of experts ``"L0E2"`` for each expert
-            that is chosen and ``"L0.shared"``. In a difference of two runs a head has three sublayers.
+            that is chosen and ``"L0.shared"``. In a difference of two runs a head has several sublayers.
         kind: what its nodes are.
-        of_three: whether the heads have other sublayers beside it, by queries, keys and values.
+        in_parts: whether the heads have other sublayers beside it, by queries, keys, values and gates.
     """
 
     layer: int
@@ -57,7 +57,7 @@ class Sublayer:
     nodes: tuple[str, ...]
     bias_name: str
     kind: Kind
-    of_three: bool = False
+    in_parts: bool = False
 
     @property
     def name(self) -> str:
@@ -70,20 +70,20 @@ class Sublayer:
 
     @property
     def letter(self) -> str:
-        """What heads read by, ``"v"``, ``"q"`` or ``"k"``; an empty text of anything else."""
+        """What heads read by, ``"v"``, ``"q"``, ``"k"`` or ``"g"``; an empty text of anything else."""
         return LETTERS.get(self.kind, "")
 
     @property
     def part_names(self) -> tuple[str, ...]:
         """The names of its nodes, apart from those of the same heads in other sublayers: ``"L0H3.k"``."""
-        if not self.of_three:
+        if not self.in_parts:
             return self.nodes
         return tuple(f"{node}.{self.letter}" for node in self.nodes)
 
     @property
     def node_kind(self) -> str:
         """What its nodes are called where kinds are listed: a head, a mixer or an MLP."""
-        return {"query": "head", "key": "head", "per_layer": "mlp"}.get(self.kind, self.kind)
+        return {"query": "head", "key": "head", "gate": "head", "per_layer": "mlp"}.get(self.kind, self.kind)
 
     @property
     def is_attention(self) -> bool:
@@ -141,6 +141,10 @@ class Sublayer:
 
     def read_of(self, node: int) -> Chain:
         """What one node reads, as a separate map: for a head, its values and its pattern only."""
+        if len(self.nodes) == 1:
+            return self.read
+        if self.kind == "gate":
+            return self.read.of_group(node, len(self.nodes))
         return self.read.component(node)
 
 
@@ -157,6 +161,11 @@ class Step:
     def nodes(self) -> tuple[str, ...]:
         """The nodes of all sublayers, in their order, each once."""
         return tuple(dict.fromkeys(node for sublayer in self.sublayers for node in sublayer.nodes))
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The nodes of each sublayer, those of the same heads in several apart."""
+        return tuple(name for sublayer in self.sublayers for name in sublayer.part_names)
 
     @property
     def map(self) -> Chain:
@@ -228,26 +237,24 @@ def _heads(
 ) -> list[Sublayer]:
     """Attention as sublayers: one of a pass, whose patterns are held; of a difference by queries, keys and values.
 
-    What the output adds by itself is the bias of the last.
+    A gate after the heads is held in these, and one more. What the output adds by itself is the bias of the last.
     """
     names = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
     routes = inside[0].summands if len(inside) == 1 else (Chain(inside),)
-    if len(routes) == 4:
-        raise UnsupportedModelError(
-            f"{frozen.view.blocks[layer].name} of this {frozen.view.description}: a gate stands after its heads; "
-            "circuits of a difference have no nodes for what gates change. attribute and the operator work."
-        )
     if len(routes) == 1:
         return [_sublayer(frozen, layer, at, (Chain(inside),), output, names, "b_O", "head")]
-    by_value, by_query, by_key = routes
+    by_value, by_query, by_key, *by_gate = routes
     alone = without_offsets(output)  # what two models' outputs differ by is added once
-    kinds: tuple[tuple[AffineMap, AffineMap, Kind], ...] = (
+    kinds: list[tuple[AffineMap, AffineMap, Kind]] = [
         (by_query, alone, "query"),
         (by_key, alone, "key"),
         (by_value, output, "head"),
-    )
+    ]
+    if by_gate:  # each of the others ends with it
+        kinds = [(Chain(read.parts[:-1]), Chain((read.parts[-1], *stages_of(out))), kind) for read, out, kind in kinds]
+        kinds.insert(0, (by_gate[0], alone, "gate"))
     sublayers = [_sublayer(frozen, layer, at, (read,), out, names, "b_O", kind) for read, out, kind in kinds]
-    return [replace(sublayer, of_three=True) for sublayer in sublayers]
+    return [replace(sublayer, in_parts=True) for sublayer in sublayers]
 
 
 def _mlp_nodes(frozen: PassOrDifference, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:

@@ -4,6 +4,9 @@ A logit is ``Σ scores of pixels + bias``, where the bias holds all that no pixe
 embeddings, the convolution's bias, and the biases of the model. A pixel's score is ``pixel · (Tᵀ g)``, pulled on
 through the patch embedding; where patches overlap, a pixel has a share of each. (Ours; the collapse of TensorLens, Eq.
 24, with one more linear map before it.)
+
+The change of a logit between two images is the same sum over the changes of their pixels. What two models' patch
+embeddings make otherwise of the mean image is no pixel's, and part of the bias.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, relative_gap, upcast
-from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models import PatchWeights, Query, TokenLike
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
@@ -76,10 +79,12 @@ def patch_embedding(frozen: Linearisation) -> PatchEmbedding:
         frozen: a pass of it.
 
     Raises:
-        InvalidInputError: no frozen pass.
+        InvalidInputError: no frozen pass, or a difference, whose two runs have one each.
         UnsupportedModelError: the model embeds no patches, or they do not give the stream that enters its first block.
     """
     check_linearisation(frozen)
+    if len(frozen.runs) > 1:
+        raise InvalidInputError("patch_embedding: a difference has two runs; pass one of them, difference.a.")
     weights = frozen.view.patches
     if weights is None:
         raise UnsupportedModelError(
@@ -100,9 +105,22 @@ def patch_embedding(frozen: Linearisation) -> PatchEmbedding:
     return replace(embedding, error=error)
 
 
+def _pixels_and_rest(frozen: Linearisation) -> tuple[PatchEmbedding, Float[Tensor, "*batch pos d_model"]]:
+    """What takes pixels, or their change, to the stream, and what the stream holds, or changes by, besides."""
+    first, *others = map(patch_embedding, frozen.runs)
+    if not others:
+        return first, first.bias
+    (second,) = others
+    weights = (first.weights, second.weights)
+    mean, change = ((weights[0].weight + sign * weights[1].weight) / 2 for sign in (1, -1))
+    of_changes = replace(first, x=first.x - second.x, weights=replace(weights[0], weight=mean))
+    of_weights = replace(first, weights=replace(weights[0], weight=change))
+    return of_changes, of_weights.push(first.x + second.x) + first.bias - second.bias
+
+
 @dataclass(frozen=True, eq=False)
 class PixelScores:
-    """What every pixel gives to a logit or a direction.
+    """What every pixel, or the change of every pixel, gives to a logit or a direction, or its change.
 
     Attributes:
         scores: `[batch, query, *input]`: channel, row and column of an image; time and mel bin of a spectrogram.
@@ -138,7 +156,8 @@ def pixel_scores(
     """The effect of every pixel on one logit of a class, a difference of two, or any direction; exact.
 
     Args:
-        frozen: a pass of a vision transformer or an audio spectrogram transformer.
+        frozen: a pass of a vision transformer or an audio spectrogram transformer, or the difference of two: then what
+            the change of every pixel gives to the change of the logit, and pixels that are the same give 0.
         target, minus, query, direction: as in `FrozenOperator.target`.
         activation: the rule for MLPs.
         memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
@@ -146,7 +165,8 @@ def pixel_scores(
     Raises:
         InvalidInputError, UnsupportedModelError: see `patch_embedding` and `FrozenOperator.target`.
     """
-    embedding = patch_embedding(frozen)
+    check_linearisation(frozen)
+    embedding, rest = _pixels_and_rest(frozen)
     operator = FrozenOperator.of(frozen, activation=activation)
     collapse = operator.target(target, minus, query=query, direction=direction, memory=memory)
     gradient = operator.gradient(target, minus, query=query, direction=direction, memory=memory)
@@ -157,8 +177,10 @@ def pixel_scores(
     for rows in chunks(gradient.shape[1], frozen.row_bytes, memory, "queries"):
         chunk = slice(rows.start, rows.stop)
         scores[:, chunk] = (embedding.pull(gradient[:, chunk].transpose(0, 1)) * x).transpose(0, 1)
-    bias = upcast(collapse.bias) + (upcast(gradient) * embedding.bias).sum((-2, -1))
+    bias = upcast(collapse.bias) + (upcast(gradient) * rest.unsqueeze(-3)).sum((-2, -1))
     gap = relative_gap(scores.flatten(2), bias, collapse.total)
     positions = query_positions(frozen.prompt, query)
     label = resolve_target(frozen, target, minus, direction, positions).label
+    if len(frozen.runs) > 1:
+        label = f"change of the {label}"
     return PixelScores(scores, bias, collapse.total, gap, positions, label)

@@ -7,7 +7,7 @@ of what heads give is a fourth, Δ(g·z) = ḡ·Δz + z̄·Δg; the scale of a n
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -62,17 +62,12 @@ def attention_secant(
     """
     weights = [maps.view.blocks[layer].attention for maps in (a, b)]
     name = partial("L{}.{}".format, layer)
-    queries, keys = _projection_secants(a, b, layer)
-    reading = score_reading(a, layer, (queries.a, keys.a))
-    error = _checked_error(reading, b, layer, queries.b, keys.b)
+    scores = _Scores.of(a, b, layer)
     read = Change(of_a.attention, of_b.attention)
     values = _value_secant(weights, read, name)
-    padded = ~a.capture.mask[:, None, :, None]  # queries whose positions, and scores, may be counted otherwise
-    patterns = [upcast(maps.capture.pattern(layer)).masked_fill(padded, 0.0) for maps in (a, b)]
     mean_values = rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=weights[0].kv_heads)
-    of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
-    secant, by_sinks = _score_secant(reading, queries, keys, patterns, mean_values, of_sinks)
-    rotation = () if reading.rotation is None else (Rotation.of(reading.rotation),)
+    secant, by_sinks = scores.secant(mean_values)
+    patterns = scores.patterns
     mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
@@ -80,11 +75,87 @@ def attention_secant(
     sinks = () if by_sinks is None else (Offset(only(by_sinks.to(of_a.heads)), name("sinks")),)
     routes = (
         Chain((*values.stages, mixing)),
-        Chain((*queries.stages, *rotation, QueryResponse.of(secant), *sinks)),
-        Chain((*keys.stages, *rotation, KeyResponse(secant))),
+        Chain((*scores.queries.stages, *scores.rotation, QueryResponse.of(secant), *sinks)),
+        Chain((*scores.keys.stages, *scores.rotation, KeyResponse(secant))),
     )
     routes, z = _gated(weights, routes, Change(of_a.heads, of_b.heads), read, name("attn.W_gate"), only)
-    return Chain((Sum(routes), _written(weights, z, name("W_O"), only))), max(reading.error, error)
+    return Chain((Sum(routes), _written(weights, z, name("W_O"), only))), scores.error
+
+
+def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain, Chain]:
+    """What a layer's scores or patterns change by with its queries, and with its keys and sinks.
+
+    They are what heads give whose values are one-hot: ``[.., d_model] -> [.., (head key)]`` at every query.
+
+    Args:
+        a, b: the two runs.
+        layer: which block.
+        of: ``"pattern"``, or ``"score"``: before a soft cap, ALiBi and the softmax.
+
+    Raises:
+        UnsupportedModelError: attention scores that are not read.
+    """
+    scores = _Scores.of(a, b, layer)
+    batch, _, _, pos = scores.patterns[0].shape
+    one_hot = torch.eye(pos).to(scores.patterns[0]).expand(batch, 1, -1, -1)
+    secant, by_sinks = scores.secant(one_hot)
+    if of == "score":
+        weights = torch.full_like(secant.weights, scores.reading.scale)
+        secant = replace(secant, weights=weights, centres=torch.zeros_like(secant.centres))
+        by_sinks = None
+    sinks = () if by_sinks is None else (Offset(by_sinks, f"L{layer}.sinks"),)
+    by_query = Chain((*scores.queries.stages, *scores.rotation, QueryResponse.of(secant)))
+    return by_query, Chain((*scores.keys.stages, *scores.rotation, KeyResponse(secant), *sinks))
+
+
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    """What two runs of a layer make their scores of.
+
+    Attributes:
+        reading: how, the same in both.
+        queries, keys: before rotation.
+        patterns: of either run; zero at queries that are padding.
+        of_sinks: whether sinks are one model's, and how exactly a row without a sink sums to 1.
+        error: the largest error of a probability of the two patterns, as their scores give them.
+    """
+
+    reading: ScoreReading
+    queries: Change
+    keys: Change
+    patterns: list[Float[Tensor, "batch head query key"]]
+    of_sinks: tuple[bool, float]
+    error: float
+
+    @classmethod
+    def of(cls, a: BlockMaps, b: BlockMaps, layer: int) -> "_Scores":
+        """Read them, and compare the softmax of either run's with its pattern.
+
+        Raises:
+            UnsupportedModelError: they do not give it.
+        """
+        queries, keys = _projection_secants(a, b, layer)
+        reading = score_reading(a, layer, (queries.a, keys.a))
+        error = max(reading.error, _checked_error(reading, b, layer, queries.b, keys.b))
+        padded = ~a.capture.mask[:, None, :, None]  # queries whose positions, and scores, may be counted otherwise
+        patterns = [upcast(maps.capture.pattern(layer)).masked_fill(padded, 0.0) for maps in (a, b)]
+        of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
+        return cls(reading, queries, keys, patterns, of_sinks, error)
+
+    @property
+    def rotation(self) -> tuple[Rotation, ...]:
+        """What comes between queries, or keys, and their product."""
+        return () if self.reading.rotation is None else (Rotation.of(self.reading.rotation),)
+
+    def secant(
+        self, values: Float[Tensor, "batch kv pos d_value"]
+    ) -> tuple[ScoreSecant, Float[Tensor, "batch pos width"] | None]:
+        """The secant of softmax and scores together, and what heads give because sinks of two models differ, or None.
+
+        Args:
+            values: what heads mix, the mean of both runs.
+        """
+        return _score_secant(self.reading, self.queries, self.keys, self.patterns, values, self.of_sinks)
 
 
 def _value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:

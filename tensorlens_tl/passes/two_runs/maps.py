@@ -16,7 +16,7 @@ from tensorlens_tl.models.sublayers import DeltaWeights, Mamba2Weights, MambaWei
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
-from tensorlens_tl.passes.two_runs.attention import attention_secant
+from tensorlens_tl.passes.two_runs.attention import attention_secant, score_routes as attention_score_routes
 from tensorlens_tl.passes.two_runs.experts import Mixture, experts_secant
 from tensorlens_tl.passes.two_runs.mixers import mixer_secant
 from tensorlens_tl.passes.two_runs.mlps import activated, hidden_secant
@@ -147,6 +147,22 @@ class SecantMaps(Blocks):
         """The largest error of a probability of the two patterns, as the scores that were read give them."""
         self.mixer(layer)
         return self._parts(layer).pattern_error
+
+    @reads_weights
+    def score_routes(self, layer: int, head: int, of: str) -> tuple[Chain, Chain]:
+        """One head's scores, or its pattern, by its queries and by its keys, from the stream that the layer reads.
+
+        Args:
+            layer, head: which one.
+            of: ``"score"`` or ``"pattern"``.
+
+        Returns:
+            Two maps to a vector over keys at every query, `[batch, query, key]`; their sum is the change.
+        """
+        before = self.layouts[layer].attn.before
+        norms = () if before is None else (self.norm(layer, before),)
+        by_query, by_key = attention_score_routes(self.a, self.b, layer, of)
+        return Chain((*norms, by_query.component(head))), Chain((*norms, by_key.component(head)))
 
     def mlp(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """One MLP or mixture of experts, its activations by their slopes; the rule does not matter."""

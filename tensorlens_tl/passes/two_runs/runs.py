@@ -56,6 +56,11 @@ class Difference(Linearisation):
     # ------------------------------------------------------------------ the two runs
 
     @property
+    def runs(self) -> tuple[FrozenPass, FrozenPass]:
+        """Both."""
+        return self.a, self.b
+
+    @property
     def view(self) -> ModelView:
         """The reading of the first model's weights."""
         return self.a.view

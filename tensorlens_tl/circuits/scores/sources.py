@@ -1,0 +1,40 @@
+"""What wrote the stream that a layer's attention reads."""
+
+from torch import Tensor
+
+from tensorlens_tl.circuits.stream import Stream
+from tensorlens_tl.passes import PassOrDifference
+
+
+def components_before(frozen: PassOrDifference, layer: int, by: str, activation: str = "ratio") -> dict[str, Tensor]:
+    """What each component before a layer put into the stream that its attention reads, `[batch, pos, d_model]`.
+
+    Args:
+        frozen: a pass, or the difference of two: then what each component's part changes by.
+        layer: which one.
+        by: ``"head"``, or attention layers whole.
+        activation: the rule for the MLPs before.
+    """
+    stream = Stream.of(frozen, activation, layers=range(layer) if layer else [0])
+    whitening = frozen.maps.whitening(layer)
+    parts = stream.sources()
+    if layer == 0:
+        return parts if whitening is None else {name: whitening.push(part) for name, part in parts.items()}
+    for number, step in enumerate(stream.steps):
+        written: list[tuple[str, Tensor]] = []
+        for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+            if by == "head":
+                written += zip(sublayer.nodes, sublayer.outputs(hidden), strict=True)
+            else:
+                written.append((sublayer.name, sublayer.write.push(hidden)))
+        written += [(name, bias.expand_as(stream.x[0])) for name, bias, inside in step.biases if inside]
+        _add(parts, written)
+        parts = {name: step.outer.push(output) for name, output in parts.items()}
+        _add(parts, [(name, bias.expand_as(stream.x[0])) for name, bias, inside in step.biases if not inside])
+    return parts if whitening is None else {name: whitening.push(part) for name, part in parts.items()}
+
+
+def _add(parts: dict[str, Tensor], more: list[tuple[str, Tensor]]) -> None:
+    """Sum by name: a head of a difference writes by its values, its queries and its keys."""
+    for name, part in more:
+        parts[name] = parts[name] + part if name in parts else part

@@ -1,0 +1,240 @@
+"""Why attention moved: exact sums for the change of a score and of an entry of the pattern, against the live model."""
+
+import copy
+
+import pytest
+import torch
+from conftest import close, hooks_left, rerun_tolerance, rest_whole, some_tokens
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits
+from tensorlens_tl.passes import freeze_changed
+from tensorlens_tl.testing import model_names
+
+pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
+HERE = set(model_names())
+NAMES = [
+    name
+    for name in (
+        "hooked/ln", "hooked/gqa", "hooked/rotary", "hooked/alibi", "hooked/soft-caps", "hooked/sinks",
+        "hooked/shortformer", "hooked/post-only", "hooked/sandwich", "hooked/qk-norm", "hooked/local", "encoder/bert",
+        "bridge/gpt2", "bridge/llama", "bridge/gemma2", "bridge/qwen3", "bridge/opt", "bridge/neox", "bridge/mixtral",
+        "bridge/whitened", "bridge/deepseek-v3", "bridge/afmoe",
+    )
+    if name in HERE
+]  # fmt: skip
+DEFAULT = ("hooked/ln", "hooked/soft-caps", "hooked/shortformer", "encoder/bert", "bridge/llama", "bridge/gpt2")
+NAMES = rest_whole(NAMES, *DEFAULT)
+FEW = [name for name in ("hooked/ln", "hooked/gqa", "bridge/gpt2", "bridge/llama") if name in HERE]
+WHERE = {"layer": 1, "head": 2, "query": 4, "key": 3}
+
+
+def two(model, seeds=(0, 1)):
+    return [tlens.freeze(model, some_tokens(seed=seed)) for seed in seeds]
+
+
+def live_pattern(frozen, layer):
+    """The pattern of a run of the model, seen by a hook of our own."""
+    seen = {}
+    name = frozen.points.blocks[layer].pattern
+
+    def see(pattern, hook):
+        seen["pattern"] = pattern.detach().clone()
+
+    with torch.no_grad():
+        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[(name, see)])
+    return seen["pattern"]
+
+
+def whole(change):
+    return change.query_sources.sum(-1) + change.key_sources.sum(-1) + change.constants.sum(-1)
+
+
+@pytest.mark.parametrize("by", ["token", "component", "head"])
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_sum_to_the_change_of_the_live_pattern_and_score(name, by, model_named):
+    a, b = two(model_named(name))
+    difference = tlens.difference(a, b)
+    allowed = rerun_tolerance(name)
+    moved = circuits.qk_attribution(difference, **WHERE, by=by, of="pattern")
+    change = live_pattern(a, 1) - live_pattern(b, 1)
+    assert close(whole(moved), change[:, 2, 4, 3], allowed)
+    assert float(moved.total.abs().max()) > 1e-3
+    scored = circuits.qk_attribution(difference, **WHERE, by=by)
+    numbers = [circuits.qk_attribution(run, **WHERE).total for run in (a, b)]
+    assert close(whole(scored), numbers[0] - numbers[1], allowed)
+    assert not hooks_left(a.model)
+
+
+@pytest.mark.parametrize("of", ["pattern", "score"])
+@pytest.mark.parametrize("name", NAMES)
+def test_sides_do_not_depend_on_what_sources_are(name, of, model_named):
+    """Tokens go through the secants of all earlier blocks, components are what hooks saw written."""
+    difference = tlens.difference(*two(model_named(name)))
+    by = {way: circuits.qk_attribution(difference, **WHERE, by=way, of=of) for way in ("token", "component", "head")}
+    for side in ("query_sources", "key_sources"):
+        sums = [getattr(change, side).sum(-1) for change in by.values()]
+        if name == "bridge/mixtral":  # a changed routing is a constant among tokens, and part of what an MLP wrote
+            sums = sums[1:]
+        for other in sums[1:]:
+            assert close(other, sums[0], rerun_tolerance(name))
+    heads = [number for number, label in enumerate(by["head"].names[0]) if label.startswith("L0H")]
+    attention = by["component"].names[0].index("L0.attn")
+    assert close(by["head"].scores[:, heads].sum(-1), by["component"].scores[:, attention], rerun_tolerance(name))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_row_of_the_pattern_moves_by_nothing_in_all(name, model_named):
+    """Its entries sum to 1 in both runs, and so does what every token gives to all keys sum to 0."""
+    difference = tlens.difference(*two(model_named(name)))
+    rows = [circuits.qk_attribution(difference, 1, 0, query=4, key=key, of="pattern") for key in range(5)]
+    assert close(sum(row.query_sources for row in rows), torch.zeros_like(rows[0].query_sources))
+    assert close(sum(row.key_sources for row in rows), torch.zeros_like(rows[0].key_sources))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_query_side_is_the_secant_written_out(name, model_named):
+    """At the first layer, by the formula, from the live model's own scores of both runs and mixtures of the two."""
+    a, b = two(model_named(name))
+    difference = tlens.difference(a, b)
+    first = circuits.qk_attribution(difference, 0, 1, query=4, key=2, of="pattern")
+    readings = [circuits.scores.score_reading(run, 0) for run in (a, b)]
+    (q_a, k_a), (q_b, k_b) = (
+        reading.vectors(run.capture.resid_read(0)) for reading, run in zip(readings, (a, b), strict=True)
+    )
+    repeat = readings[0].heads // readings[0].kv_heads
+    k_a, k_b = (keys.repeat_interleave(repeat, 1)[:, 1, :5] for keys in (k_a, k_b))
+    q_a, q_b = q_a[:, 1, 4], q_b[:, 1, 4]
+    p_a, p_b = (live_pattern(run, 0)[:, 1, 4, :5] for run in (a, b))
+    close_logs = (p_a.log() - p_b.log()).abs() < 1e-9
+    means = torch.where(close_logs, p_a, (p_a - p_b) / (p_a.log() - p_b.log()))
+    weights = means / means.sum(-1, keepdim=True)
+    by_query = readings[0].scale * torch.einsum("bd,bkd->bk", q_a - q_b, (k_a + k_b) / 2)
+    by_key = readings[0].scale * torch.einsum("bd,bkd->bk", (q_a + q_b) / 2, k_a - k_b)
+    for sources, scores in ((first.query_sources, by_query), (first.key_sources, by_key)):
+        expected = means[:, 2] * (scores[:, 2] - (weights * scores).sum(-1))
+        assert close(sources.sum(-1), expected, rerun_tolerance(name))
+    assert not first.query_sources[:, [0, 1, 2, 3, 5]].any()
+    assert not first.key_sources[:, 5].any()
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_of_close_runs_it_is_the_live_models_gradient(name, model_named):
+    a = tlens.freeze(model_named(name), some_tokens())
+    size = 1e-5
+    step = torch.randn(a.resid_pre(0).shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    at = a.points.blocks[0].resid_pre
+    other = freeze_changed(a, a.inputs, [(at, lambda x, hook: x - size * step)])
+    moved = circuits.qk_attribution(tlens.difference(a, other), **WHERE, of="pattern")
+    leaf = a.resid_pre(0).clone().requires_grad_(True)
+    seen = {}
+
+    def see(pattern, hook):
+        seen["entry"] = pattern[:, 2, 4, 3].sum()
+
+    with torch.enable_grad():
+        a.model.run_with_hooks(**a.inputs, fwd_hooks=[(at, lambda x, hook: leaf), (a.points.blocks[1].pattern, see)])
+        (gradient,) = torch.autograd.grad(seen["entry"], leaf)
+    assert close(moved.scores / size, (gradient * step).sum(-1), 1e-5)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_swapped_runs_have_opposite_parts_and_equal_runs_none(name, model_named):
+    a, b = two(model_named(name))
+    there, back, same = (
+        circuits.qk_attribution(tlens.difference(*runs), **WHERE, of="pattern") for runs in ((a, b), (b, a), (a, a))
+    )
+    assert close(back.scores, -there.scores, 1e-12)
+    assert not same.scores.any()
+    assert not same.total.any()
+
+
+def changed(model, seed=0):
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return other
+
+
+@pytest.mark.parametrize("of", ["pattern", "score"])
+@pytest.mark.parametrize("name", FEW)
+def test_changed_weights_are_constants_by_name(name, of, model_named):
+    model = model_named(name)
+    a = tlens.freeze(model, some_tokens())
+    b = tlens.freeze(changed(model), some_tokens())
+    difference = tlens.difference(a, b)
+    by = {way: circuits.qk_attribution(difference, **WHERE, by=way, of=of) for way in ("token", "head")}
+    expected = (live_pattern(a, 1) - live_pattern(b, 1))[:, 2, 4, 3]
+    if of == "score":
+        numbers = [circuits.qk_attribution(run, **WHERE).total for run in (a, b)]
+        expected = numbers[0] - numbers[1]
+    for change in by.values():
+        assert close(whole(change), expected, rerun_tolerance(name))
+    assert {"L1.W_Q", "L1.W_K"} <= set(by["head"].constant_names)
+    assert {"L0.W_Q", "L0.W_V", "L0.W_in", "L1.W_Q"} <= set(by["token"].constant_names)
+    assert not any(label.startswith("L0") for label in by["head"].constant_names)
+
+
+def test_sinks_of_two_models_are_a_constant(model_named):
+    if "hooked/ln" not in HERE:
+        pytest.skip("of HookedTransformers")
+    from test_fuzz import build
+
+    model = build("hooked", "raw", {"use_attention_sinks": True})
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.blocks[1].attn.sinks.add_(0.5)
+    a, b = (tlens.freeze(each, some_tokens()) for each in (model, other))
+    change = circuits.qk_attribution(tlens.difference(a, b), 1, 1, query=4, key=2, of="pattern")
+    assert change.constant_names == ["L1.sinks"]
+    assert not change.scores.any()
+    assert close(change.constants[:, 0], (live_pattern(a, 1) - live_pattern(b, 1))[:, 1, 4, 2])
+    assert not circuits.qk_attribution(tlens.difference(a, b), 1, 1, query=4, key=2).constant_names
+    # a head's node has its sinks inside
+    paths = circuits.paths(tlens.difference(a, b), 5, max_order=1)
+    assert float(paths.gap.max()) < 1e-9
+
+
+def test_padded_prompts_are_their_own(model_named):
+    model = model_named("bridge/gpt2")
+    rows = [[some_tokens(2, 6, seed)[0].tolist(), some_tokens(2, 6, seed)[1, :4].tolist()] for seed in (0, 1)]
+    together = tlens.difference(*(tlens.freeze(model, batch, padding_side="left") for batch in rows))
+    change = circuits.qk_attribution(together, 1, 2, query=-1, key=3, of="pattern")
+    alone = tlens.difference(*(tlens.freeze(model, batch[1]) for batch in rows))
+    assert close(change.scores[1, 2:], circuits.qk_attribution(alone, 1, 2, query=-1, key=3, of="pattern").scores[0])
+    assert not change.scores[1, :2].any()
+
+
+def test_it_is_shown_and_stored(model_named, tmp_path, capsys):
+    a, b = two(model_named("bridge/gpt2"))
+    difference = tlens.difference(a, b)
+    change = circuits.qk_attribution(difference, **WHERE, by="head", of="pattern")
+    change.show(3)
+    assert "total" in capsys.readouterr().out
+    assert len(repr(change)) < 200
+    best = change.top(1)[0]
+    side, _, name = best.name.partition(": ")
+    sources = {"query": change.query_sources, "key": change.key_sources}[side]
+    assert best.score == float(sources[0, change.names[0].index(name)])
+    table = change.to_dataframe()
+    assert close(torch.tensor(table.groupby("batch")["score"].sum().to_numpy()), change.total)
+    again = circuits.ScoreChange.load(change.save(tmp_path / "change.safetensors"))
+    assert torch.equal(again.key_sources, change.key_sources)
+    assert again.names == change.names
+    by_token = circuits.qk_attribution(difference, **WHERE)
+    assert {entry.position for entry in by_token.top(50) if entry.name.startswith("query")} == set(range(6))
+
+
+def test_what_cannot_be_asked_is_refused(model_named):
+    a, b = two(model_named("bridge/gpt2"))
+    difference = tlens.difference(a, b)
+    with pytest.raises(tlens.InvalidInputError, match="use one of 'score', 'pattern'"):
+        circuits.qk_attribution(difference, **WHERE, of="logit")
+    with pytest.raises(tlens.InvalidInputError, match="of one run is no sum"):
+        circuits.qk_attribution(a, **WHERE, of="pattern")
+    with pytest.raises(tlens.InvalidInputError, match="the key comes after the query"):
+        circuits.qk_attribution(difference, 1, 2, query=1, key=4, of="pattern")
+    with pytest.raises(tlens.InvalidInputError, match="use one of 'token'"):
+        circuits.qk_attribution(difference, **WHERE, by="neuron")
