@@ -16,7 +16,7 @@ decomposition (Vartia 1976; Ang 2004). The softmax rule is ours: it is unchanged
 of a row in either run, as the softmax is.
 """
 
-from tensorlens_tl.algebra.secants.attention import KeyResponse, QueryResponse, ScoreSecant
+from tensorlens_tl.algebra.secants.attention import CrossKeyResponse, KeyResponse, QueryResponse, ScoreSecant
 from tensorlens_tl.algebra.secants.change import Change
 from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne, Rotation
 from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, slope
@@ -32,6 +32,7 @@ from tensorlens_tl.algebra.secants.parts import (
 
 __all__ = [
     "Change",
+    "CrossKeyResponse",
     "KeyResponse",
     "MatrixChange",
     "Offset",

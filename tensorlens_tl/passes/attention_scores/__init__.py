@@ -1,6 +1,7 @@
 """Attention scores as the weights make them, and patterns that are recomputed from them."""
 
 from tensorlens_tl.passes.attention_scores.reading import (
+    CrossStreams,
     HeadProjection,
     ScoreReading,
     added_positions,
@@ -9,10 +10,12 @@ from tensorlens_tl.passes.attention_scores.reading import (
     score_candidates,
     score_projections,
     score_reading,
+    side_read,
 )
 from tensorlens_tl.passes.attention_scores.recompute import PatternReader, refuse_unreadable
 
 __all__ = [
+    "CrossStreams",
     "HeadProjection",
     "PatternReader",
     "ScoreReading",
@@ -23,4 +26,5 @@ __all__ = [
     "score_candidates",
     "score_projections",
     "score_reading",
+    "side_read",
 ]

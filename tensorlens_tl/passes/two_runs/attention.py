@@ -37,6 +37,7 @@ from tensorlens_tl.passes.attention_scores import (
     pattern_error,
     score_projections,
     score_reading,
+    side_read,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.two_runs.mlps import gate_secant
@@ -64,14 +65,13 @@ def attention_secant(
     name = partial("L{}.{}".format, layer)
     queries, keys = _projection_secants(a, b, layer)
     reading = score_reading(a, layer, (queries.a, keys.a))
-    error = _checked_error(reading, b, layer, queries.b, keys.b)
+    error = checked_error(reading, b, layer, queries.b, keys.b)
     read = Change(of_a.attention, of_b.attention)
-    values = _value_secant(weights, read, name)
-    padded = ~a.capture.mask[:, None, :, None]  # queries whose positions, and scores, may be counted otherwise
-    patterns = [upcast(maps.capture.pattern(layer)).masked_fill(padded, 0.0) for maps in (a, b)]
-    mean_values = rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=weights[0].kv_heads)
+    values = value_secant(weights, read, name)
+    patterns = patterns_of(a, b, layer)
+    mean_values = values_by_head(values, weights[0].kv_heads)
     of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
-    secant, by_sinks = _score_secant(reading, queries, keys, patterns, mean_values, of_sinks)
+    secant, by_sinks = score_secant(reading, queries, keys, patterns, mean_values, of_sinks)
     rotation = () if reading.rotation is None else (Rotation.of(reading.rotation),)
     mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
@@ -87,7 +87,21 @@ def attention_secant(
     return Chain((Sum(routes), _written(weights, z, name("W_O"), only))), max(reading.error, error)
 
 
-def _value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:
+def patterns_of(
+    a: BlockMaps, b: BlockMaps, layer: int, *, crossing: bool = False
+) -> list[Float[Tensor, "batch head query key"]]:
+    """The patterns of two runs, zero at queries that are padding: their positions, and scores, may count otherwise."""
+    shown = [maps.capture.cross_pattern if crossing else maps.capture.pattern for maps in (a, b)]
+    padded = ~a.capture.mask[:, None, slice(*a.capture.side(layer)), None]
+    return [upcast(pattern(layer)).masked_fill(padded, 0.0) for pattern in shown]
+
+
+def values_by_head(values: Change, kv_heads: int) -> Float[Tensor, "batch kv pos d_head"]:
+    """The mean values of two runs."""
+    return rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=kv_heads)
+
+
+def value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:
     """The values, through a norm where one is inside.
 
     Raises:
@@ -170,16 +184,18 @@ def _of_heads(
     return z * keep.repeat_interleave(z.shape[-1] // n_heads)
 
 
-def _checked_error(reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor) -> float:
+def checked_error(
+    reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor, *, crossing: bool = False
+) -> float:
     """How far another run's pattern is from what the same way to compute scores gives.
 
     Raises:
         UnsupportedModelError: they do not give its pattern.
     """
-    error = pattern_error(reading, maps, layer, queries, keys)
+    error = pattern_error(reading, maps, layer, queries, keys, crossing=crossing)
     if not error <= maps.tolerance:
         raise UnsupportedModelError(
-            f"difference: blocks.{layer} of this {maps.view.description} makes its attention scores in one way in the "
+            f"difference: {maps.view.blocks[layer].name} of this {maps.view.description} makes its attention scores in one way in the "
             f"first run and in another in the second (its pattern is off by {error:.1e}). Freeze both runs without "
             "other hooks, or ask about each by itself."
         )
@@ -191,14 +207,14 @@ def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change,
     before = a.layouts[layer].attn.before
     projections = [score_projections(maps, layer, before, added_positions(maps)) for maps in (a, b)]
     reads = [Chain((Identity(), *of_queries.reads)) for of_queries, _ in projections]  # keys read the same
-    x_a, x_b = (upcast(maps.capture.resid_read(layer)) for maps in (a, b))
+    x_a, x_b = (upcast(side_read(maps, layer)) for maps in (a, b))
     read = Change(reads[0](x_a), reads[1](x_b))
     (query_a, key_a), (query_b, key_b) = projections
-    queries = _projected(read, query_a, query_b, f"L{layer}.W_Q", f"L{layer}.q_norm")
-    return queries, _projected(read, key_a, key_b, f"L{layer}.W_K", f"L{layer}.k_norm")
+    queries = projected_secant(read, query_a, query_b, f"L{layer}.W_Q", f"L{layer}.q_norm")
+    return queries, projected_secant(read, key_a, key_b, f"L{layer}.W_K", f"L{layer}.k_norm")
 
 
-def _projected(read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str) -> Change:
+def projected_secant(read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str) -> Change:
     """What attention reads, through one projection, its norm, and the latent before it where there is one."""
     if a.latent is not None and b.latent is not None:
         entry = read.linear(a.latent.entry, b.latent.entry, name.replace("W_", "W_down_"))
@@ -213,7 +229,7 @@ def _projected(read: Change, a: HeadProjection, b: HeadProjection, name: str, no
     return vectors.over(*scales, gains, norm_name, a.groups)
 
 
-def _score_secant(
+def score_secant(
     reading: ScoreReading,
     queries: Change,
     keys: Change,

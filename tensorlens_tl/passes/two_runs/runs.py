@@ -107,9 +107,9 @@ class Difference(Linearisation):
         return self.a.causal and self.b.causal
 
     @property
-    def sides(self) -> None:
-        """None: encoder–decoders are refused."""
-        return None
+    def sides(self) -> tuple[int, int] | None:
+        """How many positions are an encoder's and a decoder's, the same in both runs; None where there is one stack."""
+        return self.a.sides
 
     @property
     def soft_cap(self) -> None:
@@ -280,7 +280,7 @@ def difference(a: PassLike, b: PassLike) -> Difference:
         InvalidInputError: no frozen passes; other numbers, lengths or padding of prompts; other architectures or
             vocabularies.
         UnsupportedModelError: a part whose response to another input is not read (mixers in place of attention, scores
-            that are not read, encoder–decoders), or a block that the map does not reproduce.
+            that are not read), or a block that the map does not reproduce.
         FrozenModelError: a model is no longer that of its run.
 
     >>> other = tlens.freeze(model, text.replace("red", "blue"))
@@ -300,7 +300,7 @@ def difference(a: PassLike, b: PassLike) -> Difference:
 
 def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
     """Refuse two runs that do not match position by position and block by block."""
-    if a.tokens.shape != b.tokens.shape or not torch.equal(a.mask, b.mask):
+    if a.tokens.shape != b.tokens.shape or a.sides != b.sides or not torch.equal(a.mask, b.mask):
         raise InvalidInputError(
             f"difference: the prompts do not match position by position: {tuple(a.tokens.shape)} and "
             f"{tuple(b.tokens.shape)} tokens (prompts, positions), or padded otherwise. Replace tokens one for one, or "
@@ -328,7 +328,6 @@ def refuse_without_secant(view: ModelView) -> None:
     Raises:
         UnsupportedModelError: names the part.
     """
-    view.refuse_encoder_decoder("difference")
     for block in view.blocks:
         if block.mixer is not None:
             raise _refusal(view, f"{block.name} mixes positions without attention")
