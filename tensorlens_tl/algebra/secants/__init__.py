@@ -26,6 +26,7 @@ from tensorlens_tl.algebra.secants.parts import (
     norm_secant,
     offset_terms,
     pull_noting,
+    same,
     scale_response,
     without_offsets,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "norm_secant",
     "offset_terms",
     "pull_noting",
+    "same",
     "scale_response",
     "slope",
     "without_offsets",

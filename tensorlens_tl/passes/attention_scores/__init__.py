@@ -1,5 +1,6 @@
 """Attention scores as the weights make them, and patterns that are recomputed from them."""
 
+from tensorlens_tl.passes.attention_scores.encodings import relative_bias
 from tensorlens_tl.passes.attention_scores.reading import (
     CrossStreams,
     HeadProjection,
@@ -23,6 +24,7 @@ __all__ = [
     "pattern_error",
     "projected",
     "refuse_unreadable",
+    "relative_bias",
     "score_candidates",
     "score_projections",
     "score_reading",

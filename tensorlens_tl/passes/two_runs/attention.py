@@ -25,6 +25,7 @@ from tensorlens_tl.algebra.secants import (
     Rotation,
     ScoreSecant,
     logarithmic_mean,
+    same,
     slope,
 )
 from tensorlens_tl.errors import UnsupportedModelError
@@ -35,6 +36,7 @@ from tensorlens_tl.passes.attention_scores import (
     ScoreReading,
     added_positions,
     pattern_error,
+    relative_bias,
     score_projections,
     score_reading,
     side_read,
@@ -65,22 +67,25 @@ def attention_secant(
     name = partial("L{}.{}".format, layer)
     queries, keys = _projection_secants(a, b, layer)
     reading = score_reading(a, layer, (queries.a, keys.a))
-    error = checked_error(reading, b, layer, queries.b, keys.b)
+    second = reading
+    if reading.relative is not None:  # of two models each has a table
+        second = replace(reading, relative=relative_bias(b, layer, queries.b.shape[1]))
+    error = checked_error(second, b, layer, queries.b, keys.b)
     read = Change(of_a.attention, of_b.attention)
     values = value_secant(weights, read, name)
     patterns = patterns_of(a, b, layer)
     mean_values = values_by_head(values, weights[0].kv_heads)
     of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
-    secant, by_sinks = score_secant(reading, queries, keys, patterns, mean_values, of_sinks)
+    secant, constants = score_secant((reading, second), queries, keys, patterns, mean_values, of_sinks)
     rotation = () if reading.rotation is None else (Rotation.of(reading.rotation),)
     mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
     only = partial(_of_heads, n_heads=weights[0].heads, heads=heads)
-    sinks = () if by_sinks is None else (Offset(only(by_sinks.to(of_a.heads)), name("sinks")),)
+    offsets = [Offset(only(vectors.to(of_a.heads)), name(of)) for of, vectors in constants.items()]
     routes = (
         Chain((*values.stages, mixing)),
-        Chain((*queries.stages, *rotation, QueryResponse.of(secant), *sinks)),
+        Chain((*queries.stages, *rotation, QueryResponse.of(secant), *offsets)),
         Chain((*keys.stages, *rotation, KeyResponse(secant))),
     )
     routes, z = _gated(weights, routes, Change(of_a.heads, of_b.heads), read, name("attn.W_gate"), only)
@@ -230,18 +235,32 @@ def projected_secant(read: Change, a: HeadProjection, b: HeadProjection, name: s
 
 
 def score_secant(
-    reading: ScoreReading,
+    readings: tuple[ScoreReading, ScoreReading],
     queries: Change,
     keys: Change,
     patterns: list[Float[Tensor, "batch head query key"]],
-    mean_values: Float[Tensor, "batch kv pos d_head"],
+    mean_values: Float[Tensor, "batch kv key d_head"],
     of_sinks: tuple[bool, float],
-) -> tuple[ScoreSecant, Float[Tensor, "batch pos width"] | None]:
-    """The secant of softmax and scores together, and what heads give because sinks of two models differ, or None."""
+) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch query width"]]]:
+    """The secant of softmax and scores together.
+
+    Args:
+        readings: how either run computes its scores.
+        queries, keys: before rotation.
+        patterns: of either run.
+        mean_values: by head.
+        of_sinks: whether both runs are of one model, and by how much the sum of a row may miss 1 without a sink.
+
+    Returns:
+        The secant, and what heads give, by name, because two models differ in their sinks or relative biases.
+    """
+    reading, second = readings
     (q_a, k_a), (q_b, k_b) = (reading.rotated(*pair) for pair in ((queries.a, keys.a), (queries.b, keys.b)))
     raw_scores = [reading.scale * grouped_products(*pair) for pair in ((q_a, k_a), (q_b, k_b))]
     allowed = (patterns[0] > 0) | (patterns[1] > 0)
-    finished = [reading.finished(scores).masked_fill(~allowed, -torch.inf) for scores in raw_scores]
+    finished = [
+        of.finished(scores).masked_fill(~allowed, -torch.inf) for of, scores in zip(readings, raw_scores, strict=True)
+    ]
     sinks = _sinks(finished, patterns, *of_sinks)
     logs, rests = zip(*map(_log_pattern, finished, sinks), strict=True)
     rest = logarithmic_mean(*rests)
@@ -253,10 +272,16 @@ def score_secant(
     mean_keys = repeated((k_a + k_b) / 2, reading.heads // reading.kv_heads)
     values = repeated(mean_values, reading.heads // mean_values.shape[1])
     secant = ScoreSecant.of(logs, rest, scale, (q_a + q_b) / 2, mean_keys, values, reading.kv_heads)
-    if sinks[0] is sinks[1] or sinks[0] is None or sinks[1] is None:
-        return secant, None
-    taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
-    return secant, -(taken * secant.centres).flatten(-2)
+    constants: dict[str, Tensor] = {}
+    if sinks[0] is not sinks[1] and sinks[0] is not None and sinks[1] is not None:
+        taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
+        constants["sinks"] = -(taken * secant.centres).flatten(-2)
+    if reading.relative is not None and second.relative is not None and not same(reading.relative, second.relative):
+        change = (reading.relative - second.relative).to(raw_scores[0])
+        moved = (logarithmic_mean(*logs) * change).transpose(1, 2)
+        by_key = torch.einsum("bqhk,bhkd->bqhd", moved, values)
+        constants["relative_bias"] = (by_key - moved.sum(-1, keepdim=True) * secant.centres).flatten(-2)
+    return secant, constants
 
 
 def _sinks(

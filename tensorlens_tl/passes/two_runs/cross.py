@@ -77,7 +77,7 @@ def cross_secant(
     patterns = patterns_of(a, b, layer, crossing=True)
     of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
     by_head = values_by_head(values, weights[0].kv_heads)
-    secant, _ = score_secant(reading, queries, keys, patterns, by_head, of_sinks)
+    secant, _ = score_secant((reading, reading), queries, keys, patterns, by_head, of_sinks)
     start, stop = a.capture.side(layer)
     length = a.capture.tokens.shape[1]
     ends = ((start, stop), (0, start), length)

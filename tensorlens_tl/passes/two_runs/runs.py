@@ -407,6 +407,12 @@ def _errors(difference: Difference) -> dict[str, float]:
 
 def _suspects(a: FrozenPass, b: FrozenPass) -> str:
     """What may have changed a run inside a block, and what to do."""
+    for frozen in (a, b):
+        if not bool(frozen.resid_pre(0)[frozen.mask].any(-1).all()):
+            return (
+                "The stream of a token is zero in one run, where a norm's scale is no more than its epsilon and what "
+                "it gives is rounding: use another baseline, such as 'mean'."
+            )
     hooks = dict.fromkeys([*a.other_hooks, *b.other_hooks])
     if hooks:
         return (
