@@ -30,8 +30,8 @@ Mean = Callable[[str], Float[Tensor, "d"]]
 class Replacement:
     """A token id, or a vector put in the place of token embeddings at the hook point `at`.
 
-    A vector is one for all positions, `[d]` (or just zero), or one for each, `[pos, d]`. Of an encoder–decoder it is the
-    encoder's, and `decoder` has the decoder's; a token is for both.
+    A vector is one for all positions, `[d]` (or just zero), or one for each, `[pos, d]`. Of an encoder–decoder it is
+    the encoder's, and `decoder` has the decoder's; a token is for both.
     """
 
     name: str

@@ -11,6 +11,7 @@ number. Everything downstream of a change responds to it; what two changes do to
 secant of a product does (half of it each).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +23,15 @@ from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.two_runs.reading import Number, Reading
-from tensorlens_tl.circuits.two_runs.weights import BY, BY_HEAD, Directions, WeightTerms, term_name
+from tensorlens_tl.circuits.two_runs.weights import BY, BY_HEAD, CROSS, Directions, WeightTerms, term_name
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models import ModelLike, ModelView, Query, TokenLike
+from tensorlens_tl.models import ModelLike, ModelView, Query, TokenLike, Within
 from tensorlens_tl.passes import check_one_architecture, difference as difference_of, freeze
 from tensorlens_tl.passes.inputs import InputLike
 from tensorlens_tl.results import ModelChange
+
+ATTENTION = "attention"
+"""Where a vector is noted at what self-attention writes."""
 
 
 def compare_models(
@@ -51,9 +55,10 @@ def compare_models(
     * ``"matrix"``: each changed matrix, bias or norm vector (``"L0.W_V"``, ``"L1.ln1.w"``, ``"W_U"``), and the
       embedding, positions included (``"embed"``);
     * ``"layer"``: all of a layer together, ``"L0"``;
-    * ``"component"``: each layer's attention, MLP and norms;
+    * ``"component"``: each layer's attention, MLP and norms, and a decoder's cross-attention, ``"L2.cross"``;
     * ``"head"``: as that, with attention by head, ``"L0H3"``: W_Q, W_K and W_V by the channels of the head (where heads
-      share keys and values, by what each of them makes of these), W_O by what the head gives it;
+      share keys and values, by what each of them makes of these), W_O by what the head gives it. Those of
+      cross-attention are ``"L2.cross.H3"``;
     * ``"head_matrix"``: the same for each matrix apart, ``"L0H3.W_V"``;
     * ``"rank"``: each changed matrix by the singular directions of its change, ``"L0.W_V rank 1"`` the largest. For
       changes of at most 64 directions, such as LoRA's. What rounding adds to the change beyond those is the
@@ -69,7 +74,7 @@ def compare_models(
         positions: also where each term acts: `Terms.keys`, `[batch, query, term, pos]`, the token for the embedding,
             and the position that reads it for a weight.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
-        freezing: further options of `freeze`, for both runs.
+        freezing: further options of `freeze`, for both runs; an encoder–decoder needs ``decoder_input_ids=``.
 
     Returns:
         Terms for each prompt; weights that did not change have none. ``.mean()`` is their mean over prompts, and two
@@ -130,14 +135,37 @@ def _pulled(reading: Reading, g: Float[Tensor, "query batch pos d"], terms: Weig
     for layer in reversed(range(difference.n_layers)):
         parts = maps.parts(layer)
         attention = parts.attention
+        within = parts.within
         pulled: dict[str, Tensor] = {}
-        tapped = Chain((attention, Tap({}, "attention", pulled)))
-        g = terms.pull(maps.composed(layer, difference.layouts[layer], parts._replace(attention=tapped)), g)
-        if terms.by in BY_HEAD:
-            assert isinstance(attention, Chain)
-            terms.pull_heads(attention, pulled["attention"], difference.view.blocks[layer].attention, layer)
+        tapped = parts._replace(attention=Chain((attention, Tap({}, ATTENTION, pulled))))
+        if within is not None and within.out is not None:
+            tapped = tapped._replace(within=replace(within, out=Chain((within.out, Tap({}, CROSS, pulled)))))
+        g = terms.pull(maps.composed(layer, difference.layouts[layer], tapped), g)
+        if terms.by not in BY_HEAD:
+            continue
+        block = difference.view.blocks[layer]
+        assert isinstance(attention, Chain)
+        terms.pull_heads(_of_all(attention, within), _at_all(pulled[ATTENTION], within), block.attention, f"L{layer}")
+        if within is not None and within.read is not None and within.out is not None:
+            crossing = Chain((within.read, within(within.out, only=True)))
+            weights = block.require_cross_attention()
+            terms.pull_heads(crossing, _at_all(pulled[CROSS], within), weights, f"L{layer}.{CROSS}")
     terms.add(["embed"], (upcast(g) * difference.resid_pre(0)).sum(-1)[..., None])
     return terms
+
+
+def _of_all(attention: Chain, within: Within | None) -> Chain:
+    """Attention as a map of all positions, where a block acts on one side of an encoder–decoder."""
+    if within is None:
+        return attention
+    return Chain(tuple(within(stage, only=True) for stage in attention.stages))
+
+
+def _at_all(g: Float[Tensor, "query batch pos d_model"], within: Within | None) -> Float[Tensor, "query batch all d"]:
+    """Vectors at one side's positions, among all of them."""
+    if within is None:
+        return g
+    return torch.nn.functional.pad(g, (0, 0, within.start, within.length - within.stop))
 
 
 def _shown(value: Float[Tensor, "query batch pos"], positions: bool) -> Float[Tensor, "query batch *pos"]:

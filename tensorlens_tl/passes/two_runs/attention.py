@@ -200,9 +200,9 @@ def checked_error(
     error = pattern_error(reading, maps, layer, queries, keys, crossing=crossing)
     if not error <= maps.tolerance:
         raise UnsupportedModelError(
-            f"difference: {maps.view.blocks[layer].name} of this {maps.view.description} makes its attention scores in one way in the "
-            f"first run and in another in the second (its pattern is off by {error:.1e}). Freeze both runs without "
-            "other hooks, or ask about each by itself."
+            f"difference: {maps.view.blocks[layer].name} of this {maps.view.description} makes its attention scores in "
+            f"one way in the first run and in another in the second (its pattern is off by {error:.1e}). Freeze both "
+            "runs without other hooks, or ask about each by itself."
         )
     return error
 

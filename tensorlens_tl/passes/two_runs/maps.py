@@ -95,7 +95,7 @@ class SecantMaps(Blocks):
         a, b = (maps.encoder_norm() for maps in (self.a, self.b))
         if a is None or b is None:
             return None
-        return norm_secant(a, b, encoder_norm_read(self.a), encoder_norm_read(self.b), "encoder.ln_final")
+        return norm_secant(a, b, encoder_norm_read(self.a), encoder_norm_read(self.b), "encoder_ln_final")
 
     def within(self, layer: int) -> Within | None:
         """Where a block acts, with its cross-attention by three routes; None where there is one stack."""
