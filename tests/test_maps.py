@@ -29,7 +29,15 @@ from tensorlens_tl.algebra import (
     Transpose,
 )
 from tensorlens_tl.algebra.positions import RowPositions
-from tensorlens_tl.algebra.secants import KeyResponse, Offset, QueryResponse, RankOne, Rotation, ScoreSecant
+from tensorlens_tl.algebra.secants import (
+    CrossKeyResponse,
+    KeyResponse,
+    Offset,
+    QueryResponse,
+    RankOne,
+    Rotation,
+    ScoreSecant,
+)
 from tensorlens_tl.algebra.segments import CrossAttention, Picked, Segment
 from tensorlens_tl.testing import check_map
 
@@ -94,6 +102,21 @@ def score_secant(kv_heads=4, heads=4):
     return ScoreSecant.of(logs, torch.rand(BATCH, heads, POS), 0.5, queries, keys, values, kv_heads)
 
 
+def cross_secant(queries, keys, kv_heads=4, heads=4):
+    """The same of queries that attend to other positions than their own."""
+    logs = tuple(normal(BATCH, heads, queries, keys).log_softmax(-1) for _ in "ab")
+    of_queries, of_keys, values = (normal(BATCH, heads, pos, WIDTH // heads) for pos in (queries, keys, keys))
+    return ScoreSecant.of(logs, torch.zeros(BATCH, heads, queries), 0.5, of_queries, of_keys, values, kv_heads)
+
+
+def cross_responses():
+    """Queries of the last two positions and keys of the first, each after a map of its positions alone."""
+    secant = cross_secant(queries=2, keys=1)
+    by_query = Segment(Chain((part(), QueryResponse.of(secant))), 1, 3, POS, only=True)
+    encoder = Segment(Norm(normal(BATCH, 1, 1).exp(), normal(WIDTH), normal(WIDTH)), 0, 1, POS, only=True)
+    return by_query + Chain((encoder, CrossKeyResponse(secant, (1, 3), (0, 1), POS)))
+
+
 MAPS = {
     "offset": lambda: Offset(normal(BATCH, POS, WIDTH), "L0.W_V"),
     "rank one": lambda: RankOne(normal(BATCH, POS, WIDTH), normal(BATCH, POS, WIDTH)),
@@ -110,6 +133,12 @@ MAPS = {
             MAPS["linear"](),
         )
     ),
+    "cross key response": lambda: CrossKeyResponse(cross_secant(queries=1, keys=2), (2, 3), (0, 2), POS),
+    "grouped cross key response": lambda: CrossKeyResponse(
+        cross_secant(queries=2, keys=1, kv_heads=2), (1, 3), (0, 1), POS
+    ),
+    "cross key response backwards": lambda: CrossKeyResponse(cross_secant(queries=1, keys=2), (0, 1), (1, 3), POS),
+    "cross responses": cross_responses,
     "identity": lambda: Identity(),
     "tap": lambda: Tap({}, "x"),
     "linear": lambda: Linear(normal(WIDTH, WIDTH), normal(WIDTH)),
@@ -174,9 +203,8 @@ MAPS = {
 
 
 def widths(m, name):
-    d_in = {"transpose": 5, "grouped attention": 4, "grouped cross-attention": 4, "grouped key response": 4}.get(
-        name, WIDTH
-    )
+    narrow = ("grouped attention", "grouped cross-attention", "grouped key response", "grouped cross key response")
+    d_in = {"transpose": 5, **dict.fromkeys(narrow, 4)}.get(name, WIDTH)
     return d_in, m.push(normal(BATCH, POS, d_in)).shape[-1]
 
 

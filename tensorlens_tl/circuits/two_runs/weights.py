@@ -143,6 +143,8 @@ class WeightTerms:
             self._add_heads(names, offset.name, shares.unflatten(-1, (weights.heads, -1)).sum(-1))
 
         def note_input(offset: Offset, g: Tensor) -> None:
+            if _matrix(offset.name) not in ATTENTION:  # the norm before queries of cross-attention: `pull` notes it
+                return
             products = upcast(g) * offset.vectors
             if _matrix(offset.name) in QUERIES:
                 shares = products.sum(0).unflatten(-1, (weights.heads, -1)).sum(-1)
