@@ -65,9 +65,9 @@ def cross_secant(
     weights = [maps.view.blocks[layer].require_cross_attention() for maps in (a, b)]
     name = partial("L{}.cross.{}".format, layer)
     place = a.layouts[layer].cross
-    before = place and place.before
+    before = None if place is None else place.before
     (query_a, key_a), (query_b, key_b) = (score_projections(maps, layer, before, crossing=True) for maps in (a, b))
-    decoder = Change(*(_read(query, of.streams.queries) for query, of in ((query_a, of_a), (query_b, of_b))))
+    decoder = Change(_read(query_a, of_a.streams.queries), _read(query_b, of_b.streams.queries))
     encoder = Change(upcast(of_a.streams.keys), upcast(of_b.streams.keys))
     queries = projected_secant(decoder, query_a, query_b, name("W_Q"), name("q_norm"))
     keys = projected_secant(encoder, key_a, key_b, name("W_K"), name("k_norm"))
@@ -80,18 +80,19 @@ def cross_secant(
     secant, _ = score_secant((reading, reading), queries, keys, patterns, by_head, of_sinks)
     start, stop = a.capture.side(layer)
     length = a.capture.tokens.shape[1]
-    ends = ((start, stop), (0, start), length)
-    pattern = ((patterns[0] + patterns[1]) / 2).to(of_a.heads)
     of_encoder = partial(Segment, start=0, stop=start, length=length, only=True)
     of_decoder = partial(Segment, start=start, stop=stop, length=length, only=True)
+    pattern = ((patterns[0] + patterns[1]) / 2).to(of_a.heads)
+    mixing = CrossAttention(pattern, weights[0].kv_heads, (start, stop), (0, start), length)
+    by_keys = CrossKeyResponse(secant, (start, stop), (0, start), length)
     normed = () if norm is None else (norm,)
     routes = (
-        Chain((of_encoder(values.map), CrossAttention(pattern, weights[0].kv_heads, *ends))),
+        Chain((of_encoder(values.map), mixing)),
         of_decoder(Chain((*normed, *queries.stages, QueryResponse.of(secant)))),
-        Chain((of_encoder(keys.map), CrossKeyResponse(secant, *ends))),
+        Chain((of_encoder(keys.map), by_keys)),
     )
-    outs = (Linear(of.W_O, of.b_O) for of in weights)
-    written = Change(of_a.heads, of_b.heads).written(*outs, name("W_O"))
+    out_a, out_b = (Linear(of.W_O, of.b_O) for of in weights)
+    written = Change(of_a.heads, of_b.heads).written(out_a, out_b, name("W_O"))
     return CrossSecant(Sum(routes), written, max(reading.error, error))
 
 

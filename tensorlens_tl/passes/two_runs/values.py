@@ -76,9 +76,9 @@ def block_values(maps: BlockMaps, layer: int) -> BlockValues:
     if per_layer is not None:
         inner_norms[PER_LAYER_NORM] = per_layer(per_layer_values(maps, layer)[0])
     cross = _cross_values(maps, layer, seen)
-    before = maps.layouts[layer].cross and maps.layouts[layer].cross.before
-    if cross is not None and before is not None:  # with the pattern held, nothing goes through it
-        read[before] = cross.streams.queries
+    place = maps.layouts[layer].cross
+    if cross is not None and place is not None and place.before is not None:
+        read[place.before] = cross.streams.queries  # with the pattern held, nothing goes through that norm
     return BlockValues(read | inner_norms, seen[ATTENTION], seen[HEADS], seen.get(MLP), experts, cross)
 
 
