@@ -427,6 +427,20 @@ def test_the_mean_embedding_is_the_default_without_a_mask_token(name):
     assert near(default.scores, given.scores, name, given.scores.abs().max())
 
 
+@pytest.mark.parametrize("baseline", ["mean", 5, [20, 21, 22, 23, 24, 25]], ids=str)
+@TESTED
+def test_a_padded_batch_against_a_baseline_is_its_prompts(name, baseline):
+    model = built(name)
+    rows = [([3, 9, 14, 15, 9, 26], [1, 7]), ([4, 8, 30, 31], [1, 12, 13])]
+    together = tlens.freeze(model, [row[0] for row in rows], decoder_input_ids=[row[1] for row in rows])
+    scores = tlens.attribute(together, 7, method="difference", baseline=baseline).scores
+    for number, (source, written) in enumerate(rows):
+        one = baseline[: len(source)] if isinstance(baseline, list) else baseline
+        alone = tlens.freeze(model, [source], decoder_input_ids=[written])
+        expected = tlens.attribute(alone, 7, method="difference", baseline=one).scores[0, 0]
+        assert near(scores[number, 0, together.mask[number]], expected, name, expected.abs().max())
+
+
 def test_a_zero_embedding_leaves_positions():
     for name in (BART, PEGASUS):
         frozen = run_of(built(name))

@@ -230,7 +230,7 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
     options = FreezeOptions(tolerance=frozen.tolerance, strict=frozen.strict)
     compared = query_positions(prompt, -1)
     if hooks and prompt.class_at is None:  # nobody can run this model again without its hooks
-        compared = query_positions(prompt, slice(prompt.encoder_length, None))
+        compared = query_positions(prompt, "all")[:, prompt.encoder_length :]
     with torch.inference_mode(False), torch.no_grad(), unheld_run(model), model.hooks(fwd_hooks=list(hooks)):
         return _freeze(frozen.view, prompt, options, None, compared)
 
