@@ -25,7 +25,7 @@ from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.two_runs.reading import Number, Reading
 from tensorlens_tl.circuits.two_runs.weights import BY, BY_HEAD, CROSS, Directions, WeightTerms, term_name
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models import ModelLike, ModelView, Query, TokenLike, Within
+from tensorlens_tl.models import BlockView, ModelLike, ModelView, Query, TokenLike, Within
 from tensorlens_tl.passes import check_one_architecture, difference as difference_of, freeze
 from tensorlens_tl.passes.inputs import InputLike
 from tensorlens_tl.results import ModelChange
@@ -134,24 +134,37 @@ def _pulled(reading: Reading, g: Float[Tensor, "query batch pos d"], terms: Weig
     g = terms.pull(reading.ends(), g)
     for layer in reversed(range(difference.n_layers)):
         parts = maps.parts(layer)
-        attention = parts.attention
-        within = parts.within
         pulled: dict[str, Tensor] = {}
-        tapped = parts._replace(attention=Chain((attention, Tap({}, ATTENTION, pulled))))
+        tapped = parts._replace(attention=Chain((parts.attention, Tap({}, ATTENTION, pulled))))
+        within = parts.within
         if within is not None and within.out is not None:
             tapped = tapped._replace(within=replace(within, out=Chain((within.out, Tap({}, CROSS, pulled)))))
         g = terms.pull(maps.composed(layer, difference.layouts[layer], tapped), g)
-        if terms.by not in BY_HEAD:
-            continue
-        block = difference.view.blocks[layer]
-        assert isinstance(attention, Chain)
-        terms.pull_heads(_of_all(attention, within), _at_all(pulled[ATTENTION], within), block.attention, f"L{layer}")
-        if within is not None and within.read is not None and within.out is not None:
-            crossing = Chain((within.read, within(within.out, only=True)))
-            weights = block.require_cross_attention()
-            terms.pull_heads(crossing, _at_all(pulled[CROSS], within), weights, f"L{layer}.{CROSS}")
+        if terms.by in BY_HEAD:
+            assert isinstance(parts.attention, Chain)
+            _pull_heads(terms, difference.view.blocks[layer], parts.attention, within, pulled)
     terms.add(["embed"], (upcast(g) * difference.resid_pre(0)).sum(-1)[..., None])
     return terms
+
+
+def _pull_heads(
+    terms: WeightTerms, block: BlockView, attention: Chain, within: Within | None, pulled: dict[str, Tensor]
+) -> None:
+    """Collect what the changed weights of a block's heads add, those of cross-attention as well.
+
+    Args:
+        terms: takes them.
+        block: one layer.
+        attention: the secant of its self-attention.
+        within: where it acts, with its cross-attention.
+        pulled: the vectors at what either attention writes.
+    """
+    name = f"L{block.layer}"
+    terms.pull_heads(_of_all(attention, within), _at_all(pulled[ATTENTION], within), block.attention, name)
+    if within is not None and within.read is not None and within.out is not None:
+        crossing = Chain((within.read, within(within.out, only=True)))
+        weights = block.require_cross_attention()
+        terms.pull_heads(crossing, _at_all(pulled[CROSS], within), weights, f"{name}.{CROSS}")
 
 
 def _of_all(attention: Chain, within: Within | None) -> Chain:
