@@ -284,11 +284,11 @@ class CrossKeyResponse(AffineMap):
         return KeyResponse(self.secant).norm_bound()
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        outputs = KeyResponse(self.secant).push(x[..., slice(*self.keys), :])
+        outputs = KeyResponse(self.secant)._forward(x[..., slice(*self.keys), :], affine)
         return torch.nn.functional.pad(outputs, (0, 0, self.queries[0], self.length - self.queries[1]))
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        keys = KeyResponse(self.secant).pull(g[..., slice(*self.queries), :])
+        keys = KeyResponse(self.secant)._backward(g[..., slice(*self.queries), :], biases)
         return torch.nn.functional.pad(keys, (0, 0, self.keys[0], self.length - self.keys[1]))
 
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:

@@ -47,7 +47,7 @@ class Offset(PositionwiseMap):
     tensor([[[2., 3.]]])
     """
 
-    vectors: Float[Tensor, "batch pos d"]
+    vectors: Float[Tensor, "*rows batch pos d"]
     name: str
     change: MatrixChange | None = None
     """Of a matrix that changed, what the vectors are the product of."""

@@ -138,8 +138,8 @@ class ScoreReading:
         return self.rotated(self.query(x), self.key(x))
 
     def rotated(
-        self, query: Float[Tensor, "batch pos width"], key: Float[Tensor, "batch pos kv_width"]
-    ) -> tuple[Float[Tensor, "batch head pos d_head"], Float[Tensor, "batch kv pos d_head"]]:
+        self, query: Float[Tensor, "batch query width"], key: Float[Tensor, "batch key kv_width"]
+    ) -> tuple[Float[Tensor, "batch head query d_head"], Float[Tensor, "batch kv key d_head"]]:
         """The same from what `query` and `key` give."""
         q = rearrange(query, "b p (h d) -> b h p d", h=self.heads)
         k = rearrange(key, "b p (h d) -> b h p d", h=self.kv_heads)
@@ -153,7 +153,7 @@ class ScoreReading:
         return self.scores_of(self.query(x), self.key(x))
 
     def scores_of(
-        self, query: Float[Tensor, "batch pos width"], key: Float[Tensor, "batch pos kv_width"]
+        self, query: Float[Tensor, "batch query width"], key: Float[Tensor, "batch key kv_width"]
     ) -> Float[Tensor, "batch head query key"]:
         """The same from what `query` and `key` give."""
         return self.scale * grouped_products(*self.rotated(query, key))
