@@ -755,7 +755,7 @@ def test_an_even_pattern_is_not_guessed_at():
 
 def test_unreadable_scores_are_refused_and_nothing_else(model_named, monkeypatch):
     frozen = tlens.freeze(model_named("bridge/llama"), some_tokens())
-    monkeypatch.setattr("tensorlens_tl.passes.attention_scores.reading._rotations", lambda *args: iter([None]))
+    monkeypatch.setattr("tensorlens_tl.passes.attention_scores.reading.rotations", lambda *args: iter([None]))
     with pytest.raises(tlens.UnsupportedModelError, match="no known scale and position encoding"):
         circuits.qk_attribution(frozen, 1, 0)
     assert float(circuits.logit_attribution(frozen, 5).gap.max()) < 1e-6

@@ -22,6 +22,7 @@ ROUTED = ("mixtral", "qwen2-moe", "gpt-oss", "llama4", "granite-moe", "deepseek-
 
 
 WHOLE = [name for name in model_names() if name not in encoder_decoder_names()]
+"""Those that read one input; the others have test_difference_encoder_decoders."""
 BOTH = [name for name in ("hooked/ln", "hooked/rmspre", "bridge/gpt2", "bridge/neox") if name in model_names()]
 EXACT = [name for name in ("hooked/ln", "hooked/alibi", "bridge/gpt2", "encoder/bert") if name in model_names()]
 ONE = EXACT[0]

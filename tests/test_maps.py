@@ -30,6 +30,7 @@ from tensorlens_tl.algebra import (
 )
 from tensorlens_tl.algebra.positions import RowPositions
 from tensorlens_tl.algebra.secants import (
+    CrossKeyResponse,
     DecayResponse,
     KeyResponse,
     Offset,
@@ -124,6 +125,21 @@ def decay_response(d_value=3):
     return DecayResponse(normal(BATCH, WIDTH, POS, POS).tril(-1), normal(BATCH, WIDTH, POS, d_value))
 
 
+def cross_secant(queries, keys, kv_heads=4, heads=4):
+    """The same of queries that attend to other positions than their own."""
+    logs = tuple(normal(BATCH, heads, queries, keys).log_softmax(-1) for _ in "ab")
+    of_queries, of_keys, values = (normal(BATCH, heads, pos, WIDTH // heads) for pos in (queries, keys, keys))
+    return ScoreSecant.of(logs, torch.zeros(BATCH, heads, queries), 0.5, of_queries, of_keys, values, kv_heads)
+
+
+def cross_responses():
+    """Queries of the last two positions and keys of the first, each after a map of its positions alone."""
+    secant = cross_secant(queries=2, keys=1)
+    by_query = Segment(Chain((part(), QueryResponse.of(secant))), 1, 3, POS, only=True)
+    encoder = Segment(Norm(normal(BATCH, 1, 1).exp(), normal(WIDTH), normal(WIDTH)), 0, 1, POS, only=True)
+    return by_query + Chain((encoder, CrossKeyResponse(secant, (1, 3), (0, 1), POS)))
+
+
 MAPS = {
     "scan response": lambda: scan_response(),
     "decay response": lambda: decay_response(),
@@ -146,6 +162,12 @@ MAPS = {
             MAPS["linear"](),
         )
     ),
+    "cross key response": lambda: CrossKeyResponse(cross_secant(queries=1, keys=2), (2, 3), (0, 2), POS),
+    "grouped cross key response": lambda: CrossKeyResponse(
+        cross_secant(queries=2, keys=1, kv_heads=2), (1, 3), (0, 1), POS
+    ),
+    "cross key response backwards": lambda: CrossKeyResponse(cross_secant(queries=1, keys=2), (0, 1), (1, 3), POS),
+    "cross responses": cross_responses,
     "identity": lambda: Identity(),
     "tap": lambda: Tap({}, "x"),
     "linear": lambda: Linear(normal(WIDTH, WIDTH), normal(WIDTH)),
@@ -210,9 +232,8 @@ MAPS = {
 
 
 def widths(m, name):
-    d_in = {"transpose": 5, "grouped attention": 4, "grouped cross-attention": 4, "grouped key response": 4}.get(
-        name, WIDTH
-    )
+    narrow = ("grouped attention", "grouped cross-attention", "grouped key response", "grouped cross key response")
+    d_in = {"transpose": 5, **dict.fromkeys(narrow, 4)}.get(name, WIDTH)
     return d_in, m.push(normal(BATCH, POS, d_in)).shape[-1]
 
 

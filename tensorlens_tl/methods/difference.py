@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
@@ -24,7 +24,7 @@ from tensorlens_tl.models import Direction, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass, difference as difference_of, freeze_changed
 from tensorlens_tl.passes.inputs import prepare, query_positions
 from tensorlens_tl.passes.operator import Collapse, logit_label
-from tensorlens_tl.passes.replacement import REPLACEMENTS, Replacement, vocabulary_mean
+from tensorlens_tl.passes.replacement import REPLACEMENTS, Replacement, embedding_points, vocabulary_mean
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
@@ -54,7 +54,9 @@ def difference(
             frozen pass; or a list of several of these, over which scores are averaged. None is the mask token where
             there is one, else the mean. Images and sound are compared with another image (or sound), with ``"mean"``
             (each one's mean patch in all its places) or ``"zero"`` (position embeddings alone). A difference has its
-            baseline already.
+            baseline already. Of an encoder–decoder, what stands for a token stands in every place of both sides; a
+            text, or ids of the encoder's length, replace the source alone, and ids or embeddings `[pos, ..]` of all
+            positions both sides.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
@@ -164,25 +166,56 @@ def _is_signal(frozen: FrozenPass, values: Tensor) -> bool:
 def _with_tokens(frozen: FrozenPass, baseline: Any) -> FrozenPass:
     """A run of another prompt, in the place of each or of all."""
     try:
-        other = prepare(frozen.view, baseline)
+        other = _other_tokens(frozen, baseline)
     except InvalidInputError as error:
         raise InvalidInputError(f"baseline: {error}") from error
+    tokens = torch.where(frozen.mask, other, frozen.tokens)
+    inputs = {**frozen.inputs, "input": tokens}
+    encoder = frozen.prompt.encoder_length
+    if encoder:
+        inputs |= {"input": tokens[:, :encoder], "decoder_input_ids": tokens[:, encoder:]}
+    return freeze_changed(frozen, inputs)
+
+
+def _other_tokens(frozen: FrozenPass, baseline: Any) -> Int[Tensor, "#batch pos"]:
+    """The tokens of another prompt; of an encoder–decoder's source alone, before what its decoder has read, or of both.
+
+    Raises:
+        InvalidInputError: see `prepare`; or they are not as many.
+    """
+    encoder = frozen.prompt.encoder_length
+    options: dict[str, Any] = {}
+    decoder = None
+    if encoder and not isinstance(baseline, str):
+        baseline = torch.as_tensor(baseline)
+    if encoder and isinstance(baseline, Tensor) and baseline.shape[-1] == frozen.tokens.shape[1]:
+        baseline, options["decoder_input_ids"] = baseline.tensor_split([encoder], dim=-1)
+    elif encoder:
+        decoder = frozen.tokens[:, encoder:]
+        rows = 1 if isinstance(baseline, str) or baseline.ndim == 1 else len(baseline)
+        options["decoder_input_ids"] = decoder[:1].expand(rows, -1)
+    other = prepare(frozen.view, baseline, **options)
     rows, pos = other.tokens.shape
-    if pos != frozen.tokens.shape[1] or rows not in (1, len(frozen.tokens)):
-        raise _wrong_shape(frozen, f"{rows} × {pos} tokens")
-    tokens = torch.where(frozen.mask, other.tokens, frozen.tokens)
-    return freeze_changed(frozen, {**frozen.inputs, "input": tokens})
+    if pos != frozen.tokens.shape[1] or other.encoder_length != encoder or rows not in (1, len(frozen.tokens)):
+        raise _wrong_shape(frozen, f"{rows} × {other.encoder_length or pos} tokens")
+    if decoder is None:
+        return other.tokens
+    source = other.tokens[:, :encoder]
+    return torch.cat([source.expand(len(decoder), -1), decoder], dim=1)
 
 
 def _with_embeddings(frozen: FrozenPass, vectors: Tensor) -> FrozenPass:
-    """A run with these embeddings in place of the tokens'."""
-    at = Replacement.of(frozen.view, frozen.prompt, "zero").at
-    assert at is not None
-    (shape,) = {tuple(of.shape) for of in capture(frozen.model, dict(frozen.inputs), [at], last=at)[0].values()}
-    batch, pos, width = shape
+    """A run with these embeddings in place of the tokens', of both sides of an encoder–decoder."""
+    points = embedding_points(frozen.view, frozen.prompt, "baseline")
+    shown, _ = capture(frozen.model, dict(frozen.inputs), points, last=points[-1])
+    batch, pos, width = torch.cat([shown[at] for at in points], dim=1).shape
     if tuple(vectors.shape) not in {(width,), (pos, width), (1, pos, width), (batch, pos, width)}:
         raise _wrong_shape(frozen, f"embeddings {tuple(vectors.shape)}")
-    return _replaced(frozen, Replacement("embeddings", at=at, vector=vectors.detach()), frozen.mask)
+    parts = [vectors.detach()] * len(points)
+    if vectors.ndim > 1:
+        parts = list(parts[0].split([shown[at].shape[1] for at in points], dim=-2))
+    sides = [Replacement("embeddings", at=at, vector=part) for at, part in zip(points, parts, strict=True)]
+    return _replaced(frozen, Replacement.of_sides(*sides), frozen.mask)
 
 
 def _replaced(frozen: FrozenPass, replacement: Replacement, where: Bool[Tensor, "batch pos"]) -> FrozenPass:
@@ -192,7 +225,10 @@ def _replaced(frozen: FrozenPass, replacement: Replacement, where: Bool[Tensor, 
 
 def _wrong_shape(frozen: FrozenPass, given: str) -> InvalidInputError:
     batch, pos = frozen.tokens.shape
+    length = f"{pos}"
+    if frozen.sides is not None:
+        length = f"{frozen.sides[0]} (the source) or {pos} (both sides)"
     return InvalidInputError(
         f"baseline: {given}, and there are {batch} × {pos} tokens; positions must match. Use 'mean', 'zero', a token "
-        f"id, one prompt of {pos} tokens or {batch} of them, or embeddings [d_model] or [{pos}, d_model]."
+        f"id, one prompt of {length} tokens or {batch} of them, or embeddings [d_model] or [{pos}, d_model]."
     )

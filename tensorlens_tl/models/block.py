@@ -143,6 +143,11 @@ class BlockView:
         """What the block calls its self-attention, or what it has instead."""
         return next((name for name in (*ATTENTION, *MIXERS) if name in self.module._modules), "attn")
 
+    @property
+    def cross_name(self) -> str:
+        """What a decoder block calls its cross-attention."""
+        return "cross_attn"
+
     @weights_read
     def mixer(self) -> Mixer | None:
         """What mixes positions in place of attention, from what it reads to its map; None where attention does.
@@ -277,7 +282,7 @@ class BlockView:
     @weights_read
     def cross_attention(self) -> AttentionWeights | None:
         """The weights by which a decoder block reads the encoder's output, or None."""
-        cross = self.module._modules.get("cross_attn")
+        cross = self.module._modules.get(self.cross_name)
         if getattr(getattr(self.module, self.mixer_name, None), "hook_cross_pattern", None) is not None:
             raise self._refuse("self- and cross-attention in one softmax (T5Gemma 2), which is not read.")
         if cross is None:
@@ -302,12 +307,30 @@ class BlockView:
         """What the block multiplies both branches by before it adds them to the stream (Granite)."""
         return float(getattr(innermost(self.module), "residual_multiplier", 1.0))
 
+    def require_cross_attention(self) -> AttentionWeights:
+        """The weights of cross-attention; refuses a block without it.
+
+        Raises:
+            UnsupportedModelError: the block has none, or one that is not read.
+        """
+        if self.cross_attention is None:
+            raise self._refuse("it has no cross-attention.")
+        return self.cross_attention
+
     @weights_read
     def query_key(self) -> QueryKeyWeights:
         """The weights that make the attention scores; refuses what has none that can be read."""
         if self.mixer is not None:
             self.require_attention()
-        attn: Any = getattr(self.module, self.mixer_name, None)
+        return self._query_key(getattr(self.module, self.mixer_name, None))
+
+    @weights_read
+    def cross_query_key(self) -> QueryKeyWeights:
+        """The weights that make the scores of cross-attention; refuses what has none that can be read."""
+        self.require_cross_attention()
+        return self._query_key(self.module._modules[self.cross_name])
+
+    def _query_key(self, attn: Any) -> QueryKeyWeights:
         (W_Q, b_Q), (W_K, b_K) = (projection(attn, letter, self.model.cfg, self._refuse) for letter in "QK")
         if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
             raise self._refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
@@ -334,9 +357,15 @@ class BlockView:
         return read_latent_scores(attn, self.model.cfg, self._refuse)
 
     def require_scores(self) -> None:
-        """Refuse attention whose scores are read neither from the stream nor from latents."""
+        """Refuse attention whose scores are read neither from the stream nor from latents, cross-attention likewise."""
         if self.mixer is not None or self.latent_scores is None:
             self.require_query_key()
+        if self.cross_attention is not None:
+            self.require_cross_query_key()
+
+    def require_cross_query_key(self) -> QueryKeyWeights:
+        """The weights that make the scores of cross-attention, for a caller that needs only their refusal."""
+        return self.cross_query_key
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> "BlockView":
         """This reading with other weights, by TransformerLens' names; what the block itself holds is not touched."""

@@ -155,7 +155,7 @@ class ModelView:
         if self.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "
-                "operator, method='tensorlens', method='decompx' and gradients are exact for it."
+                "operator, method='tensorlens', 'decompx' and 'difference', and gradients are exact for it."
             )
 
     @property

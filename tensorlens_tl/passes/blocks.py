@@ -223,7 +223,7 @@ class Blocks(ABC):
         scalar = self.view.blocks[layer].scalar
         if scalar is not None:
             ends.append(Diagonal(scalar.to(self.capture.resid_pre(layer)).reshape(1, 1, 1)))
-        norm = self.encoder_norm()
-        if norm is not None and layer + 1 == self.view.encoder_layers:
+        norm = self.encoder_norm() if layer + 1 == self.view.encoder_layers else None
+        if norm is not None:
             ends.append(Segment(norm, *self.capture.side(layer), self.capture.tokens.shape[1]))
         return ends + [offset for point, offset in self.additions(layer).items() if point.place == "end"]

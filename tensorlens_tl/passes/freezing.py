@@ -222,15 +222,15 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
     refuse_attached(model)
     tokens = frozen.tokens
     texts = frozen.str_tokens
-    given = inputs.get("input")
-    if frozen.view.reads == "tokens" and isinstance(given, Tensor) and given.shape == tokens.shape:
-        tokens = given
-        texts, _ = readable_tokens(frozen.view, given)
+    given = [inputs[name] for name in ("input", "decoder_input_ids") if isinstance(inputs.get(name), Tensor)]
+    if frozen.view.reads == "tokens" and sum(ids.shape[1] for ids in given) == tokens.shape[1]:
+        tokens = torch.cat(given, dim=1)
+        texts, _ = readable_tokens(frozen.view, tokens)
     prompt = replace(frozen.prompt, tokens=tokens, kwargs=dict(inputs), str_tokens=texts)
     options = FreezeOptions(tolerance=frozen.tolerance, strict=frozen.strict)
     compared = query_positions(prompt, -1)
     if hooks and prompt.class_at is None:  # nobody can run this model again without its hooks
-        compared = query_positions(prompt, "all")
+        compared = query_positions(prompt, "all")[:, prompt.encoder_length :]
     with torch.inference_mode(False), torch.no_grad(), unheld_run(model), model.hooks(fwd_hooks=list(hooks)):
         return _freeze(frozen.view, prompt, options, None, compared)
 

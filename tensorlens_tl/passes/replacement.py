@@ -1,7 +1,7 @@
 """What stands in a token's place when it is taken away: another token, or a vector where its embedding was."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ REPLACEMENTS = ("mask", "pad", "mean", "zero")
 EMBEDDINGS = ("embed.hook_out", "embed.hook_embed", "hook_embed")
 """Where token embeddings appear before positions are added: a Bridge, a HookedEncoder, a HookedTransformer."""
 
+DECODER_EMBEDDING = "decoder_embed.hook_out"
+ENCODER_EMBEDDINGS = ("encoder_embed.hook_out", "embed.hook_out")
+"""The same on the two sides of an encoder–decoder."""
+
 Mean = Callable[[str], Float[Tensor, "d"]]
 """The mean embedding, from the hook point where token embeddings appear."""
 
@@ -26,13 +30,15 @@ Mean = Callable[[str], Float[Tensor, "d"]]
 class Replacement:
     """A token id, or a vector put in the place of token embeddings at the hook point `at`.
 
-    A vector is one for all positions, `[d]` (or just zero), or one for each, `[pos, d]`, of each prompt or of all.
+    A vector is one for all positions, `[d]` (or just zero), or one for each, `[pos, d]`, of each prompt or of all. Of
+    an encoder–decoder it is the encoder's, and `decoder` has the decoder's; a token is for both.
     """
 
     name: str
     token: int | None = None
     at: str | None = None
     vector: Tensor | None = None
+    decoder: "Replacement | None" = None
 
     @classmethod
     def of(
@@ -69,21 +75,28 @@ class Replacement:
                 )
             return cls(str(replacement), token=int(token))
         if replacement in ("mean", "zero"):
-            known = [name for name in EMBEDDINGS if name in view.model.hook_dict]
-            if not known:
-                raise UnsupportedModelError(
-                    f"replacement={replacement!r}: {view.description} has no hook point for token embeddings; use a "
-                    "token."
-                )
-            vector = torch.zeros(())
-            if replacement == "mean":
-                vector = (mean or _of_prompts(view, prompt))(known[0])
-            return cls(replacement, at=known[0], vector=vector)
+            sides: list[Replacement] = []
+            for at in embedding_points(view, prompt, f"replacement={replacement!r}"):
+                vector = torch.zeros(())
+                if replacement == "mean":
+                    vector = (mean or _of_prompts(view, prompt))(at)
+                sides.append(cls(replacement, at=at, vector=vector))
+            return cls.of_sides(*sides)
         try:
             token = int(token_ids(view, replacement, 1, "replacement"))
         except InvalidInputError as error:
             raise InvalidInputError(f"{error} Or use one of {', '.join(map(repr, REPLACEMENTS))}.") from error
+        if view.is_encoder_decoder and token >= min(view.d_vocab, view.decoder_vocab):
+            raise InvalidInputError(
+                f"replacement={replacement!r}: token id {token} is not in the vocabularies of both sides, of "
+                f"{view.d_vocab} and {view.decoder_vocab} tokens."
+            )
         return cls(repr(replacement), token=token)
+
+    @classmethod
+    def of_sides(cls, first: "Replacement", decoder: "Replacement | None" = None) -> "Replacement":
+        """From what replaces the tokens of an encoder and those of its decoder; of one stack, the first."""
+        return replace(first, decoder=decoder)
 
     @classmethod
     def _of_signal(cls, view: ModelView, prompt: Prompt, replacement: str, alone: bool) -> "Replacement":
@@ -105,16 +118,56 @@ class Replacement:
 
     def put(self, inputs: dict[str, Any], replaced: Bool[Tensor, "row pos"]) -> tuple[dict[str, Any], list[FwdHook]]:
         """The inputs of a run with some tokens replaced, and the hooks that replace their vectors."""
+        names = [name for name in ("input", "decoder_input_ids") if name in inputs]
         if self.token is not None:
-            return {**inputs, "input": inputs["input"].masked_fill(replaced, self.token)}, []
+            sides = replaced.split([inputs[name].shape[1] for name in names], dim=1)
+            filled = zip(names, sides, strict=True)
+            return inputs | {name: inputs[name].masked_fill(side, self.token) for name, side in filled}, []
+        if self.decoder is not None:
+            first, second = replaced.split([inputs[name].shape[1] for name in names], dim=1)
+            return inputs, [*self._hooks(first), *self.decoder._hooks(second)]
+        return inputs, self._hooks(replaced)
+
+    def _hooks(self, replaced: Bool[Tensor, "row pos"]) -> list[FwdHook]:
+        """The hook that puts the vector in some places."""
         if self.at is None or self.vector is None:
-            return inputs, []
+            return []
         vector = self.vector
 
         def put(embedded: Tensor, *, hook: Any) -> Tensor:
             return torch.where(replaced[..., None], vector.to(embedded), embedded)
 
-        return inputs, [(self.at, in_this_thread(put))]
+        return [(self.at, in_this_thread(put))]
+
+
+def embedding_points(view: ModelView, prompt: Prompt, what: str) -> list[str]:
+    """Where token embeddings appear before positions are added; of an encoder–decoder on either side.
+
+    Args:
+        view: a model that reads tokens.
+        prompt: runs the model where no embedding has a hook point: T5's stream begins with its embeddings.
+        what: the argument, for messages.
+
+    Raises:
+        UnsupportedModelError: the model shows no token embeddings.
+    """
+    known = view.model.hook_dict
+    refusal = UnsupportedModelError(f"{what}: {view.description} has no hook point for token embeddings; use a token.")
+    if not view.is_encoder_decoder:
+        for name in EMBEDDINGS:
+            if name in known:
+                return [name]
+        raise refusal
+    encoder = next((name for name in ENCODER_EMBEDDINGS if name in known), None)
+    if encoder is not None and DECODER_EMBEDDING in known:
+        return [encoder, DECODER_EMBEDDING]
+    blocks = model_points(view).blocks
+    streams = [blocks[0].resid_pre, blocks[view.encoder_layers].resid_pre]
+    activations, _ = capture(view.model, inputs_of(prompt, slice(None)), streams, last=streams[1])
+    both = torch.cat([activations[name] for name in streams], dim=1)
+    if not torch.equal(both, view.embedding[prompt.tokens].to(both)):
+        raise refusal
+    return streams
 
 
 def inputs_of(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:
@@ -124,7 +177,9 @@ def inputs_of(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:
 
 def _of_prompts(view: ModelView, prompt: Prompt) -> Mean:
     def mean(at: str) -> Tensor:
-        real = [activation[prompt.mask[part]] for part, activation in _activations(view, prompt, at)]
+        encoder = prompt.encoder_length
+        mask = prompt.mask[:, encoder:] if at.startswith("decoder") else prompt.mask[:, : encoder or None]
+        real = [activation[mask[part]] for part, activation in _activations(view, prompt, at)]
         return torch.cat(real).mean(0)
 
     return mean
@@ -145,7 +200,8 @@ def vocabulary_mean(view: ModelView, counts: Int[Tensor, "token"] | None = None)
 
     def mean(at: str) -> Tensor:
         device = view.device
-        ids = torch.arange(view.model.cfg.d_vocab, device=device)
+        of_decoder = view.is_encoder_decoder and at.startswith("decoder")
+        ids = torch.arange(view.decoder_vocab if of_decoder else view.model.cfg.d_vocab, device=device)
         often = torch.ones_like(ids) if counts is None else counts.to(device)
         ids = ids[often > 0]
         often = often[often > 0].double()
@@ -153,7 +209,11 @@ def vocabulary_mean(view: ModelView, counts: Int[Tensor, "token"] | None = None)
         sums: list[Tensor] = []
         for some, times in zip(ids.split(64 * width), often.split(64 * width), strict=True):
             padded = torch.nn.functional.pad(some, (0, -len(some) % width)).view(-1, width)
-            captured, _ = capture(view.model, {"input": padded}, [at], last=at)
+            inputs = {"input": padded}
+            if view.is_encoder_decoder:  # the other side reads one token
+                inputs = {"input": padded[:, :1] * 0, "decoder_input_ids": padded[:, :1] * 0}
+                inputs["decoder_input_ids" if of_decoder else "input"] = padded
+            captured, _ = capture(view.model, inputs, [at], last=at)
             sums.append(times @ captured[at].flatten(0, 1)[: len(some)].double())
         return torch.stack(sums).sum(0) / often.sum()
 

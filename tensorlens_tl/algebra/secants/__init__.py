@@ -18,7 +18,7 @@ decomposition (Vartia 1976; Ang 2004). The softmax rule is ours: it is unchanged
 of a row in either run, as the softmax is.
 """
 
-from tensorlens_tl.algebra.secants.attention import KeyResponse, QueryResponse, ScoreSecant
+from tensorlens_tl.algebra.secants.attention import CrossKeyResponse, KeyResponse, QueryResponse, ScoreSecant
 from tensorlens_tl.algebra.secants.change import Change
 from tensorlens_tl.algebra.secants.decays import DecayedProducts, DecayResponse
 from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, Placed, RankOne, Rotation
@@ -30,6 +30,7 @@ from tensorlens_tl.algebra.secants.parts import (
     norm_secant,
     offset_terms,
     pull_noting,
+    same,
     scale_response,
     without_offsets,
 )
@@ -38,6 +39,7 @@ from tensorlens_tl.algebra.secants.scans import WORKING_ARRAYS, ScanResponse, Sc
 __all__ = [
     "WORKING_ARRAYS",
     "Change",
+    "CrossKeyResponse",
     "DecayResponse",
     "DecayedProducts",
     "KeyResponse",
@@ -57,6 +59,7 @@ __all__ = [
     "norm_secant",
     "offset_terms",
     "pull_noting",
+    "same",
     "scale_response",
     "slope",
     "without_offsets",

@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, MixingMap, PositionwiseMap
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, MixingMap, PositionwiseMap
 from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, at, shared
 from tensorlens_tl.algebra.primitives import largest_singular_value
 from tensorlens_tl.algebra.secants.maps import channels_of
 from tensorlens_tl.algebra.secants.numbers import logarithmic_mean
+from tensorlens_tl.algebra.segments import shared_slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,3 +241,63 @@ class KeyResponse(MixingMap):
             torch.einsum("rbhd,bhkd->rbhk", heads, values) - (heads * held.centres[index, rows]).sum(-1)[..., None]
         )
         return self._grouped((weights * products)[..., None] * queries[..., None, :]).to(g.dtype)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class CrossKeyResponse(AffineMap):
+    """What heads of cross-attention give at one segment's positions for a change of their keys, read at another's.
+
+    As `KeyResponse`, for weights that are not square: keys lie at `keys`, queries at `queries`, of `length` positions.
+    """
+
+    secant: ScoreSecant
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    length: int
+
+    def __repr__(self) -> str:
+        _, query, heads, key = self.secant.weights.shape
+        return f"CrossKeyResponse({heads} heads, {query} × {key})"
+
+    @property
+    def positions(self) -> int | None:
+        return self.length
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO
+
+    @property
+    def mixes(self) -> bool:
+        return True
+
+    def at(self, where: Where) -> "CrossKeyResponse":
+        first, last, _ = shared_slice(where).indices(self.length)
+        q0, q1, k0, k1 = (min(max(bound, first), last) for bound in (*self.queries, *self.keys))
+        of_queries = slice(q0 - self.queries[0], q1 - self.queries[0])
+        of_keys = slice(k0 - self.keys[0], k1 - self.keys[0])
+        held = self.secant
+        secant = replace(
+            held,
+            weights=held.weights[:, of_queries][..., of_keys],
+            centres=held.centres[:, of_queries],
+            queries=held.queries[:, :, of_queries],
+            keys=held.keys[:, :, of_keys],
+            values=held.values[:, :, of_keys],
+        )
+        return CrossKeyResponse(secant, (q0 - first, q1 - first), (k0 - first, k1 - first), last - first)
+
+    def norm_bound(self) -> float:
+        return KeyResponse(self.secant).norm_bound()
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        outputs = KeyResponse(self.secant)._forward(x[..., slice(*self.keys), :], affine)
+        return torch.nn.functional.pad(outputs, (0, 0, self.queries[0], self.length - self.queries[1]))
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        keys = KeyResponse(self.secant)._backward(g[..., slice(*self.queries), :], biases)
+        return torch.nn.functional.pad(keys, (0, 0, self.keys[0], self.length - self.keys[1]))
+
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
+        return self._pull_among(g, here, destination, reach, biases)

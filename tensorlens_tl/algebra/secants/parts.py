@@ -12,6 +12,7 @@ from tensorlens_tl.algebra.numerics import centred
 from tensorlens_tl.algebra.primitives import Diagonal, Linear, Norm
 from tensorlens_tl.algebra.routing import Branch, Routed
 from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne
+from tensorlens_tl.algebra.segments import Segment
 from tensorlens_tl.algebra.state_space import CausalConvolution
 
 
@@ -146,7 +147,7 @@ def pull_noting(
     """``m.pull(g)``; on the way ``note(offset, vectors)`` is called with every `Offset` and what is pulled to it.
 
     Args:
-        m: the map, of chains and sums.
+        m: the map, of chains, sums and segments.
         g: the vector at its end.
         note: takes the offsets, the last of the map first.
     """
@@ -161,11 +162,35 @@ def pull_noting(
         case Sum(terms=terms):
             first, *others = (pull_noting(term, g, note) for term in terms)
             return sum(others, start=first)
+        case Segment():
+            return _pull_segment(m, g, note)
         case Routed():
             _note_routed(m, g, note)
             return m.pull(g)
         case _:
             return m.pull(g)
+
+
+def _pull_segment(
+    m: Segment, g: Float[Tensor, "*rows batch pos d"], note: Callable[[Offset, Tensor], None]
+) -> Float[Tensor, "*rows batch pos d_in"]:
+    """``m.pull(g)``, with the offsets inside noted at the segment's positions among all; zero elsewhere."""
+
+    def among_all(vectors: Float[Tensor, "*rows batch inside d"]) -> Float[Tensor, "*rows batch pos d"]:
+        if vectors.shape[-2] == 1 < m.stop - m.start:  # one for all positions
+            return vectors
+        return torch.nn.functional.pad(vectors, (0, 0, m.start, m.length - m.stop))
+
+    def note_among_all(offset: Offset, pulled: Tensor) -> None:
+        change = offset.change
+        if change is not None:
+            change = replace(change, read=among_all(change.read))
+        note(Offset(among_all(offset.vectors), offset.name, change), among_all(pulled))
+
+    inside = pull_noting(m.inner, g[..., m.start : m.stop, :], note_among_all)
+    if m.only:
+        return torch.nn.functional.pad(inside, (0, 0, m.start, m.length - m.stop))
+    return torch.cat([g[..., : m.start, :], inside, g[..., m.stop :, :]], dim=-2)
 
 
 def _note_routed(m: Routed, g: Float[Tensor, "*rows batch pos d"], note: Callable[[Offset, Tensor], None]) -> None:
@@ -195,7 +220,7 @@ def offset_terms(
     """What every `Offset` in a map gives to a vector at its end, by name and position: ⟨g pulled to it, its vectors⟩.
 
     Args:
-        m: the map, of chains, sums and experts.
+        m: the map, of chains, sums, segments and experts.
         g: the vector, `[*rows, batch, pos, d]`.
     """
     terms: list[tuple[str, Tensor]] = []

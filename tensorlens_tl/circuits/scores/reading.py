@@ -22,9 +22,10 @@ def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
     """The reading of one layer's scores that reproduces its pattern.
 
     Raises:
-        UnsupportedModelError: no known reading does; says how near the best came.
+        UnsupportedModelError: no known reading does; says how near the best came. An encoder–decoder.
     """
     check_pass(frozen)
+    frozen.view.refuse_encoder_decoder("attention scores")
     return attention_scores.score_reading(frozen.maps, layer)
 
 

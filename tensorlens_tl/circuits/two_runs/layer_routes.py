@@ -71,7 +71,7 @@ def routes(
 
     Raises:
         InvalidInputError: no difference, a query out of range, and what `FrozenOperator.target` refuses.
-        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
+        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``, or an encoder–decoder.
         FrozenModelError: a model is no longer that of its run.
 
     Source: ours; the rules are those of `tensorlens_tl.algebra.secants`.
@@ -84,6 +84,7 @@ def routes(
     ('L0', 'end')
     """
     reading = Reading.of(difference, target, minus, direction, query)
+    difference.view.refuse_encoder_decoder("routes")
     scores: list[Tensor] = []
     heads: list[Tensor] = []
     for seed in reading.seeds(memory):

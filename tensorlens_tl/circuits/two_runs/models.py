@@ -11,7 +11,7 @@ number. Everything downstream of a change responds to it; what two changes do to
 secant of a product does (half of it each).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,15 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.two_runs.reading import Number, Reading
-from tensorlens_tl.circuits.two_runs.weights import BY, BY_HEAD, Directions, WeightTerms, term_name
+from tensorlens_tl.circuits.two_runs.weights import BY, BY_HEAD, CROSS, Directions, WeightTerms, term_name
 from tensorlens_tl.errors import InvalidInputError, PromptNumber
-from tensorlens_tl.models import ModelLike, ModelView, Query, TokenLike
+from tensorlens_tl.models import BlockView, ModelLike, ModelView, Query, TokenLike, Within
 from tensorlens_tl.passes import check_one_architecture, difference as difference_of, freeze
 from tensorlens_tl.passes.inputs import InputLike, check_slice, one_per_prompt, prompt_batches, taken, tokenized
 from tensorlens_tl.results import ModelChange, joined_changes
+
+ATTENTION = "attention"
+"""Where a vector is noted at what self-attention writes."""
 
 
 def compare_models(
@@ -53,9 +56,11 @@ def compare_models(
     * ``"matrix"``: each changed matrix, bias or norm vector (``"L0.W_V"``, ``"L1.ln1.w"``, ``"W_U"``), and the
       embedding, positions included (``"embed"``);
     * ``"layer"``: all of a layer together, ``"L0"``;
-    * ``"component"``: each layer's attention, or mixer in its place, MLP and norms;
+    * ``"component"``: each layer's attention, or mixer in its place, MLP and norms, and a decoder's cross-attention,
+      ``"L2.cross"``;
     * ``"head"``: as that, with attention by head, ``"L0H3"``: W_Q, W_K and W_V by the channels of the head (where heads
-      share keys and values, by what each of them makes of these), W_O by what the head gives it;
+      share keys and values, by what each of them makes of these), W_O by what the head gives it. Those of
+      cross-attention are ``"L2.cross.H3"``;
     * ``"head_matrix"``: the same for each matrix apart, ``"L0H3.W_V"``;
     * ``"rank"``: each changed matrix by the singular directions of its change, ``"L0.W_V rank 1"`` the largest. For
       changes of at most 64 directions, such as LoRA's. What rounding adds to the change beyond those is the
@@ -72,7 +77,7 @@ def compare_models(
             and the position that reads it for a weight.
         memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
             the batches, and how many queries are pulled together.
-        freezing: further options of `freeze`, for both runs.
+        freezing: further options of `freeze`, for both runs; an encoder–decoder needs ``decoder_input_ids=``.
 
     Returns:
         Terms for each prompt; weights that did not change have none. ``.mean()`` is their mean over prompts,
@@ -178,15 +183,52 @@ def _pulled(reading: Reading, g: Float[Tensor, "query batch pos d"], terms: Weig
     g = terms.pull(reading.ends(), g)
     for layer in reversed(range(difference.n_layers)):
         parts = maps.parts(layer)
-        attention = parts.attention
         pulled: dict[str, Tensor] = {}
-        tapped = Chain((attention, Tap({}, "attention", pulled)))
-        g = terms.pull(maps.composed(layer, difference.layouts[layer], parts._replace(attention=tapped)), g)
-        if terms.by in BY_HEAD and difference.view.blocks[layer].mixer is None:
-            assert isinstance(attention, Chain)
-            terms.pull_heads(attention, pulled["attention"], difference.view.blocks[layer].attention, layer)
+        tapped = parts._replace(attention=Chain((parts.attention, Tap({}, ATTENTION, pulled))))
+        within = parts.within
+        if within is not None and within.out is not None:
+            tapped = tapped._replace(within=replace(within, out=Chain((within.out, Tap({}, CROSS, pulled)))))
+        g = terms.pull(maps.composed(layer, difference.layouts[layer], tapped), g)
+        block = difference.view.blocks[layer]
+        if terms.by in BY_HEAD and block.mixer is None:
+            assert isinstance(parts.attention, Chain)
+            _pull_heads(terms, block, parts.attention, within, pulled)
     terms.add(["embed"], (upcast(g) * difference.resid_pre(0)).sum(-1)[..., None])
     return terms
+
+
+def _pull_heads(
+    terms: WeightTerms, block: BlockView, attention: Chain, within: Within | None, pulled: dict[str, Tensor]
+) -> None:
+    """Collect what the changed weights of a block's heads add, those of cross-attention as well.
+
+    Args:
+        terms: takes them.
+        block: one layer.
+        attention: the secant of its self-attention.
+        within: where it acts, with its cross-attention.
+        pulled: the vectors at what either attention writes.
+    """
+    name = f"L{block.layer}"
+    terms.pull_heads(_of_all(attention, within), _at_all(pulled[ATTENTION], within), block.attention, name)
+    if within is not None and within.read is not None and within.out is not None:
+        crossing = Chain((within.read, within(within.out, only=True)))
+        weights = block.require_cross_attention()
+        terms.pull_heads(crossing, _at_all(pulled[CROSS], within), weights, f"{name}.{CROSS}")
+
+
+def _of_all(attention: Chain, within: Within | None) -> Chain:
+    """Attention as a map of all positions, where a block acts on one side of an encoder–decoder."""
+    if within is None:
+        return attention
+    return Chain(tuple(within(stage, only=True) for stage in attention.stages))
+
+
+def _at_all(g: Float[Tensor, "query batch pos d_model"], within: Within | None) -> Float[Tensor, "query batch all d"]:
+    """Vectors at one side's positions, among all of them."""
+    if within is None:
+        return g
+    return torch.nn.functional.pad(g, (0, 0, within.start, within.length - within.stop))
 
 
 def _shown(value: Float[Tensor, "query batch pos"], positions: bool) -> Float[Tensor, "query batch *pos"]:

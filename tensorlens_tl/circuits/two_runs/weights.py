@@ -27,10 +27,12 @@ MOST_DIRECTIONS = 64
 SPARE = 8
 """Random vectors beyond these, by which they are looked for."""
 
-QUERIES = ("W_Q", "b_Q", "q_norm.w")
+QUERIES = ("W_Q", "b_Q", "q_norm.w", "relative_bias")
 ATTENTION = (*QUERIES, "W_K", "b_K", "k_norm.w", "W_V", "b_V", "W_O", "b_O")
 MLP = ("W_in", "b_in", "W_gate", "b_gate", "W_out", "b_out")
 UNEMBEDDING = ("W_U", "b_U")
+CROSS = "cross."
+"""Before the names of cross-attention's weights, in their layer."""
 
 Directions = tuple[Float[Tensor, "rank d_in"], Float[Tensor, "rank d_out"]]
 """Of a change: s_r·u_r and v_r, the largest first."""
@@ -45,8 +47,12 @@ def term_name(weight: str, by: str) -> str:
         return "unembed"
     if by == "layer" or not part or not place[1:].isdigit():
         return place
+    if part.removeprefix(CROSS) in ATTENTION and by in BY_HEAD:
+        return weight
+    if part.startswith(CROSS):
+        return f"{place}.cross"
     if part in ATTENTION:
-        return weight if by in BY_HEAD else f"{place}.attn"
+        return f"{place}.attn"
     if part in MLP:
         return f"MLP{place[1:]}"
     if part.startswith("mixer."):
@@ -54,6 +60,11 @@ def term_name(weight: str, by: str) -> str:
     if part.startswith("attn.") or part == "sinks":
         return f"{place}.attn"
     return f"{place}.norms"
+
+
+def _matrix(weight: str) -> str:
+    """A weight's name in its attention, self or cross: ``"W_V"`` of ``"L0.W_V"`` and of ``"L2.cross.W_V"``."""
+    return weight.partition(".")[2].removeprefix(CROSS)
 
 
 @dataclass
@@ -90,7 +101,7 @@ class WeightTerms:
         return pull_noting(m, g, self._note)
 
     def _note(self, offset: Offset, g: Float[Tensor, "query batch pos d"]) -> None:
-        if self.by in BY_HEAD and offset.name.partition(".")[2] in ATTENTION:
+        if self.by in BY_HEAD and _matrix(offset.name) in ATTENTION:
             return
         whole = (upcast(g) * offset.vectors).sum(-1)
         if self.by == "rank" and offset.change is not None:
@@ -112,21 +123,21 @@ class WeightTerms:
     # ------------------------------------------------------------------ by head
 
     def pull_heads(
-        self, attention: Chain, g: Float[Tensor, "query batch pos d_model"], weights: AttentionWeights, layer: int
+        self, attention: Chain, g: Float[Tensor, "query batch pos d_model"], weights: AttentionWeights, name: str
     ) -> None:
         """Collect what the changed weights of one layer's attention add, head by head.
 
         Where heads share keys and values, each pulls the vector to these by itself: heads that share none together.
 
         Args:
-            attention: its secant.
+            attention: its secant, by routes to what its heads give, and what writes that.
             g: the vector at what it writes.
             weights: how many heads it has.
-            layer: its number.
+            name: what its heads' names begin with.
         """
         routes, *after = attention.stages
         repeats = weights.heads // weights.kv_heads
-        names = [f"L{layer}H{head}" for head in range(weights.heads)]
+        names = [f"{name}H{head}" for head in range(weights.heads)]
 
         def note_output(offset: Offset, g: Tensor) -> None:
             if offset.change is None:
@@ -136,10 +147,10 @@ class WeightTerms:
             self._add_heads(names, offset.name, shares.unflatten(-1, (weights.heads, -1)).sum(-1))
 
         def note_input(offset: Offset, g: Tensor) -> None:
-            if offset.name.partition(".")[2] not in ATTENTION:
-                return  # a gate's, or a sink's: `pull` has noted it, as no head's
+            if _matrix(offset.name) not in ATTENTION:
+                return  # a gate's, a sink's or a norm's before queries: `pull` has noted it, as no head's
             products = upcast(g) * offset.vectors
-            if offset.name.partition(".")[2] in QUERIES:
+            if _matrix(offset.name) in QUERIES:
                 shares = products.sum(0).unflatten(-1, (weights.heads, -1)).sum(-1)
             else:  # of the heads that share keys and values, each is one row
                 shares = products.unflatten(-1, (weights.kv_heads, -1)).sum(-1).movedim(0, -1).flatten(-2)
@@ -154,7 +165,7 @@ class WeightTerms:
     def _add_heads(self, heads: Sequence[str], weight: str, shares: Float[Tensor, "query batch pos head"]) -> None:
         names = list(heads)
         if self.by == "head_matrix":
-            names = [f"{head}.{weight.partition('.')[2]}" for head in heads]
+            names = [f"{head}.{_matrix(weight)}" for head in heads]
         self.add(names, shares)
 
 

@@ -1,6 +1,8 @@
 """Attention scores as the weights make them, and patterns that are recomputed from them."""
 
+from tensorlens_tl.passes.attention_scores.encodings import relative_bias
 from tensorlens_tl.passes.attention_scores.reading import (
+    CrossStreams,
     HeadProjection,
     ScoreReading,
     added_positions,
@@ -9,10 +11,12 @@ from tensorlens_tl.passes.attention_scores.reading import (
     score_candidates,
     score_projections,
     score_reading,
+    side_read,
 )
 from tensorlens_tl.passes.attention_scores.recompute import PatternReader, refuse_unreadable
 
 __all__ = [
+    "CrossStreams",
     "HeadProjection",
     "PatternReader",
     "ScoreReading",
@@ -20,7 +24,9 @@ __all__ = [
     "pattern_error",
     "projected",
     "refuse_unreadable",
+    "relative_bias",
     "score_candidates",
     "score_projections",
     "score_reading",
+    "side_read",
 ]

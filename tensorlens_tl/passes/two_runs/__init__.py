@@ -3,7 +3,7 @@
 | module | question |
 | --- | --- |
 | `values` | what did the parts of a block read in one run? |
-| `attention`, `mlps`, `experts` | which linear map takes a difference of inputs to the difference of outputs? |
+| `attention`, `cross`, `mlps`, `experts` | which linear map takes a difference of inputs to one of outputs? |
 | `maps` | the parts of every block as such secants |
 | `runs` | the two runs, checked, and their map proved block by block |
 """

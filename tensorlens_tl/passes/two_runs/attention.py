@@ -25,6 +25,7 @@ from tensorlens_tl.algebra.secants import (
     Rotation,
     ScoreSecant,
     logarithmic_mean,
+    same,
     slope,
 )
 from tensorlens_tl.errors import UnsupportedModelError
@@ -35,8 +36,10 @@ from tensorlens_tl.passes.attention_scores import (
     ScoreReading,
     added_positions,
     pattern_error,
+    relative_bias,
     score_projections,
     score_reading,
+    side_read,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.two_runs.mlps import gate_secant
@@ -64,18 +67,17 @@ def attention_secant(
     name = partial("L{}.{}".format, layer)
     scores = _Scores.of(a, b, layer)
     read = Change(of_a.attention, of_b.attention)
-    values = _value_secant(weights, read, name)
-    mean_values = rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=weights[0].kv_heads)
-    secant, by_sinks = scores.secant(mean_values)
+    values = value_secant(weights, read, name)
+    secant, constants = scores.secant(values_by_head(values, weights[0].kv_heads))
     patterns = scores.patterns
     mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
     only = partial(_of_heads, n_heads=weights[0].heads, heads=heads)
-    sinks = () if by_sinks is None else (Offset(only(by_sinks.to(of_a.heads)), name("sinks")),)
+    offsets = [Offset(only(vectors.to(of_a.heads)), name(of)) for of, vectors in constants.items()]
     routes = (
         Chain((*values.stages, mixing)),
-        Chain((*scores.queries.stages, *scores.rotation, QueryResponse.of(secant), *sinks)),
+        Chain((*scores.queries.stages, *scores.rotation, QueryResponse.of(secant), *offsets)),
         Chain((*scores.keys.stages, *scores.rotation, KeyResponse(secant))),
     )
     routes, z = _gated(weights, routes, Change(of_a.heads, of_b.heads), read, name("attn.W_gate"), only)
@@ -98,14 +100,14 @@ def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain
     scores = _Scores.of(a, b, layer)
     batch, _, _, pos = scores.patterns[0].shape
     one_hot = torch.eye(pos).to(scores.patterns[0]).expand(batch, 1, -1, -1)
-    secant, by_sinks = scores.secant(one_hot)
+    secant, constants = scores.secant(one_hot)
     if of == "score":
-        weights = torch.full_like(secant.weights, scores.reading.scale)
+        weights = torch.full_like(secant.weights, scores.readings[0].scale)
         secant = replace(secant, weights=weights, centres=torch.zeros_like(secant.centres))
-        by_sinks = None
-    sinks = () if by_sinks is None else (Offset(by_sinks, f"L{layer}.sinks"),)
+        constants = {}
+    offsets = [Offset(vectors, f"L{layer}.{name}") for name, vectors in constants.items()]
     by_query = Chain((*scores.queries.stages, *scores.rotation, QueryResponse.of(secant)))
-    return by_query, Chain((*scores.keys.stages, *scores.rotation, KeyResponse(secant), *sinks))
+    return by_query, Chain((*scores.keys.stages, *scores.rotation, KeyResponse(secant), *offsets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,14 +115,14 @@ class _Scores:
     """What two runs of a layer make their scores of.
 
     Attributes:
-        reading: how, the same in both.
+        readings: how, of either run; of two models each has its table of relative positions.
         queries, keys: before rotation.
         patterns: of either run; zero at queries that are padding.
         of_sinks: whether sinks are one model's, and how exactly a row without a sink sums to 1.
         error: the largest error of a probability of the two patterns, as their scores give them.
     """
 
-    reading: ScoreReading
+    readings: tuple[ScoreReading, ScoreReading]
     queries: Change
     keys: Change
     patterns: list[Float[Tensor, "batch head query key"]]
@@ -136,29 +138,45 @@ class _Scores:
         """
         queries, keys = _projection_secants(a, b, layer)
         reading = score_reading(a, layer, (queries.a, keys.a))
-        error = max(reading.error, _checked_error(reading, b, layer, queries.b, keys.b))
-        padded = ~a.capture.mask[:, None, :, None]  # queries whose positions, and scores, may be counted otherwise
-        patterns = [upcast(maps.capture.pattern(layer)).masked_fill(padded, 0.0) for maps in (a, b)]
+        second = reading
+        if reading.relative is not None:
+            second = replace(reading, relative=relative_bias(b, layer, queries.b.shape[1]))
+        error = max(reading.error, checked_error(second, b, layer, queries.b, keys.b))
         of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
-        return cls(reading, queries, keys, patterns, of_sinks, error)
+        return cls((reading, second), queries, keys, patterns_of(a, b, layer), of_sinks, error)
 
     @property
     def rotation(self) -> tuple[Rotation, ...]:
         """What comes between queries, or keys, and their product."""
-        return () if self.reading.rotation is None else (Rotation.of(self.reading.rotation),)
+        rotation = self.readings[0].rotation
+        return () if rotation is None else (Rotation.of(rotation),)
 
     def secant(
         self, values: Float[Tensor, "batch kv pos d_value"]
-    ) -> tuple[ScoreSecant, Float[Tensor, "batch pos width"] | None]:
-        """The secant of softmax and scores together, and what heads give because sinks of two models differ, or None.
+    ) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch pos width"]]]:
+        """The secant of softmax and scores together, and what heads give because constants of the scores differ.
 
         Args:
             values: what heads mix, the mean of both runs.
         """
-        return _score_secant(self.reading, self.queries, self.keys, self.patterns, values, self.of_sinks)
+        return score_secant(self.readings, self.queries, self.keys, self.patterns, values, self.of_sinks)
 
 
-def _value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:
+def patterns_of(
+    a: BlockMaps, b: BlockMaps, layer: int, *, crossing: bool = False
+) -> list[Float[Tensor, "batch head query key"]]:
+    """The patterns of two runs, zero at queries that are padding: their positions, and scores, may count otherwise."""
+    shown = [maps.capture.cross_pattern if crossing else maps.capture.pattern for maps in (a, b)]
+    padded = ~a.capture.mask[:, None, slice(*a.capture.side(layer)), None]
+    return [upcast(pattern(layer)).masked_fill(padded, 0.0) for pattern in shown]
+
+
+def values_by_head(values: Change, kv_heads: int) -> Float[Tensor, "batch kv pos d_head"]:
+    """The mean values of two runs."""
+    return rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=kv_heads)
+
+
+def value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:
     """The values, through a norm where one is inside.
 
     Raises:
@@ -241,18 +259,20 @@ def _of_heads(
     return z * keep.repeat_interleave(z.shape[-1] // n_heads)
 
 
-def _checked_error(reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor) -> float:
+def checked_error(
+    reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor, *, crossing: bool = False
+) -> float:
     """How far another run's pattern is from what the same way to compute scores gives.
 
     Raises:
         UnsupportedModelError: they do not give its pattern.
     """
-    error = pattern_error(reading, maps, layer, queries, keys)
+    error = pattern_error(reading, maps, layer, queries, keys, crossing=crossing)
     if not error <= maps.tolerance:
         raise UnsupportedModelError(
-            f"difference: blocks.{layer} of this {maps.view.description} makes its attention scores in one way in the "
-            f"first run and in another in the second (its pattern is off by {error:.1e}). Freeze both runs without "
-            "other hooks, or ask about each by itself."
+            f"difference: {maps.view.blocks[layer].name} of this {maps.view.description} makes its attention scores in "
+            f"one way in the first run and in another in the second (its pattern is off by {error:.1e}). Freeze both "
+            "runs without other hooks, or ask about each by itself."
         )
     return error
 
@@ -262,14 +282,14 @@ def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change,
     before = a.layouts[layer].attn.before
     projections = [score_projections(maps, layer, before, added_positions(maps)) for maps in (a, b)]
     reads = [Chain((Identity(), *of_queries.reads)) for of_queries, _ in projections]  # keys read the same
-    x_a, x_b = (upcast(maps.capture.resid_read(layer)) for maps in (a, b))
+    x_a, x_b = (upcast(side_read(maps, layer)) for maps in (a, b))
     read = Change(reads[0](x_a), reads[1](x_b))
     (query_a, key_a), (query_b, key_b) = projections
-    queries = _projected(read, query_a, query_b, f"L{layer}.W_Q", f"L{layer}.q_norm")
-    return queries, _projected(read, key_a, key_b, f"L{layer}.W_K", f"L{layer}.k_norm")
+    queries = projected_secant(read, query_a, query_b, f"L{layer}.W_Q", f"L{layer}.q_norm")
+    return queries, projected_secant(read, key_a, key_b, f"L{layer}.W_K", f"L{layer}.k_norm")
 
 
-def _projected(read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str) -> Change:
+def projected_secant(read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str) -> Change:
     """What attention reads, through one projection, its norm, and the latent before it where there is one."""
     if a.latent is not None and b.latent is not None:
         entry = read.linear(a.latent.entry, b.latent.entry, name.replace("W_", "W_down_"))
@@ -284,19 +304,33 @@ def _projected(read: Change, a: HeadProjection, b: HeadProjection, name: str, no
     return vectors.over(*scales, gains, norm_name, a.groups)
 
 
-def _score_secant(
-    reading: ScoreReading,
+def score_secant(
+    readings: tuple[ScoreReading, ScoreReading],
     queries: Change,
     keys: Change,
     patterns: list[Float[Tensor, "batch head query key"]],
-    mean_values: Float[Tensor, "batch kv pos d_head"],
+    mean_values: Float[Tensor, "batch kv key d_head"],
     of_sinks: tuple[bool, float],
-) -> tuple[ScoreSecant, Float[Tensor, "batch pos width"] | None]:
-    """The secant of softmax and scores together, and what heads give because sinks of two models differ, or None."""
+) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch query width"]]]:
+    """The secant of softmax and scores together.
+
+    Args:
+        readings: how either run computes its scores.
+        queries, keys: before rotation.
+        patterns: of either run.
+        mean_values: by head.
+        of_sinks: whether both runs are of one model, and by how much the sum of a row may miss 1 without a sink.
+
+    Returns:
+        The secant, and what heads give, by name, because two models differ in their sinks or relative biases.
+    """
+    reading, second = readings
     (q_a, k_a), (q_b, k_b) = (reading.rotated(*pair) for pair in ((queries.a, keys.a), (queries.b, keys.b)))
     raw_scores = [reading.scale * grouped_products(*pair) for pair in ((q_a, k_a), (q_b, k_b))]
     allowed = (patterns[0] > 0) | (patterns[1] > 0)
-    finished = [reading.finished(scores).masked_fill(~allowed, -torch.inf) for scores in raw_scores]
+    finished = [
+        of.finished(scores).masked_fill(~allowed, -torch.inf) for of, scores in zip(readings, raw_scores, strict=True)
+    ]
     sinks = _sinks(finished, patterns, *of_sinks)
     logs, rests = zip(*map(_log_pattern, finished, sinks), strict=True)
     rest = logarithmic_mean(*rests)
@@ -308,10 +342,16 @@ def _score_secant(
     mean_keys = repeated((k_a + k_b) / 2, reading.heads // reading.kv_heads)
     values = repeated(mean_values, reading.heads // mean_values.shape[1])
     secant = ScoreSecant.of(logs, rest, scale, (q_a + q_b) / 2, mean_keys, values, reading.kv_heads)
-    if sinks[0] is sinks[1] or sinks[0] is None or sinks[1] is None:
-        return secant, None
-    taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
-    return secant, -(taken * secant.centres).flatten(-2)
+    constants: dict[str, Tensor] = {}
+    if sinks[0] is not sinks[1] and sinks[0] is not None and sinks[1] is not None:
+        taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
+        constants["sinks"] = -(taken * secant.centres).flatten(-2)
+    if reading.relative is not None and second.relative is not None and not same(reading.relative, second.relative):
+        change = (reading.relative - second.relative).to(raw_scores[0])
+        moved = (logarithmic_mean(*logs) * change).transpose(1, 2)
+        by_key = torch.einsum("bqhk,bhkd->bqhd", moved, values)
+        constants["relative_bias"] = (by_key - moved.sum(-1, keepdim=True) * secant.centres).flatten(-2)
+    return secant, constants
 
 
 def _sinks(

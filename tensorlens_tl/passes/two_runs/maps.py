@@ -17,10 +17,11 @@ from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.two_runs.attention import attention_secant, score_routes as attention_score_routes
+from tensorlens_tl.passes.two_runs.cross import CrossSecant, cross_secant
 from tensorlens_tl.passes.two_runs.experts import Mixture, experts_secant
 from tensorlens_tl.passes.two_runs.mixers import mixer_secant
 from tensorlens_tl.passes.two_runs.mlps import activated, hidden_secant
-from tensorlens_tl.passes.two_runs.values import BlockValues, block_values, per_layer_values
+from tensorlens_tl.passes.two_runs.values import BlockValues, block_values, encoder_norm_read, per_layer_values
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class _Parts:
     attention: Chain | None = None
     mlp: AffineMap | None = None
     experts: dict[str, AffineMap] | None = None
+    cross: CrossSecant | None = None
     pattern_error: float = 0.0
 
 
@@ -85,16 +87,33 @@ class SecantMaps(Blocks):
         a, b = (maps.final_norm() for maps in (self.a, self.b))
         if a is None or b is None:
             return None
-        x_a, x_b = (maps.capture.resid_pre(maps.capture.n_layers) for maps in (self.a, self.b))
+        last = self.capture.n_layers
+        reads = slice(*self.capture.side(last - 1))
+        x_a, x_b = (maps.capture.resid_pre(last)[:, reads] for maps in (self.a, self.b))
         return norm_secant(a, b, x_a, x_b, "ln_final")
 
-    def encoder_norm(self) -> None:
-        """None: encoder–decoders are refused."""
-        return
+    def encoder_norm(self) -> Chain | None:
+        """The norm after an encoder–decoder's last encoder block, or None."""
+        a, b = (maps.encoder_norm() for maps in (self.a, self.b))
+        if a is None or b is None:
+            return None
+        return norm_secant(a, b, encoder_norm_read(self.a), encoder_norm_read(self.b), "encoder_ln_final")
 
     def within(self, layer: int) -> Within | None:
-        """None: encoder–decoders are refused."""
-        return None
+        """Where a block acts, with its cross-attention by three routes; None where there is one stack."""
+        side = self.a.within(layer)
+        if side is None or side.read is None:
+            return side
+        parts = self._parts(layer)
+        if parts.cross is None:
+            assert parts.of_a.cross is not None
+            assert parts.of_b.cross is not None
+            place = self.layouts[layer].cross
+            norm = None
+            if place is not None and place.before is not None:
+                norm = self.norm(layer, place.before)
+            parts.cross = cross_secant(self.a, self.b, layer, parts.of_a.cross, parts.of_b.cross, norm)
+        return parts.cross.within(side)
 
     def whitening(self, layer: int) -> Chain | None:
         """The whitening before a block, which is linear; None of a model without."""
@@ -146,7 +165,9 @@ class SecantMaps(Blocks):
     def pattern_error(self, layer: int) -> float:
         """The largest error of a probability of the two patterns, as the scores that were read give them."""
         self.mixer(layer)
-        return self._parts(layer).pattern_error
+        self.within(layer)
+        parts = self._parts(layer)
+        return parts.pattern_error if parts.cross is None else max(parts.pattern_error, parts.cross.pattern_error)
 
     @reads_weights
     def score_routes(self, layer: int, head: int, of: str) -> tuple[Chain, Chain]:

@@ -112,9 +112,9 @@ class Difference(Linearisation):
         return self.a.causal and self.b.causal
 
     @property
-    def sides(self) -> None:
-        """None: encoder–decoders are refused."""
-        return None
+    def sides(self) -> tuple[int, int] | None:
+        """How many positions are an encoder's and a decoder's, the same in both runs; None where there is one stack."""
+        return self.a.sides
 
     @property
     def soft_cap(self) -> None:
@@ -287,8 +287,8 @@ def difference(a: PassLike, b: PassLike) -> Difference:
     Raises:
         InvalidInputError: no frozen passes; other numbers, lengths or padding of prompts; other architectures or
             vocabularies.
-        UnsupportedModelError: a part whose response to another input is not read (scores that are not read,
-            encoder–decoders), or a block that the map does not reproduce.
+        UnsupportedModelError: a part whose response to another input is not read (scores that are not read), or a block
+            that the map does not reproduce.
         FrozenModelError: a model is no longer that of its run.
 
     >>> other = tlens.freeze(model, text.replace("red", "blue"))
@@ -308,7 +308,7 @@ def difference(a: PassLike, b: PassLike) -> Difference:
 
 def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
     """Refuse two runs that do not match position by position and block by block."""
-    if a.tokens.shape != b.tokens.shape or not torch.equal(a.mask, b.mask):
+    if a.tokens.shape != b.tokens.shape or a.sides != b.sides or not torch.equal(a.mask, b.mask):
         raise InvalidInputError(
             f"difference: the prompts do not match position by position: {tuple(a.tokens.shape)} and "
             f"{tuple(b.tokens.shape)} tokens (prompts, positions), or padded otherwise. Replace tokens one for one, or "
@@ -336,7 +336,6 @@ def refuse_without_secant(view: ModelView) -> None:
     Raises:
         UnsupportedModelError: names the part.
     """
-    view.refuse_encoder_decoder("difference")
     for block in view.blocks:
         mixer = block.mixer
         if mixer is None:
@@ -412,6 +411,12 @@ def _errors(difference: Difference) -> dict[str, float]:
 
 def _suspects(a: FrozenPass, b: FrozenPass) -> str:
     """What may have changed a run inside a block, and what to do."""
+    for frozen in (a, b):
+        if not bool(frozen.resid_pre(0)[frozen.mask].any(-1).all()):
+            return (
+                "The stream of a token is zero in one run, where a norm's scale is no more than its epsilon and what "
+                "it gives is rounding: use another baseline, such as 'mean'."
+            )
     hooks = dict.fromkeys([*a.other_hooks, *b.other_hooks])
     if hooks:
         return (

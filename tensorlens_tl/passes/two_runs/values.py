@@ -1,19 +1,36 @@
 """What the parts of a block read and held in one run: the numbers that a secant is drawn between."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Tap
+from tensorlens_tl.models import Within
 from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.passes.attention_scores import CrossStreams
 from tensorlens_tl.passes.block_maps import BlockMaps
 
 ATTENTION = "attention"
 HEADS = "heads"
 MLP = "mlp"
+CROSSING = "crossing"
+CROSS_HEADS = "cross heads"
+
+
+@dataclass(frozen=True, eq=False)
+class CrossValues:
+    """Cross-attention of one decoder block of one run.
+
+    Attributes:
+        streams: what its queries, keys and values are read from.
+        heads: what its heads gave, side by side, before W_O.
+    """
+
+    streams: CrossStreams
+    heads: Float[Tensor, "batch decoder width"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +43,7 @@ class BlockValues:
         heads: what its heads gave, side by side, before a gate, a norm and W_O; what a mixer gave before W_O.
         mlp: what the MLP read; None without one.
         experts: what each part of a mixture of experts read, by name.
+        cross: of cross-attention; None without.
     """
 
     norms: dict[str, Float[Tensor, "batch pos d_model"]]
@@ -33,6 +51,7 @@ class BlockValues:
     heads: Float[Tensor, "batch pos width"]
     mlp: Float[Tensor, "batch pos d_model"] | None
     experts: dict[str, Float[Tensor, "batch pos d_model"]]
+    cross: CrossValues | None = None
 
 
 def block_values(maps: BlockMaps, layer: int) -> BlockValues:
@@ -48,14 +67,36 @@ def block_values(maps: BlockMaps, layer: int) -> BlockValues:
     *inside, out = maps.mixer(layer).stages
     attention = Chain((Tap(seen, ATTENTION), *inside, Tap(seen, HEADS), out))
     mlp = None if parts.mlp is None else Chain((Tap(seen, MLP), _tapped_mlp(maps, layer, parts.mlp, seen)))
-    block = maps.composed(layer, maps.layouts[layer], parts._replace(attention=attention, mlp=mlp, norms=norms))
-    block(maps.capture.resid_pre(layer))
+    within = None if parts.within is None else _tapped_crossing(parts.within, seen)
+    tapped = parts._replace(attention=attention, mlp=mlp, norms=norms, within=within)
+    maps.composed(layer, maps.layouts[layer], tapped)(maps.capture.resid_pre(layer))
     experts, inner_norms = _experts_values(maps, layer, seen)
     read = {name: seen[name] for name in norms if name in seen}
     per_layer = maps.per_layer(layer)
     if per_layer is not None:
         inner_norms[PER_LAYER_NORM] = per_layer(per_layer_values(maps, layer)[0])
-    return BlockValues(read | inner_norms, seen[ATTENTION], seen[HEADS], seen.get(MLP), experts)
+    cross = _cross_values(maps, layer, seen)
+    place = maps.layouts[layer].cross
+    if cross is not None and place is not None and place.before is not None:
+        read[place.before] = cross.streams.queries  # with the pattern held, nothing goes through that norm
+    return BlockValues(read | inner_norms, seen[ATTENTION], seen[HEADS], seen.get(MLP), experts, cross)
+
+
+def _tapped_crossing(within: Within, seen: dict[str, Tensor]) -> Within:
+    """Where a block acts, with cross-attention's ends noted."""
+    if within.read is None or within.out is None:
+        return within
+    read = Chain((Tap(seen, CROSSING), within.read))
+    return replace(within, read=read, out=Chain((Tap(seen, CROSS_HEADS), within.out)))
+
+
+def _cross_values(maps: BlockMaps, layer: int, seen: dict[str, Tensor]) -> CrossValues | None:
+    """What was noted at cross-attention's ends; None without it."""
+    if CROSSING not in seen:
+        return None
+    start, stop = maps.capture.side(layer)
+    stream = seen[CROSSING]
+    return CrossValues(CrossStreams(stream[:, start:stop], stream[:, :start]), seen[CROSS_HEADS])
 
 
 def _tapped_mlp(maps: BlockMaps, layer: int, mlp: AffineMap, seen: dict[str, Tensor]) -> AffineMap:
@@ -97,3 +138,10 @@ def per_layer_values(
     assert points.per_layer is not None
     assert points.per_layer_input is not None
     return maps.capture.activation(points.per_layer.into), maps.capture.activation(points.per_layer_input)
+
+
+def encoder_norm_read(maps: BlockMaps) -> Float[Tensor, "batch encoder d_model"]:
+    """What the norm after an encoder–decoder's last encoder block reads: that block's output before it."""
+    layer = maps.view.encoder_layers - 1
+    block = maps.sublayers(layer, maps.layouts[layer], maps.parts(layer))
+    return block(maps.capture.resid_pre(layer))[:, slice(*maps.capture.side(layer))]

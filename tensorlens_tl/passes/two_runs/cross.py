@@ -1,0 +1,101 @@
+"""The secant of cross-attention: queries are read from the decoder's stream, keys and values from the encoder's output.
+
+    Δz_i = Σ_k P̄_ik·Δv_k + Σ_k ΔP_ik·v̄_k,    Δs_ik = scale·(Δq_i·k̄_k + q̄_i·Δk_k),    i of the decoder, k of the encoder
+
+As self-attention it is the sum of three routes, each from the whole stream to what heads give at the decoder's
+positions.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import AffineMap, Chain, CrossAttention, Identity, Linear, Segment, Sum
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.secants import Change, CrossKeyResponse, QueryResponse
+from tensorlens_tl.models import Within
+from tensorlens_tl.passes.attention_scores import HeadProjection, score_projections, score_reading
+from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.two_runs.attention import (
+    checked_error,
+    patterns_of,
+    projected_secant,
+    score_secant,
+    value_secant,
+    values_by_head,
+)
+from tensorlens_tl.passes.two_runs.values import CrossValues
+
+
+@dataclass(frozen=True, eq=False)
+class CrossSecant:
+    """Cross-attention of a decoder block as a map of the difference of two runs.
+
+    Attributes:
+        read: from the whole stream to what heads give at the decoder's positions, zero at the encoder's.
+        out: what writes that.
+        pattern_error: the largest error of a probability of the two patterns, as the scores that were read give them.
+    """
+
+    read: Sum
+    out: Chain
+    pattern_error: float
+
+    def within(self, side: Within) -> Within:
+        """Where the block acts, with this cross-attention."""
+        return Within(side.start, side.stop, side.length, self.read, self.out)
+
+
+def cross_secant(
+    a: BlockMaps, b: BlockMaps, layer: int, of_a: CrossValues, of_b: CrossValues, norm: AffineMap | None
+) -> CrossSecant:
+    """The secant of one decoder block's cross-attention.
+
+    Args:
+        a, b: the two runs.
+        layer: which block.
+        of_a, of_b: what it reads and gives in either.
+        norm: the secant of the norm that queries are read after; None without.
+
+    Raises:
+        UnsupportedModelError: attention scores that are not read.
+    """
+    weights = [maps.view.blocks[layer].require_cross_attention() for maps in (a, b)]
+    name = partial("L{}.cross.{}".format, layer)
+    place = a.layouts[layer].cross
+    before = None if place is None else place.before
+    (query_a, key_a), (query_b, key_b) = (score_projections(maps, layer, before, crossing=True) for maps in (a, b))
+    decoder = Change(_read(query_a, of_a.streams.queries), _read(query_b, of_b.streams.queries))
+    encoder = Change(upcast(of_a.streams.keys), upcast(of_b.streams.keys))
+    queries = projected_secant(decoder, query_a, query_b, name("W_Q"), name("q_norm"))
+    keys = projected_secant(encoder, key_a, key_b, name("W_K"), name("k_norm"))
+    reading = score_reading(a, layer, (queries.a, keys.a), of_a.streams)
+    error = checked_error(reading, b, layer, queries.b, keys.b, crossing=True)
+    values = value_secant(weights, Change(of_a.streams.keys, of_b.streams.keys), name)
+    patterns = patterns_of(a, b, layer, crossing=True)
+    of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
+    by_head = values_by_head(values, weights[0].kv_heads)
+    secant, _ = score_secant((reading, reading), queries, keys, patterns, by_head, of_sinks)
+    start, stop = a.capture.side(layer)
+    length = a.capture.tokens.shape[1]
+    of_encoder = partial(Segment, start=0, stop=start, length=length, only=True)
+    of_decoder = partial(Segment, start=start, stop=stop, length=length, only=True)
+    pattern = ((patterns[0] + patterns[1]) / 2).to(of_a.heads)
+    mixing = CrossAttention(pattern, weights[0].kv_heads, (start, stop), (0, start), length)
+    by_keys = CrossKeyResponse(secant, (start, stop), (0, start), length)
+    normed = () if norm is None else (norm,)
+    routes = (
+        Chain((of_encoder(values.map), mixing)),
+        of_decoder(Chain((*normed, *queries.stages, QueryResponse.of(secant)))),
+        Chain((of_encoder(keys.map), by_keys)),
+    )
+    out_a, out_b = (Linear(of.W_O, of.b_O) for of in weights)
+    written = Change(of_a.heads, of_b.heads).written(out_a, out_b, name("W_O"))
+    return CrossSecant(Sum(routes), written, max(reading.error, error))
+
+
+def _read(projection: HeadProjection, stream: Float[Tensor, "batch decoder d_model"]) -> Tensor:
+    """What queries are read from: the decoder's stream after the norm, its scale held."""
+    return Chain((Identity(), *projection.reads))(upcast(stream))
