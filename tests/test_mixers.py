@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from conftest import close, hooks_left, some_tokens
+from conftest import close, hooks_left, rest_whole, some_tokens
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 import tensorlens_tl as tlens
@@ -253,3 +253,22 @@ def test_a_prompt_of_one_token(model_named):
 def test_a_wide_stream_beside_narrow_weights_is_refused(dtype):
     with pytest.raises(tlens.UnsupportedModelError, match="residual_in_fp32"):
         tlens.freeze(tiny_model(MAMBA).to(dtype), some_tokens())
+
+
+# ------------------------------------------------------------------------------------------ two runs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", rest_whole([LFM2, "bridge/jamba", DELTA], LFM2))
+def test_differences_in_narrow_dtypes(name, dtype):
+    """Beside mixers these models have attention with norms that compute in float32, also in bfloat16."""
+
+    def result(model):
+        a, b = (tlens.freeze(model, tokens) for tokens in (some_tokens(), some_tokens().flip(0)))
+        return tlens.attribute(tlens.difference(a, b), 5)
+
+    exact = result(tiny_model(name)).scores
+    narrow = result(tiny_model(name).to(dtype))
+    allowed = {torch.float32: 1e-5, torch.bfloat16: 0.2}[dtype]
+    assert (narrow.scores - exact).norm() <= allowed * exact.norm()
+    assert float(narrow.gap.max()) <= allowed

@@ -78,7 +78,7 @@ def add_at(total: Tensor, vectors: Tensor, here: Where, destination: Positions) 
             column = torch.searchsorted(wanted, rows.contiguous()).clamp_max(len(destination) - 1)
             vectors = vectors * (wanted[column] == rows)
             rows = column
-        return total.scatter_add_(2, rows.expand_as(vectors), vectors)
+        return total.scatter_add_(2, rows.expand_as(vectors), vectors.to(total.dtype))
     if isinstance(destination, slice):  # it begins at 0
         total[:, :, here] += vectors
         return total

@@ -329,9 +329,12 @@ class Attention(AffineMap):
         index = torch.arange(rows.shape[1], device=rows.device)
         pattern = rearrange(keys[index, :, rows], "r b (kv group) k -> r b kv group k", kv=self.kv_heads)
         heads = rearrange(g[:, :, 0], "r b (kv group d) -> r b kv group d", kv=self.kv_heads, group=pattern.shape[3])
+        wide = torch.promote_types(pattern.dtype, g.dtype)
+        pattern = pattern.to(wide)
+        heads = heads.to(wide)
         if pattern.shape[0] == 1 != heads.shape[0]:  # one query for all rows: a product per head
-            return torch.einsum("bcgk,rbcgd->rbkcd", pattern[0], heads).flatten(-2)
-        return torch.einsum("rbcgk,rbcgd->rbkcd", pattern, heads).flatten(-2)
+            return torch.einsum("bcgk,rbcgd->rbkcd", pattern[0], heads).flatten(-2).to(g.dtype)
+        return torch.einsum("rbcgk,rbcgd->rbkcd", pattern, heads).flatten(-2).to(g.dtype)
 
 
 def mixed(

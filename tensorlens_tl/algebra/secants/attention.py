@@ -163,6 +163,33 @@ class QueryResponse(PositionwiseMap):
         return _side_by_side(products @ self.keys).to(g.dtype)
 
 
+def _given_by_keys(
+    secant: ScoreSecant, x: Float[Tensor, "*rows batch key kv_width"]
+) -> Float[Tensor, "*rows batch query width"]:
+    """What heads give for a change of their keys."""
+    keys = _by_head(x, secant.kv_heads, secant.queries).repeat_interleave(secant.heads // secant.kv_heads, dim=-3)
+    products = secant.weights.transpose(1, 2) * (secant.queries @ keys.mT)
+    centres = products.sum(-1, keepdim=True) * secant.centres.transpose(1, 2)
+    return _side_by_side(products @ secant.values - centres).to(x.dtype)
+
+
+def _pulled_to_keys(
+    secant: ScoreSecant, g: Float[Tensor, "*rows batch query width"]
+) -> Float[Tensor, "*rows batch key kv_width"]:
+    """The adjoint of that."""
+    heads = _by_head(g, secant.heads, secant.values)
+    centres = (heads * secant.centres.transpose(1, 2)).sum(-1, keepdim=True)
+    products = secant.weights.transpose(1, 2) * (heads @ secant.values.mT - centres)
+    return _grouped(products.mT @ secant.queries, secant.kv_heads).to(g.dtype)
+
+
+def _grouped(
+    by_head: Float[Tensor, "*rows batch head key d_head"], kv_heads: int
+) -> Float[Tensor, "*rows batch key kv_width"]:
+    """Sums over the heads that read the same keys."""
+    return _side_by_side(by_head.unflatten(-3, (kv_heads, -1)).sum(-3))
+
+
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyResponse(MixingMap):
@@ -208,24 +235,10 @@ class KeyResponse(MixingMap):
         return float(squares.unflatten(1, (held.kv_heads, -1)).sum(2).max().sqrt())
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        held = self.secant
-        keys = _by_head(x, held.kv_heads, held.queries).repeat_interleave(held.heads // held.kv_heads, dim=-3)
-        products = held.weights.transpose(1, 2) * (held.queries @ keys.mT)
-        centres = products.sum(-1, keepdim=True) * held.centres.transpose(1, 2)
-        return _side_by_side(products @ held.values - centres).to(x.dtype)
+        return _given_by_keys(self.secant, x)
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        held = self.secant
-        heads = _by_head(g, held.heads, held.values)
-        centres = (heads * held.centres.transpose(1, 2)).sum(-1, keepdim=True)
-        products = held.weights.transpose(1, 2) * (heads @ held.values.mT - centres)
-        return self._grouped(products.mT @ held.queries).to(g.dtype)
-
-    def _grouped(
-        self, by_head: Float[Tensor, "*rows batch head key d_head"]
-    ) -> Float[Tensor, "*rows batch key kv_width"]:
-        """Sums over the heads that read the same keys."""
-        return _side_by_side(by_head.unflatten(-3, (self.secant.kv_heads, -1)).sum(-3))
+        return _pulled_to_keys(self.secant, g)
 
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         if not isinstance(here, RowPositions):
@@ -240,7 +253,7 @@ class KeyResponse(MixingMap):
         products = (
             torch.einsum("rbhd,bhkd->rbhk", heads, values) - (heads * held.centres[index, rows]).sum(-1)[..., None]
         )
-        return self._grouped((weights * products)[..., None] * queries[..., None, :]).to(g.dtype)
+        return _grouped((weights * products)[..., None] * queries[..., None, :], held.kv_heads).to(g.dtype)
 
 
 @final
@@ -292,11 +305,11 @@ class CrossKeyResponse(AffineMap):
         return KeyResponse(self.secant).norm_bound()
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        outputs = KeyResponse(self.secant)._forward(x[..., slice(*self.keys), :], affine)
+        outputs = _given_by_keys(self.secant, x[..., slice(*self.keys), :])
         return torch.nn.functional.pad(outputs, (0, 0, self.queries[0], self.length - self.queries[1]))
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        keys = KeyResponse(self.secant)._backward(g[..., slice(*self.queries), :], biases)
+        keys = _pulled_to_keys(self.secant, g[..., slice(*self.queries), :])
         return torch.nn.functional.pad(keys, (0, 0, self.keys[0], self.length - self.keys[1]))
 
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:

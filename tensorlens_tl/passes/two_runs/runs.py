@@ -337,11 +337,11 @@ def refuse_without_secant(view: ModelView) -> None:
         UnsupportedModelError: names the part.
     """
     for block in view.blocks:
-        mixer = block.mixer
-        if mixer is None:
-            block.require_scores()
-        else:
-            mixer.require_response()
+        with block.loaded():
+            if block.mixer is None:
+                block.require_scores()
+            else:
+                block.mixer.require_response()
 
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp")
@@ -379,7 +379,8 @@ def _parts(block: BlockView) -> str:
     names = sorted(block.norms)
     if block.has_mlp:
         names.append(block.mlp_name)
-    mixes = "attention" if block.mixer is None else block.mixer.form
+    with block.loaded():
+        mixes = "attention" if block.mixer is None else block.mixer.form
     return "+".join([mixes, *names])
 
 
