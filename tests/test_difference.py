@@ -484,6 +484,37 @@ def test_train_mode_since_then_is_refused(name):
         tlens.attribute(frozen, 5, method="difference")
 
 
+@pytest.mark.parametrize("name", BOTH)
+def test_a_hook_put_on_or_taken_off_since_is_no_baseline(name):
+    """What a hook did to the prompt's own run would count as the baseline's."""
+    model = tiny_model(name)
+    point = embeddings_of(model)
+    plain = tlens.freeze(model, some_tokens())
+    with model.hooks(fwd_hooks=[(point, added)]):
+        steered = tlens.freeze(model, some_tokens())
+        with pytest.raises(tlens.FrozenModelError, match="hooks were put on it or taken off since"):
+            tlens.attribute(plain, 5, method="difference")
+        under = tlens.attribute(steered, 5, method="difference", baseline=7)
+        with torch.no_grad():
+            expected = logits(steered) - model(torch.full((2, 6), 7))
+    with pytest.raises(tlens.FrozenModelError, match="hooks were put on it or taken off since"):
+        tlens.attribute(steered, 5, method="difference")
+    with model.hooks(fwd_hooks=[(point, lambda x, hook: None)]):
+        idle = tlens.attribute(plain, 5, method="difference", baseline=7)
+    assert close(idle.scores, tlens.attribute(plain, 5, method="difference", baseline=7).scores, 1e-12)
+    assert close(summed(under), expected[:, -1:, 5], rerun_tolerance(name))
+
+
+@HOOKED_ONLY
+@pytest.mark.parametrize("switch", ["use_split_qkv_input", "use_attn_in"])
+def test_a_stream_for_each_head_since_is_refused(switch):
+    model = tiny_model("hooked/gated")
+    frozen = tlens.freeze(model, some_tokens())
+    getattr(model, f"set_{switch}")(True)
+    with pytest.raises(tlens.UnsupportedModelError, match="head axis to the residual stream"):
+        tlens.attribute(frozen, 5, method="difference")
+
+
 @pytest.mark.parametrize("method", sorted(set(tlens.list_methods()) - {"tensorlens", "difference"}))
 def test_other_methods_refuse_a_difference(method, model_named):
     difference = tlens.difference(*two_runs(model_named(ONE)))

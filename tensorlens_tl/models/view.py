@@ -107,11 +107,7 @@ class ModelView:
         self.offloaded = offloaded(*(getattr(model, part, None) for part in parts))
         self.encoder_layers = len(model.encoder_blocks) if self.is_encoder_decoder else 0
         refuse_autocast(self.device)
-        if getattr(self.cfg, "use_split_qkv_input", False) or getattr(self.cfg, "use_attn_in", False):
-            raise UnsupportedModelError(
-                "cfg.use_split_qkv_input and cfg.use_attn_in add a head axis to the residual stream; "
-                "switch them off (model.set_use_split_qkv_input(False)) before freezing."
-            )
+        self.refuse_split_inputs()
 
     def __repr__(self) -> str:
         return f"ModelView({self.description}, layers={self.n_layers})"
@@ -145,6 +141,18 @@ class ModelView:
         with lock_of(self.model), loaded(*(getattr(self.model, part, None) for part in READ_FROM[name])):
             yield
         self.__dict__.pop(name, None)
+
+    def refuse_split_inputs(self) -> None:
+        """Refuse a model that runs with a copy of its residual stream for each head.
+
+        Raises:
+            UnsupportedModelError: it is configured so.
+        """
+        if getattr(self.cfg, "use_split_qkv_input", False) or getattr(self.cfg, "use_attn_in", False):
+            raise UnsupportedModelError(
+                "cfg.use_split_qkv_input and cfg.use_attn_in add a head axis to the residual stream; "
+                "switch them off (model.set_use_split_qkv_input(False)) before freezing."
+            )
 
     def refuse_encoder_decoder(self, what: str) -> None:
         """Refuse an encoder–decoder where something reads blocks as those of one stack.

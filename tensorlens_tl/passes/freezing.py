@@ -213,13 +213,15 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
         hooks: stand on the model while it runs, and are no part of it afterwards.
 
     Raises:
-        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached.
+        FrozenModelError: the model is no longer that of the pass, be it by hooks that were put on it or taken off
+            since; or a frozen pass is attached.
         InvalidInputError: the model is in train mode since, and its dropout is active.
+        UnsupportedModelError: the model gives each head a copy of the stream since.
     """
     model = frozen.view.model
-    frozen.check_fresh()
-    refuse_dropout(frozen.view.model)
-    refuse_attached(model)
+    frozen.view.refuse_split_inputs()
+    with torch.no_grad():
+        frozen.live("a run with other inputs").check_hooks()
     tokens = frozen.tokens
     texts = frozen.str_tokens
     given = [inputs[name] for name in ("input", "decoder_input_ids") if isinstance(inputs.get(name), Tensor)]

@@ -391,7 +391,26 @@ class _Runner:
         eps = torch.finfo(DTYPES[self.dtype]).eps
         if rounded is None or isinstance(rounded, Exception):
             return max(floor, 64 * eps)
-        return max(FACTOR * apart(rounded, exact), (32 if self.dtype == "float32" else 2) * eps, floor)
+        own = max(FACTOR * apart(rounded, exact), self._rounding_of_runs(question, exact, edit))
+        return max(own, (32 if self.dtype == "float32" else 2) * eps, floor)
+
+    def _rounding_of_runs(self, question: Question, exact: dict[str, Tensor], edit: Callable[[Any], None]) -> float:
+        """What rounding of two runs leaves in an answer that explains their difference, over its largest number.
+
+        A small difference of two large numbers is rounded as these are, and one answer's rounding is one draw of it: so
+        the changed model's own logits are compared with the equivalent's in float64, over the whole vocabulary.
+        """
+        kind, _, method = question.function.partition(" ")
+        if kind != "method" or not tlens.get_method(method).explains_differences:
+            return 0.0
+        setting = _truth_setting(self.name, self.dtype, edit, "float64")
+        assert isinstance(setting, Setting)
+        assert self.own_then is not None
+        with torch.no_grad():
+            logits = setting.model(torch.tensor([TOKENS]))[0].double()
+        row = MIDDLE if question.middle else -1
+        rounding = (self.own_then[row] - logits[row]).square().mean().sqrt()
+        return 2**0.5 * float(rounding) / max(float(value.abs().max()) for value in exact.values())
 
     def _sum(self, question: Question, answer: Any) -> Cell:
         """Whether a total is the model's own number."""
