@@ -13,6 +13,7 @@ from test_fuzz import HOOKED, bridge, build, hooked, padded, prompts
 
 import tensorlens_tl as tlens
 from tensorlens_tl.passes import freeze_changed, refuse_without_secant
+from tensorlens_tl.passes.proof import LayoutSearch
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_input, tiny_model
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
@@ -417,6 +418,48 @@ def test_two_architectures_are_refused(name, says, model_named):
     a = tlens.freeze(model_named("hooked/ln"), some_tokens())
     b = tlens.freeze(model_named(name), some_tokens())
     with pytest.raises((tlens.InvalidInputError, tlens.UnsupportedModelError), match=says):
+        tlens.difference(a, b)
+
+
+def silenced(parallel):
+    """A ReLU model of one block, sequential or parallel, whose MLP gives nothing on one prompt and something on another.
+
+    A sequential block's neurons are silent by one bias, a parallel one's by another.
+    """
+    model = build("hooked", "raw", {"n_layers": 1, "act_fn": "relu", "parallel_attn_mlp": parallel})
+    _, cache = model.run_with_cache(some_tokens())
+    with torch.no_grad():
+        model.blocks[0].mlp.b_in -= cache["blocks.0.mlp.hook_pre"].amax((0, 1)) + 0.01
+    return model
+
+
+@HOOKED_ONLY
+@pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "sequential"])
+def test_a_layout_that_one_run_cannot_tell_is_the_other_runs(parallel):
+    model = silenced(parallel)
+    a, b = two_runs(model)
+    assert gives_nothing(a)
+    assert not gives_nothing(b)
+    assert (a.layouts != b.layouts) == parallel  # a pass by itself takes the first of two
+    difference = tlens.difference(a, b)
+    back = tlens.difference(b, a)
+    assert difference.layouts == back.layouts == b.layouts
+    assert max(difference.errors.values()) < 1e-9
+    expected = (logits(a) - logits(b))[:, -1:, 5]
+    assert close(summed(tlens.attribute(difference, 5)), expected)
+    assert close(summed(tlens.attribute(back, 5)), -expected)
+
+
+@HOOKED_ONLY
+def test_layouts_that_no_run_tells_are_refused(monkeypatch):
+    """Two ways that reproduce both runs, of which each took another: nobody knows which is right."""
+    a, b = two_runs(silenced(True))
+    everything = [a.layouts[0], b.layouts[0]]
+    monkeypatch.setattr(LayoutSearch, "reproducing", lambda search: everything)
+    with pytest.raises(tlens.InvalidInputError, match=r"in different ways, pre and parallel\."):
+        tlens.difference(a, b)
+    monkeypatch.setattr(LayoutSearch, "reproducing", lambda search: [])
+    with pytest.raises(tlens.InvalidInputError, match="gives nothing in one"):
         tlens.difference(a, b)
 
 

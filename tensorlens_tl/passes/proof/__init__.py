@@ -1,7 +1,7 @@
 """Proofs: is what the weights say what the model does?"""
 
 from tensorlens_tl.passes.proof.blocks import Proof, prove
-from tensorlens_tl.passes.proof.layouts import block_error
+from tensorlens_tl.passes.proof.layouts import LayoutSearch, block_error
 from tensorlens_tl.passes.proof.logits import LogitsCheck, logits_error
 from tensorlens_tl.passes.proof.patterns import check_pattern, looks_ahead
 from tensorlens_tl.passes.proof.sampled import POSITIONS, can_be_sampled, sampled_positions
@@ -9,6 +9,7 @@ from tensorlens_tl.passes.proof.writes import SeenWrites
 
 __all__ = [
     "POSITIONS",
+    "LayoutSearch",
     "LogitsCheck",
     "Proof",
     "SeenWrites",

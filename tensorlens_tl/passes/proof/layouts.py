@@ -74,6 +74,11 @@ class LayoutSearch:
             "prompt, or in float64."
         )
 
+    def reproducing(self) -> list[Layout]:
+        """Every layout that reproduces the block at all tokens, however well another one does."""
+        errors = self._errors(self.maps, self.candidates, "ratio")
+        return [option for option in self.candidates if self._is_small(errors[option])]
+
     def _is_small(self, error: float) -> bool:
         return error <= self.maps.tolerance
 

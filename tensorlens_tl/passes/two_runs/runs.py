@@ -24,6 +24,7 @@ from tensorlens_tl.passes.frozen import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.linearisation import Linearisation, SumType
 from tensorlens_tl.passes.operator import FrozenOperator
+from tensorlens_tl.passes.two_runs.layouts import with_one_layout
 from tensorlens_tl.passes.two_runs.maps import SecantMaps
 
 ROUNDING = 64
@@ -99,7 +100,7 @@ class Difference(Linearisation):
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """How each block is put together."""
-        return self.a.layouts
+        return self.maps.layouts
 
     @property
     def tolerance(self) -> float:
@@ -301,7 +302,7 @@ def difference(a: PassLike, b: PassLike) -> Difference:
     _check_alike(a, b)
     a.check_fresh()
     b.check_fresh()
-    result = Difference(a, b, SecantMaps.of(a.maps, b.maps))
+    result = Difference(a, b, SecantMaps.of(*with_one_layout(a.maps, b.maps)))
     result.errors.update(_errors(result))
     return result
 
@@ -318,16 +319,6 @@ def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
     if a.model is not b.model:
         check_one_architecture(a.view, b.view)
         refuse_without_secant(b.view)
-    if a.layouts != b.layouts:
-        runs = "two models" if a.model is not b.model else "one model's two runs (a part that gives nothing in one?)"
-        raise InvalidInputError(
-            f"difference: the blocks of {runs} are put together in different ways, {_layout_names(a)} and "
-            f"{_layout_names(b)}. Ask about each run by itself."
-        )
-
-
-def _layout_names(frozen: FrozenPass) -> str:
-    return ", ".join(dict.fromkeys(layout.name for layout in frozen.layouts))
 
 
 def refuse_without_secant(view: ModelView) -> None:
