@@ -198,7 +198,7 @@ def test_nothing_keeps_the_model_alive(name):
 def test_to_ask_again_costs_little():
     model = tiny_model("bridge/gpt2")
     configuration(model)
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(20):
         configuration(model)
-    assert (time.perf_counter() - start) / 20 < 5e-3  # 0.2 ms on a fast machine
+    assert (time.thread_time() - start) / 20 < 5e-3  # 0.2 ms on a fast machine

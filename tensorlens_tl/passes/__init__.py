@@ -36,6 +36,7 @@ from tensorlens_tl.passes.operator import (
 from tensorlens_tl.passes.proof import Proof
 from tensorlens_tl.passes.two_runs import (
     Difference,
+    DifferenceLike as DifferenceLike,
     SecantMaps,
     check_one_architecture as check_one_architecture,
     difference,

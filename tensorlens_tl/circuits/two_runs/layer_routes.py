@@ -26,7 +26,7 @@ from tensorlens_tl.algebra.secants import Offset, offset_terms, pull_noting
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.two_runs.reading import Reading
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.passes import Difference
+from tensorlens_tl.passes import Difference, DifferenceLike
 from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes
 
 ATTENTION = "attention"
@@ -38,7 +38,7 @@ SCALE = ", scale"
 
 
 def routes(
-    difference: Difference,
+    difference: DifferenceLike,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,

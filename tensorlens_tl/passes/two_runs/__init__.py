@@ -10,6 +10,12 @@
 """
 
 from tensorlens_tl.passes.two_runs.maps import SecantMaps
-from tensorlens_tl.passes.two_runs.runs import Difference, check_one_architecture, difference, refuse_without_secant
+from tensorlens_tl.passes.two_runs.runs import (
+    Difference,
+    DifferenceLike as DifferenceLike,
+    check_one_architecture,
+    difference,
+    refuse_without_secant,
+)
 
 __all__ = ["Difference", "SecantMaps", "check_one_architecture", "difference", "refuse_without_secant"]
