@@ -422,7 +422,7 @@ def test_two_architectures_are_refused(name, says, model_named):
 
 
 def silenced(parallel):
-    """A ReLU model of one block, sequential or parallel, whose MLP gives nothing on one prompt and something on another.
+    """A ReLU model of one block, sequential or parallel, whose MLP is silent on some prompts and not on others.
 
     A sequential block's neurons are silent by one bias, a parallel one's by another.
     """

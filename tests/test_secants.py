@@ -49,7 +49,7 @@ def distances(dtype=torch.float64):
 def test_a_slope_times_the_difference_is_the_difference(phi, at, dtype):
     a = torch.tensor(at, dtype=dtype) + distances(dtype)
     b = torch.full_like(a, at)
-    slopes = slope(phi, partial(derivative, phi), a, b)
+    slopes = slope(partial(derivative, phi), (a, b), (phi(a), phi(b)))
     sizes = phi(a).abs() + phi(b).abs() + a.abs()
     assert ((slopes * (a - b) - (phi(a) - phi(b))).abs() <= 20 * torch.finfo(dtype).eps * sizes).all()
 
@@ -58,7 +58,8 @@ def test_a_slope_times_the_difference_is_the_difference(phi, at, dtype):
 def test_a_slope_of_close_values_is_the_derivative(phi):
     b = torch.linspace(-4, 4, 41, dtype=torch.float64)
     for distance in distances()[distances() < 1e-6]:
-        error = slope(phi, partial(derivative, phi), b + distance, b) - derivative(phi, b)
+        a = b + distance
+        error = slope(partial(derivative, phi), (a, b), (phi(a), phi(b))) - derivative(phi, b)
         assert error.abs().max() < 1e-6
 
 
@@ -142,7 +143,7 @@ def heads(q, k, v, mask, sink=-torch.inf):
 def attention_secant(run_a, run_b, mask, sink=-torch.inf):
     _, patterns, sinks = zip(*(heads(*run, mask, sink) for run in (run_a, run_b)), strict=True)
     q, k, v = ((of_a + of_b) / 2 for of_a, of_b in zip(run_a, run_b, strict=True))
-    return ScoreSecant.of(patterns, logarithmic_mean(*sinks), 0.5, q, k, v, 4)
+    return ScoreSecant.of(logarithmic_mean(*patterns), logarithmic_mean(*sinks), 0.5, q, k, v, 4)
 
 
 def flat(x):
@@ -185,6 +186,6 @@ def test_a_constant_of_a_row_changes_nothing(in_a, in_b):
 
     def response(shifts):
         patterns = tuple((log + shift).log_softmax(-1) for log, shift in zip(logs, shifts, strict=True))
-        return ScoreSecant.of(patterns, torch.zeros(2, 4, 3), 0.5, queries, keys, values, 4).weights
+        return ScoreSecant.of(logarithmic_mean(*patterns), torch.zeros(2, 4, 3), 0.5, queries, keys, values, 4).weights
 
     assert torch.allclose(response((in_a, in_b)), response((0.0, 0.0)), rtol=1e-11, atol=1e-14)

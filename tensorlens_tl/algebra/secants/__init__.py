@@ -22,7 +22,7 @@ from tensorlens_tl.algebra.secants.attention import CrossKeyResponse, KeyRespons
 from tensorlens_tl.algebra.secants.change import Change
 from tensorlens_tl.algebra.secants.decays import DecayedProducts, DecayResponse
 from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, Placed, RankOne, Rotation
-from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, slope
+from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, mean_share, slope
 from tensorlens_tl.algebra.secants.parts import (
     bias_name,
     convolution_secant,
@@ -56,6 +56,7 @@ __all__ = [
     "convolution_secant",
     "linear_secant",
     "logarithmic_mean",
+    "mean_share",
     "norm_secant",
     "offset_terms",
     "pull_noting",

@@ -43,7 +43,7 @@ from tensorlens_tl.passes.attention_scores import (
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.two_runs.mlps import gate_secant
-from tensorlens_tl.passes.two_runs.values import BlockValues
+from tensorlens_tl.passes.two_runs.values import BlockValues, known
 
 
 def attention_secant(
@@ -67,7 +67,7 @@ def attention_secant(
     name = partial("L{}.{}".format, layer)
     scores = _Scores.of(a, b, layer)
     read = Change(of_a.attention, of_b.attention)
-    values = value_secant(weights, read, name)
+    values = value_secant(weights, read, name, (of_a.values, of_b.values))
     secant, constants = scores.secant(values_by_head(values, weights[0].kv_heads))
     patterns = scores.patterns
     mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
@@ -176,8 +176,19 @@ def values_by_head(values: Change, kv_heads: int) -> Float[Tensor, "batch kv pos
     return rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=kv_heads)
 
 
-def value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:
+def value_secant(
+    weights: list[AttentionWeights],
+    read: Change,
+    name: Callable[[str], str],
+    values: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Change:
     """The values, through a norm where one is inside.
+
+    Args:
+        weights: of either run.
+        read: what attention reads.
+        name: of a matrix.
+        values: what it makes of that in either run, where that is known; None computes it.
 
     Raises:
         UnsupportedModelError: the two runs' are of different forms.
@@ -185,7 +196,7 @@ def value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[
     inner_a, inner_b = (weights_of.inner_values for weights_of in weights)
     if inner_a is None and inner_b is None:
         plain_a, plain_b = map(_values, weights)
-        return read.linear(plain_a, plain_b, name("W_V"))
+        return read.linear(plain_a, plain_b, name("W_V"), known(*values))
     if inner_a is None or inner_b is None or (inner_a.out is None) != (inner_b.out is None):
         raise UnsupportedModelError(f"difference: the values of {name('attention')} are of two forms.")
     entry = read.linear(inner_a.entry, inner_b.entry, name("W_V"))
@@ -333,22 +344,24 @@ def score_secant(
     ]
     sinks = _sinks(finished, patterns, *of_sinks)
     logs, rests = zip(*map(_log_pattern, finished, sinks), strict=True)
+    means = logarithmic_mean(*logs)
     rest = logarithmic_mean(*rests)
     scale: Tensor | float = reading.scale
     if reading.soft_cap is not None:
         cap = partial(_capped, cap=reading.soft_cap)
-        scale = scale * slope(cap, partial(derivative, cap), *raw_scores)
+        raw_a, raw_b = raw_scores
+        scale = scale * slope(partial(derivative, cap), (raw_a, raw_b), (cap(raw_a), cap(raw_b)))
     repeated = partial(torch.repeat_interleave, dim=1)
     mean_keys = repeated((k_a + k_b) / 2, reading.heads // reading.kv_heads)
     values = repeated(mean_values, reading.heads // mean_values.shape[1])
-    secant = ScoreSecant.of(logs, rest, scale, (q_a + q_b) / 2, mean_keys, values, reading.kv_heads)
+    secant = ScoreSecant.of(means, rest, scale, (q_a + q_b) / 2, mean_keys, values, reading.kv_heads)
     constants: dict[str, Tensor] = {}
     if sinks[0] is not sinks[1] and sinks[0] is not None and sinks[1] is not None:
         taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
         constants["sinks"] = -(taken * secant.centres).flatten(-2)
     if reading.relative is not None and second.relative is not None and not same(reading.relative, second.relative):
         change = (reading.relative - second.relative).to(raw_scores[0])
-        moved = (logarithmic_mean(*logs) * change).transpose(1, 2)
+        moved = (means * change).transpose(1, 2)
         by_key = torch.einsum("bqhk,bhkd->bqhd", moved, values)
         constants["relative_bias"] = (by_key - moved.sum(-1, keepdim=True) * secant.centres).flatten(-2)
     return secant, constants
