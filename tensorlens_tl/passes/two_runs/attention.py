@@ -7,7 +7,7 @@ of what heads give is a fourth, Δ(g·z) = ḡ·Δz + z̄·Δg; the scale of a n
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,27 +15,20 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Attention, Chain, Diagonal, Identity, Linear, Sum, grouped_products
+from tensorlens_tl.algebra import Attention, Chain, Diagonal, Identity, Linear, Sum
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import (
     Change,
     KeyResponse,
     Offset,
     QueryResponse,
-    Rotation,
     ScoreSecant,
-    logarithmic_mean,
-    same,
-    slope,
 )
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models import derivative
 from tensorlens_tl.models.parameters import AttentionWeights, Gate, InverseScale
 from tensorlens_tl.passes.attention_scores import (
     HeadProjection,
-    ScoreReading,
     added_positions,
-    pattern_error,
     relative_bias,
     score_projections,
     score_reading,
@@ -43,6 +36,7 @@ from tensorlens_tl.passes.attention_scores import (
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.two_runs.mlps import gate_secant
+from tensorlens_tl.passes.two_runs.scores import TwoScores
 from tensorlens_tl.passes.two_runs.values import BlockValues, known
 
 
@@ -65,12 +59,11 @@ def attention_secant(
     """
     weights = [maps.view.blocks[layer].attention for maps in (a, b)]
     name = partial("L{}.{}".format, layer)
-    scores = _Scores.of(a, b, layer)
+    scores = _scores(a, b, layer)
     read = Change(of_a.attention, of_b.attention)
     values = value_secant(weights, read, name, (of_a.values, of_b.values))
     secant, constants = scores.secant(values_by_head(values, weights[0].kv_heads))
-    patterns = scores.patterns
-    mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
+    mixing = Attention(scores.mean_pattern.to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
     only = partial(_of_heads, n_heads=weights[0].heads, heads=heads)
@@ -97,12 +90,12 @@ def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain
     Raises:
         UnsupportedModelError: attention scores that are not read.
     """
-    scores = _Scores.of(a, b, layer)
-    batch, _, _, pos = scores.patterns[0].shape
-    one_hot = torch.eye(pos).to(scores.patterns[0]).expand(batch, 1, -1, -1)
+    scores = _scores(a, b, layer)
+    batch, _, _, pos = scores.mean_pattern.shape
+    one_hot = torch.eye(pos).to(scores.mean_pattern).expand(batch, 1, -1, -1)
     secant, constants = scores.secant(one_hot)
     if of == "score":
-        weights = torch.full_like(secant.weights, scores.readings[0].scale)
+        weights = torch.full_like(secant.weights, scores.a.reading.scale)
         secant = replace(secant, weights=weights, centres=torch.zeros_like(secant.centres))
         constants = {}
     offsets = [Offset(vectors, f"L{layer}.{name}") for name, vectors in constants.items()]
@@ -110,65 +103,18 @@ def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain
     return by_query, Chain((*scores.keys.stages, *scores.rotation, KeyResponse(secant), *offsets))
 
 
-@dataclass(frozen=True, eq=False)
-class _Scores:
-    """What two runs of a layer make their scores of.
+def _scores(a: BlockMaps, b: BlockMaps, layer: int) -> TwoScores:
+    """What both runs of a layer make their scores of.
 
-    Attributes:
-        readings: how, of either run; of two models each has its table of relative positions.
-        queries, keys: before rotation.
-        patterns: of either run; zero at queries that are padding.
-        of_sinks: whether sinks are one model's, and how exactly a row without a sink sums to 1.
-        error: the largest error of a probability of the two patterns, as their scores give them.
+    Raises:
+        UnsupportedModelError: they do not give its patterns.
     """
-
-    readings: tuple[ScoreReading, ScoreReading]
-    queries: Change
-    keys: Change
-    patterns: list[Float[Tensor, "batch head query key"]]
-    of_sinks: tuple[bool, float]
-    error: float
-
-    @classmethod
-    def of(cls, a: BlockMaps, b: BlockMaps, layer: int) -> "_Scores":
-        """Read them, and compare the softmax of either run's with its pattern.
-
-        Raises:
-            UnsupportedModelError: they do not give it.
-        """
-        queries, keys = _projection_secants(a, b, layer)
-        reading = score_reading(a, layer, (queries.a, keys.a))
-        second = reading
-        if reading.relative is not None:
-            second = replace(reading, relative=relative_bias(b, layer, queries.b.shape[1]))
-        error = max(reading.error, checked_error(second, b, layer, queries.b, keys.b))
-        of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
-        return cls((reading, second), queries, keys, patterns_of(a, b, layer), of_sinks, error)
-
-    @property
-    def rotation(self) -> tuple[Rotation, ...]:
-        """What comes between queries, or keys, and their product."""
-        rotation = self.readings[0].rotation
-        return () if rotation is None else (Rotation.of(rotation),)
-
-    def secant(
-        self, values: Float[Tensor, "batch kv pos d_value"]
-    ) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch pos width"]]]:
-        """The secant of softmax and scores together, and what heads give because constants of the scores differ.
-
-        Args:
-            values: what heads mix, the mean of both runs.
-        """
-        return score_secant(self.readings, self.queries, self.keys, self.patterns, values, self.of_sinks)
-
-
-def patterns_of(
-    a: BlockMaps, b: BlockMaps, layer: int, *, crossing: bool = False
-) -> list[Float[Tensor, "batch head query key"]]:
-    """The patterns of two runs, zero at queries that are padding: their positions, and scores, may count otherwise."""
-    shown = [maps.capture.cross_pattern if crossing else maps.capture.pattern for maps in (a, b)]
-    padded = ~a.capture.mask[:, None, slice(*a.capture.side(layer)), None]
-    return [upcast(pattern(layer)).masked_fill(padded, 0.0) for pattern in shown]
+    queries, keys = _projection_secants(a, b, layer)
+    reading = score_reading(a, layer, (queries.a, keys.a), proved=False)
+    second = reading
+    if reading.relative is not None:
+        second = replace(reading, relative=relative_bias(b, layer, queries.b.shape[1]))
+    return TwoScores.of(a, b, layer, (reading, second), queries, keys)
 
 
 def values_by_head(values: Change, kv_heads: int) -> Float[Tensor, "batch kv pos d_head"]:
@@ -270,24 +216,6 @@ def _of_heads(
     return z * keep.repeat_interleave(z.shape[-1] // n_heads)
 
 
-def checked_error(
-    reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor, *, crossing: bool = False
-) -> float:
-    """How far another run's pattern is from what the same way to compute scores gives.
-
-    Raises:
-        UnsupportedModelError: they do not give its pattern.
-    """
-    error = pattern_error(reading, maps, layer, queries, keys, crossing=crossing)
-    if not error <= maps.tolerance:
-        raise UnsupportedModelError(
-            f"difference: {maps.view.blocks[layer].name} of this {maps.view.description} makes its attention scores in "
-            f"one way in the first run and in another in the second (its pattern is off by {error:.1e}). Freeze both "
-            "runs without other hooks, or ask about each by itself."
-        )
-    return error
-
-
 def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change, Change]:
     """Queries and keys before rotation: their matrices, and their norms with the scale responding."""
     before = a.layouts[layer].attn.before
@@ -313,105 +241,6 @@ def projected_secant(read: Change, a: HeadProjection, b: HeadProjection, name: s
     scales = (a.scale(vectors.a), b.scale(vectors.b))
     gains = (a.gain(vectors.a), b.gain(vectors.b))
     return vectors.over(*scales, gains, norm_name, a.groups)
-
-
-def score_secant(
-    readings: tuple[ScoreReading, ScoreReading],
-    queries: Change,
-    keys: Change,
-    patterns: list[Float[Tensor, "batch head query key"]],
-    mean_values: Float[Tensor, "batch kv key d_head"],
-    of_sinks: tuple[bool, float],
-) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch query width"]]]:
-    """The secant of softmax and scores together.
-
-    Args:
-        readings: how either run computes its scores.
-        queries, keys: before rotation.
-        patterns: of either run.
-        mean_values: by head.
-        of_sinks: whether both runs are of one model, and by how much the sum of a row may miss 1 without a sink.
-
-    Returns:
-        The secant, and what heads give, by name, because two models differ in their sinks or relative biases.
-    """
-    reading, second = readings
-    (q_a, k_a), (q_b, k_b) = (reading.rotated(*pair) for pair in ((queries.a, keys.a), (queries.b, keys.b)))
-    raw_scores = [reading.scale * grouped_products(*pair) for pair in ((q_a, k_a), (q_b, k_b))]
-    allowed = (patterns[0] > 0) | (patterns[1] > 0)
-    finished = [
-        of.finished(scores).masked_fill(~allowed, -torch.inf) for of, scores in zip(readings, raw_scores, strict=True)
-    ]
-    sinks = _sinks(finished, patterns, *of_sinks)
-    logs, rests = zip(*map(_log_pattern, finished, sinks), strict=True)
-    means = logarithmic_mean(*logs)
-    rest = logarithmic_mean(*rests)
-    scale: Tensor | float = reading.scale
-    if reading.soft_cap is not None:
-        cap = partial(_capped, cap=reading.soft_cap)
-        raw_a, raw_b = raw_scores
-        scale = scale * slope(partial(derivative, cap), (raw_a, raw_b), (cap(raw_a), cap(raw_b)))
-    repeated = partial(torch.repeat_interleave, dim=1)
-    mean_keys = repeated((k_a + k_b) / 2, reading.heads // reading.kv_heads)
-    values = repeated(mean_values, reading.heads // mean_values.shape[1])
-    secant = ScoreSecant.of(means, rest, scale, (q_a + q_b) / 2, mean_keys, values, reading.kv_heads)
-    constants: dict[str, Tensor] = {}
-    if sinks[0] is not sinks[1] and sinks[0] is not None and sinks[1] is not None:
-        taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
-        constants["sinks"] = -(taken * secant.centres).flatten(-2)
-    if reading.relative is not None and second.relative is not None and not same(reading.relative, second.relative):
-        change = (reading.relative - second.relative).to(raw_scores[0])
-        moved = (means * change).transpose(1, 2)
-        by_key = torch.einsum("bqhk,bhkd->bqhd", moved, values)
-        constants["relative_bias"] = (by_key - moved.sum(-1, keepdim=True) * secant.centres).flatten(-2)
-    return secant, constants
-
-
-def _sinks(
-    scores: list[Float[Tensor, "batch head query key"]],
-    patterns: list[Float[Tensor, "batch head query key"]],
-    of_one_model: bool,
-    tolerance: float,
-) -> list[Float[Tensor, "head"] | None]:
-    """The scores of either run's sinks; one tensor where both are of one model."""
-    if of_one_model:
-        return [_sink_scores(scores, patterns, tolerance)] * 2
-    return [_sink_scores([row], [pattern], tolerance) for row, pattern in zip(scores, patterns, strict=True)]
-
-
-def _capped(scores: Tensor, cap: float) -> Tensor:
-    return cap * torch.tanh(scores / cap)
-
-
-def _sink_scores(
-    scores: list[Float[Tensor, "batch head query key"]],
-    patterns: list[Float[Tensor, "batch head query key"]],
-    tolerance: float,
-) -> Float[Tensor, "head"] | None:
-    """Each head's score of its attention sink, from the row that it takes the largest share of; None without sinks."""
-    sums = torch.cat([pattern.sum(-1).transpose(0, 1).flatten(1) for pattern in patterns], dim=1)
-    real = sums > 0
-    if bool(((1 - sums).abs() <= tolerance)[real].all()):
-        return None
-    totals = torch.cat([row.logsumexp(-1).transpose(0, 1).flatten(1) for row in scores], dim=1)
-    best = sums.masked_fill(~real, torch.inf).min(dim=1, keepdim=True)
-    share = best.values
-    total = totals.gather(1, best.indices)
-    return (total + torch.log1p(-share) - torch.log(share))[:, 0]
-
-
-def _log_pattern(
-    scores: Float[Tensor, "batch head query key"], sinks: Float[Tensor, "head"] | None
-) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head query"]]:
-    """ln of the pattern and of what a sink takes; −inf of keys, and rows, that are masked."""
-    total = scores.logsumexp(-1)
-    rest = torch.full_like(total, -torch.inf)
-    if sinks is not None:
-        with_sink = torch.logaddexp(total, sinks[:, None])
-        rest = sinks[:, None] - with_sink
-        total = with_sink
-    logs = scores - total.masked_fill(total == -torch.inf, 0.0)[..., None]
-    return logs, rest
 
 
 def _only(mixing: Attention, secant: ScoreSecant, heads: Collection[int]) -> tuple[Attention, ScoreSecant]:
