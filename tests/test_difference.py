@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from test_fuzz import HOOKED, bridge, build, hooked, padded, prompts
 
 import tensorlens_tl as tlens
-from tensorlens_tl.passes import freeze_changed, refuse_without_secant
+from tensorlens_tl.passes import freeze_changed
 from tensorlens_tl.passes.proof import LayoutSearch
-from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_input, tiny_model
+from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_model
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
 
@@ -367,19 +367,6 @@ def answer_or_refusal(question):
 # ------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize("name", encoder_decoder_names())
-def test_a_part_without_a_secant_is_named(name, model):
-    tokens, options = tiny_input(model, 1, 3)
-    frozen = tlens.freeze(model, tokens, **options)
-    for answer in (
-        lambda: tlens.difference(frozen, frozen),
-        lambda: refuse_without_secant(frozen.view),
-        lambda: tlens.attribute(frozen, 5, method="difference"),
-    ):
-        with pytest.raises(tlens.UnsupportedModelError, match="encoder–decoder"):
-            answer()
-
-
 def test_runs_that_do_not_match_are_refused(model_named):
     model = model_named(ONE)
     a = tlens.freeze(model, some_tokens())
@@ -422,7 +409,7 @@ def test_two_architectures_are_refused(name, says, model_named):
 
 
 def silenced(parallel):
-    """A ReLU model of one block, sequential or parallel, whose MLP is silent on some prompts and not on others.
+    """A ReLU model of one block, sequential or parallel, whose MLP gives nothing on one prompt but not on another.
 
     A sequential block's neurons are silent by one bias, a parallel one's by another.
     """

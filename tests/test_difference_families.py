@@ -3,12 +3,14 @@
 Two independent computations must agree: the map of secants, and the models' own numbers or autograd through them.
 """
 
+import copy
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 import torch
 import transformers
-from conftest import rest_whole
+from conftest import rest_whole, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra.secants import offset_terms
@@ -28,7 +30,7 @@ CHANGED_WEIGHTS = {
     "bridge/qwen2-moe": {"L1.routing", "L1.shared.W_factor", "L1.shared.W_in", "L1E0.W_gate", "L0.W_in"},
     "bridge/gpt-oss": {"L0.routing", "L0.sinks", "L0E1.b_out", "L1E3.W_in"},
     "bridge/llama4": {"L1.routing", "L1E0.W_in", "L1.shared.W_out"},
-    "bridge/deepseek-v3": {"L1.routing", "L0.W_down_K", "L0.latent_norm_Q.w", "L0.v_norm.w", "L0.W_V_out"},
+    "bridge/deepseek-v3": {"L1.routing", "L0.W_down_K", "L0.latent_norm_Q.w", "L0.v_norm.w", "L0.W_down_V", "L0.W_V"},
     "bridge/afmoe": {"L0.attn.W_gate", "L0.q_norm.w", "L1.routing"},
     "bridge/bitnet": {"L0.W_O", "L1.W_out"},
 }
@@ -209,3 +211,23 @@ def test_two_models_differ_by_their_tokens_their_routing_and_their_weights(name)
     assert torch.allclose(result.scores.sum(-1) + result.bias, expected, rtol=1e-5, atol=1e-5)
     names = set(constants(change, torch.randn_like(change.output)))
     assert CHANGED_WEIGHTS[name] <= names
+
+
+@pytest.mark.parametrize("by", ["component", "head", "head_matrix", "rank"])
+def test_what_all_heads_share_of_latent_attention_is_no_heads(by):
+    """The matrices down to the latents act for every head: by head they are the layer's."""
+    first = tiny_model("bridge/deepseek-v3")
+    second = copy.deepcopy(first)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad():
+        for name, weight in second.named_parameters():
+            if "kv_a_proj" in name:
+                weight += 0.1 * draw(len(weight), 1) * draw(weight.shape[1])
+    change = tlens.compare_models(first, second, some_tokens(), 5, by=by)
+    assert bool(change.scores.any())
+    assert torch.allclose(change.scores.sum(-1) + change.remainder, change.total, rtol=1e-5, atol=1e-6)
+    expected = {"L0.attn", "L1.attn"}
+    if by == "rank":
+        expected = {f"L{layer}.{name} rank 1" for layer in (0, 1) for name in ("W_down_K", "W_down_V")}
+    scores = dict(zip(change.names, change.scores.abs().amax((0, 1)).tolist(), strict=True))
+    assert {name for name, score in scores.items() if score} - {"L1.routing"} == expected

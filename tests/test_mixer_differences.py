@@ -178,7 +178,13 @@ def test_edges_into_the_end_sum_to_the_change(name):
     assert close(edges.scores[..., -1].sum(-1), edges.clean - edges.corrupted, TOLERANCE)
 
 
-def test_a_gate_after_heads_has_no_node():
-    """Of Qwen3-Next's attention, beside its mixers."""
-    with pytest.raises(UnsupportedModelError, match=r"blocks\.1 .*a gate stands after its heads"):
-        circuits.logit_attribution(two_runs("bridge/qwen3-next"), 5)
+def test_a_gate_after_heads_is_a_node_beside_mixers():
+    """Of Qwen3-Next's attention; edges have no destination for it."""
+    name = "bridge/qwen3-next"
+    change = two_runs(name)
+    terms = circuits.patch_scores(change.a, change.b, 5, method="difference", by="head")
+    assert {"L0.mixer", "L1H0", "L1H3"} <= set(terms.names)
+    direct = circuits.logit_attribution(change, 5, by="head")
+    assert float(direct.gap.max()) < TOLERANCE
+    with pytest.raises(UnsupportedModelError, match=r"L1.* has a gate after its heads"):
+        circuits.edge_scores(change.a, change.b, 5, method="difference")

@@ -8,6 +8,7 @@ Sign of every score: what the target loses when the clean value is replaced by t
 ``number(clean) − number(patched)``. What helps the clean answer is positive.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -165,6 +166,6 @@ def change_target(
     """
     check_pair(clean, corrupted)
     change = stream_target(difference(clean, corrupted), target, minus, direction, query, "ratio")
-    constant = resolve_target(clean, target, minus, direction, change.positions).constant
-    numbers = [change.number(frozen.activation(change.read_at)) + constant for frozen in (clean, corrupted)]
-    return ChangeTarget(change, *numbers)
+    resolved = resolve_target(clean, target, minus, direction, change.positions)
+    numbers = [change.number(frozen.activation(change.read_at)) + resolved.constant for frozen in (clean, corrupted)]
+    return ChangeTarget(replace(change, label=resolved.label), *numbers)  # what other methods call the same number

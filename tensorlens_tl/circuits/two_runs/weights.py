@@ -29,6 +29,9 @@ SPARE = 8
 
 QUERIES = ("W_Q", "b_Q", "q_norm.w", "relative_bias")
 ATTENTION = (*QUERIES, "W_K", "b_K", "k_norm.w", "W_V", "b_V", "W_O", "b_O")
+LATENT = ("W_down_Q", "b_down_Q", "W_down_K", "b_down_K", "W_down_V", "b_down_V")
+"""Matrices of attention that all heads share."""
+
 MLP = ("W_in", "b_in", "W_gate", "b_gate", "W_out", "b_out")
 UNEMBEDDING = ("W_U", "b_U")
 CROSS = "cross."
@@ -51,8 +54,10 @@ def term_name(weight: str, by: str) -> str:
         return weight
     if part.startswith(CROSS):
         return f"{place}.cross"
-    if part in ATTENTION:
+    if part in (*ATTENTION, *LATENT):
         return f"{place}.attn"
+    if part == "routing":
+        return weight
     if part in MLP:
         return f"MLP{place[1:]}"
     if part.startswith("mixer."):
@@ -148,7 +153,7 @@ class WeightTerms:
 
         def note_input(offset: Offset, g: Tensor) -> None:
             if _matrix(offset.name) not in ATTENTION:
-                return  # a gate's, a sink's or a norm's before queries: `pull` has noted it, as no head's
+                return  # a gate's, a sink's, a latent's or a norm's: `pull` has noted it, as no head's
             products = upcast(g) * offset.vectors
             if _matrix(offset.name) in QUERIES:
                 shares = products.sum(0).unflatten(-1, (weights.heads, -1)).sum(-1)

@@ -87,8 +87,8 @@ def score_reading(
     if unlike and keys.shape[1] > 1:
         raise UnsupportedModelError(
             f"{_named(maps, layer, crossing)} of this {maps.view.description}: several ways to make its attention "
-            f"scores reproduce its pattern equally well (off by {best.error:.1e} and {unlike[0].error:.1e}); it is too even to tell. "
-            "Freeze a longer prompt, or use a wider dtype."
+            f"scores reproduce its pattern equally well (off by {best.error:.1e} and {unlike[0].error:.1e}); it is too "
+            "even to tell. Freeze a longer prompt, or use a wider dtype."
         )
     if unlike:
         return next(reading for reading in candidates if reading.error <= 2 * best.error)

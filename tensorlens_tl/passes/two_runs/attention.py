@@ -145,10 +145,11 @@ def value_secant(
         return read.linear(plain_a, plain_b, name("W_V"), known(*values))
     if inner_a is None or inner_b is None or (inner_a.out is None) != (inner_b.out is None):
         raise UnsupportedModelError(f"difference: the values of {name('attention')} are of two forms.")
-    entry = read.linear(inner_a.entry, inner_b.entry, name("W_V"))
     if inner_a.out is not None and inner_b.out is not None:
+        entry = read.linear(inner_a.entry, inner_b.entry, name("W_down_V"))
         latent = entry.normed(inner_a.held(entry.a), inner_b.held(entry.b), name("v_norm"))
-        return latent.linear(inner_a.out, inner_b.out, name("W_V_out"))
+        return latent.linear(inner_a.out, inner_b.out, name("W_V"))
+    entry = read.linear(inner_a.entry, inner_b.entry, name("W_V"))
     groups = inner_a.groups
     gains = (inner_a.norm.gains(entry.a, groups), inner_b.norm.gains(entry.b, groups))
     scale_a = inner_a.norm.scales(upcast(entry.a), groups)

@@ -1,7 +1,7 @@
 """How the blocks of two runs are put together, where each run by itself could not tell.
 
-Where an MLP gives nothing in one run (no neuron of a ReLU is active), a sequential block and a parallel one are the same
-map there, and the pass takes the first of them. The other run may tell which one it is.
+Where an MLP gives nothing in one run (no neuron of a ReLU is active), a sequential block and a parallel one are the
+same map there, and the pass takes the first of them. The other run may tell which one it is.
 """
 
 from dataclasses import replace
