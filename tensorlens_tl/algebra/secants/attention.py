@@ -162,7 +162,7 @@ class QueryResponse(PositionwiseMap):
 
 
 def _given_by_keys(
-    secant: ScoreSecant, x: Float[Tensor, "*rows batch key kv_width"]
+    secant: ScoreSecant, x: Float[Tensor, "*rows #batch key kv_width"]
 ) -> Float[Tensor, "*rows batch query width"]:
     """What heads give for a change of their keys."""
     keys = _by_head(x, secant.kv_heads, secant.queries).repeat_interleave(secant.heads // secant.kv_heads, dim=-3)
