@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from browser import CLICK, SLIDE, chromium
 from data_sets import measure as measure_data_sets
+from difference import measure as measure_difference
 from shapes import Shape, bert_base, embedded, embedded_longer, gpt2_small, llama_160m, mixture, small_neox
 from timing import LEAST_SHARE, beside_a_product, interleaved
 
@@ -919,6 +920,18 @@ def flashtrace() -> Lines:
             yield row(f"a span, {hops} hops", threads, *cells, error, f"{float(ours(hops).gap):.1e}")
 
 
+def differences() -> Lines:
+    """## The difference of two runs, in forwards
+
+    Six blocks of GPT-2 small's shape, two prompts of 128 tokens, one thread, processor time. Edges and nodes by "difference" build and prove it each time.
+    `python benchmarks/difference.py OTHER` measures another checkout in turn.
+    """
+    (found,) = measure_difference(str(Path(__file__).parents[1]))
+    yield table("what", "forwards")
+    for name, value in found.items():
+        yield row(name, value)
+
+
 SECTIONS = (
     imports,
     costs,
@@ -943,6 +956,7 @@ SECTIONS = (
     generated,
     routes,
     flashtrace,
+    differences,
     data_sets,
     profile,
 )

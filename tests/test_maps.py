@@ -41,6 +41,7 @@ from tensorlens_tl.algebra.secants import (
     ScanResponse,
     ScanRun,
     ScoreSecant,
+    logarithmic_mean,
 )
 from tensorlens_tl.algebra.segments import CrossAttention, Picked, Segment
 from tensorlens_tl.testing import check_map
@@ -103,7 +104,7 @@ def score_secant(kv_heads=4, heads=4):
         for _ in "ab"
     )
     queries, keys, values = normal(3, BATCH, heads, POS, WIDTH // heads)
-    return ScoreSecant.of(logs, torch.rand(BATCH, heads, POS), 0.5, queries, keys, values, kv_heads)
+    return ScoreSecant.of(logarithmic_mean(*logs), torch.rand(BATCH, heads, POS), 0.5, queries, keys, values, kv_heads)
 
 
 def scan_response(channels=2, states=2):
@@ -129,7 +130,9 @@ def cross_secant(queries, keys, kv_heads=4, heads=4):
     """The same of queries that attend to other positions than their own."""
     logs = tuple(normal(BATCH, heads, queries, keys).log_softmax(-1) for _ in "ab")
     of_queries, of_keys, values = (normal(BATCH, heads, pos, WIDTH // heads) for pos in (queries, keys, keys))
-    return ScoreSecant.of(logs, torch.zeros(BATCH, heads, queries), 0.5, of_queries, of_keys, values, kv_heads)
+    return ScoreSecant.of(
+        logarithmic_mean(*logs), torch.zeros(BATCH, heads, queries), 0.5, of_queries, of_keys, values, kv_heads
+    )
 
 
 def cross_responses():

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from tensorlens_tl.algebra import Chain, Identity, Linear, Norm
+from tensorlens_tl.algebra import Chain, Identity, Linear, Norm, Sum
 from tensorlens_tl.algebra.secants import (
+    Change,
     KeyResponse,
     QueryResponse,
     RankOne,
@@ -16,6 +17,8 @@ from tensorlens_tl.algebra.secants import (
     logarithmic_mean,
     norm_secant,
     offset_terms,
+    passages_of,
+    push_along,
     slope,
 )
 from tensorlens_tl.models.activations import derivative
@@ -49,7 +52,7 @@ def distances(dtype=torch.float64):
 def test_a_slope_times_the_difference_is_the_difference(phi, at, dtype):
     a = torch.tensor(at, dtype=dtype) + distances(dtype)
     b = torch.full_like(a, at)
-    slopes = slope(phi, partial(derivative, phi), a, b)
+    slopes = slope(partial(derivative, phi), (a, b), (phi(a), phi(b)))
     sizes = phi(a).abs() + phi(b).abs() + a.abs()
     assert ((slopes * (a - b) - (phi(a) - phi(b))).abs() <= 20 * torch.finfo(dtype).eps * sizes).all()
 
@@ -58,7 +61,8 @@ def test_a_slope_times_the_difference_is_the_difference(phi, at, dtype):
 def test_a_slope_of_close_values_is_the_derivative(phi):
     b = torch.linspace(-4, 4, 41, dtype=torch.float64)
     for distance in distances()[distances() < 1e-6]:
-        error = slope(phi, partial(derivative, phi), b + distance, b) - derivative(phi, b)
+        a = b + distance
+        error = slope(partial(derivative, phi), (a, b), (phi(a), phi(b))) - derivative(phi, b)
         assert error.abs().max() < 1e-6
 
 
@@ -142,7 +146,7 @@ def heads(q, k, v, mask, sink=-torch.inf):
 def attention_secant(run_a, run_b, mask, sink=-torch.inf):
     _, patterns, sinks = zip(*(heads(*run, mask, sink) for run in (run_a, run_b)), strict=True)
     q, k, v = ((of_a + of_b) / 2 for of_a, of_b in zip(run_a, run_b, strict=True))
-    return ScoreSecant.of(patterns, logarithmic_mean(*sinks), 0.5, q, k, v, 4)
+    return ScoreSecant.of(logarithmic_mean(*patterns), logarithmic_mean(*sinks), 0.5, q, k, v, 4)
 
 
 def flat(x):
@@ -185,6 +189,43 @@ def test_a_constant_of_a_row_changes_nothing(in_a, in_b):
 
     def response(shifts):
         patterns = tuple((log + shift).log_softmax(-1) for log, shift in zip(logs, shifts, strict=True))
-        return ScoreSecant.of(patterns, torch.zeros(2, 4, 3), 0.5, queries, keys, values, 4).weights
+        return ScoreSecant.of(logarithmic_mean(*patterns), torch.zeros(2, 4, 3), 0.5, queries, keys, values, 4).weights
 
     assert torch.allclose(response((in_a, in_b)), response((0.0, 0.0)), rtol=1e-11, atol=1e-14)
+
+
+# ------------------------------------------------------------------ pushing past what is known
+
+
+def two_linears(same=True):
+    """What a value passes, two matrices and their outputs in either run."""
+    x = Change(normal(2, 3, 4), normal(2, 3, 4))
+    entry = Linear(normal(4, 5), normal(5))
+    out = Linear(normal(5, 2), normal(2))
+    inner = x.linear(entry, entry if same else Linear(normal(4, 5)), "W")
+    return x, inner, inner.linear(out, out, "W_out")
+
+
+def test_a_push_past_known_outputs_is_the_push():
+    """What enters a matrix is compared with what it read, and its product is not computed again."""
+    x, inner, outer = two_linears()
+    m = Chain((Chain((Identity(),)), Sum((outer.map, outer.map))))
+    entered = []
+    pushed = push_along(m, x.a - x.b, passages_of((x, inner), (inner, outer)), lambda *pair: entered.append(pair))
+    assert torch.allclose(pushed, m(x.a - x.b), rtol=1e-12)
+    assert [read for _, read in entered] == 2 * [x, inner]
+    assert all(torch.allclose(seen, read.a - read.b, rtol=1e-12) for seen, read in entered)
+    other = normal(2, 3, 4)
+    entered.clear()
+    push_along(m, other, passages_of((x, inner)), lambda *pair: entered.append(pair))
+    assert entered[0][0] is other  # it is not what the matrix read, and the caller sees that
+
+
+def test_only_one_matrix_of_both_runs_is_known():
+    x, inner, outer = two_linears(same=False)
+    assert list(passages_of((x, inner), (inner, outer))) == [id(outer.stages[-1])]
+    assert passages_of((x, outer)) == {}  # two matrices lie between
+    passages = passages_of((inner, outer))
+    expected = outer.map(x.a - x.b)
+    assert torch.allclose(push_along(outer.map, x.a - x.b, passages, lambda *pair: None), expected, rtol=1e-12)
+    assert torch.allclose(expected, outer.a - outer.b, rtol=1e-12)

@@ -22,7 +22,7 @@ from tensorlens_tl.algebra.secants.attention import CrossKeyResponse, KeyRespons
 from tensorlens_tl.algebra.secants.change import Change
 from tensorlens_tl.algebra.secants.decays import DecayedProducts, DecayResponse
 from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, Placed, RankOne, Rotation
-from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, slope
+from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, mean_share, slope
 from tensorlens_tl.algebra.secants.parts import (
     bias_name,
     convolution_secant,
@@ -34,6 +34,7 @@ from tensorlens_tl.algebra.secants.parts import (
     scale_response,
     without_offsets,
 )
+from tensorlens_tl.algebra.secants.passages import Passage, passages_of, push_along
 from tensorlens_tl.algebra.secants.scans import WORKING_ARRAYS, ScanResponse, ScanRun
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "KeyResponse",
     "MatrixChange",
     "Offset",
+    "Passage",
     "Placed",
     "QueryResponse",
     "RankOne",
@@ -56,9 +58,12 @@ __all__ = [
     "convolution_secant",
     "linear_secant",
     "logarithmic_mean",
+    "mean_share",
     "norm_secant",
     "offset_terms",
+    "passages_of",
     "pull_noting",
+    "push_along",
     "same",
     "scale_response",
     "slope",

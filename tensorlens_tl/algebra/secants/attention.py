@@ -12,7 +12,6 @@ from tensorlens_tl.algebra.maps import ZERO, AffineMap, MixingMap, PositionwiseM
 from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, at, shared
 from tensorlens_tl.algebra.primitives import largest_singular_value
 from tensorlens_tl.algebra.secants.maps import channels_of
-from tensorlens_tl.algebra.secants.numbers import logarithmic_mean
 from tensorlens_tl.algebra.segments import shared_slice
 
 
@@ -39,7 +38,7 @@ class ScoreSecant:
     @classmethod
     def of(
         cls,
-        log_patterns: tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head query key"]],
+        means: Float[Tensor, "batch head query key"],
         rest: Float[Tensor, "batch head query"],
         scale: Tensor | float,
         queries: Float[Tensor, "batch head query d_head"],
@@ -47,16 +46,15 @@ class ScoreSecant:
         values: Float[Tensor, "batch head key d_value"],
         kv_heads: int,
     ) -> "ScoreSecant":
-        """From the logarithms of the two patterns.
+        """From the logarithmic mean of the two patterns.
 
         Args:
-            log_patterns: ln P of either run; −inf where a key is masked.
+            means: the logarithmic mean of either run's probability; zero where a key is masked.
             rest: the logarithmic mean of what a row lacks to 1 (attention sinks); zero without.
             scale: what a product of query and key is multiplied by before the softmax, broadcast to the pattern.
             queries, keys, values: as the attributes.
             kv_heads: how many heads keys and values have.
         """
-        means = logarithmic_mean(*log_patterns)
         total = means.sum(-1) + rest
         shares = means / total.clamp_min(torch.finfo(total.dtype).tiny)[..., None]
         weights = (means * scale).transpose(1, 2).contiguous()
@@ -164,7 +162,7 @@ class QueryResponse(PositionwiseMap):
 
 
 def _given_by_keys(
-    secant: ScoreSecant, x: Float[Tensor, "*rows batch key kv_width"]
+    secant: ScoreSecant, x: Float[Tensor, "*rows #batch key kv_width"]
 ) -> Float[Tensor, "*rows batch query width"]:
     """What heads give for a change of their keys."""
     keys = _by_head(x, secant.kv_heads, secant.queries).repeat_interleave(secant.heads // secant.kv_heads, dim=-3)

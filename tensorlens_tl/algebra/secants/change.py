@@ -57,11 +57,18 @@ class Change:
         """Between both runs."""
         return (self.a + self.b) / 2
 
-    def linear(self, a: Linear, b: Linear, name: str) -> "Change":
-        """Through a matrix of either run, one more stage; see `linear_secant`."""
+    def linear(self, a: Linear, b: Linear, name: str, values: tuple[Tensor, Tensor] | None = None) -> "Change":
+        """Through a matrix of either run, one more stage; see `linear_secant`.
+
+        Args:
+            a, b: the layer in either run.
+            name: of the matrix.
+            values: what comes out in either run, where that is known; None computes it.
+        """
         secant = linear_secant(a, b, self.a, self.b, name)
         stage = secant[0] if len(secant) == 1 else Chain(secant)
-        return Change(a(self.a), b(self.b), (*self.stages, stage))
+        out_a, out_b = values or (a(self.a), b(self.b))
+        return Change(out_a, out_b, (*self.stages, stage))
 
     def written(self, a: Linear, b: Linear, name: str) -> Chain:
         """The secant up to the outputs of a matrix, whose values nobody needs; see `linear`."""
@@ -72,10 +79,16 @@ class Change:
         secant = convolution_secant(a, b, self.a, self.b, name)
         return Change(a(self.a), b(self.b), (*self.stages, *secant))
 
-    def elementwise(self, phi: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> "Change":
-        """Through a function of each number; see `slope`."""
-        slopes = Diagonal(slope(phi, derivative, self.a, self.b))
-        return Change(phi(self.a), phi(self.b), (*self.stages, slopes))
+    def elementwise(
+        self,
+        phi: Callable[[Tensor], Tensor],
+        derivative: Callable[[Tensor], Tensor],
+        values: tuple[Tensor, Tensor] | None = None,
+    ) -> "Change":
+        """Through a function of each number, its `values` in either run computed unless they are known; see `slope`."""
+        phi_a, phi_b = values or (phi(self.a), phi(self.b))
+        slopes = Diagonal(slope(derivative, (self.a, self.b), (phi_a, phi_b)))
+        return Change(phi_a, phi_b, (*self.stages, slopes))
 
     def times(self, other: "Change") -> "Change":
         """The product with another value that follows from the same: Δ(uv) = Δu·v̄ + ū·Δv.

@@ -18,34 +18,63 @@ def logarithmic_mean(log_a: Float[Tensor, "*any"], log_b: Float[Tensor, "*any"])
     >>> logarithmic_mean(a.log(), b.log())
     tensor([1.4427, 3.0000])
     """
-    larger = torch.maximum(log_a, log_b)
-    distance = (log_a - log_b).abs()
-    share = torch.where(distance == 0, 1.0, -torch.expm1(-distance) / distance)
-    return torch.where(torch.minimum(log_a, log_b) == -torch.inf, 0.0, larger.exp() * share)
+    return mean_share(log_a, log_b).mul_(torch.maximum(log_a, log_b).exp_())
 
 
-def slope(phi: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+def mean_share(log_a: Float[Tensor, "*any"], log_b: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """The logarithmic mean as a share of the larger of both numbers; 1 where both are the same, or both zero.
+
+    >>> from tensorlens_tl.algebra.secants.numbers import mean_share
+    >>> mean_share(torch.tensor([2.0]).log(), torch.tensor([1.0]).log())
+    tensor([0.7213])
+    """
+    distance = (log_a - log_b).abs_().neg_()
+    return torch.expm1(distance).div_(distance).nan_to_num_(nan=1.0)  # (e^x − 1)/x, at 0 too
+
+
+def slope(
+    derivative: Callable[[Tensor], Tensor], inputs: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]
+) -> Tensor:
     """(φ(a) − φ(b)) / (a − b) elementwise, and φ' at the midpoint where a and b are too close to divide by.
 
     They are where their distance is below ε^⅓ of their size, and the derivative reproduces φ(a) − φ(b) to rounding: at
     a kink, which lies between two close numbers, it does not, and the quotient is taken.
 
     Args:
-        phi: the function, elementwise.
-        derivative: its derivative, elementwise.
-        a, b: the two inputs.
+        derivative: φ', elementwise; computed of close numbers only.
+        inputs: a and b.
+        values: φ(a) and φ(b).
 
     >>> from tensorlens_tl.algebra.secants import slope
-    >>> slope(torch.square, lambda z: 2 * z, torch.tensor([3.0, 2.0]), torch.tensor([1.0, 2.0]))
+    >>> inputs = (torch.tensor([3.0, 2.0]), torch.tensor([1.0, 2.0]))
+    >>> slope(lambda z: 2 * z, inputs, tuple(map(torch.square, inputs)))
     tensor([4., 4.])
     """
-    epsilon = torch.finfo(a.dtype).eps
-    values = phi(a)
+    a, b = inputs
     distance = a - b
-    change = values - phi(b)
+    change = values[0] - values[1]
+    share = torch.finfo(a.dtype).eps ** (1 / 3)
+    around = a.abs().clamp_min_(1).mul_(2 * share)  # no close number is outside
+    close = (distance.abs() <= around).flatten().nonzero()[:, 0]
+    near = [tensor.flatten().index_select(0, close) for tensor in (a, b, values[0], distance, change)]
+    quotients = change.div_(distance).flatten()
+    if len(close):
+        quotients.index_copy_(0, close, _slope_of_close(derivative, *near))
+    return quotients.view_as(distance)
+
+
+def _slope_of_close(
+    derivative: Callable[[Tensor], Tensor],
+    a: Float[Tensor, "number"],
+    b: Float[Tensor, "number"],
+    value: Float[Tensor, "number"],
+    distance: Float[Tensor, "number"],
+    change: Float[Tensor, "number"],
+) -> Float[Tensor, "number"]:
+    """The derivative, and the quotient where that does not give the change."""
+    epsilon = torch.finfo(a.dtype).eps
     at_midpoint = derivative((a + b) / 2)
     size = torch.maximum(a.abs(), b.abs())
     close = distance.abs() <= epsilon ** (1 / 3) * size.clamp_min(1)
-    smooth = (change - at_midpoint * distance).abs() <= 16 * epsilon * (size + values.abs())
-    uses_derivative = (close & smooth) | (distance == 0)
-    return torch.where(uses_derivative, at_midpoint, change / torch.where(uses_derivative, 1.0, distance))
+    smooth = (change - at_midpoint * distance).abs() <= 16 * epsilon * (size + value.abs())
+    return torch.where((close & smooth) | (distance == 0), at_midpoint, change / distance)

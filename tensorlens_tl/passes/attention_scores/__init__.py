@@ -1,16 +1,14 @@
 """Attention scores as the weights make them, and patterns that are recomputed from them."""
 
 from tensorlens_tl.passes.attention_scores.encodings import relative_bias
+from tensorlens_tl.passes.attention_scores.fitting import projected, score_reading, unread
 from tensorlens_tl.passes.attention_scores.reading import (
     CrossStreams,
     HeadProjection,
     ScoreReading,
     added_positions,
-    pattern_error,
-    projected,
     score_candidates,
     score_projections,
-    score_reading,
     side_read,
 )
 from tensorlens_tl.passes.attention_scores.recompute import PatternReader, refuse_unreadable
@@ -21,7 +19,6 @@ __all__ = [
     "PatternReader",
     "ScoreReading",
     "added_positions",
-    "pattern_error",
     "projected",
     "refuse_unreadable",
     "relative_bias",
@@ -29,4 +26,5 @@ __all__ = [
     "score_projections",
     "score_reading",
     "side_read",
+    "unread",
 ]

@@ -14,16 +14,17 @@ from functools import partial
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, grouped_products
-from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.parameters import Latent, NormWeights
 from tensorlens_tl.passes.attention_scores.encodings import alibis, relative_bias, rotations
 from tensorlens_tl.passes.block_maps import BlockMaps
+
+ALL = slice(None)
+"""Every query."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,18 +154,34 @@ class ScoreReading:
         return self.scores_of(self.query(x), self.key(x))
 
     def scores_of(
-        self, query: Float[Tensor, "batch query width"], key: Float[Tensor, "batch key kv_width"]
-    ) -> Float[Tensor, "batch head query key"]:
-        """The same from what `query` and `key` give."""
-        return self.scale * grouped_products(*self.rotated(query, key))
+        self,
+        query: Float[Tensor, "batch query width"],
+        key: Float[Tensor, "batch key kv_width"],
+        rows: slice | Int[Tensor, "row"] = ALL,
+    ) -> Float[Tensor, "batch head row key"]:
+        """The same from what `query` and `key` give, of some queries."""
+        q, k = self.rotated(query, key)
+        return self.scale * grouped_products(q[:, :, rows], k)
 
-    def finished(self, scores: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query key"]:
+    def finished(
+        self, scores: Float[Tensor, "batch head row key"], rows: slice | Int[Tensor, "row"] = ALL
+    ) -> Float[Tensor, "batch head row key"]:
         """The same after soft cap and what is added for positions, as they enter the mask and the softmax."""
-        if self.soft_cap is not None:
-            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+        return self.placed(self.capped(scores), rows)
+
+    def capped(self, scores: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+        """Scores after the soft cap; the same where there is none."""
+        if self.soft_cap is None:
+            return scores
+        return self.soft_cap * torch.tanh(scores / self.soft_cap)
+
+    def placed(
+        self, scores: Float[Tensor, "batch head row key"], rows: slice | Int[Tensor, "row"] = ALL
+    ) -> Float[Tensor, "batch head row key"]:
+        """With what is added for positions, of some queries."""
         for added in (self.alibi, self.relative):
             if added is not None:
-                scores = scores + added.to(scores)
+                scores = scores + added[:, rows].to(scores)
         return scores
 
 
@@ -278,93 +295,3 @@ def added_positions(maps: BlockMaps) -> Tensor | None:
     last = maps.points.blocks[0].resid_pre
     embeddings, _ = capture(maps.capture.model, maps.capture.inputs, [name], last=last, optional=[name])
     return embeddings.get(name)
-
-
-def score_reading(
-    maps: BlockMaps, layer: int, vectors: tuple[Tensor, Tensor] | None = None, cross: CrossStreams | None = None
-) -> ScoreReading:
-    """The reading of one layer's scores that reproduces its pattern.
-
-    Args:
-        maps: of the run.
-        layer: which one.
-        vectors: its queries and keys as of `projected`, where they are known.
-        cross: as of `score_candidates`; then `vectors` are needed.
-
-    Raises:
-        UnsupportedModelError: no known reading does; says how near the best came.
-    """
-    place = maps.layouts[layer].attn
-    added = None
-    if cross is None:
-        added = added_positions(maps)
-    else:
-        place = maps.layouts[layer].cross or place
-    queries, keys = vectors or projected(maps, layer, score_projections(maps, layer, place.before, added))
-    crossing = cross is not None
-    candidates = [
-        replace(candidate, error=pattern_error(candidate, maps, layer, queries, keys, crossing=crossing))
-        for candidate in score_candidates(maps, layer, place.before, added, cross=cross)
-    ]
-    name = maps.view.blocks[layer].name
-    if crossing:
-        name += ".cross_attn"
-    best = min(candidates, key=lambda reading: reading.error, default=None)
-    if best is None or not best.error <= maps.tolerance:
-        nearest = min((candidate.error for candidate in candidates), default=float("nan"))
-        raise UnsupportedModelError(
-            f"{name} of this {maps.view.description}: its attention scores cannot be read; no known scale "
-            f"and position encoding reproduces its pattern (nearest: off by {nearest:.1e}). "
-            "Relative position biases other than T5's and centred query norms are not supported."
-        )
-    # what the pattern cannot tell apart (one token; nothing but uniform attention) goes to what the model states
-    near = [reading for reading in candidates if reading.error <= 2 * best.error and reading is not best]
-    scores = best.scores_of(queries, keys)
-    size = 0.1 * float(scores.norm())
-    unlike = [reading for reading in near if float((reading.scores_of(queries, keys) - scores).norm()) > size]
-    if unlike and keys.shape[1] > 1:
-        raise UnsupportedModelError(
-            f"{name} of this {maps.view.description}: several ways to make its attention scores reproduce "
-            f"its pattern equally well (off by {best.error:.1e} and {unlike[0].error:.1e}); it is too even to tell. "
-            "Freeze a longer prompt, or use a wider dtype."
-        )
-    if unlike:
-        return next(reading for reading in candidates if reading.error <= 2 * best.error)
-    return best
-
-
-def projected(
-    maps: BlockMaps, layer: int, projections: tuple[HeadProjection, HeadProjection]
-) -> tuple[Float[Tensor, "batch pos width"], Float[Tensor, "batch pos kv_width"]]:
-    """One layer's queries and keys before rotation, heads side by side."""
-    x = side_read(maps, layer)
-    query, key = projections
-    return query.held(x)(x), key.held(x)(x)
-
-
-def pattern_error(
-    reading: ScoreReading,
-    maps: BlockMaps,
-    layer: int,
-    queries: Float[Tensor, "batch query width"],
-    keys: Float[Tensor, "batch key kv_width"],
-    *,
-    crossing: bool = False,
-) -> float:
-    """The largest error of an attention probability. A row's own sum is kept: attention sinks take their share.
-
-    Args:
-        reading: how scores are computed.
-        maps: of the run.
-        layer: which one.
-        queries, keys: before rotation, as of `projected`.
-        crossing: whether they are those of cross-attention.
-    """
-    pattern = maps.capture.cross_pattern(layer) if crossing else maps.capture.pattern(layer)
-    pattern = pattern.to(queries.dtype)
-    allowed = pattern > 0
-    scores = reading.finished(reading.scores_of(queries, keys)).masked_fill(~allowed, -torch.inf)
-    probabilities = torch.softmax(upcast(scores), dim=-1) * pattern.sum(-1, keepdim=True)
-    mask = maps.mask[:, slice(*maps.capture.side(layer))]
-    real = mask[:, None, :, None] & allowed.any(-1, keepdim=True)
-    return float((probabilities - pattern).masked_fill(~real, 0.0).abs().max())

@@ -24,6 +24,7 @@ from tensorlens_tl.models import ModelView, candidates
 from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.models.parameters import innermost
 from tensorlens_tl.models.sublayers import is_delta
+from tensorlens_tl.passes.attention_scores.fitting import sampled_rows
 from tensorlens_tl.passes.attention_scores.reading import ScoreReading, added_positions, score_candidates
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture
@@ -34,9 +35,6 @@ PATTERN = "hook_pattern"
 SHOWN = (("hook_rot_q", "hook_rot_k"), ("hook_q", "hook_k"))
 """Hook points where a model may show its final queries and keys. Those computed from the weights are right to rounding;
 in half precision, and with norms that compute in float32, only the model's own give its pattern to the last digits."""
-
-SAMPLED_ROWS = 16
-"""How many rows of a pattern decide between readings. The chosen reading is proved on all of them."""
 
 ENOUGH = 0.01
 """The share of the tolerance below which no other reading is tried."""
@@ -164,8 +162,7 @@ class PatternReader:
 
     def _candidates(self, layer: int, pattern: Tensor) -> Iterator[HeldScores]:
         """What the pattern may be recomputed from, each candidate with its error on a few rows."""
-        length = pattern.shape[2]
-        rows = torch.linspace(0, length - 1, min(SAMPLED_ROWS, length), device=pattern.device).long()
+        rows = sampled_rows(pattern)
         sums = pattern.sum(-1)
         window = cache(partial(_reach, pattern, self.maps.mask))  # measured at most once, and only if it is needed
         for reading in self._readings(layer):

@@ -7,35 +7,31 @@ of what heads give is a fourth, Δ(g·z) = ḡ·Δz + z̄·Δg; the scale of a n
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Attention, Chain, Diagonal, Identity, Linear, Sum, grouped_products
+from tensorlens_tl.algebra import Attention, Chain, Diagonal, Identity, Linear, Sum
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import (
     Change,
     KeyResponse,
     Offset,
+    Passage,
     QueryResponse,
-    Rotation,
     ScoreSecant,
-    logarithmic_mean,
-    same,
-    slope,
+    passages_of,
 )
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models import derivative
 from tensorlens_tl.models.parameters import AttentionWeights, Gate, InverseScale
 from tensorlens_tl.passes.attention_scores import (
     HeadProjection,
-    ScoreReading,
     added_positions,
-    pattern_error,
     relative_bias,
     score_projections,
     score_reading,
@@ -43,13 +39,28 @@ from tensorlens_tl.passes.attention_scores import (
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.two_runs.mlps import gate_secant
-from tensorlens_tl.passes.two_runs.values import BlockValues
+from tensorlens_tl.passes.two_runs.scores import TwoScores
+from tensorlens_tl.passes.two_runs.values import BlockValues, known
+
+
+class AttentionSecant(NamedTuple):
+    """The secant of one layer's attention, from what it reads to what it writes.
+
+    Attributes:
+        map: the secant.
+        error: the largest error of a probability of the two patterns, as their scores give them.
+        passages: the matrices whose outputs are known, by the identity of their stages in the map.
+    """
+
+    map: Chain
+    error: float
+    passages: dict[int, Passage]
 
 
 def attention_secant(
     a: BlockMaps, b: BlockMaps, layer: int, of_a: BlockValues, of_b: BlockValues, heads: Collection[int] | None = None
-) -> tuple[Chain, float]:
-    """The secant of one layer's attention, from what it reads to what it writes, and how exactly its scores are read.
+) -> AttentionSecant:
+    """The secant of one layer's attention, and how exactly its scores are read.
 
     Args:
         a, b: the two runs.
@@ -57,20 +68,16 @@ def attention_secant(
         of_a, of_b: what its parts read.
         heads: keep only these.
 
-    Returns:
-        The map, and the largest error of a probability of the two patterns, as their scores give them.
-
     Raises:
         UnsupportedModelError: attention scores that are not read.
     """
     weights = [maps.view.blocks[layer].attention for maps in (a, b)]
     name = partial("L{}.{}".format, layer)
-    scores = _Scores.of(a, b, layer)
+    scores, passages = _scores(a, b, layer)
     read = Change(of_a.attention, of_b.attention)
-    values = value_secant(weights, read, name)
+    values = value_secant(weights, read, name, (of_a.values, of_b.values))
     secant, constants = scores.secant(values_by_head(values, weights[0].kv_heads))
-    patterns = scores.patterns
-    mixing = Attention(((patterns[0] + patterns[1]) / 2).to(of_a.attention), weights[0].kv_heads)
+    mixing = Attention(scores.mean_pattern.to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
     only = partial(_of_heads, n_heads=weights[0].heads, heads=heads)
@@ -81,7 +88,11 @@ def attention_secant(
         Chain((*scores.keys.stages, *scores.rotation, KeyResponse(secant))),
     )
     routes, z = _gated(weights, routes, Change(of_a.heads, of_b.heads), read, name("attn.W_gate"), only)
-    return Chain((Sum(routes), _written(weights, z, name("W_O"), only))), scores.error
+    z = _normed(weights, z, name("W_O"))
+    out_a, out_b = (Linear(weights_of.W_O, weights_of.b_O) for weights_of in weights)
+    out = replace(z, a=only(z.a), b=only(z.b)).linear(out_a, out_b, name("W_O"), known(of_a.written, of_b.written))
+    passages |= passages_of((read, values), *([(z, out)] if heads is None else []))
+    return AttentionSecant(Chain((Sum(routes), out.map)), scores.error, passages)
 
 
 def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain, Chain]:
@@ -97,12 +108,12 @@ def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain
     Raises:
         UnsupportedModelError: attention scores that are not read.
     """
-    scores = _Scores.of(a, b, layer)
-    batch, _, _, pos = scores.patterns[0].shape
-    one_hot = torch.eye(pos).to(scores.patterns[0]).expand(batch, 1, -1, -1)
+    scores, _ = _scores(a, b, layer)
+    batch, _, _, pos = scores.mean_pattern.shape
+    one_hot = torch.eye(pos).to(scores.mean_pattern).expand(batch, 1, -1, -1)
     secant, constants = scores.secant(one_hot)
     if of == "score":
-        weights = torch.full_like(secant.weights, scores.readings[0].scale)
+        weights = torch.full_like(secant.weights, scores.a.reading.scale)
         secant = replace(secant, weights=weights, centres=torch.zeros_like(secant.centres))
         constants = {}
     offsets = [Offset(vectors, f"L{layer}.{name}") for name, vectors in constants.items()]
@@ -110,65 +121,18 @@ def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain
     return by_query, Chain((*scores.keys.stages, *scores.rotation, KeyResponse(secant), *offsets))
 
 
-@dataclass(frozen=True, eq=False)
-class _Scores:
-    """What two runs of a layer make their scores of.
+def _scores(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[TwoScores, dict[int, Passage]]:
+    """What both runs of a layer make their scores of, and what is known of the matrices of queries and keys.
 
-    Attributes:
-        readings: how, of either run; of two models each has its table of relative positions.
-        queries, keys: before rotation.
-        patterns: of either run; zero at queries that are padding.
-        of_sinks: whether sinks are one model's, and how exactly a row without a sink sums to 1.
-        error: the largest error of a probability of the two patterns, as their scores give them.
+    Raises:
+        UnsupportedModelError: they do not give its patterns.
     """
-
-    readings: tuple[ScoreReading, ScoreReading]
-    queries: Change
-    keys: Change
-    patterns: list[Float[Tensor, "batch head query key"]]
-    of_sinks: tuple[bool, float]
-    error: float
-
-    @classmethod
-    def of(cls, a: BlockMaps, b: BlockMaps, layer: int) -> "_Scores":
-        """Read them, and compare the softmax of either run's with its pattern.
-
-        Raises:
-            UnsupportedModelError: they do not give it.
-        """
-        queries, keys = _projection_secants(a, b, layer)
-        reading = score_reading(a, layer, (queries.a, keys.a))
-        second = reading
-        if reading.relative is not None:
-            second = replace(reading, relative=relative_bias(b, layer, queries.b.shape[1]))
-        error = max(reading.error, checked_error(second, b, layer, queries.b, keys.b))
-        of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
-        return cls((reading, second), queries, keys, patterns_of(a, b, layer), of_sinks, error)
-
-    @property
-    def rotation(self) -> tuple[Rotation, ...]:
-        """What comes between queries, or keys, and their product."""
-        rotation = self.readings[0].rotation
-        return () if rotation is None else (Rotation.of(rotation),)
-
-    def secant(
-        self, values: Float[Tensor, "batch kv pos d_value"]
-    ) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch pos width"]]]:
-        """The secant of softmax and scores together, and what heads give because constants of the scores differ.
-
-        Args:
-            values: what heads mix, the mean of both runs.
-        """
-        return score_secant(self.readings, self.queries, self.keys, self.patterns, values, self.of_sinks)
-
-
-def patterns_of(
-    a: BlockMaps, b: BlockMaps, layer: int, *, crossing: bool = False
-) -> list[Float[Tensor, "batch head query key"]]:
-    """The patterns of two runs, zero at queries that are padding: their positions, and scores, may count otherwise."""
-    shown = [maps.capture.cross_pattern if crossing else maps.capture.pattern for maps in (a, b)]
-    padded = ~a.capture.mask[:, None, slice(*a.capture.side(layer)), None]
-    return [upcast(pattern(layer)).masked_fill(padded, 0.0) for pattern in shown]
+    queries, keys, passages = _projection_secants(a, b, layer)
+    reading = score_reading(a, layer, (queries.a, keys.a), proved=False)
+    second = reading
+    if reading.relative is not None:
+        second = replace(reading, relative=relative_bias(b, layer, queries.b.shape[1]))
+    return TwoScores.of(a, b, layer, (reading, second), queries, keys), passages
 
 
 def values_by_head(values: Change, kv_heads: int) -> Float[Tensor, "batch kv pos d_head"]:
@@ -176,8 +140,19 @@ def values_by_head(values: Change, kv_heads: int) -> Float[Tensor, "batch kv pos
     return rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=kv_heads)
 
 
-def value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[str], str]) -> Change:
+def value_secant(
+    weights: list[AttentionWeights],
+    read: Change,
+    name: Callable[[str], str],
+    values: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Change:
     """The values, through a norm where one is inside.
+
+    Args:
+        weights: of either run.
+        read: what attention reads.
+        name: of a matrix.
+        values: what it makes of that in either run, where that is known; None computes it.
 
     Raises:
         UnsupportedModelError: the two runs' are of different forms.
@@ -185,7 +160,7 @@ def value_secant(weights: list[AttentionWeights], read: Change, name: Callable[[
     inner_a, inner_b = (weights_of.inner_values for weights_of in weights)
     if inner_a is None and inner_b is None:
         plain_a, plain_b = map(_values, weights)
-        return read.linear(plain_a, plain_b, name("W_V"))
+        return read.linear(plain_a, plain_b, name("W_V"), known(*values))
     if inner_a is None or inner_b is None or (inner_a.out is None) != (inner_b.out is None):
         raise UnsupportedModelError(f"difference: the values of {name('attention')} are of two forms.")
     if inner_a.out is not None and inner_b.out is not None:
@@ -234,8 +209,8 @@ def _gated(
     return gated, Change(z.a * gate.a, z.b * gate.b)
 
 
-def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callable[[Tensor], Tensor]) -> Chain:
-    """What attention writes: through a norm where there is one, and W_O.
+def _normed(weights: list[AttentionWeights], z: Change, name: str) -> Change:
+    """What W_O reads: what heads give, through a norm where there is one.
 
     Raises:
         UnsupportedModelError: the two runs' are of different forms.
@@ -244,9 +219,8 @@ def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callab
     if type(norm_a) is not type(norm_b):
         raise UnsupportedModelError(f"difference: what stands before {name} is of two forms.")
     if isinstance(norm_a, InverseScale) and isinstance(norm_b, InverseScale):
-        z = z.over(norm_a.norm.scale_of(z.a), norm_b.norm.scale_of(z.b))
-    out_a, out_b = (Linear(weights_of.W_O, weights_of.b_O) for weights_of in weights)
-    return replace(z, a=only(z.a), b=only(z.b)).written(out_a, out_b, name)
+        return z.over(norm_a.norm.scale_of(z.a), norm_b.norm.scale_of(z.b))
+    return z
 
 
 def _of_heads(
@@ -260,146 +234,39 @@ def _of_heads(
     return z * keep.repeat_interleave(z.shape[-1] // n_heads)
 
 
-def checked_error(
-    reading: ScoreReading, maps: BlockMaps, layer: int, queries: Tensor, keys: Tensor, *, crossing: bool = False
-) -> float:
-    """How far another run's pattern is from what the same way to compute scores gives.
-
-    Raises:
-        UnsupportedModelError: they do not give its pattern.
-    """
-    error = pattern_error(reading, maps, layer, queries, keys, crossing=crossing)
-    if not error <= maps.tolerance:
-        raise UnsupportedModelError(
-            f"difference: {maps.view.blocks[layer].name} of this {maps.view.description} makes its attention scores in "
-            f"one way in the first run and in another in the second (its pattern is off by {error:.1e}). Freeze both "
-            "runs without other hooks, or ask about each by itself."
-        )
-    return error
-
-
-def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change, Change]:
-    """Queries and keys before rotation: their matrices, and their norms with the scale responding."""
+def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change, Change, dict[int, Passage]]:
+    """Queries and keys before rotation: their matrices, which are known, and their norms with the scale responding."""
     before = a.layouts[layer].attn.before
     projections = [score_projections(maps, layer, before, added_positions(maps)) for maps in (a, b)]
     reads = [Chain((Identity(), *of_queries.reads)) for of_queries, _ in projections]  # keys read the same
     x_a, x_b = (upcast(side_read(maps, layer)) for maps in (a, b))
     read = Change(reads[0](x_a), reads[1](x_b))
     (query_a, key_a), (query_b, key_b) = projections
-    queries = projected_secant(read, query_a, query_b, f"L{layer}.W_Q", f"L{layer}.q_norm")
-    return queries, projected_secant(read, key_a, key_b, f"L{layer}.W_K", f"L{layer}.k_norm")
+    queries, of_queries = projected_secant(read, query_a, query_b, f"L{layer}.W_Q", f"L{layer}.q_norm")
+    keys, of_keys = projected_secant(read, key_a, key_b, f"L{layer}.W_K", f"L{layer}.k_norm")
+    return queries, keys, of_queries | of_keys
 
 
-def projected_secant(read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str) -> Change:
-    """What attention reads, through one projection, its norm, and the latent before it where there is one."""
+def projected_secant(
+    read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str
+) -> tuple[Change, dict[int, Passage]]:
+    """What attention reads, through one projection, its norm, and the latent before it where there is one.
+
+    Returns:
+        Queries or keys, and the matrix that gives them where its outputs are known.
+    """
     if a.latent is not None and b.latent is not None:
         entry = read.linear(a.latent.entry, b.latent.entry, name.replace("W_", "W_down_"))
         scales = (a.latent.scale(entry.a), b.latent.scale(entry.b))
         gains = (a.latent.gain, b.latent.gain)
         read = entry.over(*scales, gains, name.replace("W_", "latent_norm_"), first=a.latent.rank)
     vectors = read.linear(a.linear, b.linear, name)
+    passages = passages_of((read, vectors))
     if a.norm is None or b.norm is None:
-        return vectors
+        return vectors, passages
     scales = (a.scale(vectors.a), b.scale(vectors.b))
     gains = (a.gain(vectors.a), b.gain(vectors.b))
-    return vectors.over(*scales, gains, norm_name, a.groups)
-
-
-def score_secant(
-    readings: tuple[ScoreReading, ScoreReading],
-    queries: Change,
-    keys: Change,
-    patterns: list[Float[Tensor, "batch head query key"]],
-    mean_values: Float[Tensor, "batch kv key d_head"],
-    of_sinks: tuple[bool, float],
-) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch query width"]]]:
-    """The secant of softmax and scores together.
-
-    Args:
-        readings: how either run computes its scores.
-        queries, keys: before rotation.
-        patterns: of either run.
-        mean_values: by head.
-        of_sinks: whether both runs are of one model, and by how much the sum of a row may miss 1 without a sink.
-
-    Returns:
-        The secant, and what heads give, by name, because two models differ in their sinks or relative biases.
-    """
-    reading, second = readings
-    (q_a, k_a), (q_b, k_b) = (reading.rotated(*pair) for pair in ((queries.a, keys.a), (queries.b, keys.b)))
-    raw_scores = [reading.scale * grouped_products(*pair) for pair in ((q_a, k_a), (q_b, k_b))]
-    allowed = (patterns[0] > 0) | (patterns[1] > 0)
-    finished = [
-        of.finished(scores).masked_fill(~allowed, -torch.inf) for of, scores in zip(readings, raw_scores, strict=True)
-    ]
-    sinks = _sinks(finished, patterns, *of_sinks)
-    logs, rests = zip(*map(_log_pattern, finished, sinks), strict=True)
-    rest = logarithmic_mean(*rests)
-    scale: Tensor | float = reading.scale
-    if reading.soft_cap is not None:
-        cap = partial(_capped, cap=reading.soft_cap)
-        scale = scale * slope(cap, partial(derivative, cap), *raw_scores)
-    repeated = partial(torch.repeat_interleave, dim=1)
-    mean_keys = repeated((k_a + k_b) / 2, reading.heads // reading.kv_heads)
-    values = repeated(mean_values, reading.heads // mean_values.shape[1])
-    secant = ScoreSecant.of(logs, rest, scale, (q_a + q_b) / 2, mean_keys, values, reading.kv_heads)
-    constants: dict[str, Tensor] = {}
-    if sinks[0] is not sinks[1] and sinks[0] is not None and sinks[1] is not None:
-        taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
-        constants["sinks"] = -(taken * secant.centres).flatten(-2)
-    if reading.relative is not None and second.relative is not None and not same(reading.relative, second.relative):
-        change = (reading.relative - second.relative).to(raw_scores[0])
-        moved = (logarithmic_mean(*logs) * change).transpose(1, 2)
-        by_key = torch.einsum("bqhk,bhkd->bqhd", moved, values)
-        constants["relative_bias"] = (by_key - moved.sum(-1, keepdim=True) * secant.centres).flatten(-2)
-    return secant, constants
-
-
-def _sinks(
-    scores: list[Float[Tensor, "batch head query key"]],
-    patterns: list[Float[Tensor, "batch head query key"]],
-    of_one_model: bool,
-    tolerance: float,
-) -> list[Float[Tensor, "head"] | None]:
-    """The scores of either run's sinks; one tensor where both are of one model."""
-    if of_one_model:
-        return [_sink_scores(scores, patterns, tolerance)] * 2
-    return [_sink_scores([row], [pattern], tolerance) for row, pattern in zip(scores, patterns, strict=True)]
-
-
-def _capped(scores: Tensor, cap: float) -> Tensor:
-    return cap * torch.tanh(scores / cap)
-
-
-def _sink_scores(
-    scores: list[Float[Tensor, "batch head query key"]],
-    patterns: list[Float[Tensor, "batch head query key"]],
-    tolerance: float,
-) -> Float[Tensor, "head"] | None:
-    """Each head's score of its attention sink, from the row that it takes the largest share of; None without sinks."""
-    sums = torch.cat([pattern.sum(-1).transpose(0, 1).flatten(1) for pattern in patterns], dim=1)
-    real = sums > 0
-    if bool(((1 - sums).abs() <= tolerance)[real].all()):
-        return None
-    totals = torch.cat([row.logsumexp(-1).transpose(0, 1).flatten(1) for row in scores], dim=1)
-    best = sums.masked_fill(~real, torch.inf).min(dim=1, keepdim=True)
-    share = best.values
-    total = totals.gather(1, best.indices)
-    return (total + torch.log1p(-share) - torch.log(share))[:, 0]
-
-
-def _log_pattern(
-    scores: Float[Tensor, "batch head query key"], sinks: Float[Tensor, "head"] | None
-) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head query"]]:
-    """ln of the pattern and of what a sink takes; −inf of keys, and rows, that are masked."""
-    total = scores.logsumexp(-1)
-    rest = torch.full_like(total, -torch.inf)
-    if sinks is not None:
-        with_sink = torch.logaddexp(total, sinks[:, None])
-        rest = sinks[:, None] - with_sink
-        total = with_sink
-    logs = scores - total.masked_fill(total == -torch.inf, 0.0)[..., None]
-    return logs, rest
+    return vectors.over(*scales, gains, norm_name, a.groups), passages
 
 
 def _only(mixing: Attention, secant: ScoreSecant, heads: Collection[int]) -> tuple[Attention, ScoreSecant]:

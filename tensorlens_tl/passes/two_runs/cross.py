@@ -18,14 +18,8 @@ from tensorlens_tl.algebra.secants import Change, CrossKeyResponse, QueryRespons
 from tensorlens_tl.models import Within
 from tensorlens_tl.passes.attention_scores import HeadProjection, score_projections, score_reading
 from tensorlens_tl.passes.block_maps import BlockMaps
-from tensorlens_tl.passes.two_runs.attention import (
-    checked_error,
-    patterns_of,
-    projected_secant,
-    score_secant,
-    value_secant,
-    values_by_head,
-)
+from tensorlens_tl.passes.two_runs.attention import projected_secant, value_secant, values_by_head
+from tensorlens_tl.passes.two_runs.scores import TwoScores
 from tensorlens_tl.passes.two_runs.values import CrossValues
 
 
@@ -69,21 +63,17 @@ def cross_secant(
     (query_a, key_a), (query_b, key_b) = (score_projections(maps, layer, before, crossing=True) for maps in (a, b))
     decoder = Change(_read(query_a, of_a.streams.queries), _read(query_b, of_b.streams.queries))
     encoder = Change(upcast(of_a.streams.keys), upcast(of_b.streams.keys))
-    queries = projected_secant(decoder, query_a, query_b, name("W_Q"), name("q_norm"))
-    keys = projected_secant(encoder, key_a, key_b, name("W_K"), name("k_norm"))
-    reading = score_reading(a, layer, (queries.a, keys.a), of_a.streams)
-    error = checked_error(reading, b, layer, queries.b, keys.b, crossing=True)
+    queries, _ = projected_secant(decoder, query_a, query_b, name("W_Q"), name("q_norm"))
+    keys, _ = projected_secant(encoder, key_a, key_b, name("W_K"), name("k_norm"))
+    reading = score_reading(a, layer, (queries.a, keys.a), of_a.streams, proved=False)
+    scores = TwoScores.of(a, b, layer, (reading, reading), queries, keys, crossing=True)
     values = value_secant(weights, Change(of_a.streams.keys, of_b.streams.keys), name)
-    patterns = patterns_of(a, b, layer, crossing=True)
-    of_sinks = (a.capture.model is b.capture.model, max(a.tolerance, b.tolerance))
-    by_head = values_by_head(values, weights[0].kv_heads)
-    secant, _ = score_secant((reading, reading), queries, keys, patterns, by_head, of_sinks)
+    secant, _ = scores.secant(values_by_head(values, weights[0].kv_heads))
     start, stop = a.capture.side(layer)
     length = a.capture.tokens.shape[1]
     of_encoder = partial(Segment, start=0, stop=start, length=length, only=True)
     of_decoder = partial(Segment, start=start, stop=stop, length=length, only=True)
-    pattern = ((patterns[0] + patterns[1]) / 2).to(of_a.heads)
-    mixing = CrossAttention(pattern, weights[0].kv_heads, (start, stop), (0, start), length)
+    mixing = CrossAttention(scores.mean_pattern.to(of_a.heads), weights[0].kv_heads, (start, stop), (0, start), length)
     by_keys = CrossKeyResponse(secant, (start, stop), (0, start), length)
     normed = () if norm is None else (norm,)
     routes = (
@@ -93,7 +83,7 @@ def cross_secant(
     )
     out_a, out_b = (Linear(of.W_O, of.b_O) for of in weights)
     written = Change(of_a.heads, of_b.heads).written(out_a, out_b, name("W_O"))
-    return CrossSecant(Sum(routes), written, max(reading.error, error))
+    return CrossSecant(Sum(routes), written, scores.error)
 
 
 def _read(projection: HeadProjection, stream: Float[Tensor, "batch decoder d_model"]) -> Tensor:

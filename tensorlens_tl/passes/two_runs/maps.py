@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Norm
-from tensorlens_tl.algebra.secants import WORKING_ARRAYS, Change, Offset, norm_secant
+from tensorlens_tl.algebra.secants import WORKING_ARRAYS, Change, Offset, Passage, norm_secant
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import BlockView, Layout, Within
 from tensorlens_tl.models.sublayers import DeltaWeights, Mamba2Weights, MambaWeights
@@ -21,7 +21,13 @@ from tensorlens_tl.passes.two_runs.cross import CrossSecant, cross_secant
 from tensorlens_tl.passes.two_runs.experts import Mixture, experts_secant
 from tensorlens_tl.passes.two_runs.mixers import mixer_secant
 from tensorlens_tl.passes.two_runs.mlps import activated, hidden_secant
-from tensorlens_tl.passes.two_runs.values import BlockValues, block_values, encoder_norm_read, per_layer_values
+from tensorlens_tl.passes.two_runs.values import (
+    BlockValues,
+    block_values,
+    encoder_norm_read,
+    hidden_values,
+    per_layer_values,
+)
 
 
 @dataclass(eq=False)
@@ -198,7 +204,8 @@ class SecantMaps(Blocks):
             assert dense_a is not None
             assert dense_b is not None
             read = Change(parts.of_a.mlp, parts.of_b.mlp)
-            hidden = hidden_secant(dense_a, dense_b, read, f"L{layer}")
+            held = (hidden_values(self.a, layer), hidden_values(self.b, layer))
+            hidden = hidden_secant(dense_a, dense_b, read, f"L{layer}", held)
             outs = (Linear(dense_a.W_out, dense_a.b_out), Linear(dense_b.W_out, dense_b.b_out))
             parts.mlp = hidden.written(*outs, f"L{layer}.W_out")
         return parts.mlp

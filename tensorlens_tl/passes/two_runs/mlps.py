@@ -2,11 +2,14 @@
 
 from functools import partial
 
+from torch import Tensor
+
 from tensorlens_tl.algebra import Linear
 from tensorlens_tl.algebra.secants import Change, bias_name
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import Activation, derivative
 from tensorlens_tl.models.parameters import Gate, MLPWeights
+from tensorlens_tl.passes.two_runs.values import HiddenValues, known
 
 
 def mlp_secant(a: MLPWeights, b: MLPWeights, read: Change, block: str) -> Change:
@@ -15,13 +18,20 @@ def mlp_secant(a: MLPWeights, b: MLPWeights, read: Change, block: str) -> Change
     return hidden.linear(Linear(a.W_out, a.b_out), Linear(b.W_out, b.b_out), f"{block}.W_out")
 
 
-def hidden_secant(a: MLPWeights, b: MLPWeights, read: Change, block: str) -> Change:
+def hidden_secant(
+    a: MLPWeights,
+    b: MLPWeights,
+    read: Change,
+    block: str,
+    held: tuple[HiddenValues | None, HiddenValues | None] = (None, None),
+) -> Change:
     """What an MLP has before its output matrix, from what it reads.
 
     Args:
         a, b: its weights in either run.
         read: what it reads.
         block: what the names of its matrices begin with, for what differs between two models.
+        held: what its neurons read and gave in either run, where the passes hold it; None computes it.
 
     Raises:
         UnsupportedModelError: the two are of different forms.
@@ -29,12 +39,16 @@ def hidden_secant(a: MLPWeights, b: MLPWeights, read: Change, block: str) -> Cha
     if _form(a) != _form(b):
         raise UnsupportedModelError(f"difference: the MLPs of {block} are of two forms.")
     name = partial("{}.{}".format, block)
-    hidden = read.linear(Linear(a.W_in, a.b_in), Linear(b.W_in, b.b_in), name("W_in"))
+    entries = (Linear(a.W_in, a.b_in), Linear(b.W_in, b.b_in))
     if a.W_gate is None or b.W_gate is None:
-        hidden = activated(hidden, a.activation)
+        hidden = read.linear(*entries, name("W_in"), _pair(held, "pre"))
+        hidden = activated(hidden, a.activation, _pair(held, "activated"))
     else:
-        gate = read.linear(Linear(a.W_gate, a.b_gate), Linear(b.W_gate, b.b_gate), name("W_gate"))
-        hidden = activated(hidden, a.linear_activation).times(activated(gate, a.activation))
+        gates = (Linear(a.W_gate, a.b_gate), Linear(b.W_gate, b.b_gate))
+        gate = read.linear(*gates, name("W_gate"), _pair(held, "pre"))
+        gate = activated(gate, a.activation, _pair(held, "activated"))
+        hidden = read.linear(*entries, name("W_in"), _pair(held, "linear"))
+        hidden = activated(hidden, a.linear_activation).times(gate)
     if a.b_post is not None and b.b_post is not None:
         hidden = hidden.plus(a.b_post, b.b_post, bias_name(name("W_in")))
     if a.post_factor is not None and b.post_factor is not None:
@@ -42,15 +56,20 @@ def hidden_secant(a: MLPWeights, b: MLPWeights, read: Change, block: str) -> Cha
     return hidden
 
 
+def _pair(held: tuple[HiddenValues | None, HiddenValues | None], name: str) -> tuple[Tensor, Tensor] | None:
+    """One of the held values in either run; None where a run does not hold it."""
+    return known(*(getattr(of_run, name, None) for of_run in held))
+
+
 def _form(weights: MLPWeights) -> tuple[bool, ...]:
     return weights.W_gate is None, weights.b_post is None, weights.post_factor is None
 
 
-def activated(z: Change, phi: Activation | None) -> Change:
-    """Through an activation; None is the identity."""
+def activated(z: Change, phi: Activation | None, values: tuple[Tensor, Tensor] | None = None) -> Change:
+    """Through an activation, whose `values` may be known; None is the identity."""
     if phi is None:
         return z
-    return z.elementwise(phi, partial(derivative, phi))
+    return z.elementwise(phi, partial(derivative, phi), values)
 
 
 def gate_secant(a: Gate, b: Gate, read: Change, name: str) -> Change:

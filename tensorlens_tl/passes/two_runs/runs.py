@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.secants import Change, push_along
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView
@@ -385,8 +386,7 @@ def _errors(difference: Difference) -> dict[str, float]:
     errors: dict[str, float] = {}
     a, b = difference.a, difference.b
     for layer in range(difference.n_layers):
-        ours = difference.maps.block_map(layer)(difference.resid_pre(layer))
-        errors[f"blocks.{layer}"] = _error(difference, ours, a.resid_pre(layer + 1), b.resid_pre(layer + 1))
+        errors[f"blocks.{layer}"] = _block_error(difference, layer)
     after = [part for part in (difference.final_map(), difference.prediction_head()) if part is not None]
     if after:
         predicts = a.points.unembed_in is not None
@@ -400,6 +400,20 @@ def _errors(difference: Difference) -> dict[str, float]:
                 f"its outputs (relative error {error:.1e}, allowed {difference.tolerance:.0e}). {_suspects(a, b)}"
             )
     return errors
+
+
+def _block_error(difference: Difference, layer: int) -> float:
+    """The largest error of one block: at its output, and where a matrix reads whose outputs are known in either run."""
+    errors: list[float] = []
+
+    def compare(entered: Tensor, read: Change) -> None:
+        errors.append(_error(difference, entered, read.a, read.b))
+
+    block = difference.maps.block_map(layer)
+    passages = difference.maps.take_passages(layer)
+    ours = push_along(block, difference.resid_pre(layer), passages, compare)
+    errors.append(_error(difference, ours, difference.a.resid_pre(layer + 1), difference.b.resid_pre(layer + 1)))
+    return max(errors)
 
 
 def _suspects(a: FrozenPass, b: FrozenPass) -> str:

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Tap
+from tensorlens_tl.algebra.numerics import plus
 from tensorlens_tl.models import Within
 from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
@@ -14,7 +15,9 @@ from tensorlens_tl.passes.attention_scores import CrossStreams
 from tensorlens_tl.passes.block_maps import BlockMaps
 
 ATTENTION = "attention"
+VALUES = "values"
 HEADS = "heads"
+WRITTEN = "attention written"
 MLP = "mlp"
 CROSSING = "crossing"
 CROSS_HEADS = "cross heads"
@@ -34,6 +37,21 @@ class CrossValues:
 
 
 @dataclass(frozen=True, eq=False)
+class HiddenValues:
+    """What an MLP's neurons read and make of it in one run, as the pass holds them.
+
+    Attributes:
+        pre: the pre-activation; of a gated MLP the gate's.
+        activated: φ of it.
+        linear: what a gated MLP multiplies that by; None of a plain one.
+    """
+
+    pre: Float[Tensor, "batch pos d_mlp"]
+    activated: Float[Tensor, "batch pos d_mlp"]
+    linear: Float[Tensor, "batch pos d_mlp"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class BlockValues:
     """One block of one run, at the positions that the block acts on.
 
@@ -44,6 +62,8 @@ class BlockValues:
         mlp: what the MLP read; None without one.
         experts: what each part of a mixture of experts read, by name.
         cross: of cross-attention; None without.
+        values: those of attention's heads, side by side; None of what stands in its place.
+        written: what attention, or what stands in its place, writes.
     """
 
     norms: dict[str, Float[Tensor, "batch pos d_model"]]
@@ -52,6 +72,8 @@ class BlockValues:
     mlp: Float[Tensor, "batch pos d_model"] | None
     experts: dict[str, Float[Tensor, "batch pos d_model"]]
     cross: CrossValues | None = None
+    values: Float[Tensor, "batch pos kv_width"] | None = None
+    written: Float[Tensor, "batch pos d_model"] | None = None
 
 
 def block_values(maps: BlockMaps, layer: int) -> BlockValues:
@@ -65,7 +87,9 @@ def block_values(maps: BlockMaps, layer: int) -> BlockValues:
     parts = maps.parts(layer)
     norms = {name: Chain((Tap(seen, name), norm)) for name, norm in parts.norms.items()}
     *inside, out = maps.mixer(layer).stages
-    attention = Chain((Tap(seen, ATTENTION), *inside, Tap(seen, HEADS), out))
+    if maps.view.blocks[layer].mixer is None:
+        inside.insert(1, Tap(seen, VALUES))
+    attention = Chain((Tap(seen, ATTENTION), *inside, Tap(seen, HEADS), out, Tap(seen, WRITTEN)))
     mlp = None if parts.mlp is None else Chain((Tap(seen, MLP), _tapped_mlp(maps, layer, parts.mlp, seen)))
     within = None if parts.within is None else _tapped_crossing(parts.within, seen)
     tapped = parts._replace(attention=attention, mlp=mlp, norms=norms, within=within)
@@ -79,7 +103,35 @@ def block_values(maps: BlockMaps, layer: int) -> BlockValues:
     place = maps.layouts[layer].cross
     if cross is not None and place is not None and place.before is not None:
         read[place.before] = cross.streams.queries  # with the pattern held, nothing goes through that norm
-    return BlockValues(read | inner_norms, seen[ATTENTION], seen[HEADS], seen.get(MLP), experts, cross)
+    given = (seen.get(VALUES), seen[WRITTEN])
+    return BlockValues(read | inner_norms, seen[ATTENTION], seen[HEADS], seen.get(MLP), experts, cross, *given)
+
+
+def hidden_values(maps: BlockMaps, layer: int) -> HiddenValues | None:
+    """What the neurons of a block's MLP read and gave; None where the pass does not hold it (experts, inner norms).
+
+    Where the pass holds ratios, φ(z) is the ratio times z: an activation costs more than a product of its size.
+    """
+    points = maps.points.blocks[layer]
+    weights = maps.view.blocks[layer].dense_mlp
+    if weights is None or points.pre is None or points.mlp is not None:
+        return None
+    pre = maps.capture.activation(points.pre)
+    if points.pre_linear is not None:
+        gate = maps.mlp_coefficients(layer)
+        assert gate is not None
+        return HiddenValues(pre, gate.through, maps.capture.activation(points.pre_linear))
+    held = maps.cache.ratios.get(layer)
+    if held is None or pre.dtype not in (torch.float32, torch.float64):
+        return HiddenValues(pre, weights.activation(pre))
+    return HiddenValues(pre, plus(held.through * pre, held.rest))
+
+
+def known(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Values of two runs, or None where those of a run are not known."""
+    if a is None or b is None:
+        return None
+    return a, b
 
 
 def _tapped_crossing(within: Within, seen: dict[str, Tensor]) -> Within:

@@ -1,0 +1,238 @@
+"""The scores of two runs of a layer's attention, and the secant of scores and softmax together.
+
+The softmax of either run is taken once: its logarithms give the logarithmic means, its shares the comparison with the
+model's own pattern.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import grouped_products
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.secants import Change, Rotation, ScoreSecant, logarithmic_mean, mean_share, same, slope
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models import derivative
+from tensorlens_tl.passes.attention_scores import ScoreReading, unread
+from tensorlens_tl.passes.block_maps import BlockMaps
+
+
+@dataclass(frozen=True, eq=False)
+class RunScores:
+    """One run's attention scores, and what follows from them at once.
+
+    Attributes:
+        reading: how they are computed.
+        queries, keys: as their product takes them.
+        raw: before soft cap and what is added for positions.
+        capped: after the soft cap; the same where there is none.
+        totals: the logarithm of the sum of their exponentials over the keys that count; −inf of rows without any.
+        logs: of the softmax over these keys; −inf of others.
+        shares: the softmax.
+    """
+
+    reading: ScoreReading
+    queries: Float[Tensor, "batch head query d_head"]
+    keys: Float[Tensor, "batch kv key d_head"]
+    raw: Float[Tensor, "batch head query key"]
+    capped: Float[Tensor, "batch head query key"]
+    totals: Float[Tensor, "batch head query"]
+    logs: Float[Tensor, "batch head query key"]
+    shares: Float[Tensor, "batch head query key"]
+
+    @classmethod
+    def of(
+        cls, reading: ScoreReading, queries: Tensor, keys: Tensor, masked: Bool[Tensor, "batch head query key"]
+    ) -> "RunScores":
+        """From queries and keys before rotation; a key is `masked` where it has no weight in either run."""
+        q, k = reading.rotated(queries, keys)
+        raw = grouped_products(reading.scale * q, k)
+        capped = reading.capped(raw)
+        logs = upcast(reading.placed(capped)).masked_fill(masked, -torch.inf)
+        largest = logs.amax(-1, keepdim=True)
+        nowhere = largest == -torch.inf
+        logs -= largest.masked_fill(nowhere, 0.0)
+        shares = logs.exp()
+        sums = shares.sum(-1, keepdim=True).masked_fill_(nowhere, 1.0)
+        logs -= sums.log()
+        return cls(reading, q, k, raw, capped, (largest + sums.log())[..., 0], logs, shares.div_(sums))
+
+    def error(self, pattern: Float[Tensor, "batch head query key"]) -> float:
+        """The largest error of a probability of the model's own pattern, each row's own sum kept."""
+        return float((self.shares * pattern.sum(-1, keepdim=True)).sub_(pattern).abs_().max())
+
+    def log_pattern(
+        self, sinks: Float[Tensor, "head"] | None
+    ) -> tuple[
+        Float[Tensor, "batch head query key"], Float[Tensor, "batch head query key"], Float[Tensor, "batch head query"]
+    ]:
+        """ln of the pattern, the pattern, and ln of what a sink takes; −inf of keys, and rows, that are masked."""
+        if sinks is None:
+            return self.logs, self.shares, torch.full_like(self.totals, -torch.inf)
+        with_sink = torch.logaddexp(self.totals, sinks[:, None])
+        beside = (self.totals - with_sink)[..., None]
+        return self.logs + beside, self.shares * beside.exp(), sinks[:, None] - with_sink
+
+
+@dataclass(frozen=True, eq=False)
+class TwoScores:
+    """What two runs of a layer make their scores of.
+
+    Attributes:
+        a, b: the scores of either.
+        queries, keys: before rotation.
+        mean_pattern: zero at queries that are padding.
+        sinks: the scores of either run's attention sinks; one tensor where both are of one model.
+        error: the largest error of a probability of the two patterns, as their scores give them.
+    """
+
+    a: RunScores
+    b: RunScores
+    queries: Change
+    keys: Change
+    mean_pattern: Float[Tensor, "batch head query key"]
+    sinks: tuple[Float[Tensor, "head"] | None, Float[Tensor, "head"] | None]
+    error: float
+
+    @classmethod
+    def of(
+        cls,
+        a: BlockMaps,
+        b: BlockMaps,
+        layer: int,
+        readings: tuple[ScoreReading, ScoreReading],
+        queries: Change,
+        keys: Change,
+        *,
+        crossing: bool = False,
+    ) -> "TwoScores":
+        """Compute them, and compare the softmax of either run's with its pattern.
+
+        Args:
+            a, b: the two runs.
+            layer: which block.
+            readings: how either computes its scores; of two models each has its table of relative positions.
+            queries, keys: before rotation.
+            crossing: whether they are those of cross-attention.
+
+        Raises:
+            UnsupportedModelError: they do not give it.
+        """
+        patterns = _patterns(a, b, layer, crossing=crossing)
+        mean_pattern = (patterns[0] + patterns[1]).div_(2)
+        masked = mean_pattern == 0
+        in_a = RunScores.of(readings[0], queries.a, keys.a, masked)
+        in_b = RunScores.of(readings[1], queries.b, keys.b, masked)
+        errors = (in_a.error(patterns[0]), in_b.error(patterns[1]))
+        _check_errors(a, b, layer, errors, crossing=crossing)
+        of_one_model = a.capture.model is b.capture.model
+        sinks = _sinks((in_a, in_b), patterns, of_one_model, max(a.tolerance, b.tolerance))
+        return cls(in_a, in_b, queries, keys, mean_pattern, sinks, max(errors))
+
+    @property
+    def rotation(self) -> tuple[Rotation, ...]:
+        """What comes between queries, or keys, and their product."""
+        rotation = self.a.reading.rotation
+        return () if rotation is None else (Rotation.of(rotation),)
+
+    def secant(
+        self, mean_values: Float[Tensor, "batch kv key d_value"]
+    ) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch query width"]]]:
+        """The secant of softmax and scores together, and what heads give because constants of the scores differ.
+
+        Args:
+            mean_values: what heads mix, the mean of both runs.
+
+        Returns:
+            The secant, and what heads give, by name, because two models differ in their sinks or relative biases.
+        """
+        reading = self.a.reading
+        log_a, share_a, rest_a = self.a.log_pattern(self.sinks[0])
+        log_b, share_b, rest_b = self.b.log_pattern(self.sinks[1])
+        means = mean_share(log_a, log_b).mul_(torch.maximum(share_a, share_b))
+        rest = logarithmic_mean(rest_a, rest_b)
+        scale: Tensor | float = reading.scale
+        if reading.soft_cap is not None:
+            of_raw = partial(derivative, reading.capped)
+            scale = scale * slope(of_raw, (self.a.raw, self.b.raw), (self.a.capped, self.b.capped))
+        repeated = partial(torch.repeat_interleave, dim=1)
+        mean_keys = repeated((self.a.keys + self.b.keys) / 2, reading.heads // reading.kv_heads)
+        mean_queries = (self.a.queries + self.b.queries) / 2
+        values = repeated(mean_values, reading.heads // mean_values.shape[1])
+        secant = ScoreSecant.of(means, rest, scale, mean_queries, mean_keys, values, reading.kv_heads)
+        constants: dict[str, Tensor] = {}
+        sinks = self.sinks
+        if sinks[0] is not sinks[1] and sinks[0] is not None and sinks[1] is not None:
+            taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
+            constants["sinks"] = -(taken * secant.centres).flatten(-2)
+        first, second = reading.relative, self.b.reading.relative
+        if first is not None and second is not None and not same(first, second):
+            moved = (means * (first - second).to(means)).transpose(1, 2)
+            by_key = torch.einsum("bqhk,bhkd->bqhd", moved, values)
+            constants["relative_bias"] = (by_key - moved.sum(-1, keepdim=True) * secant.centres).flatten(-2)
+        return secant, constants
+
+
+def _patterns(
+    a: BlockMaps, b: BlockMaps, layer: int, *, crossing: bool
+) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head query key"]]:
+    """The patterns of two runs, zero at queries that are padding: their positions, and scores, may count otherwise."""
+    pattern_a, pattern_b = (
+        upcast(maps.capture.cross_pattern(layer) if crossing else maps.capture.pattern(layer)) for maps in (a, b)
+    )
+    real = a.capture.mask[:, slice(*a.capture.side(layer))]
+    if bool(real.all()):
+        return pattern_a, pattern_b
+    padded = ~real[:, None, :, None]
+    return pattern_a.masked_fill(padded, 0.0), pattern_b.masked_fill(padded, 0.0)
+
+
+def _check_errors(a: BlockMaps, b: BlockMaps, layer: int, errors: tuple[float, float], *, crossing: bool) -> None:
+    """Refuse a run whose pattern its scores do not give.
+
+    Raises:
+        UnsupportedModelError: says of which run.
+    """
+    if not errors[0] <= a.tolerance:
+        raise unread(a, layer, errors[0], crossing=crossing)
+    if not errors[1] <= b.tolerance:
+        raise UnsupportedModelError(
+            f"difference: {b.view.blocks[layer].name} of this {b.view.description} makes its attention scores in one "
+            f"way in the first run and in another in the second (its pattern is off by {errors[1]:.1e}). Freeze both "
+            "runs without other hooks, or ask about each by itself."
+        )
+
+
+def _sinks(
+    scores: tuple[RunScores, RunScores],
+    patterns: tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head query key"]],
+    of_one_model: bool,
+    tolerance: float,
+) -> tuple[Float[Tensor, "head"] | None, Float[Tensor, "head"] | None]:
+    """The scores of either run's sinks; one tensor where both are of one model."""
+    totals = [run.totals for run in scores]
+    if of_one_model:
+        shared = _sink_scores(totals, [*patterns], tolerance)
+        return shared, shared
+    of_a, of_b = (_sink_scores([row], [pattern], tolerance) for row, pattern in zip(totals, patterns, strict=True))
+    return of_a, of_b
+
+
+def _sink_scores(
+    totals: list[Float[Tensor, "batch head query"]],
+    patterns: list[Float[Tensor, "batch head query key"]],
+    tolerance: float,
+) -> Float[Tensor, "head"] | None:
+    """Each head's score of its attention sink, from the row that it takes the largest share of; None without sinks."""
+    sums = torch.cat([pattern.sum(-1).transpose(0, 1).flatten(1) for pattern in patterns], dim=1)
+    real = sums > 0
+    if bool(((1 - sums).abs() <= tolerance)[real].all()):
+        return None
+    beside = torch.cat([row.transpose(0, 1).flatten(1) for row in totals], dim=1)
+    best = sums.masked_fill(~real, torch.inf).min(dim=1, keepdim=True)
+    share = best.values
+    total = beside.gather(1, best.indices)
+    return (total + torch.log1p(-share) - torch.log(share))[:, 0]
