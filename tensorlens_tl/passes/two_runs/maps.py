@@ -41,6 +41,7 @@ class _Parts:
     experts: dict[str, AffineMap] | None = None
     cross: CrossSecant | None = None
     pattern_error: float = 0.0
+    passages: dict[int, Passage] = field(default_factory=dict[int, Passage])
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +132,10 @@ class SecantMaps(Blocks):
             return self._in_place_of_attention(layer, heads)
         parts = self._parts(layer)
         if heads is not None:
-            return attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b, heads)[0]
+            return attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b, heads).map
         if parts.attention is None:
-            parts.attention, parts.pattern_error = attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b)
+            secant = attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b)
+            parts.attention, parts.pattern_error, parts.passages = secant
         return parts.attention
 
     @reads_weights
@@ -174,6 +176,14 @@ class SecantMaps(Blocks):
         self.within(layer)
         parts = self._parts(layer)
         return parts.pattern_error if parts.cross is None else max(parts.pattern_error, parts.cross.pattern_error)
+
+    def take_passages(self, layer: int) -> dict[int, Passage]:
+        """The matrices of a block whose outputs are known in either run, which are forgotten then."""
+        passages: dict[int, Passage] = {}
+        if layer in self.cache:
+            passages = self.cache[layer].passages
+            self.cache[layer].passages = {}
+        return passages
 
     @reads_weights
     def score_routes(self, layer: int, head: int, of: str) -> tuple[Chain, Chain]:
