@@ -194,6 +194,36 @@ def test_a_constant_of_a_row_changes_nothing(in_a, in_b):
     assert torch.allclose(response((in_a, in_b)), response((0.0, 0.0)), rtol=1e-11, atol=1e-14)
 
 
+def by_logarithmic_means(score_a, score_b, g):
+    """The pull of our rule through the softmax of one row, ΔP_k = L_k·(Δs_k − Σ_j w_j·Δs_j)."""
+    means = logarithmic_mean(score_a.log_softmax(-1), score_b.log_softmax(-1))
+    return means * (g - (means * g).sum(-1, keepdim=True) / means.sum(-1, keepdim=True))
+
+
+def by_exponentials(score_a, score_b, g):
+    """That of the rule by steps, y_k = a_k·v with a = exp(s) and v = 1/Σa, each with its own secant."""
+    exponentials = [score.exp() for score in (score_a, score_b)]
+    inverses = [1 / exponential.sum(-1, keepdim=True) for exponential in exponentials]
+    products = [exponential * inverse for exponential, inverse in zip(exponentials, inverses, strict=True)]
+    by_logarithm = (products[0] - products[1]) / (products[0].log() - products[1].log())
+    of_inverse = (inverses[0].log() - inverses[1].log()) / (inverses[0] - inverses[1])
+    to_sum = -inverses[0] * inverses[1] * (g * by_logarithm * of_inverse).sum(-1, keepdim=True)
+    return g * by_logarithm + to_sum * (exponentials[0] - exponentials[1]) / (score_a - score_b)
+
+
+def test_a_rule_by_exponentials_is_complete_and_depends_on_the_zero_of_scores():
+    """Why the softmax has a rule of its own: in the other, a constant added to a run's scores moves what keys get."""
+    score_a, score_b, g = normal(3, 8, 6)
+    expected = ((score_a.softmax(-1) - score_b.softmax(-1)) * g).sum(-1)
+    rules = (by_logarithmic_means, by_exponentials)
+    ours, steps = (rule(score_a, score_b, g) for rule in rules)
+    for pulled in (ours, steps):
+        assert torch.allclose((pulled * (score_a - score_b)).sum(-1), expected, rtol=1e-10, atol=1e-13)
+    ours_moved, steps_moved = (rule(score_a + 3, score_b, g) for rule in rules)
+    assert torch.allclose(ours_moved, ours, rtol=1e-10, atol=1e-13)
+    assert float((steps_moved - steps).abs().max()) > 0.01
+
+
 # ------------------------------------------------------------------ pushing past what is known
 
 
