@@ -177,3 +177,9 @@ def test_a_plan_is_kept_in_one_kind_of_file(tmp_path):
     plan = tlens.compress.plan(tlens.load_demo_model(dtype=torch.float32), ratio=2, method="circuit-svd")
     with pytest.raises(tlens.InvalidInputError, match=r"end it in \.safetensors"):
         plan.save(tmp_path / "plan.csv")
+
+
+def test_a_suffix_in_capitals_is_the_same(tmp_path):
+    terms = result("Terms")
+    assert len(circuits.Terms.load(terms.save(tmp_path / "a.SAFETENSORS"))) == len(terms)
+    assert terms.save(tmp_path / "a.CSV").read_text().startswith("batch,")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tensorlens_tl.drawing import page
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.storage import LOADABLE, Stored
+from tensorlens_tl.results.storage import LOADABLE, Stored, replacing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,8 +90,9 @@ class Result(Stored, ABC):
         suffix = path.suffix.lower()
         if suffix in self.LOADABLE:
             return self._keep(path)
-        content = self._writers()[suffix](self)  # before an older file is emptied
-        path.write_bytes(content)
+        content = self._writers()[suffix](self)
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
         return path
 
     def _keep(self, path: Path) -> Path:

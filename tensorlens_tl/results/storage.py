@@ -5,7 +5,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -81,7 +82,7 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
     from safetensors.torch import save_file
 
     path = Path(path)
-    if path.suffix not in LOADABLE:
+    if path.suffix.lower() not in LOADABLE:
         raise InvalidInputError(f"save: {path.name!r} ends in {path.suffix!r}; end it in .safetensors, or in nothing.")
     if not path.parent.is_dir():
         raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
@@ -92,18 +93,25 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
         "format": f"tensorlens_tl.{kind}", "version": str(FORMAT_VERSION), "facts": text,
         "digest": _digest(copies, text),
     }  # fmt: skip
+    try:
+        with replacing(path) as temporary:
+            save_file(copies, temporary, metadata=metadata)
+    except SafetensorError as error:
+        raise _system_error(error, path) from error
+    return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write a file's new content, which takes its place at the end; the old one stays if anything fails."""
     place = path.resolve()  # a link stays one: what it points to is replaced
     temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
-        save_file(copies, temporary, metadata=metadata)
+        yield temporary
         os.replace(temporary, place)
-    except SafetensorError as error:
-        temporary.unlink(missing_ok=True)
-        raise _system_error(error, path) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    return path
 
 
 def _system_error(error: Exception, path: Path) -> OSError:

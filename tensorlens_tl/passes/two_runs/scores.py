@@ -119,7 +119,7 @@ class TwoScores:
             crossing: whether they are those of cross-attention.
 
         Raises:
-            UnsupportedModelError: they do not give it.
+            UnsupportedModelError: the scores do not give the pattern, or only one of two models has sinks.
         """
         patterns = _patterns(a, b, layer, crossing=crossing)
         mean_pattern = (patterns[0] + patterns[1]).div_(2)
@@ -130,6 +130,11 @@ class TwoScores:
         _check_errors(a, b, layer, errors, crossing=crossing)
         of_one_model = a.capture.model is b.capture.model
         sinks = _sinks((in_a, in_b), patterns, of_one_model, max(a.tolerance, b.tolerance))
+        if (sinks[0] is None) != (sinks[1] is None):
+            raise UnsupportedModelError(
+                f"difference: {a.view.blocks[layer].name} has attention sinks in one of two models only, whose effect "
+                "is no finite sum. Ask about each run by itself."
+            )
         return cls(in_a, in_b, queries, keys, mean_pattern, sinks, max(errors))
 
     @property
@@ -233,6 +238,6 @@ def _sink_scores(
         return None
     beside = torch.cat([row.transpose(0, 1).flatten(1) for row in totals], dim=1)
     best = sums.masked_fill(~real, torch.inf).min(dim=1, keepdim=True)
-    share = best.values
+    share = best.values.clamp_max(1)  # a row without a sink may round above 1
     total = beside.gather(1, best.indices)
     return (total + torch.log1p(-share) - torch.log(share))[:, 0]

@@ -16,6 +16,7 @@ from tensorlens_tl.results.edges.benchmark import benchmark_fields, benchmark_js
 from tensorlens_tl.results.edges.names import ARROW, check_shape
 from tensorlens_tl.results.entry import with_style
 from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.storage import replacing
 from tensorlens_tl.results.views import array
 
 if TYPE_CHECKING:
@@ -128,8 +129,8 @@ class Circuit(Result):
 
     def _keep(self, path: Path) -> Path:
         """Write the JSON of the Mechanistic Interpretability Benchmark (`tensorlens_tl.results.edges.benchmark`)."""
-        content = benchmark_json(self)  # before an older file is emptied
-        path.write_text(content, encoding="utf-8")
+        with replacing(path) as temporary:
+            temporary.write_text(benchmark_json(self), encoding="utf-8")
         return path
 
     @classmethod
