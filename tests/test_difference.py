@@ -1,9 +1,11 @@
 """The difference of two runs: complete against the live model, antisymmetric, the derivative where both are one."""
 
+import copy
 import functools
 import itertools
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from test_fuzz import HOOKED, bridge, build, hooked, padded, prompts
 
 import tensorlens_tl as tlens
+from tensorlens_tl.algebra import Linear
+from tensorlens_tl.algebra.secants import KeyResponse, QueryResponse, change as change_module, numbers, parts
 from tensorlens_tl.passes import freeze_changed
 from tensorlens_tl.passes.proof import LayoutSearch
+from tensorlens_tl.passes.two_runs import scores as scores_module
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_model
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
@@ -783,3 +788,87 @@ def gives_nothing(frozen):
     """Whether the MLP of some block gives nothing at any token: no neuron is active."""
     hidden = [frozen.activation(block.pre) for block in frozen.points.blocks if block.pre is not None]
     return any(bool((z[frozen.mask] <= 0).all()) for z in hidden)
+
+
+# ------------------------------------------------------------------ the proof sees every part
+
+
+def scaled_linear(name):
+    """A secant of one matrix that is one percent too large."""
+
+    def secant(a, b, x_a, x_b, of):
+        stages = parts.linear_secant(a, b, x_a, x_b, of)
+        if not of.endswith(name):
+            return stages
+        return (Linear(stages[0].weight * 1.01), *stages[1:])
+
+    return [(change_module, "linear_secant", secant)]
+
+
+def scaled_result(*places):
+    """A function whose result is one percent too large, wherever it was imported."""
+    module, name = places[0]
+    original = getattr(module, name)
+
+    def secant(*args, **options):
+        result = original(*args, **options)
+        return replace(result, read=result.read * 1.01) if hasattr(result, "read") else result * 1.01
+
+    return [(place, called, secant) for place, called in places]
+
+
+def scaled_map(kind):
+    original = kind._forward
+    return [(kind, "_forward", lambda self, x, affine: original(self, x, affine) * 1.01)]
+
+
+WRONG = {
+    **{name: scaled_linear(name) for name in ("W_V", "W_O", "W_Q", "W_K", "W_in", "W_out")},
+    "slopes": scaled_result((numbers, "slope"), (change_module, "slope"), (scores_module, "slope")),
+    "patterns": scaled_result((scores_module, "mean_share")),
+    "scales of norms": scaled_result((parts, "scale_response"), (change_module, "scale_response")),
+    "queries": scaled_map(QueryResponse),
+    "keys": scaled_map(KeyResponse),
+}
+
+
+@pytest.mark.parametrize("part", WRONG)
+@pytest.mark.parametrize("name", [name for name in ("hooked/ln", "bridge/gpt2") if name in model_names()])
+def test_the_proof_refuses_each_part_that_is_wrong(name, part, model_named, monkeypatch):
+    model = model_named(name)
+    a, b = (tlens.freeze(model, tokens) for tokens in (some_tokens(), some_tokens().flip(1)))
+    tlens.difference(a, b)
+    for place, called, wrong in WRONG[part]:
+        monkeypatch.setattr(place, called, wrong)
+    with pytest.raises(tlens.UnsupportedModelError, match="does not give the difference of its outputs"):
+        tlens.difference(a, b)
+
+
+@pytest.mark.parametrize("name", [name for name in ("hooked/ln", "bridge/gpt2") if name in model_names()])
+def test_a_hooked_run_is_asked_at_any_query(name, model_named):
+    """Its logits are compared everywhere while its hooks stand: nobody can run it again."""
+    model = model_named(name)
+    plain = tlens.freeze(model, some_tokens())
+    vector = torch.randn(model.cfg.d_model, dtype=torch.float64)
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", lambda x, hook: x + vector)]):
+        hooked = tlens.freeze(model, some_tokens())
+        expected = model(some_tokens()).detach()
+    expected = (expected - model(some_tokens()).detach())[..., 5]
+    result = tlens.attribute(tlens.difference(hooked, plain), 5, query="all")
+    assert torch.allclose(result.scores.sum(-1) + result.bias, expected, rtol=1e-9, atol=1e-9)
+    for method in ("frozen", "frozen+qk"):
+        with pytest.raises(tlens.InvalidInputError, match=r"in one of the two passes only \(blocks.1.hook_resid_pre\)"):
+            tlens.circuits.edge_scores(hooked, plain, 5, method=method)
+
+
+def test_other_activation_functions_are_another_architecture():
+    """What an activation function changes is no token's."""
+    first = tiny_model(ONE)
+    second = copy.deepcopy(first)
+    for block in second.blocks:
+        block.mlp.act_fn = torch.nn.functional.relu
+    passes = [
+        tlens.freeze(model, tokens) for model, tokens in ((first, some_tokens()), (second, some_tokens().flip(1)))
+    ]
+    with pytest.raises(tlens.InvalidInputError, match=r"blocks.0 has two activation functions"):
+        tlens.difference(*passes)

@@ -527,6 +527,7 @@ def test_what_reads_blocks_of_one_stack_is_refused_by_name():
     for what, question in {
         "routes": lambda: circuits.routes(change, 7),
         "circuits": lambda: circuits.logit_attribution(change, 7),
+        "qk_attribution of a difference": lambda: circuits.qk_attribution(change, 0, 0, key=0),
         "attention scores": lambda: circuits.scores.score_reading(change.a, 0),
     }.items():
         with pytest.raises(tlens.UnsupportedModelError, match=f"{what}: not read of an encoder–decoder yet"):

@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from tensorlens_tl.algebra import Chain, Identity, Linear, Norm, Sum
+from tensorlens_tl.algebra import Chain, Identity, Linear, Norm
 from tensorlens_tl.algebra.secants import (
-    Change,
     KeyResponse,
     QueryResponse,
     RankOne,
@@ -17,8 +16,6 @@ from tensorlens_tl.algebra.secants import (
     logarithmic_mean,
     norm_secant,
     offset_terms,
-    passages_of,
-    push_along,
     slope,
 )
 from tensorlens_tl.models.activations import derivative
@@ -222,40 +219,3 @@ def test_a_rule_by_exponentials_is_complete_and_depends_on_the_zero_of_scores():
     ours_moved, steps_moved = (rule(score_a + 3, score_b, g) for rule in rules)
     assert torch.allclose(ours_moved, ours, rtol=1e-10, atol=1e-13)
     assert float((steps_moved - steps).abs().max()) > 0.01
-
-
-# ------------------------------------------------------------------ pushing past what is known
-
-
-def two_linears(same=True):
-    """What a value passes, two matrices and their outputs in either run."""
-    x = Change(normal(2, 3, 4), normal(2, 3, 4))
-    entry = Linear(normal(4, 5), normal(5))
-    out = Linear(normal(5, 2), normal(2))
-    inner = x.linear(entry, entry if same else Linear(normal(4, 5)), "W")
-    return x, inner, inner.linear(out, out, "W_out")
-
-
-def test_a_push_past_known_outputs_is_the_push():
-    """What enters a matrix is compared with what it read, and its product is not computed again."""
-    x, inner, outer = two_linears()
-    m = Chain((Chain((Identity(),)), Sum((outer.map, outer.map))))
-    entered = []
-    pushed = push_along(m, x.a - x.b, passages_of((x, inner), (inner, outer)), lambda *pair: entered.append(pair))
-    assert torch.allclose(pushed, m(x.a - x.b), rtol=1e-12)
-    assert [read for _, read in entered] == 2 * [x, inner]
-    assert all(torch.allclose(seen, read.a - read.b, rtol=1e-12) for seen, read in entered)
-    other = normal(2, 3, 4)
-    entered.clear()
-    push_along(m, other, passages_of((x, inner)), lambda *pair: entered.append(pair))
-    assert entered[0][0] is other  # it is not what the matrix read, and the caller sees that
-
-
-def test_only_one_matrix_of_both_runs_is_known():
-    x, inner, outer = two_linears(same=False)
-    assert list(passages_of((x, inner), (inner, outer))) == [id(outer.stages[-1])]
-    assert passages_of((x, outer)) == {}  # two matrices lie between
-    passages = passages_of((inner, outer))
-    expected = outer.map(x.a - x.b)
-    assert torch.allclose(push_along(outer.map, x.a - x.b, passages, lambda *pair: None), expected, rtol=1e-12)
-    assert torch.allclose(expected, outer.a - outer.b, rtol=1e-12)

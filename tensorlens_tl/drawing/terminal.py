@@ -34,7 +34,7 @@ def show_table(
     if caption:
         table.caption = Text(caption)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right")
+        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")  # no number is cut
     for row in rows:
         table.add_row(*map(Text, row))
     sums = list(sums)

@@ -166,7 +166,7 @@ def freeze(
                 padding_side=padding_side,
                 model_inputs=model_inputs,
             )
-            return _freeze(view, prompt, options, cache, query_positions(prompt, -1))
+            return _freeze(view, prompt, options, cache)
 
 
 @dataclass(frozen=True)
@@ -230,11 +230,8 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
         texts, _ = readable_tokens(frozen.view, tokens)
     prompt = replace(frozen.prompt, tokens=tokens, kwargs=dict(inputs), str_tokens=texts)
     options = FreezeOptions(tolerance=frozen.tolerance, strict=frozen.strict)
-    compared = query_positions(prompt, -1)
-    if hooks and prompt.class_at is None:  # nobody can run this model again without its hooks
-        compared = query_positions(prompt, "all")[:, prompt.encoder_length :]
     with torch.inference_mode(False), torch.no_grad(), unheld_run(model), model.hooks(fwd_hooks=list(hooks)):
-        return _freeze(frozen.view, prompt, options, None, compared)
+        return _freeze(frozen.view, prompt, options, None, hooked=bool(hooks))
 
 
 def _freeze(
@@ -242,11 +239,21 @@ def _freeze(
     prompt: Prompt,
     options: FreezeOptions,
     cache: CacheLike,
-    compared: Int[Tensor, "batch query"],
+    *,
+    hooked: bool = False,
 ) -> FrozenPass:
-    """Capture, check and prove one pass, in this order; its logits are compared at some positions."""
+    """Capture, check and prove one pass, in this order; its logits are compared at some positions.
+
+    Args:
+        view, prompt, options, cache: as of `freeze`.
+        hooked: whether hooks change what enters.
+    """
     allowed = partial(options.tolerance_of, view)
     points = model_points(view)
+    compared = query_positions(prompt, -1)
+    hooked = hooked or bool(hooked_stream_points(view, points))
+    if hooked and prompt.class_at is None:  # who runs the model again runs it without these hooks
+        compared = query_positions(prompt, "all")[:, prompt.encoder_length :]
     run = _Run(view, prompt, points, options, compared)
     logits: Any = None
     if cache is None:

@@ -16,7 +16,7 @@ from tensorlens_tl.algebra.numerics import maybe, relative_gap
 from tensorlens_tl.drawing import figure, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, with_style
+from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, some_numbers, with_style
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.terms import Terms
@@ -39,6 +39,12 @@ SCALES = "scales"
 OF_SCALES = {route for route in ROUTES if route.endswith(", scale")} | {"norms"}
 """Those by which the scale of a norm acts, in one column of what is printed."""
 
+
+LONGEST = 80
+"""Letters of a target in the title of a mean: one that names each prompt's own token is longer."""
+
+NOISE = 1e-9
+"""What share of a table's largest number is rounding, and printed as zero."""
 
 ROUNDING = 64
 """Units of the dtype's rounding that the number of either model may be off by."""
@@ -90,16 +96,22 @@ class ModelChange(Terms):
             return ((values * by_query).sum(0) / counts.reshape(-1, *(1,) * (values.ndim - 2)))[None]
 
         numbers = {name: getattr(self, name) for name in ("scores", *NUMBERS)}
+        target = self.target
+        if len(target) > LONGEST:
+            target = "change of each prompt's number"
         return replace(
             self,
             **{name: maybe(mean, value) for name, value in numbers.items()},
+            target=f"{target}, mean of {prompts} prompts",
             keys=None,
             queries=torch.arange(queries, device=self.queries.device)[None],
             mask=real.any(0)[None],
             tokens=[[f"mean of {prompts} prompts"] * queries],
         )
 
-    def summary(self, level: float = 0.95, *, query: int | str = -1, names: str = "*", seed: int = 0) -> "pd.DataFrame":
+    def summary(
+        self, level: int | float = 0.95, *, query: int | str = -1, names: str = "*", seed: int = 0
+    ) -> "pd.DataFrame":
         """The mean of each term over the prompts with its bootstrap interval, the largest first, and of the total.
 
         Prompts are drawn anew, whole: a term's interval says how its mean would scatter over other prompts like these.
@@ -231,7 +243,7 @@ class ChangeRoutes(Result):
         return relative_gap(self.scores, torch.zeros_like(total), total)
 
     def __repr__(self) -> str:
-        totals = ", ".join(f"{total:.4g}" for total in self.total.flatten().tolist()[:4])
+        totals = some_numbers(self.total)
         gap = float(self.gap.max())
         return f"ChangeRoutes({self.target!r}, {len(self.layers)} layers, total={totals}, gap={gap:.1e})"
 
@@ -349,7 +361,9 @@ class ChangeRoutes(Result):
         columns = [SCALES if route in OF_SCALES else route for route in routes]
         headings = list(dict.fromkeys(columns))
         sums = [values[:, [i for i, column in enumerate(columns) if column == one]].sum(1) for one in headings]
-        rows = [(layer, *(f"{score:+.3g}" for score in line)) for layer, *line in zip(self.layers, *sums, strict=True)]
+        grid = np.stack(sums, axis=1)
+        grid[np.abs(grid) < NOISE * np.abs(grid).max(initial=0.0)] = 0.0
+        rows = [(layer, *(f"{score:+.3g}" for score in line)) for layer, line in zip(self.layers, grid, strict=True)]
         row = query_row(self.queries, self.mask, self.tokens, query, batch)
         title = " · ".join(filter(None, [self.target, which]))
         caption = f"every row sums to {number(float(self.total[batch, row]))}"

@@ -57,6 +57,14 @@ def with_others(entries: Sequence[Entry], everything: float, count: int) -> list
     return [*lines, (others, everything - sum(score for _, score in lines))]
 
 
+def some_numbers(values: Tensor, most: int = 4) -> str:
+    """The first numbers of a tensor in four digits, and whether there are more."""
+    numbers = [f"{value:.4g}" for value in values.flatten().tolist()]
+    if len(numbers) > most:
+        numbers = [*numbers[:most], "…"]
+    return ", ".join(numbers)
+
+
 def query_row(
     queries: Int[Tensor, "batch query"], mask: Bool[Tensor, "batch pos"], tokens: Sequence[Sequence[str]],
     query: int | str, batch: int,

@@ -1,5 +1,6 @@
 """An attention score as a sum over pairs of sources, one in the query and one in the key; its change over sources."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,10 +38,11 @@ class ScoreAttribution(Result):
         soft_cap: the cap the model puts on the score, or None.
         rotary: whether queries and keys are rotated (the distance is in the pairs then).
         reading_error: how far the softmax of all the layer's scores, so read, is from its own pattern.
+        places: head, query and key of each prompt, in words.
     """
 
     TENSORS: ClassVar = ("pairs", "query_sources", "key_sources", "bias", "total", "alibi")
-    FACTS: ClassVar = ("names", "by", "soft_cap", "rotary", "reading_error")
+    FACTS: ClassVar = ("names", "by", "soft_cap", "rotary", "reading_error", "places")
 
     names: list[list[str]]
     pairs: Float[Tensor, "batch source_q source_k"]
@@ -53,6 +55,7 @@ class ScoreAttribution(Result):
     reading_error: float
     alibi: Float[Tensor, "batch"] | None = None
     soft_cap: float | None = None
+    places: Sequence[str] = ()
 
     def __repr__(self) -> str:
         total = ", ".join(f"{total:.4g}" for total in self.total.tolist())
@@ -113,7 +116,10 @@ class ScoreAttribution(Result):
     @property
     def heading(self) -> str:
         """The title of its page."""
-        return "Attention score by source in the query and in the key"
+        return self._title(0)
+
+    def _title(self, batch: int) -> str:
+        return " · ".join(["Attention score by source in the query and in the key", *self.places[batch : batch + 1]])
 
     def _square(self, batch: int) -> tuple[list[str], np.ndarray]:
         """Labels of the sources, and their pairs `[source_q, source_k]`."""
@@ -124,10 +130,10 @@ class ScoreAttribution(Result):
     def to_html(self, batch: int = 0, *, style: bool = True) -> str:
         """A matrix, a row per source of the query and a column per source of the key; what they leave out below."""
         labels, values = self._square(batch)
-        square = matrix.matrix(labels, labels, values, label=self.heading, corner="in the query ↓ in the key →")
+        square = matrix.matrix(labels, labels, values, label=self._title(batch), corner="in the query ↓ in the key →")
         notes = f"sums to the score to {float(self.gap[batch]):.1e}"
         sums = graphs.bars([], [("all pairs", float(values.sum())), *self._sums(batch)])
-        return with_style(page.panel(self.heading, square, sums, notes=notes), style)
+        return with_style(page.panel(self._title(batch), square, sums, notes=notes), style)
 
     def plot(self, batch: int = 0, *, ax: Any = None) -> Any:
         """A matplotlib heat map of the pairs (install ``tensorlens-tl[plot]``); returns the axes.
@@ -142,7 +148,7 @@ class ScoreAttribution(Result):
         """
         labels, values = self._square(batch)
         names = ("source in the query", "source in the key")
-        return figure.heat_map(values, labels, labels, self.heading, ax, names=names)
+        return figure.heat_map(values, labels, labels, self._title(batch), ax, names=names)
 
     def show(self, k: int = 10, batch: int = 0) -> None:
         """Display the matrix in a notebook; elsewhere print the k largest pairs and what they leave out.
@@ -156,7 +162,7 @@ class ScoreAttribution(Result):
         lines = with_others(self.top(k, batch), float(pairs.sum()), pairs.numel())
         sums = self._sums(batch)
         rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
-        terminal.show_table("attention score", ("query source × key source", "score"), rows, below)
+        terminal.show_table(self._title(batch), ("query source × key source", "score"), rows, below)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,10 +181,11 @@ class ScoreChange(Result):
         by: ``"token"``, ``"component"`` or ``"head"``.
         of: ``"score"`` or ``"pattern"``.
         reading_error: how far the softmax of the layer's scores is from its own patterns.
+        places: head, query and key of each prompt, in words.
     """
 
     TENSORS: ClassVar = ("query_sources", "key_sources", "constants", "total")
-    FACTS: ClassVar = ("names", "constant_names", "by", "of", "reading_error")
+    FACTS: ClassVar = ("names", "constant_names", "by", "of", "reading_error", "places")
 
     names: list[list[str]]
     query_sources: Float[Tensor, "batch source"]
@@ -189,6 +196,7 @@ class ScoreChange(Result):
     by: str
     of: str
     reading_error: float
+    places: Sequence[str] = ()
 
     def __repr__(self) -> str:
         total = ", ".join(f"{total:.4g}" for total in self.total.tolist())
@@ -249,7 +257,11 @@ class ScoreChange(Result):
     @property
     def heading(self) -> str:
         """The title of its page."""
-        return {"score": "Change of an attention score", "pattern": "Change of an entry of the pattern"}[self.of]
+        return self._title(0)
+
+    def _title(self, batch: int) -> str:
+        what = {"score": "Change of an attention score", "pattern": "Change of an entry of the pattern"}[self.of]
+        return " · ".join([what, *self.places[batch : batch + 1]])
 
     def _lines(self, k: int, batch: int) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
         """The k largest parts with all others in one line, and the total."""
@@ -261,7 +273,7 @@ class ScoreChange(Result):
         """The k largest parts as bars around zero; all others, and the total, below."""
         lines, sums = self._lines(k, batch)
         notes = f"sums to the change to {float(self.gap[batch]):.1e}"
-        return with_style(page.panel(self.heading, graphs.bars(lines, sums), notes=notes), style)
+        return with_style(page.panel(self._title(batch), graphs.bars(lines, sums), notes=notes), style)
 
     def plot(self, k: int = 15, batch: int = 0, *, ax: Any = None) -> Any:
         """The k largest parts as matplotlib bars (install ``tensorlens-tl[plot]``); returns the axes.
@@ -275,7 +287,7 @@ class ScoreChange(Result):
             ImportError: matplotlib is not installed.
         """
         lines, sums = self._lines(k, batch)
-        return figure.signed_bars([*lines, *sums], self.heading, ax)
+        return figure.signed_bars([*lines, *sums], self._title(batch), ax)
 
     def show(self, k: int = 10, batch: int = 0) -> None:
         """Display the bars in a notebook; elsewhere print the k largest parts, all others in one line, and the total.
@@ -286,4 +298,4 @@ class ScoreChange(Result):
         if page.display_in_notebook(lambda: self.to_html(k, batch)):
             return
         rows, below = ([(name, number(score)) for name, score in part] for part in self._lines(k, batch))
-        terminal.show_table(self.heading, ("source", "score"), rows, below)
+        terminal.show_table(self._title(batch), ("source", "score"), rows, below)

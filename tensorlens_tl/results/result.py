@@ -120,11 +120,12 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result) -> Non
         raise InvalidInputError(f"save: cannot write {path}, that is a folder; name a file in it.")
     if not path.parent.is_dir():
         raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
-    known = [*kind.LOADABLE, *kind._writers()]
+    known = dict.fromkeys([*kind.LOADABLE, *kind._writers()])
     if path.suffix.lower() not in known:
         endings = ", ".join(filter(None, known))
         raise InvalidInputError(
-            f"save: {path.name!r} ends in {path.suffix!r}, and no such file is written. Use one of {endings}."
+            f"save: {path.name!r} ends in {path.suffix!r}, which is no kind of file that a result is saved as. "
+            f"Use one of {endings}, or no ending."
         )
 
 

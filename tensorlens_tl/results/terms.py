@@ -14,7 +14,16 @@ from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import figure, graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import Entry, check_batch, largest, query_row, shown_query, with_others, with_style
+from tensorlens_tl.results.entry import (
+    Entry,
+    check_batch,
+    largest,
+    query_row,
+    shown_query,
+    some_numbers,
+    with_others,
+    with_style,
+)
 from tensorlens_tl.results.result import Result
 
 if TYPE_CHECKING:
@@ -81,7 +90,7 @@ class Terms(Result):
         return len(self.names)
 
     def __repr__(self) -> str:
-        totals = ", ".join(f"{total:.4g}" for total in self.total.flatten().tolist()[:4])
+        totals = some_numbers(self.total)
         gap = "not additive"
         if self.additive:
             gap = f"gap={float(self.gap.max()):.1e}"

@@ -34,7 +34,6 @@ from tensorlens_tl.algebra.secants.parts import (
     scale_response,
     without_offsets,
 )
-from tensorlens_tl.algebra.secants.passages import Passage, passages_of, push_along
 from tensorlens_tl.algebra.secants.scans import WORKING_ARRAYS, ScanResponse, ScanRun
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "KeyResponse",
     "MatrixChange",
     "Offset",
-    "Passage",
     "Placed",
     "QueryResponse",
     "RankOne",
@@ -61,9 +59,7 @@ __all__ = [
     "mean_share",
     "norm_secant",
     "offset_terms",
-    "passages_of",
     "pull_noting",
-    "push_along",
     "same",
     "scale_response",
     "slope",

@@ -125,9 +125,22 @@ def pair_target(
 
 
 def corrupted_stream(readout: StreamTarget, corrupted: PassLike, activation: str = "ratio") -> Stream:
-    """The stream of the corrupted prompt, up to where the target reads it."""
+    """The stream of the corrupted prompt, up to where the target reads it.
+
+    Raises:
+        InvalidInputError: hooks add to the stream in one of the two passes only.
+    """
     of_tokens = readout.read_at == corrupted.points.unembed_in
-    return Stream.of(corrupted, activation, final_norm=readout.stream.final_norm, to_tokens=of_tokens)
+    stream = Stream.of(corrupted, activation, final_norm=readout.stream.final_norm, to_tokens=of_tokens)
+    of_clean, of_corrupted = ([step.outer_name for step in of.steps] for of in (readout.stream, stream))
+    if of_clean != of_corrupted:
+        points = ", ".join(sorted({*of_clean} ^ {*of_corrupted}))
+        raise InvalidInputError(
+            f"hooks add to the stream in one of the two passes only ({points}), so that no step of one stands for a "
+            "step of the other. Use method='difference', which has what they add as a source, or freeze both passes "
+            "with the same hooks."
+        )
+    return stream
 
 
 def number_of(readout: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batch query"]:

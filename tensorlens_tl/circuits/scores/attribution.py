@@ -18,7 +18,7 @@ from tensorlens_tl.algebra.positions import BiasTerms, in_total
 from tensorlens_tl.circuits.arguments import Whole
 from tensorlens_tl.circuits.scores.change import OF, score_change
 from tensorlens_tl.circuits.scores.reading import ScoreReading, rotation_at, score_of, score_reading
-from tensorlens_tl.circuits.scores.sources import components_before
+from tensorlens_tl.circuits.scores.sources import components_before, places_of
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, PassOrDifference, check_explained
@@ -138,6 +138,7 @@ def qk_attribution(
         soft_cap=reading.soft_cap,
         rotary=reading.rotation is not None,
         reading_error=reading.error,
+        places=places_of(frozen.str_tokens, layer, head, positions["query"], positions["key"]),
     )
     return frozen.checked(attribution)
 

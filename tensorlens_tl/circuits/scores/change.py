@@ -13,7 +13,7 @@ from tensorlens_tl.algebra import Chain
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.algebra.secants import Offset, pull_noting
 from tensorlens_tl.circuits.scores.reading import score_of, score_reading
-from tensorlens_tl.circuits.scores.sources import components_before
+from tensorlens_tl.circuits.scores.sources import components_before, places_of
 from tensorlens_tl.circuits.stream import dot
 from tensorlens_tl.passes import Difference
 from tensorlens_tl.results import ScoreChange
@@ -26,6 +26,7 @@ def score_change(
     of: str,
 ) -> ScoreChange:  # fmt: skip
     """The change of one score or one entry of the pattern in each prompt; see `qk_attribution`, which checks."""
+    difference.view.refuse_encoder_decoder("qk_attribution of a difference")
     pos = difference.mask.shape[1]
     seed = difference.output.new_zeros(len(query), pos, pos)
     seed[torch.arange(len(query)), query, key] = 1
@@ -59,6 +60,7 @@ def score_change(
         by=by,
         of=of,
         reading_error=difference.maps.pattern_error(layer),
+        places=places_of(difference.str_tokens, layer, head, query, key),
     )
     size = size_of_sum(torch.cat([*sides, result.constants], dim=-1), torch.zeros_like(result.total))
     noise = difference.rounding * (numbers[0].abs() + numbers[1].abs())

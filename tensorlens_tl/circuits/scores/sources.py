@@ -1,9 +1,20 @@
 """What wrote the stream that a layer's attention reads."""
 
+from collections.abc import Sequence
+
+from jaxtyping import Int
 from torch import Tensor
 
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.passes import PassOrDifference
+
+
+def places_of(
+    tokens: Sequence[Sequence[str]], layer: int, head: int, query: Int[Tensor, "batch"], key: Int[Tensor, "batch"]
+) -> list[str]:
+    """Head, query and key of each prompt in words: ``"L1H0, 5 ' the' → 2 ' value'"``."""
+    pairs = zip(tokens, query.tolist(), key.tolist(), strict=True)
+    return [f"L{layer}H{head}, {q} {row[q]!r} → {k} {row[k]!r}" for row, q, k in pairs]
 
 
 def components_before(frozen: PassOrDifference, layer: int, by: str, activation: str = "ratio") -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.passes import Difference, FrozenPass
+from tensorlens_tl.passes import Difference, DifferenceLike, FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.operator import resolve_target
 
@@ -44,7 +44,7 @@ class Reading:
 
     @classmethod
     def of(
-        cls, difference: Difference, target: TokenLike, minus: TokenLike, direction: Direction, query: Query
+        cls, difference: DifferenceLike, target: TokenLike, minus: TokenLike, direction: Direction, query: Query
     ) -> "Reading":
         """Check what is asked.
 

@@ -120,7 +120,7 @@ def circuit_faithfulness(
     pairs: Pairs,
     methods: Names = None,
     *,
-    proportions: Sequence[float] = PROPORTIONS,
+    proportions: Sequence[int | float] = PROPORTIONS,
     absolute: bool | None = None,
     choice: Choice = "top",
     only_correct: bool = True,
@@ -330,7 +330,7 @@ def method_options(row: str) -> dict[str, str]:
     return VARIANTS.get(row, {"method": row})
 
 
-def _axis(proportions: Sequence[float]) -> Float[Tensor, "step"]:
+def _axis(proportions: Sequence[int | float]) -> Float[Tensor, "step"]:
     axis = torch.as_tensor(list(proportions), dtype=torch.float64)
     if len(axis) < 2 or not bool((axis.diff() > 0).all()) or float(axis[0]) < 0 or float(axis[-1]) != 1:
         raise InvalidInputError(f"proportions={list(proportions)}: rising shares of all edges, at least two, up to 1.")

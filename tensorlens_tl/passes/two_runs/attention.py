@@ -9,7 +9,6 @@ of what heads give is a fourth, Δ(g·z) = ḡ·Δz + z̄·Δg; the scale of a n
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -22,10 +21,8 @@ from tensorlens_tl.algebra.secants import (
     Change,
     KeyResponse,
     Offset,
-    Passage,
     QueryResponse,
     ScoreSecant,
-    passages_of,
 )
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.parameters import AttentionWeights, Gate, InverseScale
@@ -43,24 +40,10 @@ from tensorlens_tl.passes.two_runs.scores import TwoScores
 from tensorlens_tl.passes.two_runs.values import BlockValues, known
 
 
-class AttentionSecant(NamedTuple):
-    """The secant of one layer's attention, from what it reads to what it writes.
-
-    Attributes:
-        map: the secant.
-        error: the largest error of a probability of the two patterns, as their scores give them.
-        passages: the matrices whose outputs are known, by the identity of their stages in the map.
-    """
-
-    map: Chain
-    error: float
-    passages: dict[int, Passage]
-
-
 def attention_secant(
     a: BlockMaps, b: BlockMaps, layer: int, of_a: BlockValues, of_b: BlockValues, heads: Collection[int] | None = None
-) -> AttentionSecant:
-    """The secant of one layer's attention, and how exactly its scores are read.
+) -> tuple[Chain, float]:
+    """The secant of one layer's attention, from what it reads to what it writes, and how exactly its scores are read.
 
     Args:
         a, b: the two runs.
@@ -68,12 +51,15 @@ def attention_secant(
         of_a, of_b: what its parts read.
         heads: keep only these.
 
+    Returns:
+        The map, and the largest error of a probability of the two patterns, as their scores give them.
+
     Raises:
         UnsupportedModelError: attention scores that are not read.
     """
     weights = [maps.view.blocks[layer].attention for maps in (a, b)]
     name = partial("L{}.{}".format, layer)
-    scores, passages = _scores(a, b, layer)
+    scores = _scores(a, b, layer)
     read = Change(of_a.attention, of_b.attention)
     values = value_secant(weights, read, name, (of_a.values, of_b.values))
     secant, constants = scores.secant(values_by_head(values, weights[0].kv_heads))
@@ -88,11 +74,7 @@ def attention_secant(
         Chain((*scores.keys.stages, *scores.rotation, KeyResponse(secant))),
     )
     routes, z = _gated(weights, routes, Change(of_a.heads, of_b.heads), read, name("attn.W_gate"), only)
-    z = _normed(weights, z, name("W_O"))
-    out_a, out_b = (Linear(weights_of.W_O, weights_of.b_O) for weights_of in weights)
-    out = replace(z, a=only(z.a), b=only(z.b)).linear(out_a, out_b, name("W_O"), known(of_a.written, of_b.written))
-    passages |= passages_of((read, values), *([(z, out)] if heads is None else []))
-    return AttentionSecant(Chain((Sum(routes), out.map)), scores.error, passages)
+    return Chain((Sum(routes), _written(weights, z, name("W_O"), only))), scores.error
 
 
 def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain, Chain]:
@@ -108,7 +90,7 @@ def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain
     Raises:
         UnsupportedModelError: attention scores that are not read.
     """
-    scores, _ = _scores(a, b, layer)
+    scores = _scores(a, b, layer)
     batch, _, _, pos = scores.mean_pattern.shape
     one_hot = torch.eye(pos).to(scores.mean_pattern).expand(batch, 1, -1, -1)
     secant, constants = scores.secant(one_hot)
@@ -121,18 +103,18 @@ def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain
     return by_query, Chain((*scores.keys.stages, *scores.rotation, KeyResponse(secant), *offsets))
 
 
-def _scores(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[TwoScores, dict[int, Passage]]:
-    """What both runs of a layer make their scores of, and what is known of the matrices of queries and keys.
+def _scores(a: BlockMaps, b: BlockMaps, layer: int) -> TwoScores:
+    """What both runs of a layer make their scores of.
 
     Raises:
         UnsupportedModelError: they do not give its patterns.
     """
-    queries, keys, passages = _projection_secants(a, b, layer)
+    queries, keys = _projection_secants(a, b, layer)
     reading = score_reading(a, layer, (queries.a, keys.a), proved=False)
     second = reading
     if reading.relative is not None:
         second = replace(reading, relative=relative_bias(b, layer, queries.b.shape[1]))
-    return TwoScores.of(a, b, layer, (reading, second), queries, keys), passages
+    return TwoScores.of(a, b, layer, (reading, second), queries, keys)
 
 
 def values_by_head(values: Change, kv_heads: int) -> Float[Tensor, "batch kv pos d_head"]:
@@ -209,8 +191,8 @@ def _gated(
     return gated, Change(z.a * gate.a, z.b * gate.b)
 
 
-def _normed(weights: list[AttentionWeights], z: Change, name: str) -> Change:
-    """What W_O reads: what heads give, through a norm where there is one.
+def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callable[[Tensor], Tensor]) -> Chain:
+    """What attention writes: through a norm where there is one, and W_O.
 
     Raises:
         UnsupportedModelError: the two runs' are of different forms.
@@ -219,8 +201,9 @@ def _normed(weights: list[AttentionWeights], z: Change, name: str) -> Change:
     if type(norm_a) is not type(norm_b):
         raise UnsupportedModelError(f"difference: what stands before {name} is of two forms.")
     if isinstance(norm_a, InverseScale) and isinstance(norm_b, InverseScale):
-        return z.over(norm_a.norm.scale_of(z.a), norm_b.norm.scale_of(z.b))
-    return z
+        z = z.over(norm_a.norm.scale_of(z.a), norm_b.norm.scale_of(z.b))
+    out_a, out_b = (Linear(weights_of.W_O, weights_of.b_O) for weights_of in weights)
+    return replace(z, a=only(z.a), b=only(z.b)).written(out_a, out_b, name)
 
 
 def _of_heads(
@@ -234,39 +217,31 @@ def _of_heads(
     return z * keep.repeat_interleave(z.shape[-1] // n_heads)
 
 
-def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change, Change, dict[int, Passage]]:
-    """Queries and keys before rotation: their matrices, which are known, and their norms with the scale responding."""
+def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change, Change]:
+    """Queries and keys before rotation: their matrices, and their norms with the scale responding."""
     before = a.layouts[layer].attn.before
     projections = [score_projections(maps, layer, before, added_positions(maps)) for maps in (a, b)]
     reads = [Chain((Identity(), *of_queries.reads)) for of_queries, _ in projections]  # keys read the same
     x_a, x_b = (upcast(side_read(maps, layer)) for maps in (a, b))
     read = Change(reads[0](x_a), reads[1](x_b))
     (query_a, key_a), (query_b, key_b) = projections
-    queries, of_queries = projected_secant(read, query_a, query_b, f"L{layer}.W_Q", f"L{layer}.q_norm")
-    keys, of_keys = projected_secant(read, key_a, key_b, f"L{layer}.W_K", f"L{layer}.k_norm")
-    return queries, keys, of_queries | of_keys
+    queries = projected_secant(read, query_a, query_b, f"L{layer}.W_Q", f"L{layer}.q_norm")
+    return queries, projected_secant(read, key_a, key_b, f"L{layer}.W_K", f"L{layer}.k_norm")
 
 
-def projected_secant(
-    read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str
-) -> tuple[Change, dict[int, Passage]]:
-    """What attention reads, through one projection, its norm, and the latent before it where there is one.
-
-    Returns:
-        Queries or keys, and the matrix that gives them where its outputs are known.
-    """
+def projected_secant(read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str) -> Change:
+    """What attention reads, through one projection, its norm, and the latent before it where there is one."""
     if a.latent is not None and b.latent is not None:
         entry = read.linear(a.latent.entry, b.latent.entry, name.replace("W_", "W_down_"))
         scales = (a.latent.scale(entry.a), b.latent.scale(entry.b))
         gains = (a.latent.gain, b.latent.gain)
         read = entry.over(*scales, gains, name.replace("W_", "latent_norm_"), first=a.latent.rank)
     vectors = read.linear(a.linear, b.linear, name)
-    passages = passages_of((read, vectors))
     if a.norm is None or b.norm is None:
-        return vectors, passages
+        return vectors
     scales = (a.scale(vectors.a), b.scale(vectors.b))
     gains = (a.gain(vectors.a), b.gain(vectors.b))
-    return vectors.over(*scales, gains, norm_name, a.groups), passages
+    return vectors.over(*scales, gains, norm_name, a.groups)
 
 
 def _only(mixing: Attention, secant: ScoreSecant, heads: Collection[int]) -> tuple[Attention, ScoreSecant]:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Norm
-from tensorlens_tl.algebra.secants import WORKING_ARRAYS, Change, Offset, Passage, norm_secant
+from tensorlens_tl.algebra.secants import WORKING_ARRAYS, Change, Offset, norm_secant
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import BlockView, Layout, Within
 from tensorlens_tl.models.sublayers import DeltaWeights, Mamba2Weights, MambaWeights
@@ -41,7 +41,6 @@ class _Parts:
     experts: dict[str, AffineMap] | None = None
     cross: CrossSecant | None = None
     pattern_error: float = 0.0
-    passages: dict[int, Passage] = field(default_factory=dict[int, Passage])
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,10 +131,9 @@ class SecantMaps(Blocks):
             return self._in_place_of_attention(layer, heads)
         parts = self._parts(layer)
         if heads is not None:
-            return attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b, heads).map
+            return attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b, heads)[0]
         if parts.attention is None:
-            secant = attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b)
-            parts.attention, parts.pattern_error, parts.passages = secant
+            parts.attention, parts.pattern_error = attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b)
         return parts.attention
 
     @reads_weights
@@ -176,14 +174,6 @@ class SecantMaps(Blocks):
         self.within(layer)
         parts = self._parts(layer)
         return parts.pattern_error if parts.cross is None else max(parts.pattern_error, parts.cross.pattern_error)
-
-    def take_passages(self, layer: int) -> dict[int, Passage]:
-        """The matrices of a block whose outputs are known in either run, which are forgotten then."""
-        passages: dict[int, Passage] = {}
-        if layer in self.cache:
-            passages = self.cache[layer].passages
-            self.cache[layer].passages = {}
-        return passages
 
     @reads_weights
     def score_routes(self, layer: int, head: int, of: str) -> tuple[Chain, Chain]:

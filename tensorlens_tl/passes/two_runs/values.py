@@ -17,7 +17,6 @@ from tensorlens_tl.passes.block_maps import BlockMaps
 ATTENTION = "attention"
 VALUES = "values"
 HEADS = "heads"
-WRITTEN = "attention written"
 MLP = "mlp"
 CROSSING = "crossing"
 CROSS_HEADS = "cross heads"
@@ -63,7 +62,6 @@ class BlockValues:
         experts: what each part of a mixture of experts read, by name.
         cross: of cross-attention; None without.
         values: those of attention's heads, side by side; None of what stands in its place.
-        written: what attention, or what stands in its place, writes.
     """
 
     norms: dict[str, Float[Tensor, "batch pos d_model"]]
@@ -73,7 +71,6 @@ class BlockValues:
     experts: dict[str, Float[Tensor, "batch pos d_model"]]
     cross: CrossValues | None = None
     values: Float[Tensor, "batch pos kv_width"] | None = None
-    written: Float[Tensor, "batch pos d_model"] | None = None
 
 
 def block_values(maps: BlockMaps, layer: int) -> BlockValues:
@@ -89,7 +86,7 @@ def block_values(maps: BlockMaps, layer: int) -> BlockValues:
     *inside, out = maps.mixer(layer).stages
     if maps.view.blocks[layer].mixer is None:
         inside.insert(1, Tap(seen, VALUES))
-    attention = Chain((Tap(seen, ATTENTION), *inside, Tap(seen, HEADS), out, Tap(seen, WRITTEN)))
+    attention = Chain((Tap(seen, ATTENTION), *inside, Tap(seen, HEADS), out))
     mlp = None if parts.mlp is None else Chain((Tap(seen, MLP), _tapped_mlp(maps, layer, parts.mlp, seen)))
     within = None if parts.within is None else _tapped_crossing(parts.within, seen)
     tapped = parts._replace(attention=attention, mlp=mlp, norms=norms, within=within)
@@ -103,8 +100,9 @@ def block_values(maps: BlockMaps, layer: int) -> BlockValues:
     place = maps.layouts[layer].cross
     if cross is not None and place is not None and place.before is not None:
         read[place.before] = cross.streams.queries  # with the pattern held, nothing goes through that norm
-    given = (seen.get(VALUES), seen[WRITTEN])
-    return BlockValues(read | inner_norms, seen[ATTENTION], seen[HEADS], seen.get(MLP), experts, cross, *given)
+    return BlockValues(
+        read | inner_norms, seen[ATTENTION], seen[HEADS], seen.get(MLP), experts, cross, seen.get(VALUES)
+    )
 
 
 def hidden_values(maps: BlockMaps, layer: int) -> HiddenValues | None:

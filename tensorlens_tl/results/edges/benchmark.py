@@ -61,9 +61,9 @@ def benchmark_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileFormatError: no such JSON, or one without all edges of its nodes, those outside the circuit as well.
         OSError: there is no such file.
     """
-    text = Path(path).read_text(encoding="utf-8")
+    encoded = Path(path).read_bytes()
     try:
-        content = json.loads(text)
+        content = json.loads(encoded.decode("utf-8"))
         config = dict(content["cfg"])
         edges = dict(content["edges"])
         sources = ["embed", *(_library_name(n) for n in content["nodes"] if n not in ("input", "logits"))]
