@@ -614,3 +614,9 @@ def test_no_such_route_or_layer():
         by["sideways"]
     with pytest.raises(InvalidInputError, match="layer"):
         by.at(3)
+
+
+def test_an_unknown_option_is_refused(model_named):
+    model = model_named(PLAIN)
+    with pytest.raises(InvalidInputError, match=r"no option 'verfy'; freezing takes .*verify"):
+        tlens.compare_models(model, model, some_tokens(), 5, verfy=True)

@@ -11,6 +11,7 @@ number. Everything downstream of a change responds to it; what two changes do to
 secant of a product does (half of it each).
 """
 
+import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,6 +97,10 @@ def compare_models(
     """
     if by not in BY:
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
+    known = inspect.signature(freeze).parameters
+    unknown = [name for name in freezing if name not in known]
+    if unknown:
+        raise InvalidInputError(f"compare_models: no option {unknown[0]!r}; freezing takes {', '.join([*known][2:])}.")
     view = ModelView(tuned)
     check_one_architecture(view, ModelView(base))
     comparison = _Comparison(base, tuned, by, query, positions, memory, freezing)
