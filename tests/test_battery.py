@@ -110,6 +110,11 @@ class Bent(Base):
         return super()._forward(x.relu(), affine)
 
 
+class GroupsSwapped(Base):
+    def push_groups(self, x, groups):
+        return super().push_groups(x, groups).flip(0)
+
+
 class Noisy(Base):
     def _forward(self, x, affine):
         return super()._forward(torch.nn.functional.dropout(x, 0.1), affine)
@@ -261,6 +266,7 @@ BROKEN_MAPS = {
     RowsMixedBackwards: "pull mixes its rows",
     PromptsMixed: "mixes prompts",
     Bent: "push is not linear",
+    GroupsSwapped: "push_groups is not push",
     Noisy: "another result the second time",
     Widened: "push turns",
     Narrowed: "pull turns",

@@ -178,6 +178,13 @@ class AffineMap(ABC):
         """The linear part of `x`, with ``add(vectors, bias)`` called wherever a bias is added."""
         return add(self.push(x), self.bias)
 
+    def push_groups(
+        self, x: Float[Tensor, "*rows batch pos d_in"], groups: int
+    ) -> Float[Tensor, "group *rows batch pos d_out"]:
+        """The linear part of each of several equal groups of the input's channels by itself: what each head writes."""
+        alone = torch.diag_embed(x.unflatten(-1, (groups, -1)).movedim(-1, 0))  # [channel, *rows, batch, pos, n, n]
+        return self.push(alone.movedim(-1, 0).movedim(1, -1).flatten(-2))
+
     # ------------------------------------------------------------------ what every map can do
 
     def push(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
@@ -487,6 +494,15 @@ class Chain(AffineMap):
             if not stage.is_channelwise:
                 break
         return Chain(tuple(stages))
+
+    def push_groups(
+        self, x: Float[Tensor, "*rows batch pos d_in"], groups: int
+    ) -> Float[Tensor, "group *rows batch pos d_out"]:
+        """Apart in the first stage, side by side as rows in the others."""
+        if not self.stages:
+            return super().push_groups(x, groups)
+        first, *others = self.stages
+        return Chain(tuple(others)).push(first.push_groups(x, groups))
 
     def push_adding(self, x: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Stage by stage, each bias where it is added."""

@@ -121,6 +121,15 @@ class Linear(PositionwiseMap):
             _group(self.weight, group, groups), maybe(partial(_group, group=group, groups=groups), self.offset)
         )
 
+    def push_groups(
+        self, x: Float[Tensor, "*rows batch pos d_in"], groups: int
+    ) -> Float[Tensor, "group *rows batch pos d_out"]:
+        """Each group by its rows of the matrix."""
+        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        vectors = x.to(wide).unflatten(-1, (groups, -1)).flatten(0, -3).transpose(0, 1)
+        outputs = vectors @ self.weight.to(wide).unflatten(0, (groups, -1))
+        return outputs.to(x.dtype).unflatten(1, x.shape[:-1])
+
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         return _product(x, self.weight.T, self.offset if affine else None)
 

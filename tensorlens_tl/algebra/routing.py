@@ -203,6 +203,14 @@ class GroupSum(PositionwiseMap):
     def norm_bound(self) -> float:
         return self.groups**0.5
 
+    def push_groups(
+        self, x: Float[Tensor, "*rows batch pos d_in"], groups: int
+    ) -> Float[Tensor, "group *rows batch pos d_out"]:
+        """The groups themselves, where they are its own."""
+        if groups != self.groups:
+            return super().push_groups(x, groups)
+        return x.unflatten(-1, (groups, -1)).movedim(-2, 0)
+
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         return x.unflatten(-1, (self.groups, -1)).sum(-2)
 

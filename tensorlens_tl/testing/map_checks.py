@@ -183,6 +183,18 @@ def check_linear(case: MapCase) -> None:
         case.require(not bool(nothing.any()), f"{direction.__name__} of zero is not zero: it adds a bias.")
 
 
+def check_groups(case: MapCase) -> None:
+    """What groups of channels give by themselves is what the map makes of these channels alone."""
+    x = case.draw(2)
+    groups = next((groups for groups in (3, 2) if x.shape[-1] % groups == 0), 1)
+    apart = case.m.push_groups(x, groups)
+    case.require(len(apart) == groups, f"push_groups gives {len(apart)} groups of {groups}.")
+    for number, output in enumerate(apart):
+        alone = torch.zeros_like(x).unflatten(-1, (groups, -1))
+        alone[..., number, :] = x.unflatten(-1, (groups, -1))[..., number, :]
+        case.same(output, case.m.push(alone.flatten(-2)), "push_groups is not push of one group's channels")
+
+
 def check_affine(case: MapCase) -> None:
     """m(x) is push(x) plus the bias."""
     x = case.draw(2)
@@ -340,6 +352,7 @@ MAP_CHECKS = (
     check_rows,
     check_batch,
     check_linear,
+    check_groups,
     check_affine,
     check_bias_by_the_adjoint,
     check_adjoint,

@@ -50,7 +50,7 @@ from tensorlens_tl.circuits.compare.pairs import (
     pair_target,
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
-from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer, summed_by_name
+from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import Difference, PassLike
@@ -316,25 +316,34 @@ def _products(
         shape.append(pos)
     scores = upcast(stream.x[0]).new_zeros(shape)
     columns = {name: number for number, name in enumerate(layout.destinations)}
-    carried = changes.x[0][None]
-    for number, step in enumerate(stream.steps):
-        names = list[str]()
-        written = list[Tensor]()
+    carried = changes.x[0].new_zeros(len(layout.sources), *changes.x[0].shape)
+    carried[0] = changes.x[0]
+    known = 1
+    last = max((number for number, step in enumerate(stream.steps) if _writes(stream, step)), default=-1)
+    for number, step in enumerate(stream.steps[: last + 1]):
+        before = carried[:known]
         for sublayer, change in zip(step.sublayers, changes.hidden[number], strict=True):
             parts = sublayer.split(sublayer.write.pull(pulled.sums[number]))
             reads = torch.cat([sublayer.read_of(node).pull(parts[..., node, :]) for node in range(len(sublayer.nodes))])
             into = [columns[name] for name in read_names(sublayer)]
-            scores[:, : len(carried), into] = edge_products(carried, reads, positions)
-            names += sublayer.nodes
-            written.append(sublayer.outputs(change))
-        if written:
-            written = [summed_by_name(names, torch.cat(written), 0)[1]]
-        carried = step.outer.push(torch.cat([carried, *written]))
+            scores[:, :known, into] = edge_products(before, reads, positions)
+            first = known + step.nodes.index(sublayer.nodes[0])
+            carried[first : first + len(sublayer.nodes)] += sublayer.outputs(change)
+        known += len(step.nodes)
+        if not step.outer.is_identity:
+            carried[:known] = step.outer.push(carried[:known])
         added = added_by_hooks(stream, step)
         if added is not None:
-            carried = torch.cat([carried, added.expand_as(carried[:1])])
-    scores[:, :, -1:] = edge_products(carried, pulled.stream[-1], positions)
+            carried[known] = added[0]
+            known += 1
+    # steps after the last that writes take every source alike: the target is pulled through them instead
+    scores[:, :, -1:] = edge_products(carried, pulled.stream[last + 1], positions)
     return scores
+
+
+def _writes(stream: Stream, step: Step) -> bool:
+    """Whether a step has sources of its own."""
+    return bool(step.sublayers) or added_by_hooks(stream, step) is not None
 
 
 def _config(readout: StreamTarget) -> dict[str, Any]:

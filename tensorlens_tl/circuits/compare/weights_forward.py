@@ -339,10 +339,10 @@ def edge_products(
     written: Float[Tensor, "source batch pos d"], cotangents: Float[Tensor, "destination batch pos d"], positions: bool
 ) -> Float[Tensor, "batch source destination *pos"]:
     """What every source wrote, dotted with a vector at every destination, by position or summed over positions."""
-    equation = "sbpd,tbpd->bst"
     if positions:
-        equation += "p"
-    return torch.einsum(equation, upcast(written), upcast(cotangents))
+        return torch.einsum("sbpd,tbpd->bstp", upcast(written), upcast(cotangents))
+    sources, destinations = (upcast(vectors).transpose(0, 1).flatten(2) for vectors in (written, cotangents))
+    return sources @ destinations.mT  # as matrices, which einsum would copy first
 
 
 # ------------------------------------------------------------------ reading blocks

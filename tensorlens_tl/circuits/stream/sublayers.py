@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
@@ -136,8 +135,7 @@ class Sublayer:
         """What each node writes by itself, biases apart."""
         if len(self.nodes) == 1:
             return self.write.push(hidden[None])
-        alone = torch.diag_embed(rearrange(self.split(hidden), "b p n c -> c b p n"))
-        return self.write.push(rearrange(alone, "c b p n m -> m b p (n c)"))
+        return self.write.push_groups(hidden, len(self.nodes))
 
     def read_of(self, node: int) -> Chain:
         """What one node reads, as a separate map: for a head, its values and its pattern only."""
