@@ -8,6 +8,7 @@ from tensorlens_tl import (
     demo as demo,
     drawing as drawing,
     evaluate as evaluate,
+    explorer as explorer,
     generation as generation,
     hooks as hooks,
     layerwise as layerwise,
@@ -43,6 +44,9 @@ from tensorlens_tl.errors import (
     SizeError as SizeError,
     TensorLensError as TensorLensError,
     UnsupportedModelError as UnsupportedModelError,
+)
+from tensorlens_tl.explorer import (
+    explore as explore,
 )
 from tensorlens_tl.generation import (
     attribute_generation as attribute_generation,

@@ -14,7 +14,7 @@ from tensorlens_tl import __version__
 
 COMMANDS = (
     "attribute", "dataset", "report", "generate-report", "graph", "methods", "evaluate", "reproduce", "compress",
-    "whiteness", "verify", "demo",
+    "whiteness", "verify", "explore", "demo",
 )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ The two differ by what the ablation does to patterns, activations and norms; a p
 induction head's *pattern*, which only the live model shows.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -35,6 +37,7 @@ def total_effects(
     final_norm: bool = True,
     activation: str = "ratio",
     live: bool = False,
+    nodes: Sequence[str] | None = None,
     memory: Memory = None,
 ) -> Terms:
     """What a logit loses when each head and MLP is ablated: its output taken away, biases b_O and b_out kept.
@@ -49,13 +52,14 @@ def total_effects(
         activation: the rule for the MLPs that effects go through, frozen.
         live: ablate in the live model, patterns, activations and norms responding, instead of the frozen one. An
             expert that is taken away counts nothing where its tokens are sent to it; routing of later layers responds.
+        nodes: only these, by name, such as ``["L1H0", "MLP2"]``: one live run then has a copy of the prompts for each.
         memory: what the runs of ``live=True`` may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
         Terms that are not additive: what goes through two components counts for both.
 
     Raises:
-        InvalidInputError: no such `by`, and what `logit_attribution` refuses.
+        InvalidInputError: no such `by` or node, and what `logit_attribution` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
             Live effects where the model ignores hooks, or of a part that neither a hook nor a module's call reaches.
         FrozenModelError: ``live=True`` while a frozen pass is attached, or where the live model no longer
@@ -69,13 +73,29 @@ def total_effects(
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
     if live:
-        names, scores = _live(readout, by, memory)
+        names, scores = _live(readout, by, nodes, memory)
     else:
-        names, scores = _frozen(readout, by)
+        names, scores = _frozen(readout, by, nodes)
     return Terms(names=names, scores=scores, **readout.fields())
 
 
-def _frozen(readout: StreamTarget, by: str) -> tuple[list[str], Float[Tensor, "batch query term"]]:
+def _chosen(names: Sequence[str], nodes: Sequence[str] | None) -> list[int]:
+    """Where the nodes that are asked about are among all; all of them for None.
+
+    Raises:
+        InvalidInputError: no such node.
+    """
+    if nodes is None:
+        return list(range(len(names)))
+    unknown = [node for node in nodes if node not in names]
+    if unknown or isinstance(nodes, str):
+        raise InvalidInputError(f"nodes={nodes!r}: name some of {', '.join(names[:6])}, … in a list.")
+    return [names.index(node) for node in nodes]
+
+
+def _frozen(
+    readout: StreamTarget, by: str, nodes: Sequence[str] | None
+) -> tuple[list[str], Float[Tensor, "batch query term"]]:
     stream = readout.stream
     pulled = stream.pull(readout.seed)
     names: list[str] = []
@@ -89,10 +109,14 @@ def _frozen(readout: StreamTarget, by: str) -> tuple[list[str], Float[Tensor, "b
             else:
                 names.append(sublayer.name)
                 scores.append(dot(cotangent, hidden))
-    return names, torch.cat(scores, dim=-1).transpose(0, 1)
+    chosen = _chosen(names, nodes)
+    return [names[number] for number in chosen], torch.cat(scores, dim=-1).transpose(0, 1)[..., chosen]
 
 
-def _live(readout: StreamTarget, by: str, memory: Memory) -> tuple[list[str], Float[Tensor, "batch query term"]]:
+def _live(
+    readout: StreamTarget, by: str, nodes: Sequence[str] | None, memory: Memory
+) -> tuple[list[str], Float[Tensor, "batch query term"]]:
     live = LiveTarget(readout, "total_effects(live=True)")
-    nodes = list(sublayer_nodes(live, by, "Leave live out: the frozen model's effects are exact."))
-    return [node.name for node in nodes], losses(live, nodes, None, memory, "ablations")
+    changes = list(sublayer_nodes(live, by, "Leave live out: the frozen model's effects are exact."))
+    changes = [changes[number] for number in _chosen([change.name for change in changes], nodes)]
+    return [change.name for change in changes], losses(live, changes, None, memory, "ablations")

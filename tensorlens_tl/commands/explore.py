@@ -1,0 +1,33 @@
+"""``tensorlens-tl explore``: a local page for prompts, tokens, heads and two runs."""
+
+import argparse
+
+from tensorlens_tl.commands.options import add_model_arguments, loaded_model
+
+HELP = "Open a local page: type a prompt, click, and see exact sums. Ctrl-C ends it."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--tuned", help="a second model of the same architecture, to compare with: named as for --model"
+    )
+    parser.add_argument("--port", type=int, default=0, help="where it listens, on this machine only (default: any)")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve the page until Ctrl-C."""
+    import webbrowser
+
+    from tensorlens_tl.explorer import Explorer, Session, check_installed
+
+    check_installed()
+    tuned = None if args.tuned is None else loaded_model(args, args.tuned)
+    name = args.model if args.tuned is None else f"{args.model} and {args.tuned}"
+    page = Explorer(Session(loaded_model(args), tuned, name=name), args.port)
+    print(f"Explorer of {name}: {page.url}\nCtrl-C ends it.", flush=True)
+    if args.open:
+        webbrowser.open(page.url)
+    page.run()

@@ -1,0 +1,94 @@
+"""Opening the page from Python, and what comes back from it."""
+
+import webbrowser
+from html import escape
+from importlib.util import find_spec
+from typing import Any
+
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.explorer.session import Session
+
+
+def check_installed() -> None:
+    """Raise `InvalidInputError` where the extra ``[explore]`` is not installed."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise InvalidInputError(
+            f"explore needs {' and '.join(missing)}, not installed here: pip install 'tensorlens-tl[explore]'."
+        )
+
+
+class Explorer:
+    """A page that is open; `explore` returns one.
+
+    Attributes:
+        url: its address, with the token that it needs.
+    """
+
+    def __init__(self, session: Session, port: int) -> None:
+        check_installed()
+        from tensorlens_tl.explorer.server import Server
+
+        self._session = session
+        self._server = Server(session, port)
+        self.url = self._server.url
+
+    def __repr__(self) -> str:
+        return f"Explorer({self.url})"
+
+    def _repr_html_(self) -> str:
+        """The page inside a notebook that runs on this machine."""
+        return (
+            f'<iframe src="{escape(self.url)}" title="Explorer" style="width:100%;height:46rem;border:0"></iframe>'
+            f'<p><a href="{escape(self.url)}" target="_blank">Open in a tab</a></p>'
+        )
+
+    @property
+    def selection(self) -> dict[str, Any]:
+        """What the page asked last: prompt, position, target, head; empty before the first question."""
+        question = self._session.question
+        return {} if question is None else dict(vars(question))
+
+    @property
+    def result(self) -> Any:
+        """The library's result behind the last view, such as an `Attribution` or `Terms`; None before the first."""
+        return self._session.last
+
+    def start(self) -> "Explorer":
+        """Serve in the background."""
+        self._server.start()
+        return self
+
+    def run(self) -> None:
+        """Serve until Ctrl-C."""
+        self._server.run()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
+
+
+def explore(model: Any, tuned: Any = None, *, name: str = "", port: int = 0, tab: bool = False) -> Explorer:
+    """Open the explorer: a local page for prompts, tokens, heads and two runs; the last line of a cell shows it inline.
+
+    Args:
+        model: a model of either class of TransformerLens.
+        tuned: a second model of the same architecture; comparisons of two prompts are then between the two models.
+        name: what the page calls the model.
+        port: where it listens, on this machine only; 0 takes a free port.
+        tab: open it in a tab of the browser.
+
+    Returns:
+        The open page, with `selection` and `result` for what it shows, and `close`.
+
+    Raises:
+        InvalidInputError: the extra ``[explore]`` is not installed, or the port is taken.
+
+    >>> page = tlens.explore(model)  # doctest: +SKIP
+    >>> page.result  # doctest: +SKIP
+    Attribution('tensorlens', "logit of ' raised' − ' not'", batch=1, query=1, key=35, gap=3.1e-07)
+    """
+    page = Explorer(Session(model, tuned, name=name), port).start()
+    if tab:
+        webbrowser.open(page.url)
+    return page

@@ -1,0 +1,91 @@
+"""What the page asks: a prompt, a position, a target, checked as they arrive."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tensorlens_tl.errors import InvalidInputError
+
+LONGEST_TEXT = 20_000
+"""Characters of a prompt: more is refused before a tokenizer reads it."""
+
+RUNNER_UP = "runner-up"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of the page.
+
+    Attributes:
+        text: the prompt.
+        other: the prompt of the second run, or None: then a view is of one run.
+        query: the position asked about; None is the last.
+        target, minus: token ids; a target of None is the likeliest token, a minus of None no other token.
+        runner_up: whether the target is compared with the next likeliest token.
+        method: of the token scores.
+        layer, head: the head that is looked at, or None.
+        key: the position that the head attends to, or None: the one it attends to most.
+        node: what is ablated, such as ``"L1H3"``, or None.
+    """
+
+    text: str
+    other: str | None = None
+    query: int | None = None
+    target: int | None = None
+    minus: int | None = None
+    runner_up: bool = True
+    method: str = "tensorlens"
+    layer: int | None = None
+    head: int | None = None
+    key: int | None = None
+    node: str | None = None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Question":
+        """From what the page sent.
+
+        Raises:
+            InvalidInputError: says which field is wrong, and what it must be.
+        """
+        minus = fields.get("minus", RUNNER_UP)
+        return cls(
+            text=_text(fields, "text") or _refuse("text", "empty", "type a prompt"),
+            other=_text(fields, "other"),
+            query=_number(fields, "query"),
+            target=_number(fields, "target"),
+            minus=None if minus == RUNNER_UP else _number(fields, "minus"),
+            runner_up=minus == RUNNER_UP,
+            method=_text(fields, "method") or "tensorlens",
+            layer=_number(fields, "layer"),
+            head=_number(fields, "head"),
+            key=_number(fields, "key"),
+            node=_text(fields, "node"),
+        )
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str | None:
+    """A text, or None where there is none or it is empty."""
+    value = fields.get(name)
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        _refuse(name, type(value).__name__, "send a text")
+    if len(value) > LONGEST_TEXT:
+        _refuse(name, f"{len(value)} characters long", f"shorten it to {LONGEST_TEXT} characters")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        _refuse(name, "a text with half of a surrogate pair", "remove it")
+    return value
+
+
+def _number(fields: Mapping[str, Any], name: str) -> int | None:
+    """A whole number of at least 0, or None."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        _refuse(name, repr(value)[:80], "send a whole number of at least 0")
+    return value
+
+
+def _refuse(name: str, what: str, advice: str) -> Any:
+    raise InvalidInputError(f"explorer: {name} is {what}; {advice}.")

@@ -1,0 +1,193 @@
+"""The explorer's page over HTTP, for the browser of this machine alone.
+
+Safe by default: it listens on the loopback address; every question needs the random token of the page's address;
+another Host or Origin is refused; bodies and waiting questions are bounded. Questions are answered one at a time in a
+thread of their own, so that a model is never used twice at once; one whose page went away before its turn is dropped.
+"""
+
+import asyncio
+import json
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Message, Receive, Scope, Send
+
+from tensorlens_tl.errors import InvalidInputError, TensorLensError
+from tensorlens_tl.explorer.session import Session
+
+STATIC = Path(__file__).parent / "static"
+LARGEST_BODY = 256 * 1024
+"""Bytes of a question."""
+MOST_WAITING = 16
+"""Questions that wait or are answered; further ones are told to come back."""
+PATIENCE = 0.05
+"""Seconds between two looks whether a page still waits for its answer."""
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+"""Of every answer: nothing is loaded from elsewhere, and the token in the address goes nowhere."""
+
+
+class Server:
+    """Serves the page of one session on this machine until it is closed.
+
+    Args:
+        session: answers the questions.
+        port: where it listens; 0 takes a free one.
+
+    Raises:
+        InvalidInputError: the port is taken.
+
+    Attributes:
+        token: what the page's address and every question carry.
+        url: the page's address.
+    """
+
+    def __init__(self, session: Session, port: int = 0) -> None:
+        self.session = session
+        self.token = secrets.token_urlsafe(16)
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind(("127.0.0.1", port))
+            self._socket.listen()  # a page that is opened at once waits for the server
+        except OSError as error:
+            raise InvalidInputError(f"explore: cannot listen on port {port}: {error}. Use --port 0.") from error
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/?token={self.token}"
+        self._hosts = {f"{host}:{self.port}" for host in ("127.0.0.1", "localhost")}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="explorer")
+        self._waiting = 0
+        routes = [
+            Route("/", self._page),
+            Route("/api/{view}", self._answer, methods=["POST"]),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ]
+        self._app = Starlette(routes=routes)
+        options = {"interface": "asgi3", "lifespan": "off", "proxy_headers": False, "server_header": False}
+        config = uvicorn.Config(self._guarded, log_level="warning", timeout_graceful_shutdown=2, **options)
+        self._server = uvicorn.Server(config)
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------ running
+
+    def run(self) -> None:
+        """Serve until Ctrl-C, or until `close` is called from another thread."""
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def start(self) -> None:
+        """Serve in a thread, until `close`."""
+        self._thread = threading.Thread(target=self.run, name="explorer server", daemon=True)
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    # ------------------------------------------------------------------ requests
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, for requests of this page alone, with `HEADERS` on every answer."""
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
+            await send(message)
+
+        if scope["type"] != "http":
+            return
+        refusal = self._refusal(Request(scope))
+        await (refusal or self._app)(scope, receive, send_guarded)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """Why a request is not answered; None where it is."""
+        host = request.headers.get("host", "")
+        origin = request.headers.get("origin")
+        if host not in self._hosts or origin not in (None, *(f"http://{host}" for host in self._hosts)):
+            return _error(403, "This page answers to the browser of its own machine only.")
+        if request.url.path.startswith("/static/"):
+            return None
+        token = request.headers.get("x-token") or request.query_params.get("token") or ""
+        if not secrets.compare_digest(token.encode(), self.token.encode()):
+            return _error(403, "The token is missing or wrong: open the address that the command printed.")
+        return None
+
+    async def _page(self, request: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    async def _answer(self, request: Request) -> Response:
+        """One view, in its turn."""
+        if self._waiting >= MOST_WAITING:
+            return _error(503, "Too many questions are waiting; ask again in a moment.")
+        self._waiting += 1
+        try:
+            body = await _body(request)
+            if body is None:
+                return _error(413, f"A question has at most {LARGEST_BODY} bytes.")
+            fields = json.loads(body or b"{}")
+            if not isinstance(fields, dict):
+                return _error(400, "A question is a JSON object.")
+            return await self._in_turn(request, request.path_params["view"], fields)
+        except (ValueError, RecursionError):
+            return _error(400, "A question is a JSON object.")
+        finally:
+            self._waiting -= 1
+
+    async def _in_turn(self, request: Request, view: str, fields: dict[str, Any]) -> Response:
+        job: Future[Response] = self._worker.submit(partial(self._response, view, fields))
+        while not job.done():
+            await asyncio.wait([asyncio.wrap_future(job)], timeout=PATIENCE)
+            if not job.done() and await request.is_disconnected() and job.cancel():
+                return _error(499, "The page went away.")
+        return job.result()
+
+    def _response(self, view: str, fields: dict[str, Any]) -> Response:
+        """One answer, or why there is none; a fault of ours is told to the page and printed with its traceback."""
+        start = time.perf_counter()
+        try:
+            answer = self.session.about() if view == "about" else self.session.view(view, fields)
+        except TensorLensError as error:
+            return _error(400, str(error))
+        except Exception as error:  # one question must not end the page
+            traceback.print_exc(file=sys.stderr)
+            return _error(500, f"{type(error).__name__}: {error}")
+        return JSONResponse(answer | {"seconds": time.perf_counter() - start})
+
+
+async def _body(request: Request) -> bytes | None:
+    """What was sent; None as soon as it is more than `LARGEST_BODY`."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > LARGEST_BODY:
+            return None
+    return body
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status)

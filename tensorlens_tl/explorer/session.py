@@ -1,0 +1,353 @@
+"""What the page shows, as dictionaries of numbers and text: one model, the passes of recent prompts, and its views.
+
+Every number is a sum that the library gives, with its residual (`gap`). Positions are counted over all tokens of a
+prompt. Nothing here knows of the web.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.circuits import full_ov
+from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
+from tensorlens_tl.explorer.calls import Call, code_of
+from tensorlens_tl.explorer.questions import Question
+from tensorlens_tl.passes import Difference, FrozenPass, difference, freeze
+from tensorlens_tl.passes.operator import logit_label, token_label
+from tensorlens_tl.registry import get_method, list_methods
+from tensorlens_tl.results import Terms
+
+View = dict[str, Any]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+BEST = 10
+"""Next tokens that are listed."""
+TOP = 12
+"""Components and tokens that a head's lists name."""
+
+
+class Session:
+    """One model's answers to the page's questions.
+
+    Args:
+        model: the model, of either class.
+        other: a second model of its architecture, such as a fine-tuned one: runs of two prompts are then of both.
+        name: what the page calls it.
+        passes: how many prompts' passes stay in memory.
+
+    >>> from tensorlens_tl.explorer import Session
+    >>> session = Session(model)
+    >>> view = session.view("tokens", {"text": text})
+    >>> abs(sum(view["scores"]) + view["bias"] - view["total"]) < 1e-3
+    True
+    """
+
+    def __init__(self, model: Any, other: Any = None, *, name: str = "", passes: int = 16) -> None:
+        self.model = model
+        self.other = other
+        self.name = name
+        self.last: Any = None
+        self.question: Question | None = None
+        self._calls: list[Call] = []
+        self._passes = passes
+        self._frozen: OrderedDict[tuple[bool, str], FrozenPass] = OrderedDict()
+        self._differences: OrderedDict[tuple[str, str], Difference] = OrderedDict()
+        self._logits: OrderedDict[tuple[str, int], Tensor | None] = OrderedDict()
+        self._views: dict[str, Callable[[Question], View]] = {
+            "prompt": self._prompt,
+            "tokens": self._tokens,
+            "components": self._components,
+            "head": self._head,
+            "routes": self._routes,
+            "ablate": self._ablate,
+        }
+
+    @property
+    def views(self) -> list[str]:
+        """What can be asked for."""
+        return list(self._views)
+
+    def view(self, name: str, fields: Mapping[str, Any]) -> View:
+        """One view of one question, with the Python that gives the same numbers as ``"code"``.
+
+        Args:
+            name: one of `views`.
+            fields: those of a `Question`.
+
+        Raises:
+            InvalidInputError: no such view, or a field that is none.
+            TensorLensError: what the library refuses.
+        """
+        if name not in self._views:
+            raise InvalidInputError(f"explorer: view {name!r}; use one of {', '.join(self._views)}.")
+        question = Question.of(fields)
+        self._calls = []
+        answer = self._views[name](question)
+        self.question = question
+        return answer | {"code": code_of(question, self._calls, two_models=self.other is not None)}
+
+    def about(self) -> View:
+        """The model and the methods that the page offers."""
+        methods: list[View] = []
+        for method in list_methods():
+            explains = get_method(method).explains_prediction()
+            methods.append({"name": method, "target": explains, "about": _first_sentence(method)})
+        return {"name": self.name, "two_models": self.other is not None, "methods": methods}
+
+    # ------------------------------------------------------------------ passes
+
+    def frozen(self, text: str, *, second: bool = False) -> FrozenPass:
+        """The pass of a prompt, kept for later questions."""
+        model = self.other if second and self.other is not None else self.model
+        return _recent(self._frozen, (second, text), lambda: freeze(model, text), self._passes)
+
+    def change(self, text: str, other: str) -> Difference:
+        """The difference of two prompts' runs, first less second; of two models the second prompt runs on `other`."""
+
+        def of_two() -> Difference:
+            return difference(self.frozen(text), self.frozen(other, second=True))
+
+        return _recent(self._differences, (text, other), of_two, self._passes // 2)
+
+    def _result(self, run: FrozenPass | Difference, path: str, *places: int, **options: Any) -> Any:
+        """Call a public function, and remember the call for the code and its result for Python."""
+        call = Call(path, places, options)
+        self.last = call(run)
+        self._calls.append(call)
+        return self.last
+
+    def _run(self, question: Question) -> FrozenPass | Difference:
+        if question.other is None:
+            return self.frozen(question.text)
+        return self.change(question.text, question.other)
+
+    # ------------------------------------------------------------------ what is asked about
+
+    def _query(self, question: Question) -> int:
+        """The position, counted over all tokens.
+
+        Raises:
+            InvalidInputError: past the end.
+        """
+        frozen = self.frozen(question.text)
+        length = frozen.tokens.shape[1]
+        if question.query is None:
+            return length - 1
+        if question.query >= length:
+            raise InvalidInputError(f"explorer: query is {question.query}; the prompt has {length} tokens.")
+        return question.query
+
+    def _next(self, question: Question) -> Float[Tensor, "d_vocab"]:
+        """The model's logits at the query.
+
+        Raises:
+            UnsupportedModelError: a model without.
+        """
+        frozen = self.frozen(question.text)
+        query = self._query(question)
+        logits = _recent(self._logits, (question.text, query), lambda: frozen.logits(query), 4 * self._passes)
+        if logits is None:
+            raise UnsupportedModelError("explorer: this model predicts no tokens, which the page asks about.")
+        return logits[0, 0]
+
+    def _target(self, question: Question) -> dict[str, int]:
+        """Target and minus as options of the library's functions."""
+        if question.target is not None and not question.runner_up:
+            chosen: dict[str, int] = {"target": question.target}
+            if question.minus is not None:
+                chosen["minus"] = question.minus
+            return chosen
+        order = self._next(question).argsort(descending=True)[: BEST + 1].tolist()
+        target = order[0] if question.target is None else question.target
+        if question.runner_up:
+            return {"target": target, "minus": next(token for token in order if token != target)}
+        return {"target": target} if question.minus is None else {"target": target, "minus": question.minus}
+
+    def _aim(self, question: Question) -> dict[str, int]:
+        return {**self._target(question), "query": self._query(question)}
+
+    # ------------------------------------------------------------------ views
+
+    def _prompt(self, question: Question) -> View:
+        """Tokens of the prompt, and what the model says after the query."""
+        frozen = self.frozen(question.text)
+        logits = self._next(question).double()
+        chances = logits.softmax(-1)
+        best = logits.argsort(descending=True)[:BEST].tolist()
+        target = self._target(question)
+        view = {
+            "tokens": frozen.str_tokens[0],
+            "query": self._query(question),
+            "next": [self._token(token) | {"chance": float(chances[token])} for token in best],
+            **{name: self._token(token) for name, token in target.items()},
+            "label": logit_label(frozen.view, target["target"], target.get("minus")),
+            "layers": frozen.n_layers,
+            "heads": [0 if block.mixer else block.attention.heads for block in frozen.view.blocks],
+            "proof": max(frozen.errors.values(), default=0.0),
+        }
+        if question.other is not None:
+            change = self.change(question.text, question.other)
+            view |= {"tokens": change.str_tokens[0], "proof": max(change.errors.values(), default=0.0)}
+            view["changed"] = (change.a.tokens != change.b.tokens)[0].tolist()
+        return view
+
+    def _token(self, token: int) -> View:
+        frozen = next(reversed(self._frozen.values()))
+        return {"id": token, "text": token_label(frozen.view, token)}
+
+    def _tokens(self, question: Question) -> View:
+        """What each token gives to the target, by the method that was chosen."""
+        run = self._run(question)
+        method = "difference" if question.other is not None else question.method
+        options: dict[str, Any] = {"query": self._query(question)}
+        if get_method(method).explains_prediction():
+            options |= self._target(question)
+        attribution = self._result(run, "attribute", method=method, **options)
+        view: View = {"scores": attribution.scores[0, 0].tolist(), "label": attribution.target, "method": method}
+        view |= {"additive": attribution.additive, "signed": bool((attribution.scores < 0).any())}
+        for name in ("bias", "total", "gap"):
+            value = getattr(attribution, name)
+            view[name] = None if value is None else float(value[0, 0])
+        return view
+
+    def _components(self, question: Question) -> View:
+        """The direct effects of heads and MLPs, and of all else that writes to the stream."""
+        run = self._run(question)
+        terms = self._result(run, "circuits.logit_attribution", by="head", **self._aim(question))
+        return _by_layer(terms, self.frozen(question.text)) | {
+            "total": float(terms.total[0, 0]),
+            "gap": float(terms.gap[0, 0]),
+            "label": terms.target,
+        }
+
+    def _head(self, question: Question) -> View:
+        """Where a head attends, what it moves, what it promotes, and why it attends there.
+
+        Raises:
+            InvalidInputError: no head was named.
+        """
+        if question.layer is None or question.head is None:
+            raise InvalidInputError("explorer: layer and head are missing; click a head.")
+        run = self._run(question)
+        frozen = self.frozen(question.text)
+        aim = self._aim(question)
+        query = aim["query"]
+        name = f"L{question.layer}H{question.head}"
+        patterns = [frozen.pattern(question.layer)[0, question.head, query]]
+        if isinstance(run, Difference):
+            patterns.append(run.b.pattern(question.layer)[0, question.head, query])
+        terms = self._result(run, "circuits.logit_attribution", by="head_token", **aim)
+        assert terms.keys is not None
+        moved = terms.keys[0, 0, terms.names.index(name)]
+        key = question.key
+        if key is None:
+            key = int((patterns[0] - patterns[-1]).abs().argmax()) if len(patterns) > 1 else int(patterns[0].argmax())
+        return {
+            "name": name,
+            "pattern": patterns[0].tolist(),
+            "other_pattern": patterns[1].tolist() if len(patterns) > 1 else None,
+            "moved": moved.nan_to_num(0.0).tolist(),
+            "score": float(terms[name][0, 0]),
+            "key": key,
+            "why": self._why(run, question, query, key),
+            "promotes": self._promotes(frozen, question, key),
+        }
+
+    def _why(self, run: FrozenPass | Difference, question: Question, query: int, key: int) -> View:
+        """Why the head attends there: the score, or the change of its pattern, by components and by tokens."""
+        assert question.layer is not None
+        assert question.head is not None
+        place = (question.layer, question.head, query, key)
+        of = "pattern" if isinstance(run, Difference) else "score"
+        try:
+            parts = self._result(run, "circuits.qk_attribution", *place, by="head", of=of)
+        except TensorLensError as error:
+            return {"refused": str(error)}
+        return {
+            "of": of,
+            "top": [{"name": entry.name, "score": entry.score} for entry in parts.top(TOP)],
+            "total": float(parts.total[0]),
+            "gap": float(parts.gap[0]),
+        }
+
+    def _promotes(self, frozen: FrozenPass, question: Question, key: int) -> list[View]:
+        """The tokens whose logits the head raises most where it reads the key's token, by its weights alone."""
+        assert question.layer is not None
+        assert question.head is not None
+        try:
+            circuit = full_ov(frozen, question.layer, question.head)
+        except TensorLensError:
+            return []
+        row = circuit.A[frozen.tokens[0, key]] @ circuit.B
+        best = row.topk(min(TOP, len(row)))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [self._token(token) | {"score": score} for token, score in pairs]
+
+    def _routes(self, question: Question) -> View:
+        """By which routes the change of two runs passes each layer.
+
+        Raises:
+            InvalidInputError: one prompt alone.
+        """
+        if question.other is None:
+            raise InvalidInputError("explorer: routes are of two prompts; type a second one.")
+        change = self.change(question.text, question.other)
+        passed = self._result(change, "circuits.routes", **self._aim(question))
+        table = passed.to_dataframe().pivot_table(index="layer", columns="route", values="score", sort=False)
+        table = table.loc[:, (table != 0).any()]
+        return {
+            "layers": list(table.index),
+            "routes": list(table.columns),
+            "scores": table.to_numpy().tolist(),
+            "total": float(passed.total[0, 0]),
+            "gap": float(passed.gap.max()),
+        }
+
+    def _ablate(self, question: Question) -> View:
+        """What the target loses without one node, in the frozen model and in the live one.
+
+        Raises:
+            InvalidInputError: no node was named.
+        """
+        if question.node is None:
+            raise InvalidInputError("explorer: node is missing; click a head or an MLP.")
+        frozen = self.frozen(question.text)
+        aim = self._aim(question)
+        losses: View = {}
+        total = 0.0
+        for live in (False, True):
+            terms = self._result(frozen, "circuits.total_effects", nodes=[question.node], live=live, **aim)
+            losses["live" if live else "frozen"] = float(terms.scores[0, 0, 0])
+            total = float(terms.total[0, 0])
+        return {"node": question.node, "before": total, "after": total - losses["live"], **losses}
+
+
+def _recent(store: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:
+    """What is stored under a key, or computed; of more than `most` the one that was used longest ago is dropped."""
+    if key not in store:
+        store[key] = make()
+    store.move_to_end(key)
+    while len(store) > most:
+        store.popitem(last=False)
+    return store[key]
+
+
+def _by_layer(terms: Terms, frozen: FrozenPass) -> View:
+    """Heads and MLPs as rows of a matrix, and the other terms by name."""
+    scores = dict(zip(terms.names, terms.scores[0, 0].tolist(), strict=True))
+    heads: list[list[float | None]] = []
+    mlps: list[float | None] = []
+    for layer, block in enumerate(frozen.view.blocks):
+        count = 0 if block.mixer else block.attention.heads
+        heads.append([scores.pop(f"L{layer}H{head}", None) for head in range(count)])
+        mlps.append(scores.pop(f"MLP{layer}", None))
+    rest = sorted(scores.items(), key=lambda item: -abs(item[1]))
+    return {"heads": heads, "mlps": mlps, "rest": [{"name": name, "score": score} for name, score in rest]}
+
+
+def _first_sentence(method: str) -> str:
+    return (get_method(method).__doc__ or "").split("\n\n")[0].replace("\n", " ").replace("`", "")

@@ -1,0 +1,460 @@
+"""The explorer: its numbers are the library's, its code gives them again, and its server answers to its page alone."""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits
+from tensorlens_tl.explorer import Explorer, Session
+from tensorlens_tl.explorer.questions import LONGEST_TEXT
+from tensorlens_tl.explorer.server import LARGEST_BODY, MOST_WAITING
+
+PROMPT = tlens.demo.PROMPT
+OTHER = PROMPT.replace("module is not", "class is not")
+HEAD = {"layer": 1, "head": 0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tlens.load_demo_model()
+
+
+@pytest.fixture(scope="module")
+def session(model):
+    return Session(model, name="demo")
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def test_the_prompt_says_what_the_model_says(model, session):
+    view = session.view("prompt", {"text": PROMPT})
+    frozen = tlens.freeze(model, PROMPT)
+    assert view["tokens"] == frozen.str_tokens[0]
+    chances = frozen.logits()[0, 0].double().softmax(-1)
+    best = chances.argsort(descending=True)[:10].tolist()
+    assert [token["id"] for token in view["next"]] == best
+    assert [token["chance"] for token in view["next"]] == pytest.approx(chances[best].tolist(), rel=1e-5)
+    assert (view["target"]["id"], view["minus"]["id"]) == (best[0], best[1])
+
+
+@pytest.mark.parametrize("method", ["tensorlens", "rollout", "leave-one-out"])
+def test_token_scores_are_those_of_the_method(model, session, method):
+    view = session.view("tokens", {"text": PROMPT, "method": method, "query": 10})
+    frozen = tlens.freeze(model, PROMPT)
+    options = {"method": method, "query": 10}
+    if tlens.get_method(method).explains_prediction():
+        best, second = frozen.logits(10)[0, 0].argsort(descending=True)[:2].tolist()
+        options |= {"target": best, "minus": second}
+    expected = tlens.attribute(frozen, **options)
+    assert view["scores"] == pytest.approx(expected.scores[0, 0].tolist(), rel=1e-5, abs=1e-6)
+    assert view["additive"] == expected.additive
+
+
+def test_components_sum_to_the_total(session):
+    for fields in ({"text": PROMPT}, {"text": PROMPT, "other": OTHER}):
+        view = session.view("components", fields)
+        parts = [*(score for row in view["heads"] for score in row), *view["mlps"]]
+        total = sum(parts) + sum(term["score"] for term in view["rest"])
+        assert total == pytest.approx(view["total"], abs=1e-4)
+
+
+def test_a_difference_is_that_of_the_two_live_runs(model, session):
+    view = session.view("tokens", {"text": PROMPT, "other": OTHER})
+    prompt = session.view("prompt", {"text": PROMPT, "other": OTHER})
+    logits = [tlens.freeze(model, text).logits()[0, 0] for text in (PROMPT, OTHER)]
+    change = logits[0] - logits[1]
+    expected = float(change[prompt["target"]["id"]] - change[prompt["minus"]["id"]])
+    assert sum(view["scores"]) + view["bias"] == pytest.approx(expected, abs=1e-4)
+    assert [at for at, changed in enumerate(prompt["changed"]) if changed] == [3]
+    routes = session.view("routes", {"text": PROMPT, "other": OTHER})
+    assert [sum(row) for row in routes["scores"]] == pytest.approx([expected] * len(routes["layers"]), abs=1e-3)
+
+
+def test_a_head_shows_its_pattern_and_why(model, session):
+    view = session.view("head", {"text": PROMPT, **HEAD})
+    frozen = tlens.freeze(model, PROMPT)
+    assert view["pattern"] == pytest.approx(frozen.pattern(1)[0, 0, -1].tolist(), rel=1e-5)
+    assert view["key"] == int(frozen.pattern(1)[0, 0, -1].argmax())
+    assert sum(view["moved"]) == pytest.approx(view["score"], abs=1e-5)
+    pairs = circuits.qk_attribution(frozen, 1, 0, key=view["key"], by="head")
+    assert view["why"]["total"] == pytest.approx(float(pairs.total[0]), rel=1e-5)
+    full = circuits.full_ov(frozen, 1, 0)
+    row = (full.A @ full.B)[frozen.tokens[0, view["key"]]]
+    assert view["promotes"][0]["id"] == int(row.argmax())
+
+
+def test_ablation_is_the_live_model_without_the_node(model, session):
+    fields = {"text": PROMPT, "node": "L1H0"}
+    view = session.view("ablate", fields)
+
+    def without(z, hook):
+        z[:, :, 0] = 0
+        return z
+
+    logits = model.run_with_hooks(PROMPT, fwd_hooks=[("blocks.1.attn.hook_z", without)])[0, -1].detach()
+    prompt = session.view("prompt", fields)
+    assert view["after"] == pytest.approx(
+        float(logits[prompt["target"]["id"]] - logits[prompt["minus"]["id"]]), abs=1e-4
+    )
+
+
+def test_chosen_nodes_have_the_effects_that_they_have_among_all(model):
+    frozen = tlens.freeze(model, PROMPT)
+    for live in (False, True):
+        whole = circuits.total_effects(frozen, " raised", live=live)
+        chosen = circuits.total_effects(frozen, " raised", live=live, nodes=["MLP2", "L1H0"])
+        assert chosen.names == ["MLP2", "L1H0"]
+        for name in chosen.names:
+            assert torch.allclose(chosen[name], whole[name], atol=1e-4)
+    for wrong in (["L9H9"], "L1H0"):
+        with pytest.raises(tlens.InvalidInputError, match=r"nodes=.*name some of L0H0"):
+            circuits.total_effects(frozen, " raised", nodes=wrong)
+
+
+@pytest.mark.parametrize(
+    ("view", "fields"),
+    [
+        ("tokens", {}),
+        ("tokens", {"method": "rollout"}),
+        ("components", {"query": 12}),
+        ("head", HEAD),
+        ("ablate", {"node": "MLP1"}),
+        ("tokens", {"other": OTHER}),
+        ("components", {"other": OTHER}),
+        ("head", {"other": OTHER, **HEAD}),
+        ("routes", {"other": OTHER}),
+    ],
+)
+def test_the_code_gives_the_result_again(model, session, view, fields):
+    answer = session.view(view, {"text": PROMPT, **fields})
+    names = {"model": model}
+    exec(answer["code"], names)
+    assert type(names["result"]) is type(session.last)
+    for name in type(session.last).TENSORS:
+        value = getattr(session.last, name)
+        if value is not None:
+            assert torch.allclose(getattr(names["result"], name), value, equal_nan=True)
+
+
+def test_two_models_are_compared(model):
+    checkpoints = tlens.demo.induction_checkpoints()
+    first, last = checkpoints[min(checkpoints)], checkpoints[max(checkpoints)]
+    text = "a b c a b"
+    session = Session(last, first)
+    view = session.view("tokens", {"text": text, "other": text})
+    assert view["total"] != 0
+    size = sum(map(abs, view["scores"])) + abs(view["bias"])  # large parts that nearly cancel
+    assert sum(view["scores"]) + view["bias"] == pytest.approx(view["total"], abs=1e-5 * size)
+    assert "tlens.freeze(tuned, 'a b c a b')" in view["code"]
+
+
+def test_passes_are_bounded(model):
+    session = Session(model, passes=3)
+    for number in range(6):
+        session.view("prompt", {"text": f"The value of {number}", "other": f"The name of {number}"})
+    assert len(session._frozen) <= 3
+    assert len(session._differences) <= 3
+
+
+@pytest.mark.parametrize(
+    ("view", "fields", "message"),
+    [
+        ("prompt", {}, "text is empty; type a prompt"),
+        ("prompt", {"text": 5}, "text is int; send a text"),
+        ("prompt", {"text": "a" * (LONGEST_TEXT + 1)}, f"shorten it to {LONGEST_TEXT}"),
+        ("prompt", {"text": "a \ud800 b"}, "half of a surrogate pair"),
+        ("prompt", {"text": PROMPT, "query": 99}, "query is 99; the prompt has 35 tokens"),
+        ("prompt", {"text": PROMPT, "query": -1}, "query is -1; send a whole number of at least 0"),
+        ("prompt", {"text": PROMPT, "other": "short"}, "do not match position by position"),
+        ("tokens", {"text": PROMPT, "method": "nothing"}, "nothing"),
+        ("head", {"text": PROMPT}, "layer and head are missing"),
+        ("head", {"text": PROMPT, "layer": 9, "head": 0}, "9"),
+        ("ablate", {"text": PROMPT}, "node is missing"),
+        ("ablate", {"text": PROMPT, "node": "L9H9"}, "name some of"),
+        ("routes", {"text": PROMPT}, "type a second one"),
+        ("secrets", {"text": PROMPT}, "use one of prompt, tokens"),
+    ],
+)
+def test_wrong_questions_are_refused(session, view, fields, message):
+    with pytest.raises(tlens.TensorLensError, match=message):
+        session.view(view, fields)
+
+
+# ------------------------------------------------------------------ the server
+
+
+@pytest.fixture(scope="module")
+def opened(session):
+    explorer = Explorer(session, 0).start()
+    yield explorer
+    explorer.close()
+
+
+def send(explorer, path="/api/prompt", body=None, method="POST", **headers):
+    """One request, as anybody could send it; headers of None are left out."""
+    server = explorer._server
+    headers = {"X-Token": server.token, "Host": f"127.0.0.1:{server.port}"} | headers
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.putrequest(method, path, skip_host=True)
+    data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+    for name, value in headers.items():
+        if value is not None:
+            connection.putheader(name.replace("_", "-"), value)
+    connection.putheader("Content-Length", str(len(data)))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has read all
+        connection.endheaders(data)
+    answer = connection.getresponse()
+    return answer.status, answer.read(), dict(answer.getheaders())
+
+
+def alive(explorer):
+    status, body, _ = send(explorer, body={"text": "The value of the"})
+    return status == 200 and json.loads(body)["tokens"][-1] == " the"
+
+
+def test_a_question_is_answered(opened):
+    status, body, headers = send(opened, body={"text": PROMPT})
+    assert status == 200
+    assert json.loads(body)["query"] == 34
+    assert headers["content-security-policy"].startswith("default-src 'none'")
+    assert opened.selection["text"] == PROMPT
+    send(opened, "/api/tokens", {"text": PROMPT})
+    assert opened.result.method == "tensorlens"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Token": None},
+        {"X-Token": "wrong"},
+        {"X-Token": "é"},
+        {"Host": "evil.example"},
+        {"Host": None},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+    ],
+)
+@pytest.mark.parametrize("path", ["/api/prompt", "/api/about", "/"])
+def test_other_pages_are_refused(opened, headers, path):
+    method = "GET" if path == "/" else "POST"
+    status, _, _ = send(opened, path, {"text": "hello"}, method, **headers)
+    assert status in (400, 403)
+    assert alive(opened)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"x" * (10 << 20), 413),
+        (b"x" * (LARGEST_BODY + 1), 413),
+        (b"{", 400),
+        (b"[1, 2]", 400),
+        (b"\xff\xfe", 400),
+        (b"[" * 100_000, 400),
+        (b'{"text": NaN}', 400),
+        (json.dumps({"text": "x" * 100_000}).encode(), 400),
+        (b'{"text": "\\ud800"}', 400),
+    ],
+)
+def test_hostile_bodies_are_refused(opened, body, status):
+    assert send(opened, body=body)[0] == status
+    assert alive(opened)
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/../server.py", "/static/%2e%2e/server.py", "/../pyproject.toml", "/api/../x"]
+)
+def test_no_other_file_is_served(opened, path):
+    assert send(opened, path, method="GET")[0] in (404, 405)
+
+
+def test_many_questions_at_once_are_answered_or_told_to_come_back(opened):
+    with ThreadPoolExecutor(100) as pool:
+        statuses = list(pool.map(lambda _: send(opened, body={"text": PROMPT})[0], range(100)))
+    assert set(statuses) <= {200, 503}
+    assert statuses.count(200) >= MOST_WAITING
+    assert alive(opened)
+
+
+def test_a_fault_of_ours_leaves_the_server_up(opened, monkeypatch, capsys):
+    monkeypatch.setitem(opened._session._views, "prompt", lambda question: 1 / 0)
+    status, body, _ = send(opened, body={"text": PROMPT})
+    assert status == 500
+    assert "ZeroDivisionError" in json.loads(body)["error"]
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert alive(opened)
+
+
+def test_a_question_whose_page_went_away_is_dropped(opened, monkeypatch):
+    asked, go = [], threading.Event()
+    real = opened._session._views["prompt"]
+
+    def slow(question):
+        asked.append(question.text)
+        go.wait(30)
+        return real(question)
+
+    monkeypatch.setitem(opened._session._views, "prompt", slow)
+    server = opened._server
+    connections = []
+    for text in ("The value of a", "The value of b"):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        connection.request("POST", "/api/prompt", json.dumps({"text": text}), {"X-Token": server.token})
+        connections.append(connection)
+        time.sleep(0.3)
+    connections[1].close()
+    time.sleep(0.5)
+    go.set()
+    assert connections[0].getresponse().status == 200
+    assert alive(opened)
+    assert "The value of b" not in asked
+
+
+def test_a_taken_port_is_refused(opened, session):
+    with pytest.raises(tlens.InvalidInputError, match="cannot listen on port"):
+        Explorer(session, opened._server.port)
+
+
+def test_without_the_extra_it_says_what_to_install(session, monkeypatch):
+    monkeypatch.setattr("tensorlens_tl.explorer.opening.find_spec", lambda name: None)
+    with pytest.raises(tlens.InvalidInputError, match=r"starlette and uvicorn.*tensorlens-tl\[explore\]"):
+        Explorer(session, 0)
+
+
+def test_the_command_serves_until_ctrl_c():
+    command = [sys.executable, "-m", "tensorlens_tl", "explore", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        url = process.stdout.readline().split()[-1]
+        assert b"<title>Explorer</title>" in urlopen(url, timeout=30).read()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert "Traceback" not in errors
+    assert process.returncode in (0, 130)
+
+
+# ------------------------------------------------------------------ the page
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+
+
+@pytest.fixture(scope="module")
+def browser(opened):
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[dev]'")
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no Chromium here: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for argument in ("--headless=new", "--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_window_size(1280, 900)
+    yield driver
+    driver.quit()
+
+
+def wait(browser, condition):
+    from selenium.common.exceptions import WebDriverException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, 30, 0.05, (WebDriverException,)).until(lambda driver: condition())
+
+
+def one(browser, selector):
+    return browser.find_element("css selector", selector)
+
+
+def several(browser, selector):
+    return browser.find_elements("css selector", selector)
+
+
+def settled(browser):
+    wait(browser, lambda: one(browser, "#status").text.endswith(" s") and not several(browser, "main.busy"))
+
+
+def load(browser, opened, **state):
+    browser.get("about:blank")
+    browser.get(f"{opened.url}#{urlencode(state)}")
+    settled(browser)
+
+
+def test_type_click_ablate_undo_reload(browser, opened, session):
+    browser.get(opened.url)
+    wait(browser, lambda: one(browser, "#model").text == "demo")
+    one(browser, "#text").send_keys(PROMPT + "\n")
+    settled(browser)
+    tokens = session.view("tokens", {"text": PROMPT})
+    titles = [chip.get_attribute("title") for chip in several(browser, ".tokens .chip")]
+    assert [float(title) for title in titles] == pytest.approx(tokens["scores"])
+    assert f"{tokens['total']:.3g}" in one(browser, ".tokens .sum").text
+    several(browser, ".tokens .chip")[20].click()  # another query
+    wait(browser, lambda: "query=20" in browser.current_url)
+    settled(browser)
+    one(browser, '.components [data-cell="1,0"]').click()
+    wait(browser, lambda: several(browser, ".head"))
+    head = session.view("head", {"text": PROMPT, "query": 20, **HEAD})
+    chips = several(browser, ".head .chips .chip")[: len(head["pattern"])]
+    attention = [float(chip.get_attribute("title")) for chip in chips]
+    assert attention == pytest.approx(head["pattern"])
+    one(browser, "#ablate").click()
+    wait(browser, lambda: several(browser, ".ablate"))
+    ablated = session.view("ablate", {"text": PROMPT, "query": 20, "node": "L1H0"})
+    shown = [float(value.get_attribute("title")) for value in several(browser, ".ablate .bars .value")]
+    assert shown == pytest.approx([ablated["live"], ablated["frozen"]], abs=1e-5)
+    browser.refresh()  # the address holds all of it
+    wait(browser, lambda: several(browser, ".ablate") and several(browser, ".head"))
+    one(browser, "#undo").click()
+    wait(browser, lambda: not several(browser, ".ablate"))
+    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def test_two_prompts_show_their_difference(browser, opened, session):
+    load(browser, opened, text=PROMPT, other=OTHER, layer=1, head=0)
+    changed = several(browser, ".tokens .chip.changed")
+    assert [chip.get_attribute("data-at") for chip in changed] == ["3"]
+    routes = session.view("routes", {"text": PROMPT, "other": OTHER})
+    cells = [float(cell.get_attribute("title")) for cell in several(browser, ".routes td span")]
+    assert cells == pytest.approx([score for row in routes["scores"] for score in row], abs=1e-6)
+    one(browser, "#other").clear()
+    one(browser, "#other").send_keys("Too short\n")
+    wait(browser, lambda: one(browser, "#error").is_displayed())
+    assert "do not match position by position" in one(browser, "#error").text
+
+
+def test_text_of_a_prompt_is_text(browser, opened):
+    load(browser, opened, text="<img src=x onerror=document.title='hit'><script>document.title='hit'</script>")
+    assert browser.title == "demo · Explorer"
+    assert not several(browser, "main img, main script")
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_nothing_sticks_out(browser, opened, width):
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    )
+    try:
+        for state in ({"text": PROMPT, "node": "L1H0", **HEAD}, {"text": PROMPT, "other": OTHER}):
+            load(browser, opened, **state)
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
