@@ -554,11 +554,22 @@ def test_a_stream_for_each_head_since_is_refused(switch):
         tlens.attribute(frozen, 5, method="difference")
 
 
-@pytest.mark.parametrize("method", sorted(set(tlens.list_methods()) - {"tensorlens", "difference"}))
+@pytest.mark.parametrize("method", sorted(set(tlens.list_methods()) - {"difference"}))
 def test_other_methods_refuse_a_difference(method, model_named):
     difference = tlens.difference(*two_runs(model_named(ONE)))
-    with pytest.raises(tlens.InvalidInputError, match="explains one run, and this is the difference of two"):
+    refusal = rf"'{method}' explains one run, and this is the difference of two, which 'difference' explains"
+    with pytest.raises(tlens.InvalidInputError, match=refusal):
         tlens.attribute(difference, method=method)
+
+
+def test_the_method_of_a_difference_may_be_named_or_left_out(model_named):
+    first, second = two_runs(model_named(ONE))
+    difference = tlens.difference(first, second)
+    named = tlens.attribute(difference, 5, method="difference")
+    assert torch.equal(tlens.attribute(difference, 5).scores, named.scores)
+    assert tlens.attribute(first, 5).method == "tensorlens"
+    with pytest.raises(tlens.RegistryError, match="no method called 'differences'"):
+        tlens.attribute(difference, 5, method="differences")
 
 
 def test_arguments_that_a_difference_does_not_take(model_named):

@@ -16,8 +16,12 @@ from tensorlens_tl.passes.inputs import (
 )
 from tensorlens_tl.registry.entries import Method
 from tensorlens_tl.registry.options import PER_PROMPT, split_options
-from tensorlens_tl.registry.registering import get_method
+from tensorlens_tl.registry.registering import get_method, list_methods
 from tensorlens_tl.results import Attribution, joined
+
+DEFAULT = "tensorlens"
+DEFAULT_OF_DIFFERENCES = "difference"
+"""What `attribute` answers with where no method is named."""
 
 
 def attribute(
@@ -25,7 +29,7 @@ def attribute(
     input: Any = None,
     target: TokenLike = None,
     *,
-    method: str = "tensorlens",
+    method: str | None = None,
     memory: Memory = None,
     **options: Any,
 ) -> Attribution:
@@ -36,10 +40,10 @@ def attribute(
 
     Args:
         model: a TransformerLens model; or a `FrozenPass`, which has its input already: the target may come next; or the
-            `Difference` of two, likewise, which the method ``"difference"`` answers.
+            `Difference` of two, likewise.
         input: a string, a list of strings, or token ids; images or sound where the model reads those (see `freeze`).
         target: of the methods that take one: a token, one for each prompt, or `NEXT`; see `FrozenOperator.target`.
-        method: one of `list_methods()`.
+        method: one of `list_methods()`; None is ``"tensorlens"``, and of a `Difference` ``"difference"``.
         memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
             the batches, and whatever the method itself bounds by it.
         options: the method's options (``help(tlens.get_method(name).function)`` describes them; the default method
@@ -52,7 +56,8 @@ def attribute(
 
     Raises:
         RegistryError: unknown method.
-        InvalidInputError: an option that neither knows; see also `freeze`.
+        InvalidInputError: an option that neither knows, a method of one run for the difference of two; see also
+            `freeze`.
         UnsupportedModelError: the model does not meet what the method needs; see also `freeze`.
         FrozenModelError: the model's weights changed after it was frozen.
 
@@ -63,14 +68,7 @@ def attribute(
     >>> torch.equal(attribution.scores, tlens.methods.alti(frozen, distance="l2").scores)
     True
     """
-    if isinstance(model, Difference) and method == "tensorlens":
-        method = "difference"
-    chosen = get_method(method)
-    if isinstance(model, Difference) and not chosen.explains_differences:
-        raise InvalidInputError(
-            f"method={method!r} explains one run, and this is the difference of two. Pass one of its passes, or leave "
-            "`method` out."
-        )
+    chosen = _chosen(model, method)
     in_bytes(memory)
     if memory is not None and "memory" in chosen.options:
         options = {**options, "memory": memory}
@@ -109,6 +107,25 @@ def attribute(
             raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
     explained = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
     return joined(parts, batches, explained)
+
+
+def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None) -> Method:
+    """The method of a name, or the default.
+
+    Raises:
+        RegistryError: no such name.
+        InvalidInputError: it explains one run, and not the difference of two.
+    """
+    if not isinstance(model, Difference):
+        return get_method(DEFAULT if name is None else name)
+    chosen = get_method(DEFAULT_OF_DIFFERENCES if name is None else name)
+    if not chosen.explains_differences:
+        of_two = [repr(known) for known in list_methods() if get_method(known).explains_differences]
+        raise InvalidInputError(
+            f"method={name!r} explains one run, and this is the difference of two, which {', '.join(of_two)} explains. "
+            "Leave `method` out, or pass one of the two runs."
+        )
+    return chosen
 
 
 def _answered(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
