@@ -41,6 +41,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl.algebra import ZERO
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction, Share
 from tensorlens_tl.circuits.graph import nodes as graph_nodes
@@ -413,7 +414,10 @@ class _Builder:
         step = self.readout.stream.steps[number]
         cotangent = self.pulled.stream[number + 1][0, 0]
         output = self.readout.stream.x[number + 1][0]
-        row = self._add(step.outer_name, "whitening", step.layer, (cotangent * output).sum(-1))
+        biases = None
+        if step.outer.bias is not ZERO:  # what changed weights of it add
+            biases = (cotangent * step.outer.bias[0]).sum(-1)
+        row = self._add(step.outer_name, "whitening", step.layer, (cotangent * output).sum(-1), biases)
         self.edges.into_mixing(row, step.outer, cotangent, self._carried(outputs))
         self.carried = [row]
         return output[None]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jaxtyping import Int
 from torch import Tensor
 
+from tensorlens_tl.algebra import ZERO
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.passes import PassOrDifference
 
@@ -27,10 +28,9 @@ def components_before(frozen: PassOrDifference, layer: int, by: str, activation:
         activation: the rule for the MLPs before.
     """
     stream = Stream.of(frozen, activation, layers=range(layer) if layer else [0])
-    whitening = frozen.maps.whitening(layer)
     parts = stream.sources()
     if layer == 0:
-        return parts if whitening is None else {name: whitening.push(part) for name, part in parts.items()}
+        return _whitened(parts, frozen, layer)
     for number, step in enumerate(stream.steps):
         written: list[tuple[str, Tensor]] = []
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
@@ -42,7 +42,18 @@ def components_before(frozen: PassOrDifference, layer: int, by: str, activation:
         _add(parts, written)
         parts = {name: step.outer.push(output) for name, output in parts.items()}
         _add(parts, [(name, bias.expand_as(stream.x[0])) for name, bias, inside in step.biases if not inside])
-    return parts if whitening is None else {name: whitening.push(part) for name, part in parts.items()}
+    return _whitened(parts, frozen, layer)
+
+
+def _whitened(parts: dict[str, Tensor], frozen: PassOrDifference, layer: int) -> dict[str, Tensor]:
+    """The same after the whitening before a layer, and what that adds where two models differ in it."""
+    whitening = frozen.maps.whitening(layer)
+    if whitening is None:
+        return parts
+    whitened = {name: whitening.push(part) for name, part in parts.items()}
+    if whitening.bias is not ZERO:
+        whitened[f"L{layer}.whitening"] = whitening.bias.expand_as(frozen.resid_pre(layer))
+    return whitened
 
 
 def _add(parts: dict[str, Tensor], more: list[tuple[str, Tensor]]) -> None:

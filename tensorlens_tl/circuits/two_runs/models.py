@@ -55,10 +55,10 @@ def compare_models(
     `memory`. `by` says what a term is:
 
     * ``"matrix"``: each changed matrix, bias or norm vector (``"L0.W_V"``, ``"L1.ln1.w"``, ``"W_U"``), and the
-      embedding, positions included (``"embed"``);
+      embedding, positions included (``"embed"``), of a shortformer apart (``"W_pos"``);
     * ``"layer"``: all of a layer together, ``"L0"``;
-    * ``"component"``: each layer's attention, or mixer in its place, MLP and norms, and a decoder's cross-attention,
-      ``"L2.cross"``;
+    * ``"component"``: each layer's attention, or mixer in its place, MLP, norms and whitening, and a decoder's
+      cross-attention, ``"L2.cross"``;
     * ``"head"``: as that, with attention by head, ``"L0H3"``: W_Q, W_K and W_V by the channels of the head (where heads
       share keys and values, by what each of them makes of these), W_O by what the head gives it. Those of
       cross-attention are ``"L2.cross.H3"``;

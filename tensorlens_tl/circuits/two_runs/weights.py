@@ -62,6 +62,8 @@ def term_name(weight: str, by: str) -> str:
         return f"MLP{place[1:]}"
     if part.startswith("mixer."):
         return f"{place}.mixer"
+    if part.startswith("whitening."):
+        return f"{place}.whitening"
     if part.startswith("attn.") or part == "sinks":
         return f"{place}.attn"
     return f"{place}.norms"

@@ -23,6 +23,7 @@ from tensorlens_tl.algebra.secants import (
     Offset,
     QueryResponse,
     ScoreSecant,
+    same,
 )
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.parameters import AttentionWeights, Gate, InverseScale
@@ -218,12 +219,18 @@ def _of_heads(
 
 
 def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change, Change]:
-    """Queries and keys before rotation: their matrices, and their norms with the scale responding."""
+    """Queries and keys before rotation: their matrices, and their norms with the scale responding.
+
+    What two shortformers differ by in the positions that they add to what queries and keys read is ``"W_pos"``.
+    """
     before = a.layouts[layer].attn.before
-    projections = [score_projections(maps, layer, before, added_positions(maps)) for maps in (a, b)]
+    added = [added_positions(maps) for maps in (a, b)]
+    projections = [score_projections(maps, layer, before, of_run) for maps, of_run in zip((a, b), added, strict=True)]
     reads = [Chain((Identity(), *of_queries.reads)) for of_queries, _ in projections]  # keys read the same
     x_a, x_b = (upcast(side_read(maps, layer)) for maps in (a, b))
     read = Change(reads[0](x_a), reads[1](x_b))
+    if added[0] is not None and added[1] is not None and not same(*added):
+        read = replace(read, stages=(Offset(upcast(added[0]) - upcast(added[1]), "W_pos"),))
     (query_a, key_a), (query_b, key_b) = projections
     queries = projected_secant(read, query_a, query_b, f"L{layer}.W_Q", f"L{layer}.q_norm")
     return queries, projected_secant(read, key_a, key_b, f"L{layer}.W_K", f"L{layer}.k_norm")

@@ -28,6 +28,7 @@ from tensorlens_tl.passes.two_runs.values import (
     hidden_values,
     per_layer_values,
 )
+from tensorlens_tl.passes.two_runs.whitening import whitening_secant
 
 
 @dataclass(eq=False)
@@ -122,8 +123,13 @@ class SecantMaps(Blocks):
         return parts.cross.within(side)
 
     def whitening(self, layer: int) -> Chain | None:
-        """The whitening before a block, which is linear; None of a model without."""
-        return self.a.whitening(layer)
+        """The whitening before a block, with what changed weights of it add; None of a model without."""
+        of_a, of_b = (maps.view.blocks[layer].whitening for maps in (self.a, self.b))
+        if of_a is None and of_b is None:
+            return None
+        read = Change(self.a.capture.resid_pre(layer), self.b.capture.resid_pre(layer))
+        keep = None if bool(self.mask.all()) else self.mask
+        return whitening_secant(of_a, of_b, read, keep, f"L{layer}.whitening")
 
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """Attention by three routes, values, queries and keys, and what writes it; or what a block has in its place."""
