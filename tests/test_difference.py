@@ -544,6 +544,42 @@ def test_a_hook_put_on_or_taken_off_since_is_no_baseline(name):
     assert close(summed(under), expected[:, -1:, 5], rerun_tolerance(name))
 
 
+EVEN = [name for name in ("hooked/alibi", "hooked/ln", "bridge/gpt-oss", "bridge/llama") if name in model_names()]
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_attention_that_is_too_even_in_one_run_is_read_in_the_other(name, model_named):
+    """With ALiBi, attention to one repeated token is the same for every scale of its scores."""
+    model = model_named(name)
+    even = tlens.freeze(model, torch.full((1, 6), 4))
+    other = tlens.freeze(model, some_tokens()[:1])
+    results = [tlens.attribute(tlens.difference(*runs), 5) for runs in ((even, other), (other, even))]
+    assert close(results[0].scores, -results[1].scores, rerun_tolerance(name))
+    assert close(
+        (results[0].scores.sum(-1) + results[0].bias)[0],
+        (logits(even) - logits(other))[0, -1:, 5],
+        rerun_tolerance(name),
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in EVEN if name == "hooked/alibi"])
+def test_attention_that_is_too_even_in_both_runs_is_refused_in_both_orders(name, model_named):
+    runs = [tlens.freeze(model_named(name), torch.full((1, 6), token)) for token in (4, 7)]
+    for pair in (runs, runs[::-1]):
+        with pytest.raises(tlens.UnsupportedModelError, match="it is too even to tell"):
+            tlens.difference(*pair)
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_prompts_of_one_token(name, model_named):
+    runs = [tlens.freeze(model_named(name), [[token]]) for token in (3, 5)]
+    for first, second in (runs, runs[::-1]):
+        result = tlens.attribute(tlens.difference(first, second), 5)
+        assert close(
+            (result.scores.sum(-1) + result.bias)[0], (logits(first) - logits(second))[0, -1:, 5], rerun_tolerance(name)
+        )
+
+
 @HOOKED_ONLY
 @pytest.mark.parametrize("switch", ["use_split_qkv_input", "use_attn_in"])
 def test_a_stream_for_each_head_since_is_refused(switch):

@@ -3,7 +3,7 @@
 | module | question |
 | --- | --- |
 | `values` | what did the parts of a block read in one run? |
-| `attention`, `cross`, `mlps`, `experts`, `mixers`, `whitening` | which linear map takes a difference of inputs to one of outputs? |
+| `attention`, `cross`, `mlps`, `experts`, `whitening` | which linear map takes Δ of inputs to Δ of outputs? |
 | `maps` | the parts of every block as such secants |
 | `layouts` | how are blocks put together, where one run cannot tell? |
 | `runs` | the two runs, checked, and their map proved block by block |

@@ -28,9 +28,12 @@ from tensorlens_tl.algebra.secants import (
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.parameters import AttentionWeights, Gate, InverseScale
 from tensorlens_tl.passes.attention_scores import (
+    CrossStreams,
     HeadProjection,
+    ScoreReading,
     added_positions,
     relative_bias,
+    score_candidates,
     score_projections,
     score_reading,
     side_read,
@@ -110,12 +113,68 @@ def _scores(a: BlockMaps, b: BlockMaps, layer: int) -> TwoScores:
     Raises:
         UnsupportedModelError: they do not give its patterns.
     """
-    queries, keys = _projection_secants(a, b, layer)
-    reading = score_reading(a, layer, (queries.a, keys.a), proved=False)
-    second = reading
-    if reading.relative is not None:
-        second = replace(reading, relative=relative_bias(b, layer, queries.b.shape[1]))
-    return TwoScores.of(a, b, layer, (reading, second), queries, keys)
+    return two_scores(a, b, layer, *_projection_secants(a, b, layer))
+
+
+def two_scores(
+    a: BlockMaps,
+    b: BlockMaps,
+    layer: int,
+    queries: Change,
+    keys: Change,
+    cross: tuple[CrossStreams | None, CrossStreams | None] = (None, None),
+) -> TwoScores:
+    """The scores of two runs, by the reading of the first run, or of the second where the first does not tell.
+
+    Attention that is even, as of one repeated token, is what several readings give. Where each run has one token, all
+    do, and only sinks tell them apart.
+
+    Args:
+        a, b: the two runs.
+        layer: which block.
+        queries, keys: before rotation.
+        cross: what cross-attention reads in either run.
+
+    Raises:
+        UnsupportedModelError: neither reading gives both patterns; says why of the first.
+    """
+    refusals: list[UnsupportedModelError] = []
+    of_runs = ((a, queries.a, keys.a, cross[0]), (b, queries.b, keys.b, cross[1]))
+    for maps, query, key, streams in of_runs:
+        try:
+            reading = score_reading(maps, layer, (query, key), streams, proved=False)
+            if key.shape[1] == 1 and streams is None:
+                reading = _reading_of_one_token(a, b, layer, queries, keys, reading)
+            in_a, in_b = (_with_bias_of(run, layer, reading, query.shape[1]) for run in (a, b))
+            return TwoScores.of(a, b, layer, (in_a, in_b), queries, keys, crossing=streams is not None)
+        except UnsupportedModelError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _with_bias_of(maps: BlockMaps, layer: int, reading: ScoreReading, pos: int) -> ScoreReading:
+    """A reading with the table of relative positions of one run's model, where there is one."""
+    if reading.relative is None:
+        return reading
+    return replace(reading, relative=relative_bias(maps, layer, pos))
+
+
+def _reading_of_one_token(
+    a: BlockMaps, b: BlockMaps, layer: int, queries: Change, keys: Change, stated: ScoreReading
+) -> ScoreReading:
+    """The first known reading of prompts of one token by which all of them have the same sinks, else what is stated."""
+    patterns = [upcast(maps.capture.pattern(layer))[..., 0] for maps in (a, b)]
+    share = torch.cat(patterns)
+    if a.capture.model is not b.capture.model or bool((1 - share <= a.tolerance).all()):
+        return stated
+    before = a.layouts[layer].attn.before
+    for reading in score_candidates(a, layer, before, added_positions(a)):
+        of_runs = ((queries.a, keys.a), (queries.b, keys.b))
+        scores = torch.cat([reading.finished(reading.scores_of(*vectors))[..., 0] for vectors in of_runs])
+        sinks = scores - torch.logit(share)
+        if float((torch.sigmoid(scores - sinks[:1]) - share).abs().max()) <= a.tolerance:
+            return reading
+    return stated
 
 
 def values_by_head(values: Change, kv_heads: int) -> Float[Tensor, "batch kv pos d_head"]:

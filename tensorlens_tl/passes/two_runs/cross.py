@@ -16,10 +16,9 @@ from tensorlens_tl.algebra import AffineMap, Chain, CrossAttention, Identity, Li
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import Change, CrossKeyResponse, QueryResponse
 from tensorlens_tl.models import Within
-from tensorlens_tl.passes.attention_scores import HeadProjection, score_projections, score_reading
+from tensorlens_tl.passes.attention_scores import HeadProjection, score_projections
 from tensorlens_tl.passes.block_maps import BlockMaps
-from tensorlens_tl.passes.two_runs.attention import projected_secant, value_secant, values_by_head
-from tensorlens_tl.passes.two_runs.scores import TwoScores
+from tensorlens_tl.passes.two_runs.attention import projected_secant, two_scores, value_secant, values_by_head
 from tensorlens_tl.passes.two_runs.values import CrossValues
 
 
@@ -65,8 +64,7 @@ def cross_secant(
     encoder = Change(upcast(of_a.streams.keys), upcast(of_b.streams.keys))
     queries = projected_secant(decoder, query_a, query_b, name("W_Q"), name("q_norm"))
     keys = projected_secant(encoder, key_a, key_b, name("W_K"), name("k_norm"))
-    reading = score_reading(a, layer, (queries.a, keys.a), of_a.streams, proved=False)
-    scores = TwoScores.of(a, b, layer, (reading, reading), queries, keys, crossing=True)
+    scores = two_scores(a, b, layer, queries, keys, (of_a.streams, of_b.streams))
     values = value_secant(weights, Change(of_a.streams.keys, of_b.streams.keys), name)
     secant, _ = scores.secant(values_by_head(values, weights[0].kv_heads))
     start, stop = a.capture.side(layer)
