@@ -362,6 +362,29 @@ def test_what_a_hook_changes_inside_is_explained_or_refused(name, point, model_n
             assert re.search(r"blocks\.1|target: the logits", refusal)
 
 
+NAMED = ("hook_resid_mid", "attn.hook_q", "attn.hook_v", "attn.hook_pattern", "attn.hook_attn_scores", "mlp.hook_pre")
+
+
+@pytest.mark.parametrize("point", NAMED)
+@pytest.mark.parametrize("name", BOTH)
+def test_a_refusal_because_of_a_hook_names_the_hook_point_by_the_name_that_the_user_took(name, point, model_named):
+    model = model_named(name)
+    point = f"blocks.1.{point}"
+    if point not in model.hook_dict:
+        pytest.skip("no such hook point")
+    plain = tlens.freeze(model, some_tokens())
+    with model.hooks(fwd_hooks=[(point, curved)]):
+        changed, refusal = answer_or_refusal(lambda: tlens.freeze(model, some_tokens()))
+    refusals = [refusal]
+    if not refusal:
+        pairs = ((plain, changed), (changed, plain))
+        refusals = [answer_or_refusal(lambda pair=pair: tlens.difference(*pair))[1] for pair in pairs]
+    if not any(refusals) and "resid_mid" in point:
+        return  # a HookedTransformer's is a point of the stream, which is held
+    for refusal in refusals:
+        assert re.search(rf"A hook at .*{re.escape(point)}\b", refusal)
+
+
 def answer_or_refusal(question):
     try:
         return question(), ""

@@ -29,6 +29,7 @@ from tensorlens_tl.hooks.inspection import (
     is_attached,
     other_hooks,
     refuse_attached,
+    with_other_names,
 )
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, CallPoint, Ends, ModelPoints, model_points
 from tensorlens_tl.hooks.rules import BackwardRule, RuleHooks
@@ -78,4 +79,5 @@ __all__ = [
     "states_and_logits",
     "unheld_run",
     "whole_hooks",
+    "with_other_names",
 ]

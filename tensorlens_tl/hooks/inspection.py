@@ -5,7 +5,7 @@ any module, or a `forward` that was put in the place of a module's own. All thre
 libraries that a model is made of do themselves is not somebody else's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -108,6 +108,22 @@ def other_hooks(model: Any) -> list[str]:
     ['embed.hook_out']
     """
     return list(dict.fromkeys(hook.point for hook in foreign_hooks(model)))
+
+
+def with_other_names(model: Any, names: Sequence[str]) -> list[str]:
+    """Names of hook points and modules, a hook point's other names beside the first: a Bridge's have several.
+
+    >>> from tensorlens_tl.hooks import with_other_names
+    >>> bridge = tlens.testing.tiny_model("bridge/gpt2")
+    >>> with_other_names(bridge, ["blocks.0.ln2.hook_in", "blocks.0.mlp (torch hook)"])
+    ['blocks.0.ln2.hook_in (blocks.0.hook_resid_mid)', 'blocks.0.mlp (torch hook)']
+    """
+    points = hook_points(model)
+    shown: list[str] = []
+    for name in names:
+        others = [other for other, point in points.items() if other != name and point is points.get(name)]
+        shown.append(f"{name} ({', '.join(others)})" if others else name)
+    return shown
 
 
 def hook_numbers(model: Any) -> frozenset[int]:

@@ -13,7 +13,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import HeldScores
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
-from tensorlens_tl.hooks import ModelPoints, StreamPoint, lock_of
+from tensorlens_tl.hooks import ModelPoints, StreamPoint, lock_of, with_other_names
 from tensorlens_tl.models import HookedModel, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
 from tensorlens_tl.passes.inputs import Prompt
@@ -157,6 +157,11 @@ class Capture:
         if not self.other_hooks:
             return self.view.provenance()
         return self.view.provenance() | {"hooks": ", ".join(self.other_hooks)}
+
+    def hooks_in(self, block: str = "") -> list[str]:
+        """Where other people's hooks were: in one block, by all names of their hook points; without one all of them."""
+        inside = [name for name in self.other_hooks if not block or name.startswith(f"{block}.")]
+        return with_other_names(self.model, inside)
 
     # ------------------------------------------------------------------ activations
 

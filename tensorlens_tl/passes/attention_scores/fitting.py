@@ -121,6 +121,13 @@ def _or_infinite(error: float) -> float:
 
 def unread(maps: BlockMaps, layer: int, error: float, *, crossing: bool = False) -> UnsupportedModelError:
     """The refusal of a layer whose nearest reading is off by so much."""
+    inside = maps.capture.hooks_in(maps.view.blocks[layer].name)
+    if inside:
+        return UnsupportedModelError(
+            f"{_named(maps, layer, crossing)} of this {maps.view.description}: its queries and keys do not give its "
+            f"attention pattern (off by {error:.1e}). A hook at {' and '.join(inside)} may have changed what lies "
+            "between them, which is not read: freeze without it."
+        )
     return UnsupportedModelError(
         f"{_named(maps, layer, crossing)} of this {maps.view.description}: its attention scores cannot be read; no "
         f"known scale and position encoding reproduces its pattern (nearest: off by {error:.1e}). "

@@ -254,6 +254,13 @@ class _BlockProof:
             )
         if self.maps.view.wrapped_twice:
             return "This Hugging Face model was wrapped by a Bridge before: load it anew, and wrap it once."
+        inside = self.maps.capture.hooks_in(self.maps.view.blocks[self.layer].name)
+        if inside:
+            return (
+                f"A hook at {' and '.join(inside)} may have changed what the block computes inside, which is not held: "
+                "only what is added to the stream, or put in its place, is. Take it off, or make the change in the "
+                "weights."
+            )
         return "Other hooks on the model, or a part that is not attention, norm or MLP, would explain it."
 
     def _writes_again(self) -> dict[str, Tensor]:

@@ -422,7 +422,7 @@ def _suspects(a: FrozenPass, b: FrozenPass) -> str:
                 "The stream of a token is zero in one run, where a norm's scale is no more than its epsilon and what "
                 "it gives is rounding: use another baseline, such as 'mean'."
             )
-    hooks = dict.fromkeys([*a.other_hooks, *b.other_hooks])
+    hooks = dict.fromkeys([*a.capture.hooks_in(), *b.capture.hooks_in()])
     if hooks:
         return (
             f"Hooks stood on the model ({', '.join(hooks)}), and what they change inside a block is not read: freeze "

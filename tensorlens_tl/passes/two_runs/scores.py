@@ -196,19 +196,24 @@ def _patterns(
 
 
 def _check_errors(a: BlockMaps, b: BlockMaps, layer: int, errors: tuple[float, float], *, crossing: bool) -> None:
-    """Refuse a run whose pattern its scores do not give.
+    """Refuse runs whose patterns their scores do not give.
 
     Raises:
         UnsupportedModelError: says of which run.
     """
+    if errors[0] <= a.tolerance and errors[1] <= b.tolerance:
+        return
+    name = b.view.blocks[layer].name
+    for maps, error in zip((a, b), errors, strict=True):
+        if maps.capture.hooks_in(name):
+            raise unread(maps, layer, error, crossing=crossing)
     if not errors[0] <= a.tolerance:
         raise unread(a, layer, errors[0], crossing=crossing)
-    if not errors[1] <= b.tolerance:
-        raise UnsupportedModelError(
-            f"difference: {b.view.blocks[layer].name} of this {b.view.description} makes its attention scores in one "
-            f"way in the first run and in another in the second (its pattern is off by {errors[1]:.1e}). Freeze both "
-            "runs without other hooks, or ask about each by itself."
-        )
+    raise UnsupportedModelError(
+        f"difference: {name} of this {b.view.description} makes its attention scores in one way in the first run and "
+        f"in another in the second (its pattern is off by {errors[1]:.1e}). Freeze both runs without other hooks, or "
+        "ask about each by itself."
+    )
 
 
 def _sinks(
